@@ -1,0 +1,93 @@
+"""Where an op runs, and how it is registered. Nothing else in shardwise reads the environment.
+
+A CUDA tensor goes to the Triton kernel; a CPU tensor to the torch twin, or to the interpreted kernel under
+TRITON_INTERPRET=1. Without triton everything runs on the torch twins, with one warning where a GPU is present.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+triton: Any
+tl: Any
+if HAS_TRITON:
+    triton = importlib.import_module("triton")
+    tl = importlib.import_module("triton.language")
+else:
+
+    class _Missing:
+        """Stands in for triton so that kernel files can be read without it; nothing of it is ever called."""
+
+        @staticmethod
+        def jit(fn: Any = None, **_: Any) -> Any:
+            return fn if fn is not None else lambda f: f
+
+        def __getattr__(self, name: str) -> Any:
+            return None
+
+    triton = tl = _Missing()
+
+# Programs of a persistent grid: enough of them to fill a large GPU, few enough for the interpreter.
+PERSISTENT_PROGRAMS = 4 if INTERPRETED else 132 * 16
+
+_library = torch.library.Library("shardwise", "DEF")
+
+
+def runs_kernel(tensor: Tensor) -> bool:
+    """Whether an op on `tensor` launches its Triton kernel; otherwise its torch twin runs."""
+    if tensor.is_cuda and not HAS_TRITON:
+        _warn_no_triton()
+        return False
+    return tensor.is_cuda or INTERPRETED
+
+
+def register(
+    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverload[..., Any]:
+    """Define `shardwise::<schema>` with one implementation for CPU and CUDA and a fake one for compilers."""
+    name = schema.split("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"shardwise::{name}", fake, lib=_library)
+    return getattr(torch.ops.shardwise, name).default  # type: ignore[no-any-return]
+
+
+def register_autograd(
+    op: torch._ops.OpOverload[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> None:
+    """Give `op` a backward that follows `torch.library.register_autograd`."""
+    torch.library.register_autograd(op._name, backward, setup_context=setup_context, lib=_library)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def gather_tile(dim: int, itemsize: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a tile in which every thread holds 16 bytes of a table row of this dim.
+
+    Wider rows are cut into column blocks.
+    """
+    vector = 16 // itemsize
+    block_d = min(next_power_of_2(dim), 64 * vector)
+    rows = max(1, min(32, 128 * vector // block_d))
+    return rows, block_d, max(1, min(4, rows * block_d // (32 * vector)))
+
+
+@cache
+def _warn_no_triton() -> None:
+    warnings.warn("shardwise: triton is not installed, CUDA tensors run on the slower torch path", stacklevel=4)

@@ -1,0 +1,165 @@
+"""Check ids and offsets before anything is read or written through them.
+
+Letters: I [N] ids, O [F*B + 1] bag offsets, FT [F, 7] feature tensor (see features.py), guard [2] int64.
+guard[0] is the position of the first id outside its table, guard[1] the first bad offset; OK where there is none.
+Update kernels read the guard before their first write, so a bad batch changes no row.
+Bytes moved: N * itemsize(I) + (F*B + 1) * itemsize(O), and one search over F feature boundaries per id.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from ._op import INTERPRETED, register, runs_kernel, tl, triton
+from .features import FIELDS, ROWS, bag_of_position, batch_size, feature_of_position
+
+OK = torch.iinfo(torch.int64).max
+
+_BLOCK = 64 if INTERPRETED else 1024
+
+
+class BoundsCheckMode(Enum):
+    """What an id outside its table does: raise, warn once and count as no id, or silently count as no id."""
+
+    FATAL = 0
+    WARNING = 1
+    IGNORE = 2
+
+
+def new_guard(device: torch.device | str = "cpu") -> Tensor:
+    """A guard that reports nothing: int64 [2]."""
+    return torch.full((2,), OK, dtype=torch.int64, device=device)
+
+
+def check_ids_ref(indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor) -> None:
+    """Lower guard[0] to the first bad id's position and guard[1] to the first bad offset's."""
+    ids, count = indices.shape[0], len(features)
+    if offsets.shape[0] > 1:
+        fallen = torch.cat([offsets[:1] != 0, offsets.diff() < 0])
+        fallen[-1] |= offsets[-1] != ids
+        guard[1] = torch.minimum(guard[1], _first_true(fallen))
+    if ids and count:
+        batch = batch_size(offsets, count)
+        bag = bag_of_position(offsets, ids)
+        rows = features[(bag // max(batch, 1)).clamp(max=count - 1), ROWS]
+        bad = ((indices < 0) | (indices >= rows)) & (bag < count * batch)
+        guard[0] = torch.minimum(guard[0], _first_true(bad))
+
+
+@triton.jit
+def _check_ids_kernel(I, O, FT, guard, N, F, B, BLOCK: tl.constexpr, STEPS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, NONE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bags = (F * B).to(tl.int64)
+    end = tl.load(O + bags)
+    live = (position < N) & (position < end)
+    index = tl.load(I + position, mask=live, other=0).to(tl.int64)
+    f = feature_of_position(O, position, F, B, STEPS)
+    rows = tl.load(FT + f.to(tl.int64) * FIELDS + ROWS, mask=live, other=1)
+    bad = live & ((index < 0) | (index >= rows))
+    first = tl.min(tl.where(bad, position, NONE), 0)
+    tl.atomic_min(guard, first, mask=first != NONE)
+
+    here = position <= bags
+    begins = tl.load(O + position, mask=here, other=0).to(tl.int64)
+    before = tl.load(O + position - 1, mask=here & (position > 0), other=0).to(tl.int64)
+    fallen = (begins < before) | ((position == 0) & (begins != 0)) | ((position == bags) & (begins != N))
+    first = tl.min(tl.where(here & fallen, position, NONE), 0)
+    tl.atomic_min(guard + 1, first, mask=first != NONE)
+
+
+def check_ids(
+    indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor, *, names: Sequence[str], fatal: bool = True
+) -> None:
+    """Raise for the first id outside its table or offset out of order, or leave it in `guard` on a GPU.
+
+    Shapes: indices [N] int32/int64, offsets [F*B + 1], features [F, 7], guard [2] int64; `names` describes each
+    feature in messages. On CPU a fault raises here; on CUDA it is left in the guard, which masks every update, and
+    `raise_from_guard` raises it later without a sync in this step.
+
+    Raises:
+        TypeError: ids or offsets are not int32 or int64.
+        IndexError: names feature, table, sample, the id and the rows of the table (CPU).
+        ValueError: names the first bad offset (CPU).
+    """
+    for what, tensor in (("feature ids", indices), ("offsets", offsets)):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{what} must be int32 or int64, got {str(tensor.dtype).removeprefix('torch.')}")
+    batch_size(offsets, len(names))
+    torch.ops.shardwise.check_ids(indices, offsets, features, guard, list(names), fatal)
+
+
+def _check_ids(
+    indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor, names: list[str], fatal: bool
+) -> None:
+    if runs_kernel(indices):
+        count = len(names)
+        batch = batch_size(offsets, count)
+        work = max(indices.shape[0], offsets.shape[0])
+        grid = (triton.cdiv(work, _BLOCK),)
+        _check_ids_kernel[grid](
+            indices, offsets, features, guard, indices.shape[0], count, batch,
+            _BLOCK, count.bit_length() + 1, FIELDS, ROWS, OK,
+        )  # fmt: skip
+    else:
+        check_ids_ref(indices, offsets, features, guard)
+    if not indices.is_cuda or not runs_kernel(indices):
+        # on CPU this reads host memory; on CUDA without triton it is the sync that the slow path costs
+        raise_from_guard(guard, indices, offsets, features, names, fatal=fatal)
+
+
+def raise_from_guard(
+    guard: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, names: Sequence[str], *, fatal: bool = True
+) -> None:
+    """Turn what `guard` holds into an exception and reset it; `fatal=False` warns about ids instead.
+
+    Raises:
+        IndexError, ValueError: as `check_ids` describes.
+    """
+    # host sync on CUDA: the caller asked for the error now
+    bad_id, bad_offset = guard.tolist()
+    if bad_id == OK and bad_offset == OK:
+        return
+    guard.fill_(OK)
+    if bad_offset != OK:
+        raise ValueError(_describe_offset(bad_offset, indices, offsets, names))
+    message = describe_id(bad_id, indices, offsets, features, names)
+    if fatal:
+        raise IndexError(message)
+    warnings.warn(f"{message}; it counts as no id", stacklevel=3)
+
+
+def describe_id(position: int, indices: Tensor, offsets: Tensor, features: Tensor, names: Sequence[str]) -> str:
+    """Feature, table, sample, id and rows of the id at `position`, for people."""
+    batch = batch_size(offsets, len(names))
+    bag = int(torch.searchsorted(offsets[1:].contiguous(), position, right=True))
+    f, sample = divmod(bag, batch)
+    rows = int(features[f, ROWS])
+    return f"{names[f]}, sample {sample}: id {int(indices[position])} is outside [0, {rows})"
+
+
+def _describe_offset(position: int, indices: Tensor, offsets: Tensor, names: Sequence[str]) -> str:
+    ids, batch, value = indices.shape[0], batch_size(offsets, len(names)), int(offsets[position])
+    if position == 0:
+        return f"offsets must start at 0, got {value}"
+    name, sample = names[(position - 1) // batch], (position - 1) % batch
+    before = int(offsets[position - 1])
+    if value < before:
+        return f"{name}, sample {sample}: offsets must not decrease, got {before} and then {value}"
+    return f"offsets end at {value} but there are {ids} ids (last feature: {name})"
+
+
+def _first_true(mask: Tensor) -> Tensor:
+    position = torch.arange(mask.shape[0], device=mask.device)
+    return torch.where(mask, position, OK).min()
+
+
+register(
+    "check_ids(Tensor indices, Tensor offsets, Tensor features, Tensor(a!) guard, str[] names, bool fatal) -> ()",
+    _check_ids,
+    lambda indices, offsets, features, guard, names, fatal: None,
+)

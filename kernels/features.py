@@ -1,0 +1,126 @@
+"""What a launch must know about each feature, as one int64 tensor, and how a batch's offsets divide among features.
+
+A feature looks ids up in one table; several features may share a table. Tables of one dtype lie in one flat buffer W,
+tables of equal dim side by side, each dim's first table on a 16-byte boundary (`Segment`).
+
+Letters: F features, B samples, N ids, T tables; I [N] ids, feature by feature and sample by sample within a feature;
+O [F*B + 1] bag offsets into I; bag (f, b) has the number f * B + b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._op import next_power_of_2, tl, triton
+
+# Columns of the feature tensor; kernels read them by these numbers.
+BASE = 0  # element of W where the table begins
+ROWS = 1  # rows of the table
+DIM = 2  # columns of the table
+COLUMN = 3  # first output column of the feature
+MEAN = 4  # 1 if bags are averaged, 0 if summed
+FIRST_ROW = 5  # number of the table's row 0 among all rows of W: the sort key of the update
+ORDER = 6  # [j, ORDER] is the j-th feature in the order of launches (by power-of-two class of dim)
+FIELDS = 7
+
+
+class Feature(NamedTuple):
+    """One feature of a lookup: where its table lies and how its bags are pooled."""
+
+    base: int
+    rows: int
+    dim: int
+    first_row: int
+    mean: bool = False
+
+
+class Segment(NamedTuple):
+    """Tables of equal `dim` that lie side by side: rows [first_row, end_row) of W begin at element `base`."""
+
+    dim: int
+    first_row: int
+    end_row: int
+    base: int
+
+
+def pack_features(features: Sequence[Feature], device: torch.device | str = "cpu") -> Tensor:
+    """The int64 tensor [F, 7] that kernels read; columns are laid out in the order given.
+
+    Raises:
+        ValueError: a table does not begin on the boundary that 128-bit loads of its rows need.
+    """
+    columns = column_offsets([f.dim for f in features])
+    order = launch_order([f.dim for f in features])
+    rows = []
+    for j, (f, column) in enumerate(zip(features, columns, strict=False)):
+        if f.base % row_alignment(f.dim, itemsize=2):
+            raise ValueError(f"feature {j}: a table of dim {f.dim} cannot begin at element {f.base}")
+        rows.append([f.base, f.rows, f.dim, column, int(f.mean), f.first_row, order[j]])
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(features), FIELDS).to(device)
+
+
+def flatten_segments(segments: Sequence[Segment]) -> list[int]:
+    """Segments as the flat `int[]` that op schemas can carry."""
+    return [number for segment in segments for number in segment]
+
+
+def unflatten_segments(flat: Sequence[int]) -> list[Segment]:
+    """The inverse of `flatten_segments`."""
+    return [Segment(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
+
+
+def column_offsets(dims: Sequence[int]) -> list[int]:
+    """First output column of each feature, and the total: [0, d0, d0 + d1, ...]."""
+    columns = [0]
+    for dim in dims:
+        columns.append(columns[-1] + dim)
+    return columns
+
+
+def launch_order(dims: Sequence[int]) -> list[int]:
+    """Features sorted by power-of-two class of their dim: one launch serves one class."""
+    return sorted(range(len(dims)), key=lambda f: next_power_of_2(dims[f]))
+
+
+def row_alignment(dim: int, itemsize: int) -> int:
+    """Elements to which rows of this dim are aligned: the widest power of two up to 16 bytes that divides it."""
+    return min(dim & -dim, 16 // itemsize)
+
+
+def batch_size(offsets: Tensor, features: int) -> int:
+    """B of offsets [F*B + 1].
+
+    Raises:
+        ValueError: the offsets do not divide among the features.
+    """
+    bags = offsets.shape[0] - 1
+    if features == 0 or bags % features:
+        raise ValueError(f"{bags + 1} offsets do not divide among {features} features: expected F*B + 1")
+    return bags // features
+
+
+def bag_of_position(offsets: Tensor, ids: int) -> Tensor:
+    """Bag number of each of the `ids` positions, [N] int64; positions past offsets[-1] get the number of bags.
+
+    No host sync. Offsets must not decrease.
+    """
+    position = torch.arange(ids, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets[1:].contiguous(), position, right=True)
+
+
+@triton.jit
+def feature_of_position(O, position, F, B, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The feature that owns each id position: the last f with O[f*B] <= position. STEPS >= log2(F) + 1."""
+    low = position * 0
+    high = low + F
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        begins = tl.load(O + middle.to(tl.int64) * B, mask=middle < F, other=0)
+        right = (begins <= position) & (middle < high)
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+    return low

@@ -1,0 +1,329 @@
+"""Pooled lookup: gather rows of many tables and add (or average) them per bag, all tables in one launch.
+
+Shapes: W flat tables, I [N] row ids, O [F*B + 1] bag offsets, P [N] per-id weights, FT [F, 7] features (features.py),
+Y [B, sum of dims] output, one column block per feature.
+Bytes moved: N * D * itemsize(W) (rows) + N * itemsize(I) + (F*B + 1) * itemsize(O) + F*B*D * itemsize(Y), and N * 4
+for per-id weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from ._op import gather_tile, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from .features import (
+    BASE,
+    COLUMN,
+    DIM,
+    FIELDS,
+    MEAN,
+    ORDER,
+    ROWS,
+    bag_of_position,
+    batch_size,
+    column_offsets,
+    launch_order,
+    row_alignment,
+)
+
+
+def pooled_lookup_ref(
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_id_weights: Tensor | None,
+    features: Tensor,
+    dims: Sequence[int],
+) -> Tensor:
+    """Y[b, f] = sum (or mean) over i in bag (f, b) of P[i] * W_f[I[i]], accumulated in fp32. Bad ids count as none."""
+    batch = batch_size(offsets, len(dims))
+    columns = []
+    for f, dim in enumerate(dims):
+        base, rows = int(features[f, BASE]), int(features[f, ROWS])
+        table = weights[base : base + rows * dim].view(rows, dim)
+        bags = offsets[f * batch : (f + 1) * batch + 1].long()
+        ids = indices[bags[0] : bags[-1]].long()
+        bag = torch.repeat_interleave(torch.arange(batch, device=ids.device), bags.diff())
+        valid = (ids >= 0) & (ids < rows)
+        picked = table[ids[valid]].float()
+        if per_id_weights is not None:
+            picked = picked * per_id_weights[bags[0] : bags[-1]][valid].float()[:, None]
+        pooled = torch.zeros(batch, dim, device=ids.device).index_add_(0, bag[valid], picked)
+        if features[f, MEAN]:
+            pooled = pooled / bags.diff().clamp(min=1)[:, None]
+        columns.append(pooled)
+    return torch.cat(columns, dim=1)
+
+
+@triton.jit
+def _row_ids(I, position, live):  # type: ignore[no-untyped-def]
+    return tl.load(I + position, mask=live, other=-1).to(tl.int64)
+
+
+@triton.jit
+def _rows(table, row, D, d, live, in_row):  # type: ignore[no-untyped-def]
+    return tl.load(table + (row * D)[:, None] + d[None, :], mask=live[:, None] & in_row[None, :], other=0.0).to(tl.float32)  # fmt: skip  # noqa: E501
+
+
+@triton.jit
+def _scaled(row, P, position, live, HAS_P: tl.constexpr):  # type: ignore[no-untyped-def]
+    if HAS_P:
+        row = row * tl.load(P + position, mask=live, other=0.0).to(tl.float32)[:, None]
+    return row
+
+
+@triton.jit(do_not_specialize=["first"])
+def _pooled_lookup_kernel(W, I, O, P, FT, Y, N, B, y_stride, first, BASE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMN: tl.constexpr, MEAN: tl.constexpr, ORDER: tl.constexpr, FIELDS: tl.constexpr, HAS_P: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    f = tl.load(FT + (first + tl.program_id(1)).to(tl.int64) * FIELDS + ORDER)
+    feature = FT + f * FIELDS
+    rows = tl.load(feature + ROWS)
+    D = tl.multiple_of(tl.load(feature + DIM), ALIGN)
+    column = tl.multiple_of(tl.load(feature + COLUMN), OUT_ALIGN)
+    table = W + tl.multiple_of(tl.load(feature + BASE), ALIGN)
+    b = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    in_batch = b < B
+    begin = tl.load(O + f * B + b, mask=in_batch, other=0).to(tl.int64)
+    end = tl.load(O + f * B + b + 1, mask=in_batch, other=0).to(tl.int64)
+    # offsets out of order raise through the guard; here they only must not be followed outside I
+    length = (tl.minimum(end, N) - tl.maximum(begin, 0)).to(tl.int32)
+    begin = tl.maximum(begin, 0)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_row = d < D
+    pooled = tl.zeros((BLOCK_B, BLOCK_D), tl.float32)
+    # four index loads, then four row gathers, then the adds: the gathers are all in flight before the first add
+    for i in range(0, tl.max(length, 0), 4):
+        p0 = begin + i
+        p1 = begin + i + 1
+        p2 = begin + i + 2
+        p3 = begin + i + 3
+        r0 = _row_ids(I, p0, i < length)
+        r1 = _row_ids(I, p1, i + 1 < length)
+        r2 = _row_ids(I, p2, i + 2 < length)
+        r3 = _row_ids(I, p3, i + 3 < length)
+        # an id outside the table counts as none; positions past the bag were loaded as -1
+        m0 = (r0 >= 0) & (r0 < rows)
+        m1 = (r1 >= 0) & (r1 < rows)
+        m2 = (r2 >= 0) & (r2 < rows)
+        m3 = (r3 >= 0) & (r3 < rows)
+        v0 = _rows(table, r0, D, d, m0, in_row)
+        v1 = _rows(table, r1, D, d, m1, in_row)
+        v2 = _rows(table, r2, D, d, m2, in_row)
+        v3 = _rows(table, r3, D, d, m3, in_row)
+        v0 = _scaled(v0, P, p0, m0, HAS_P)
+        v1 = _scaled(v1, P, p1, m1, HAS_P)
+        v2 = _scaled(v2, P, p2, m2, HAS_P)
+        v3 = _scaled(v3, P, p3, m3, HAS_P)
+        pooled = (((pooled + v0) + v1) + v2) + v3
+    if tl.load(feature + MEAN) != 0:
+        pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
+    out = Y + (b * y_stride)[:, None] + column + d[None, :]
+    tl.store(out, pooled.to(Y.dtype.element_ty), mask=in_batch[:, None] & in_row[None, :])
+
+
+def pooled_lookup(
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_id_weights: Tensor | None,
+    features: Tensor,
+    dims: Sequence[int],
+    segments: Sequence[int],
+    pooling: str,
+) -> Tensor:
+    """Look ids up in many tables and pool them per bag; differentiable in `weights` and `per_id_weights`.
+
+    Shapes: weights flat 1-D (fp32, fp16 or bf16), indices [N], offsets [F*B + 1], per_id_weights [N] or None,
+    features [F, 7] from `pack_features`, dims one int per feature, segments from `flatten_segments`; `pooling` is "sum"
+    if all features are summed and "mean" if some are averaged (`features` says which).
+
+    Returns:
+        fp32 [B, sum(dims)], accumulated in fp32. An empty bag gives zeros, averaged or not.
+
+    Ids outside a table count as none: run `check_ids` first to raise for them instead.
+    """
+    return torch.ops.shardwise.pooled_lookup(  # type: ignore[no-any-return]
+        weights, indices, offsets, per_id_weights, features, list(dims), list(segments), pooling
+    )
+
+
+def _pooled_lookup(
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_id_weights: Tensor | None,
+    features: Tensor,
+    dims: list[int],
+    segments: list[int],
+    pooling: str,
+) -> Tensor:
+    if not runs_kernel(weights):
+        if weights.is_cuda:
+            return pooled_lookup_ref(weights, indices, offsets, per_id_weights, features, dims)
+        return pooled_lookup_cpu(weights, indices, offsets, per_id_weights, features, dims)
+    batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
+    out = torch.empty(batch, columns[-1], dtype=torch.float32, device=weights.device)
+    if batch == 0:
+        return out
+    order = launch_order(dims)
+    first = 0
+    for width, members in groupby(order, key=lambda f: next_power_of_2(dims[f])):
+        fs = list(members)
+        block_b, block_d, warps = gather_tile(width, weights.itemsize)
+        align = min(row_alignment(dims[f], weights.itemsize) for f in fs) if weights.data_ptr() % 16 == 0 else 1
+        out_align = min(row_alignment(n, 4) for n in (columns[-1], *(columns[f] for f in fs if columns[f])))
+        grid = (triton.cdiv(batch, block_b), len(fs), triton.cdiv(width, block_d))
+        _pooled_lookup_kernel[grid](
+            weights, indices, offsets, per_id_weights if per_id_weights is not None else indices, features, out,
+            indices.shape[0], batch, columns[-1], first,
+            BASE, ROWS, DIM, COLUMN, MEAN, ORDER, FIELDS, per_id_weights is not None,
+            block_b, block_d, align, out_align, num_warps=warps,
+        )  # fmt: skip
+        first += len(fs)
+    return out
+
+
+def pooled_lookup_cpu(
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_id_weights: Tensor | None,
+    features: Tensor,
+    dims: Sequence[int],
+) -> Tensor:
+    """The reference's result by one `embedding_bag` per distinct dim over the flat buffer."""
+    batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
+    table_of = features.tolist()
+    lengths = offsets.diff()
+    outputs = []
+    for dim in sorted(set(dims)):
+        fs = [f for f in range(len(dims)) if dims[f] == dim]
+        anchor = min(table_of[f][BASE] for f in fs)
+        stop = max(table_of[f][BASE] + table_of[f][ROWS] * dim for f in fs)
+        matrix = weights[anchor:stop].view(-1, dim)
+        ids, bags, scale = _of_features(fs, batch, indices, offsets, per_id_weights, len(dims))
+        shift = torch.tensor([(table_of[f][BASE] - anchor) // dim for f in fs])
+        rows = torch.tensor([table_of[f][ROWS] for f in fs])
+        per_feature = bags[::batch].diff() if batch else torch.zeros(len(fs), dtype=torch.int64)
+        valid = (ids >= 0) & (ids < rows.repeat_interleave(per_feature))
+        linear = ids + shift.repeat_interleave(per_feature)
+        if not bool(valid.all()):
+            linear = linear.where(valid, 0)
+            scale = valid.float() if scale is None else scale.where(valid, 0.0)
+        pooled = bag_sums(matrix, linear, bags, scale).view(len(fs), batch, dim)
+        if any(table_of[f][MEAN] for f in fs):
+            counts = torch.stack([lengths[f * batch : (f + 1) * batch] for f in fs]).clamp(min=1)
+            averaged = torch.tensor([bool(table_of[f][MEAN]) for f in fs])[:, None]
+            pooled = pooled / torch.where(averaged, counts, 1)[:, :, None]
+        if len(fs) == len(dims):
+            return pooled.transpose(0, 1).reshape(batch, columns[-1])
+        outputs.append((fs, pooled))
+    out = torch.empty(batch, columns[-1])
+    for fs, pooled in outputs:
+        for f, block in zip(fs, pooled, strict=True):
+            out[:, columns[f] : columns[f + 1]] = block
+    return out
+
+
+def bag_sums(matrix: Tensor, rows: Tensor, bags: Tensor, scale: Tensor | None) -> Tensor:
+    """Sum over each bag of scale[i] * matrix[rows[i]] in fp32: rows [n], bags [m + 1] from 0 to n -> [m, dim]."""
+    if matrix.dtype is not torch.float32:
+        # embedding_bag rounds to the table's dtype: gather in fp32 and sum those rows instead
+        matrix, rows = matrix[rows].float(), torch.arange(rows.shape[0])
+    if bags.shape[0] == 1 or rows.shape[0] == 0:
+        return torch.zeros(bags.shape[0] - 1, matrix.shape[1])
+    return nnf.embedding_bag(
+        rows, matrix, bags.to(rows.dtype), mode="sum", per_sample_weights=scale, include_last_offset=True
+    )
+
+
+def _of_features(
+    fs: Sequence[int], batch: int, indices: Tensor, offsets: Tensor, scale: Tensor | None, count: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The ids, bag offsets and per-id weights of some features, as if the batch had no others."""
+    scale = None if scale is None else scale.float()
+    end = int(offsets[-1])
+    if len(fs) == count:
+        return indices[:end], offsets, None if scale is None else scale[:end]
+    bounds = offsets[::batch].tolist() if batch else [0] * (count + 1)
+    pieces = [slice(bounds[f], bounds[f + 1]) for f in fs]
+    lengths = torch.cat([offsets[f * batch : (f + 1) * batch + 1].diff() for f in fs])
+    bags = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    ids = torch.cat([indices[piece] for piece in pieces])
+    return ids, bags, None if scale is None else torch.cat([scale[piece] for piece in pieces])
+
+
+def _fake(
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_id_weights: Tensor | None,
+    features: Tensor,
+    dims: list[int],
+    segments: list[int],
+    pooling: str,
+) -> Tensor:
+    return weights.new_empty((offsets.shape[0] - 1) // len(dims), sum(dims), dtype=torch.float32)
+
+
+def per_id_weight_gradient(
+    grad: Tensor, weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dims: Sequence[int]
+) -> Tensor:
+    """dP[i] = <G of i's bag, row of i>, over the bag's length where it is averaged: [N] fp32."""
+    batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
+    out = torch.zeros(indices.shape[0], device=grad.device)
+    bag = bag_of_position(offsets, indices.shape[0])
+    f = (bag // max(batch, 1)).clamp(max=len(dims) - 1)
+    valid = (bag < len(dims) * batch) & (indices >= 0) & (indices < features[f, ROWS])
+    lengths = offsets.diff().clamp(min=1)
+    for j, dim in enumerate(dims):
+        # host sync on CUDA (the number of this feature's ids): a kernel takes this over with the other gradients
+        mine = torch.nonzero(valid & (f == j)).squeeze(1)
+        base, rows = int(features[j, BASE]), int(features[j, ROWS])
+        table = weights[base : base + rows * dim].view(rows, dim)
+        upstream = grad[bag[mine] - j * batch, columns[j] : columns[j + 1]].float()
+        if features[j, MEAN]:
+            upstream = upstream / lengths[bag[mine]][:, None]
+        out[mine] = (upstream * table[indices[mine].long()].float()).sum(1)
+    return out
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weights, indices, offsets, per_id_weights, features, ctx.dims, ctx.segments, ctx.pooling = inputs
+    ctx.save_for_backward(weights, indices, offsets, per_id_weights, features)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    weights, indices, offsets, per_id_weights, features = ctx.saved_tensors
+    dense = dense_p = None
+    if ctx.needs_input_grad[0]:
+        dense = torch.ops.shardwise.lookup_gradient(
+            weights, grad, indices, offsets, per_id_weights, features, ctx.dims, ctx.segments, ctx.pooling
+        )
+    if ctx.needs_input_grad[3]:
+        dense_p = torch.ops.shardwise.per_id_weight_gradient(grad, weights, indices, offsets, features, ctx.dims)
+        dense_p = dense_p.to(per_id_weights.dtype)
+    return dense, None, None, dense_p, None, None, None, None
+
+
+register(
+    "per_id_weight_gradient(Tensor grad, Tensor weights, Tensor indices, Tensor offsets, Tensor features, int[] dims)"
+    " -> Tensor",
+    per_id_weight_gradient,
+    lambda grad, weights, indices, offsets, features, dims: indices.new_empty(indices.shape, dtype=torch.float32),
+)
+register_autograd(
+    register(
+        "pooled_lookup(Tensor weights, Tensor indices, Tensor offsets, Tensor? per_id_weights, Tensor features,"
+        " int[] dims, int[] segments, str pooling) -> Tensor",
+        _pooled_lookup,
+        _fake,
+    ),
+    _backward,
+    _setup_context,
+)

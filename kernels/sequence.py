@@ -1,0 +1,148 @@
+"""Sequence lookup: one row per id, unpooled, from many tables of one dim in one launch.
+
+Shapes: W flat tables, I [N] row ids, O [F*B + 1] bag offsets, FT [F, 7] features (features.py), Y [N, D].
+Bytes moved: N * D * itemsize(W) + N * itemsize(I) + N * D * 4, 16 N for where each row begins, and a search over
+F feature boundaries per id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._op import INTERPRETED, gather_tile, register, register_autograd, runs_kernel, tl, triton
+from .features import BASE, FIELDS, ROWS, bag_of_position, batch_size, feature_of_position, row_alignment
+
+_RESOLVE_IDS = 64 if INTERPRETED else 512
+
+
+def sequence_lookup_ref(weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dim: int) -> Tensor:
+    """Y[i] = W_f[I[i]] for the feature f that position i belongs to; zeros for bad ids and past the last offset."""
+    count = features.shape[0]
+    batch = batch_size(offsets, count)
+    bag = bag_of_position(offsets, indices.shape[0])
+    f = (bag // max(batch, 1)).clamp(max=count - 1)
+    valid = (bag < count * batch) & (indices >= 0) & (indices < features[f, ROWS])
+    elements = features[f, BASE] + indices * dim
+    at = torch.where(valid, elements, 0)[:, None] + torch.arange(dim, device=weights.device)
+    # an empty table group has no element 0 to point at
+    rows = weights[at] if weights.shape[0] else weights.new_zeros(at.shape)
+    return torch.where(valid[:, None], rows.float(), 0.0)
+
+
+@triton.jit
+def _resolve_kernel(I, O, FT, at, N, F, B, D, BASE: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = (position < N) & (position < tl.load(O + (F * B).to(tl.int64)))
+    row = tl.load(I + position, mask=live, other=-1).to(tl.int64)
+    feature = FT + feature_of_position(O, position, F, B, STEPS).to(tl.int64) * FIELDS
+    found = live & (row >= 0) & (row < tl.load(feature + ROWS, mask=live, other=0))
+    begin = tl.load(feature + BASE, mask=found, other=0) + row * D
+    tl.store(at + position, tl.where(found, begin // ALIGN, -1), mask=position < N)
+
+
+@triton.jit
+def _gather_kernel(W, at, Y, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = position < N
+    begin = tl.load(at + position, mask=here, other=-1)
+    D = tl.multiple_of(D, ALIGN)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_row = d < D
+    source = W + (begin * ALIGN)[:, None] + d[None, :]
+    rows = tl.load(source, mask=(begin >= 0)[:, None] & in_row[None, :], other=0.0)
+    tl.store(
+        Y + (position * D)[:, None] + d[None, :], rows.to(Y.dtype.element_ty), mask=here[:, None] & in_row[None, :]
+    )
+
+
+def sequence_lookup(
+    weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dim: int, segments: Sequence[int]
+) -> Tensor:
+    """The row of each id; differentiable in `weights`.
+
+    Shapes: weights flat 1-D (fp32, fp16 or bf16), indices [N], offsets [F*B + 1], features [F, 7] whose tables all
+    have `dim` columns.
+
+    Returns:
+        fp32 [N, dim]; zeros for ids outside their table (run `check_ids` first to raise for them).
+    """
+    return torch.ops.shardwise.sequence_lookup(  # type: ignore[no-any-return]
+        weights, indices, offsets, features, dim, list(segments)
+    )
+
+
+def _sequence_lookup(
+    weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dim: int, segments: list[int]
+) -> Tensor:
+    if not runs_kernel(weights):
+        if not weights.is_cuda and len(segments) == 4:
+            return _sequence_lookup_cpu(weights, indices, offsets, features, dim, segments)
+        return sequence_lookup_ref(weights, indices, offsets, features, dim)
+    ids, count = indices.shape[0], features.shape[0]
+    out = torch.empty(ids, dim, dtype=torch.float32, device=weights.device)
+    if ids == 0:
+        return out
+    at = torch.empty(ids, dtype=torch.int64, device=weights.device)
+    align = row_alignment(dim, weights.itemsize) if weights.data_ptr() % 16 == 0 else 1
+    # two launches: searching and gathering in one crashes the compiler of triton 3.7.1 at 32 ids x 128 columns
+    _resolve_kernel[(triton.cdiv(ids, _RESOLVE_IDS),)](
+        indices, offsets, features, at, ids, count, batch_size(offsets, count), dim,
+        BASE, ROWS, FIELDS, count.bit_length() + 1, _RESOLVE_IDS, align,
+    )  # fmt: skip
+    block_n, block_d, warps = gather_tile(dim, weights.itemsize)
+    grid = (triton.cdiv(ids, block_n), triton.cdiv(dim, block_d))
+    _gather_kernel[grid](weights, at, out, ids, dim, block_n, block_d, align, num_warps=warps)
+    return out
+
+
+def _sequence_lookup_cpu(
+    weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dim: int, segments: list[int]
+) -> Tensor:
+    """The reference's result by one row gather over the flat buffer, which holds tables of one dim only."""
+    _, first_row, end_row, base = segments
+    count = features.shape[0]
+    batch = batch_size(offsets, count)
+    matrix = weights[base : base + (end_row - first_row) * dim].view(-1, dim)
+    per_feature = offsets[::batch].diff() if batch else torch.zeros(count, dtype=torch.int64)
+    ids = indices[: int(offsets[-1])]
+    valid = (ids >= 0) & (ids < features[:, ROWS].repeat_interleave(per_feature))
+    linear = ids + ((features[:, BASE] - base) // dim).repeat_interleave(per_feature)
+    if bool(valid.all()) and ids.shape[0] == indices.shape[0]:
+        return matrix[linear].float()
+    out = torch.zeros(indices.shape[0], dim)
+    out[: ids.shape[0]][valid] = matrix[linear[valid]].float()
+    return out
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weights, indices, offsets, features, ctx.dim, ctx.segments = inputs
+    ctx.save_for_backward(weights, indices, offsets, features)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    weights, indices, offsets, features = ctx.saved_tensors
+    dense = None
+    if ctx.needs_input_grad[0]:
+        dims = [ctx.dim] * features.shape[0]
+        dense = torch.ops.shardwise.lookup_gradient(
+            weights, grad, indices, offsets, None, features, dims, ctx.segments, "sequence"
+        )
+    return dense, None, None, None, None, None
+
+
+register_autograd(
+    register(
+        "sequence_lookup(Tensor weights, Tensor indices, Tensor offsets, Tensor features, int dim, int[] segments)"
+        " -> Tensor",
+        _sequence_lookup,
+        lambda weights, indices, offsets, features, dim, segments: weights.new_empty(
+            indices.shape[0], dim, dtype=torch.float32
+        ),
+    ),
+    _backward,
+    _setup_context,
+)
