@@ -42,7 +42,7 @@ else:
 # Programs of a persistent grid: enough of them to fill a large GPU, few enough for the interpreter.
 PERSISTENT_PROGRAMS = 4 if INTERPRETED else 132 * 16
 
-_library = torch.library.Library("shardwise", "DEF")
+_library = torch.library.Library("shardwise", "DEF")  # type: ignore[no-untyped-call]
 
 
 def runs_kernel(tensor: Tensor) -> bool:
@@ -58,9 +58,9 @@ def register(
 ) -> torch._ops.OpOverload[..., Any]:
     """Define `shardwise::<schema>` with one implementation for CPU and CUDA and a fake one for compilers."""
     name = schema.split("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     for key in ("CPU", "CUDA"):
-        _library.impl(name, implementation, key)
+        _library.impl(name, implementation, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"shardwise::{name}", fake, lib=_library)
     return getattr(torch.ops.shardwise, name).default  # type: ignore[no-any-return]
 

@@ -39,10 +39,9 @@ def new_guard(device: torch.device | str = "cpu") -> Tensor:
 def check_ids_ref(indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor) -> None:
     """Lower guard[0] to the first bad id's position and guard[1] to the first bad offset's."""
     ids, count = indices.shape[0], len(features)
-    if offsets.shape[0] > 1:
-        fallen = torch.cat([offsets[:1] != 0, offsets.diff() < 0])
-        fallen[-1] |= offsets[-1] != ids
-        guard[1] = torch.minimum(guard[1], _first_true(fallen))
+    fallen = torch.cat([offsets[:1] != 0, offsets.diff() < 0])
+    fallen[-1] |= offsets[-1] != ids
+    guard[1] = torch.minimum(guard[1], _first_true(fallen))
     if ids and count:
         batch = batch_size(offsets, count)
         bag = bag_of_position(offsets, ids)
@@ -54,7 +53,7 @@ def check_ids_ref(indices: Tensor, offsets: Tensor, features: Tensor, guard: Ten
 @triton.jit
 def _check_ids_kernel(I, O, FT, guard, N, F, B, BLOCK: tl.constexpr, STEPS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, NONE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bags = (F * B).to(tl.int64)
+    bags = tl.cast(F, tl.int64) * B
     end = tl.load(O + bags)
     live = (position < N) & (position < end)
     index = tl.load(I + position, mask=live, other=0).to(tl.int64)
@@ -102,7 +101,7 @@ def _check_ids(
         work = max(indices.shape[0], offsets.shape[0])
         grid = (triton.cdiv(work, _BLOCK),)
         _check_ids_kernel[grid](
-            indices, offsets, features, guard, indices.shape[0], count, batch,
+            indices.contiguous(), offsets.contiguous(), features, guard, indices.shape[0], count, batch,
             _BLOCK, count.bit_length() + 1, FIELDS, ROWS, OK,
         )  # fmt: skip
     else:
@@ -144,8 +143,10 @@ def describe_id(position: int, indices: Tensor, offsets: Tensor, features: Tenso
 
 def _describe_offset(position: int, indices: Tensor, offsets: Tensor, names: Sequence[str]) -> str:
     ids, batch, value = indices.shape[0], batch_size(offsets, len(names)), int(offsets[position])
-    if position == 0:
+    if value and position == 0:
         return f"offsets must start at 0, got {value}"
+    if batch == 0:
+        return f"offsets hold no samples but there are {ids} ids"
     name, sample = names[(position - 1) // batch], (position - 1) % batch
     before = int(offsets[position - 1])
     if value < before:

@@ -98,7 +98,7 @@ def batch_size(offsets: Tensor, features: int) -> int:
         ValueError: the offsets do not divide among the features.
     """
     bags = offsets.shape[0] - 1
-    if features == 0 or bags % features:
+    if features == 0 or bags < 0 or bags % features:
         raise ValueError(f"{bags + 1} offsets do not divide among {features} features: expected F*B + 1")
     return bags // features
 

@@ -91,7 +91,7 @@ def _pooled_lookup_kernel(W, I, O, P, FT, Y, N, B, y_stride, first, BASE: tl.con
     begin = tl.load(O + f * B + b, mask=in_batch, other=0).to(tl.int64)
     end = tl.load(O + f * B + b + 1, mask=in_batch, other=0).to(tl.int64)
     # offsets out of order raise through the guard; here they only must not be followed outside I
-    length = (tl.minimum(end, N) - tl.maximum(begin, 0)).to(tl.int32)
+    length = tl.maximum(tl.minimum(end, N) - tl.maximum(begin, 0), 0).to(tl.int32)
     begin = tl.maximum(begin, 0)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_row = d < D
@@ -122,7 +122,7 @@ def _pooled_lookup_kernel(W, I, O, P, FT, Y, N, B, y_stride, first, BASE: tl.con
         pooled = (((pooled + v0) + v1) + v2) + v3
     if tl.load(feature + MEAN) != 0:
         pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
-    out = Y + (b * y_stride)[:, None] + column + d[None, :]
+    out = Y + (b * (y_stride // OUT_ALIGN * OUT_ALIGN))[:, None] + column + d[None, :]
     tl.store(out, pooled.to(Y.dtype.element_ty), mask=in_batch[:, None] & in_row[None, :])
 
 
@@ -170,6 +170,9 @@ def _pooled_lookup(
     out = torch.empty(batch, columns[-1], dtype=torch.float32, device=weights.device)
     if batch == 0:
         return out
+    # kernels read ids, offsets and per-id weights one after another
+    indices, offsets = indices.contiguous(), offsets.contiguous()
+    per_id_weights = None if per_id_weights is None else per_id_weights.contiguous()
     order = launch_order(dims)
     first = 0
     for width, members in groupby(order, key=lambda f: next_power_of_2(dims[f])):
@@ -213,8 +216,9 @@ def pooled_lookup_cpu(
         valid = (ids >= 0) & (ids < rows.repeat_interleave(per_feature))
         linear = ids + shift.repeat_interleave(per_feature)
         if not bool(valid.all()):
-            linear = linear.where(valid, 0)
-            scale = valid.float() if scale is None else scale.where(valid, 0.0)
+            # leave bad ids out: a zero weight would not do where the row it multiplies holds an Inf
+            linear, scale = linear[valid], None if scale is None else scale[valid]
+            bags = torch.cat([bags.new_zeros(1), valid.cumsum(0)])[bags]
         pooled = bag_sums(matrix, linear, bags, scale).view(len(fs), batch, dim)
         if any(table_of[f][MEAN] for f in fs):
             counts = torch.stack([lengths[f * batch : (f + 1) * batch] for f in fs]).clamp(min=1)
@@ -234,9 +238,9 @@ def bag_sums(matrix: Tensor, rows: Tensor, bags: Tensor, scale: Tensor | None) -
     """Sum over each bag of scale[i] * matrix[rows[i]] in fp32: rows [n], bags [m + 1] from 0 to n -> [m, dim]."""
     if matrix.dtype is not torch.float32:
         # embedding_bag rounds to the table's dtype: gather in fp32 and sum those rows instead
-        matrix, rows = matrix[rows].float(), torch.arange(rows.shape[0])
+        matrix, rows = matrix[rows].float(), torch.arange(rows.shape[0], device=rows.device)
     if bags.shape[0] == 1 or rows.shape[0] == 0:
-        return torch.zeros(bags.shape[0] - 1, matrix.shape[1])
+        return matrix.new_zeros(bags.shape[0] - 1, matrix.shape[1])
     return nnf.embedding_bag(
         rows, matrix, bags.to(rows.dtype), mode="sum", per_sample_weights=scale, include_last_offset=True
     )

@@ -26,7 +26,8 @@ def sequence_lookup_ref(weights: Tensor, indices: Tensor, offsets: Tensor, featu
     bag = bag_of_position(offsets, indices.shape[0])
     f = (bag // max(batch, 1)).clamp(max=count - 1)
     valid = (bag < count * batch) & (indices >= 0) & (indices < features[f, ROWS])
-    elements = features[f, BASE] + indices * dim
+    # int32 ids times dim may pass 2**31
+    elements = features[f, BASE] + indices.long() * dim
     at = torch.where(valid, elements, 0)[:, None] + torch.arange(dim, device=weights.device)
     # an empty table group has no element 0 to point at
     rows = weights[at] if weights.shape[0] else weights.new_zeros(at.shape)
@@ -36,7 +37,7 @@ def sequence_lookup_ref(weights: Tensor, indices: Tensor, offsets: Tensor, featu
 @triton.jit
 def _resolve_kernel(I, O, FT, at, N, F, B, D, BASE: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = (position < N) & (position < tl.load(O + (F * B).to(tl.int64)))
+    live = (position < N) & (position < tl.load(O + tl.cast(F, tl.int64) * B))
     row = tl.load(I + position, mask=live, other=-1).to(tl.int64)
     feature = FT + feature_of_position(O, position, F, B, STEPS).to(tl.int64) * FIELDS
     found = live & (row >= 0) & (row < tl.load(feature + ROWS, mask=live, other=0))
@@ -49,7 +50,8 @@ def _gather_kernel(W, at, Y, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = position < N
     begin = tl.load(at + position, mask=here, other=-1)
-    D = tl.multiple_of(D, ALIGN)
+    # the compiler takes this as the multiple it is; it ignores tl.multiple_of on an argument, and D = 1 is no tensor
+    D = D // ALIGN * ALIGN
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_row = d < D
     source = W + (begin * ALIGN)[:, None] + d[None, :]
@@ -86,6 +88,7 @@ def _sequence_lookup(
     out = torch.empty(ids, dim, dtype=torch.float32, device=weights.device)
     if ids == 0:
         return out
+    indices, offsets = indices.contiguous(), offsets.contiguous()
     at = torch.empty(ids, dtype=torch.int64, device=weights.device)
     align = row_alignment(dim, weights.itemsize) if weights.data_ptr() % 16 == 0 else 1
     # two launches: searching and gathering in one crashes the compiler of triton 3.7.1 at 32 ids x 128 columns

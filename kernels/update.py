@@ -146,7 +146,8 @@ def _update_kernel(W, S1, S2, partial, start, row_of, slot_of, n_chunks, src, sc
     n = tl.where(clean, tl.load(n_chunks), 0).to(tl.int32)
     lr = tl.load(hyper)
     eps = tl.load(hyper + 1)
-    D = tl.multiple_of(D, ALIGN)
+    # the compiler takes this as the multiple it is; it ignores tl.multiple_of on an argument, and D = 1 is no tensor
+    D = D // ALIGN * ALIGN
     d = tl.arange(0, BLOCK_D)
     in_row = d < D
     for c0 in range(tl.program_id(0) * BLOCK_C, n, tl.num_programs(0) * BLOCK_C):
@@ -249,6 +250,9 @@ def _fused_update(
     if rule != "gradient":
         step += (guard == OK).all().to(step.dtype)
     if indices.shape[0] == 0 or not segments or grad.shape[0] == 0:
+        return
+    # kernels read the guard themselves; the torch path may wait for it
+    if not runs_kernel(weights) and guard.tolist() != [OK, OK]:
         return
     grad = grad.contiguous()
     batch, columns, parts = batch_size(offsets, len(dims)), column_offsets(dims), unflatten_segments(segments)
@@ -353,7 +357,7 @@ def _row_gradients(
     features: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Distinct rows of the segment [U] and their summed gradients [U, dim], added in the contract's order."""
-    low, high = torch.searchsorted(index.keys, torch.tensor([segment.first_row, segment.end_row])).tolist()
+    low, high = torch.searchsorted(index.keys, index.keys.new_tensor([segment.first_row, segment.end_row])).tolist()
     keys = index.keys[low:high].long() - segment.first_row
     scale = None if scale is None else scale[low:high]
     if pooled:
@@ -362,20 +366,20 @@ def _row_gradients(
         matrix, source = grad, index.position[low:high]
     rows, sums = [], []
     while keys.shape[0]:
-        at = torch.arange(keys.shape[0])
-        begins = torch.ones(keys.shape[0], dtype=torch.bool)
+        at = torch.arange(keys.shape[0], device=keys.device)
+        begins = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
         begins[1:] = keys[1:] != keys[:-1]
         head = ((at - torch.where(begins, at, 0).cummax(0).values) % CHUNK == 0).nonzero().squeeze(1)
         added = bag_sums(matrix, source, torch.cat([head, at.new_tensor([keys.shape[0]])]), scale)
         keys = keys[head]
-        same_as_last = torch.zeros(keys.shape[0] + 1, dtype=torch.bool)
+        same_as_last = torch.zeros(keys.shape[0] + 1, dtype=torch.bool, device=keys.device)
         same_as_last[1:-1] = keys[1:] == keys[:-1]
         long = same_as_last[:-1] | same_as_last[1:]
         rows.append(keys[~long])
         sums.append(added[~long])
         keys, matrix, source, scale = keys[long], added, long.nonzero().squeeze(1), None
     if not rows:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, segment.dim)
+        return keys, grad.new_zeros(0, segment.dim)
     return torch.cat(rows), torch.cat(sums)
 
 
@@ -386,8 +390,8 @@ def _gradient_matrix(bag: Tensor, grad: Tensor, dim: int, dims: Sequence[int], b
         return grad.reshape(-1, dim), b * len(dims) + f
     columns = column_offsets(dims)
     mine = [j for j, other in enumerate(dims) if other == dim]
-    number = torch.zeros(len(dims), dtype=torch.int64)
-    number[mine] = torch.arange(len(mine))
+    number = f.new_zeros(len(dims))
+    number[mine] = torch.arange(len(mine), device=f.device)
     return torch.cat([grad[:, columns[j] : columns[j] + dim] for j in mine]), number[f] * batch + b
 
 

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shardwise.kernels import bounds, features, pooled, sequence, update
-from shardwise.kernels._op import gather_tile
+from shardwise.kernels._op import gather_tile, next_power_of_2
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -77,7 +77,7 @@ def cases() -> list[Case]:
 
 def _pooled(dim: int, dtype: str, weighted: bool) -> Case:
     itemsize = 4 if dtype == "fp32" else 2
-    block_b, block_d, warps = gather_tile(triton.next_power_of_2(dim), itemsize)
+    block_b, block_d, warps = gather_tile(next_power_of_2(dim), itemsize)
     return _case(
         f"pooled_lookup D={dim} {dtype}{' weighted' if weighted else ''}", pooled._pooled_lookup_kernel,
         f"W*{dtype} I*i64 O*i64 P{'*fp32' if weighted else '*i64'} FT*i64 Y*fp32 N:i64 B:i32"

@@ -16,20 +16,82 @@ if not (_Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(_Path(__file__).resolve().parents[1]))
 
 if TYPE_CHECKING:
-    from .jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+    from .embeddings import (
+        BaseEmbeddingConfig,
+        CombinedOptimizer,
+        DataType,
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingCollection,
+        EmbeddingConfig,
+        FusedEmbeddingBagCollection,
+        FusedEmbeddingCollection,
+        FusedOptimizer,
+        KeyedOptimizer,
+        KeyedOptimizerWrapper,
+        PoolingType,
+        RowWiseAdagrad,
+        apply_optimizer_in_backward,
+        fuse_embedding_optimizer,
+        in_backward_optimizer_filter,
+    )
+    from .jagged import (
+        JaggedTensor,
+        KeyedJaggedTensor,
+        KeyedTensor,
+    )
+    from .kernels import (
+        BoundsCheckMode,
+    )
 
 __all__ = [
+    "BaseEmbeddingConfig",
+    "BoundsCheckMode",
+    "CombinedOptimizer",
+    "DataType",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "FusedEmbeddingBagCollection",
+    "FusedEmbeddingCollection",
+    "FusedOptimizer",
     "JaggedTensor",
     "KeyedJaggedTensor",
+    "KeyedOptimizer",
+    "KeyedOptimizerWrapper",
     "KeyedTensor",
+    "PoolingType",
+    "RowWiseAdagrad",
     "__version__",
+    "apply_optimizer_in_backward",
+    "fuse_embedding_optimizer",
+    "in_backward_optimizer_filter",
 ]
 
 # name -> the module that defines it; a test keeps this, __all__ and the imports above in step
 _HOME = {
+    "BaseEmbeddingConfig": "embeddings",
+    "BoundsCheckMode": "kernels",
+    "CombinedOptimizer": "embeddings",
+    "DataType": "embeddings",
+    "EmbeddingBagCollection": "embeddings",
+    "EmbeddingBagConfig": "embeddings",
+    "EmbeddingCollection": "embeddings",
+    "EmbeddingConfig": "embeddings",
+    "FusedEmbeddingBagCollection": "embeddings",
+    "FusedEmbeddingCollection": "embeddings",
+    "FusedOptimizer": "embeddings",
     "JaggedTensor": "jagged",
     "KeyedJaggedTensor": "jagged",
+    "KeyedOptimizer": "embeddings",
+    "KeyedOptimizerWrapper": "embeddings",
     "KeyedTensor": "jagged",
+    "PoolingType": "embeddings",
+    "RowWiseAdagrad": "embeddings",
+    "apply_optimizer_in_backward": "embeddings",
+    "fuse_embedding_optimizer": "embeddings",
+    "in_backward_optimizer_filter": "embeddings",
 }
 _FOLDERS = ("data", "embeddings", "jagged", "kernels", "models", "perf", "planner", "sharding", "torchrec")
 

@@ -1,0 +1,65 @@
+# One environment in .venv serves every target. It is made at first use, again when pyproject.toml or constraints.txt
+# change, and reused otherwise.
+PYTHON ?= python3
+RANKS ?= 2
+JOBS ?= 2
+DATA ?=
+ARGS ?=
+EXTRAS ?= test,data
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -qq -c constraints.txt
+# triton has wheels for Linux only; without it the kernels run on their torch twins
+TRITON := triton; platform_system == 'Linux'
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+# ranks and test processes share the cores
+export OMP_NUM_THREADS ?= $(shell n=$$(( $(CORES) / $(RANKS) )); echo $$(( n > 0 ? n : 1 )))
+
+.DEFAULT_GOAL := help
+.PHONY: help env dev demo test lint types check clean
+
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "settings: DATA=<folder>  RANKS=$(RANKS)  JOBS=$(JOBS)  PYTHON=$(PYTHON)  ARGS='<more options of the example>'"
+
+.venv/.installed: pyproject.toml constraints.txt
+	@echo "[1/2] creating .venv with $$($(PYTHON) --version)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "[2/2] installing torch, triton and the test tools into .venv (some minutes the first time)"
+	@$(PIP) -e '.[$(EXTRAS)]' "$(TRITON)"
+	@touch $@
+
+.venv/.dev: .venv/.installed
+	@echo "[dev] installing ruff, mypy and pyright into .venv"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+env: .venv/.installed  ## make the environment in .venv
+
+dev: .venv/.dev  ## the same with ruff, mypy and pyright
+
+demo: .venv/.installed  ## train a DLRM on RANKS gloo processes: generated clicks, or the files in DATA
+	$(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) examples/dlrm/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+# Triton reads TRITON_INTERPRET when a kernel is defined, so each way of running the kernels is a process of its own.
+test: .venv/.installed  ## all tests: torch path, kernels in the interpreter, kernels compiled for GPUs
+	@echo "tests 1/3: torch path"
+	@$(BIN)/python -m pytest -n $(JOBS)
+	@echo "tests 2/3: Triton kernels in the interpreter"
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) -m interpreted
+	@echo "tests 3/3: Triton kernels compiled for GPUs that need not be present"
+	@$(BIN)/python -m pytest -n $(JOBS) -m compiled
+
+lint: .venv/.dev  ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: .venv/.dev  ## mypy --strict and pyright
+	@$(BIN)/mypy --strict
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+check: lint types test  ## everything but the demo
+
+clean:  ## remove .venv, build products and caches
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,109 @@
+"""Pooled lookups of many tables as one module: `EmbeddingBagCollection`.
+
+Shapes: KJT of F features and B samples in, KeyedTensor [B, sum of dims] out, one column block per feature.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
+from shardwise.kernels import BoundsCheckMode
+
+from .collection import TableCollection
+from .config import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
+from .table_group import TableGroup
+
+
+class EmbeddingBagCollection(TableCollection):
+    """Tables looked up by a `KeyedJaggedTensor`, the rows of each sample added or averaged.
+
+    Output keys follow the order of `tables`, feature by feature; a feature that several tables share appears as
+    `feature@table` for each. Output is fp32 whatever the tables' dtype; an empty bag gives zeros. Features of the batch
+    that no table uses are ignored.
+
+    With `is_weighted` the batch must carry per-id weights, which scale the rows (and are differentiable); without it
+    weights in the batch are ignored. After `apply_optimizer_in_backward` on the parameters the backward trains them.
+
+    Args:
+        tables: one config per table.
+        is_weighted: whether lookups are scaled by the batch's weights.
+        device: "meta" allocates nothing; strings and `torch.device` are both fine.
+        bounds_check: what an id outside its table does.
+
+    Raises:
+        ValueError: two tables share a name, or a config is inconsistent.
+
+    Example:
+        >>> ebc = EmbeddingBagCollection([EmbeddingBagConfig(100, 8, "item", feature_names=["clicked"])])
+        >>> ebc(KeyedJaggedTensor(["clicked"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))).values().shape
+        torch.Size([2, 8])
+    """
+
+    _children_name = "embedding_bags"
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
+    ) -> None:
+        super().__init__(tables, device, bounds_check)
+        self._is_weighted = is_weighted
+        self._embedding_names = [name for names in self._names_by_table for name in names]
+        self._embedding_dims = [
+            config.embedding_dim
+            for config, names in zip(self._configs, self._names_by_table, strict=True)
+            for _ in names
+        ]
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Look the batch up.
+
+        Raises:
+            KeyError: a feature is missing.
+            IndexError: an id is outside its table (names feature, table, sample, id and rows).
+            ValueError: weights are missing, offsets are out of order, or ids are on another device.
+            TypeError: ids are not int32 or int64.
+        """
+        if self._is_weighted and features.weights_or_none() is None:
+            raise ValueError("this collection is weighted: the batch must carry per-id weights")
+        found = self._lookup(features, self._pooled)
+        if len(found) == 1:
+            values = found[0][1]
+        elif found:
+            values = torch.cat(self._columns_in_config_order([pooled for _, pooled in found]), dim=1)
+        else:
+            values = torch.empty(features.stride(), 0, device=features.device())
+        return KeyedTensor(self._embedding_names, self._embedding_dims, values)
+
+    def is_weighted(self) -> bool:
+        """Whether lookups are scaled by the batch's weights."""
+        return self._is_weighted
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The configs of the tables, in their order."""
+        return self._configs
+
+    def _pooled(self, group: TableGroup, picked: KeyedJaggedTensor) -> Tensor:
+        return group.pooled(picked.values(), picked.offsets(), picked.weights() if self._is_weighted else None)
+
+    def _columns_in_config_order(self, pooled: list[Tensor]) -> list[Tensor]:
+        blocks: dict[int, list[Tensor]] = {}
+        for (group, tables), values in zip(self._grouped(), pooled, strict=True):
+            pieces = iter(torch.split(values, group.dims, dim=1))
+            for t in tables:
+                blocks[t] = [next(pieces) for _ in self._names_by_table[t]]
+        return [block for t in sorted(blocks) for block in blocks[t]]
+
+    def _is_averaged(self, config: BaseEmbeddingConfig) -> bool:
+        assert isinstance(config, EmbeddingBagConfig)
+        return config.pooling is PoolingType.MEAN
+
+    def _child(self, config: BaseEmbeddingConfig, weight: Tensor) -> nn.Module:
+        mode = "mean" if self._is_averaged(config) else "sum"
+        rows, dim = weight.shape
+        return nn.EmbeddingBag(rows, dim, mode=mode, include_last_offset=True, _weight=weight)

@@ -1,0 +1,161 @@
+"""What a table is: its size, its type, the features that look it up, how it begins. Plain data, no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class DataType(Enum):
+    """Element type of a table, by TorchRec's names."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+    BF16 = "BF16"
+    INT64 = "INT64"
+    INT32 = "INT32"
+    INT8 = "INT8"
+    UINT8 = "UINT8"
+    INT4 = "INT4"
+    INT2 = "INT2"
+    NFP8 = "NFP8"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class PoolingType(Enum):
+    """How the rows of a bag become one: added, averaged, or (sequence collections) not at all."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    NONE = "NONE"
+
+
+_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
+
+
+def data_type_to_dtype(data_type: DataType) -> torch.dtype:
+    """The torch dtype in which a table of this type is trained.
+
+    Raises:
+        ValueError: the type has no trainable form.
+    """
+    if data_type not in _DTYPES:
+        raise ValueError(f"tables train in {', '.join(t.name for t in _DTYPES)}, not in {data_type}")
+    return _DTYPES[data_type]
+
+
+def dtype_to_data_type(dtype: torch.dtype) -> DataType:
+    """The inverse of `data_type_to_dtype`.
+
+    Raises:
+        ValueError: no table has this dtype.
+    """
+    for data_type, candidate in _DTYPES.items():
+        if candidate == dtype:
+            return data_type
+    raise ValueError(f"no trainable table type for {dtype}")
+
+
+@dataclass
+class BaseEmbeddingConfig:
+    """One table: `num_embeddings` rows of `embedding_dim`, looked up by the ids of `feature_names`.
+
+    `feature_names` defaults to the table's name. Without `init_fn` rows begin uniform in
+    [`weight_init_min`, `weight_init_max`], by default +-sqrt(1 / num_embeddings) as in TorchRec.
+
+    Raises:
+        ValueError: a size is not positive, the bounds cross, or a feature is listed twice.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str = ""
+    data_type: DataType = DataType.FP32
+    feature_names: list[str] = field(default_factory=list)
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    num_embeddings_post_pruning: int | None = None
+    init_fn: Callable[[Tensor], Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("num_embeddings", "embedding_dim"):
+            value: Any = getattr(self, what)
+            if not isinstance(value, int) or value <= 0:
+                raise ValueError(f"table {self.name!r}: {what} must be a positive int, got {value!r}")
+        if len(set(self.feature_names)) != len(self.feature_names):
+            raise ValueError(f"table {self.name!r}: feature_names repeat: {self.feature_names}")
+        low, high = self.get_weight_init_min(), self.get_weight_init_max()
+        if low > high:
+            raise ValueError(f"table {self.name!r}: weight_init_min {low} is above weight_init_max {high}")
+        if self.init_fn is None:
+            self.init_fn = partial(nn.init.uniform_, a=low, b=high)
+
+    def get_weight_init_max(self) -> float:
+        """Upper end of the initial values."""
+        return math.sqrt(1 / self.num_embeddings) if self.weight_init_max is None else self.weight_init_max
+
+    def get_weight_init_min(self) -> float:
+        """Lower end of the initial values."""
+        return -math.sqrt(1 / self.num_embeddings) if self.weight_init_min is None else self.weight_init_min
+
+    def num_features(self) -> int:
+        """How many features look this table up."""
+        return len(self.feature_names)
+
+
+@dataclass
+class EmbeddingBagConfig(BaseEmbeddingConfig):
+    """A pooled table: each sample's ids of a feature become one row by `pooling` (SUM or MEAN)."""
+
+    pooling: PoolingType = PoolingType.SUM
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+            raise ValueError(f"table {self.name!r}: pooling must be SUM or MEAN, got {self.pooling}")
+
+
+@dataclass
+class EmbeddingConfig(BaseEmbeddingConfig):
+    """A sequence table: every id keeps a row of its own."""
+
+
+def named_tables(configs: list[Any], what: str) -> list[Any]:
+    """Copies of the configs with default feature names filled in.
+
+    Raises:
+        ValueError: a table has no name or shares it with another.
+    """
+    seen: set[str] = set()
+    tables = []
+    for config in configs:
+        if not config.name:
+            raise ValueError(f"{what}: every table needs a name (rows {config.num_embeddings})")
+        if config.name in seen:
+            raise ValueError(f"{what}: two tables are named {config.name!r}")
+        seen.add(config.name)
+        if not config.feature_names:
+            config.feature_names = [config.name]
+        tables.append(config)
+    return tables
+
+
+def embedding_names_by_table(configs: list[Any]) -> list[list[str]]:
+    """Output names of each table's features: the feature, or `feature@table` where several tables share it."""
+    users: dict[str, int] = {}
+    for config in configs:
+        for feature in config.feature_names:
+            users[feature] = users.get(feature, 0) + 1
+    return [
+        [feature if users[feature] == 1 else f"{feature}@{config.name}" for feature in config.feature_names]
+        for config in configs
+    ]

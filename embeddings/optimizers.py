@@ -1,0 +1,185 @@
+"""Optimizers that run inside the backward: how one is chosen for a table, and what the kernel is told.
+
+`apply_optimizer_in_backward` marks parameters; collections and `DistributedModelParallel` read the marks. Defaults of
+absent hyper-parameters are those of FBGEMM's fused optimizers (lr 0.01, eps 1e-8), not those of the optimizer class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """A fused rule and its hyper-parameters; tables with equal specs share a flat buffer and an update launch."""
+
+    rule: str
+    lr: float = 0.01
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+    initial_accumulator_value: float = 0.0
+
+    def hyper(self, device: torch.device) -> Tensor:
+        """lr, eps, beta1, beta2 as the fp32 device tensor that kernels read."""
+        return torch.tensor([self.lr, self.eps, self.beta1, self.beta2], dtype=torch.float32, device=device)
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one accumulator per row, of the mean of the row's squared gradient.
+
+    As a fused rule it is the usual choice for embedding tables; as an ordinary optimizer it trains any parameter with
+    a dense gradient, each slice along dim 0 being a row. Formula: Mudigere et al. 2022 (arXiv:2104.05158), section 4.
+
+    Raises:
+        ValueError: a hyper-parameter is negative.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 0.01,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value, "eps": eps,
+        }  # fmt: skip
+        for what, value in defaults.items():
+            if value < 0:
+                raise ValueError(f"RowWiseAdagrad: {what} must not be negative, got {value}")
+        super().__init__(params, {**defaults, "maximize": maximize})
+        for group in self.param_groups:
+            for p in group["params"]:
+                start = torch.full((*p.shape[:1], 1), initial_accumulator_value, dtype=torch.float32, device=p.device)
+                self.state[p] = {"step": torch.tensor(0.0), "sum": start}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step over every parameter that has a gradient.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise RuntimeError("RowWiseAdagrad takes dense gradients, got a sparse one")
+                state = self.state[p]
+                state["step"] += 1
+                g = -p.grad if group["maximize"] else p.grad
+                if group["weight_decay"]:
+                    g = g + group["weight_decay"] * p
+                lr = group["lr"] / (1 + (float(state["step"]) - 1) * group["lr_decay"])
+                g2 = g.float().pow(2)
+                state["sum"] += g2.reshape(*p.shape[:1], -1).mean(1, keepdim=True)
+                scale = state["sum"].sqrt().add_(group["eps"]).reshape(-1, *[1] * (p.dim() - 1))
+                p.sub_((lr * g / scale).to(p.dtype))
+        return loss
+
+
+_RULES: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.Adam: "adam",
+    RowWiseAdagrad: "rowwise_adagrad",
+}
+_NAMES = {"lr": "lr", "learning_rate": "lr", "eps": "eps", "beta1": "beta1", "beta2": "beta2"}
+
+
+def optimizer_spec(
+    optimizer_class: type[torch.optim.Optimizer], optimizer_kwargs: dict[str, Any], *, table: str
+) -> OptimizerSpec:
+    """The fused rule for an optimizer class and its keyword arguments.
+
+    Raises:
+        ValueError: the class has no fused rule, or an argument asks for something that the rule does not do.
+    """
+    rule = _RULES.get(optimizer_class)
+    if rule is None:
+        known = ", ".join(c.__name__ for c in _RULES)
+        raise ValueError(f"table {table!r}: {optimizer_class.__name__} has no fused rule; these do: {known}")
+    chosen: dict[str, Any] = {}
+    for name, value in optimizer_kwargs.items():
+        if name in _NAMES:
+            chosen[_NAMES[name]] = float(value)
+        elif name == "betas":
+            chosen["beta1"], chosen["beta2"] = (float(beta) for beta in value)
+        elif name == "initial_accumulator_value" and rule.endswith("adagrad"):
+            chosen[name] = float(value)
+        elif value:
+            # never skip a setting silently: a zero, False or None asks for nothing
+            raise ValueError(f"table {table!r}: fused {optimizer_class.__name__} does not take {name}={value!r}")
+    if chosen.get("lr", 0.01) < 0 or chosen.get("eps", 0.0) < 0:
+        raise ValueError(f"table {table!r}: lr and eps must not be negative, got {optimizer_kwargs}")
+    return OptimizerSpec(rule, **chosen)
+
+
+def apply_optimizer_in_backward(
+    optimizer_class: type[torch.optim.Optimizer], params: Iterable[nn.Parameter], optimizer_kwargs: dict[str, Any]
+) -> None:
+    """Let the backward itself train `params`, with this optimizer and these keyword arguments.
+
+    Tables of an `EmbeddingBagCollection` or `EmbeddingCollection` then take the fused update, on one device or
+    sharded; call this before sharding. Any other parameter is stepped as soon as its gradient is complete. Either way
+    no gradient is left for another optimizer.
+
+    Raises:
+        ValueError: a parameter already has an optimizer in the backward.
+    """
+    for param in params:
+        if optimizer_of(param) is not None:
+            raise ValueError("this parameter already has an optimizer in the backward: a table takes one")
+        mark_optimizer(param, optimizer_class, dict(optimizer_kwargs))
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_step_and_drop_gradient)  # type: ignore[no-untyped-call]
+
+
+def mark_optimizer(
+    param: nn.Parameter, optimizer_class: type[torch.optim.Optimizer], optimizer_kwargs: dict[str, Any]
+) -> None:
+    """Leave the marks that torch's own `_apply_optimizer_in_backward` leaves, for whoever reads those."""
+    marks: Any = param
+    marks._optimizer_classes = [optimizer_class]
+    marks._optimizer_kwargs = [optimizer_kwargs]
+    marks._in_backward_optimizers = []
+
+
+def optimizer_of(param: nn.Parameter) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """The optimizer class and arguments that mark `param`, set by this module or by torch's own function.
+
+    Raises:
+        ValueError: more than one optimizer marks it.
+    """
+    classes = param.__dict__.get("_optimizer_classes")
+    if not classes:
+        return None
+    if len(classes) != 1:
+        raise ValueError(f"a parameter takes one optimizer in the backward, got {len(classes)}")
+    kwargs = param.__dict__["_optimizer_kwargs"]
+    return classes[0], dict(kwargs[0] if isinstance(kwargs, list) else kwargs)
+
+
+def _step_and_drop_gradient(param: Tensor) -> None:
+    marks: Any = param
+    if not marks._in_backward_optimizers:
+        # at the first gradient: a table that takes the fused path never allocates these states
+        marks._in_backward_optimizers.append(marks._optimizer_classes[0]([param], **marks._optimizer_kwargs[0]))
+    marks._in_backward_optimizers[0].step()
+    param.grad = None

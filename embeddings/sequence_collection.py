@@ -1,0 +1,94 @@
+"""Unpooled lookups of many tables as one module: `EmbeddingCollection`.
+
+Shapes: KJT of F features and B samples in; per feature a JaggedTensor with values [ids of the feature, dim] out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+from shardwise.kernels import BoundsCheckMode
+
+from .collection import TableCollection
+from .config import BaseEmbeddingConfig, EmbeddingConfig
+from .table_group import TableGroup
+
+
+class EmbeddingCollection(TableCollection):
+    """Tables looked up by a `KeyedJaggedTensor`, one row per id.
+
+    The output is a dict in the order of `tables`, feature by feature (`feature@table` where tables share a feature);
+    each JaggedTensor has fp32 values [n, dim] and the feature's lengths. With `need_indices` it carries the ids as its
+    weights. Per-id weights of the batch are ignored.
+
+    Raises:
+        ValueError: tables differ in `embedding_dim`, share a name, or a config is inconsistent.
+
+    Example:
+        >>> ec = EmbeddingCollection([EmbeddingConfig(100, 8, "item", feature_names=["seen"])])
+        >>> batch = KeyedJaggedTensor(["seen"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+        >>> ec(batch)["seen"].values().shape
+        torch.Size([3, 8])
+    """
+
+    _children_name = "embeddings"
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        *,
+        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
+    ) -> None:
+        dims = {config.name: config.embedding_dim for config in tables}
+        if len(set(dims.values())) > 1:
+            raise ValueError(f"EmbeddingCollection: all tables need one embedding_dim, got {dims}")
+        super().__init__(tables, device, bounds_check)
+        self._need_indices = need_indices
+        self._embedding_dim = tables[0].embedding_dim if tables else 0
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Look the batch up.
+
+        Raises:
+            KeyError, IndexError, ValueError, TypeError: as `EmbeddingBagCollection.forward`.
+        """
+        found = self._lookup(features, self._rows)
+        by_table: dict[int, dict[str, JaggedTensor]] = {}
+        for (_, tables), (picked, rows) in zip(self._grouped(), found, strict=True):
+            begin = picked.offset_per_key()
+            lengths = picked.lengths().view(len(picked.keys()), -1)
+            number = 0
+            for t in tables:
+                by_table[t] = {}
+                for name in self._names_by_table[t]:
+                    ids = slice(begin[number], begin[number + 1])
+                    indices = picked.values()[ids] if self._need_indices else None
+                    by_table[t][name] = JaggedTensor(rows[ids], weights=indices, lengths=lengths[number])
+                    number += 1
+        return {name: jagged for t in sorted(by_table) for name, jagged in by_table[t].items()}
+
+    def need_indices(self) -> bool:
+        """Whether outputs carry their ids as weights."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """The dim of every table."""
+        return self._embedding_dim
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The configs of the tables, in their order."""
+        return self._configs
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Output names of each table's features."""
+        return self._names_by_table
+
+    def _rows(self, group: TableGroup, picked: KeyedJaggedTensor) -> Tensor:
+        return group.sequence(picked.values(), picked.offsets())
+
+    def _child(self, config: BaseEmbeddingConfig, weight: Tensor) -> nn.Module:
+        return nn.Embedding(config.num_embeddings, config.embedding_dim, _weight=weight)

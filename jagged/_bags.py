@@ -1,0 +1,71 @@
+"""What a JaggedTensor and a KeyedJaggedTensor have in common: values in bags."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._segments import lengths_of, offsets_of
+
+
+class Bags:
+    """Values [L, ...] in consecutive bags, given by lengths [N] or offsets [N + 1]; maybe a weight for each value.
+
+    Of lengths and offsets the missing one is computed when first asked for, and kept. Subclasses set the fields.
+    """
+
+    _values: Tensor
+    _weights: Tensor | None
+    _lengths: Tensor | None
+    _offsets: Tensor | None
+
+    def values(self) -> Tensor:
+        """Values [L, ...]."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """Weights [L]. Raises ValueError if there are none."""
+        if self._weights is None:
+            raise ValueError(f"this {type(self).__name__} has no weights; weights_or_none() asks without failing")
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """Bag sizes [N]."""
+        if self._lengths is None:
+            assert self._offsets is not None
+            self._lengths = lengths_of(self._offsets)
+        return self._lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """Lengths if they were given or already computed."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """First value of each bag and then L, [N + 1]; dtype of the lengths, or int64 if L does not fit in it."""
+        if self._offsets is None:
+            assert self._lengths is not None
+            self._offsets = offsets_of(self._lengths, self._values.shape[0])
+        return self._offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """Offsets if they were given or already computed."""
+        return self._offsets
+
+    def device(self) -> torch.device:
+        return self._values.device
+
+    def size_in_bytes(self) -> int:
+        """Bytes of the tensors held now."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of every tensor until `stream` is done with it."""
+        for tensor in self._tensors():
+            tensor.record_stream(stream)
+
+    def _tensors(self) -> list[Tensor]:
+        held = (self._values, self._weights, self._lengths, self._offsets)
+        return [tensor for tensor in held if tensor is not None]

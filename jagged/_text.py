@@ -1,0 +1,33 @@
+"""What `str()` of a jagged type says: TorchRec's text, byte for byte. Printing reads every tensor on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def rows_text(values: Tensor, offsets: Sequence[int]) -> str:
+    """One list per bag: `[[1, 2], [], [3]]`."""
+    # host sync: text is made on the host
+    host = values.tolist()
+    return str([host[start:end] for start, end in zip(offsets, offsets[1:], strict=False)])
+
+
+def bags_text(values: Tensor, weights: Tensor | None, offsets: Sequence[int], indent: str) -> str:
+    """The bags, or the bags and their weights in braces that close at `indent`."""
+    if weights is None:
+        return rows_text(values, offsets)
+    inner = indent + " " * 4
+    return (
+        f'{{\n{inner}"values": {rows_text(values, offsets)},\n'
+        f'{inner}"weights": {rows_text(weights, offsets)}\n{indent}}}'
+    )
+
+
+def keyed_text(name: str, entries: Sequence[tuple[str, str]]) -> str:
+    """`Name({...})` with one entry a line, `Name()` without entries; ends in a newline."""
+    if not entries:
+        return f"{name}()\n"
+    body = ",\n".join(f'    "{key}": {text}' for key, text in entries)
+    return f"{name}({{\n{body}\n}})\n"

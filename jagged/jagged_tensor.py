@@ -1,0 +1,109 @@
+"""A batch of bags of different sizes, as one flat tensor and the size of each bag.
+
+Shapes: values [L, ...], weights [L], lengths [B], offsets [B + 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._bags import Bags
+from ._check import check_bags, check_values
+from ._segments import join_tensors
+from ._text import bags_text
+
+
+class JaggedTensor(Bags):
+    """Values [L, ...] in B consecutive bags, with an optional weight for each value.
+
+    Bags are given by lengths [B] or offsets [B + 1] of an integer dtype; the other is computed when first asked for,
+    and kept. Nothing is read on the host: that the lengths add up to L is checked by the methods that must read them.
+
+        JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1]))  # [1, 2], [], [3]
+
+    Raises ValueError or TypeError for shapes, dtypes and devices that do not fit together.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        check_values(values, weights)
+        self._values = values
+        self._weights = weights
+        self._lengths, self._offsets, self._batch_size = check_bags(values, lengths, offsets)
+
+    @staticmethod
+    def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> JaggedTensor:
+        """One bag per tensor of `values`, [n_i, ...] each. Lengths are int32."""
+        if weights is not None:
+            if len(weights) != len(values):
+                raise ValueError(f"weights must be as many as values: got {len(weights)} for {len(values)} samples")
+            for i, (value, weight) in enumerate(zip(values, weights, strict=True)):
+                if value.shape[0] != weight.shape[0]:
+                    raise ValueError(f"sample {i}: {weight.shape[0]} weights for {value.shape[0]} values")
+        device = values[0].device if values else None
+        return JaggedTensor(
+            _join_samples("values", values),
+            None if weights is None else _join_samples("weights", weights),
+            torch.tensor([value.shape[0] for value in values], dtype=torch.int32, device=device),
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
+        """A copy on `device`; tensors already there are shared."""
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        values = self._values.to(device, non_blocking=non_blocking)
+        return JaggedTensor(values, move(self._weights), move(self._lengths), move(self._offsets))
+
+    def to_dense(self) -> list[Tensor]:
+        """One view of the values per bag. Syncs with the host once; ValueError unless the lengths add up to L."""
+        # host sync: the size of each view is decided on the host
+        lengths: list[int] = self.lengths().tolist()
+        if min(lengths, default=0) < 0 or sum(lengths) != self._values.shape[0]:
+            shown = f"{lengths[:10]}{' ...' if len(lengths) > 10 else ''}"
+            raise ValueError(f"lengths {shown} sum to {sum(lengths)}, values has {self._values.shape[0]}")
+        return list(torch.split_with_sizes(self._values, lengths)) if lengths else []
+
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
+        """Values as [B, desired_length, ...], bags cut or filled with `padding_value`; differentiable, dtype kept.
+
+        Without `desired_length` the longest bag decides, which syncs with the host.
+        """
+        if desired_length is None:
+            # host sync: the longest bag is the size of the result
+            desired_length = int(self.lengths().max().item()) if self._batch_size else 0
+        if desired_length < 0:
+            raise ValueError(f"desired_length must be >= 0, got {desired_length}")
+        offsets = self.offsets().to(torch.int64)
+        slots = self._batch_size * desired_length
+        position = torch.arange(self._values.shape[0], device=self.device())  # [L]
+        bag = torch.searchsorted(offsets[1:].contiguous(), position, right=True)
+        column = position - offsets[bag.clamp(max=self._batch_size)]
+        kept = (bag < self._batch_size) & (column >= 0) & (column < desired_length)
+        # one slot more than asked for takes what is cut off
+        target = torch.where(kept, bag * desired_length + column, slots)
+        shape = self._values.shape[1:]
+        flat = self._values.new_full((slots + 1, *shape), padding_value).index_put((target,), self._values)
+        return flat[:slots].view(self._batch_size, desired_length, *shape)
+
+    def __str__(self) -> str:
+        # host sync: text is made on the host
+        text = bags_text(self._values, self._weights, self.offsets().tolist(), "")
+        if self._weights is None:
+            text = f"{{\n    {text}\n}}"
+        return f"JaggedTensor({text})\n"
+
+
+def _join_samples(what: str, samples: Sequence[Tensor]) -> Tensor:
+    if not samples:
+        return torch.empty(0)
+    return join_tensors(what, [f"sample {i}" for i in range(len(samples))], samples)

@@ -1,0 +1,45 @@
+"""What every test gets: seeds, poisoned memory, and reasons for tests this machine or this process cannot run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from poison import poisoned
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    with poisoned():
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons = {
+        "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
+        "interpreted": _without_triton() or (None if INTERPRETED else "runs with TRITON_INTERPRET=1"),
+        "compiled": _without_triton() or ("runs without TRITON_INTERPRET" if INTERPRETED else None),
+    }
+    for item in items:
+        for name, reason in reasons.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _without_triton() -> str | None:
+    return None if HAS_TRITON else "triton is not installed"

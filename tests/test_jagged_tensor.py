@@ -1,0 +1,277 @@
+"""JaggedTensor: one flat tensor in bags. The model is a list of lists."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, tensor
+
+from shardwise.jagged import JaggedTensor
+
+INT = torch.int64
+
+
+def bags_of(jt: JaggedTensor) -> list[list[object]]:
+    return [bag.tolist() for bag in jt.to_dense()]
+
+
+def example(**given: Tensor) -> JaggedTensor:
+    return JaggedTensor(tensor([1, 2, 3]), lengths=tensor([2, 0, 1]), **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_lengths_and_offsets_are_computed_once_from_each_other_in_their_dtype(dtype: torch.dtype) -> None:
+    of_lengths = JaggedTensor(tensor([1, 2, 3]), lengths=tensor([2, 0, 1], dtype=dtype))
+    assert of_lengths.offsets_or_none() is None
+    assert torch.equal(of_lengths.offsets(), tensor([0, 2, 2, 3], dtype=dtype))
+    assert of_lengths.offsets() is of_lengths.offsets_or_none()
+    of_offsets = JaggedTensor(tensor([1, 2, 3]), offsets=tensor([0, 2, 2, 3], dtype=dtype))
+    assert of_offsets.lengths_or_none() is None
+    assert torch.equal(of_offsets.lengths(), tensor([2, 0, 1], dtype=dtype))
+    assert of_offsets.lengths() is of_offsets.lengths_or_none()
+
+
+def test_offsets_widen_where_their_sum_does_not_fit_in_the_dtype_of_the_lengths() -> None:
+    """TorchRec keeps int32 and wraps round past 2^31 values; here the same with 300 values and uint8."""
+    jt = JaggedTensor(torch.zeros(300), lengths=tensor([150, 150], dtype=torch.uint8))
+    assert torch.equal(jt.offsets(), tensor([0, 150, 300]))
+
+
+def test_positional_order_is_values_weights_lengths_offsets() -> None:
+    jt = JaggedTensor(tensor([1, 2]), tensor([0.5, 0.25]), tensor([1, 1]), tensor([0, 1, 2]))
+    assert jt.values().tolist() == [1, 2]
+    assert jt.weights().tolist() == [0.5, 0.25]
+    assert jt.weights_or_none() is jt.weights()
+    assert jt.lengths().tolist() == [1, 1]
+    assert jt.offsets().tolist() == [0, 1, 2]
+    assert jt.device() == torch.device("cpu")
+
+
+@given(st.lists(st.lists(st.integers(-9, 9), max_size=4), max_size=6), st.integers(0, 5), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_dense_and_padded_round_trips_match_lists(bags: list[list[int]], width: int, inner: int) -> None:
+    """Each value is a row of `inner` equal numbers, so that N-D values are covered."""
+    jt = JaggedTensor.from_dense([tensor(bag, dtype=INT)[:, None].expand(-1, inner) for bag in bags])
+    wide = [[[n] * inner for n in bag] for bag in bags]
+    assert bags_of(jt) == wide
+    padded = jt.to_padded_dense(width, 7)
+    fill = [[7] * inner] * width
+    assert padded.tolist() == [(bag + fill)[:width] for bag in wide]
+    if bags:
+        assert padded.dtype == INT
+        assert torch.equal(jt.to_padded_dense(), jt.to_padded_dense(max(len(bag) for bag in bags), 0))
+
+
+def test_from_dense_takes_weights_and_empty_float_samples_do_not_make_ids_float() -> None:
+    """`torch.tensor([])` is float32; in TorchRec it turns the ids of the whole batch into floats."""
+    jt = JaggedTensor.from_dense(
+        [tensor([1, 2]), tensor([]), tensor([3])], [tensor([0.5, 1.0]), tensor([]), tensor([2.0])]
+    )
+    assert jt.values().dtype == INT
+    assert bags_of(jt) == [[1, 2], [], [3]]
+    assert jt.weights().tolist() == [0.5, 1.0, 2.0]
+    assert jt.lengths().dtype == torch.int32
+    assert bags_of(JaggedTensor.from_dense([])) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int32, torch.bool], ids=str)
+def test_padding_keeps_the_dtype(dtype: torch.dtype) -> None:
+    padded = JaggedTensor(tensor([1, 0, 1], dtype=dtype), lengths=tensor([2, 0, 1])).to_padded_dense(2, 1)
+    assert torch.equal(padded, tensor([[1, 0], [1, 1], [1, 1]], dtype=dtype))
+
+
+def test_a_batch_of_nothing_pads_to_nothing() -> None:
+    nothing = JaggedTensor(torch.zeros(0, 3), lengths=torch.zeros(0, dtype=INT))
+    assert nothing.to_padded_dense().shape == (0, 0, 3)
+    assert nothing.to_padded_dense(4).shape == (0, 4, 3)
+    assert nothing.to_dense() == []
+    assert JaggedTensor(torch.zeros(0), lengths=tensor([0, 0])).to_padded_dense().shape == (2, 0)
+
+
+def test_gradients_flow_through_dense_and_padded_values() -> None:
+    values = torch.arange(6.0).view(3, 2).requires_grad_()
+    jt = JaggedTensor(values, lengths=tensor([2, 0, 1]))
+    jt.to_dense()[0].sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [[1, 1], [1, 1], [0, 0]]
+    values.grad = None
+    # the second value is cut off
+    jt.to_padded_dense(1, 5.0).mul(tensor([[[2.0]], [[3.0]], [[4.0]]])).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [[2, 2], [0, 0], [4, 4]]
+
+
+def test_to_moves_every_tensor_and_accepts_a_string() -> None:
+    jt = example(weights=tensor([0.5, 0.25, 1.0]), offsets=tensor([0, 2, 2, 3]))
+    for device in ("meta", torch.device("meta")):
+        moved = jt.to(device)
+        held = [moved.values(), moved.weights(), moved.lengths_or_none(), moved.offsets_or_none()]
+        assert [t.device.type for t in held if t is not None] == ["meta"] * 4
+    assert jt.to("cpu").values() is jt.values()
+
+
+def test_pickling_keeps_values_and_bags() -> None:
+    jt = pickle.loads(pickle.dumps(example(weights=tensor([0.5, 0.25, 1.0]))))
+    assert (bags_of(jt), jt.weights().tolist()) == ([[1, 2], [], [3]], [0.5, 0.25, 1.0])
+
+
+def test_size_in_bytes_counts_what_is_held() -> None:
+    jt = example()
+    assert jt.size_in_bytes() == 3 * 8 + 3 * 8
+    jt.offsets()
+    assert jt.size_in_bytes() == 3 * 8 + 3 * 8 + 4 * 8
+
+
+# observed from torchrec 1.8.0, apart from "3-D", which it cannot print
+TEXTS = {
+    "ints": (tensor([1, 2, 3]), None, [2, 0, 1], "JaggedTensor({\n    [[1, 2], [], [3]]\n})\n"),
+    "floats": (
+        tensor([1.0, 2.5, 3.123456]),
+        None,
+        [2, 0, 1],
+        "JaggedTensor({\n    [[1.0, 2.5], [], [3.1234560012817383]]\n})\n",
+    ),
+    "half": (
+        tensor([1.1, 2, 3], dtype=torch.half),
+        None,
+        [2, 0, 1],
+        "JaggedTensor({\n    [[1.099609375, 2.0], [], [3.0]]\n})\n",
+    ),
+    "bool": (tensor([True, False]), None, [1, 1], "JaggedTensor({\n    [[True], [False]]\n})\n"),
+    "weighted": (
+        tensor([1, 2, 3]),
+        tensor([0.5, 0.25, 1.0]),
+        [2, 0, 1],
+        'JaggedTensor({\n    "values": [[1, 2], [], [3]],\n    "weights": [[0.5, 0.25], [], [1.0]]\n})\n',
+    ),
+    "2-D": (
+        tensor([[1.0, 2], [3, 4], [5, 6]]),
+        None,
+        [2, 0, 1],
+        "JaggedTensor({\n    [[[1.0, 2.0], [3.0, 4.0]], [], [[5.0, 6.0]]]\n})\n",
+    ),
+    "2-D weighted": (
+        tensor([[1.0, 2], [3, 4], [5, 6]]),
+        tensor([0.5, 0.25, 1.0]),
+        [2, 0, 1],
+        'JaggedTensor({\n    "values": [[[1.0, 2.0], [3.0, 4.0]], [], [[5.0, 6.0]]],\n'
+        '    "weights": [[0.5, 0.25], [], [1.0]]\n})\n',
+    ),
+    "3-D": (
+        torch.arange(4).view(2, 1, 2),
+        None,
+        [1, 1],
+        "JaggedTensor({\n    [[[[0, 1]]], [[[2, 3]]]]\n})\n",
+    ),
+    "batch of 0": (tensor([]), None, [], "JaggedTensor({\n    []\n})\n"),
+    "batch of 0 weighted": (
+        tensor([]),
+        tensor([]),
+        [],
+        'JaggedTensor({\n    "values": [],\n    "weights": []\n})\n',
+    ),
+    "empty bags": (torch.zeros(0, 3), None, [0, 0], "JaggedTensor({\n    [[], []]\n})\n"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_text_is_that_of_torchrec(case: str) -> None:
+    values, weights, lengths, expected = TEXTS[case]
+    assert str(JaggedTensor(values, weights, lengths=tensor(lengths, dtype=INT))) == expected
+    offsets = torch.nn.functional.pad(tensor(lengths, dtype=INT).cumsum(0), (1, 0))
+    assert str(JaggedTensor(values, weights, offsets=offsets)) == expected
+
+
+def test_no_bags_may_come_as_empty_float_lengths_or_empty_offsets() -> None:
+    """`torch.tensor([])` is float32, and TorchRec's users write it for lengths and offsets of nothing."""
+    for jt in (JaggedTensor(tensor([]), lengths=tensor([])), JaggedTensor(tensor([]), offsets=tensor([]))):
+        assert torch.equal(jt.offsets(), tensor([0]))
+        assert torch.equal(jt.lengths(), torch.zeros(0, dtype=INT))
+
+
+V, META = tensor([1, 2, 3]), torch.device("meta")
+ERRORS = {
+    "neither": (lambda: JaggedTensor(V), ValueError, "lengths or offsets must be given, got neither"),
+    "list": (lambda: JaggedTensor([1], lengths=V), TypeError, "values must be a torch.Tensor, got list"),  # type: ignore[arg-type]
+    "list lengths": (lambda: JaggedTensor(V, lengths=[3]), TypeError, "lengths must be a torch.Tensor, got list"),  # type: ignore[arg-type]
+    "scalar": (lambda: JaggedTensor(tensor(1), lengths=V), ValueError, "values must have at least one dim"),
+    "float lengths": (
+        lambda: JaggedTensor(V, lengths=tensor([3.0])),
+        TypeError,
+        "lengths must be integers .* got torch.float32",
+    ),
+    "bool offsets": (
+        lambda: JaggedTensor(V, offsets=tensor([True])),
+        TypeError,
+        "offsets must be integers .* got torch.bool",
+    ),
+    "2-D lengths": (
+        lambda: JaggedTensor(V, lengths=tensor([[3]])),
+        ValueError,
+        r"lengths must be 1-D, got shape \[1, 1\]",
+    ),
+    "both": (
+        lambda: JaggedTensor(V, lengths=tensor([3]), offsets=tensor([0, 1, 3])),
+        ValueError,
+        "1 lengths need 2 offsets, got 3",
+    ),
+    "no bags": (lambda: JaggedTensor(V, lengths=tensor([])), ValueError, "3 values but no bags"),
+    "weights": (
+        lambda: JaggedTensor(V, tensor([1.0]), tensor([3])),
+        ValueError,
+        r"weights must be as many as values: got shape \[1\] for 3 values",
+    ),
+    "device of lengths": (
+        lambda: JaggedTensor(V, lengths=torch.ones(3, dtype=INT, device=META)),
+        ValueError,
+        "lengths are on meta, values on cpu",
+    ),
+    "device of weights": (
+        lambda: JaggedTensor(V, torch.ones(3, device=META), tensor([3])),
+        ValueError,
+        "weights are on meta, values on cpu",
+    ),
+    "no weights": (lambda: example().weights(), ValueError, "this JaggedTensor has no weights"),
+    "sum": (
+        lambda: JaggedTensor(V, lengths=tensor([1, 1])).to_dense(),
+        ValueError,
+        r"lengths \[1, 1\] sum to 2, values has 3",
+    ),
+    "offsets from 1": (
+        lambda: JaggedTensor(V, offsets=tensor([1, 3])).to_dense(),
+        ValueError,
+        r"lengths \[2\] sum to 2, values has 3",
+    ),
+    "negative": (
+        lambda: JaggedTensor(V, lengths=tensor([4, -1])).to_dense(),
+        ValueError,
+        r"lengths \[4, -1\] sum to 3",
+    ),
+    "padded": (lambda: example().to_padded_dense(-1), ValueError, "desired_length must be >= 0, got -1"),
+    "dense weights": (
+        lambda: JaggedTensor.from_dense([V, V], [V, V[:1]]),
+        ValueError,
+        "sample 1: 1 weights for 3 values",
+    ),
+    "dense count": (lambda: JaggedTensor.from_dense([V], []), ValueError, "got 0 for 1 samples"),
+    "dense kinds": (
+        lambda: JaggedTensor.from_dense([V, V.float()]),
+        ValueError,
+        "sample 0 is torch.int64 and sample 1 is torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_bad_input_is_refused_with_its_numbers(case: str) -> None:
+    make, error, message = ERRORS[case]
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_padding_survives_offsets_that_do_not_fit_the_values() -> None:
+    """Not reading the lengths it cannot refuse them: what is in no bag is left out, nothing is overwritten."""
+    assert JaggedTensor(V, offsets=tensor([1, 2])).to_padded_dense(2).tolist() == [[2, 0]]
+    assert JaggedTensor(V, lengths=tensor([1, 5])).to_padded_dense(3).tolist() == [[1, 0, 0], [2, 3, 0]]

@@ -1,0 +1,125 @@
+"""TorchRec's import paths lead to our classes; what we lack is said by name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from shardwise import torchrec as names
+
+ENTRIES = [(path, name) for path, table in names.TABLE.items() for name in table]
+# TorchRec's own list of names, where a checkout has it beside it
+REFERENCE = Path(__file__).parents[2] / "shared" / "reference"
+# exported by upstream's __init__ files, which define nothing themselves
+EXPORTED = {"torchrec", "torchrec.distributed", "torchrec.optim"}
+
+
+@pytest.mark.parametrize(("path", "name"), ENTRIES, ids=[f"{path}.{name}" for path, name in ENTRIES])
+def test_the_entry_leads_to_our_name(path: str, name: str) -> None:
+    module = import_module(path.replace("torchrec", "shardwise.torchrec", 1))
+    value = getattr(module, name)
+    assert value.__module__.startswith("shardwise."), f"{value!r} is not ours"
+    assert value.__name__ == name or name in dir(module)
+
+
+@pytest.mark.skipif(not (REFERENCE / "torchrec_names.md").is_file(), reason="the list of TorchRec's names is not here")
+def test_every_entry_is_a_name_of_torchrec() -> None:
+    known: dict[str, set[str]] = {}
+    for line in (REFERENCE / "torchrec_names.md").read_text().splitlines():
+        if found := re.match(r"- `(torchrec[\w.]*)`: (.*)", line):
+            known.setdefault(found[1], set()).update(re.findall(r"(\w+) \(\d\)", found[2]))
+    path = ""
+    for line in (REFERENCE / "torchrec_signatures.txt").read_text().splitlines():
+        if found := re.match(r"## \./(.*)\.py$", line):
+            path = "torchrec." + found[1].replace("/", ".")
+        elif found := re.match(r"(?:class|def) (\w+)", line):
+            known.setdefault(path, set()).add(found[1])
+    everything = set().union(*known.values())
+    features = (REFERENCE / "torchrec_features.md").read_text()
+    for path, name in ENTRIES:
+        # an __init__, or a module that imports the name: listed under `.planner.types.{..., name}` and the like
+        elsewhere = path in EXPORTED or f".{path.split('.', 2)[-1]}.{{" in features or path == "torchrec.types"
+        assert name in known.get(path, set()) or (elsewhere and name in everything), f"TorchRec has no {path}.{name}"
+
+
+def in_a_fresh_process(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_install_serves_torchrec_itself() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec
+shardwise.torchrec.install()
+shardwise.torchrec.install()
+import torchrec
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+import torchrec.optim as trec_optim
+from shardwise.jagged import KeyedJaggedTensor as ours
+assert torchrec.KeyedJaggedTensor is KeyedJaggedTensor is ours
+assert trec_optim is torchrec.optim
+assert "KeyedJaggedTensor" in dir(torchrec) and "optim" in dir(torchrec)
+""")
+
+
+def test_a_bare_import_reaches_the_model_parallel_class_by_attribute() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec
+shardwise.torchrec.install()
+import torchrec
+from torchrec.distributed.model_parallel import DistributedModelParallel
+assert torchrec.distributed.DistributedModelParallel is DistributedModelParallel
+""")
+
+
+def test_a_name_that_is_a_function_and_a_module_stays_the_function() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec
+shardwise.torchrec.install()
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+import torchrec
+assert torchrec.optim.apply_optimizer_in_backward is apply_optimizer_in_backward
+""")
+
+
+def test_install_refuses_to_mix_with_the_real_torchrec() -> None:
+    in_a_fresh_process("""
+import sys, types
+sys.modules["torchrec"] = types.ModuleType("torchrec")
+import shardwise.torchrec
+try:
+    shardwise.torchrec.install()
+except ImportError as error:
+    assert "already imported" in str(error)
+else:
+    raise SystemExit("install() replaced the real torchrec")
+""")
+
+
+def test_without_install_torchrec_is_left_alone() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec, importlib.util, sys
+assert "torchrec" not in sys.modules
+spec = importlib.util.find_spec("torchrec")
+assert spec is None or "shardwise" not in str(spec.origin)
+""")
+
+
+@pytest.mark.parametrize(
+    ("statement", "missing"),
+    [
+        ("from shardwise.torchrec.modules.mlp import Mystery", "torchrec.modules.mlp.Mystery"),
+        ("from shardwise.torchrec import Mystery", "torchrec.Mystery"),
+        ("import shardwise.torchrec.mystery.module", "torchrec.mystery"),
+        ("import shardwise.torchrec; shardwise.torchrec.optim.Mystery", "torchrec.optim.Mystery"),
+    ],
+)
+def test_a_name_we_lack_is_said_by_name(statement: str, missing: str) -> None:
+    with pytest.raises((ImportError, AttributeError), match=f"no counterpart of {re.escape(missing)}$"):
+        exec(statement, {})
