@@ -1,6 +1,7 @@
 """Single-device modules: table configs, collections, and the optimizers that run in their backward."""
 
 from .bag_collection import EmbeddingBagCollection
+from .collection import pick_features
 from .config import (
     BaseEmbeddingConfig,
     DataType,
@@ -18,8 +19,9 @@ from .keyed_optimizer import (
     KeyedOptimizerWrapper,
     in_backward_optimizer_filter,
 )
-from .optimizers import RowWiseAdagrad, apply_optimizer_in_backward
+from .optimizers import OptimizerSpec, RowWiseAdagrad, apply_optimizer_in_backward, optimizer_of, optimizer_spec
 from .sequence_collection import EmbeddingCollection
+from .table_group import LookupFeature, TableGroup, TableShape
 
 __all__ = [
     "BaseEmbeddingConfig",
@@ -34,11 +36,18 @@ __all__ = [
     "FusedOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
+    "LookupFeature",
+    "OptimizerSpec",
     "PoolingType",
     "RowWiseAdagrad",
+    "TableGroup",
+    "TableShape",
     "apply_optimizer_in_backward",
     "data_type_to_dtype",
     "dtype_to_data_type",
     "fuse_embedding_optimizer",
     "in_backward_optimizer_filter",
+    "optimizer_of",
+    "optimizer_spec",
+    "pick_features",
 ]

@@ -159,24 +159,9 @@ class TableCollection(nn.Module):
         raise AssertionError("each collection makes its own children")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
-        # moving each parameter on its own would tear it out of its group's buffer
-        params = self._table_parameters()
         children = self._modules[self._children_name]
         assert isinstance(children, nn.ModuleDict)
-        for group, tables in self._grouped():
-            group.move(fn)
-            for number, t in enumerate(tables):
-                old, view = params[t], group.view(number)
-                grad = None if old.grad is None else fn(old.grad)
-                if old.is_meta == view.is_meta:
-                    old.data = view
-                    param = old
-                else:
-                    param = nn.Parameter(view, requires_grad=old.requires_grad)
-                    vars(param).update(vars(old))
-                    children[self._configs[t].name]._parameters["weight"] = param
-                param.grad = grad
-        self._adopt_parameters()
+        move_tables(self._groups, children, fn)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,6 +176,33 @@ class TableCollection(nn.Module):
         self._make_children()
         for param, requires_grad in zip(self._table_parameters(), trained, strict=True):
             param.requires_grad_(requires_grad)
+
+
+def move_tables(groups: Sequence[TableGroup], children: nn.ModuleDict, fn: Callable[[Tensor], Tensor]) -> None:
+    """`nn.Module._apply` for tables: each parameter on its own would be torn out of its group's buffer.
+
+    `children[table]` holds the parameter of each table. Across meta and a real device parameters become new objects.
+    """
+    for group in groups:
+        group.move(fn)
+        group.parameters = [
+            _move_parameter(children[table.name], group.view(number), fn) for number, table in enumerate(group.tables)
+        ]
+
+
+def _move_parameter(child: nn.Module, view: Tensor, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    old = child._parameters["weight"]
+    assert old is not None
+    grad = None if old.grad is None else fn(old.grad)
+    param = old
+    if old.is_meta == view.is_meta:
+        old.data = view
+    else:
+        param = nn.Parameter(view, requires_grad=old.requires_grad)
+        vars(param).update(vars(old))
+        child._parameters["weight"] = param
+    param.grad = grad
+    return param
 
 
 def pick_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:

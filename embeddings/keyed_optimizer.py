@@ -81,13 +81,11 @@ class FusedOptimizer(KeyedOptimizer):
         state: dict[Tensor, dict[str, Tensor]] = {}
         param_groups = []
         for group, group_names in zip(self.groups, kept, strict=True):
-            assert group.optimizer is not None
             for t, (name, param) in enumerate(zip(group_names, group.parameters, strict=True)):
                 params[name] = param
                 views = group.state_views(t)
                 state[param] = {f"{group.tables[t].name}.{key}": view for key, view in views.items()}
-            # the device's own value, once at construction, so that a reloaded schedule goes on
-            param_groups.append({"params": list(group.parameters), "lr": group.optimizer.lr})
+            param_groups.append({"params": list(group.parameters), "lr": group.lr})
         super().__init__(params, state, param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -7,7 +7,7 @@ Tables of equal dim lie side by side, so that one launch and one sort key serve 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class TableGroup:
         bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
         self.tables, self.lookups, self.optimizer = list(tables), list(features), optimizer
+        self.lr = optimizer.lr if optimizer is not None else 0.0
         self.bounds_check = bounds_check
         self._bases, first_rows, self._segments, elements = _lay_out(tables)
         self._first_rows = first_rows
@@ -93,7 +94,7 @@ class TableGroup:
             sizes = [self.rows if kind == "row" else self.flat.shape[0] for kind in STATES[spec.rule]]
             self.states = [torch.full((size,), start, dtype=torch.float32, device=device) for size in sizes]
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
-            self.hyper = spec.hyper(device)
+            self.hyper = replace(spec, lr=self.lr).hyper(device)
         else:
             self.states = [state.to(device) for state in self.states]
             self.step, self.hyper = self.step.to(device), self.hyper.to(device)
@@ -125,6 +126,7 @@ class TableGroup:
 
     def set_lr(self, lr: float) -> None:
         """Change the learning rate from the next update on, also inside a captured graph."""
+        self.lr = lr
         self.hyper[0].fill_(lr)
 
     def move(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -16,6 +16,9 @@ if not (_Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(_Path(__file__).resolve().parents[1]))
 
 if TYPE_CHECKING:
+    from .data import (
+        Batch,
+    )
     from .embeddings import (
         BaseEmbeddingConfig,
         CombinedOptimizer,
@@ -43,16 +46,38 @@ if TYPE_CHECKING:
     from .kernels import (
         BoundsCheckMode,
     )
+    from .models import (
+        DLRM,
+        DLRMTrain,
+    )
+    from .sharding import (
+        DistributedModelParallel,
+        EmbeddingComputeKernel,
+        EmbeddingModuleShardingPlan,
+        ParameterSharding,
+        ShardedEmbeddingBagCollection,
+        ShardedEmbeddingCollection,
+        ShardingEnv,
+        ShardingPlan,
+        ShardingType,
+        construct_module_sharding_plan,
+    )
 
 __all__ = [
+    "DLRM",
     "BaseEmbeddingConfig",
+    "Batch",
     "BoundsCheckMode",
     "CombinedOptimizer",
+    "DLRMTrain",
     "DataType",
+    "DistributedModelParallel",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
+    "EmbeddingComputeKernel",
     "EmbeddingConfig",
+    "EmbeddingModuleShardingPlan",
     "FusedEmbeddingBagCollection",
     "FusedEmbeddingCollection",
     "FusedOptimizer",
@@ -61,10 +86,17 @@ __all__ = [
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "KeyedTensor",
+    "ParameterSharding",
     "PoolingType",
     "RowWiseAdagrad",
+    "ShardedEmbeddingBagCollection",
+    "ShardedEmbeddingCollection",
+    "ShardingEnv",
+    "ShardingPlan",
+    "ShardingType",
     "__version__",
     "apply_optimizer_in_backward",
+    "construct_module_sharding_plan",
     "fuse_embedding_optimizer",
     "in_backward_optimizer_filter",
 ]
@@ -72,13 +104,19 @@ __all__ = [
 # name -> the module that defines it; a test keeps this, __all__ and the imports above in step
 _HOME = {
     "BaseEmbeddingConfig": "embeddings",
+    "Batch": "data",
     "BoundsCheckMode": "kernels",
     "CombinedOptimizer": "embeddings",
+    "DLRM": "models",
+    "DLRMTrain": "models",
     "DataType": "embeddings",
+    "DistributedModelParallel": "sharding",
     "EmbeddingBagCollection": "embeddings",
     "EmbeddingBagConfig": "embeddings",
     "EmbeddingCollection": "embeddings",
+    "EmbeddingComputeKernel": "sharding",
     "EmbeddingConfig": "embeddings",
+    "EmbeddingModuleShardingPlan": "sharding",
     "FusedEmbeddingBagCollection": "embeddings",
     "FusedEmbeddingCollection": "embeddings",
     "FusedOptimizer": "embeddings",
@@ -87,9 +125,16 @@ _HOME = {
     "KeyedOptimizer": "embeddings",
     "KeyedOptimizerWrapper": "embeddings",
     "KeyedTensor": "jagged",
+    "ParameterSharding": "sharding",
     "PoolingType": "embeddings",
     "RowWiseAdagrad": "embeddings",
+    "ShardedEmbeddingBagCollection": "sharding",
+    "ShardedEmbeddingCollection": "sharding",
+    "ShardingEnv": "sharding",
+    "ShardingPlan": "sharding",
+    "ShardingType": "sharding",
     "apply_optimizer_in_backward": "embeddings",
+    "construct_module_sharding_plan": "sharding",
     "fuse_embedding_optimizer": "embeddings",
     "in_backward_optimizer_filter": "embeddings",
 }

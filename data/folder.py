@@ -1,0 +1,30 @@
+"""Finding the reader for a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .criteo import Criteo, criteo_files
+from .movielens import MovieLens, find_table
+from .rows import BadRowPolicy
+from .source import Source
+
+
+def open_folder(folder: str | Path, *, on_bad_row: BadRowPolicy = "raise") -> Source:
+    """The reader for `folder`: MovieLens (ratings.csv and movies.csv) or Criteo (.tsv, .txt), plain or .gz.
+
+    Raises ValueError when it holds neither, FileNotFoundError when there is no such folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
+    if find_table(folder, "ratings") is not None:
+        return MovieLens(folder, on_bad_row=on_bad_row)
+    if criteo_files(folder):
+        return Criteo(folder, on_bad_row=on_bad_row)
+    held = sorted(path.name for path in folder.iterdir())
+    shown = ", ".join(held[:8]) + (f" and {len(held) - 8} more" if len(held) > 8 else "")
+    raise ValueError(
+        f"{folder}: no data that shardwise reads. It looks for MovieLens (ratings.csv and movies.csv) and Criteo "
+        f"(*.tsv or *.txt), each plain or .gz; the folder holds {shown or 'nothing'}"
+    )

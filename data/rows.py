@@ -1,0 +1,76 @@
+"""Text files with bad rows in them: reading plain or gzipped lines, and raising or counting what is wrong."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+BadRowPolicy: TypeAlias = Literal["raise", "skip"]
+
+
+class BadRow(Exception):
+    """A row that cannot be used: `reason` is what it is counted under, `detail` says what stands there."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class BadRows:
+    """Applies the policy: "raise" stops at the first bad row with `path:line: what is wrong`, "skip" counts it."""
+
+    def __init__(self, policy: BadRowPolicy) -> None:
+        if policy not in get_args(BadRowPolicy):
+            raise ValueError(f'on_bad_row must be "raise" or "skip", got {policy!r}')
+        self.policy = policy
+        self.skipped: Counter[str] = Counter()
+
+    def report(self, path: Path, line: int, bad: BadRow) -> None:
+        if self.policy == "raise":
+            raise ValueError(f"{path}:{line}: {bad}") from bad
+        self.skipped[bad.reason] += 1
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, unzipped where the name ends in .gz, one at a time and with their ends.
+
+    A damaged archive is a ValueError with the line it broke after. Bytes that are not UTF-8 become U+FFFD.
+    """
+    number = 0
+    opened = gzip.open if path.suffix == ".gz" else open
+    # newline="": the csv module wants line ends untouched
+    with opened(path, "rt", encoding="utf-8", errors="replace", newline="") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):  # noqa: B007
+                yield line
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path}:{number + 1}: damaged gzip file: {error}") from error
+
+
+def read_table(path: Path, columns: Sequence[str], bad_rows: BadRows) -> Iterator[tuple[int, list[str]]]:
+    """Yields (line, fields) of a CSV file with a header, the fields in the order of `columns`.
+
+    Blank lines are passed over. A header without one of `columns` is a ValueError under any policy.
+    """
+    rows = csv.reader(read_lines(path))
+    header = next(rows, None)
+    if header is None:
+        raise ValueError(f"{path}:1: the file is empty, expected a header with {', '.join(columns)}")
+    header = [name.strip().removeprefix("\ufeff") for name in header]
+    missing = [name for name in columns if name not in header]
+    if missing:
+        raise ValueError(f"{path}:1: no column {', '.join(map(repr, missing))} in the header {', '.join(header)}")
+    places = [header.index(name) for name in columns]
+    for fields in rows:
+        if not fields:
+            continue
+        if len(fields) != len(header):
+            bad = BadRow("wrong number of columns", f"{len(fields)} columns, the header has {len(header)}")
+            bad_rows.report(path, rows.line_num, bad)
+            continue
+        yield rows.line_num, [fields[place] for place in places]

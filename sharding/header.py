@@ -1,0 +1,85 @@
+"""What ranks tell each other before any id travels: sizes, the plan, and whether all is well.
+
+One int64 row per pair of ranks: fingerprint of the plan, batch, whether gradients are on, status, ids for each group of
+the receiver, and the text of an error. A rank that fails sends its status, so all ranks raise in that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .route import Outbound
+
+_TEXT = 64  # int64 numbers: 512 bytes of UTF-8
+_WELL = -1
+# status -> what all ranks raise
+_ERRORS: tuple[type[Exception], ...] = (RuntimeError, IndexError, ValueError, KeyError, TypeError)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What one rank told this one."""
+
+    fingerprint: int
+    batch: int
+    update: bool
+    status: int
+    ids_to_groups: list[int]
+    text: str
+
+
+def pack(outbound: Outbound, world_size: int, *, update: bool, fingerprint: int, groups: int) -> Tensor:
+    """The rows of a rank that is well, [W, H] int64 on CPU; `groups` is the most groups that any rank has."""
+    rows = []
+    for rank in range(world_size):
+        ids = outbound.ids_to_groups[rank]
+        padding = [0] * (groups - len(ids) + _TEXT)
+        rows.append([fingerprint, outbound.batch, int(update), _WELL, *ids, *padding])
+    return torch.tensor(rows)
+
+
+def pack_failure(failure: Exception, world_size: int, *, update: bool, fingerprint: int, groups: int) -> Tensor:
+    """The rows of a rank that cannot go on, same shape as `pack`."""
+    kind = next((number for number, error in enumerate(_ERRORS) if type(failure) is error), 0)
+    data = _message(failure).encode()[: _TEXT * 8].ljust(_TEXT * 8, b"\0")
+    text = [int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8)]
+    return torch.tensor([[fingerprint, 0, int(update), kind, *[0] * groups, *text]]).repeat(world_size, 1)
+
+
+def unpack(rows: Sequence[Sequence[int]]) -> list[Head]:
+    """What came from each rank."""
+    heads = []
+    for row in rows:
+        text = b"".join(number.to_bytes(8, "little", signed=True) for number in row[-_TEXT:]).rstrip(b"\0")
+        heads.append(Head(row[0], row[1], bool(row[2]), row[3], list(row[4:-_TEXT]), text.decode(errors="replace")))
+    return heads
+
+
+def raise_failures(heads: Sequence[Head], failure: Exception | None, *, update: bool, fingerprint: int) -> None:
+    """Raise on every rank what the first failing rank reported; `failure` is this rank's own.
+
+    Raises:
+        The failing rank's exception type with its number and message; RuntimeError where ranks disagree.
+    """
+    for rank, head in enumerate(heads):
+        if head.status != _WELL:
+            message = head.text if len(heads) == 1 else f"rank {rank}: {head.text}"
+            raise _ERRORS[head.status](message) from failure
+    for what, values, mine in (
+        ("plans or table configs", [head.fingerprint for head in heads], fingerprint),
+        ("whether gradients are enabled", [head.update for head in heads], update),
+    ):
+        other = [rank for rank, value in enumerate(values) if value != mine]
+        if other:
+            raise RuntimeError(f"ranks {other} differ from this one in their {what}")
+
+
+def _message(failure: Exception) -> str:
+    # a KeyError prints its argument in quotes
+    text = str(failure.args[0]) if isinstance(failure, KeyError) and failure.args else str(failure)
+    known = any(type(failure) is error for error in _ERRORS)
+    return text if known else f"{type(failure).__name__}: {text}"
