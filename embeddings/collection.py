@@ -37,6 +37,7 @@ class TableCollection(nn.Module):
         self._names_by_table = embedding_names_by_table(self._configs)
         self._bounds_check = bounds_check
         self._marks: list[tuple[type[torch.optim.Optimizer], dict[str, Any]] | None] = [None] * len(tables)
+        self._trained = [True] * len(tables)
         self._group([data_type_to_dtype(config.data_type) for config in self._configs], torch.device(device or "cpu"))
         self._make_children()
         self.reset_parameters()
@@ -130,6 +131,7 @@ class TableCollection(nn.Module):
         ):
             return
         self._marks = [optimizer_of(param) for param in params]
+        self._trained = [param.requires_grad for param in params]
         values = [param.detach() for param in params]
         self._group([param.dtype for param in params], self.device)
         for group, tables in self._grouped():
@@ -141,7 +143,8 @@ class TableCollection(nn.Module):
             group.parameters = [params[t] for t in tables]
 
     def _spec_of(self, t: int) -> OptimizerSpec | None:
-        mark = self._marks[t]
+        # a frozen table keeps its rows, whatever was applied to it
+        mark = self._marks[t] if self._trained[t] else None
         return None if mark is None else optimizer_spec(*mark, table=self._configs[t].name)
 
     def _grouped(self) -> list[tuple[TableGroup, list[int]]]:
@@ -171,10 +174,9 @@ class TableCollection(nn.Module):
         return {**self.__dict__, "_modules": modules, "_trained": trained}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        trained = state.pop("_trained")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._make_children()
-        for param, requires_grad in zip(self._table_parameters(), trained, strict=True):
+        for param, requires_grad in zip(self._table_parameters(), self._trained, strict=True):
             param.requires_grad_(requires_grad)
 
 

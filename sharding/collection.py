@@ -26,7 +26,7 @@ from shardwise.embeddings import (
 from shardwise.embeddings.collection import move_tables
 from shardwise.embeddings.optimizers import mark_optimizer, optimizer_of, optimizer_spec
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from shardwise.kernels import Feature, check_ids, new_guard, pack_features, raise_from_guard
+from shardwise.kernels import BoundsCheckMode, Feature, check_ids, new_guard, pack_features, raise_from_guard
 
 from . import header
 from .env import ShardingEnv
@@ -68,6 +68,7 @@ class ShardedCollection(nn.Module):
         self._pooled = isinstance(module, EmbeddingBagCollection)
         self._children_name = "embedding_bags" if self._pooled else "embeddings"
         self._weighted = isinstance(module, EmbeddingBagCollection) and module.is_weighted()
+        self._bounds_check = module._bounds_check
         self._names_by_table = module._names_by_table
         self._env, self._exchange = env, Exchange(env.process_group)
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss
@@ -183,13 +184,14 @@ class ShardedCollection(nn.Module):
                 "gradients of per-id weights are not exchanged: detach the weights before a sharded lookup"
             )
         outbound = route(features, self._routes, weighted=self._weighted, update=update)
-        if self._routes.lookups:
+        if self._routes.lookups and self._bounds_check is not BoundsCheckMode.IGNORE:
+            fatal = self._bounds_check is BoundsCheckMode.FATAL
             guard = new_guard(self.device)
             ids, offsets = outbound.kjt.values(), outbound.kjt.offsets()
-            check_ids(ids, offsets, self._features, guard, names=self._feature_names)
+            check_ids(ids, offsets, self._features, guard, names=self._feature_names, fatal=fatal)
             if ids.is_cuda:
                 # before the ids leave: begin waits for the device anyway
-                raise_from_guard(guard, ids, offsets, self._features, self._feature_names)
+                raise_from_guard(guard, ids, offsets, self._features, self._feature_names, fatal=fatal)
         return outbound
 
     def _serve(self, flight: InFlight) -> list[Tensor]:
@@ -260,6 +262,8 @@ class ShardedCollection(nn.Module):
                 mine = mine[flight.inbound.arrival]
             gradients = torch.split(mine, flight.inbound.group_ids)
         for g, group in enumerate(self._groups):
+            if group.optimizer is None:
+                continue
             pooling = group.pooling if self._pooled else "sequence"
             group.update(gradients[g], *self._inputs(flight, g), pooling=pooling)
 
@@ -420,12 +424,12 @@ def _tables_of(
     shards: Sequence[Shard],
     default_optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]],
 ) -> tuple[list[Table], list[tuple[type[torch.optim.Optimizer], dict[str, Any]] | None]]:
-    """Tables and the optimizer marks they will carry; a table that is not replicated always has one."""
+    """Tables and the optimizer marks they will carry; a frozen table has none, a cut one always has one otherwise."""
     replicated = {shard.table for shard in shards if shard.replica}
     tables, marks = [], []
     for config, param in zip(module._configs, module._table_parameters(), strict=True):
-        mark = optimizer_of(param)
-        if mark is None and config.name not in replicated:
+        mark = optimizer_of(param) if param.requires_grad else None
+        if mark is None and param.requires_grad and config.name not in replicated:
             mark = default_optimizer
         spec: OptimizerSpec | None = None if mark is None else optimizer_spec(*mark, table=config.name)
         tables.append(

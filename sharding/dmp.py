@@ -154,13 +154,14 @@ class DistributedModelParallel(nn.Module):
         trained = [p for name, p in module.named_parameters() if name not in ignored and p.requires_grad]
         if self._env.process_group is None or not trained:
             return module
+        # buffers stay each rank's own, as TorchRec leaves them; by name, because the option changed between torch versions
+        ignored.update(name for name, _ in module.named_buffers())
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
         return DistributedDataParallel(
             module,
             device_ids=None if self._device.type == "cpu" else [self._device],
             process_group=self._env.process_group,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,
         )
 
 
@@ -197,7 +198,8 @@ def _warn_of_default_optimizer(collections: Mapping[str, Collection], plan: Shar
         config.name
         for path, collection in collections.items()
         for config, param in zip(tables_of(collection), collection._table_parameters(), strict=True)
-        if optimizer_of(param) is None
+        if param.requires_grad
+        and optimizer_of(param) is None
         and (one := plan.plan.get(path, EmbeddingModuleShardingPlan()).get(config.name)) is not None
         and one.sharding_spec is not None
     ]

@@ -145,7 +145,8 @@ def route(features: KeyedJaggedTensor, routes: Routes, *, weighted: bool, update
     batch = features.stride()
     # host sync on CUDA: the sizes that leave, read once
     counts = kjt.length_per_key() if routes.lookups else []
-    values = kjt.values().to(routes.id_dtype)
+    # an id that no table has stays one: narrowing must not turn it into another row
+    values = kjt.values().clamp(-1, torch.iinfo(routes.id_dtype).max).to(routes.id_dtype)
     starts = [0, *accumulate(counts)]
     lengths = kjt.lengths().to(torch.int32)
     weights = kjt.weights().float() if weighted else None
