@@ -241,6 +241,8 @@ def bag_sums(matrix: Tensor, rows: Tensor, bags: Tensor, scale: Tensor | None) -
         matrix, rows = matrix[rows].float(), torch.arange(rows.shape[0], device=rows.device)
     if bags.shape[0] == 1 or rows.shape[0] == 0:
         return matrix.new_zeros(bags.shape[0] - 1, matrix.shape[1])
+    # a strided scale would send embedding_bag down another path, with other bits
+    scale = None if scale is None else scale.contiguous()
     return nnf.embedding_bag(
         rows, matrix, bags.to(rows.dtype), mode="sum", per_sample_weights=scale, include_last_offset=True
     )

@@ -115,9 +115,9 @@ def _sequence_lookup_cpu(
     valid = (ids >= 0) & (ids < features[:, ROWS].repeat_interleave(per_feature))
     linear = ids + ((features[:, BASE] - base) // dim).repeat_interleave(per_feature)
     if bool(valid.all()) and ids.shape[0] == indices.shape[0]:
-        return matrix[linear].float()
+        return matrix.index_select(0, linear).float()
     out = torch.zeros(indices.shape[0], dim)
-    out[: ids.shape[0]][valid] = matrix[linear[valid]].float()
+    out[: ids.shape[0]][valid] = matrix.index_select(0, linear[valid]).float()
     return out
 
 

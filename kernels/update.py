@@ -11,7 +11,7 @@ arXiv:2104.05158); Adam (Kingma and Ba 2015) on the touched rows only, bias corr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ STATES: dict[str, tuple[str, ...]] = {
     "adam": ("element", "element"),
     "gradient": (),
 }
+# Rows that the CPU path sums and updates at a time: 1 MB of gradients
+_CPU_BLOCK_ELEMENTS = 1 << 18
 
 
 def fused_update_ref(
@@ -93,29 +95,30 @@ def apply_rule(
     table = _segment_rows(weights, segment, "element")
     s1 = _segment_rows(state1, segment, kinds[0]) if state1 is not None and kinds else None
     s2 = _segment_rows(state2, segment, kinds[1]) if state2 is not None and len(kinds) > 1 else None
-    w = table[rows].float()
+    w = table.index_select(0, rows).float()
     if rule == "sgd":
         w -= lr * g
     elif rule == "adagrad":
         assert s1 is not None
-        total = s1[rows] + g * g
-        s1[rows] = total
+        total = s1.index_select(0, rows) + g * g
+        s1.index_copy_(0, rows, total)
         w -= lr * g / (total.sqrt() + eps)
     elif rule == "rowwise_adagrad":
         assert s1 is not None
-        total = s1[rows] + (g * g).mean(1)
-        s1[rows] = total
+        total = s1.index_select(0, rows) + (g * g).mean(1)
+        s1.index_copy_(0, rows, total)
         w -= (lr / (total.sqrt() + eps))[:, None] * g
     elif rule == "adam":
         assert s1 is not None and s2 is not None
         bias1, bias2 = _bias_corrections(hyper, step).unbind()
-        m = beta1 * s1[rows] + (1 - beta1) * g
-        v = beta2 * s2[rows] + (1 - beta2) * (g * g)
-        s1[rows], s2[rows] = m, v
+        m = beta1 * s1.index_select(0, rows) + (1 - beta1) * g
+        v = beta2 * s2.index_select(0, rows) + (1 - beta2) * (g * g)
+        s1.index_copy_(0, rows, m)
+        s2.index_copy_(0, rows, v)
         w -= lr * (m / bias1) / ((v / bias2).sqrt() + eps)
     else:
         w = g
-    table[rows] = w.to(table.dtype)
+    table.index_copy_(0, rows, w.to(table.dtype))
 
 
 def _segment_rows(flat: Tensor, segment: Segment, kind: str) -> Tensor:
@@ -266,8 +269,8 @@ def _fused_update(
             align = _source_alignment(grad, dims, segment.dim) if pooled else row_alignment(segment.dim, 4)
             _launch(weights, states, step, grad, index.keys, source, align, scale, segment, rule, hyper, guard)
         else:
-            rows, g = _row_gradients(index, grad.float(), scale, segment, dims, batch, pooled, features)
-            apply_rule(weights, state1, state2, step, segment, rows, g, rule, hyper)
+            for rows, g in _row_gradients(index, grad.float(), scale, segment, dims, batch, pooled):
+                apply_rule(weights, state1, state2, step, segment, rows, g, rule, hyper)
 
 
 def _states_of(state: Tensor | None, segment: Segment, kind: str) -> Tensor:
@@ -305,7 +308,8 @@ def update_tile(dim: int) -> tuple[int, int, int]:
     The sum over a row's columns (rowwise rules) adds in the order of this tile, so the tile is part of the contract.
     """
     block_d = next_power_of_2(dim)
-    chunks = max(1, min(32, 512 // block_d))
+    # 32 chunks of 4 to 16 columns crash the compiler of triton 3.7.1 (for gfx942, sm_80, sm_90)
+    chunks = max(1, min(16, 512 // block_d))
     elements = chunks * block_d
     return chunks, block_d, max(1, min(4, elements // 128)) if elements <= 1024 else min(16, elements // 256)
 
@@ -354,33 +358,41 @@ def _row_gradients(
     dims: Sequence[int],
     batch: int,
     pooled: bool,
-    features: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Distinct rows of the segment [U] and their summed gradients [U, dim], added in the contract's order."""
-    low, high = torch.searchsorted(index.keys, index.keys.new_tensor([segment.first_row, segment.end_row])).tolist()
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Distinct rows of the segment [u] and their summed gradients [u, dim], added in the contract's order.
+
+    They come in blocks that fit a core's cache, so that the update finds them there.
+    """
+    low, high = torch.searchsorted(index.keys, torch.tensor([segment.first_row, segment.end_row])).tolist()
     keys = index.keys[low:high].long() - segment.first_row
     scale = None if scale is None else scale[low:high]
     if pooled:
         matrix, source = _gradient_matrix(index.bag[low:high], grad, segment.dim, dims, batch)
     else:
         matrix, source = grad, index.position[low:high]
-    rows, sums = [], []
+    block = max(1, _CPU_BLOCK_ELEMENTS // segment.dim)
     while keys.shape[0]:
-        at = torch.arange(keys.shape[0], device=keys.device)
-        begins = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
+        at = torch.arange(keys.shape[0])
+        begins = torch.ones(keys.shape[0], dtype=torch.bool)
         begins[1:] = keys[1:] != keys[:-1]
         head = ((at - torch.where(begins, at, 0).cummax(0).values) % CHUNK == 0).nonzero().squeeze(1)
-        added = bag_sums(matrix, source, torch.cat([head, at.new_tensor([keys.shape[0]])]), scale)
+        bounds = torch.cat([head, at.new_tensor([keys.shape[0]])])
         keys = keys[head]
-        same_as_last = torch.zeros(keys.shape[0] + 1, dtype=torch.bool, device=keys.device)
+        same_as_last = torch.zeros(keys.shape[0] + 1, dtype=torch.bool)
         same_as_last[1:-1] = keys[1:] == keys[:-1]
         long = same_as_last[:-1] | same_as_last[1:]
-        rows.append(keys[~long])
-        sums.append(added[~long])
-        keys, matrix, source, scale = keys[long], added, long.nonzero().squeeze(1), None
-    if not rows:
-        return keys, grad.new_zeros(0, segment.dim)
-    return torch.cat(rows), torch.cat(sums)
+        partial = []
+        for first in range(0, keys.shape[0], block):
+            cuts, inner = bounds[first : first + block + 1], long[first : first + block]
+            ids = slice(int(cuts[0]), int(cuts[-1]))
+            sums = bag_sums(matrix, source[ids], cuts - cuts[0], None if scale is None else scale[ids])
+            if bool(inner.any()):
+                partial.append(sums[inner])
+                yield keys[first : first + block][~inner], sums[~inner]
+            else:
+                yield keys[first : first + block], sums
+        keys, scale = keys[long], None
+        matrix, source = torch.cat([*partial, sums[:0]]), torch.arange(keys.shape[0])
 
 
 def _gradient_matrix(bag: Tensor, grad: Tensor, dim: int, dims: Sequence[int], batch: int) -> tuple[Tensor, Tensor]:
