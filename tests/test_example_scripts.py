@@ -1,0 +1,62 @@
+"""The example scripts run as printed, and between them they show every public name."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_quickstart_says_what_it_did() -> None:
+    printed = run("examples/quickstart.py")
+    assert '"clicked": [[101, 202], [], [303]]' in printed
+    assert "pooled: {'clicked': (3, 8), 'user': (3, 4)}" in printed
+    assert "IndexError: feature 'clicked' (table 'item'), sample 0: id 1000 is outside [0, 1000)" in printed
+    assert "ignored: 0.0" in printed
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sharded_learns_its_labels(ranks: int) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    printed = run(*torchrun, "examples/sharded.py")
+    found = re.search(r"loss (\S+) -> (\S+); pooled \(8, 32\)", printed)
+    assert found, printed
+    assert float(found[2]) < 0.1 * float(found[1])
+    assert f"rank:{ranks - 1}/cpu" in printed
+
+
+def test_every_public_name_is_in_an_example() -> None:
+    used = {
+        alias.name
+        for path in EXAMPLES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "shardwise"
+        for alias in node.names
+    }
+    # scripts read the version as an attribute
+    assert set(shardwise.__all__) - used == {"__version__"}
+
+
+def test_every_public_name_is_in_the_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    missing = [name for name in shardwise.__all__ if not name.startswith("_") and f"`{name}`" not in text]
+    assert not missing
