@@ -363,7 +363,7 @@ def _row_gradients(
 
     They come in blocks that fit a core's cache, so that the update finds them there.
     """
-    low, high = torch.searchsorted(index.keys, torch.tensor([segment.first_row, segment.end_row])).tolist()
+    low, high = torch.searchsorted(index.keys, index.keys.new_tensor([segment.first_row, segment.end_row])).tolist()
     keys = index.keys[low:high].long() - segment.first_row
     scale = None if scale is None else scale[low:high]
     if pooled:
@@ -372,16 +372,17 @@ def _row_gradients(
         matrix, source = grad, index.position[low:high]
     block = max(1, _CPU_BLOCK_ELEMENTS // segment.dim)
     while keys.shape[0]:
-        at = torch.arange(keys.shape[0])
-        begins = torch.ones(keys.shape[0], dtype=torch.bool)
+        at = torch.arange(keys.shape[0], device=keys.device)
+        begins = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
         begins[1:] = keys[1:] != keys[:-1]
         head = ((at - torch.where(begins, at, 0).cummax(0).values) % CHUNK == 0).nonzero().squeeze(1)
         bounds = torch.cat([head, at.new_tensor([keys.shape[0]])])
         keys = keys[head]
-        same_as_last = torch.zeros(keys.shape[0] + 1, dtype=torch.bool)
+        same_as_last = torch.zeros(keys.shape[0] + 1, dtype=torch.bool, device=keys.device)
         same_as_last[1:-1] = keys[1:] == keys[:-1]
         long = same_as_last[:-1] | same_as_last[1:]
         partial = []
+        sums = matrix[:0]
         for first in range(0, keys.shape[0], block):
             cuts, inner = bounds[first : first + block + 1], long[first : first + block]
             ids = slice(int(cuts[0]), int(cuts[-1]))
@@ -392,7 +393,7 @@ def _row_gradients(
             else:
                 yield keys[first : first + block], sums
         keys, scale = keys[long], None
-        matrix, source = torch.cat([*partial, sums[:0]]), torch.arange(keys.shape[0])
+        matrix, source = torch.cat([*partial, sums[:0]]), torch.arange(keys.shape[0], device=keys.device)
 
 
 def _gradient_matrix(bag: Tensor, grad: Tensor, dim: int, dims: Sequence[int], batch: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,419 @@
+"""Check every op against its reference on a GPU and measure it there; needs only torch and triton, no network.
+
+Run by `perf/gpu_check.sh`, or as `PYTHONPATH=. python3 -m shardwise.perf.gpu_check --out FILE`. A section that fails
+is recorded in the JSON and the others go on; with --isolate each runs in a process of its own, because a CUDA fault
+spoils the process in which it happens. `--device cpu --small` proves the script on a machine without a GPU.
+
+Bandwidth is the bytes that each op's module declares over the median time, and its percent of a copy measured in the
+same process. Letters as in the kernels: R rows, D dim, B samples, L ids a bag, N ids, T tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels import (
+    STATES,
+    check_ids,
+    new_guard,
+    pooled,
+    raise_from_guard,
+    sequence,
+    sequence_lookup,
+    update,
+)
+from shardwise.kernels._op import HAS_TRITON, INTERPRETED
+from shardwise.kernels.bounds import OK
+from shardwise.perf.batches import Batch, lookup_bytes, make, optimizer, touched_rows, update_bytes
+from shardwise.perf.timing import copy_bandwidth, gb_per_s, measure, spread, times_us
+
+RULES = [rule for rule in STATES if rule != "gradient"]
+DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # largest relative error of a tensor
+INPUTS = 3  # distinct batches that a measurement rotates through
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much a section does: `GPU` fills a large device, `SMALL` suits the interpreter."""
+
+    tables: int
+    rows: int
+    batch: int
+    length: int
+    dims: tuple[int, ...]
+    repeats: int
+    race_repeats: int
+    copy_bytes: int
+    checked_tables: int
+    checked_batch: int
+
+
+GPU = Sizes(
+    tables=8, rows=1 << 20, batch=8192, length=20, dims=(64, 128, 256), repeats=30, race_repeats=20,
+    copy_bytes=1 << 30, checked_tables=9, checked_batch=64,
+)  # fmt: skip
+SMALL = Sizes(
+    tables=2, rows=50, batch=6, length=3, dims=(8, 16), repeats=3, race_repeats=3,
+    copy_bytes=1 << 16, checked_tables=4, checked_batch=4,
+)  # fmt: skip
+
+
+def errors(got: Tensor, expected: Tensor) -> float:
+    """Largest difference in units of the largest expected value."""
+    got, expected = got.detach().cpu().double(), expected.detach().cpu().double()
+    if not bool(got.isfinite().all()):
+        return float("inf")
+    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)) if got.numel() else 0.0
+
+
+MIXED = ((40, 8), (30, 1), (7, 3), (50, 16), (9, 64), (20, 128), (11, 256), (5, 20), (60, 8))
+
+
+def correctness(device: str, sizes: Sizes) -> dict[str, Any]:
+    """Every op against its reference, which runs on the CPU."""
+    found: dict[str, float] = {}
+    tables, batch_size, length = MIXED[: sizes.checked_tables], sizes.checked_batch, 3
+    for dtype, tolerance in DTYPES.items():
+        name = str(dtype).removeprefix("torch.")
+        for kind, pooling, weighted in (("sum", "sum", False), ("mean", "mean", False), ("weighted", "mean", True)):
+            batch = make(device, tables, batch_size, length, pooling=pooling, weighted=weighted, dtype=dtype)
+            _check_pooled(found, f"{name} {kind}", batch, tolerance)
+        flat = make(device, [(40, 16), (9, 16)], batch_size, length, dtype=dtype)
+        _check_sequence(found, name, flat, tolerance)
+    _check_bounds(device)
+    bad = {name: error for name, error in found.items() if error > 1}
+    assert not bad, f"differs from the reference, in units of the tolerance: {bad}"
+    return {"compared": len(found), "worst_in_units_of_tolerance": round(max(found.values()), 4)}
+
+
+def _check_pooled(found: dict[str, float], name: str, batch: Batch, tolerance: float) -> None:
+    host = batch.to("cpu")
+    args = (host.weights, host.indices, host.offsets, host.per_id_weights, host.features, host.dims)
+    found[f"pooled_lookup {name}"] = errors(batch.lookup(), pooled.pooled_lookup_ref(*args)) / 1e-5
+    for rule in ("gradient", *RULES):
+        state, expected = optimizer(rule, batch), optimizer(rule, host)
+        mine, theirs = replace(batch, weights=batch.weights.clone()), replace(host, weights=host.weights.clone())
+        state.update(mine)
+        expected.update(theirs, by=update.fused_update_ref)
+        found[f"fused_update {rule} {name}"] = errors(mine.weights, theirs.weights) / tolerance
+        for number, (got, want) in enumerate(zip(state.states, expected.states, strict=True)):
+            found[f"fused_update {rule} state{number} {name}"] = errors(got, want) / 1e-5
+    if host.per_id_weights is not None:
+        scale = host.per_id_weights.requires_grad_()
+        reference = torch.autograd.grad(pooled.pooled_lookup_ref(*args), scale, host.grad)[0]
+        got = torch.ops.shardwise.per_id_weight_gradient(
+            batch.grad, batch.weights, batch.indices, batch.offsets, batch.features, batch.dims
+        )
+        found[f"per_id_weight_gradient {name}"] = errors(got, reference) / 1e-5
+
+
+def _check_sequence(found: dict[str, float], name: str, batch: Batch, tolerance: float) -> None:
+    host = batch.to("cpu")
+    got = sequence_lookup(batch.weights, batch.indices, batch.offsets, batch.features, 16, batch.segments)
+    want = sequence.sequence_lookup_ref(host.weights, host.indices, host.offsets, host.features, 16)
+    found[f"sequence_lookup {name}"] = errors(got, want) / 1e-5
+    grad = torch.randn(batch.ids, 16, device=batch.weights.device)
+    mine = replace(batch, weights=batch.weights.clone(), grad=grad)
+    theirs = replace(host, weights=host.weights.clone(), grad=grad.cpu())
+    optimizer("adagrad", mine).update(mine, "sequence")
+    optimizer("adagrad", theirs).update(theirs, "sequence", by=update.fused_update_ref)
+    found[f"fused_update sequence {name}"] = errors(mine.weights, theirs.weights) / tolerance
+
+
+def _check_bounds(device: str) -> None:
+    """A bad id and a bad offset raise from the guard, name the first, and mask the update."""
+    batch = make(device, [(40, 8), (9, 8)], 5, 3)
+    names = ["feature 'a' of table 'a'", "feature 'b' of table 'b'"]
+    offsets = batch.offsets.clone()
+    offsets[2] = -1
+    bad_id = replace(batch, indices=batch.indices.clone())
+    bad_id.indices[-1] = 9
+    for bad, error, what in (
+        (bad_id, IndexError, "id 9 is outside [0, 9)"),
+        (replace(batch, offsets=offsets), ValueError, "decrease"),
+    ):
+        state, before = optimizer("sgd", bad), bad.weights.clone()
+        try:
+            check_ids(bad.indices, bad.offsets, bad.features, state.guard, names=names)
+            assert state.guard.tolist() != [OK, OK]
+            state.update(bad)
+            assert torch.equal(bad.weights, before) and int(state.step) == 0, "a bad batch changed the tables"
+            raise_from_guard(state.guard, bad.indices, bad.offsets, bad.features, names)
+            raise AssertionError(f"nothing raised for {what}")
+        except error as raised:
+            assert what in str(raised), str(raised)
+
+
+def torch_path(device: str, sizes: Sizes) -> dict[str, Any]:
+    """What runs on a GPU without triton."""
+    with patch.object(update, "runs_kernel", lambda t: False), patch.object(pooled, "runs_kernel", lambda t: False):
+        batch = make(device, MIXED[:4], 8, 3, pooling="mean", weighted=True)
+        found: dict[str, float] = {}
+        _check_pooled(found, "torch path", batch, 1e-5)
+    assert max(found.values()) <= 1, found
+    return {"compared": len(found)}
+
+
+def same_bits(device: str, sizes: Sizes) -> dict[str, Any]:
+    """20 repeats of the same lookups and updates: a race would change a bit."""
+    repeats, checked = sizes.race_repeats, []
+    for ids in ("zipf", "hot"):
+        for dim in sizes.dims[:2]:
+            batch = make(device, [(min(sizes.rows, 100_000), dim)] * 2, sizes.batch, sizes.length, ids=ids)
+            first = batch.lookup()
+            assert all(torch.equal(batch.lookup(), first) for _ in range(repeats)), f"lookup, {ids}, dim {dim}"
+            for rule in RULES:
+                expected: list[Tensor] = []
+                for _ in range(repeats):
+                    mine, state = replace(batch, weights=batch.weights.clone()), optimizer(rule, batch)
+                    state.update(mine)
+                    got = [mine.weights, *state.states]
+                    expected = expected or got
+                    same = [torch.equal(a, b) for a, b in zip(got, expected, strict=True)]
+                    assert all(same), f"{rule}, {ids}, dim {dim}"
+            checked.append(f"{ids} D={dim}")
+    return {"repeats": repeats, "checked": checked}
+
+
+def _rotated(device: str, sizes: Sizes, dim: int, ids: str, **options: Any) -> list[Batch]:
+    """Distinct batches over one set of tables."""
+    tables = [(sizes.rows, dim)] * sizes.tables
+    first = make(device, tables, sizes.batch, sizes.length, ids=ids, **options)
+    options["weights"] = first.weights
+    more = [make(device, tables, sizes.batch, sizes.length, ids=ids, seed=s, **options) for s in range(1, INPUTS)]
+    return [first, *more]
+
+
+def lookup_bandwidth(device: str, sizes: Sizes) -> dict[str, Any]:
+    """Pooled lookup at each dim, uniform and zipf ids; fp16 tables, per-id weights, sequences and checks at one dim."""
+    copy, records = copy_bandwidth(device, sizes.copy_bytes, sizes.repeats)["gb_per_s"], []
+
+    def add(what: str, dim: int, ids: str, calls: list[Callable[[], object]], moved: float) -> None:
+        records.append({"op": what, "dim": dim, "ids": ids, **measure(calls, moved, device, sizes.repeats, copy)})
+
+    for dim in sizes.dims:
+        for ids in ("uniform", "zipf"):
+            batches = _rotated(device, sizes, dim, ids)
+            add("pooled_lookup", dim, ids, [b.lookup for b in batches], _mean(map(lookup_bytes, batches)))
+    dim = sizes.dims[1]
+    for what, options in (
+        ("pooled_lookup fp16", {"dtype": torch.float16}),
+        ("pooled_lookup weighted", {"weighted": True}),
+    ):
+        batches = _rotated(device, sizes, dim, "uniform", **options)
+        add(what, dim, "uniform", [b.lookup for b in batches], _mean(map(lookup_bytes, batches)))
+    batches = _rotated(device, sizes, dim, "uniform")
+    moved, guard, names = _mean(b.ids for b in batches), new_guard(device), [str(t) for t in range(sizes.tables)]
+
+    def rows_of(b: Batch) -> Tensor:
+        return sequence_lookup(b.weights, b.indices, b.offsets, b.features, dim, b.segments)
+
+    def check(b: Batch) -> None:
+        check_ids(b.indices, b.offsets, b.features, guard, names=names)
+
+    add("sequence_lookup", dim, "uniform", [partial(rows_of, b) for b in batches], moved * (2 * dim * 4 + 8 + 16))
+    add("check_ids", dim, "uniform", [partial(check, b) for b in batches], moved * 8 + batches[0].offsets.numel() * 8)
+    return {"copy_gb_per_s": copy, "records": records}
+
+
+def update_bandwidth(device: str, sizes: Sizes) -> dict[str, Any]:
+    """Fused backward and update at each dim, uniform and zipf ids."""
+    copy, records = copy_bandwidth(device, sizes.copy_bytes, sizes.repeats)["gb_per_s"], []
+    for dim in sizes.dims:
+        for ids in ("uniform", "zipf"):
+            batches = _rotated(device, sizes, dim, ids)
+            for rule in ("sgd", "rowwise_adagrad", "adam"):
+                state = optimizer(rule, batches[0])
+                calls = [partial(state.update, b) for b in batches]
+                moved = _mean(update_bytes(b, rule) for b in batches)
+                record = measure(calls, moved, device, sizes.repeats, copy)
+                rows = touched_rows(batches[0])
+                records.append({"op": rule, "dim": dim, "ids": ids, "touched_rows": rows, **record})
+                del state, calls
+    return {"copy_gb_per_s": copy, "records": records}
+
+
+def hot_row(device: str, sizes: Sizes) -> dict[str, Any]:
+    """One row hit by all ids against uniform ids: times, and an exact sum."""
+    dim, result = sizes.dims[1], {}
+    for rule in ("sgd", "rowwise_adagrad"):
+        medians = {}
+        for ids in ("uniform", "hot"):
+            batch = make(device, [(sizes.rows, dim)], sizes.batch * 4, sizes.length, ids=ids)
+            state = optimizer(rule, batch)
+            medians[ids] = spread(times_us([partial(state.update, batch)], device, sizes.repeats))["median"]
+        result[rule] = {"us": medians, "hot_over_uniform": round(medians["hot"] / medians["uniform"], 3)}
+    batch = make(device, [(sizes.rows, dim)], sizes.batch, sizes.length, ids="hot")
+    batch = replace(batch, weights=torch.zeros_like(batch.weights), grad=torch.ones_like(batch.grad))
+    optimizer("sgd", batch, lr=1.0).update(batch)
+    assert batch.weights[0].item() == -batch.ids, "the sum of ones is not exact"
+    return {"hits": batch.ids, **result}
+
+
+class _HostMemory:
+    """Pinned host memory as an array that CUDA tensors can be made of."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        kind = {torch.float32: "<f4", torch.float16: "<f2"}[tensor.dtype]
+        self.tensor = tensor
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape), "typestr": kind, "data": (tensor.data_ptr(), False), "version": 2,
+        }  # fmt: skip
+
+
+def pinned_table(device: str, sizes: Sizes) -> dict[str, Any]:
+    """The lookup kernel reads a table that lies in pinned host memory."""
+    dim, rows = sizes.dims[1], min(sizes.rows, 1 << 20)
+    batch = make(device, [(rows, dim)], sizes.batch, sizes.length)
+    if device == "cpu":
+        return {"note": "no device memory here: the lookup read ordinary memory", "sum": float(batch.lookup().sum())}
+    host = batch.weights.cpu().pin_memory()
+    remote = replace(batch, weights=torch.as_tensor(_HostMemory(host), device="cuda"))
+    assert remote.weights.data_ptr() == host.data_ptr(), "torch copied the table"
+    assert torch.equal(remote.lookup(), batch.lookup()), "differs from the table in device memory"
+    moved = lookup_bytes(batch)
+    times = {
+        where: spread(times_us([b.lookup], device, sizes.repeats)) for where, b in (("host", remote), ("device", batch))
+    }
+    return {"bytes": int(moved), "us": times, "host_gb_per_s": gb_per_s(moved, times["host"]["median"])}
+
+
+def _mean(values: Iterator[float] | Sequence[float] | Any) -> float:
+    listed = [float(value) for value in values]
+    return sum(listed) / len(listed)
+
+
+SECTIONS: dict[str, Callable[[str, Sizes], dict[str, Any]]] = {
+    "correctness": correctness,
+    "torch_path": torch_path,
+    "same_bits": same_bits,
+    "copy": lambda device, sizes: copy_bandwidth(device, sizes.copy_bytes, sizes.repeats),
+    "lookup_bandwidth": lookup_bandwidth,
+    "update_bandwidth": update_bandwidth,
+    "hot_row": hot_row,
+    "pinned_table": pinned_table,
+}
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Versions, device and commit."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "path": "interpreted kernels" if INTERPRETED else "kernels" if device == "cuda" and HAS_TRITON else "torch",
+        "device": platform.processor() or platform.machine(),
+        "commit": _commit(),
+    }
+    if HAS_TRITON:
+        import triton
+
+        found["triton"] = triton.__version__
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found["device"] = properties.name
+        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
+        found["multiprocessors"] = properties.multi_processor_count
+    return found
+
+
+def _fitting(sizes: Sizes) -> Sizes:
+    """Fewer rows where tables and Adam's states at the widest dim would take more than half of the device."""
+    half = torch.cuda.get_device_properties(0).total_memory // 2
+    while 3 * 4 * sizes.tables * sizes.rows * max(sizes.dims) > half:
+        sizes = replace(sizes, rows=sizes.rows // 2)
+    return sizes
+
+
+def _commit() -> str | None:
+    try:
+        root = Path(__file__).resolve().parent
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+@contextmanager
+def _recorded(sections: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    record: dict[str, Any] = {"status": "failed"}
+    sections[name], start = record, time.perf_counter()
+    try:
+        yield record
+    except Exception:
+        record["error"] = traceback.format_exc()[-4000:]
+    record["seconds"] = round(time.perf_counter() - start, 2)
+    print(f"{name:18} {record['status']:8} {record['seconds']:7.1f} s", flush=True)
+    if "error" in record:
+        print(record["error"].strip().splitlines()[-1][:500], flush=True)
+
+
+def _isolated(name: str, arguments: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
+    """Run one section in a process of its own and return its record."""
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / "part.json"
+        command = [sys.executable, "-m", "shardwise.perf.gpu_check", "--device", arguments.device]
+        command += ["--out", str(part), "--sections", name, *(["--small"] if arguments.small else [])]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        if not part.is_file():
+            raise RuntimeError(f"exit status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
+        found: dict[str, Any] = json.loads(part.read_text())["sections"][name]
+        return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sections and write the JSON; 0 if all of them are ok."""
+    parser = argparse.ArgumentParser(prog="gpu_check", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file to write")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny sizes: a proof that the script runs")
+    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--isolate", action="store_true", help="each section in a process of its own")
+    parser.add_argument("--limit-s", type=float, default=500, help="start no section after this many seconds")
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("gpu_check: torch sees no CUDA device; --device cpu --small proves the script without one")
+        return 2
+    sizes, start = (
+        SMALL if arguments.small else _fitting(GPU) if arguments.device == "cuda" else GPU,
+        time.perf_counter(),
+    )
+    sections: dict[str, Any] = {}
+    report = {"machine": machine(arguments.device), "sizes": asdict(sizes), "sections": sections}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for name in arguments.sections:
+        left = arguments.limit_s - (time.perf_counter() - start)
+        if left <= 0:
+            sections[name] = {"status": "not run", "error": f"the {arguments.limit_s:g} s were used up"}
+        else:
+            with _recorded(sections, name) as record:
+                if arguments.isolate:
+                    record.update(_isolated(name, arguments, left))
+                else:
+                    record["result"] = SECTIONS[name](arguments.device, sizes)
+                    record["status"] = "ok"
+        # after every section, so that a machine that goes away leaves what it had
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {arguments.out}")
+    return 0 if all(record["status"] == "ok" for record in sections.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Every op is registered as torch expects, and compiles with its backward, fused or not, into one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_inputs import (
+    CASES,
+    DEVICES,
+    Case,
+    Inputs,
+    assert_close,
+    assert_same_bits,
+    inputs,
+    optimizer,
+    torch_device,
+    update_args,
+    upstream,
+)
+from torch import Tensor
+
+from shardwise.kernels import RULES, check_ids, fused_update, new_guard, pooled_lookup, sequence_lookup
+
+OPS = torch.ops.shardwise
+MIXED = next(case for case in CASES if case.name == "mixed dims")
+ALIKE = replace(MIXED, tables=((11, 8), (6, 8), (5, 8)), features=((0, False), (1, False), (2, False)), weighted=False)
+
+
+def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Name -> op and arguments, with gradients wanted where the op gives them."""
+    mixed, alike = inputs(MIXED, device), inputs(ALIKE, device)
+    assert mixed.per_id_weights is not None
+    grad = upstream(mixed)
+    rows = torch.randn(alike.indices.numel(), 8, device=device)
+    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        f"fused_update {rule}": (
+            OPS.fused_update.default,
+            update_args(mixed.weights, optimizer(rule, mixed), grad, mixed),
+        )
+        for rule in RULES
+    }
+    calls["fused_update sequence"] = (
+        OPS.fused_update.default,
+        update_args(alike.weights, optimizer("sgd", alike), rows, alike, "sequence"),
+    )
+    where = (mixed.indices, mixed.offsets)
+    calls["check_ids"] = (OPS.check_ids.default, (*where, mixed.features, new_guard(device), mixed.names, True))
+    calls["lookup_gradient"] = (
+        OPS.lookup_gradient.default,
+        (mixed.weights, grad, *where, mixed.per_id_weights, mixed.features, mixed.dims, mixed.segments, mixed.pooling),
+    )
+    calls["per_id_weight_gradient"] = (
+        OPS.per_id_weight_gradient.default,
+        (grad, mixed.weights, *where, mixed.features, mixed.dims),
+    )
+    weights = mixed.weights.clone().requires_grad_()
+    scale = mixed.per_id_weights.clone().requires_grad_()
+    calls["pooled_lookup"] = (
+        OPS.pooled_lookup.default,
+        (weights, *where, scale, mixed.features, mixed.dims, mixed.segments, mixed.pooling),
+    )
+    calls["pooled_lookup unweighted"] = (
+        OPS.pooled_lookup.default,
+        (weights, *where, None, mixed.features, mixed.dims, mixed.segments, mixed.pooling),
+    )
+    calls["sequence_lookup"] = (
+        OPS.sequence_lookup.default,
+        (alike.weights.clone().requires_grad_(), alike.indices, alike.offsets, alike.features, 8, alike.segments),
+    )
+    return calls
+
+
+@pytest.mark.parametrize("name", op_calls(torch.device("cpu")))
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str, name: str) -> None:
+    op, args = op_calls(torch_device(device))[name]
+    torch.library.opcheck(op, args)
+
+
+def test_opcheck_covers_every_op() -> None:
+    listed = {name.split()[0] for name in op_calls(torch.device("cpu"))}
+    registered = {
+        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "shardwise::" in name
+    }
+    assert listed == registered
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A lookup whose backward is the fused update: the update hangs on the scalar `hook`."""
+
+    batch: Inputs
+    state: tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]
+    rule: str
+
+    def __call__(self, weights: Tensor, hook: Tensor) -> Tensor:
+        return _FusedLookup.apply(weights, hook, self.batch, self.state, self.rule)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _FusedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, hook: Tensor, batch: Inputs, state: Any, rule: str) -> Tensor:
+        ctx.batch, ctx.state, ctx.rule, ctx.weights = batch, state, rule, weights
+        return pooled_lookup(
+            weights, batch.indices, batch.offsets, batch.per_id_weights, batch.features, batch.dims, batch.segments,
+            batch.pooling,
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        b, (state1, state2, step, hyper, guard) = ctx.batch, ctx.state
+        fused_update(
+            ctx.weights, state1, state2, step, grads[0], b.indices, b.offsets, b.per_id_weights, b.features, b.dims,
+            b.segments, ctx.rule, hyper, guard, b.pooling,
+        )  # fmt: skip
+        return None, grads[0].new_zeros(()), None, None, None
+
+
+Step = Callable[[Inputs], Sequence[Tensor]]
+
+
+def lookup_step(batch: Inputs) -> Sequence[Tensor]:
+    """Checks, a lookup, and its gradients by both of its differentiable inputs."""
+    weights, scale = batch.weights.clone().requires_grad_(), batch.per_id_weights
+    assert scale is not None
+    scale = scale.clone().requires_grad_()
+    guard, grad = new_guard(weights.device), upstream(batch)
+
+    def loss(weights: Tensor, scale: Tensor, guard: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+        check_ids(indices, offsets, batch.features, guard, names=batch.names)
+        out = pooled_lookup(
+            weights, indices, offsets, scale * 2, batch.features, batch.dims, batch.segments, batch.pooling
+        )
+        return (torch.tanh(out) * grad).sum()
+
+    run = maybe_compiled(loss)
+    value = run(weights, scale, guard, batch.indices, batch.offsets)
+    return [value.detach(), *torch.autograd.grad(value, (weights, scale))]
+
+
+def sequence_step(batch: Inputs) -> Sequence[Tensor]:
+    """A sequence lookup and its gradient."""
+    weights = batch.weights.clone().requires_grad_()
+
+    def loss(weights: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+        return torch.sin(
+            sequence_lookup(weights, indices, offsets, batch.features, batch.dims[0], batch.segments)
+        ).sum()
+
+    value = maybe_compiled(loss)(weights, batch.indices, batch.offsets)
+    return [value.detach(), *torch.autograd.grad(value, weights)]
+
+
+def fused_step(batch: Inputs) -> Sequence[Tensor]:
+    """Three steps in which the tables are trained by the backward itself."""
+    weights, optim, grad = batch.weights.clone(), optimizer("adam", batch), upstream(batch)
+    hook = torch.zeros((), device=weights.device, requires_grad=True)
+    state = (optim.state1, optim.state2, optim.step, optim.hyper, optim.guard)
+    fused = Fused(batch, state, "adam")
+
+    def loss(weights: Tensor, hook: Tensor) -> Tensor:
+        return (torch.tanh(fused(weights, hook)) * grad).sum()
+
+    run = maybe_compiled(loss)
+    values = []
+    for _ in range(3):
+        value = run(weights, hook)
+        value.backward()
+        values.append(value.detach())
+    assert optim.state1 is not None and optim.state2 is not None
+    return [*values, weights, optim.state1, optim.state2, optim.step]
+
+
+backend: str | None = None
+
+
+def maybe_compiled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    if backend is None:
+        return fn
+    compiled: Callable[..., Tensor] = torch.compile(fn, fullgraph=True, backend=backend)
+    return compiled
+
+
+STEPS: dict[str, tuple[Step, Case]] = {
+    "pooled": (lookup_step, MIXED),
+    "sequence": (sequence_step, ALIKE),
+    "fused": (fused_step, MIXED),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_forward_and_backward_equal_eager(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, case = STEPS[name]
+    batch = inputs(case, torch_device(device))
+    expected = step(batch)
+    torch._dynamo.reset()
+    monkeypatch.setattr(f"{__name__}.backend", "aot_eager")
+    for got, want in zip(step(batch), expected, strict=True):
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("device", [d for d in DEVICES if d == "cpu" or d == DEVICES[2]])
+def test_inductor_compiles_a_fused_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = inputs(MIXED, torch_device(device))
+    expected = fused_step(batch)
+    torch._dynamo.reset()
+    monkeypatch.setattr(f"{__name__}.backend", "inductor")
+    for got, want in zip(fused_step(batch), expected, strict=True):
+        assert_close(got.float(), want.float(), 1e-5)

@@ -1,0 +1,89 @@
+"""The script for a machine with a GPU runs here, small: every section, a failing one, and its shell wrapper."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.perf import gpu_check
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(out: Path, *options: str) -> dict[str, Any]:
+    """Exit status and report."""
+    status = gpu_check.main(["--device", "cpu", "--small", "--out", str(out), *options])
+    return {"status": status, **json.loads(out.read_text())}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("interpreted", marks=pytest.mark.interpreted)])
+def test_every_section_is_ok(device: str, tmp_path: Path) -> None:
+    report = run(tmp_path / "new folder" / "check.json")
+    assert {name: record["status"] for name, record in report["sections"].items()} == dict.fromkeys(
+        gpu_check.SECTIONS, "ok"
+    ), report
+    assert report["status"] == 0
+    assert report["machine"]["path"] == ("torch" if device == "cpu" else "interpreted kernels")
+    assert report["machine"]["torch"] and report["sizes"]["dims"]
+    sections = {name: record["result"] for name, record in report["sections"].items()}
+    assert {(r["dim"], r["ids"]) for r in sections["lookup_bandwidth"]["records"]} == {
+        (dim, ids) for dim in gpu_check.SMALL.dims for ids in ("uniform", "zipf")
+    }
+    assert {r["op"] for r in sections["update_bandwidth"]["records"]} == {"sgd", "rowwise_adagrad", "adam"}
+    for name in ("lookup_bandwidth", "update_bandwidth"):
+        for record in sections[name]["records"]:
+            assert record["bytes"] > 0 and record["gb_per_s"] > 0 and record["percent_of_copy"] > 0
+            times = record["eager_us"]
+            assert 0 < times["p10"] <= times["median"] <= times["p90"]
+
+
+def test_a_section_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: str, sizes: gpu_check.Sizes) -> dict[str, Any]:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(gpu_check.SECTIONS, "torch_path", broken)
+    report = run(tmp_path / "check.json", "--sections", "torch_path", "copy")
+    assert report["status"] == 1
+    assert report["sections"]["torch_path"]["status"] == "failed"
+    assert "no such kernel" in report["sections"]["torch_path"]["error"]
+    assert report["sections"]["copy"]["status"] == "ok"
+
+
+def test_a_kernel_that_differs_from_its_reference_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup = gpu_check.pooled.pooled_lookup_ref
+    monkeypatch.setattr(gpu_check.pooled, "pooled_lookup_ref", lambda *args: lookup(*args) * 1.001)
+    report = run(tmp_path / "check.json", "--sections", "correctness")
+    assert "differs from the reference" in report["sections"]["correctness"]["error"]
+
+
+def test_no_section_starts_after_the_limit(tmp_path: Path) -> None:
+    report = run(tmp_path / "check.json", "--sections", "copy", "--limit-s", "0")
+    assert report["status"] == 1
+    assert report["sections"]["copy"]["status"] == "not run"
+
+
+def test_the_wrapper_isolates_sections_and_writes_under_out(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
+    command = [str(ROOT / "perf" / "gpu_check.sh")]
+    done = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: perf/gpu_check.sh")
+    assert not (tmp_path / "out").exists()
+
+    # a python that cannot import pytest, as on a bare machine
+    (tmp_path / "pytest.py").write_text("raise ImportError\n")
+    environment["PYTHONPATH"] = str(tmp_path)
+    options = ["--device", "cpu", "--small", "--sections", "copy"]
+    done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the gpu tests did not run" in done.stdout
+    report = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert report["sections"]["copy"]["status"] == "ok"
+    assert "copy" in (tmp_path / "out" / "gpu_check.txt").read_text()
