@@ -42,6 +42,7 @@ class EmbeddingBagCollection(TableCollection):
     """
 
     _children_name = "embedding_bags"
+    _config_type = EmbeddingBagConfig
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class EmbeddingBagCollection(TableCollection):
             ValueError: weights are missing, offsets are out of order, or ids are on another device.
             TypeError: ids are not int32 or int64.
         """
-        if self._is_weighted and features.weights_or_none() is None:
+        if self._is_weighted and isinstance(features, KeyedJaggedTensor) and features.weights_or_none() is None:
             raise ValueError("this collection is weighted: the batch must carry per-id weights")
         found = self._lookup(features, self._pooled)
         if len(found) == 1:

@@ -6,7 +6,9 @@ its group's flat buffer. `.to()`, loading, copying and pickling keep both the sa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode
 
-from .config import BaseEmbeddingConfig, data_type_to_dtype, embedding_names_by_table, named_tables
+from .config import BaseEmbeddingConfig, embedding_names_by_table, named_tables, table_dtype
 from .keyed_optimizer import FusedOptimizer
 from .optimizers import OptimizerSpec, mark_optimizer, optimizer_of, optimizer_spec
 from .table_group import LookupFeature, TableGroup, TableShape
@@ -25,6 +27,7 @@ class TableCollection(nn.Module):
     """Tables of a collection, grouped by dtype and optimizer; the base of the pooled and the sequence collection."""
 
     _children_name: str
+    _config_type: type[BaseEmbeddingConfig] = BaseEmbeddingConfig
 
     def __init__(
         self,
@@ -33,13 +36,22 @@ class TableCollection(nn.Module):
         bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
         super().__init__()
-        self._configs = named_tables(list(tables), type(self).__name__)
+        self._configs = named_tables(list(tables), type(self).__name__, self._config_type)
         self._names_by_table = embedding_names_by_table(self._configs)
         self._bounds_check = bounds_check
         self._marks: list[tuple[type[torch.optim.Optimizer], dict[str, Any]] | None] = [None] * len(tables)
         self._trained = [True] * len(tables)
-        self._group([data_type_to_dtype(config.data_type) for config in self._configs], torch.device(device or "cpu"))
+        self._groups: list[TableGroup] = []
+        self._members: list[list[int]] = []
+        self._fused_optimizer: FusedOptimizer | None = None
+        self._seen: list[tuple[bool, bool]] = []
+        self._seen_memory: list[tuple[int, int]] = []
+        self._group(
+            [table_dtype(config) for config in self._configs], torch.device("cpu" if device is None else device)
+        )
         self._make_children()
+        self.register_load_state_dict_post_hook(_take_back_replaced)  # type: ignore[no-untyped-call]
+        self._settle()
         self.reset_parameters()
 
     @property
@@ -55,10 +67,12 @@ class TableCollection(nn.Module):
                 config.init_fn(param)
 
     def fused_optimizer(self) -> FusedOptimizer:
-        """The optimizer that the tables run in their backward: its learning rates and states."""
-        self._fuse_marked_tables()
-        names = [[f"{self._children_name}.{table.name}.weight" for table in group.tables] for group in self._groups]
-        return FusedOptimizer(self._groups, names)
+        """The optimizer that the tables run in their backward: its learning rates and states. One object, kept."""
+        self._settle()
+        if self._fused_optimizer is None:
+            names = [[f"{self._children_name}.{table.name}.weight" for table in group.tables] for group in self._groups]
+            self._fused_optimizer = FusedOptimizer(self._groups, names)
+        return self._fused_optimizer
 
     def check(self) -> None:
         """Raise now what a bad id on CUDA would raise at the next forward."""
@@ -69,7 +83,14 @@ class TableCollection(nn.Module):
         self, features: KeyedJaggedTensor, look_up: Callable[[TableGroup, KeyedJaggedTensor], Tensor]
     ) -> list[tuple[KeyedJaggedTensor, Tensor]]:
         """Pick, check and look up the features of each group."""
-        self._fuse_marked_tables()
+        if not torch.compiler.is_compiling():
+            self._settle()
+        elif self._seen != [_facts(param) for param in self._table_parameters()]:
+            # a graph cannot regroup tables, and traced as they are they would be trained by the slow dense path
+            raise RuntimeError(
+                f"{type(self).__name__}: an optimizer was applied or a table frozen since the last lookup;"
+                " call fused_optimizer() or look one batch up before torch.compile traces the collection"
+            )
         if not isinstance(features, KeyedJaggedTensor):
             raise TypeError(f"{type(self).__name__} takes a KeyedJaggedTensor, got {type(features).__name__}")
         if features.variable_stride_per_key():
@@ -87,14 +108,25 @@ class TableCollection(nn.Module):
         return found
 
     def _group(self, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-        """Make the groups; tables of one dtype and optimizer share one, in the order of their configs."""
-        specs = [self._spec_of(t) for t in range(len(self._configs))]
-        members: dict[tuple[torch.dtype, OptimizerSpec | None], list[int]] = {}
-        for t, key in enumerate(zip(dtypes, specs, strict=True)):
-            members.setdefault(key, []).append(t)
+        """Make the groups; tables of one dtype and optimizer share one, in the order of their configs.
+
+        Tables that an optimizer trains already stay apart from those that join it now: they have other steps behind
+        them.
+        """
+        before = self._homes()
+        members: dict[tuple[torch.dtype, OptimizerSpec | None, int | None], list[int]] = {}
+        for t, dtype in enumerate(dtypes):
+            home = before.get(t, (None, 0))[0]
+            fused = home is not None and home.optimizer is not None
+            # a frozen table has no use for an optimizer's states
+            mark = self._marks[t] if self._trained[t] or fused else None
+            spec = None if mark is None else optimizer_spec(*mark, table=self._configs[t].name)
+            members.setdefault((dtype, spec, id(home) if fused else None), []).append(t)
         self._members = list(members.values())
         self._groups = []
-        for (dtype, spec), group_tables in members.items():
+        self._fused_optimizer = None
+        self._seen = []
+        for (dtype, spec, _), group_tables in members.items():
             configs = [self._configs[t] for t in group_tables]
             shapes = [TableShape(config.name, config.num_embeddings, config.embedding_dim) for config in configs]
             lookups = [
@@ -105,6 +137,24 @@ class TableCollection(nn.Module):
             self._groups.append(
                 TableGroup(shapes, lookups, dtype=dtype, device=device, optimizer=spec, bounds_check=self._bounds_check)
             )
+
+    @torch.no_grad()
+    def _become_twin(self, source: TableCollection, device: torch.device) -> None:
+        """Take dtypes, weights and frozen tables of a collection with the same configs, on `device`."""
+        params = source._table_parameters()
+        self._trained = [param.requires_grad for param in params]
+        # nothing of the groups made so far stays: frozen tables get no states
+        self._groups, self._members = [], []
+        self._group([param.dtype for param in params], device)
+        self._make_children()
+        for mine, param in zip(self._table_parameters(), params, strict=True):
+            mine.requires_grad_(param.requires_grad)
+            if not param.is_meta and not mine.is_meta:
+                mine.copy_(param)
+        if any(param.is_meta for param in params):
+            self.reset_parameters()
+        self.train(source.training)
+        self._settle()
 
     def _make_children(self) -> None:
         """Parameters as views of the groups, each in a child module of its table's name."""
@@ -123,29 +173,69 @@ class TableCollection(nn.Module):
         for group, tables in self._grouped():
             group.parameters = [params[t] for t in tables]
 
-    def _fuse_marked_tables(self) -> None:
-        """Regroup once optimizers were applied to the parameters; the parameters stay the same objects."""
+    def _settle(self) -> None:
+        """Follow what was done to the parameters since the last lookup: optimizers, freezing, other memory.
+
+        Raises:
+            ValueError: a parameter was replaced, or its data has another shape; names the table.
+        """
         params = self._table_parameters()
-        if not any(
-            mark is None and hasattr(p, "_optimizer_classes") for mark, p in zip(self._marks, params, strict=True)
-        ):
+        memory = [(id(param), _address(param)) for param in params]
+        if self._seen_memory == memory and self._seen == [_facts(param) for param in params]:
             return
+        # never traced by torch.compile, which loses `param.data = ...`; not imported just for this
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        follow = self._follow if dynamo is None else dynamo.disable(self._follow)
+        follow(params)
+
+    @torch.no_grad()
+    def _follow(self, params: Sequence[nn.Parameter]) -> None:
+        for t, (group, number) in self._homes().items():
+            self._take_back_memory(t, group, number, params[t])
+        if any(self._is_to_be_fused(t, param) for t, param in enumerate(params)):
+            self._regroup(params)
+        for group, tables in self._grouped():
+            if group.optimizer is not None:
+                group.freeze([not params[t].requires_grad for t in tables])
+        self._seen = [_facts(param) for param in params]
+        self._seen_memory = [(id(param), _address(param)) for param in params]
+
+    def _take_back_memory(self, t: int, group: TableGroup, number: int, param: nn.Parameter) -> None:
+        """Copy into the flat buffer what `param.data = ...` put elsewhere."""
+        name, view = self._configs[t].name, group.view(number)
+        if param is not group.parameters[number]:
+            raise ValueError(
+                f"table {name!r}: its weight is another tensor than the collection's own parameter; copy the values in"
+                " with load_state_dict or weight.data.copy_ instead of replacing it"
+            )
+        if param.shape != view.shape:
+            raise ValueError(f"table {name!r}: its weight must be {list(view.shape)}, got {list(param.shape)}")
+        if not view.is_meta and _address(param) != _address(view):
+            view.copy_(param.detach())
+            param.data = view
+
+    def _is_to_be_fused(self, t: int, param: nn.Parameter) -> bool:
+        if self._marks[t] is None:
+            return hasattr(param, "_optimizer_classes")
+        # frozen when it was marked
+        return param.requires_grad and self._homes()[t][0].optimizer is None
+
+    def _regroup(self, params: Sequence[nn.Parameter]) -> None:
+        """Group anew once optimizers were applied; parameters stay the same objects, states with their tables."""
         self._marks = [optimizer_of(param) for param in params]
         self._trained = [param.requires_grad for param in params]
-        values = [param.detach() for param in params]
+        before = self._homes()
         self._group([param.dtype for param in params], self.device)
         for group, tables in self._grouped():
             for number, t in enumerate(tables):
-                view = group.view(number)
-                if not view.is_meta:
-                    view.copy_(values[t])
-                params[t].data = view
+                if not group.flat.is_meta:
+                    group.take_over(number, *before[t])
+                params[t].data = group.view(number)
             group.parameters = [params[t] for t in tables]
 
-    def _spec_of(self, t: int) -> OptimizerSpec | None:
-        # a frozen table keeps its rows, whatever was applied to it
-        mark = self._marks[t] if self._trained[t] else None
-        return None if mark is None else optimizer_spec(*mark, table=self._configs[t].name)
+    def _homes(self) -> dict[int, tuple[TableGroup, int]]:
+        """Each table's group and its number there."""
+        return {t: (group, number) for group, tables in self._grouped() for number, t in enumerate(tables)}
 
     def _grouped(self) -> list[tuple[TableGroup, list[int]]]:
         return list(zip(self._groups, self._members, strict=True))
@@ -164,20 +254,69 @@ class TableCollection(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
         children = self._modules[self._children_name]
         assert isinstance(children, nn.ModuleDict)
-        move_tables(self._groups, children, fn)
+        self._settle()
+        if recurse:
+            move_tables(self._groups, children, fn)
+        # what a subclass added besides the tables
+        self._modules[self._children_name] = None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._modules[self._children_name] = children
         return self
 
+    def __copy__(self) -> TableCollection:
+        # shares everything, as a shallow copy of any module does
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         # the parameters are views: kept, each of them would carry its group's whole buffer into the copy
-        modules = {name: module for name, module in self._modules.items() if name != self._children_name}
+        modules = {**self._modules, self._children_name: None}
         trained = [param.requires_grad for param in self._table_parameters()]
-        return {**self.__dict__, "_modules": modules, "_trained": trained}
+        return {**self.__dict__, "_modules": modules, "_trained": trained, "_fused_optimizer": None, "_seen_memory": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._make_children()
         for param, requires_grad in zip(self._table_parameters(), self._trained, strict=True):
             param.requires_grad_(requires_grad)
+        self._settle()
+
+
+def _facts(param: nn.Parameter) -> tuple[bool, bool]:
+    """Whether it is trained, and whether an optimizer was applied to it; `torch.compile` can trace this."""
+    return param.requires_grad, hasattr(param, "_optimizer_classes")
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's memory is; 0 for tensors that have none (meta, fake)."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta else 0
+
+
+@torch.no_grad()
+def _take_back_replaced(module: nn.Module, _: Any) -> None:
+    """After `load_state_dict(assign=True)`: the collection's own parameters return, with the values of the new ones."""
+    assert isinstance(module, TableCollection)
+    children = module._modules[module._children_name]
+    assert isinstance(children, nn.ModuleDict)
+    for group in module._groups:
+        found = [children[table.name]._parameters["weight"] for table in group.tables]
+        given = {n: new for n, new in enumerate(found) if new is not None and new is not group.parameters[n]}
+        for n in given:
+            children[group.tables[n].name]._parameters["weight"] = group.parameters[n]
+        if not given:
+            continue
+        device = next(iter(given.values())).device
+        if group.flat.is_meta and device.type != "meta":
+            missing = [table.name for n, table in enumerate(group.tables) if n not in given]
+            if missing:
+                raise ValueError(f"tables {missing} would stay on meta: load them too, or call to_empty first")
+            move_tables([group], children, partial(torch.empty_like, device=device))
+        for n, values in given.items():
+            group.view(n).copy_(values)
 
 
 def move_tables(groups: Sequence[TableGroup], children: nn.ModuleDict, fn: Callable[[Tensor], Tensor]) -> None:

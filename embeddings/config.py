@@ -89,7 +89,7 @@ class BaseEmbeddingConfig:
     def __post_init__(self) -> None:
         for what in ("num_embeddings", "embedding_dim"):
             value: Any = getattr(self, what)
-            if not isinstance(value, int) or value <= 0:
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 raise ValueError(f"table {self.name!r}: {what} must be a positive int, got {value!r}")
         if len(set(self.feature_names)) != len(self.feature_names):
             raise ValueError(f"table {self.name!r}: feature_names repeat: {self.feature_names}")
@@ -129,24 +129,48 @@ class EmbeddingConfig(BaseEmbeddingConfig):
     """A sequence table: every id keeps a row of its own."""
 
 
-def named_tables(configs: list[Any], what: str) -> list[Any]:
-    """Copies of the configs with default feature names filled in.
+# a child may not be named like something that every ModuleDict has: "items", "type", ...
+_NO_TABLES = nn.ModuleDict()
+
+
+def named_tables(configs: list[Any], what: str, kind: type[BaseEmbeddingConfig]) -> list[Any]:
+    """The configs themselves, with default feature names filled in (as in TorchRec, the caller sees those).
 
     Raises:
-        ValueError: a table has no name or shares it with another.
+        TypeError: a config is not of `kind`.
+        ValueError: a table has no name, shares it with another, or has one that a child module cannot have.
     """
     seen: set[str] = set()
     tables = []
     for config in configs:
+        if not isinstance(config, kind):
+            raise TypeError(f"{what} takes {kind.__name__}, got {type(config).__name__}")
         if not config.name:
             raise ValueError(f"{what}: every table needs a name (rows {config.num_embeddings})")
         if config.name in seen:
             raise ValueError(f"{what}: two tables are named {config.name!r}")
+        if "." in config.name or hasattr(_NO_TABLES, config.name):
+            raise ValueError(
+                f"table {config.name!r}: a child module cannot have this name (it holds a dot, or nn.ModuleDict has"
+                f" an attribute of that name), choose another"
+            )
         seen.add(config.name)
         if not config.feature_names:
             config.feature_names = [config.name]
         tables.append(config)
     return tables
+
+
+def table_dtype(config: BaseEmbeddingConfig) -> torch.dtype:
+    """The torch dtype in which the table is trained.
+
+    Raises:
+        ValueError: its data type has no trainable form; names the table.
+    """
+    try:
+        return data_type_to_dtype(config.data_type)
+    except ValueError as error:
+        raise ValueError(f"table {config.name!r}: {error}") from None
 
 
 def embedding_names_by_table(configs: list[Any]) -> list[list[str]]:

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.kernels import BoundsCheckMode
+
 from .bag_collection import EmbeddingBagCollection
+from .collection import TableCollection
 from .config import EmbeddingBagConfig, EmbeddingConfig
-from .optimizers import apply_optimizer_in_backward
+from .optimizers import apply_optimizer_in_backward, optimizer_of
 from .sequence_collection import EmbeddingCollection
 
 
@@ -17,7 +20,7 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection):
     """An `EmbeddingBagCollection` whose backward trains its tables with one optimizer.
 
     Args:
-        tables, is_weighted, device: as `EmbeddingBagCollection`.
+        tables, is_weighted, device, bounds_check: as `EmbeddingBagCollection`.
         optimizer_type: torch.optim.SGD, Adagrad or Adam, or `RowWiseAdagrad`.
         optimizer_kwargs: its keyword arguments, `lr` first of all (default 0.01).
 
@@ -32,11 +35,13 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection):
         optimizer_kwargs: dict[str, Any],
         is_weighted: bool = False,
         device: torch.device | str | None = None,
+        *,
+        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
-        super().__init__(tables, is_weighted, device)
+        super().__init__(tables, is_weighted, device, bounds_check=bounds_check)
         self._optimizer = (optimizer_type, optimizer_kwargs)
         apply_optimizer_in_backward(optimizer_type, self.parameters(), optimizer_kwargs)
-        self._fuse_marked_tables()
+        self._settle()
 
     def optimizer_type(self) -> type[torch.optim.Optimizer]:
         """The optimizer's class."""
@@ -57,11 +62,13 @@ class FusedEmbeddingCollection(EmbeddingCollection):
         optimizer_kwargs: dict[str, Any],
         device: torch.device | str | None = None,
         need_indices: bool = False,
+        *,
+        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
-        super().__init__(tables, device, need_indices)
+        super().__init__(tables, device, need_indices, bounds_check=bounds_check)
         self._optimizer = (optimizer_type, optimizer_kwargs)
         apply_optimizer_in_backward(optimizer_type, self.parameters(), optimizer_kwargs)
-        self._fuse_marked_tables()
+        self._settle()
 
     def optimizer_type(self) -> type[torch.optim.Optimizer]:
         """The optimizer's class."""
@@ -80,22 +87,61 @@ def fuse_embedding_optimizer(
 ) -> nn.Module:
     """Replace every `EmbeddingBagCollection` and `EmbeddingCollection` of `model` by its fused twin, weights kept.
 
-    `device` is where the twins go; by default each stays where it is. Returns the model, or the twin if `model` itself
-    is a collection.
+    A twin keeps dtypes, frozen tables and the bounds check; a collection used in several places stays one. A class
+    derived from a collection keeps its class and gets the optimizer as `apply_optimizer_in_backward` gives it; fused
+    collections are left as they are. `device` is where all of them go; by default each stays where it is. Returns the
+    model, or the twin if `model` itself is a collection.
+
+    Raises:
+        ValueError: a table has an optimizer already, or the new one has no fused rule.
     """
-    fused: nn.Module | None = None
+    return _fuse(model, (optimizer_type, optimizer_kwargs), device, {})
+
+
+def _fuse(
+    model: nn.Module,
+    optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]],
+    device: torch.device | str | None,
+    done: dict[nn.Module, nn.Module],
+) -> nn.Module:
+    if model not in done:
+        done[model] = model
+        if isinstance(model, TableCollection):
+            done[model] = _fused_twin(model, *optimizer, model.device if device is None else torch.device(device))
+        else:
+            # not named_children, which leaves out a module that it has met before
+            for name, child in model._modules.items():
+                if child is not None:
+                    setattr(model, name, _fuse(child, optimizer, device, done))
+    return done[model]
+
+
+def _fused_twin(
+    model: TableCollection,
+    optimizer_type: type[torch.optim.Optimizer],
+    optimizer_kwargs: dict[str, Any],
+    device: torch.device,
+) -> nn.Module:
+    if isinstance(model, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
+        return model
+    for config, param in zip(model._configs, model._table_parameters(), strict=True):
+        if optimizer_of(param) is not None:
+            raise ValueError(f"table {config.name!r} already has an optimizer in the backward: a table takes one")
+    twin: TableCollection
+    # on meta, so that nothing is drawn or allocated twice
     if type(model) is EmbeddingBagCollection:
-        fused = FusedEmbeddingBagCollection(
-            model.embedding_bag_configs(), optimizer_type, optimizer_kwargs, model.is_weighted(), device or model.device
-        )
+        twin = FusedEmbeddingBagCollection(
+            model.embedding_bag_configs(), optimizer_type, optimizer_kwargs, model.is_weighted(), "meta",
+            bounds_check=model._bounds_check,
+        )  # fmt: skip
     elif type(model) is EmbeddingCollection:
-        fused = FusedEmbeddingCollection(
-            model.embedding_configs(), optimizer_type, optimizer_kwargs, device or model.device, model.need_indices()
-        )
-    if fused is not None:
-        if not any(param.is_meta for param in model.parameters()):
-            fused.load_state_dict(model.state_dict())
-        return fused
-    for name, child in model.named_children():
-        setattr(model, name, fuse_embedding_optimizer(child, optimizer_type, optimizer_kwargs, device))
-    return model
+        twin = FusedEmbeddingCollection(
+            model.embedding_configs(), optimizer_type, optimizer_kwargs, "meta", model.need_indices(),
+            bounds_check=model._bounds_check,
+        )  # fmt: skip
+    else:
+        apply_optimizer_in_backward(optimizer_type, model._table_parameters(), optimizer_kwargs)
+        model._settle()
+        return model.to(device) if device != model.device else model
+    twin._become_twin(model, device)
+    return twin

@@ -7,6 +7,7 @@ which is how a schedule reaches them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -41,26 +42,35 @@ class KeyedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy states in place and take the groups' hyper-parameters.
+        """Copy states in place and take the groups' hyper-parameters, if the dict has groups.
+
+        A parameter that has no state yet (its optimizer never stepped) takes the loaded one.
 
         Raises:
-            ValueError: names or state names differ, in either direction.
+            ValueError: parameters, state names or shapes differ, in either direction, or saved groups disagree on a
+                hyper-parameter of one group here. Nothing is changed then.
         """
-        mine, theirs = self.state_dict(), state_dict
-        _require_equal("parameters of the optimizer state", set(mine["state"]), set(theirs["state"]))
+        mine, theirs = self.state_dict(), state_dict["state"]
+        unknown, missing = set(theirs) - set(self.params), set(mine["state"]) - set(theirs)
+        if unknown or missing:
+            raise ValueError(
+                f"parameters of the optimizer state differ: missing {sorted(missing)}, unexpected {sorted(unknown)}"
+            )
         for name, values in mine["state"].items():
-            loaded = theirs["state"][name]
-            _require_equal(f"optimizer states of {name}", set(values), set(loaded))
-            for key, value in values.items():
+            _require_same_states(name, values, theirs[name])
+        hyper = [_hyper_of(group["params"], state_dict.get("param_groups", [])) for group in mine["param_groups"]]
+        for name, loaded in theirs.items():
+            param = self.params[name]
+            if name not in mine["state"]:
+                self.state[param] = {key: _fresh_state(key, value, param) for key, value in loaded.items()}
+                continue
+            for key, value in mine["state"][name].items():
                 if isinstance(value, Tensor):
-                    if value.shape != loaded[key].shape:
-                        raise ValueError(
-                            f"{name}: state {key} has shape {tuple(value.shape)}, loaded {tuple(loaded[key].shape)}"
-                        )
                     value.detach().copy_(loaded[key])
-        by_names = {tuple(group["params"]): group for group in theirs.get("param_groups", [])}
-        for group, saved in zip(self.param_groups, mine["param_groups"], strict=True):
-            group.update({k: v for k, v in by_names.get(tuple(saved["params"]), {}).items() if k != "params"})
+                else:
+                    self.state[param][key] = deepcopy(loaded[key])
+        for group, values in zip(self.param_groups, hyper, strict=True):
+            group.update(values)
 
     def add_param_group(self, param_group: Any) -> None:
         """Not offered: parameters are fixed at construction.
@@ -76,17 +86,34 @@ class FusedOptimizer(KeyedOptimizer):
 
     def __init__(self, groups: Sequence[TableGroup], names: Sequence[Sequence[str]]) -> None:
         self.groups = [group for group in groups if group.optimizer is not None]
-        kept = [n for group, n in zip(groups, names, strict=True) if group.optimizer is not None]
+        self._names = [n for group, n in zip(groups, names, strict=True) if group.optimizer is not None]
+        super().__init__({}, {}, [{"params": [], "lr": group.lr} for group in self.groups])
+        self._follow()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `KeyedOptimizer.state_dict`, of the tables where they are now."""
+        self._follow()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As `KeyedOptimizer.load_state_dict`; learning rates reach the tables at once."""
+        super().load_state_dict(state_dict)
+        self.step()
+
+    def _follow(self) -> None:
+        """Look the tables' parameters and states up again: `.to()` and `to_empty()` make others."""
         params: dict[str, Tensor] = {}
         state: dict[Tensor, dict[str, Tensor]] = {}
-        param_groups = []
-        for group, group_names in zip(self.groups, kept, strict=True):
-            for t, (name, param) in enumerate(zip(group_names, group.parameters, strict=True)):
+        for group, names, param_group in zip(self.groups, self._names, self.param_groups, strict=True):
+            for t, (name, param) in enumerate(zip(names, group.parameters, strict=True)):
                 params[name] = param
                 views = group.state_views(t)
                 state[param] = {f"{group.tables[t].name}.{key}": view for key, view in views.items()}
-            param_groups.append({"params": list(group.parameters), "lr": group.lr})
-        super().__init__(params, state, param_groups)
+            param_group["params"] = list(group.parameters)
+        self.params = params
+        # the same dict, which a combined optimizer reads too
+        self.state.clear()
+        self.state.update(state)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Tables have no gradients; passes the learning rates on, as `step` does."""
@@ -136,7 +163,7 @@ class CombinedOptimizer(KeyedOptimizer):
         params: dict[str, Tensor] = {}
         for prefix, optimizer in self.optimizers:
             for name, param in optimizer.params.items():
-                full = f"{prefix}.{name}" if prefix else name
+                full = _join(prefix, name)
                 if full in params:
                     raise ValueError(f"two combined optimizers hold a parameter named {full!r}")
                 params[full] = param
@@ -144,6 +171,37 @@ class CombinedOptimizer(KeyedOptimizer):
         # shared, not copied: what a schedule writes is what each optimizer reads
         self.param_groups = [group for _, optimizer in self.optimizers for group in optimizer.param_groups]
         self.state = _ChainedState([optimizer.state for _, optimizer in self.optimizers])  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, Any]:
+        """States and groups of all optimizers, by prefixed names."""
+        state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for prefix, optimizer in self.optimizers:
+            part = optimizer.state_dict()
+            state.update({_join(prefix, name): values for name, values in part["state"].items()})
+            for group in part["param_groups"]:
+                groups.append({**group, "params": [_join(prefix, name) for name in group["params"]]})
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give each optimizer its part.
+
+        Raises:
+            ValueError: as `KeyedOptimizer.load_state_dict`, or a name belongs to none of the optimizers.
+        """
+        theirs = state_dict["state"]
+        unknown = set(theirs) - set(self.params)
+        if unknown:
+            raise ValueError(f"parameters of the optimizer state differ: missing [], unexpected {sorted(unknown)}")
+        for prefix, optimizer in self.optimizers:
+            names = {_join(prefix, name): name for name in optimizer.params}
+            part: dict[str, Any] = {"state": {names[full]: theirs[full] for full in theirs if full in names}}
+            if "param_groups" in state_dict:
+                part["param_groups"] = [
+                    {**group, "params": [names[full] for full in group["params"] if full in names]}
+                    for group in state_dict["param_groups"]
+                ]
+            optimizer.load_state_dict(part)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of each optimizer."""
@@ -184,6 +242,36 @@ def in_backward_optimizer_filter(
             yield name, param
 
 
-def _require_equal(what: str, mine: set[str], theirs: set[str]) -> None:
-    if mine != theirs:
-        raise ValueError(f"{what} differ: missing {sorted(mine - theirs)}, unexpected {sorted(theirs - mine)}")
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _require_same_states(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    missing, unexpected = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+    if missing or unexpected:
+        raise ValueError(f"optimizer states of {name} differ: missing {missing}, unexpected {unexpected}")
+    for key, value in mine.items():
+        if isinstance(value, Tensor) and value.shape != theirs[key].shape:
+            raise ValueError(f"{name}: state {key} has shape {tuple(value.shape)}, loaded {tuple(theirs[key].shape)}")
+
+
+def _hyper_of(names: Sequence[str], saved: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Hyper-parameters that the saved groups of these parameters agree on."""
+    found: dict[str, Any] = {}
+    for group in saved:
+        if not set(names) & set(group["params"]):
+            continue
+        for key, value in group.items():
+            if key == "params":
+                continue
+            if key in found and found[key] != value:
+                raise ValueError(f"saved groups of {list(names)} disagree on {key}: {found[key]} and {value}")
+            found[key] = value
+    return deepcopy(found)
+
+
+def _fresh_state(key: str, value: Any, param: Tensor) -> Any:
+    """A loaded state of a parameter that had none; counts of steps stay where they are, as in torch.optim."""
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    return value.detach().clone() if key == "step" else value.detach().to(param.device, copy=True)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter],
+        params: ParamsT,
         lr: float = 0.01,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
@@ -59,10 +62,16 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             if value < 0:
                 raise ValueError(f"RowWiseAdagrad: {what} must not be negative, got {value}")
         super().__init__(params, {**defaults, "maximize": maximize})
-        for group in self.param_groups:
-            for p in group["params"]:
-                start = torch.full((*p.shape[:1], 1), initial_accumulator_value, dtype=torch.float32, device=p.device)
-                self.state[p] = {"step": torch.tensor(0.0), "sum": start}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with a state of their own from the start."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for p in group["params"]:
+            # a scalar is a table of one row
+            rows, start = p.shape[0] if p.dim() else 1, group["initial_accumulator_value"]
+            total = torch.full((rows, 1), start, dtype=torch.float32, device=p.device)
+            self.state[p] = {"step": torch.tensor(0.0), "sum": total}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -87,10 +96,10 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 if group["weight_decay"]:
                     g = g + group["weight_decay"] * p
                 lr = group["lr"] / (1 + (float(state["step"]) - 1) * group["lr_decay"])
-                g2 = g.float().pow(2)
-                state["sum"] += g2.reshape(*p.shape[:1], -1).mean(1, keepdim=True)
-                scale = state["sum"].sqrt().add_(group["eps"]).reshape(-1, *[1] * (p.dim() - 1))
-                p.sub_((lr * g / scale).to(p.dtype))
+                rows = g.float().reshape(state["sum"].shape[0], -1)
+                state["sum"] += rows.pow(2).mean(1, keepdim=True)
+                scale = state["sum"].sqrt().add_(group["eps"])
+                p.sub_((lr * rows / scale).reshape(p.shape).to(p.dtype))
         return loss
 
 
@@ -128,6 +137,8 @@ def optimizer_spec(
             raise ValueError(f"table {table!r}: fused {optimizer_class.__name__} does not take {name}={value!r}")
     if chosen.get("lr", 0.01) < 0 or chosen.get("eps", 0.0) < 0:
         raise ValueError(f"table {table!r}: lr and eps must not be negative, got {optimizer_kwargs}")
+    if not all(0 <= chosen.get(beta, 0.0) < 1 for beta in ("beta1", "beta2")):
+        raise ValueError(f"table {table!r}: betas must be in [0, 1), got {optimizer_kwargs}")
     return OptimizerSpec(rule, **chosen)
 
 
@@ -141,11 +152,14 @@ def apply_optimizer_in_backward(
     no gradient is left for another optimizer.
 
     Raises:
-        ValueError: a parameter already has an optimizer in the backward.
+        ValueError: a parameter already has an optimizer in the backward; none is marked then.
     """
+    params = list(params)
     for param in params:
         if optimizer_of(param) is not None:
-            raise ValueError("this parameter already has an optimizer in the backward: a table takes one")
+            shape = list(param.shape)
+            raise ValueError(f"this parameter {shape} already has an optimizer in the backward: a table takes one")
+    for param in params:
         mark_optimizer(param, optimizer_class, dict(optimizer_kwargs))
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(_step_and_drop_gradient)  # type: ignore[no-untyped-call]
@@ -167,12 +181,12 @@ def optimizer_of(param: nn.Parameter) -> tuple[type[torch.optim.Optimizer], dict
     Raises:
         ValueError: more than one optimizer marks it.
     """
-    classes = param.__dict__.get("_optimizer_classes")
+    classes = getattr(param, "_optimizer_classes", None)
     if not classes:
         return None
     if len(classes) != 1:
         raise ValueError(f"a parameter takes one optimizer in the backward, got {len(classes)}")
-    kwargs = param.__dict__["_optimizer_kwargs"]
+    kwargs: Any = getattr(param, "_optimizer_kwargs", [{}])
     return classes[0], dict(kwargs[0] if isinstance(kwargs, list) else kwargs)
 
 

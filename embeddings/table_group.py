@@ -80,6 +80,7 @@ class TableGroup:
         self._segment_numbers = flatten_segments(self._segments)
         self.flat = torch.empty(elements, dtype=dtype, device=device)
         self.parameters: list[nn.Parameter] = []
+        self._frozen = [False] * len(self.tables)
         self._spec = [
             Feature(self._bases[f.table], tables[f.table].rows, tables[f.table].dim, first_rows[f.table], f.mean)
             for f in features
@@ -99,10 +100,23 @@ class TableGroup:
             self.states = [state.to(device) for state in self.states]
             self.step, self.hyper = self.step.to(device), self.hyper.to(device)
         self.features = pack_features(self._spec, device)
+        self._pack_trained()
         self.guard = new_guard(device)
         # what the update hangs on in the autograd graph: no parameter, no gradient of its own
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self._unread: _UnreadGuard | None = None
+
+    def _pack_trained(self) -> None:
+        # the update sees no row of a frozen table: all ids of it lie outside and count as none
+        rows = [0 if self._frozen[f.table] else one.rows for f, one in zip(self.lookups, self._spec, strict=True)]
+        trained = [one._replace(rows=n) for one, n in zip(self._spec, rows, strict=True)]
+        self._trained = pack_features(trained, self.features.device) if any(self._frozen) else None
+
+    def freeze(self, tables: Sequence[bool]) -> None:
+        """Say of each table whether updates leave it alone; lookups already under way keep what held for them."""
+        if list(tables) != self._frozen:
+            self._frozen = list(tables)
+            self._pack_trained()
 
     def view(self, table: int) -> Tensor:
         """Table number `table` as [rows, dim] of the flat buffer."""
@@ -110,7 +124,10 @@ class TableGroup:
         return self.flat[base : base + shape.rows * shape.dim].view(shape.rows, shape.dim)
 
     def state_views(self, table: int) -> dict[str, Tensor]:
-        """Optimizer states of one table by TorchRec's names: momentum1, momentum2; [rows] or [rows, dim] fp32."""
+        """Optimizer states of one table by TorchRec's names: momentum1, momentum2; [rows] or [rows, dim] fp32.
+
+        Adam's also counts its steps: step, int64 [1], one tensor for all tables of the group.
+        """
         if self.optimizer is None:
             return {}
         shape, views = self.tables[table], {}
@@ -122,7 +139,20 @@ class TableGroup:
                 base = self._bases[table]
                 view = state[base : base + shape.rows * shape.dim].view(shape.rows, shape.dim)
             views[f"momentum{number}"] = view
+        if self.optimizer.rule == "adam":
+            views["step"] = self.step
         return views
+
+    @torch.no_grad()
+    def take_over(self, table: int, source: TableGroup, source_table: int) -> None:
+        """Copy the rows of a table of another group and, under the same optimizer, its states, steps and rate."""
+        self.view(table).copy_(source.view(source_table))
+        if self.optimizer is not None and self.optimizer == source.optimizer:
+            mine, theirs = self.state_views(table), source.state_views(source_table)
+            for name, view in mine.items():
+                view.copy_(theirs[name])
+            self.step.copy_(source.step)
+            self.set_lr(source.lr)
 
     def set_lr(self, lr: float) -> None:
         """Change the learning rate from the next update on, also inside a captured graph."""
@@ -148,35 +178,48 @@ class TableGroup:
         Raises:
             IndexError, ValueError, TypeError: as `shardwise.kernels.check_ids`.
         """
-        if self.bounds_check is BoundsCheckMode.IGNORE or not self.lookups:
+        if not self.lookups:
+            return
+        if self.bounds_check is BoundsCheckMode.IGNORE and (ids.is_cuda or _in_order(offsets, ids.shape[0])):
+            # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids on CUDA
             return
         fatal = self.bounds_check is BoundsCheckMode.FATAL
         self.raise_pending()
-        check_ids(ids, offsets, self.features, self.guard, names=self.names, fatal=fatal)
+        found = self.guard if fatal else new_guard(ids.device)
+        check_ids(ids, offsets, self.features, found, names=self.names, fatal=fatal)
         if ids.is_cuda:
-            self._unread = _UnreadGuard(self.guard, ids, offsets)
+            if not fatal:
+                # a bad id only warns and the update leaves it out by itself; bad offsets mask the update all the same
+                self.guard[1:].copy_(found[1:])
+            self._unread = _UnreadGuard(found, ids, offsets)
 
     def raise_pending(self) -> None:
         """Raise what an earlier batch left in the guard on CUDA; nothing of that batch was written."""
         unread, self._unread = self._unread, None
         if unread is not None and unread.is_raised():
             fatal = self.bounds_check is BoundsCheckMode.FATAL
-            raise_from_guard(self.guard, unread.ids, unread.offsets, self.features, self.names, fatal=fatal)
+            self.guard.copy_(new_guard())
+            raise_from_guard(unread.guard, unread.ids, unread.offsets, self.features, self.names, fatal=fatal)
 
     def pooled(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
         """Pooled lookup of all features, fp32 [B, sum of dims]; the backward updates tables or feeds `parameters`."""
         args = (ids, offsets, per_id_weights)
-        if self.optimizer is None or not torch.is_grad_enabled():
-            flat = _flat_of_parameters(self) if self.optimizer is None else self.flat
-            return pooled_lookup(flat, *args, self.features, self.dims, self._segment_numbers, self.pooling)
-        return self._with_update(*args, self.pooling)
+        if self._updates():
+            return self._with_update(*args, self.pooling)
+        keep_rows = per_id_weights is not None and per_id_weights.requires_grad
+        flat = _flat_of_parameters(self, keep_rows) if self.optimizer is None else self.flat
+        return pooled_lookup(flat, *args, self.features, self.dims, self._segment_numbers, self.pooling)
 
     def sequence(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """The row of each id, fp32 [N, dim]; all tables of the group have this dim."""
-        if self.optimizer is None or not torch.is_grad_enabled():
-            flat = _flat_of_parameters(self) if self.optimizer is None else self.flat
-            return sequence_lookup(flat, ids, offsets, self.features, self.tables[0].dim, self._segment_numbers)
-        return self._with_update(ids, offsets, None, "sequence")
+        if self._updates():
+            return self._with_update(ids, offsets, None, "sequence")
+        flat = _flat_of_parameters(self) if self.optimizer is None else self.flat
+        return sequence_lookup(flat, ids, offsets, self.features, self.tables[0].dim, self._segment_numbers)
+
+    def _updates(self) -> bool:
+        """Whether the backward of a lookup made now trains a table."""
+        return self.optimizer is not None and torch.is_grad_enabled() and not all(self._frozen)
 
     def update(
         self, grad: Tensor, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None, *, pooling: str
@@ -185,8 +228,9 @@ class TableGroup:
         assert self.optimizer is not None
         s1, s2 = [*self.states, None, None][:2]
         fused_update(
-            self.flat, s1, s2, self.step, grad, ids, offsets, per_id_weights, self.features, self.dims,
-            self._segment_numbers, self.optimizer.rule, self.hyper, self.guard, pooling,
+            self.flat, s1, s2, self.step, grad, ids, offsets, per_id_weights,
+            self.features if self._trained is None else self._trained, self.dims, self._segment_numbers,
+            self.optimizer.rule, self.hyper, self.guard, pooling,
         )  # fmt: skip
 
     def _with_update(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str) -> Tensor:
@@ -194,7 +238,7 @@ class TableGroup:
         s1, s2 = [*self.states, None, None][:2]
         return _LookupWithUpdate.apply(  # type: ignore[no-any-return, no-untyped-call]
             self._anchor, per_id_weights, self.flat, s1, s2, self.step, self.hyper, self.guard, self.features,
-            ids, offsets, self.dims, self._segment_numbers, self.optimizer.rule, pooling,
+            self._trained, ids, offsets, self.dims, self._segment_numbers, self.optimizer.rule, pooling,
         )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
@@ -210,9 +254,10 @@ class _UnreadGuard:
     """A guard on its way to the host: read without a wait for anything but its own copy."""
 
     def __init__(self, guard: Tensor, ids: Tensor, offsets: Tensor) -> None:
-        self.ids, self.offsets = ids, offsets
+        # the step's own findings: the group's guard may be cleared while they are on their way
+        self.guard, self.ids, self.offsets = guard.clone(), ids, offsets
         self._host = torch.empty(2, dtype=torch.int64, pin_memory=True)
-        self._host.copy_(guard, non_blocking=True)
+        self._host.copy_(self.guard, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 
@@ -228,10 +273,10 @@ class _LookupWithUpdate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, per_id_weights: Tensor | None, weights: Tensor, s1: Tensor | None, s2: Tensor | None,
-        step: Tensor, hyper: Tensor, guard: Tensor, features: Tensor, ids: Tensor, offsets: Tensor, dims: list[int],
-        segments: list[int], rule: str, pooling: str,
+        step: Tensor, hyper: Tensor, guard: Tensor, features: Tensor, trained: Tensor | None, ids: Tensor,
+        offsets: Tensor, dims: list[int], segments: list[int], rule: str, pooling: str,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(ids, offsets, per_id_weights, features)
+        ctx.save_for_backward(ids, offsets, per_id_weights, features, trained)
         # not saved: updates of other lookups may come between this forward and its backward
         ctx.mutable = (weights, s1, s2, step, hyper, guard)
         ctx.dims, ctx.segments, ctx.rule, ctx.pooling = dims, segments, rule, pooling
@@ -240,18 +285,19 @@ class _LookupWithUpdate(torch.autograd.Function):
         return pooled_lookup(weights, ids, offsets, per_id_weights, features, dims, segments, pooling)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ids, offsets, per_id_weights, features = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        (grad,) = grad_outputs
+        ids, offsets, per_id_weights, features, trained = ctx.saved_tensors
         weights, s1, s2, step, hyper, guard = ctx.mutable
         grad_p = None
         if ctx.needs_input_grad[1]:
             # before the update: this gradient is of the rows that were looked up
             grad_p = torch.ops.shardwise.per_id_weight_gradient(grad, weights, ids, offsets, features, ctx.dims)
         fused_update(
-            weights, s1, s2, step, grad, ids, offsets, per_id_weights, features, ctx.dims, ctx.segments, ctx.rule,
-            hyper, guard, ctx.pooling,
+            weights, s1, s2, step, grad, ids, offsets, per_id_weights, features if trained is None else trained,
+            ctx.dims, ctx.segments, ctx.rule, hyper, guard, ctx.pooling,
         )  # fmt: skip
-        return (None, grad_p, *[None] * 13)
+        return (None, grad_p, *[None] * 14)
 
 
 class _FlatOfParameters(torch.autograd.Function):
@@ -263,16 +309,25 @@ class _FlatOfParameters(torch.autograd.Function):
         return flat.view_as(flat)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        (grad,) = grad_outputs
         tables = [grad[base : base + s.rows * s.dim].view(s.rows, s.dim) for base, s in ctx.cuts]
         wanted = [table if needed else None for table, needed in zip(tables, ctx.needs_input_grad[2:], strict=True)]
         return (None, None, *wanted)
 
 
-def _flat_of_parameters(group: TableGroup) -> Tensor:
+def _flat_of_parameters(group: TableGroup, keep_rows: bool = False) -> Tensor:
     if not torch.is_grad_enabled() or not any(p.requires_grad for p in group.parameters):
         return group.flat
-    return _FlatOfParameters.apply(group, group.flat, *group.parameters)  # type: ignore[no-any-return, no-untyped-call]
+    # gradients of tables need no rows, so an optimizer may step between forward and backward, as it may with
+    # nn.Embedding: `.data` counts its changes apart. With `keep_rows` autograd refuses the backward after such a step
+    flat = group.flat if keep_rows else group.flat.data
+    return _FlatOfParameters.apply(group, flat, *group.parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _in_order(offsets: Tensor, ids: int) -> bool:
+    """Whether offsets on the CPU go from 0 to the number of ids without a fall."""
+    return int(offsets[0]) == 0 and int(offsets[-1]) == ids and not bool((offsets.diff() < 0).any())
 
 
 def _lay_out(tables: Sequence[TableShape]) -> tuple[list[int], list[int], list[Segment], int]:

@@ -87,15 +87,21 @@ class InteractionArch(nn.Module):
     def __init__(self, num_sparse_features: int) -> None:
         super().__init__()
         self.F = num_sparse_features
-        pairs = torch.triu_indices(self.F + 1, self.F + 1, offset=1)
-        self.register_buffer("triu_indices", pairs, persistent=False)
+        self.register_buffer("triu_indices", self._pairs(), persistent=False)
+
+    def _pairs(self, device: torch.device | None = None) -> Tensor:
+        return torch.triu_indices(self.F + 1, self.F + 1, offset=1, device=device)
+
+    def reset_parameters(self) -> None:
+        """Number the pairs anew, for a module that was made on meta."""
+        self.register_buffer("triu_indices", self._pairs(self.get_buffer("triu_indices").device), persistent=False)
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
         if self.F == 0:
             return dense_features
         vectors = torch.cat((dense_features.unsqueeze(1), sparse_features), dim=1)  # [B, F + 1, D]
         products = torch.bmm(vectors, vectors.transpose(1, 2))  # [B, F + 1, F + 1]
-        pairs = cast(Tensor, self.triu_indices)
+        pairs = self.get_buffer("triu_indices")
         return torch.cat((dense_features, products[:, pairs[0], pairs[1]]), dim=1)
 
 

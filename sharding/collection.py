@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,10 @@ from .env import ShardingEnv
 from .exchange import Exchange, unpack
 from .header import Head
 from .layout import Shard, fingerprint, validate
-from .route import Group, Inbound, Outbound, Table, arrange, block_layout, plan_routes, route
+from .route import Group, Inbound, Outbound, Routes, Table, arrange, block_layout, plan_routes, route
+
+# an optimizer class and its keyword arguments
+Mark: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
 
 @dataclass
@@ -62,7 +65,7 @@ class ShardedCollection(nn.Module):
         env: ShardingEnv,
         device: torch.device,
         *,
-        default_optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]],
+        default_optimizer: Mark,
     ) -> None:
         super().__init__()
         self._pooled = isinstance(module, EmbeddingBagCollection)
@@ -73,11 +76,11 @@ class ShardedCollection(nn.Module):
         self._env, self._exchange = env, Exchange(env.process_group)
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss
         self.gradient_division = True
-        tables, marks = _tables_of(module, shards, default_optimizer)
-        validate(shards, {table.name: (table.rows, table.dim) for table in tables}, env.world_size)
-        self._routes = plan_routes(tables, shards, env.world_size)
-        self._fingerprint = fingerprint(shards, (*tables, self._weighted, self._pooled))
-        self._require_one_plan(device)
+        (self._routes, marks), self._fingerprint = header.agree(
+            self._exchange, device, lambda: _routes_of(module, shards, env.world_size, default_optimizer)
+        )
+        self._dense_lookups = {n for group in self._routes.dense for n in group.lookups}
+        tables = self._routes.tables
         self._groups = [self._table_group(group, device) for group in self._routes.groups[env.rank]]
         self._dense_groups = [self._table_group(group, device) for group in self._routes.dense]
         self._adopt_weights(module, marks, device)
@@ -149,13 +152,15 @@ class ShardedCollection(nn.Module):
 
     def finish_values(self, flight: InFlight) -> list[Tensor]:
         """Rows of each lookup in output order: [B, dim] pooled, [ids of the lookup, dim] otherwise."""
-        exchanged = [n for n in range(len(self._routes.lookups)) if n not in set(self._dense_lookups())]
+        exchanged = [n for n in range(len(self._routes.lookups)) if n not in self._dense_lookups]
         pieces: dict[int, Tensor] = {}
-        if exchanged:
-            values = _Finish.apply(self._anchor, self, flight, exchanged)  # type: ignore[no-untyped-call]
-            pieces.update(zip(exchanged, self._split(values, flight, exchanged), strict=True))
-        for group, tables in zip(self._routes.dense, self._dense_groups, strict=True):
-            pieces.update(self._look_up_at_home(flight, group, tables))
+        # a batch that began without gradients gets none: replicated tables do not know the other ranks' ids
+        with torch.set_grad_enabled(flight.update and torch.is_grad_enabled()):
+            if exchanged:
+                values = _Finish.apply(self._anchor, self, flight, exchanged)  # type: ignore[no-untyped-call]
+                pieces.update(zip(exchanged, self._split(values, flight, exchanged), strict=True))
+            for group, tables in zip(self._routes.dense, self._dense_groups, strict=True):
+                pieces.update(self._look_up_at_home(flight, group, tables))
         return [pieces[n] for n in range(len(self._routes.lookups))]
 
     def _exchange_headers(self, outbound: Outbound | None, failure: Exception | None, update: bool) -> list[Head]:
@@ -165,7 +170,7 @@ class ShardedCollection(nn.Module):
             assert failure is not None
             sent = header.pack_failure(failure, self._env.world_size, groups=most_groups, **facts)
         else:
-            sent = header.pack(outbound, self._env.world_size, groups=most_groups, **facts)
+            sent = header.pack(outbound.batch, outbound.ids_to_groups, groups=most_groups, **facts)
         # host sync: the sizes of what comes, and whether all ranks are well
         heads = header.unpack(self._exchange.headers(sent.to(self.device)).tolist())
         header.raise_failures(heads, failure, **facts)
@@ -301,15 +306,6 @@ class ShardedCollection(nn.Module):
     def _my_groups(self) -> tuple[Group, ...]:
         return self._routes.groups[self._env.rank]
 
-    def _dense_lookups(self) -> list[int]:
-        return [n for group in self._routes.dense for n in group.lookups]
-
-    def _require_one_plan(self, device: torch.device) -> None:
-        prints = self._exchange.agree(self._fingerprint, device)
-        other = [rank for rank, number in enumerate(prints) if number != self._fingerprint]
-        if other:
-            raise RuntimeError(f"rank {self._env.rank} and ranks {other} hold different plans or table configs")
-
     def _table_group(self, group: Group, device: torch.device) -> TableGroup:
         tables = [self._routes.tables[t] for t in group.tables]
         number = {t: k for k, t in enumerate(group.tables)}
@@ -326,7 +322,7 @@ class ShardedCollection(nn.Module):
     def _adopt_weights(
         self,
         module: EmbeddingBagCollection | EmbeddingCollection,
-        marks: Sequence[tuple[type[torch.optim.Optimizer], dict[str, Any]] | None],
+        marks: Sequence[Mark | None],
         device: torch.device,
     ) -> None:
         """Take over the module's weights (or initialise what was on meta); replicas become rank 0's."""
@@ -414,16 +410,28 @@ class _Finish(torch.autograd.Function):
         return collection._assemble(flight, collection._serve(flight), lookups)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.collection._update(ctx.flight, grad, ctx.lookups)
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, ...]:
+        ctx.collection._update(ctx.flight, *grad_outputs, ctx.lookups)
         return None, None, None, None
 
 
-def _tables_of(
+def _routes_of(
     module: EmbeddingBagCollection | EmbeddingCollection,
     shards: Sequence[Shard],
-    default_optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]],
-) -> tuple[list[Table], list[tuple[type[torch.optim.Optimizer], dict[str, Any]] | None]]:
+    world_size: int,
+    default_optimizer: Mark,
+) -> tuple[tuple[Routes, list[Mark | None]], int]:
+    """Routes and the optimizer marks of the tables, and a fingerprint of what ranks must share."""
+    tables, marks = _tables_of(module, shards, default_optimizer)
+    validate(shards, {table.name: (table.rows, table.dim) for table in tables}, world_size)
+    pooled = isinstance(module, EmbeddingBagCollection)
+    weighted = isinstance(module, EmbeddingBagCollection) and module.is_weighted()
+    return (plan_routes(tables, shards, world_size), marks), fingerprint(shards, (*tables, weighted, pooled))
+
+
+def _tables_of(
+    module: EmbeddingBagCollection | EmbeddingCollection, shards: Sequence[Shard], default_optimizer: Mark
+) -> tuple[list[Table], list[Mark | None]]:
     """Tables and the optimizer marks they will carry; a frozen table has none, a cut one always has one otherwise."""
     replicated = {shard.table for shard in shards if shard.replica}
     tables, marks = [], []

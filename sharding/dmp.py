@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise._version import __version__
 from shardwise.embeddings import CombinedOptimizer, EmbeddingBagCollection, EmbeddingCollection, optimizer_of
 from shardwise.planner import balanced_table_wise
 
 from .collection import ShardedCollection, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from .env import ShardingEnv
+from .exchange import Exchange
+from .header import agree
+from .layout import Shard, fingerprint
 from .plan import (
-    EmbeddingModuleShardingPlan,
     ShardingPlan,
     construct_module_sharding_plan,
     shards_of,
     table_wise,
-    tables_of,  # fmt: skip
+    tables_of,
 )
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
@@ -42,8 +45,9 @@ class DistributedModelParallel(nn.Module):
         plan: where each table goes; by default whole tables balanced over the ranks.
 
     Raises:
-        RuntimeError: there is no process group, or ranks hold different plans.
-        ValueError: the plan does not fit the module, or a table's optimizer has no fused rule.
+        RuntimeError: there is no process group, or ranks hold different plans, tables or versions of shardwise.
+        ValueError: the plan does not fit the module, a table's optimizer has no fused rule, or a dense layer has one
+            in the backward. What fails on one rank is raised on all.
     """
 
     def __init__(
@@ -63,19 +67,17 @@ class DistributedModelParallel(nn.Module):
             assert dist.group.WORLD is not None
             env = ShardingEnv.from_process_group(dist.group.WORLD)
         self._env, self._device = env, torch.device(device or "cpu")
-        collections = dict(_collections(module))
-        self._plan = plan if plan is not None else _balanced_plan(collections, env.world_size, self._device.type)
-        unknown = set(self._plan.plan) - set(collections)
-        if unknown:
-            raise ValueError(f"the plan names modules {sorted(unknown)}, the model has {sorted(collections)}")
+        places = list(_collections(module))
+        # a collection that the model holds twice is sharded once, under its first path
+        first_path = {id(one): path for path, one in reversed(places)}
+        collections = {path: one for path, one in places if first_path[id(one)] == path}
+        (self._plan, shards), _ = agree(
+            Exchange(env.process_group), self._device, lambda: _planned(module, collections, plan, env, self._device)
+        )
         _warn_of_default_optimizer(collections, self._plan)
-        self._sharded: dict[str, ShardedCollection] = {}
-        for path, collection in collections.items():
-            module_plan = self._plan.get_plan_for_module(path)
-            if module_plan is None:
-                raise ValueError(f"the plan has no part for module {path!r}; it has {sorted(self._plan.plan)}")
-            self._sharded[path] = self._shard(collection, module_plan)
-            module = _replace(module, path, self._sharded[path])
+        self._sharded = {path: self._shard(one, shards[path]) for path, one in collections.items()}
+        for path, one in places:
+            module = _replace(module, path, self._sharded[first_path[id(one)]])
         _materialize(module, self._device)
         module.to(self._device)
         self._dmp_wrapped_module = self._wrap_dense(module)
@@ -132,14 +134,8 @@ class DistributedModelParallel(nn.Module):
             raise ValueError("load_state_dict(assign=True) would tear tables out of their buffers; leave it False")
         return self.module.load_state_dict(state_dict, strict)
 
-    def _shard(self, collection: Collection, plan: EmbeddingModuleShardingPlan) -> ShardedCollection:
-        sizes = {config.name: (config.num_embeddings, config.embedding_dim) for config in tables_of(collection)}
-        if set(plan) != set(sizes):
-            raise ValueError(f"the plan has tables {sorted(plan)}, the module {sorted(sizes)}")
-        shards = [
-            shard for name, one in plan.items() for shard in shards_of(name, one, *sizes[name], self._env.world_size)
-        ]
-        default = (torch.optim.SGD, {"lr": 0.01})
+    def _shard(self, collection: Collection, shards: Sequence[Shard]) -> ShardedCollection:
+        default: Any = (torch.optim.SGD, {"lr": 0.01})
         if isinstance(collection, EmbeddingBagCollection):
             return ShardedEmbeddingBagCollection(collection, shards, self._env, self._device, default_optimizer=default)
         return ShardedEmbeddingCollection(collection, shards, self._env, self._device, default_optimizer=default)
@@ -154,7 +150,7 @@ class DistributedModelParallel(nn.Module):
         trained = [p for name, p in module.named_parameters() if name not in ignored and p.requires_grad]
         if self._env.process_group is None or not trained:
             return module
-        # buffers stay each rank's own, as TorchRec leaves them; by name, because the option changed between torch versions
+        # buffers stay each rank's own, as TorchRec leaves them; by name, as DDP's option changed between torch versions
         ignored.update(name for name, _ in module.named_buffers())
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
         return DistributedDataParallel(
@@ -162,16 +158,20 @@ class DistributedModelParallel(nn.Module):
             device_ids=None if self._device.type == "cpu" else [self._device],
             process_group=self._env.process_group,
             gradient_as_bucket_view=True,
+            # as TorchRec: a layer that the loss never reaches is no error
+            static_graph=True,
         )
 
 
 def _collections(module: nn.Module, path: str = "") -> Iterator[tuple[str, Collection]]:
-    """Every collection below `module` by its path."""
+    """Every collection below `module` with its path; one that the model holds twice comes with both paths."""
     if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
         yield path, module
         return
-    for name, child in module.named_children():
-        yield from _collections(child, f"{path}.{name}" if path else name)
+    # not named_children, which passes over a second path
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _collections(child, f"{path}.{name}" if path else name)
 
 
 def _replace(root: nn.Module, path: str, new: nn.Module) -> nn.Module:
@@ -180,6 +180,43 @@ def _replace(root: nn.Module, path: str, new: nn.Module) -> nn.Module:
     parent, _, name = path.rpartition(".")
     setattr(root.get_submodule(parent), name, new)
     return root
+
+
+def _planned(
+    module: nn.Module,
+    collections: Mapping[str, Collection],
+    plan: ShardingPlan | None,
+    env: ShardingEnv,
+    device: torch.device,
+) -> tuple[tuple[ShardingPlan, dict[str, list[Shard]]], int]:
+    """The plan and the shards of each collection, and a fingerprint of what ranks must share before they shard.
+
+    Raises:
+        ValueError: the plan does not fit the module, or a dense layer has an optimizer in the backward.
+    """
+    in_tables = {id(param) for one in collections.values() for param in one.parameters()}
+    dense = [(name, param) for name, param in module.named_parameters() if id(param) not in in_tables]
+    marked = [name for name, param in dense if param.requires_grad and optimizer_of(param) is not None]
+    if marked and env.process_group is not None:
+        raise ValueError(
+            f"dense parameters {marked} have an optimizer in the backward, which would run before their gradients are"
+            " averaged over the ranks: give them to an ordinary optimizer"
+        )
+    plan = plan if plan is not None else _balanced_plan(collections, env.world_size, device.type)
+    unknown = set(plan.plan) - set(collections)
+    if unknown:
+        raise ValueError(f"the plan names modules {sorted(unknown)}, the model has {sorted(collections)}")
+    shards: dict[str, list[Shard]] = {}
+    for path, collection in collections.items():
+        module_plan = plan.get_plan_for_module(path)
+        if module_plan is None:
+            raise ValueError(f"the plan has no part for module {path!r}; it has {sorted(plan.plan)}")
+        sizes = {config.name: (config.num_embeddings, config.embedding_dim) for config in tables_of(collection)}
+        if set(module_plan) != set(sizes):
+            raise ValueError(f"the plan has tables {sorted(module_plan)}, the module {sorted(sizes)}")
+        cuts = [shards_of(name, module_plan[name], *size, env.world_size) for name, size in sizes.items()]
+        shards[path] = [shard for cut in cuts for shard in cut]
+    return (plan, shards), fingerprint((), (__version__, *shards.items()))
 
 
 def _balanced_plan(collections: Mapping[str, Collection], world_size: int, device_type: str) -> ShardingPlan:
@@ -200,8 +237,7 @@ def _warn_of_default_optimizer(collections: Mapping[str, Collection], plan: Shar
         for config, param in zip(tables_of(collection), collection._table_parameters(), strict=True)
         if param.requires_grad
         and optimizer_of(param) is None
-        and (one := plan.plan.get(path, EmbeddingModuleShardingPlan()).get(config.name)) is not None
-        and one.sharding_spec is not None
+        and plan.plan[path][config.name].sharding_spec is not None
     ]
     if without:
         warnings.warn(
@@ -213,17 +249,37 @@ def _warn_of_default_optimizer(collections: Mapping[str, Collection], plan: Shar
 
 @torch.no_grad()
 def _materialize(module: nn.Module, device: torch.device) -> None:
-    """Give modules on meta memory and their initial values; collections have theirs already."""
-    if isinstance(module, ShardedCollection):
-        return
-    own = [*module._parameters.values(), *module._buffers.values()]
-    if any(tensor is not None and tensor.is_meta for tensor in own):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros_like(buffer, device=device)
-        module.to_empty(device=device, recurse=False)
-        reset: Any = getattr(module, "reset_parameters", None)
-        if reset is not None:
+    """Give what is on meta memory and its initial values; what exists is kept, and collections have theirs already.
+
+    Values come from the module's `reset_parameters`; without one they are zeros, and a warning says so.
+    """
+    made: dict[int, Tensor] = {}
+    zeros = []
+    for path, child in module.named_modules():
+        own: list[dict[str, Any]] = [child._parameters, child._buffers]
+        kept = [t for tensors in own for t in tensors.values() if t is not None and not t.is_meta]
+        names = [name for tensors in own for name, t in tensors.items() if t is not None and t.is_meta]
+        for tensors in own:
+            # tied tensors stay tied
+            tensors.update(
+                {name: made.setdefault(id(t), _like(t, device)) for name, t in tensors.items() if name in names}
+            )
+        reset: Any = getattr(child, "reset_parameters", None)
+        if names and reset is not None:
+            values = [t.clone() for t in kept]
             reset()
-    for child in module.children():
-        _materialize(child, device)
+            for tensor, value in zip(kept, values, strict=True):
+                tensor.copy_(value)
+        else:
+            zeros += [f"{path}.{name}" if path else name for name in names]
+    if zeros:
+        warnings.warn(f"{zeros} were on meta and their modules have no reset_parameters: they are zeros", stacklevel=4)
+
+
+def _like(meta: Tensor, device: torch.device) -> Tensor:
+    """Zeros in the shape of a tensor on meta, a parameter with the marks of that one if it was one."""
+    zeros = torch.zeros_like(meta, device=device)
+    if isinstance(meta, nn.Parameter):
+        zeros = nn.Parameter(zeros, meta.requires_grad)
+        vars(zeros).update(vars(meta))
+    return zeros

@@ -47,12 +47,6 @@ class Exchange:
         """The transpose of `rows`: gradients travel against the rows, from who received to who sent."""
         return self.rows(blocks, sizes)
 
-    def agree(self, number: int, device: torch.device) -> list[int]:
-        """The `number` of every rank, for checks at construction."""
-        mine = torch.full((self.world_size,), number, dtype=torch.int64, device=device)
-        # host sync: construction, not a step
-        return self._all_to_all(mine, None, None).tolist()
-
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` by rank 0's, so that replicas begin equal."""
         if self._pg is not None:

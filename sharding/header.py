@@ -1,4 +1,4 @@
-"""What ranks tell each other before any id travels: sizes, the plan, and whether all is well.
+"""What ranks tell each other at construction and before any id travels: sizes, the plan, and whether all is well.
 
 One int64 row per pair of ranks: fingerprint of the plan, batch, whether gradients are on, status, ids for each group of
 the receiver, and the text of an error. A rank that fails sends its status, so all ranks raise in that step.
@@ -6,13 +6,16 @@ the receiver, and the text of an error. A rank that fails sends its status, so a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .route import Outbound
+from .exchange import Exchange
+
+T = TypeVar("T")
 
 _TEXT = 64  # int64 numbers: 512 bytes of UTF-8
 _WELL = -1
@@ -32,20 +35,43 @@ class Head:
     text: str
 
 
-def pack(outbound: Outbound, world_size: int, *, update: bool, fingerprint: int, groups: int) -> Tensor:
+def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, int]]) -> tuple[T, int]:
+    """What `make` returns, something and its fingerprint, once it did so on all ranks with one fingerprint.
+
+    Raises:
+        As `raise_failures`, on all ranks: none of them goes on to a collective that the others never join.
+    """
+    made: tuple[T, int] | None = None
+    failure: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    world_size, mine = exchange.world_size, 0 if made is None else made[1]
+    if failure is None:
+        sent = pack(0, [[]] * world_size, update=False, fingerprint=mine, groups=0)
+    else:
+        sent = pack_failure(failure, world_size, update=False, fingerprint=mine, groups=0)
+    # host sync: construction, not a step
+    heads = unpack(exchange.headers(sent.to(device)).tolist())
+    raise_failures(heads, failure, update=False, fingerprint=mine)
+    assert made is not None
+    return made
+
+
+def pack(batch: int, ids_to_groups: Sequence[Sequence[int]], *, update: bool, fingerprint: int, groups: int) -> Tensor:
     """The rows of a rank that is well, [W, H] int64 on CPU; `groups` is the most groups that any rank has."""
     rows = []
-    for rank in range(world_size):
-        ids = outbound.ids_to_groups[rank]
+    for ids in ids_to_groups:
         padding = [0] * (groups - len(ids) + _TEXT)
-        rows.append([fingerprint, outbound.batch, int(update), _WELL, *ids, *padding])
+        rows.append([fingerprint, batch, int(update), _WELL, *ids, *padding])
     return torch.tensor(rows)
 
 
 def pack_failure(failure: Exception, world_size: int, *, update: bool, fingerprint: int, groups: int) -> Tensor:
     """The rows of a rank that cannot go on, same shape as `pack`."""
     kind = next((number for number, error in enumerate(_ERRORS) if type(failure) is error), 0)
-    data = _message(failure).encode()[: _TEXT * 8].ljust(_TEXT * 8, b"\0")
+    data = _message(failure).encode(errors="backslashreplace")[: _TEXT * 8].ljust(_TEXT * 8, b"\0")
     text = [int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8)]
     return torch.tensor([[fingerprint, 0, int(update), kind, *[0] * groups, *text]]).repeat(world_size, 1)
 
@@ -65,17 +91,18 @@ def raise_failures(heads: Sequence[Head], failure: Exception | None, *, update: 
     Raises:
         The failing rank's exception type with its number and message; RuntimeError where ranks disagree.
     """
+    if failure is not None and len(heads) == 1:
+        raise failure
     for rank, head in enumerate(heads):
         if head.status != _WELL:
-            message = head.text if len(heads) == 1 else f"rank {rank}: {head.text}"
-            raise _ERRORS[head.status](message) from failure
+            raise _ERRORS[head.status](f"rank {rank}: {head.text}") from failure
     for what, values, mine in (
-        ("plans or table configs", [head.fingerprint for head in heads], fingerprint),
+        ("their plans or table configs", [head.fingerprint for head in heads], fingerprint),
         ("whether gradients are enabled", [head.update for head in heads], update),
     ):
         other = [rank for rank, value in enumerate(values) if value != mine]
         if other:
-            raise RuntimeError(f"ranks {other} differ from this one in their {what}")
+            raise RuntimeError(f"ranks {other} differ from this one in {what}")
 
 
 def _message(failure: Exception) -> str:

@@ -55,9 +55,11 @@ def validate(shards: Iterable[Shard], sizes: Mapping[str, tuple[int, int]], worl
         rows, dim = sizes[name]
         replicas = [shard for shard in mine if shard.replica]
         if replicas:
-            ranks = sorted(shard.rank for shard in mine)
+            ranks = sorted(shard.rank for shard in replicas if (shard.rows, shard.cols) == ((0, rows), (0, dim)))
             if len(replicas) != len(mine) or ranks != list(range(world_size)):
-                raise ValueError(f"table {name!r}: a replicated table needs one replica on each of {world_size} ranks")
+                raise ValueError(
+                    f"table {name!r}: a replicated table needs one whole replica on each of {world_size} ranks"
+                )
             continue
         cells = sum((s.rows[1] - s.rows[0]) * (s.cols[1] - s.cols[0]) for s in mine)
         overlap = any(_overlap(a, b) for i, a in enumerate(mine) for b in mine[:i])

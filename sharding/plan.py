@@ -63,15 +63,14 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
     """Table name -> `ParameterSharding`; prints as two tables."""
 
     def __str__(self) -> str:
-        where = [("param", "sharding type", "compute kernel", "ranks")]
-        cuts = [("param", "shard offsets", "shard sizes", "placement")]
-        for name, one in self.items():
-            where.append((name, one.sharding_type, one.compute_kernel, str(one.ranks)))
-            for shard in one.sharding_spec.shards if one.sharding_spec else ():
-                cuts.append((name, str(shard.shard_offsets), str(shard.shard_sizes), str(shard.placement)))
-            if one.sharding_spec is None:
-                cuts.append((name, "None", "None", "None"))
-        return f"{_columns(where)}\n\n{_columns(cuts)}\n"
+        where = [(name, one.sharding_type, one.compute_kernel, str(one.ranks)) for name, one in self.items()]
+        cuts = [
+            (name, str(shard.shard_offsets), str(shard.shard_sizes), str(shard.placement))
+            for name, one in self.items()
+            for shard in (one.sharding_spec.shards if one.sharding_spec else ())
+        ]
+        tables = _columns(("param", "sharding type", "compute kernel", "ranks"), where)
+        return f"\n\n{tables}\n\n{_columns(('param', 'shard offsets', 'shard sizes', 'placement'), cuts)}"
 
 
 @dataclass
@@ -85,7 +84,7 @@ class ShardingPlan:
         return self.plan.get(module_path)
 
     def __str__(self) -> str:
-        return "\n".join(f"module: {path}\n\n{plan}" for path, plan in self.plan.items())
+        return "\n\n".join(f"module: {path}{plan}" for path, plan in self.plan.items())
 
 
 ParameterShardingGenerator = Callable[[int, int, int, str], ParameterSharding]
@@ -158,9 +157,18 @@ def tables_of(module: nn.Module) -> Sequence[EmbeddingBagConfig | EmbeddingConfi
 
 
 def shards_of(name: str, one: ParameterSharding, rows: int, dim: int, world_size: int) -> list[Shard]:
-    """The shards that a `ParameterSharding` describes."""
+    """The shards that a `ParameterSharding` describes.
+
+    Raises:
+        ValueError: a placement names no rank, or a table that is not replicated asks for the dense kernel.
+    """
     if one.sharding_spec is None:
         return data_parallel_shards(name, rows, dim, world_size)
+    if one.compute_kernel == EmbeddingComputeKernel.DENSE.value:
+        raise ValueError(
+            f"table {name!r}: only data_parallel tables have a dense gradient; a {one.sharding_type} table trains by"
+            " the optimizer in its backward, so its compute_kernel is 'fused'"
+        )
     shards = []
     for cut in one.sharding_spec.shards:
         (row, col), (height, width) = cut.shard_offsets, cut.shard_sizes
@@ -172,10 +180,11 @@ def shards_of(name: str, one: ParameterSharding, rows: int, dim: int, world_size
     return shards
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text in columns, a rule below the first."""
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    # every column keeps its width; the one-line cells need no wrapping
+def _columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns below their names: TorchRec's text to the last space, that of no rows included."""
+    if not rows:
+        return "\n"
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    title = " | ".join(name.center(width) for name, width in zip(names, widths, strict=True))
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines[0] = " | ".join(cell.center(width) for cell, width in zip(rows[0], widths, strict=True)).rstrip()
-    return "\n".join([lines[0], " | ".join("-" * width for width in widths), *lines[1:]])
+    return "\n".join([title, " | ".join("-" * width for width in widths), *lines])

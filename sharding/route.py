@@ -70,11 +70,6 @@ class Routes:
         return [n for group in self.groups[rank] if replicas or not group.replica for n in group.lookups]
 
     @property
-    def replicated(self) -> list[int]:
-        """Lookups that every rank answers itself and all ranks update."""
-        return [n for group in self.groups[0] if group.replica for n in group.lookups]
-
-    @property
     def id_dtype(self) -> torch.dtype:
         """Ids travel as int32 where every row number fits: half the bytes."""
         return torch.int32 if all(table.rows < 2**31 for table in self.tables) else torch.int64
@@ -138,15 +133,22 @@ def route(features: KeyedJaggedTensor, routes: Routes, *, weighted: bool, update
     Raises:
         KeyError: a feature is missing.
         ValueError: weights are missing, or features differ in their batch size.
+        TypeError: ids are not int32 or int64.
     """
+    dtype = features.values().dtype
+    if dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"feature ids must be int32 or int64, got {str(dtype).removeprefix('torch.')}")
     if features.variable_stride_per_key():
         raise ValueError(f"features differ in batch size: {features.stride_per_key()} for {features.keys()}")
     kjt = pick_features(features, routes.features) if routes.lookups else features
     batch = features.stride()
     # host sync on CUDA: the sizes that leave, read once
     counts = kjt.length_per_key() if routes.lookups else []
-    # an id that no table has stays one: narrowing must not turn it into another row
-    values = kjt.values().clamp(-1, torch.iinfo(routes.id_dtype).max).to(routes.id_dtype)
+    values = kjt.values()
+    if routes.id_dtype == torch.int32 and dtype == torch.int64:
+        # an id that no table has stays one: narrowing must not turn it into another row
+        values = values.clamp(-1, torch.iinfo(torch.int32).max)
+    values = values.to(routes.id_dtype)
     starts = [0, *accumulate(counts)]
     lengths = kjt.lengths().to(torch.int32)
     weights = kjt.weights().float() if weighted else None

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+
+# the compiler lists torch's functions when it is imported, which must not happen while they are poisoned
+import torch._dynamo
 from poison import poisoned
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import itertools
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
+from torch import nn
 
 import shardwise
+from shardwise import DLRM, Batch
+from shardwise.models import auc
 
 ROOT = Path(__file__).parents[1]
-DATA = Path(os.environ.get("SHARDWISE_DATA", ROOT.parent / "shared" / "data")) / "ml_latest_small"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="no ml_latest_small below $SHARDWISE_DATA or ../shared/data")
-pytestmark = pytest.mark.skipif(
-    "DistributedModelParallel" not in shardwise.__all__, reason="shardwise has no DistributedModelParallel yet"
-)
+FOLDER = Path(os.environ.get("SHARDWISE_DATA", ROOT.parent / "shared" / "data"))
+MOVIELENS, CRITEO = FOLDER / "ml_latest_small", FOLDER / "criteo_1tb_sample"
+
+
+def needs(folder: Path) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not folder.is_dir(), reason=f"no {folder.name} below $SHARDWISE_DATA or ../shared/data")
 
 
 def example() -> Any:
@@ -72,11 +80,91 @@ def test_two_ranks_train_as_one_does() -> None:
 
 
 @pytest.mark.ranks
-@needs_data
+@needs(MOVIELENS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_movielens_reaches_an_auc_of_79_in_an_epoch(world_size: int) -> None:
-    result = run_ranks(world_size, train, "--data", str(DATA), "--epochs", "1")[0]
+    result = run_ranks(world_size, train, "--data", str(MOVIELENS), "--epochs", "1")[0]
     assert result["epochs"][0]["test_auc"] > 0.79
+
+
+class Twin(nn.Module):
+    """The example's model in plain torch, with the weights of another: one nn.EmbeddingBag a table."""
+
+    def __init__(self, model: DLRM) -> None:
+        super().__init__()
+        bags = model.sparse_arch.embedding_bag_collection.embedding_bags
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag.from_pretrained(bag.weight.detach().clone(), freeze=False, mode="mean")  # type: ignore[attr-defined]
+            for bag in bags.children()  # type: ignore[union-attr]
+        )
+        self.bottom, self.top = (
+            nn.ModuleList(copy.deepcopy(layer) for layer in arch.modules() if isinstance(layer, nn.Linear))
+            for arch in (model.dense_arch, model.over_arch)
+        )
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x = batch.dense_features
+        for layer in self.bottom:
+            x = layer(x).relu()
+        kjt = batch.sparse_features
+        bags = kjt.to_dict().values()
+        rows = [table(bag.values(), bag.offsets()[:-1]) for table, bag in zip(self.tables, bags, strict=True)]
+        vectors = torch.stack([x, *rows], dim=1)
+        pairs = itertools.combinations(vectors.unbind(1), 2)
+        y = torch.cat([x, *((a * b).sum(1, keepdim=True) for a, b in pairs)], dim=1)
+        for layer in self.top[:-1]:
+            y = layer(y).relu()
+        return self.top[-1](y).squeeze(1)
+
+
+def train_with_twin() -> tuple[float, float, float]:
+    """One epoch of the example and of its twin: the AUC of both, and how far their losses were apart at most."""
+    script = example()
+    args = script.parse(["--data", str(MOVIELENS), "--device", "cpu"])
+    source, device = script.open_source(args), torch.device("cpu")
+    dmp = script.build_model(source, args, device)
+    optimizer = script.build_optimizer(dmp, args)
+    twin = Twin(dmp.module.model)
+    # eps as in the fused optimizer for the tables, as torch's default for the dense layers
+    dense = [*twin.bottom.parameters(), *twin.top.parameters()]
+    groups: list[dict[str, Any]] = [{"params": twin.tables.parameters(), "eps": 1e-8}, {"params": dense}]
+    plain = torch.optim.Adagrad(groups, lr=args.lr)
+    apart = 0.0
+    for batch in source.train(args.batch_size):
+        loss, _ = dmp(batch)
+        other = nn.functional.binary_cross_entropy_with_logits(twin(batch), batch.labels)
+        for one, its_loss in ((optimizer, loss), (plain, other)):
+            one.zero_grad()
+            its_loss.backward()
+            one.step()
+        apart = max(apart, abs(float(loss - other)))
+    logits, labels = script.evaluate(dmp, source.evaluate(args.batch_size), device)
+    with torch.no_grad():
+        others = torch.cat([twin(batch) for batch in source.evaluate(args.batch_size)])
+    return auc(logits, labels), auc(others, labels), apart
+
+
+@pytest.mark.ranks
+@needs(MOVIELENS)
+def test_movielens_trains_as_a_plain_torch_twin_does() -> None:
+    ((found, wanted, apart),) = run_ranks(1, train_with_twin)
+    assert wanted > 0.79
+    assert found == pytest.approx(wanted, abs=0.005)
+    assert apart < 1e-3
+
+
+@pytest.mark.ranks
+@needs(CRITEO)
+def test_criteo_rows_stream_through_training_on_two_ranks(tmp_path: Path) -> None:
+    argv = ("--data", str(CRITEO), "--epochs", "2", "--batch-size", "64", "--dim", "8", "--json", str(tmp_path / "r"))
+    first, second = run_ranks(2, train, *argv)
+    # 900 of 1,000 rows are trained on
+    assert [epoch["steps"] for epoch in first["epochs"]] == [14, 14]
+    assert measured(first) == measured(second)
+    assert all(math.isfinite(number) for number in measured(first))
+    losses = [epoch["train_loss"] for epoch in first["epochs"]]
+    assert losses[1] < losses[0]
+    assert json.loads((tmp_path / "r").read_text())["world_size"] == 2
 
 
 def test_bad_rows_are_skipped_and_counted_on_demand(tmp_path: Path) -> None:
