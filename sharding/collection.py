@@ -122,6 +122,8 @@ class ShardedCollection(nn.Module):
             RuntimeError: a rank failed otherwise, or ranks disagree on the plan or on gradients being enabled.
         """
         update = torch.is_grad_enabled()
+        for group in self._groups:
+            group.freeze([not param.requires_grad for param in group.parameters])
         outbound, failure = None, None
         try:
             outbound = self._prepare(features, update)

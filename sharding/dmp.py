@@ -115,7 +115,7 @@ class DistributedModelParallel(nn.Module):
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(  # type: ignore[override]
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """This rank's part of the model by the names of the unsharded model.
 
@@ -124,15 +124,12 @@ class DistributedModelParallel(nn.Module):
         found: dict[str, Any] = {} if destination is None else destination
         return self.module.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict` of the same rank and plan gave.
-
-        Raises:
-            ValueError: `assign` is asked for, which would tear tables out of their buffers.
-        """
-        if assign:
-            raise ValueError("load_state_dict(assign=True) would tear tables out of their buffers; leave it False")
-        return self.module.load_state_dict(state_dict, strict)
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True
+    ) -> Any:
+        """Copy in what `state_dict` of the same rank and plan gave, from the names that begin with `prefix`."""
+        mine = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        return self.module.load_state_dict(mine, strict)
 
     def _shard(self, collection: Collection, shards: Sequence[Shard]) -> ShardedCollection:
         default: Any = (torch.optim.SGD, {"lr": 0.01})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
@@ -126,14 +127,18 @@ def construct_module_sharding_plan(
     module: nn.Module,
     per_param_sharding: dict[str, ParameterShardingGenerator],
     *,
-    world_size: int,
+    world_size: int | None = None,
     device_type: str = "cpu",
 ) -> EmbeddingModuleShardingPlan:
-    """The plan of one collection from a generator per table.
+    """The plan of one collection from a generator per table; `world_size` is that of the default process group.
 
     Raises:
-        ValueError: the names do not match the module's tables.
+        ValueError: the names do not match the module's tables, or `world_size` is missing without a process group.
     """
+    if world_size is None:
+        if not dist.is_initialized():
+            raise ValueError("world_size is missing: there is no process group to take it from")
+        world_size = dist.get_world_size()
     sizes = {config.name: (config.num_embeddings, config.embedding_dim) for config in tables_of(module)}
     if set(sizes) != set(per_param_sharding):
         missing, unknown = set(sizes) - set(per_param_sharding), set(per_param_sharding) - set(sizes)

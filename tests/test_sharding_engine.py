@@ -234,3 +234,46 @@ def test_a_step_costs_four_collectives_whatever_the_number_of_tables() -> None:
         for _, _, calls in run_ranks(2, train_sharded, case, "sgd", False, 5):
             # at construction: one to compare plans, one broadcast for each replicated table
             assert calls - 1 - replicas == 4 * 5
+
+
+def train_with_a_frozen_table() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    case = CASES["replicated"]
+    module = build(case)
+    apply_optimizer_in_backward(torch.optim.Adagrad, module.parameters(), {"lr": 0.1})
+    model = DistributedModelParallel(module, plan=plan_for(case, module, dist.get_world_size()))
+    model.get_parameter("_dmp_wrapped_module.embedding_bags.a.weight").requires_grad_(False)
+    model.get_parameter("_dmp_wrapped_module.embedding_bags.b.weight").requires_grad_(False)
+    before = final_state(model)
+    model(batch_of(case, 3, dist.get_rank())).values().sum().backward()
+    return before, final_state(model)
+
+
+def test_tables_frozen_after_sharding_stay_as_they_are() -> None:
+    """The backward used to go on training them: marks were read when the tables were sharded and never again."""
+    for before, after in run_ranks(2, train_with_a_frozen_table):
+        moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
+        assert moved == {"embedding_bags.c.weight", "embedding_bags.c.weight/c.momentum1"}
+
+
+def two_in_flight() -> tuple[list[Tensor], bool]:
+    case, rank = CASES["replicated"], dist.get_rank()
+    module = build(case)
+    apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = DistributedModelParallel(module, plan=plan_for(case, module, dist.get_world_size()))
+    engine: Any = model.module
+    mine = [samples_of(batch_of(case, 6, step), 3 * rank, 3 * rank + 3) for step in range(2)]
+    flights = [engine.begin(batch) for batch in mine]
+    values = [engine.finish(flight).values().detach() for flight in flights]
+    with torch.no_grad():
+        third = engine.begin(mine[0])
+    return values, engine.finish(third).values().requires_grad
+
+
+def test_two_batches_can_be_in_flight_and_one_begun_without_gradients_has_none() -> None:
+    case = CASES["replicated"]
+    module = build(case)
+    ranks = run_ranks(2, two_in_flight)
+    for step in range(2):
+        wanted = module(batch_of(case, 6, step)).values()
+        assert torch.equal(torch.cat([values[step] for values, _ in ranks]), wanted)
+    assert not any(requires_grad for _, requires_grad in ranks)

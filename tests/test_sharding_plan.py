@@ -234,3 +234,10 @@ def test_a_fingerprint_is_stable_over_processes_and_orders_and_tells_plans_apart
         layout.fingerprint([WHOLE, Shard("u", 1, (0, 5), (0, 4), replica=True)], ["a", 1]),
     ]
     assert len({mine, *others}) == 6
+
+
+def test_a_plan_without_a_process_group_needs_a_world_size() -> None:
+    ebc = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t")])
+    with pytest.raises(ValueError, match="world_size is missing: there is no process group"):
+        construct_module_sharding_plan(ebc, {"t": data_parallel()})
+    assert construct_module_sharding_plan(ebc, {"t": data_parallel()}, world_size=2)["t"].ranks == [0, 1]
