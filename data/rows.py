@@ -32,7 +32,7 @@ class BadRows:
 
     def report(self, path: Path, line: int, bad: BadRow) -> None:
         if self.policy == "raise":
-            raise ValueError(f"{path}:{line}: {bad}") from bad
+            raise ValueError(f'{path}:{line}: {bad}; pass on_bad_row="skip" to leave bad rows out') from bad
         self.skipped[bad.reason] += 1
 
 
@@ -55,22 +55,36 @@ def read_lines(path: Path) -> Iterator[str]:
 def read_table(path: Path, columns: Sequence[str], bad_rows: BadRows) -> Iterator[tuple[int, list[str]]]:
     """Yields (line, fields) of a CSV file with a header, the fields in the order of `columns`.
 
-    Blank lines are passed over. A header without one of `columns` is a ValueError under any policy.
+    A row is a line: a quote that is not closed spoils its own row alone. Blank lines are passed over. A header that
+    cannot be read or is without one of `columns` is a ValueError under any policy.
     """
-    rows = csv.reader(read_lines(path))
-    header = next(rows, None)
-    if header is None:
+    lines = read_lines(path)
+    first = next(lines, None)
+    if first is None:
         raise ValueError(f"{path}:1: the file is empty, expected a header with {', '.join(columns)}")
-    header = [name.strip().removeprefix("\ufeff") for name in header]
+    try:
+        header = [name.strip().removeprefix("\ufeff") for name in _split(first)]
+    except BadRow as bad:
+        raise ValueError(f"{path}:1: the header is {bad}") from bad
     missing = [name for name in columns if name not in header]
     if missing:
         raise ValueError(f"{path}:1: no column {', '.join(map(repr, missing))} in the header {', '.join(header)}")
     places = [header.index(name) for name in columns]
-    for fields in rows:
-        if not fields:
+    for number, line in enumerate(lines, start=2):
+        try:
+            fields = _split(line)
+            if fields and len(fields) != len(header):
+                raise BadRow("wrong number of columns", f"{len(fields)} columns, the header has {len(header)}")
+        except BadRow as bad:
+            bad_rows.report(path, number, bad)
             continue
-        if len(fields) != len(header):
-            bad = BadRow("wrong number of columns", f"{len(fields)} columns, the header has {len(header)}")
-            bad_rows.report(path, rows.line_num, bad)
-            continue
-        yield rows.line_num, [fields[place] for place in places]
+        if fields:
+            yield number, [fields[place] for place in places]
+
+
+def _split(line: str) -> list[str]:
+    """The fields of one CSV line, none of a blank one."""
+    try:
+        return next(csv.reader((line,), strict=True))
+    except csv.Error as error:
+        raise BadRow("not CSV", f"not a CSV row, whose quotes close on its line: {error}") from None

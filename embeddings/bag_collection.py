@@ -43,6 +43,7 @@ class EmbeddingBagCollection(TableCollection):
 
     _children_name = "embedding_bags"
     _config_type = EmbeddingBagConfig
+    embedding_bags: nn.ModuleDict
 
     def __init__(
         self,

@@ -36,6 +36,9 @@ class TableCollection(nn.Module):
         bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
         super().__init__()
+        if not isinstance(bounds_check, BoundsCheckMode):
+            # a mode that no comparison knows would be taken for a lenient one
+            raise TypeError(f"bounds_check must be a BoundsCheckMode, BoundsCheckMode.FATAL say, got {bounds_check!r}")
         self._configs = named_tables(list(tables), type(self).__name__, self._config_type)
         self._names_by_table = embedding_names_by_table(self._configs)
         self._bounds_check = bounds_check

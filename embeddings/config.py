@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -89,8 +90,17 @@ class BaseEmbeddingConfig:
     def __post_init__(self) -> None:
         for what in ("num_embeddings", "embedding_dim"):
             value: Any = getattr(self, what)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            # numpy's integers are fine: sizes often come from data
+            if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) <= 0:
                 raise ValueError(f"table {self.name!r}: {what} must be a positive int, got {value!r}")
+            setattr(self, what, operator.index(value))
+        names: Any = self.feature_names
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"table {self.name!r}: feature_names must be a list of strings, got {names!r}")
+        if not isinstance(self.data_type, DataType):
+            raise ValueError(
+                f"table {self.name!r}: data_type must be a DataType, DataType.FP16 say, got {self.data_type!r}"
+            )
         if len(set(self.feature_names)) != len(self.feature_names):
             raise ValueError(f"table {self.name!r}: feature_names repeat: {self.feature_names}")
         low, high = self.get_weight_init_min(), self.get_weight_init_max()
@@ -121,7 +131,9 @@ class EmbeddingBagConfig(BaseEmbeddingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pooling not in (PoolingType.SUM, PoolingType.MEAN):
-            raise ValueError(f"table {self.name!r}: pooling must be SUM or MEAN, got {self.pooling}")
+            raise ValueError(
+                f"table {self.name!r}: pooling must be PoolingType.SUM or PoolingType.MEAN, got {self.pooling!r}"
+            )
 
 
 @dataclass

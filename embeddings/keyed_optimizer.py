@@ -6,6 +6,7 @@ which is how a schedule reaches them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -122,7 +123,12 @@ class FusedOptimizer(KeyedOptimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Pass each group's `lr` to its tables, from the next backward on."""
         for group, param_group in zip(self.groups, self.param_groups, strict=True):
-            group.set_lr(float(param_group["lr"]))
+            lr = float(param_group["lr"])
+            if not 0 <= lr < math.inf:
+                raise ValueError(
+                    f"tables {[t.name for t in group.tables]}: lr must be finite and not negative, got {lr}"
+                )
+            group.set_lr(lr)
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
@@ -134,6 +140,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def __init__(
         self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], torch.optim.Optimizer]
     ) -> None:
+        if not isinstance(params, Mapping):
+            raise TypeError(
+                f"a dict of named parameters is wanted, dict(model.named_parameters()) say, got {type(params).__name__}"
+            )
         self._optimizer = optim_factory(list(params.values())) if params else None
         inner = self._optimizer
         super().__init__(params, inner.state if inner else {}, inner.param_groups if inner else [])
@@ -162,6 +172,11 @@ class CombinedOptimizer(KeyedOptimizer):
         self.optimizers = [optim if isinstance(optim, tuple) else ("", optim) for optim in optims]
         params: dict[str, Tensor] = {}
         for prefix, optimizer in self.optimizers:
+            if not isinstance(optimizer, KeyedOptimizer):
+                kind = type(optimizer).__name__
+                raise TypeError(
+                    f"{kind} has no named parameters: wrap it in KeyedOptimizerWrapper(named_parameters, factory)"
+                )
             for name, param in optimizer.params.items():
                 full = _join(prefix, name)
                 if full in params:

@@ -6,6 +6,7 @@ absent hyper-parameters are those of FBGEMM's fused optimizers (lr 0.01, eps 1e-
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,14 @@ _RULES: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Adam: "adam",
     RowWiseAdagrad: "rowwise_adagrad",
 }
-_NAMES = {"lr": "lr", "learning_rate": "lr", "eps": "eps", "beta1": "beta1", "beta2": "beta2"}
+_ADAGRAD = ("lr", "eps", "initial_accumulator_value")
+# what each rule takes; betas is (beta1, beta2)
+_TAKES = {
+    "sgd": ("lr",),
+    "adagrad": _ADAGRAD,
+    "rowwise_adagrad": _ADAGRAD,
+    "adam": ("lr", "eps", "beta1", "beta2"),
+}
 
 
 def optimizer_spec(
@@ -118,28 +126,39 @@ def optimizer_spec(
     """The fused rule for an optimizer class and its keyword arguments.
 
     Raises:
-        ValueError: the class has no fused rule, or an argument asks for something that the rule does not do.
+        ValueError: the class has no fused rule, an argument asks for something that the rule does not do, or a number
+            is negative or not finite.
     """
     rule = _RULES.get(optimizer_class)
     if rule is None:
         known = ", ".join(c.__name__ for c in _RULES)
         raise ValueError(f"table {table!r}: {optimizer_class.__name__} has no fused rule; these do: {known}")
-    chosen: dict[str, Any] = {}
-    for name, value in optimizer_kwargs.items():
-        if name in _NAMES:
-            chosen[_NAMES[name]] = float(value)
-        elif name == "betas":
-            chosen["beta1"], chosen["beta2"] = (float(beta) for beta in value)
-        elif name == "initial_accumulator_value" and rule.endswith("adagrad"):
-            chosen[name] = float(value)
-        elif value:
-            # never skip a setting silently: a zero, False or None asks for nothing
+    given = {"lr" if name == "learning_rate" else name: value for name, value in optimizer_kwargs.items()}
+    betas = given.pop("betas", None)
+    if betas is not None:
+        if len(betas) != 2:
+            raise ValueError(f"table {table!r}: betas must be two numbers, got {betas!r}")
+        given.update(beta1=betas[0], beta2=betas[1])
+    chosen: dict[str, float] = {}
+    for name, value in given.items():
+        # never skip a setting silently: a zero, False or None asks for nothing
+        if name not in _TAKES[rule] and value:
             raise ValueError(f"table {table!r}: fused {optimizer_class.__name__} does not take {name}={value!r}")
-    if chosen.get("lr", 0.01) < 0 or chosen.get("eps", 0.0) < 0:
-        raise ValueError(f"table {table!r}: lr and eps must not be negative, got {optimizer_kwargs}")
-    if not all(0 <= chosen.get(beta, 0.0) < 1 for beta in ("beta1", "beta2")):
-        raise ValueError(f"table {table!r}: betas must be in [0, 1), got {optimizer_kwargs}")
+        if name in _TAKES[rule] and value is not None:
+            chosen[name] = _number(value, name, table)
     return OptimizerSpec(rule, **chosen)
+
+
+def _number(value: Any, name: str, table: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"table {table!r}: {name} must be a number, got {value!r}") from None
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"table {table!r}: {name} must be finite and not negative, got {value!r}")
+    if name in ("beta1", "beta2") and number >= 1:
+        raise ValueError(f"table {table!r}: {name} must be in [0, 1), got {value!r}")
+    return number
 
 
 def apply_optimizer_in_backward(
@@ -153,12 +172,20 @@ def apply_optimizer_in_backward(
 
     Raises:
         ValueError: a parameter already has an optimizer in the backward; none is marked then.
+        TypeError: no optimizer class, or no parameters.
     """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(f"the optimizer must be a class such as torch.optim.Adagrad, got {optimizer_class!r}")
     params = list(params)
     for param in params:
-        if optimizer_of(param) is not None:
-            shape = list(param.shape)
-            raise ValueError(f"this parameter {shape} already has an optimizer in the backward: a table takes one")
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(f"parameters are wanted, as module.parameters() gives them, got {type(param).__name__}")
+        before = optimizer_of(param)
+        if before is not None:
+            raise ValueError(
+                f"this parameter {list(param.shape)} already has an optimizer in the backward, {before[0].__name__}:"
+                " a table takes one, chosen before sharding; build the collection anew to choose another"
+            )
     for param in params:
         mark_optimizer(param, optimizer_class, dict(optimizer_kwargs))
         if param.requires_grad:

@@ -34,6 +34,8 @@ class EmbeddingCollection(TableCollection):
     """
 
     _children_name = "embeddings"
+    _config_type = EmbeddingConfig
+    embeddings: nn.ModuleDict
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._segments import lengths_of, offsets_of
+from ._text import summary
 
 
 class Bags:
@@ -65,6 +66,11 @@ class Bags:
         """Keep the memory of every tensor until `stream` is done with it."""
         for tensor in self._tensors():
             tensor.record_stream(stream)
+
+    def _summary(self) -> str:
+        """Values and weights for a repr; reads nothing."""
+        weights = "" if self._weights is None else f", weights={summary(self._weights)}"
+        return f"values={summary(self._values)}{weights}"
 
     def _tensors(self) -> list[Tensor]:
         held = (self._values, self._weights, self._lengths, self._offsets)

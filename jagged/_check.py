@@ -1,4 +1,7 @@
-"""Checks at construction: shapes, dtypes and devices only, so that none of them waits for a device."""
+"""Checks at construction: shapes, dtypes and devices only, so that none of them waits for a device.
+
+`readable` says where a check may read numbers as well.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,11 @@ def check_keys(keys: Sequence[str]) -> list[str]:
 def check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether reading it waits for nothing: it is on the cpu, has numbers (a fake one has not), and nothing traces."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and type(tensor) is Tensor
 
 
 def check_values(values: Tensor, weights: Tensor | None) -> None:

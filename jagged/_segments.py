@@ -1,7 +1,8 @@
 """Offset arithmetic of ragged data: which values belong to which bag, and which bags to which key.
 
 Shapes: lengths [N] bag sizes, offsets [N + 1] first value of each bag and then the end, values [L, ...].
-A key owns consecutive bags, its stride (batch size) of them. Only `read_length_per_key` reads tensors on the host.
+A key owns consecutive bags, its stride (batch size) of them. Only `read_length_per_key` and `check_members` read
+tensors on the host.
 """
 
 from __future__ import annotations
@@ -87,6 +88,23 @@ def lengths_of(offsets: Tensor) -> Tensor:
     return offsets[1:] - offsets[:-1]
 
 
+def contradict(lengths: Tensor, offsets: Tensor) -> Tensor:
+    """Whether offsets are not those of lengths, or do not start at 0: [1] of 0 or 1, dtype of the lengths."""
+    unlike = (lengths_of(offsets) != lengths).any() | (offsets[0] != 0)
+    return unlike.reshape(1).to(lengths.dtype)
+
+
+def check_members(keys: Sequence[str], lengths: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    """ValueError, with the key, unless the lengths of each are >= 0 and sum to its size. Reads them on the host."""
+    facts = torch.stack([torch.stack([length.sum(), length.clamp(max=0).sum()]) for length in lengths])
+    # not a host sync: the caller asked whether they are readable
+    for key, size, (total, below) in zip(keys, sizes, facts.tolist(), strict=True):
+        if total != size:
+            raise ValueError(f"key {key!r}: lengths sum to {total}, values has {size}")
+        if below:
+            raise ValueError(f"key {key!r}: lengths must be >= 0, some are negative and sum to {below}")
+
+
 def join_tensors(what: str, labels: Sequence[str], parts: Sequence[Tensor]) -> Tensor:
     """`torch.cat` along dim 0, in which empty parts have no say: an empty float tensor does not make ids float.
 
@@ -115,10 +133,13 @@ def join_weights(owners: Sequence[Sequence[str]], weights: Sequence[Tensor | Non
     return join_tensors("weights", [names(keys) for keys in owners], present)
 
 
-def read_length_per_key(strides: Strides, lengths: Tensor, offsets: Tensor, num_values: int) -> list[int]:
+def read_length_per_key(
+    strides: Strides, lengths: Tensor, offsets: Tensor, num_values: int, *, compare: bool
+) -> list[int]:
     """Number of values of each key. One host sync, none if there are no bags.
 
     Raises ValueError, with numbers and the key, unless offsets start at 0, do not decrease and end at `num_values`.
+    `compare` is for lengths and offsets that were not computed from each other: they must agree as well.
     """
     if strides.starts[-1] == 0:
         return [0] * len(strides.keys)
@@ -126,15 +147,16 @@ def read_length_per_key(strides: Strides, lengths: Tensor, offsets: Tensor, num_
         edges = offsets[:: strides.stride]
     else:
         edges = offsets[torch.tensor(strides.starts, device=offsets.device)]
-    # host sync: sizes of pieces are decided on the host; the smallest length comes along to be checked
-    *bounds, smallest = torch.cat([edges, lengths.min().reshape(1)]).tolist()
-    if bounds[0] != 0 or smallest < 0 or bounds[-1] != num_values:
+    unlike = contradict(lengths, offsets) if compare else lengths.new_zeros(1)
+    # host sync: sizes of pieces are decided on the host; what is to be checked comes along
+    *bounds, smallest, differ = torch.cat([edges, lengths.min().reshape(1), unlike]).tolist()
+    if bounds[0] != 0 or smallest < 0 or bounds[-1] != num_values or differ:
         # host sync: on the way to an error
-        raise ValueError(_what_is_wrong(strides, offsets.tolist(), num_values))
+        raise ValueError(_what_is_wrong(strides, lengths.tolist(), offsets.tolist(), num_values))
     return [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
 
 
-def _what_is_wrong(strides: Strides, offsets: list[int], num_values: int) -> str:
+def _what_is_wrong(strides: Strides, lengths: list[int], offsets: list[int], num_values: int) -> str:
     key, before = strides.keys[0], offsets[0]
     if before != 0:
         return f"offsets must start at 0, got {before} (key {key!r})"
@@ -146,4 +168,7 @@ def _what_is_wrong(strides: Strides, offsets: list[int], num_values: int) -> str
             if after > num_values:
                 total = f"lengths sum to {offsets[-1]}, values has {num_values}"
                 return f"{total}: key {key!r}, sample {sample} ends at {after}"
+            if after - before != lengths[start + sample]:
+                length = lengths[start + sample]
+                return f"key {key!r}, sample {sample}: length {length}, but its offsets go from {before} to {after}"
     return f"lengths sum to {offsets[-1]}, values has {num_values}: {num_values - offsets[-1]} left after key {key!r}"

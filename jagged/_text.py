@@ -1,10 +1,18 @@
-"""What `str()` of a jagged type says: TorchRec's text, byte for byte. Printing reads every tensor on the host."""
+"""What `str()` and `repr()` of a jagged type say.
+
+`str()` is TorchRec's text, byte for byte, and reads every tensor on the host; `repr()` is one line and reads nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from torch import Tensor
+
+
+def summary(tensor: Tensor) -> str:
+    """Shape, dtype and device: `[3, 12] float32 cpu`."""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {tensor.device}"
 
 
 def rows_text(values: Tensor, offsets: Sequence[int]) -> str:

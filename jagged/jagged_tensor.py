@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ._bags import Bags
-from ._check import check_bags, check_values
-from ._segments import join_tensors
+from ._check import check_bags, check_values, readable
+from ._segments import contradict, join_tensors
 from ._text import bags_text
 
 
@@ -65,24 +65,28 @@ class JaggedTensor(Bags):
         return JaggedTensor(values, move(self._weights), move(self._lengths), move(self._offsets))
 
     def to_dense(self) -> list[Tensor]:
-        """One view of the values per bag. Syncs with the host once; ValueError unless the lengths add up to L."""
+        """One view of the values per bag. Syncs with the host once.
+
+        Raises ValueError unless the lengths add up to L and agree with the offsets, where both are known.
+        """
         # host sync: the size of each view is decided on the host
-        lengths: list[int] = self.lengths().tolist()
-        if min(lengths, default=0) < 0 or sum(lengths) != self._values.shape[0]:
-            shown = f"{lengths[:10]}{' ...' if len(lengths) > 10 else ''}"
-            raise ValueError(f"lengths {shown} sum to {sum(lengths)}, values has {self._values.shape[0]}")
+        *lengths, unlike = torch.cat([self.lengths(), self._unlike()]).tolist()
+        if min(lengths, default=0) < 0 or sum(lengths) != self._values.shape[0] or unlike:
+            raise ValueError(self._what_is_wrong(lengths))
         return list(torch.split_with_sizes(self._values, lengths)) if lengths else []
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """Values as [B, desired_length, ...], bags cut or filled with `padding_value`; differentiable, dtype kept.
 
-        Without `desired_length` the longest bag decides, which syncs with the host.
+        Without `desired_length` the longest bag decides, which syncs with the host. There, and on the cpu, ValueError
+        for the bags that `to_dense` refuses; on a device with `desired_length` nothing is read, and only what is in a
+        bag is copied.
         """
-        if desired_length is None:
-            # host sync: the longest bag is the size of the result
-            desired_length = int(self.lengths().max().item()) if self._batch_size else 0
-        if desired_length < 0:
+        if desired_length is not None and desired_length < 0:
             raise ValueError(f"desired_length must be >= 0, got {desired_length}")
+        if desired_length is None or readable(self.lengths()):
+            longest = self._read_longest()
+            desired_length = longest if desired_length is None else desired_length
         offsets = self.offsets().to(torch.int64)
         slots = self._batch_size * desired_length
         position = torch.arange(self._values.shape[0], device=self.device())  # [L]
@@ -95,12 +99,44 @@ class JaggedTensor(Bags):
         flat = self._values.new_full((slots + 1, *shape), padding_value).index_put((target,), self._values)
         return flat[:slots].view(self._batch_size, desired_length, *shape)
 
+    def _read_longest(self) -> int:
+        """Size of the longest bag, in one host sync, with the checks of `to_dense`."""
+        if self._batch_size == 0:
+            return 0
+        lengths = self.lengths()
+        facts = [fact.reshape(1) for fact in (lengths.max(), lengths.min(), lengths.sum(), self._unlike())]
+        # host sync: the longest bag is the size of the result; what is to be checked comes along
+        longest, shortest, total, unlike = torch.cat(facts).tolist()
+        if shortest < 0 or total != self._values.shape[0] or unlike:
+            # host sync: on the way to an error
+            raise ValueError(self._what_is_wrong(lengths.tolist()))
+        return int(longest)
+
+    def _unlike(self) -> Tensor:
+        """Whether lengths and offsets, where both are known, contradict each other: [1] of 0 or 1."""
+        lengths = self.lengths()
+        return lengths.new_zeros(1) if self._offsets is None else contradict(lengths, self._offsets)
+
+    def _what_is_wrong(self, lengths: list[int]) -> str:
+        text = f"lengths {_first(lengths)} sum to {sum(lengths)}, values has {self._values.shape[0]}"
+        if min(lengths, default=0) >= 0 and sum(lengths) == self._values.shape[0]:
+            # host sync: on the way to an error
+            text = f"lengths {_first(lengths)} contradict offsets {_first(self.offsets().tolist())}"
+        return text
+
+    def __repr__(self) -> str:
+        return f"JaggedTensor({self._summary()}, bags={self._batch_size})"
+
     def __str__(self) -> str:
         # host sync: text is made on the host
         text = bags_text(self._values, self._weights, self.offsets().tolist(), "")
         if self._weights is None:
             text = f"{{\n    {text}\n}}"
         return f"JaggedTensor({text})\n"
+
+
+def _first(numbers: list[int]) -> str:
+    return f"{numbers[:10]}{' ...' if len(numbers) > 10 else ''}"
 
 
 def _join_samples(what: str, samples: Sequence[Tensor]) -> Tensor:

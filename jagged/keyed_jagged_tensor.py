@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ._bags import Bags
-from ._check import check_bags, check_keys, check_ranks, check_strides, check_values, names
-from ._segments import Strides, join_tensors, join_weights, offsets_of, read_length_per_key, starts_of
+from ._check import check_bags, check_keys, check_ranks, check_strides, check_values, names, readable
+from ._segments import Strides, check_members, join_tensors, join_weights, offsets_of, read_length_per_key, starts_of
 from ._text import bags_text, keyed_text
 from .jagged_tensor import JaggedTensor
 
@@ -37,6 +37,8 @@ class KeyedJaggedTensor(Bags):
 
     _strides: Strides
     _length_per_key: list[int] | None
+    # False: the sizes of from_jt_dict's members on a device, which nobody compared with the lengths yet
+    _checked: bool
     _offset_per_key: list[int] | None
     _jt_dict: dict[str, JaggedTensor] | None
 
@@ -68,6 +70,7 @@ class KeyedJaggedTensor(Bags):
         lengths: Tensor | None,
         offsets: Tensor | None = None,
         length_per_key: list[int] | None = None,
+        checked: bool = True,
     ) -> KeyedJaggedTensor:
         """Set every field and return self, without a check: `_new()._fill(...)` makes pieces of what was checked."""
         self._strides = strides
@@ -76,6 +79,7 @@ class KeyedJaggedTensor(Bags):
         self._lengths = lengths
         self._offsets = offsets
         self._length_per_key = length_per_key
+        self._checked = checked
         self._offset_per_key = None
         self._jt_dict = None
         return self
@@ -112,7 +116,8 @@ class KeyedJaggedTensor(Bags):
     def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
         """One key per entry, in the order of the dict; batch sizes may differ.
 
-        No host sync: how many values a key has is the size of its values, its lengths are taken at their word.
+        No host sync: how many values a key has is the size of its values. On the cpu its lengths must sum to that;
+        on a device they are taken at their word until `sync`.
 
         Raises ValueError if only some have weights, if values are not 1-D, mix integers and floats, or devices.
         """
@@ -126,12 +131,17 @@ class KeyedJaggedTensor(Bags):
         lengths = [jt.lengths() for jt in jts]
         batches = [length.shape[0] for length in lengths]
         same = len(set(batches)) == 1
+        sizes = [jt.values().shape[0] for jt in jts]
+        checked = all(readable(length) for length in lengths)
+        if checked:
+            check_members(keys, lengths, sizes)
         return _new()._fill(
             Strides(keys, max(batches), batches, None if same else [[n] for n in batches]),
             join_tensors("values", [repr(key) for key in keys], [jt.values() for jt in jts]),
             join_weights([[key] for key in keys], [jt.weights_or_none() for jt in jts]),
             torch.cat(lengths),
-            length_per_key=[jt.values().shape[0] for jt in jts],
+            length_per_key=sizes,
+            checked=checked,
         )
 
     @staticmethod
@@ -168,6 +178,7 @@ class KeyedJaggedTensor(Bags):
             join_weights([kjt.keys() for kjt in members], [kjt._weights for kjt in members]),
             torch.cat([kjt.lengths() for kjt in members]),
             length_per_key=None if None in known else [n for lengths in known for n in lengths or ()],
+            checked=all(kjt._checked for kjt in members),
         )
 
     def keys(self) -> list[str]:
@@ -203,10 +214,13 @@ class KeyedJaggedTensor(Bags):
         Raises ValueError, with numbers and the key, if lengths or offsets do not fit the values.
         """
         if self._length_per_key is None:
-            self._length_per_key = read_length_per_key(
-                self._strides, self.lengths(), self.offsets(), self._values.shape[0]
-            )
+            self._length_per_key = self._read_length_per_key()
+            self._checked = True
         return self._length_per_key
+
+    def _read_length_per_key(self) -> list[int]:
+        both = self._lengths is not None and self._offsets is not None
+        return read_length_per_key(self._strides, self.lengths(), self.offsets(), self._values.shape[0], compare=both)
 
     def length_per_key_or_none(self) -> list[int] | None:
         return self._length_per_key
@@ -222,6 +236,12 @@ class KeyedJaggedTensor(Bags):
 
     def sync(self) -> KeyedJaggedTensor:
         """Read and check `length_per_key` and `offset_per_key` now; returns self."""
+        if self._length_per_key is not None and not self._checked:
+            found = self._read_length_per_key()
+            for key, total, size in zip(self.keys(), found, self._length_per_key, strict=True):
+                if total != size:
+                    raise ValueError(f"key {key!r}: lengths sum to {total}, values has {size}")
+            self._checked = True
         self.offset_per_key()
         return self
 
@@ -284,6 +304,7 @@ class KeyedJaggedTensor(Bags):
                 weights[i] if weights else None,
                 lengths[i],
                 length_per_key=known[a:b],
+                checked=self._checked,
             )
             for i, (a, b) in enumerate(spans)
         ]
@@ -312,6 +333,7 @@ class KeyedJaggedTensor(Bags):
             torch.cat([weights[i] for i in indices]) if weights else None,
             self._lengths_at(indices),
             length_per_key=[known[i] for i in indices],
+            checked=self._checked,
         )
 
     def _per_key(self) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
@@ -367,11 +389,15 @@ class KeyedJaggedTensor(Bags):
             each(self._lengths),
             each(self._offsets),
             self._length_per_key,
+            self._checked,
         )
 
     def __getstate__(self) -> dict[str, Any]:
         # the views of to_dict would be stored a second time
         return {**self.__dict__, "_jt_dict": None}
+
+    def __repr__(self) -> str:
+        return f"KeyedJaggedTensor(keys={names(self.keys())}, stride={self.stride()}, {self._summary()})"
 
     def __str__(self) -> str:
         # host sync: text is made on the host

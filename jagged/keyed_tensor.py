@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._check import check_keys, check_tensor, names
 from ._segments import starts_of
-from ._text import keyed_text
+from ._text import keyed_text, summary
 
 
 class KeyedTensor:
@@ -55,15 +55,19 @@ class KeyedTensor:
         return KeyedTensor(keys, [tensor.shape[key_dim] for tensor in tensors], values, key_dim)
 
     def keys(self) -> list[str]:
+        """Keys, in the order of their values."""
         return self._keys
 
     def values(self) -> Tensor:
+        """Values of all keys."""
         return self._values
 
     def key_dim(self) -> int:
+        """The dim along which keys lie side by side, counted from the front."""
         return self._key_dim
 
     def device(self) -> torch.device:
+        """Device of the values."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
@@ -75,6 +79,7 @@ class KeyedTensor:
         return self._offset_per_key
 
     def size_in_bytes(self) -> int:
+        """Bytes of the values."""
         return self._values.nbytes
 
     def __getitem__(self, key: str) -> Tensor:
@@ -89,6 +94,7 @@ class KeyedTensor:
         return dict(zip(self._keys, self._pieces(), strict=True))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedTensor:
+        """A copy on `device`; values already there are shared."""
         values = self._values.to(device, non_blocking=non_blocking)
         return KeyedTensor(self._keys, self._length_per_key, values, self._key_dim)
 
@@ -127,6 +133,9 @@ class KeyedTensor:
     def _pieces(self) -> Sequence[Tensor]:
         # one split has one gradient, the concatenation; a narrow per key would add up a full-size gradient for each
         return torch.split_with_sizes(self._values, self._length_per_key, self._key_dim) if self._keys else ()
+
+    def __repr__(self) -> str:
+        return f"KeyedTensor(keys={names(self._keys)}, values={summary(self._values)})"
 
     def __str__(self) -> str:
         # host sync: text is made on the host

@@ -58,6 +58,10 @@ class DistributedModelParallel(nn.Module):
         plan: ShardingPlan | None = None,
     ) -> None:
         super().__init__()
+        for what, value, kind in (("env", env, ShardingEnv), ("plan", plan, ShardingPlan)):
+            if value is not None and not isinstance(value, kind):
+                hint = ": ShardingPlan({module path: its plan})" if kind is ShardingPlan else ""
+                raise TypeError(f"{what} must be a {kind.__name__}{hint}, got {type(value).__name__}")
         if env is None:
             if not dist.is_initialized():
                 raise RuntimeError(

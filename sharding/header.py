@@ -35,8 +35,15 @@ class Head:
     text: str
 
 
+# how many agreements this process has seen; ranks take the largest, so that each has a number of its own
+_agreements = 0
+
+
 def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, int]]) -> tuple[T, int]:
     """What `make` returns, something and its fingerprint, once it did so on all ranks with one fingerprint.
+
+    The fingerprint comes back with the number of this agreement in it: two equal collections differ, so that ranks
+    which call them in different orders find out.
 
     Raises:
         As `raise_failures`, on all ranks: none of them goes on to a collective that the others never join.
@@ -47,16 +54,19 @@ def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, 
         made = make()
     except Exception as error:
         failure = error
+    global _agreements
     world_size, mine = exchange.world_size, 0 if made is None else made[1]
     if failure is None:
-        sent = pack(0, [[]] * world_size, update=False, fingerprint=mine, groups=0)
+        sent = pack(_agreements, [[]] * world_size, update=False, fingerprint=mine, groups=0)
     else:
         sent = pack_failure(failure, world_size, update=False, fingerprint=mine, groups=0)
     # host sync: construction, not a step
     heads = unpack(exchange.headers(sent.to(device)).tolist())
     raise_failures(heads, failure, update=False, fingerprint=mine)
     assert made is not None
-    return made
+    number = max(head.batch for head in heads)
+    _agreements = number + 1
+    return made[0], (mine + number) % 2**63
 
 
 def pack(batch: int, ids_to_groups: Sequence[Sequence[int]], *, update: bool, fingerprint: int, groups: int) -> Tensor:
@@ -97,7 +107,7 @@ def raise_failures(heads: Sequence[Head], failure: Exception | None, *, update: 
         if head.status != _WELL:
             raise _ERRORS[head.status](f"rank {rank}: {head.text}") from failure
     for what, values, mine in (
-        ("their plans or table configs", [head.fingerprint for head in heads], fingerprint),
+        ("their plans, table configs or order of lookups", [head.fingerprint for head in heads], fingerprint),
         ("whether gradients are enabled", [head.update for head in heads], update),
     ):
         other = [rank for rank, value in enumerate(values) if value != mine]

@@ -182,6 +182,9 @@ def shards_of(name: str, one: ParameterSharding, rows: int, dim: int, world_size
         if rank is None:
             raise ValueError(f"table {name!r}: a shard's placement names no rank: {placement}")
         shards.append(Shard(name, rank, (row, row + height), (col, col + width)))
+    placed = sorted({shard.rank for shard in shards})
+    if one.ranks is not None and sorted(set(one.ranks)) != placed:
+        raise ValueError(f"table {name!r}: the plan says ranks {one.ranks}, its shards are on {placed}")
     return shards
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 # The sub-packages are folders beside this one, linked here. A checkout without symlinks finds them through the root.
-if not (_Path(__file__).parent / "kernels").is_dir():
-    __path__.append(str(_Path(__file__).resolve().parents[1]))
+_ROOT = _Path(__file__).resolve().parents[1]
+if not (_Path(__file__).parent / "kernels").is_dir() and (_ROOT / "kernels" / "_op.py").is_file():
+    __path__.append(str(_ROOT))
 
 if TYPE_CHECKING:
     from .data import (

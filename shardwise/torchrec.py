@@ -30,7 +30,7 @@ _DATA_TYPE = _at("shardwise.embeddings", "DataType")
 _CONFIGS = _DATA_TYPE | _at("shardwise.embeddings", "EmbeddingBagConfig", "EmbeddingConfig", "PoolingType")
 _COLLECTIONS = _at("shardwise.embeddings", "EmbeddingBagCollection", "EmbeddingCollection")
 _IN_BACKWARD = _at("shardwise.embeddings", "apply_optimizer_in_backward")
-_KEYED = _at("shardwise.embeddings", "CombinedOptimizer", "KeyedOptimizerWrapper")
+_KEYED = _at("shardwise.embeddings", "CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper")
 _ROWWISE = _at("shardwise.embeddings", "RowWiseAdagrad")
 _DMP = _at("shardwise.sharding.dmp", "DistributedModelParallel")
 _ENV = _at("shardwise.sharding.env", "ShardingEnv")
@@ -43,8 +43,10 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     "torchrec": _JAGGED | _CONFIGS | _COLLECTIONS,
     "torchrec.datasets.utils": _at("shardwise.data", "Batch"),
     "torchrec.distributed": _DMP | _ENV | _PARAMETER,
+    "torchrec.distributed.embedding": _at("shardwise.sharding.collection", "ShardedEmbeddingCollection"),
     "torchrec.distributed.embedding_lookup": _KERNEL,
     "torchrec.distributed.embedding_types": _KERNEL,
+    "torchrec.distributed.embeddingbag": _at("shardwise.sharding.collection", "ShardedEmbeddingBagCollection"),
     "torchrec.distributed.model_parallel": _DMP,
     "torchrec.distributed.planner.types": _PLAN,
     "torchrec.distributed.sharding_plan": _at(
@@ -59,7 +61,8 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "shardwise.models", "DLRM", "DLRMTrain", "DenseArch", "InteractionArch", "OverArch", "SparseArch"
     ),
     "torchrec.modules.activation": _at("shardwise.models", "SwishLayerNorm"),
-    "torchrec.modules.embedding_configs": _CONFIGS,
+    "torchrec.modules.embedding_configs": _CONFIGS
+    | _at("shardwise.embeddings", "BaseEmbeddingConfig", "data_type_to_dtype", "dtype_to_data_type"),
     "torchrec.modules.embedding_modules": _COLLECTIONS,
     "torchrec.modules.fused_embedding_modules": _at(
         "shardwise.embeddings", "FusedEmbeddingBagCollection", "FusedEmbeddingCollection", "fuse_embedding_optimizer"
@@ -67,6 +70,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     "torchrec.modules.mlp": _at("shardwise.models", "MLP", "Perceptron"),
     "torchrec.optim": _IN_BACKWARD | _KEYED | _ROWWISE,
     "torchrec.optim.apply_optimizer_in_backward": _IN_BACKWARD,
+    "torchrec.optim.fused": _at("shardwise.embeddings", "FusedOptimizer"),
     "torchrec.optim.keyed": _KEYED,
     "torchrec.optim.optimizers": _at("shardwise.embeddings", "in_backward_optimizer_filter"),
     "torchrec.optim.rowwise_adagrad": _ROWWISE,

@@ -111,6 +111,8 @@ def test_two_ranks_share_the_global_batches_of_one(tmp_path: Path, split: str) -
 
 
 BAD_RATINGS = [
+    ('7,10,4.0,"1', "not CSV", "not a CSV row, whose quotes close on its line: unexpected end of data"),
+    ('7,10,"4.0"5,1', "not CSV", "not a CSV row, .*"),
     ("7,10,4.0", "wrong number of columns", "3 columns, the header has 4"),
     ("x,10,4.0,1", "userId not an integer", "userId must be an integer, got 'x'"),
     ("7,1.5,4.0,1", "movieId not an integer", "movieId must be an integer, got '1.5'"),
@@ -132,16 +134,32 @@ def test_a_bad_rating_names_its_line_or_is_counted(
     lines = RATINGS.splitlines()
     bad = "\n".join([*lines[:3], row, row, *lines[3:]]) + "\n"
     folder(tmp_path, bad, zipped=zipped)
-    with pytest.raises(ValueError, match=rf"ratings\.csv(\.gz)?:4: {detail}"):
+    with pytest.raises(
+        ValueError, match=rf'ratings\.csv(\.gz)?:4: {detail}; pass on_bad_row="skip" to leave bad rows out$'
+    ):
         MovieLens(tmp_path)
     reader = MovieLens(tmp_path, on_bad_row="skip")
     assert reader.skipped == {reason: 2}
     assert reader.labels.tolist() == [1, 0, 1, 0, 1]
 
 
+def test_a_stray_quote_costs_its_own_row_alone(tmp_path: Path) -> None:
+    """csv.reader over the file read on to the next quote, so the rows between two were one field.
+
+    Every movie between was lost, and the line named was the last of them.
+    """
+    movies = MOVIES + '40,"Stray,Crime\n50,Heat (1995),Crime\n60,"Stray,Crime\n'
+    with pytest.raises(ValueError, match=r"movies\.csv:5: not a CSV row"):
+        MovieLens(folder(tmp_path, movies=movies))
+    reader = MovieLens(tmp_path, on_bad_row="skip")
+    assert reader.skipped == {"not CSV": 2}
+    assert reader.feature_rows["item"] == 4
+
+
 @pytest.mark.parametrize(
     ("ratings", "movies", "message"),
     [
+        ('"' + RATINGS, MOVIES, r"ratings\.csv:1: the header is not a CSV row"),
         ("", MOVIES, r"ratings\.csv:1: the file is empty, expected a header with userId, movieId, rating, timestamp"),
         ("userId,movieId,rating\n1,10,4\n", MOVIES, r"ratings\.csv:1: no column 'timestamp' in the header"),
         (RATINGS.splitlines()[0] + "\n", MOVIES, r"ratings\.csv: no ratings after the header"),

@@ -252,8 +252,8 @@ REFUSED = {
     "decay": (torch.optim.Adam, {"weight_decay": 0.1}, "table 'a': fused Adam does not take weight_decay=0.1"),
     "amsgrad": (torch.optim.Adam, {"amsgrad": True}, "table 'a': fused Adam does not take amsgrad=True"),
     "unknown": (RowWiseAdagrad, {"speed": 3}, "table 'a': fused RowWiseAdagrad does not take speed=3"),
-    "lr": (torch.optim.SGD, {"lr": -1.0}, "table 'a': lr and eps must not be negative"),
-    "betas": (torch.optim.Adam, {"betas": (0.9, 1.0)}, r"table 'a': betas must be in \[0, 1\)"),
+    "lr": (torch.optim.SGD, {"lr": -1.0}, "table 'a': lr must be finite and not negative"),
+    "betas": (torch.optim.Adam, {"betas": (0.9, 1.0)}, r"table 'a': beta2 must be in \[0, 1\)"),
 }
 
 

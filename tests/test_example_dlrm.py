@@ -55,12 +55,14 @@ CLICKS = ("--epochs", "2", "--steps", "30", "--batch-size", "256", "--dim", "8")
 def test_training_on_generated_clicks_learns_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, lr: str
 ) -> None:
-    result = train(*CLICKS, "--optimizer", optimizer, "--lr", lr, "--json", str(tmp_path / "result.json"))
+    result = train(
+        *CLICKS, "--optimizer", optimizer, "--lr", lr, "--json", str(tmp_path / "runs" / "1" / "result.json")
+    )
     epochs = result["epochs"]
     assert [epoch["steps"] for epoch in epochs] == [30, 30]
     assert 0.6 < epochs[-1]["test_auc"] < result["ceiling_auc"] + 0.01
     assert epochs[-1]["test_ne"] < 1.0
-    written = json.loads((tmp_path / "result.json").read_text())
+    written = json.loads((tmp_path / "runs" / "1" / "result.json").read_text())
     assert written["config"]["optimizer"] == optimizer
     assert written["epochs"] == epochs
     assert written["versions"]["shardwise"] == shardwise.__version__
@@ -171,7 +173,7 @@ def test_bad_rows_are_skipped_and_counted_on_demand(tmp_path: Path) -> None:
     good = "\t".join(["1", *map(str, range(13)), *(f"{n:08x}" for n in range(26))])
     (tmp_path / "day_0.tsv").write_text("\n".join([good, "bad", *[good] * 18]) + "\n")
     argv = ("--data", str(tmp_path), "--epochs", "1", "--batch-size", "6", "--dim", "4")
-    with pytest.raises(ValueError, match=r"day_0\.tsv:2: 1 columns, expected 40"):
+    with pytest.raises(SystemExit, match=r'^train\.py: .*day_0\.tsv:2: 1 columns, expected 40; .*on_bad_row="skip"'):
         train(*argv)
     assert train(*argv, "--on-bad-row", "skip")["skipped_rows"] == {"wrong number of columns": 1}
 
@@ -182,15 +184,43 @@ def test_bad_rows_are_skipped_and_counted_on_demand(tmp_path: Path) -> None:
         (["--data", "{}"], "no data that shardwise reads"),
         (["--data", "{}/nowhere"], "no such folder"),
         (["--batch-size", "0"], "--batch-size must be positive, got 0"),
+        (["--steps", "0"], "--steps must be positive, got 0"),
+        (["--lr", "0"], "--lr must be positive and finite, got 0.0"),
+        (["--lr", "nan"], "--lr must be positive and finite, got nan"),
+        (["--lr", "inf"], "--lr must be positive and finite, got inf"),
+        (["--json", "{}"], "is a folder, name a file"),
+        (["--json", "{}/a_file/result.json"], "File exists"),
         (["--batch-size", "1000000"], "do not fill a batch of 1000000"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
+    (tmp_path / "a_file").touch()
     with pytest.raises(SystemExit) as stopped:
         train(*(part.format(tmp_path) for part in argv))
     assert message in str(stopped.value) + capsys.readouterr().err
+
+
+def test_cuda_where_there_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        example().parse(["--device", "cuda"])
+    assert "--device cuda: torch finds no CUDA device here" in capsys.readouterr().err
+
+
+def test_the_folder_of_the_results_is_made_before_training(tmp_path: Path) -> None:
+    """After hours of training, write_text raised FileNotFoundError for the missing folder and the results were lost."""
+    example().parse(["--device", "cpu", "--json", str(tmp_path / "runs" / "1" / "result.json")])
+    assert (tmp_path / "runs" / "1").is_dir()
+
+
+def test_an_error_of_training_is_not_taken_for_the_readers() -> None:
+    with pytest.raises(ValueError, match="of the model"):
+        for _ in example().read(iter([None])):
+            raise ValueError("of the model")
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(

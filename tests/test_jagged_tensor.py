@@ -1,4 +1,7 @@
-"""JaggedTensor: one flat tensor in bags. The model is a list of lists."""
+"""JaggedTensor: one flat tensor in bags. The model is a list of lists.
+
+Also what a KeyedJaggedTensor says of members and bags that contradict each other.
+"""
 
 import pickle
 
@@ -8,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from shardwise.jagged import JaggedTensor
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
 INT = torch.int64
 
@@ -271,7 +274,70 @@ def test_bad_input_is_refused_with_its_numbers(case: str) -> None:
         make()
 
 
-def test_padding_survives_offsets_that_do_not_fit_the_values() -> None:
+def test_padding_on_a_device_survives_bags_that_do_not_fit_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not reading the lengths it cannot refuse them: what is in no bag is left out, nothing is overwritten."""
+    monkeypatch.setattr("shardwise.jagged.jagged_tensor.readable", lambda _: False)
     assert JaggedTensor(V, offsets=tensor([1, 2])).to_padded_dense(2).tolist() == [[2, 0]]
     assert JaggedTensor(V, lengths=tensor([1, 5])).to_padded_dense(3).tolist() == [[1, 0, 0], [2, 3, 0]]
+
+
+# bags of three values, and what is said of them
+MISFITS = {
+    "too long": ({"lengths": [1, 4]}, r"lengths \[1, 4\] sum to 5, values has 3"),
+    "negative": ({"lengths": [4, -1]}, r"lengths \[4, -1\] sum to 3"),
+    "contradiction": (
+        {"lengths": [2, 1], "offsets": [0, 1, 3]},
+        r"lengths \[2, 1\] contradict offsets \[0, 1, 3\]",
+    ),
+    "offsets from 1": ({"offsets": [1, 4]}, r"lengths \[3\] contradict offsets \[1, 4\]"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_dense_and_padded_refuse_the_same_bags(case: str) -> None:
+    """to_padded_dense padded lengths that exceed the values, and of lengths and offsets that contradict each other
+    to_dense followed the first and to_padded_dense the second."""
+    given, message = MISFITS[case]
+    jt = JaggedTensor(V, **{name: tensor(numbers) for name, numbers in given.items()})
+    for attempt in (jt.to_dense, jt.to_padded_dense, lambda: jt.to_padded_dense(2)):
+        with pytest.raises(ValueError, match=message):
+            attempt()
+
+
+def swapped() -> dict[str, JaggedTensor]:
+    """Five values in all, and lengths of five in all, but not of the same keys."""
+    return {
+        "a": JaggedTensor(tensor([1, 2]), lengths=tensor([2, 1])),
+        "b": JaggedTensor(tensor([3, 4, 5]), lengths=tensor([1, 1])),
+    }
+
+
+def test_a_member_whose_lengths_do_not_fit_is_refused() -> None:
+    """from_jt_dict took lengths at their word: a lookup of "a" then read an id of "b" as one of its own."""
+    with pytest.raises(ValueError, match="key 'a': lengths sum to 3, values has 2"):
+        KeyedJaggedTensor.from_jt_dict(swapped())
+    with pytest.raises(ValueError, match="key 'c': lengths must be >= 0, some are negative and sum to -1"):
+        KeyedJaggedTensor.from_jt_dict({"c": JaggedTensor(V, lengths=tensor([4, -1]))})
+
+
+def test_sync_checks_the_members_that_construction_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes that from_jt_dict knows counted as read, so that sync had nothing left to check."""
+    monkeypatch.setattr("shardwise.jagged.keyed_jagged_tensor.readable", lambda _: False)
+    kjt = KeyedJaggedTensor.from_jt_dict(swapped())
+    empty = KeyedJaggedTensor(["c"], V[:0], lengths=tensor([0, 0]))
+    for piece in (kjt, kjt.to("cpu"), KeyedJaggedTensor.concat([empty.sync(), kjt]), kjt.permute([1, 0])):
+        with pytest.raises(ValueError, match="key '[ab]': lengths sum to"):
+            piece.sync()
+    with pytest.raises(ValueError, match="lengths sum to 3, values has 2"):
+        kjt.split([1, 1])[0].sync()
+
+
+@pytest.mark.parametrize("ranks", [None, [[2], [1]]], ids=["one batch size", "own batch sizes"])
+def test_lengths_and_offsets_of_a_key_that_contradict_each_other_are_refused(ranks: list[list[int]] | None) -> None:
+    """Bags came from the lengths and places of keys from the offsets: rows of another key, silently."""
+    lengths, offsets = tensor([1, 0, 1, 1][: 3 if ranks else 4]), tensor([0, 1, 1, 3, 3][: 4 if ranks else 5])
+    kjt = KeyedJaggedTensor(["a", "b"], V, None, lengths, offsets, stride_per_key_per_rank=ranks)
+    with pytest.raises(ValueError, match="key 'b', sample 0: length 1, but its offsets go from 1 to 3"):
+        kjt.sync()
+    with pytest.raises(ValueError, match="key 'b', sample 0"):
+        kjt.length_per_key()

@@ -277,3 +277,22 @@ def test_two_batches_can_be_in_flight_and_one_begun_without_gradients_has_none()
         wanted = module(batch_of(case, 6, step)).values()
         assert torch.equal(torch.cat([values[step] for values, _ in ranks]), wanted)
     assert not any(requires_grad for _, requires_grad in ranks)
+
+
+def call_in_own_order() -> str:
+    case, rank = CASES["table_wise"], dist.get_rank()
+    twins = []
+    for _ in range(2):
+        module = build(case)
+        apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+        twins.append(DistributedModelParallel(module, plan=plan_for(case, module, 2)))
+    batch = batch_of(case, 3, 0)
+    with pytest.raises(RuntimeError) as caught:
+        [model(batch) for model in (twins if rank == 0 else reversed(twins))]
+    return str(caught.value)
+
+
+def test_ranks_that_call_equal_collections_in_different_orders_find_out() -> None:
+    """Equal plans have equal fingerprints, so the ranks mixed the rows of two collections without a word."""
+    for rank, message in enumerate(run_ranks(2, call_in_own_order)):
+        assert f"ranks [{1 - rank}] differ from this one" in message and "order of lookups" in message

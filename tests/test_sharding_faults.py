@@ -242,7 +242,7 @@ def other_version(model: Net) -> ShardingPlan:
     return plan_for(model.ebc)
 
 
-DIFFER = "differ from this one in their plans or table configs"
+DIFFER = "differ from this one in their plans, table configs or order of lookups"
 DISAGREEMENTS: dict[str, tuple[Callable[[Net], ShardingPlan], str, str]] = {
     "another place": (lambda model: plan_for(model.ebc, t1=1), "RuntimeError", DIFFER),
     "other rows": (other_rows, "RuntimeError", DIFFER),

@@ -241,3 +241,11 @@ def test_a_plan_without_a_process_group_needs_a_world_size() -> None:
     with pytest.raises(ValueError, match="world_size is missing: there is no process group"):
         construct_module_sharding_plan(ebc, {"t": data_parallel()})
     assert construct_module_sharding_plan(ebc, {"t": data_parallel()}, world_size=2)["t"].ranks == [0, 1]
+
+
+def test_ranks_that_contradict_the_cut_are_refused() -> None:
+    ebc = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t")])
+    one = construct_module_sharding_plan(ebc, {"t": table_wise(0)}, world_size=2)["t"]
+    one.ranks = [1]
+    with pytest.raises(ValueError, match=r"table 't': the plan says ranks \[1\], its shards are on \[0\]"):
+        shards_of("t", one, 9, 4, 2)

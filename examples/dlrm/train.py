@@ -1,7 +1,7 @@
 """Trains a DLRM on generated clicks, a MovieLens folder or a Criteo folder, on any number of ranks.
 
     python examples/dlrm/train.py
-    torchrun --nproc_per_node=2 examples/dlrm/train.py --data ../shared/data/ml_latest_small
+    torchrun --nproc_per_node=2 examples/dlrm/train.py --data <MovieLens folder>
 
 Every rank takes its slice of the same global batches, so a run at one rank and a run at two are the same training.
 After each epoch it prints the area under the ROC curve (AUC, higher is better) and the normalized entropy (NE, lower is
@@ -77,12 +77,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, default=None, help="write configuration and results to this file")
     args = parser.parse_args(argv)
-    for name in ("epochs", "batch_size", "dim"):
-        if getattr(args, name) <= 0:
+    for name in ("epochs", "steps", "batch_size", "dim"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
+    if not (args.lr > 0 and math.isfinite(args.lr)):
+        parser.error(f"--lr must be positive and finite, got {args.lr}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here, pass --device cpu")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if args.batch_size % ranks:
         parser.error(f"--batch-size {args.batch_size} cannot be shared equally by {ranks} ranks")
+    if args.json is not None:
+        # before training, which would be lost
+        try:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--json {args.json}: {error}")
+        if args.json.is_dir():
+            parser.error(f"--json {args.json} is a folder, name a file")
     return args
 
 
@@ -111,14 +123,14 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     share: dict[str, int] = {"rank": rank, "world_size": world_size}
     epochs: list[dict[str, float]] = []
     for epoch in range(args.epochs):
-        batches = islice(source.train(args.batch_size, epoch=epoch, **share), args.steps)
+        batches = islice(read(source.train(args.batch_size, epoch=epoch, **share)), args.steps)
         bar = tqdm(batches, desc=f"epoch {epoch + 1}/{args.epochs}", unit=" steps", disable=rank != 0, leave=False)
         begin = time.perf_counter()
         loss, steps = train_epoch(model, optimizer, bar, device)
         seconds = time.perf_counter() - begin
         if steps == 0:
             raise SystemExit(f"train.py: the training samples of {args.data} do not fill a batch of {args.batch_size}")
-        logits, labels = evaluate(model, source.evaluate(args.batch_size, **share), device)
+        logits, labels = evaluate(model, read(source.evaluate(args.batch_size, **share)), device)
         epochs.append(
             {
                 "epoch": epoch + 1,
@@ -162,6 +174,14 @@ def open_source(args: argparse.Namespace) -> Source:
     try:
         return open_folder(args.data, on_bad_row=args.on_bad_row)
     except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"train.py: {error}") from None
+
+
+def read(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches; what the reader refuses on the way, such as a bad row, ends the run with its message."""
+    try:
+        yield from batches
+    except ValueError as error:
         raise SystemExit(f"train.py: {error}") from None
 
 
