@@ -108,7 +108,8 @@ def test_a_plan_in_the_wrong_wrapper_is_named() -> None:
     env = ShardingEnv.from_local(1, 0)
     ebc = EmbeddingBagCollection(tables())
     plan: Any = construct_module_sharding_plan(ebc, {"t": table_wise(0)}, world_size=1)
-    for wrong in (plan, {"": plan}):
+    wrappers: list[Any] = [plan, {"": plan}]
+    for wrong in wrappers:
         with pytest.raises(TypeError, match=r"plan must be a ShardingPlan: ShardingPlan\(\{module path: its plan\}\)"):
             DistributedModelParallel(ebc, env, plan=wrong)
     device: Any = torch.device("cpu")
