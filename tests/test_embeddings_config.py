@@ -79,7 +79,10 @@ def test_the_same_seed_gives_the_same_tables() -> None:
         ({"embedding_dim": -4}, "table 't': embedding_dim must be a positive int, got -4"),
         ({"feature_names": ["f", "f"]}, "table 't': feature_names repeat: ['f', 'f']"),
         ({"weight_init_min": 2.0}, "table 't': weight_init_min 2.0 is above weight_init_max 0.5"),
-        ({"pooling": PoolingType.NONE}, "table 't': pooling must be SUM or MEAN, got PoolingType.NONE"),
+        (
+            {"pooling": PoolingType.NONE},
+            "table 't': pooling must be PoolingType.SUM or PoolingType.MEAN, got <PoolingType.NONE: 'NONE'>",
+        ),
     ],
 )
 def test_a_config_says_what_is_wrong_with_it(change: dict[str, Any], message: str) -> None:
