@@ -112,6 +112,18 @@ def bag_of_position(offsets: Tensor, ids: int) -> Tensor:
     return torch.searchsorted(offsets[1:].contiguous(), position, right=True)
 
 
+def locate_ids(indices: Tensor, offsets: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Bag and feature of each id, [N] int64, and whether the id lies in its table and before the last offset, [N] bool.
+
+    No host sync. Positions past offsets[-1] get the number of bags and the last feature.
+    """
+    count = features.shape[0]
+    batch = batch_size(offsets, count)
+    bag = bag_of_position(offsets, indices.shape[0])
+    f = (bag // max(batch, 1)).clamp(max=count - 1)
+    return bag, f, (bag < count * batch) & (indices >= 0) & (indices < features[f, ROWS])
+
+
 @triton.jit
 def feature_of_position(O, position, F, B, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The feature that owns each id position: the last f with O[f*B] <= position. STEPS >= log2(F) + 1."""

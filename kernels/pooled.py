@@ -25,10 +25,10 @@ from .features import (
     MEAN,
     ORDER,
     ROWS,
-    bag_of_position,
     batch_size,
     column_offsets,
     launch_order,
+    locate_ids,
     row_alignment,
 )
 
@@ -283,9 +283,7 @@ def per_id_weight_gradient(
     """dP[i] = <G of i's bag, row of i>, over the bag's length where it is averaged: [N] fp32."""
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
     out = torch.zeros(indices.shape[0], device=grad.device)
-    bag = bag_of_position(offsets, indices.shape[0])
-    f = (bag // max(batch, 1)).clamp(max=len(dims) - 1)
-    valid = (bag < len(dims) * batch) & (indices >= 0) & (indices < features[f, ROWS])
+    bag, f, valid = locate_ids(indices, offsets, features)
     lengths = offsets.diff().clamp(min=1)
     for j, dim in enumerate(dims):
         # host sync on CUDA (the number of this feature's ids): a kernel takes this over with the other gradients

@@ -14,18 +14,14 @@ import torch
 from torch import Tensor
 
 from ._op import INTERPRETED, gather_tile, register, register_autograd, runs_kernel, tl, triton
-from .features import BASE, FIELDS, ROWS, bag_of_position, batch_size, feature_of_position, row_alignment
+from .features import BASE, FIELDS, ROWS, batch_size, feature_of_position, locate_ids, row_alignment
 
 _RESOLVE_IDS = 64 if INTERPRETED else 512
 
 
 def sequence_lookup_ref(weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dim: int) -> Tensor:
     """Y[i] = W_f[I[i]] for the feature f that position i belongs to; zeros for bad ids and past the last offset."""
-    count = features.shape[0]
-    batch = batch_size(offsets, count)
-    bag = bag_of_position(offsets, indices.shape[0])
-    f = (bag // max(batch, 1)).clamp(max=count - 1)
-    valid = (bag < count * batch) & (indices >= 0) & (indices < features[f, ROWS])
+    _, f, valid = locate_ids(indices, offsets, features)
     # int32 ids times dim may pass 2**31
     elements = features[f, BASE] + indices.long() * dim
     at = torch.where(valid, elements, 0)[:, None] + torch.arange(dim, device=weights.device)

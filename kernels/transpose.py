@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .features import FIRST_ROW, ROWS, Segment, bag_of_position, batch_size
+from .features import FIRST_ROW, Segment, locate_ids
 
 CHUNK = 32
 
@@ -42,16 +42,12 @@ class Chunks(NamedTuple):
 
 def transpose_index(indices: Tensor, offsets: Tensor, features: Tensor, segments: Sequence[Segment]) -> Transposed:
     """Sort the ids of a batch by row, ids of one row in sample order; bad ids go last under a padding key."""
-    ids, count = indices.shape[0], features.shape[0]
-    batch = batch_size(offsets, count)
+    bag, f, valid = locate_ids(indices, offsets, features)
     rows_total = segments[-1].end_row
     key_dtype = torch.int32 if rows_total < 2**31 else torch.int64
-    bag = bag_of_position(offsets, ids)
-    f = (bag // max(batch, 1)).clamp(max=count - 1)
-    valid = (bag < count * batch) & (indices >= 0) & (indices < features[f, ROWS])
     keys = torch.where(valid, indices + features[f, FIRST_ROW], rows_total).to(key_dtype)
     keys, position = torch.sort(keys, stable=True)
-    return Transposed(keys, position, bag[position].clamp(max=count * batch - 1))
+    return Transposed(keys, position, bag[position].clamp(max=offsets.shape[0] - 2))
 
 
 def chunks_of(keys: Tensor, low: int, high: int) -> Chunks:

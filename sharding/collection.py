@@ -31,7 +31,6 @@ from shardwise.kernels import BoundsCheckMode, Feature, check_ids, new_guard, pa
 from . import header
 from .env import ShardingEnv
 from .exchange import Exchange, unpack
-from .header import Head
 from .layout import Shard, fingerprint, validate
 from .route import Group, Inbound, Outbound, Routes, Table, arrange, block_layout, plan_routes, route
 
@@ -124,12 +123,18 @@ class ShardedCollection(nn.Module):
         update = torch.is_grad_enabled()
         for group in self._groups:
             group.freeze([not param.requires_grad for param in group.parameters])
-        outbound, failure = None, None
+        outbound: Outbound | None = None
+        told: Any
         try:
             outbound = self._prepare(features, update)
+            told = (outbound.batch, outbound.ids_to_groups)
         except Exception as error:
-            failure = error
-        heads = self._exchange_headers(outbound, failure, update)
+            told = error
+        most_groups = max(len(groups) for groups in self._routes.groups)
+        heads = header.tell(
+            self._exchange, self.device, told, update=update, fingerprint=self._fingerprint, groups=most_groups
+        )
+        # where it is missing every rank has raised
         assert outbound is not None
 
         served = len(self._routes.served(self._env.rank, update))
@@ -165,19 +170,6 @@ class ShardedCollection(nn.Module):
                 pieces.update(self._look_up_at_home(flight, group, tables))
         return [pieces[n] for n in range(len(self._routes.lookups))]
 
-    def _exchange_headers(self, outbound: Outbound | None, failure: Exception | None, update: bool) -> list[Head]:
-        most_groups = max(len(groups) for groups in self._routes.groups)
-        facts: Any = {"update": update, "fingerprint": self._fingerprint}
-        if outbound is None:
-            assert failure is not None
-            sent = header.pack_failure(failure, self._env.world_size, groups=most_groups, **facts)
-        else:
-            sent = header.pack(outbound.batch, outbound.ids_to_groups, groups=most_groups, **facts)
-        # host sync: the sizes of what comes, and whether all ranks are well
-        heads = header.unpack(self._exchange.headers(sent.to(self.device)).tolist())
-        header.raise_failures(heads, failure, **facts)
-        return heads
-
     def _prepare(self, features: KeyedJaggedTensor, update: bool) -> Outbound:
         if not isinstance(features, KeyedJaggedTensor):
             raise TypeError(f"a sharded collection takes a KeyedJaggedTensor, got {type(features).__name__}")
@@ -209,12 +201,10 @@ class ShardedCollection(nn.Module):
         if self._pooled:
             table = torch.cat(rows, dim=1) if rows else torch.empty(sum(batches), 0, device=self.device)
             blocks = [block.flatten() for block in torch.split(table, batches)]
-        else:
-            blocks = self._rows_by_arrival(flight, rows)
-        dims = [sum(self._routes.dims(self._routes.served(rank, False))) for rank in range(self._env.world_size)]
-        if self._pooled:
+            dims = [sum(self._routes.dims(self._routes.served(rank, False))) for rank in range(self._env.world_size)]
             sizes = [flight.outbound.batch * dim for dim in dims]
         else:
+            blocks = self._rows_by_arrival(flight, rows)
             sizes = [count * self._sequence_dim() for count in flight.outbound.rows_from]
         return self._exchange.rows(blocks, sizes)
 

@@ -55,18 +55,38 @@ def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, 
     except Exception as error:
         failure = error
     global _agreements
-    world_size, mine = exchange.world_size, 0 if made is None else made[1]
-    if failure is None:
-        sent = pack(_agreements, [[]] * world_size, update=False, fingerprint=mine, groups=0)
-    else:
-        sent = pack_failure(failure, world_size, update=False, fingerprint=mine, groups=0)
-    # host sync: construction, not a step
-    heads = unpack(exchange.headers(sent.to(device)).tolist())
-    raise_failures(heads, failure, update=False, fingerprint=mine)
+    mine = 0 if made is None else made[1]
+    told: tuple[int, list[list[int]]] = (_agreements, [[]] * exchange.world_size)
+    heads = tell(exchange, device, failure or told, update=False, fingerprint=mine, groups=0)
     assert made is not None
     number = max(head.batch for head in heads)
     _agreements = number + 1
     return made[0], (mine + number) % 2**63
+
+
+def tell(
+    exchange: Exchange,
+    device: torch.device,
+    mine: tuple[int, Sequence[Sequence[int]]] | Exception,
+    *,
+    update: bool,
+    fingerprint: int,
+    groups: int,
+) -> list[Head]:
+    """Tell every rank this one's batch and ids per group (`pack`), or why it cannot go on, and hear theirs.
+
+    Raises:
+        As `raise_failures`.
+    """
+    failure = mine if isinstance(mine, Exception) else None
+    if isinstance(mine, Exception):
+        sent = pack_failure(mine, exchange.world_size, update=update, fingerprint=fingerprint, groups=groups)
+    else:
+        sent = pack(*mine, update=update, fingerprint=fingerprint, groups=groups)
+    # host sync, the only one of a step: the sizes of what comes, and whether all ranks are well
+    heads = unpack(exchange.headers(sent.to(device)).tolist())
+    raise_failures(heads, failure, update=update, fingerprint=fingerprint)
+    return heads
 
 
 def pack(batch: int, ids_to_groups: Sequence[Sequence[int]], *, update: bool, fingerprint: int, groups: int) -> Tensor:

@@ -119,8 +119,7 @@ class Outbound:
     batch: int
     # per lookup in output order
     kjt: KeyedJaggedTensor
-    # [W] ids to each rank, and of those the ids whose rows come back
-    ids_to: list[int]
+    # [W] ids to each rank whose rows come back
     rows_from: list[int]
     # [W][groups] ids to each group of each rank
     ids_to_groups: list[list[int]]
@@ -152,7 +151,7 @@ def route(features: KeyedJaggedTensor, routes: Routes, *, weighted: bool, update
     starts = [0, *accumulate(counts)]
     lengths = kjt.lengths().to(torch.int32)
     weights = kjt.weights().float() if weighted else None
-    blocks, ids_to, rows_from, ids_to_groups = [], [], [], []
+    blocks, rows_from, ids_to_groups = [], [], []
     for rank in range(len(routes.groups)):
         served = routes.served(rank, update)
         ids = [values[starts[n] : starts[n + 1]] for n in served]
@@ -164,10 +163,9 @@ def route(features: KeyedJaggedTensor, routes: Routes, *, weighted: bool, update
             sum(counts[n] for n in group.lookups) if update or not group.replica else 0 for group in routes.groups[rank]
         ]
         ids_to_groups.append(per_group)
-        ids_to.append(sum(per_group))
         owned = zip(per_group, routes.groups[rank], strict=True)
         rows_from.append(sum(count for count, group in owned if not group.replica))
-    return Outbound(batch, kjt, ids_to, rows_from, ids_to_groups, blocks)
+    return Outbound(batch, kjt, rows_from, ids_to_groups, blocks)
 
 
 def block_layout(

@@ -173,7 +173,8 @@ def hand_over(routes: Routes, sent: list[Outbound], rank: int, update: bool) -> 
     """What `rank` gets of what all ranks sent, as the exchange would bring it."""
     lookups, blocks = len(routes.served(rank, update)), []
     for outbound in sent:
-        elements, dtypes, size = block_layout(lookups, outbound.batch, outbound.ids_to[rank], routes.id_dtype, True)
+        ids = sum(outbound.ids_to_groups[rank])
+        elements, dtypes, size = block_layout(lookups, outbound.batch, ids, routes.id_dtype, True)
         (block,) = ALONE.ids([outbound.blocks[rank]], [size])
         blocks.append(unpack(block, elements, dtypes))
     per_group = [sum(o.ids_to_groups[rank][g] for o in sent) for g in range(len(routes.groups[rank]))]
