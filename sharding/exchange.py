@@ -6,6 +6,8 @@ number of tables. W ranks; every exchange is all-to-all, and with one process wi
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Sequence
 
 import torch
@@ -51,15 +53,60 @@ class Exchange:
         """Overwrite `tensor` by rank 0's, so that replicas begin equal."""
         if self._pg is not None:
             self.calls += 1
-            dist.broadcast(tensor, dist.get_global_rank(self._pg, 0), group=self._pg)
+            with _Lent(tensor) as (lent,):
+                dist.broadcast(lent, dist.get_global_rank(self._pg, 0), group=self._pg)
 
     def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None) -> Tensor:
         if self._pg is None:
             return send
         self.calls += 1
         received = send.new_empty(send.shape[0] if sizes is None else sum(sizes))
-        dist.all_to_all_single(received, send, sizes, send_sizes, group=self._pg)
+        with _Lent(received, send) as (lent_received, lent_send):
+            dist.all_to_all_single(lent_received, lent_send, sizes, send_sizes, group=self._pg)
         return received
+
+
+class _Lent:
+    """Aliases of tensors for one collective, watched until the backend has let go of them.
+
+    Gloo's threads drop a finished collective's tensors some time after the caller went on, and dropping a tensor that
+    Python knows takes the GIL: in an interpreter that is shutting down that aborts the process. So a process that
+    exits right after its last collective first waits until all lent tensors are back.
+    """
+
+    _out: list[Tensor] = []
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._mine = [
+            t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride()) for t in tensors
+        ]
+
+    def __enter__(self) -> list[Tensor]:
+        return self._mine
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:  # the transfer is over: what is left to wait for needs no memory
+            for tensor in self._mine:
+                tensor.set_(tensor.new_empty(0).untyped_storage())
+        _Lent._out = _held([*_Lent._out, *self._mine])
+
+    @staticmethod
+    def settle(seconds: float = 10) -> bool:
+        """Wait until no lent tensor is held any more; False if that takes longer."""
+        end = time.monotonic() + seconds
+        while _held(_Lent._out):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.001)  # lets the GIL go
+        return True
+
+
+def _held(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those that something besides Python refers to."""
+    return [tensor for tensor in tensors if tensor._use_count() > 1]  # type: ignore[attr-defined]
+
+
+atexit.register(_Lent.settle)
 
 
 def packed_size(elements: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:

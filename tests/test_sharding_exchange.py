@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise import KeyedJaggedTensor
 from shardwise.embeddings import OptimizerSpec
 from shardwise.sharding import header
-from shardwise.sharding.exchange import Exchange, packed_size, unpack
+from shardwise.sharding.exchange import Exchange, _held, _Lent, packed_size, unpack
 from shardwise.sharding.layout import Shard, data_parallel, table_wise
 from shardwise.sharding.route import Inbound, Outbound, Routes, Table, arrange, block_layout, plan_routes, route
 
@@ -76,6 +76,36 @@ def test_blocks_arrive_and_rows_transpose_is_the_adjoint_of_rows(world: int) -> 
         assert all(same and calls == 3 for same, _, _, calls in ranks)
         # <rows(x), y> over all ranks is <x, rows_transpose(y)>
         assert sum(one for _, one, _, _ in ranks) == pytest.approx(sum(other for _, _, other, _ in ranks), abs=1e-5)
+
+
+def lend_and_settle() -> list[int]:
+    """Bytes that the backend can still hold after an exchange and a broadcast, and what is out after settling."""
+    exchange = Exchange(dist.group.WORLD)
+    values = torch.arange(2.0 * exchange.world_size)
+    exchange.rows(values.split(2), [2] * exchange.world_size)
+    exchange.broadcast(values)
+    held = sum(tensor.untyped_storage().nbytes() for tensor in _Lent._out)
+    assert _Lent.settle()
+    # a finished collective reaches nothing of ours, and ours are intact
+    assert torch.equal(values, torch.arange(2.0 * exchange.world_size))
+    return [held, len(_held(_Lent._out))]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_backend_has_let_go_of_every_tensor_once_settled(world: int) -> None:
+    assert run_ranks(world, lend_and_settle) == [[0, 0]] * world
+
+
+def test_a_process_does_not_exit_while_the_backend_holds_a_tensor_of_its_last_collective() -> None:
+    mine = torch.arange(4.0)
+    with _Lent(mine) as (lent,):
+        assert lent.data_ptr() == mine.data_ptr()
+        held = lent[:2]  # refers to it from C++, as a thread of gloo does
+    assert not _Lent.settle(0.01)
+    del held
+    assert _Lent.settle(0.01)
+    assert mine.tolist() == [0, 1, 2, 3]
 
 
 FACTS: dict[str, Any] = {"update": True, "fingerprint": 2**62 + 5, "groups": 3}
