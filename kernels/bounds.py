@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ._op import INTERPRETED, register, runs_kernel, tl, triton
-from .features import FIELDS, ROWS, bag_of_position, batch_size, feature_of_position
+from .features import FIELDS, ROWS, batch_size, feature_of_position, locate_ids
 
 OK = torch.iinfo(torch.int64).max
 
@@ -38,16 +38,13 @@ def new_guard(device: torch.device | str = "cpu") -> Tensor:
 
 def check_ids_ref(indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor) -> None:
     """Lower guard[0] to the first bad id's position and guard[1] to the first bad offset's."""
-    ids, count = indices.shape[0], len(features)
     fallen = torch.cat([offsets[:1] != 0, offsets.diff() < 0])
-    fallen[-1] |= offsets[-1] != ids
+    fallen[-1] |= offsets[-1] != indices.shape[0]
     guard[1] = torch.minimum(guard[1], _first_true(fallen))
-    if ids and count:
-        batch = batch_size(offsets, count)
-        bag = bag_of_position(offsets, ids)
-        rows = features[(bag // max(batch, 1)).clamp(max=count - 1), ROWS]
-        bad = ((indices < 0) | (indices >= rows)) & (bag < count * batch)
-        guard[0] = torch.minimum(guard[0], _first_true(bad))
+    if indices.shape[0] and len(features):
+        bag, _, valid = locate_ids(indices, offsets, features)
+        # past the last offset no id is looked up
+        guard[0] = torch.minimum(guard[0], _first_true(~valid & (bag < offsets.shape[0] - 1)))
 
 
 @triton.jit

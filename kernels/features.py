@@ -10,6 +10,7 @@ O [F*B + 1] bag offsets into I; bag (f, b) has the number f * B + b.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -75,15 +76,17 @@ def unflatten_segments(flat: Sequence[int]) -> list[Segment]:
 
 def column_offsets(dims: Sequence[int]) -> list[int]:
     """First output column of each feature, and the total: [0, d0, d0 + d1, ...]."""
-    columns = [0]
-    for dim in dims:
-        columns.append(columns[-1] + dim)
-    return columns
+    return list(accumulate(dims, initial=0))
 
 
 def launch_order(dims: Sequence[int]) -> list[int]:
     """Features sorted by power-of-two class of their dim: one launch serves one class."""
     return sorted(range(len(dims)), key=lambda f: next_power_of_2(dims[f]))
+
+
+def table_rows(flat: Tensor, base: int, rows: int, dim: int) -> Tensor:
+    """The table (or tables of one dim, side by side) that begins at element `base`, as a view [rows, dim]."""
+    return flat[base : base + rows * dim].view(rows, dim)
 
 
 def row_alignment(dim: int, itemsize: int) -> int:
@@ -122,6 +125,18 @@ def locate_ids(indices: Tensor, offsets: Tensor, features: Tensor) -> tuple[Tens
     bag = bag_of_position(offsets, indices.shape[0])
     f = (bag // max(batch, 1)).clamp(max=count - 1)
     return bag, f, (bag < count * batch) & (indices >= 0) & (indices < features[f, ROWS])
+
+
+def linear_rows(
+    ids: Tensor, offsets: Tensor, batch: int, features: Tensor, base: int, dim: int
+) -> tuple[Tensor, Tensor]:
+    """Row of each id counted from element `base` of W, and whether the id lies in its table; tables all have `dim`.
+
+    ids are those before offsets[-1]. Unlike `locate_ids` it does not search, and waits for a device.
+    """
+    per_feature = offsets[::batch].diff() if batch else torch.zeros(features.shape[0], dtype=torch.int64)
+    valid = (ids >= 0) & (ids < features[:, ROWS].repeat_interleave(per_feature))
+    return ids + ((features[:, BASE] - base) // dim).repeat_interleave(per_feature), valid
 
 
 @triton.jit

@@ -28,8 +28,10 @@ from .features import (
     batch_size,
     column_offsets,
     launch_order,
+    linear_rows,
     locate_ids,
     row_alignment,
+    table_rows,
 )
 
 
@@ -45,8 +47,8 @@ def pooled_lookup_ref(
     batch = batch_size(offsets, len(dims))
     columns = []
     for f, dim in enumerate(dims):
-        base, rows = int(features[f, BASE]), int(features[f, ROWS])
-        table = weights[base : base + rows * dim].view(rows, dim)
+        rows = int(features[f, ROWS])
+        table = table_rows(weights, int(features[f, BASE]), rows, dim)
         bags = offsets[f * batch : (f + 1) * batch + 1].long()
         ids = indices[bags[0] : bags[-1]].long()
         bag = torch.repeat_interleave(torch.arange(batch, device=ids.device), bags.diff())
@@ -208,13 +210,9 @@ def pooled_lookup_cpu(
         fs = [f for f in range(len(dims)) if dims[f] == dim]
         anchor = min(table_of[f][BASE] for f in fs)
         stop = max(table_of[f][BASE] + table_of[f][ROWS] * dim for f in fs)
-        matrix = weights[anchor:stop].view(-1, dim)
+        matrix = table_rows(weights, anchor, (stop - anchor) // dim, dim)
         ids, bags, scale = _of_features(fs, batch, indices, offsets, per_id_weights, len(dims))
-        shift = torch.tensor([(table_of[f][BASE] - anchor) // dim for f in fs])
-        rows = torch.tensor([table_of[f][ROWS] for f in fs])
-        per_feature = bags[::batch].diff() if batch else torch.zeros(len(fs), dtype=torch.int64)
-        valid = (ids >= 0) & (ids < rows.repeat_interleave(per_feature))
-        linear = ids + shift.repeat_interleave(per_feature)
+        linear, valid = linear_rows(ids, bags, batch, features[fs], anchor, dim)
         if not bool(valid.all()):
             # leave bad ids out: a zero weight would not do where the row it multiplies holds an Inf
             linear, scale = linear[valid], None if scale is None else scale[valid]
@@ -288,8 +286,7 @@ def per_id_weight_gradient(
     for j, dim in enumerate(dims):
         # host sync on CUDA (the number of this feature's ids): a kernel takes this over with the other gradients
         mine = torch.nonzero(valid & (f == j)).squeeze(1)
-        base, rows = int(features[j, BASE]), int(features[j, ROWS])
-        table = weights[base : base + rows * dim].view(rows, dim)
+        table = table_rows(weights, int(features[j, BASE]), int(features[j, ROWS]), dim)
         upstream = grad[bag[mine] - j * batch, columns[j] : columns[j + 1]].float()
         if features[j, MEAN]:
             upstream = upstream / lengths[bag[mine]][:, None]

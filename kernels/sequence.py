@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from ._op import INTERPRETED, gather_tile, register, register_autograd, runs_kernel, tl, triton
-from .features import BASE, FIELDS, ROWS, batch_size, feature_of_position, locate_ids, row_alignment
+from .features import (
+    BASE,
+    FIELDS,
+    ROWS,
+    batch_size,
+    feature_of_position,
+    linear_rows,
+    locate_ids,
+    row_alignment,
+    table_rows,
+)
 
 _RESOLVE_IDS = 64 if INTERPRETED else 512
 
@@ -103,13 +113,9 @@ def _sequence_lookup_cpu(
 ) -> Tensor:
     """The reference's result by one row gather over the flat buffer, which holds tables of one dim only."""
     _, first_row, end_row, base = segments
-    count = features.shape[0]
-    batch = batch_size(offsets, count)
-    matrix = weights[base : base + (end_row - first_row) * dim].view(-1, dim)
-    per_feature = offsets[::batch].diff() if batch else torch.zeros(count, dtype=torch.int64)
+    matrix = table_rows(weights, base, end_row - first_row, dim)
     ids = indices[: int(offsets[-1])]
-    valid = (ids >= 0) & (ids < features[:, ROWS].repeat_interleave(per_feature))
-    linear = ids + ((features[:, BASE] - base) // dim).repeat_interleave(per_feature)
+    linear, valid = linear_rows(ids, offsets, batch_size(offsets, features.shape[0]), features, base, dim)
     if bool(valid.all()) and ids.shape[0] == indices.shape[0]:
         return matrix.index_select(0, linear).float()
     out = torch.zeros(indices.shape[0], dim)

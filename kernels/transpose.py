@@ -50,13 +50,18 @@ def transpose_index(indices: Tensor, offsets: Tensor, features: Tensor, segments
     return Transposed(keys, position, bag[position].clamp(max=offsets.shape[0] - 2))
 
 
+def position_in_run(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """0 .. n - 1, and the place of each entry in its run of equal keys, counted from the run's start: both [n]."""
+    at = torch.arange(keys.shape[0], device=keys.device)
+    begins = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
+    begins[1:] = keys[1:] != keys[:-1]
+    return at, at - torch.where(begins, at, 0).cummax(0).values
+
+
 def chunks_of(keys: Tensor, low: int, high: int) -> Chunks:
     """Cut the runs of equal keys in [low, high) into chunks; keys [n] sorted, others are ignored."""
     n, device = keys.shape[0], keys.device
-    at = torch.arange(n, device=device)
-    begins = torch.ones(n, dtype=torch.bool, device=device)
-    begins[1:] = keys[1:] != keys[:-1]
-    in_run = at - torch.where(begins, at, 0).cummax(0).values
+    at, in_run = position_in_run(keys)
     head = (in_run % CHUNK == 0) & (keys >= low) & (keys < high)
     number = head.cumsum(0)
     count = number[-1:]

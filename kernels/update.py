@@ -18,9 +18,20 @@ from torch import Tensor
 
 from ._op import PERSISTENT_PROGRAMS, next_power_of_2, register, runs_kernel, tl, triton
 from .bounds import OK, new_guard
-from .features import COLUMN, MEAN, Segment, batch_size, column_offsets, row_alignment, unflatten_segments
+from .features import (
+    COLUMN,
+    FIRST_ROW,
+    MEAN,
+    ROWS,
+    Segment,
+    batch_size,
+    column_offsets,
+    row_alignment,
+    table_rows,
+    unflatten_segments,
+)
 from .pooled import bag_sums
-from .transpose import CHUNK, Chunks, Transposed, chunks_of, levels_for, transpose_index
+from .transpose import CHUNK, Chunks, Transposed, chunks_of, levels_for, position_in_run, transpose_index
 
 # rule -> number in the kernel. "gradient" writes the row sums instead of applying them.
 RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3, "gradient": 4}
@@ -61,7 +72,7 @@ def fused_update_ref(
     for segment in unflatten_segments(segments):
         dense = torch.zeros(segment.end_row - segment.first_row, segment.dim, device=grad.device)
         touched = torch.zeros(len(dense), dtype=torch.bool, device=grad.device)
-        for f, (first_row, rows) in enumerate(zip(features[:, 5].tolist(), features[:, 1].tolist(), strict=True)):
+        for f, (first_row, rows) in enumerate(features[:, [FIRST_ROW, ROWS]].tolist()):
             if not segment.first_row <= first_row < segment.end_row or dims[f] != segment.dim:
                 continue
             for b in range(batch):
@@ -125,7 +136,7 @@ def _segment_rows(flat: Tensor, segment: Segment, kind: str) -> Tensor:
     rows = segment.end_row - segment.first_row
     if kind == "row":
         return flat[segment.first_row : segment.end_row]
-    return flat[segment.base : segment.base + rows * segment.dim].view(rows, segment.dim)
+    return table_rows(flat, segment.base, rows, segment.dim)
 
 
 def _bias_corrections(hyper: Tensor, step: Tensor) -> Tensor:
@@ -372,11 +383,8 @@ def _row_gradients(
         matrix, source = grad, index.position[low:high]
     block = max(1, _CPU_BLOCK_ELEMENTS // segment.dim)
     while keys.shape[0]:
-        at = torch.arange(keys.shape[0], device=keys.device)
-        begins = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
-        begins[1:] = keys[1:] != keys[:-1]
-        head = ((at - torch.where(begins, at, 0).cummax(0).values) % CHUNK == 0).nonzero().squeeze(1)
-        bounds = torch.cat([head, at.new_tensor([keys.shape[0]])])
+        head = (position_in_run(keys)[1] % CHUNK == 0).nonzero().squeeze(1)
+        bounds = torch.cat([head, head.new_tensor([keys.shape[0]])])
         keys = keys[head]
         same_as_last = torch.zeros(keys.shape[0] + 1, dtype=torch.bool, device=keys.device)
         same_as_last[1:-1] = keys[1:] == keys[:-1]
