@@ -71,9 +71,7 @@ class EmbeddingBagCollection(TableCollection):
             ValueError: weights are missing, offsets are out of order, or ids are on another device.
             TypeError: ids are not int32 or int64.
         """
-        if self._is_weighted and isinstance(features, KeyedJaggedTensor) and features.weights_or_none() is None:
-            raise ValueError("this collection is weighted: the batch must carry per-id weights")
-        found = self._lookup(features, self._pooled)
+        found = self._lookup(features, self._pooled, self._is_weighted)
         if len(found) == 1:
             values = found[0][1]
         elif found:

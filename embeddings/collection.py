@@ -73,8 +73,7 @@ class TableCollection(nn.Module):
         """The optimizer that the tables run in their backward: its learning rates and states. One object, kept."""
         self._settle()
         if self._fused_optimizer is None:
-            names = [[f"{self._children_name}.{table.name}.weight" for table in group.tables] for group in self._groups]
-            self._fused_optimizer = FusedOptimizer(self._groups, names)
+            self._fused_optimizer = FusedOptimizer(self._groups, self._children_name)
         return self._fused_optimizer
 
     def check(self) -> None:
@@ -83,9 +82,13 @@ class TableCollection(nn.Module):
             group.raise_pending()
 
     def _lookup(
-        self, features: KeyedJaggedTensor, look_up: Callable[[TableGroup, KeyedJaggedTensor], Tensor]
+        self,
+        features: KeyedJaggedTensor,
+        look_up: Callable[[TableGroup, KeyedJaggedTensor], Tensor],
+        weighted: bool = False,
     ) -> list[tuple[KeyedJaggedTensor, Tensor]]:
         """Pick, check and look up the features of each group."""
+        require_batch(features, type(self).__name__, weighted)
         if not torch.compiler.is_compiling():
             self._settle()
         elif self._seen != [_facts(param) for param in self._table_parameters()]:
@@ -93,13 +96,6 @@ class TableCollection(nn.Module):
             raise RuntimeError(
                 f"{type(self).__name__}: an optimizer was applied or a table frozen since the last lookup;"
                 " call fused_optimizer() or look one batch up before torch.compile traces the collection"
-            )
-        if not isinstance(features, KeyedJaggedTensor):
-            raise TypeError(f"{type(self).__name__} takes a KeyedJaggedTensor, got {type(features).__name__}")
-        if features.variable_stride_per_key():
-            raise ValueError(
-                f"{type(self).__name__} takes one batch size for all features, got {features.stride_per_key()}"
-                f" for {features.keys()}"
             )
         found = []
         for group in self._groups:
@@ -347,6 +343,23 @@ def _move_parameter(child: nn.Module, view: Tensor, fn: Callable[[Tensor], Tenso
         child._parameters["weight"] = param
     param.grad = grad
     return param
+
+
+def require_batch(features: object, who: str, weighted: bool) -> None:
+    """Refuse what no lookup takes; `who` is the collection, for the message.
+
+    Raises:
+        TypeError: it is no KeyedJaggedTensor.
+        ValueError: features differ in batch size, or a weighted collection got no weights.
+    """
+    if not isinstance(features, KeyedJaggedTensor):
+        raise TypeError(f"{who} takes a KeyedJaggedTensor, got {type(features).__name__}")
+    if features.variable_stride_per_key():
+        raise ValueError(
+            f"{who} takes one batch size for all features, got {features.stride_per_key()} for {features.keys()}"
+        )
+    if weighted and features.weights_or_none() is None:
+        raise ValueError("this collection is weighted: the batch must carry per-id weights")
 
 
 def pick_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:

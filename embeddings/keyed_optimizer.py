@@ -83,11 +83,14 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
 
 class FusedOptimizer(KeyedOptimizer):
-    """The optimizer that some tables run in their backward, seen from outside: learning rates and states by name."""
+    """The optimizer that some tables run in their backward, seen from outside: learning rates and states by name.
 
-    def __init__(self, groups: Sequence[TableGroup], names: Sequence[Sequence[str]]) -> None:
+    Collections make it; its parameters are named `<prefix>.<table>.weight`.
+    """
+
+    def __init__(self, groups: Sequence[TableGroup], prefix: str) -> None:
         self.groups = [group for group in groups if group.optimizer is not None]
-        self._names = [n for group, n in zip(groups, names, strict=True) if group.optimizer is not None]
+        self._names = [[f"{prefix}.{table.name}.weight" for table in group.tables] for group in self.groups]
         super().__init__({}, {}, [{"params": [], "lr": group.lr} for group in self.groups])
         self._follow()
 

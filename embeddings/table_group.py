@@ -26,6 +26,7 @@ from shardwise.kernels import (
     pooled_lookup,
     raise_from_guard,
     sequence_lookup,
+    table_rows,
 )
 
 from .optimizers import OptimizerSpec
@@ -120,8 +121,11 @@ class TableGroup:
 
     def view(self, table: int) -> Tensor:
         """Table number `table` as [rows, dim] of the flat buffer."""
-        shape, base = self.tables[table], self._bases[table]
-        return self.flat[base : base + shape.rows * shape.dim].view(shape.rows, shape.dim)
+        return self._cut(self.flat, table)
+
+    def _cut(self, flat: Tensor, table: int) -> Tensor:
+        """A table's part, [rows, dim], of what is laid out like the flat buffer."""
+        return table_rows(flat, self._bases[table], self.tables[table].rows, self.tables[table].dim)
 
     def state_views(self, table: int) -> dict[str, Tensor]:
         """Optimizer states of one table by TorchRec's names: momentum1, momentum2; [rows] or [rows, dim] fp32.
@@ -130,15 +134,11 @@ class TableGroup:
         """
         if self.optimizer is None:
             return {}
-        shape, views = self.tables[table], {}
+        first, views = self._first_rows[table], {}
         kinds = STATES[self.optimizer.rule]
         for number, (kind, state) in enumerate(zip(kinds, self.states, strict=True), start=1):
-            if kind == "row":
-                view = state[self._first_rows[table] : self._first_rows[table] + shape.rows]
-            else:
-                base = self._bases[table]
-                view = state[base : base + shape.rows * shape.dim].view(shape.rows, shape.dim)
-            views[f"momentum{number}"] = view
+            rows = state[first : first + self.tables[table].rows] if kind == "row" else self._cut(state, table)
+            views[f"momentum{number}"] = rows
         if self.optimizer.rule == "adam":
             views["step"] = self.step
         return views
@@ -305,13 +305,13 @@ class _FlatOfParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: TableGroup, flat: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.cuts = [(base, shape) for base, shape in zip(group._bases, group.tables, strict=True)]
+        ctx.cuts = [(base, table.rows, table.dim) for base, table in zip(group._bases, group.tables, strict=True)]
         return flat.view_as(flat)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         (grad,) = grad_outputs
-        tables = [grad[base : base + s.rows * s.dim].view(s.rows, s.dim) for base, s in ctx.cuts]
+        tables = [table_rows(grad, *cut) for cut in ctx.cuts]
         wanted = [table if needed else None for table, needed in zip(tables, ctx.needs_input_grad[2:], strict=True)]
         return (None, None, *wanted)
 

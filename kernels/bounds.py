@@ -82,11 +82,16 @@ def check_ids(
         IndexError: names feature, table, sample, the id and the rows of the table (CPU).
         ValueError: names the first bad offset (CPU).
     """
-    for what, tensor in (("feature ids", indices), ("offsets", offsets)):
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{what} must be int32 or int64, got {str(tensor.dtype).removeprefix('torch.')}")
+    require_ids("feature ids", indices)
+    require_ids("offsets", offsets)
     batch_size(offsets, len(names))
     torch.ops.shardwise.check_ids(indices, offsets, features, guard, list(names), fatal)
+
+
+def require_ids(what: str, tensor: Tensor) -> None:
+    """TypeError unless the ids or offsets are int32 or int64."""
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{what} must be int32 or int64, got {str(tensor.dtype).removeprefix('torch.')}")
 
 
 def _check_ids(

@@ -23,7 +23,7 @@ from shardwise.embeddings import (
     TableGroup,
     TableShape,
 )
-from shardwise.embeddings.collection import move_tables
+from shardwise.embeddings.collection import move_tables, require_batch
 from shardwise.embeddings.optimizers import mark_optimizer, optimizer_of, optimizer_spec
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.kernels import BoundsCheckMode, Feature, check_ids, new_guard, pack_features, raise_from_guard
@@ -87,8 +87,7 @@ class ShardedCollection(nn.Module):
         self._features = pack_features(spec, device)
         self._feature_names = [f"feature {f!r} (table {tables[t].name!r})" for f, t in self._routes.lookups]
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
-        names = [[f"{self._children_name}.{table.name}.weight" for table in group.tables] for group in self._groups]
-        self._fused_optimizer = FusedOptimizer(self._groups, names)
+        self._fused_optimizer = FusedOptimizer(self._groups, self._children_name)
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -171,13 +170,10 @@ class ShardedCollection(nn.Module):
         return [pieces[n] for n in range(len(self._routes.lookups))]
 
     def _prepare(self, features: KeyedJaggedTensor, update: bool) -> Outbound:
-        if not isinstance(features, KeyedJaggedTensor):
-            raise TypeError(f"a sharded collection takes a KeyedJaggedTensor, got {type(features).__name__}")
+        require_batch(features, "a sharded collection", self._weighted)
         if features.device() != self.device:
             raise ValueError(f"ids are on {features.device()}, the tables on {self.device}")
         weights = features.weights_or_none() if self._weighted else None
-        if self._weighted and weights is None:
-            raise ValueError("this collection is weighted: the batch must carry per-id weights")
         if weights is not None and weights.requires_grad:
             raise ValueError(
                 "gradients of per-id weights are not exchanged: detach the weights before a sharded lookup"

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from shardwise.embeddings import OptimizerSpec, pick_features
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.kernels import require_ids
 
 from .exchange import packed_size
 from .layout import Shard
@@ -127,28 +127,23 @@ class Outbound:
 
 
 def route(features: KeyedJaggedTensor, routes: Routes, *, weighted: bool, update: bool) -> Outbound:
-    """Pick every lookup's feature and line its ids up for the ranks that serve it.
+    """Pick every lookup's feature and line its ids up for the ranks that serve it; all have one batch size.
 
     Raises:
         KeyError: a feature is missing.
-        ValueError: weights are missing, or features differ in their batch size.
         TypeError: ids are not int32 or int64.
     """
-    dtype = features.values().dtype
-    if dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"feature ids must be int32 or int64, got {str(dtype).removeprefix('torch.')}")
-    if features.variable_stride_per_key():
-        raise ValueError(f"features differ in batch size: {features.stride_per_key()} for {features.keys()}")
+    require_ids("feature ids", features.values())
     kjt = pick_features(features, routes.features) if routes.lookups else features
     batch = features.stride()
     # host sync on CUDA: the sizes that leave, read once
     counts = kjt.length_per_key() if routes.lookups else []
     values = kjt.values()
-    if routes.id_dtype == torch.int32 and dtype == torch.int64:
+    if routes.id_dtype == torch.int32 and values.dtype == torch.int64:
         # an id that no table has stays one: narrowing must not turn it into another row
         values = values.clamp(-1, torch.iinfo(torch.int32).max)
     values = values.to(routes.id_dtype)
-    starts = [0, *accumulate(counts)]
+    starts = kjt.offset_per_key() if routes.lookups else []
     lengths = kjt.lengths().to(torch.int32)
     weights = kjt.weights().float() if weighted else None
     blocks, rows_from, ids_to_groups = [], [], []
