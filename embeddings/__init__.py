@@ -10,6 +10,7 @@ from .config import (
     PoolingType,
     data_type_to_dtype,
     dtype_to_data_type,
+    embedding_names_by_table,
 )
 from .fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection, fuse_embedding_optimizer
 from .keyed_optimizer import (
@@ -45,6 +46,7 @@ __all__ = [
     "apply_optimizer_in_backward",
     "data_type_to_dtype",
     "dtype_to_data_type",
+    "embedding_names_by_table",
     "fuse_embedding_optimizer",
     "in_backward_optimizer_filter",
     "optimizer_of",

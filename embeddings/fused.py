@@ -16,7 +16,24 @@ from .optimizers import apply_optimizer_in_backward, optimizer_of
 from .sequence_collection import EmbeddingCollection
 
 
-class FusedEmbeddingBagCollection(EmbeddingBagCollection):
+class _Fused(TableCollection):
+    """A collection that is born with its optimizer."""
+
+    def _train_with(self, optimizer_type: type[torch.optim.Optimizer], optimizer_kwargs: dict[str, Any]) -> None:
+        self._optimizer = (optimizer_type, optimizer_kwargs)
+        apply_optimizer_in_backward(optimizer_type, self.parameters(), optimizer_kwargs)
+        self._settle()
+
+    def optimizer_type(self) -> type[torch.optim.Optimizer]:
+        """The optimizer's class."""
+        return self._optimizer[0]
+
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        """The optimizer's keyword arguments as given."""
+        return self._optimizer[1]
+
+
+class FusedEmbeddingBagCollection(EmbeddingBagCollection, _Fused):
     """An `EmbeddingBagCollection` whose backward trains its tables with one optimizer.
 
     Args:
@@ -39,20 +56,10 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection):
         bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
         super().__init__(tables, is_weighted, device, bounds_check=bounds_check)
-        self._optimizer = (optimizer_type, optimizer_kwargs)
-        apply_optimizer_in_backward(optimizer_type, self.parameters(), optimizer_kwargs)
-        self._settle()
-
-    def optimizer_type(self) -> type[torch.optim.Optimizer]:
-        """The optimizer's class."""
-        return self._optimizer[0]
-
-    def optimizer_kwargs(self) -> dict[str, Any]:
-        """The optimizer's keyword arguments as given."""
-        return self._optimizer[1]
+        self._train_with(optimizer_type, optimizer_kwargs)
 
 
-class FusedEmbeddingCollection(EmbeddingCollection):
+class FusedEmbeddingCollection(EmbeddingCollection, _Fused):
     """An `EmbeddingCollection` whose backward trains its tables; arguments as `FusedEmbeddingBagCollection`."""
 
     def __init__(
@@ -66,17 +73,7 @@ class FusedEmbeddingCollection(EmbeddingCollection):
         bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
         super().__init__(tables, device, need_indices, bounds_check=bounds_check)
-        self._optimizer = (optimizer_type, optimizer_kwargs)
-        apply_optimizer_in_backward(optimizer_type, self.parameters(), optimizer_kwargs)
-        self._settle()
-
-    def optimizer_type(self) -> type[torch.optim.Optimizer]:
-        """The optimizer's class."""
-        return self._optimizer[0]
-
-    def optimizer_kwargs(self) -> dict[str, Any]:
-        """The optimizer's keyword arguments as given."""
-        return self._optimizer[1]
+        self._train_with(optimizer_type, optimizer_kwargs)
 
 
 def fuse_embedding_optimizer(
@@ -122,7 +119,7 @@ def _fused_twin(
     optimizer_kwargs: dict[str, Any],
     device: torch.device,
 ) -> nn.Module:
-    if isinstance(model, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
+    if isinstance(model, _Fused):
         return model
     for config, param in zip(model._configs, model._table_parameters(), strict=True):
         if optimizer_of(param) is not None:

@@ -72,7 +72,7 @@ class TableGroup:
         self.tables, self.lookups, self.optimizer = list(tables), list(features), optimizer
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.bounds_check = bounds_check
-        self._bases, first_rows, self._segments, elements = _lay_out(tables)
+        self._bases, first_rows, self._segments, elements = lay_out(tables)
         self._first_rows = first_rows
         self.rows = sum(table.rows for table in tables)
         self.dims = [tables[f.table].dim for f in features]
@@ -330,7 +330,7 @@ def _in_order(offsets: Tensor, ids: int) -> bool:
     return int(offsets[0]) == 0 and int(offsets[-1]) == ids and not bool((offsets.diff() < 0).any())
 
 
-def _lay_out(tables: Sequence[TableShape]) -> tuple[list[int], list[int], list[Segment], int]:
+def lay_out(tables: Sequence[TableShape]) -> tuple[list[int], list[int], list[Segment], int]:
     """Base element and first row of each table, the segments of equal dim, and the elements of the flat buffer."""
     bases, first_rows = [0] * len(tables), [0] * len(tables)
     segments: list[Segment] = []

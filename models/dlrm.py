@@ -11,18 +11,18 @@ logits [B, 1].
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.embeddings import EmbeddingBagCollection, embedding_names_by_table
+
 from .mlp import MLP
 
 if TYPE_CHECKING:
     from shardwise.data import Batch
-    from shardwise.embeddings import EmbeddingBagCollection
     from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
 
@@ -40,15 +40,10 @@ class SparseArch(nn.Module):
         dims = {config.name: config.embedding_dim for config in configs}
         if len(set(dims.values())) > 1:
             raise ValueError(f"SparseArch: all tables must have one embedding_dim, got {dims}")
-        uses = Counter(feature for config in configs for feature in config.feature_names)
         self.embedding_bag_collection = embedding_bag_collection
         self.D: int = configs[0].embedding_dim
-        # the keys of the collection's output: `feature@table` for a feature of several tables
-        self._names = [
-            f"{feature}@{config.name}" if uses[feature] > 1 else feature
-            for config in configs
-            for feature in config.feature_names
-        ]
+        # the keys of the collection's output
+        self._names = [name for names in embedding_names_by_table(configs) for name in names]
         self.F: int = len(self._names)
 
     @property

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.embeddings.table_group import TableShape, lay_out
 from shardwise.kernels import (
     STATES,
     Feature,
-    Segment,
     flatten_segments,
     fused_update,
     new_guard,
@@ -100,25 +100,17 @@ def make(
     ids: "uniform", "zipf" (rank r about 1 / r, ranks scattered over the table) or "hot" (all ids name row 0).
     """
     on: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
-    segments: list[Segment] = []
-    element = row = 0
-    order = sorted(range(len(tables)), key=lambda t: tables[t][1])
-    placed: dict[int, Feature] = {}
-    for t in order:
-        rows, dim = tables[t]
-        if not segments or segments[-1].dim != dim:
-            element = -(-element // 8) * 8
-            segments.append(Segment(dim, row, row, element))
-        placed[t] = Feature(element, rows, dim, row, pooling == "mean" and t % 2 == 0)
-        element, row = element + rows * dim, row + rows
-        segments[-1] = segments[-1]._replace(end_row=row)
-    features = [placed[t] for t in range(len(tables))]
+    bases, first_rows, segments, elements = lay_out([TableShape(str(t), *table) for t, table in enumerate(tables)])
+    features = [
+        Feature(bases[t], rows, dim, first_rows[t], pooling == "mean" and t % 2 == 0)
+        for t, (rows, dim) in enumerate(tables)
+    ]
     lengths = torch.randint(0, 2 * length + 1, (len(tables) * batch,), **on)
     ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     counts = lengths.view(len(tables), batch).sum(1).tolist()
     parts = [_draw(ids, rows, count, on) for (rows, _), count in zip(tables, counts, strict=True)]
     if weights is None:
-        weights = torch.randn(element, **on).to(dtype)
+        weights = torch.randn(elements, **on).to(dtype)
     dims = [dim for _, dim in tables]
     return Batch(
         weights=weights,

@@ -223,6 +223,10 @@ def _draw(how: str, rows: int, count: int, generator: torch.Generator) -> list[i
     return torch.randint(0, rows, (count,), generator=generator).tolist()
 
 
+# "gradient" is no optimizer: it writes the sums of a row's gradients
+RULES = [rule for rule in STATES if rule != "gradient"]
+
+
 @dataclass
 class Optimizer:
     """What an update changes besides the weights, and what steers it."""

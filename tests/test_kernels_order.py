@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kernel_inputs import (
     CASES,
     DEVICES,
+    RULES,
     SMALL,
     Case,
     Inputs,
@@ -41,8 +42,6 @@ from shardwise.kernels import (
 )
 from shardwise.kernels.features import bag_of_position
 from shardwise.kernels.transpose import CHUNK, chunks_of, levels_for, transpose_index
-
-RULES = [rule for rule in STATES if rule != "gradient"]
 
 
 @pytest.fixture(params=RULES)

@@ -12,6 +12,7 @@ import torch.nn.functional as nnf
 from kernel_inputs import (
     CASES,
     DEVICES,
+    RULES,
     TOLERANCE,
     Case,
     Inputs,
@@ -32,8 +33,6 @@ from shardwise.kernels import (
     fused_update,
 )
 from shardwise.kernels.update import fused_update_ref
-
-RULES = [rule for rule in STATES if rule != "gradient"]
 
 
 def used(rule: str, batch: Inputs, *, lr: float = 0.1) -> Optimizer:

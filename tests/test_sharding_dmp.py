@@ -158,15 +158,7 @@ def alone(make: Callable[[], nn.Module], steps: int) -> tuple[list[Tensor], dict
     model = make()
     mark_tables(model)
     fused = CombinedOptimizer([(path, one.fused_optimizer()) for path, one in collections_of(model).items()])
-    optimizer = optimizers(model, fused)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model(batch_of(step)))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses, whole_state(model, fused)
+    return trained(model, fused, batch_of, steps)
 
 
 def sharded(make: Callable[[], nn.Module], steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -174,15 +166,22 @@ def sharded(make: Callable[[], nn.Module], steps: int) -> tuple[list[Tensor], di
     model = make()
     mark_tables(model)
     dmp = DistributedModelParallel(model, plan=mixed_plan(model))
-    optimizer = optimizers(dmp, dmp.fused_optimizer)
+    return trained(dmp, dmp.fused_optimizer, share_of, steps)
+
+
+def trained(
+    model: nn.Module, fused: CombinedOptimizer, batch: Callable[[int], Any], steps: int
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The loss of each step, then weights and states."""
+    optimizer = optimizers(model, fused)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = loss_of(dmp(share_of(step)))
+        loss = loss_of(model(batch(step)))
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return losses, whole_state(dmp, dmp.fused_optimizer)
+    return losses, whole_state(model, fused)
 
 
 def loss_of(output: Any) -> Tensor:
