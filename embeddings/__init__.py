@@ -20,11 +20,23 @@ from .keyed_optimizer import (
     KeyedOptimizerWrapper,
     in_backward_optimizer_filter,
 )
-from .optimizers import OptimizerSpec, RowWiseAdagrad, apply_optimizer_in_backward, optimizer_of, optimizer_spec
+from .optimizers import (
+    OptimizerSpec,
+    RowWiseAdagrad,
+    WeightDecayMode,
+    apply_optimizer_in_backward,
+    optimizer_of,
+    optimizer_spec,
+)
+from .policy import GradientCheckMode, LookupPolicy
+from .row_store import ResidentRows, RowStore
+from .rule_optimizer import FTRL, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RuleOptimizer, define_optimizer
 from .sequence_collection import EmbeddingCollection
 from .table_group import LookupFeature, TableGroup, TableShape
 
 __all__ = [
+    "FTRL",
+    "LAMB",
     "BaseEmbeddingConfig",
     "CombinedOptimizer",
     "DataType",
@@ -35,16 +47,26 @@ __all__ = [
     "FusedEmbeddingBagCollection",
     "FusedEmbeddingCollection",
     "FusedOptimizer",
+    "GradientCheckMode",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
+    "LarsSGD",
     "LookupFeature",
+    "LookupPolicy",
     "OptimizerSpec",
+    "PartialRowWiseAdam",
+    "PartialRowWiseLAMB",
     "PoolingType",
+    "ResidentRows",
+    "RowStore",
     "RowWiseAdagrad",
+    "RuleOptimizer",
     "TableGroup",
     "TableShape",
+    "WeightDecayMode",
     "apply_optimizer_in_backward",
     "data_type_to_dtype",
+    "define_optimizer",
     "dtype_to_data_type",
     "embedding_names_by_table",
     "fuse_embedding_optimizer",

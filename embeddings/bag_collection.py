@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
-from shardwise.kernels import BoundsCheckMode
 
 from .collection import TableCollection
 from .config import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
+from .policy import DEFAULT_POLICY, LookupPolicy
 from .table_group import TableGroup
 
 
@@ -20,8 +20,8 @@ class EmbeddingBagCollection(TableCollection):
     """Tables looked up by a `KeyedJaggedTensor`, the rows of each sample added or averaged.
 
     Output keys follow the order of `tables`, feature by feature; a feature that several tables share appears as
-    `feature@table` for each. Output is fp32 whatever the tables' dtype; an empty bag gives zeros. Features of the batch
-    that no table uses are ignored.
+    `feature@table` for each. Output is fp32 whatever the tables' dtype, unless `policy` says otherwise;
+    an empty bag gives zeros. Features of the batch that no table uses are ignored.
 
     With `is_weighted` the batch must carry per-id weights, which scale the rows (and are differentiable); without it
     weights in the batch are ignored. After `apply_optimizer_in_backward` on the parameters the backward trains them.
@@ -30,7 +30,7 @@ class EmbeddingBagCollection(TableCollection):
         tables: one config per table.
         is_weighted: whether lookups are scaled by the batch's weights.
         device: "meta" allocates nothing; strings and `torch.device` are both fine.
-        bounds_check: what an id outside its table does.
+        policy: what bad ids and gradients do, and the dtype of the output.
 
     Raises:
         ValueError: two tables share a name, or a config is inconsistent.
@@ -51,9 +51,9 @@ class EmbeddingBagCollection(TableCollection):
         is_weighted: bool = False,
         device: torch.device | str | None = None,
         *,
-        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
+        policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
-        super().__init__(tables, device, bounds_check)
+        super().__init__(tables, device, policy)
         self._is_weighted = is_weighted
         self._embedding_names = [name for names in self._names_by_table for name in names]
         self._embedding_dims = [

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.jagged import KeyedJaggedTensor
-from shardwise.kernels import BoundsCheckMode
 
 from .config import BaseEmbeddingConfig, embedding_names_by_table, named_tables, table_dtype
 from .keyed_optimizer import FusedOptimizer
 from .optimizers import OptimizerSpec, mark_optimizer, optimizer_of, optimizer_spec
+from .policy import DEFAULT_POLICY, LookupPolicy
 from .table_group import LookupFeature, TableGroup, TableShape
 
 
@@ -33,15 +33,14 @@ class TableCollection(nn.Module):
         self,
         tables: Sequence[BaseEmbeddingConfig],
         device: torch.device | str | None,
-        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
+        policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
         super().__init__()
-        if not isinstance(bounds_check, BoundsCheckMode):
-            # a mode that no comparison knows would be taken for a lenient one
-            raise TypeError(f"bounds_check must be a BoundsCheckMode, BoundsCheckMode.FATAL say, got {bounds_check!r}")
+        if not isinstance(policy, LookupPolicy):
+            raise TypeError(f"policy must be a LookupPolicy, got {policy!r}")
         self._configs = named_tables(list(tables), type(self).__name__, self._config_type)
         self._names_by_table = embedding_names_by_table(self._configs)
-        self._bounds_check = bounds_check
+        self._policy = policy
         self._marks: list[tuple[type[torch.optim.Optimizer], dict[str, Any]] | None] = [None] * len(tables)
         self._trained = [True] * len(tables)
         self._groups: list[TableGroup] = []
@@ -134,8 +133,14 @@ class TableCollection(nn.Module):
                 for feature in config.feature_names
             ]
             self._groups.append(
-                TableGroup(shapes, lookups, dtype=dtype, device=device, optimizer=spec, bounds_check=self._bounds_check)
+                TableGroup(shapes, lookups, dtype=dtype, device=device, optimizer=spec, policy=self._policy)
             )
+        self._share_guard()
+
+    def _share_guard(self) -> None:
+        """A batch that is bad for one group changes no table of the collection."""
+        for group in self._groups[1:]:
+            group.guard = self._groups[0].guard
 
     @torch.no_grad()
     def _become_twin(self, source: TableCollection, device: torch.device) -> None:
@@ -256,6 +261,7 @@ class TableCollection(nn.Module):
         self._settle()
         if recurse:
             move_tables(self._groups, children, fn)
+            self._share_guard()
         # what a subclass added besides the tables
         self._modules[self._children_name] = None
         try:

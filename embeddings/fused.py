@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.kernels import BoundsCheckMode
-
 from .bag_collection import EmbeddingBagCollection
 from .collection import TableCollection
 from .config import EmbeddingBagConfig, EmbeddingConfig
 from .optimizers import apply_optimizer_in_backward, optimizer_of
+from .policy import DEFAULT_POLICY, LookupPolicy
 from .sequence_collection import EmbeddingCollection
 
 
@@ -37,7 +36,7 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection, _Fused):
     """An `EmbeddingBagCollection` whose backward trains its tables with one optimizer.
 
     Args:
-        tables, is_weighted, device, bounds_check: as `EmbeddingBagCollection`.
+        tables, is_weighted, device, policy: as `EmbeddingBagCollection`.
         optimizer_type: torch.optim.SGD, Adagrad or Adam, or `RowWiseAdagrad`.
         optimizer_kwargs: its keyword arguments, `lr` first of all (default 0.01).
 
@@ -53,9 +52,9 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection, _Fused):
         is_weighted: bool = False,
         device: torch.device | str | None = None,
         *,
-        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
+        policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
-        super().__init__(tables, is_weighted, device, bounds_check=bounds_check)
+        super().__init__(tables, is_weighted, device, policy=policy)
         self._train_with(optimizer_type, optimizer_kwargs)
 
 
@@ -70,9 +69,9 @@ class FusedEmbeddingCollection(EmbeddingCollection, _Fused):
         device: torch.device | str | None = None,
         need_indices: bool = False,
         *,
-        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
+        policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
-        super().__init__(tables, device, need_indices, bounds_check=bounds_check)
+        super().__init__(tables, device, need_indices, policy=policy)
         self._train_with(optimizer_type, optimizer_kwargs)
 
 
@@ -129,12 +128,12 @@ def _fused_twin(
     if type(model) is EmbeddingBagCollection:
         twin = FusedEmbeddingBagCollection(
             model.embedding_bag_configs(), optimizer_type, optimizer_kwargs, model.is_weighted(), "meta",
-            bounds_check=model._bounds_check,
+            policy=model._policy,
         )  # fmt: skip
     elif type(model) is EmbeddingCollection:
         twin = FusedEmbeddingCollection(
             model.embedding_configs(), optimizer_type, optimizer_kwargs, "meta", model.need_indices(),
-            bounds_check=model._bounds_check,
+            policy=model._policy,
         )  # fmt: skip
     else:
         apply_optimizer_in_backward(optimizer_type, model._table_parameters(), optimizer_kwargs)

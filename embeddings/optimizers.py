@@ -9,29 +9,59 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.kernels import Rule, rule_named
+
+from .rule_optimizer import RuleOptimizer
+
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
+class WeightDecayMode(Enum):
+    """How `weight_decay` enters a fused step: not at all, added to the gradient, or taken from the row by itself."""
+
+    NONE = 0
+    L2 = 1
+    DECOUPLE = 2
+
+
+_DECAYS = {WeightDecayMode.NONE: "none", WeightDecayMode.L2: "l2", WeightDecayMode.DECOUPLE: "decoupled"}
+
+
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """A fused rule and its hyper-parameters; tables with equal specs share a flat buffer and an update launch."""
+    """A fused rule and its settings; tables with equal specs share a flat buffer and an update launch.
+
+    `others` are the rule's hyper-parameters besides lr, by name. Gradients are cut to +-`max_gradient`; rows of fp16
+    and bf16 are rounded stochastically, by random numbers of `seed`, the step, the row and the column.
+    """
 
     rule: str
     lr: float = 0.01
-    eps: float = 1e-8
-    beta1: float = 0.9
-    beta2: float = 0.999
+    others: tuple[tuple[str, float], ...] = ()
+    weight_decay: float = 0.0
+    decay: str = "none"
     initial_accumulator_value: float = 0.0
+    max_gradient: float | None = None
+    stochastic_rounding: bool = True
+    seed: int = 0
 
     def hyper(self, device: torch.device) -> Tensor:
-        """lr, eps, beta1, beta2 as the fp32 device tensor that kernels read."""
-        return torch.tensor([self.lr, self.eps, self.beta1, self.beta2], dtype=torch.float32, device=device)
+        """The rule's hyper-parameters and the weight decay as the fp64 device tensor that kernels read; lr is first."""
+        rule, given = rule_named(self.rule), {**dict(self.others), "lr": self.lr}
+        numbers = [given.get(name, default) for name, default in rule.hyper.items()]
+        return torch.tensor([*numbers, self.weight_decay], dtype=torch.float64, device=device)
+
+    def seed_on(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """The seed [1] int64 where rows of `dtype` are rounded stochastically, else None."""
+        rounded = self.stochastic_rounding and dtype in (torch.float16, torch.bfloat16)
+        return torch.tensor([self.seed], dtype=torch.int64, device=device) if rounded else None
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
@@ -104,20 +134,17 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return loss
 
 
-_RULES: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.SGD: "sgd",
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.Adam: "adam",
-    RowWiseAdagrad: "rowwise_adagrad",
+# optimizer class -> its rule, and how it means `weight_decay`
+_RULES: dict[type[torch.optim.Optimizer], tuple[str, str]] = {
+    torch.optim.SGD: ("sgd", "l2"),
+    torch.optim.Adagrad: ("adagrad", "l2"),
+    torch.optim.Adam: ("adam", "l2"),
+    torch.optim.AdamW: ("adam", "decoupled"),
+    torch.optim.SparseAdam: ("adam", "l2"),
+    RowWiseAdagrad: ("rowwise_adagrad", "l2"),
 }
-_ADAGRAD = ("lr", "eps", "initial_accumulator_value")
-# what each rule takes; betas is (beta1, beta2)
-_TAKES = {
-    "sgd": ("lr",),
-    "adagrad": _ADAGRAD,
-    "rowwise_adagrad": _ADAGRAD,
-    "adam": ("lr", "eps", "beta1", "beta2"),
-}
+# settings that every rule takes
+_COMMON = ("gradient_clipping", "max_gradient", "stochastic_rounding", "seed", "weight_decay", "weight_decay_mode")
 
 
 def optimizer_spec(
@@ -125,28 +152,68 @@ def optimizer_spec(
 ) -> OptimizerSpec:
     """The fused rule for an optimizer class and its keyword arguments.
 
+    Besides the rule's hyper-parameters these may be `weight_decay` and `weight_decay_mode` (default: what the class
+    means by it), `gradient_clipping=True` with `max_gradient` (default 1.0), `stochastic_rounding` (default True) and
+    `seed`.
+
     Raises:
         ValueError: the class has no fused rule, an argument asks for something that the rule does not do, or a number
             is negative or not finite.
     """
-    rule = _RULES.get(optimizer_class)
-    if rule is None:
-        known = ", ".join(c.__name__ for c in _RULES)
-        raise ValueError(f"table {table!r}: {optimizer_class.__name__} has no fused rule; these do: {known}")
     given = {"lr" if name == "learning_rate" else name: value for name, value in optimizer_kwargs.items()}
+    rule, decay = _rule_of(optimizer_class, given, table)
+    if optimizer_class is torch.optim.AdamW:
+        given.setdefault("weight_decay", 0.01)
     betas = given.pop("betas", None)
     if betas is not None:
         if len(betas) != 2:
             raise ValueError(f"table {table!r}: betas must be two numbers, got {betas!r}")
         given.update(beta1=betas[0], beta2=betas[1])
+    takes = (*rule.hyper, *_COMMON, *(("initial_accumulator_value",) if rule.accumulator else ()))
     chosen: dict[str, float] = {}
     for name, value in given.items():
         # never skip a setting silently: a zero, False or None asks for nothing
-        if name not in _TAKES[rule] and value:
+        if name not in takes and value:
             raise ValueError(f"table {table!r}: fused {optimizer_class.__name__} does not take {name}={value!r}")
-        if name in _TAKES[rule] and value is not None:
+        if name in takes and name != "weight_decay_mode" and value is not None:
             chosen[name] = _number(value, name, table)
-    return OptimizerSpec(rule, **chosen)
+    mode = given.get("weight_decay_mode")
+    if mode is not None:
+        decay = _DECAYS[_mode(mode, table)]
+    others = tuple((name, chosen[name]) for name in rule.hyper if name in chosen and name != "lr")
+    weight_decay = 0.0 if "weight_decay" in rule.hyper else chosen.get("weight_decay", 0.0)
+    return OptimizerSpec(
+        rule.name,
+        chosen.get("lr", rule.hyper.get("lr", 0.0)),
+        others,
+        weight_decay,
+        decay if weight_decay else "none",
+        chosen.get("initial_accumulator_value", 0.0),
+        chosen.get("max_gradient", 1.0) if chosen.get("gradient_clipping") else None,
+        bool(chosen.get("stochastic_rounding", True)),
+        int(chosen.get("seed", 0)),
+    )
+
+
+def _rule_of(optimizer_class: type[torch.optim.Optimizer], given: dict[str, Any], table: str) -> tuple[Rule, str]:
+    if issubclass(optimizer_class, RuleOptimizer):
+        return optimizer_class.rule, optimizer_class.decay
+    if optimizer_class not in _RULES:
+        known = ", ".join(c.__name__ for c in (*_RULES, *RuleOptimizer.__subclasses__()))
+        raise ValueError(f"table {table!r}: {optimizer_class.__name__} has no fused rule; these do: {known}")
+    name, decay = _RULES[optimizer_class]
+    if name == "sgd" and given.get("momentum"):
+        name = "momentum_sgd"
+    return rule_named(name), decay
+
+
+def _mode(mode: Any, table: str) -> WeightDecayMode:
+    # FBGEMM's own enum has the same names
+    name = str(getattr(mode, "name", mode)).upper()
+    if name not in WeightDecayMode.__members__:
+        known = ", ".join(WeightDecayMode.__members__)
+        raise ValueError(f"table {table!r}: unknown weight_decay_mode {mode!r}: expected one of {known}")
+    return WeightDecayMode[name]
 
 
 def _number(value: Any, name: str, table: str) -> float:

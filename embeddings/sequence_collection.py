@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
-from shardwise.kernels import BoundsCheckMode
 
 from .collection import TableCollection
 from .config import BaseEmbeddingConfig, EmbeddingConfig
+from .policy import DEFAULT_POLICY, LookupPolicy
 from .table_group import TableGroup
 
 
@@ -43,12 +43,12 @@ class EmbeddingCollection(TableCollection):
         device: torch.device | str | None = None,
         need_indices: bool = False,
         *,
-        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
+        policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
         dims = {config.name: config.embedding_dim for config in tables}
         if len(set(dims.values())) > 1:
             raise ValueError(f"EmbeddingCollection: all tables need one embedding_dim, got {dims}")
-        super().__init__(tables, device, bounds_check)
+        super().__init__(tables, device, policy)
         self._need_indices = need_indices
         self._embedding_dim = tables[0].embedding_dim if tables else 0
 

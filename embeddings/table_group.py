@@ -14,22 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.kernels import (
-    STATES,
     BoundsCheckMode,
     Feature,
     Segment,
+    check_gradient,
     check_ids,
+    describe_gradient,
     flatten_segments,
     fused_update,
+    is_clean,
     new_guard,
     pack_features,
+    per_id_weight_gradient,
     pooled_lookup,
     raise_from_guard,
+    rule_named,
     sequence_lookup,
     table_rows,
 )
 
 from .optimizers import OptimizerSpec
+from .policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
+from .row_store import ResidentRows, RowStore
 
 # 64 bytes of fp16: every segment begins on a boundary that serves the widest load
 _BOUNDARY = 32
@@ -37,11 +43,17 @@ _BOUNDARY = 32
 
 @dataclass(frozen=True)
 class TableShape:
-    """A table of `rows` x `dim`."""
+    """A table of `rows` x `dim`, of which `slots` rows are on the device at a time (all of them if None)."""
 
     name: str
     rows: int
     dim: int
+    slots: int | None = None
+
+    @property
+    def resident(self) -> int:
+        """Rows on the device."""
+        return self.rows if self.slots is None else self.slots
 
 
 @dataclass(frozen=True)
@@ -67,14 +79,16 @@ class TableGroup:
         dtype: torch.dtype,
         device: torch.device,
         optimizer: OptimizerSpec | None = None,
-        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
+        policy: LookupPolicy = DEFAULT_POLICY,
+        store: RowStore | None = None,
     ) -> None:
         self.tables, self.lookups, self.optimizer = list(tables), list(features), optimizer
         self.lr = optimizer.lr if optimizer is not None else 0.0
-        self.bounds_check = bounds_check
+        self.policy = policy
+        self.store: RowStore = store or ResidentRows()
         self._bases, first_rows, self._segments, elements = lay_out(tables)
         self._first_rows = first_rows
-        self.rows = sum(table.rows for table in tables)
+        self.rows = sum(table.resident for table in tables)
         self.dims = [tables[f.table].dim for f in features]
         self.pooling = "mean" if any(f.mean for f in features) else "sum"
         self.names = [f"feature {f.name!r} (table {tables[f.table].name!r})" for f in features]
@@ -83,25 +97,33 @@ class TableGroup:
         self.parameters: list[nn.Parameter] = []
         self._frozen = [False] * len(self.tables)
         self._spec = [
-            Feature(self._bases[f.table], tables[f.table].rows, tables[f.table].dim, first_rows[f.table], f.mean)
+            Feature(self._bases[f.table], tables[f.table].resident, tables[f.table].dim, first_rows[f.table], f.mean)
             for f in features
         ]
         self._place(device, fresh=True)
 
     def _place(self, device: torch.device, *, fresh: bool) -> None:
         """Put what lives beside the tables on their device: optimizer states begin anew if `fresh`, else they move."""
+        spec = self.optimizer or OptimizerSpec("gradient")
         if fresh:
-            spec = self.optimizer or OptimizerSpec("gradient")
-            start = spec.initial_accumulator_value
-            sizes = [self.rows if kind == "row" else self.flat.shape[0] for kind in STATES[spec.rule]]
-            self.states = [torch.full((size,), start, dtype=torch.float32, device=device) for size in sizes]
+            rule = rule_named(spec.rule)
+            self.states = []
+            for name, kind in rule.states.items():
+                start = spec.initial_accumulator_value if name == rule.accumulator else 0.0
+                size = self.rows if kind == "row" else self.flat.shape[0]
+                self.states.append(torch.full((size,), start, dtype=torch.float32, device=device))
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
             self.hyper = replace(spec, lr=self.lr).hyper(device)
         else:
             self.states = [state.to(device) for state in self.states]
             self.step, self.hyper = self.step.to(device), self.hyper.to(device)
+        self.seed = spec.seed_on(device, self.flat.dtype)
         self.features = pack_features(self._spec, device)
+        rows = [self.tables[f.table].rows for f in self.lookups]
+        # ids are checked before a store knows them
+        self._checked = pack_features([one._replace(rows=n) for one, n in zip(self._spec, rows, strict=True)], device)
         self._pack_trained()
+        # the step's guard, which every update reads before it writes; groups of a collection share one
         self.guard = new_guard(device)
         # what the update hangs on in the autograd graph: no parameter, no gradient of its own
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
@@ -125,21 +147,20 @@ class TableGroup:
 
     def _cut(self, flat: Tensor, table: int) -> Tensor:
         """A table's part, [rows, dim], of what is laid out like the flat buffer."""
-        return table_rows(flat, self._bases[table], self.tables[table].rows, self.tables[table].dim)
+        return table_rows(flat, self._bases[table], self.tables[table].resident, self.tables[table].dim)
 
     def state_views(self, table: int) -> dict[str, Tensor]:
         """Optimizer states of one table by TorchRec's names: momentum1, momentum2; [rows] or [rows, dim] fp32.
 
-        Adam's also counts its steps: step, int64 [1], one tensor for all tables of the group.
+        A rule that counts its steps (Adam's) has one more: step, int64 [1], one tensor for all tables of the group.
         """
         if self.optimizer is None:
             return {}
-        first, views = self._first_rows[table], {}
-        kinds = STATES[self.optimizer.rule]
-        for number, (kind, state) in enumerate(zip(kinds, self.states, strict=True), start=1):
-            rows = state[first : first + self.tables[table].rows] if kind == "row" else self._cut(state, table)
+        first, views, rule = self._first_rows[table], {}, rule_named(self.optimizer.rule)
+        for number, (kind, state) in enumerate(zip(rule.kinds, self.states, strict=True), start=1):
+            rows = state[first : first + self.tables[table].resident] if kind == "row" else self._cut(state, table)
             views[f"momentum{number}"] = rows
-        if self.optimizer.rule == "adam":
+        if rule.counts_steps:
             views["step"] = self.step
         return views
 
@@ -157,7 +178,8 @@ class TableGroup:
     def set_lr(self, lr: float) -> None:
         """Change the learning rate from the next update on, also inside a captured graph."""
         self.lr = lr
-        self.hyper[0].fill_(lr)
+        if self.optimizer is not None and "lr" in rule_named(self.optimizer.rule).hyper:
+            self.hyper[list(rule_named(self.optimizer.rule).hyper).index("lr")].fill_(lr)
 
     def move(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply what `nn.Module._apply` applies (`.to`, `.half`, `to_empty`) to the tables; states follow the device.
@@ -177,45 +199,64 @@ class TableGroup:
 
         Raises:
             IndexError, ValueError, TypeError: as `shardwise.kernels.check_ids`.
+            FloatingPointError: the gradient of an earlier batch was not finite (CUDA, `GradientCheckMode.RAISE`).
         """
         if not self.lookups:
             return
-        if self.bounds_check is BoundsCheckMode.IGNORE and (ids.is_cuda or _in_order(offsets, ids.shape[0])):
+        mode = self.policy.bounds_check
+        if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or _in_order(offsets, ids.shape[0])):
             # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids on CUDA
             return
-        fatal = self.bounds_check is BoundsCheckMode.FATAL
+        fatal = mode is BoundsCheckMode.FATAL
         self.raise_pending()
-        found = self.guard if fatal else new_guard(ids.device)
-        check_ids(ids, offsets, self.features, found, names=self.names, fatal=fatal)
+        found = new_guard(ids.device)
+        check_ids(ids, offsets, self._checked, found, names=self.names, fatal=fatal)
         if ids.is_cuda:
-            if not fatal:
-                # a bad id only warns and the update leaves it out by itself; bad offsets mask the update all the same
-                self.guard[1:].copy_(found[1:])
+            # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
+            first = 0 if fatal else 1
+            self.guard[first:].copy_(torch.minimum(self.guard[first:], found[first:]))
+            found[2:].copy_(self.guard[2:])
             self._unread = _UnreadGuard(found, ids, offsets)
+            if self.policy.strict:
+                self.raise_pending()
 
     def raise_pending(self) -> None:
         """Raise what an earlier batch left in the guard on CUDA; nothing of that batch was written."""
         unread, self._unread = self._unread, None
-        if unread is not None and unread.is_raised():
-            fatal = self.bounds_check is BoundsCheckMode.FATAL
-            self.guard.copy_(new_guard())
-            raise_from_guard(unread.guard, unread.ids, unread.offsets, self.features, self.names, fatal=fatal)
+        if unread is None or not unread.is_raised():
+            return
+        fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
+        self.guard.copy_(new_guard())
+        raise_from_guard(unread.guard, unread.ids, unread.offsets, self._checked, self.names, fatal=fatal)
+        if not unread.gradient_is_finite():
+            names = ", ".join(table.name for table in self.tables)
+            raise FloatingPointError(f"a gradient of tables {names} was not finite; no table was updated since")
 
     def pooled(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
-        """Pooled lookup of all features, fp32 [B, sum of dims]; the backward updates tables or feeds `parameters`."""
+        """Pooled lookup of all features, [B, sum of dims]; the backward updates tables or feeds `parameters`."""
+        ids, lease = self.store.resolve(ids, offsets, self.step)
         args = (ids, offsets, per_id_weights)
         if self._updates():
-            return self._with_update(*args, self.pooling)
+            return self._with_update(*args, self.pooling, lease)
         keep_rows = per_id_weights is not None and per_id_weights.requires_grad
         flat = _flat_of_parameters(self, keep_rows) if self.optimizer is None else self.flat
-        return pooled_lookup(flat, *args, self.features, self.dims, self._segment_numbers, self.pooling)
+        out = pooled_lookup(
+            flat, *args, self.features, self.dims, self._segment_numbers, self.pooling, self.policy.output_dtype
+        )
+        self.store.release(lease)
+        return out
 
     def sequence(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """The row of each id, fp32 [N, dim]; all tables of the group have this dim."""
+        """The row of each id, [N, dim]; all tables of the group have this dim."""
+        ids, lease = self.store.resolve(ids, offsets, self.step)
         if self._updates():
-            return self._with_update(ids, offsets, None, "sequence")
+            return self._with_update(ids, offsets, None, "sequence", lease)
         flat = _flat_of_parameters(self) if self.optimizer is None else self.flat
-        return sequence_lookup(flat, ids, offsets, self.features, self.tables[0].dim, self._segment_numbers)
+        out = sequence_lookup(
+            flat, ids, offsets, self.features, self.tables[0].dim, self._segment_numbers, self.policy.output_dtype
+        )
+        self.store.release(lease)
+        return out
 
     def _updates(self) -> bool:
         """Whether the backward of a lookup made now trains a table."""
@@ -224,22 +265,34 @@ class TableGroup:
     def update(
         self, grad: Tensor, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None, *, pooling: str
     ) -> None:
-        """The fused optimizer's step for the gradient of a lookup's output."""
+        """The fused optimizer's step for the gradient of a lookup's output; `ids` are slots.
+
+        Raises:
+            FloatingPointError: an element of the gradient is not finite (CPU, `GradientCheckMode.RAISE`).
+        """
         assert self.optimizer is not None
-        s1, s2 = [*self.states, None, None][:2]
+        guard, spec = self.guard, self.optimizer
+        if self.policy.gradient_check is GradientCheckMode.SKIP:
+            guard = guard.clone()
+            check_gradient(grad, guard)
+        elif self.policy.gradient_check is GradientCheckMode.RAISE:
+            check_gradient(grad, guard)
+            if not grad.is_cuda and not is_clean(guard):
+                element = int(guard[2])
+                guard.copy_(new_guard())
+                raise FloatingPointError(f"{describe_gradient(element, grad, self.dims, self.names)}; nothing changed")
         fused_update(
-            self.flat, s1, s2, self.step, grad, ids, offsets, per_id_weights,
+            self.flat, self.states, self.step, grad, ids, offsets, per_id_weights,
             self.features if self._trained is None else self._trained, self.dims, self._segment_numbers,
-            self.optimizer.rule, self.hyper, self.guard, pooling,
+            spec.rule, self.hyper, guard, pooling, spec.decay, spec.max_gradient, self.seed,
         )  # fmt: skip
 
-    def _with_update(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str) -> Tensor:
-        assert self.optimizer is not None
-        s1, s2 = [*self.states, None, None][:2]
+    def _with_update(
+        self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str, lease: Any
+    ) -> Tensor:
         return _LookupWithUpdate.apply(  # type: ignore[no-any-return, no-untyped-call]
-            self._anchor, per_id_weights, self.flat, s1, s2, self.step, self.hyper, self.guard, self.features,
-            self._trained, ids, offsets, self.dims, self._segment_numbers, self.optimizer.rule, pooling,
-        )  # fmt: skip
+            self._anchor, per_id_weights, self, ids, offsets, pooling, lease
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # parameters are views of the flat buffer and belong to the module, which gives them back
@@ -256,7 +309,7 @@ class _UnreadGuard:
     def __init__(self, guard: Tensor, ids: Tensor, offsets: Tensor) -> None:
         # the step's own findings: the group's guard may be cleared while they are on their way
         self.guard, self.ids, self.offsets = guard.clone(), ids, offsets
-        self._host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        self._host = torch.empty(3, dtype=torch.int64, pin_memory=True)
         self._host.copy_(self.guard, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
@@ -264,7 +317,11 @@ class _UnreadGuard:
     def is_raised(self) -> bool:
         # host sync with the check of the batch before, which ran long ago
         self._copied.synchronize()
-        return bool((self._host != new_guard()).any())
+        return not is_clean(self._host)
+
+    def gradient_is_finite(self) -> bool:
+        """Whether the gradients so far were finite; only after `is_raised`."""
+        return bool(self._host[2] == new_guard()[2])
 
 
 class _LookupWithUpdate(torch.autograd.Function):
@@ -272,32 +329,31 @@ class _LookupWithUpdate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, per_id_weights: Tensor | None, weights: Tensor, s1: Tensor | None, s2: Tensor | None,
-        step: Tensor, hyper: Tensor, guard: Tensor, features: Tensor, trained: Tensor | None, ids: Tensor,
-        offsets: Tensor, dims: list[int], segments: list[int], rule: str, pooling: str,
+        ctx: Any, anchor: Tensor, per_id_weights: Tensor | None, group: TableGroup, ids: Tensor, offsets: Tensor,
+        pooling: str, lease: Any,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(ids, offsets, per_id_weights, features, trained)
+        ctx.save_for_backward(ids, offsets, per_id_weights)
         # not saved: updates of other lookups may come between this forward and its backward
-        ctx.mutable = (weights, s1, s2, step, hyper, guard)
-        ctx.dims, ctx.segments, ctx.rule, ctx.pooling = dims, segments, rule, pooling
+        ctx.group, ctx.pooling, ctx.lease = group, pooling, lease
+        args, out = (group._segment_numbers, pooling, group.policy.output_dtype), group.policy.output_dtype
         if pooling == "sequence":
-            return sequence_lookup(weights, ids, offsets, features, dims[0], segments)
-        return pooled_lookup(weights, ids, offsets, per_id_weights, features, dims, segments, pooling)
+            return sequence_lookup(group.flat, ids, offsets, group.features, group.dims[0], args[0], out)
+        return pooled_lookup(group.flat, ids, offsets, per_id_weights, group.features, group.dims, *args)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         (grad,) = grad_outputs
-        ids, offsets, per_id_weights, features, trained = ctx.saved_tensors
-        weights, s1, s2, step, hyper, guard = ctx.mutable
+        ids, offsets, per_id_weights = ctx.saved_tensors
+        group: TableGroup = ctx.group
         grad_p = None
         if ctx.needs_input_grad[1]:
             # before the update: this gradient is of the rows that were looked up
-            grad_p = torch.ops.shardwise.per_id_weight_gradient(grad, weights, ids, offsets, features, ctx.dims)
-        fused_update(
-            weights, s1, s2, step, grad, ids, offsets, per_id_weights, features if trained is None else trained,
-            ctx.dims, ctx.segments, ctx.rule, hyper, guard, ctx.pooling,
-        )  # fmt: skip
-        return (None, grad_p, *[None] * 14)
+            cut = None if group.optimizer is None else group.optimizer.max_gradient
+            clipped = grad if cut is None else grad.clamp(-cut, cut)
+            grad_p = per_id_weight_gradient(clipped, group.flat, ids, offsets, group.features, group.dims)
+        group.update(grad, ids, offsets, per_id_weights, pooling=ctx.pooling)
+        group.store.release(ctx.lease)
+        return (None, grad_p, *[None] * 5)
 
 
 class _FlatOfParameters(torch.autograd.Function):
@@ -305,7 +361,7 @@ class _FlatOfParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: TableGroup, flat: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.cuts = [(base, table.rows, table.dim) for base, table in zip(group._bases, group.tables, strict=True)]
+        ctx.cuts = [(base, table.resident, table.dim) for base, table in zip(group._bases, group.tables, strict=True)]
         return flat.view_as(flat)
 
     @staticmethod
@@ -340,7 +396,7 @@ def lay_out(tables: Sequence[TableShape]) -> tuple[list[int], list[int], list[Se
             element = -(-element // _BOUNDARY) * _BOUNDARY
             segments.append(Segment(tables[t].dim, row, row, element))
         bases[t], first_rows[t] = element, row
-        element += tables[t].rows * tables[t].dim
-        row += tables[t].rows
+        element += tables[t].resident * tables[t].dim
+        row += tables[t].resident
         segments[-1] = segments[-1]._replace(end_row=row)
     return bases, first_rows, segments, element

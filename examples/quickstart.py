@@ -21,6 +21,7 @@ from shardwise import (
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
+    LookupPolicy,
     PoolingType,
     RowWiseAdagrad,
     apply_optimizer_in_backward,
@@ -76,7 +77,7 @@ def main() -> None:
     except IndexError as error:
         print("IndexError:", error)
     # Or it counts as no id, with one warning (WARNING) or none.
-    lenient = EmbeddingBagCollection(tables, bounds_check=BoundsCheckMode.IGNORE)
+    lenient = EmbeddingBagCollection(tables, policy=LookupPolicy(BoundsCheckMode.IGNORE))
     print("ignored:", lenient(wrong)["clicked"].abs().max().item())
 
 

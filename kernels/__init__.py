@@ -3,26 +3,40 @@
 Every op is a Triton kernel beside a torch twin; importing this package registers them as `torch.ops.shardwise.*`.
 """
 
-from .bounds import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
+from . import rules as _built_in
+from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_guard, require_ids
 from .features import Feature, Segment, flatten_segments, pack_features, table_rows
+from .finite import check_gradient, describe_gradient
 from .pooled import pooled_lookup
+from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup
-from .update import RULES, STATES, fused_update
+from .update import DECAYS, fused_update
+from .weight_gradient import per_id_weight_gradient
 
 __all__ = [
+    "DECAYS",
     "RULES",
-    "STATES",
     "BoundsCheckMode",
     "Feature",
+    "Rule",
     "Segment",
+    "check_gradient",
     "check_ids",
+    "define_rule",
+    "describe_gradient",
     "flatten_segments",
     "fused_update",
+    "is_clean",
     "new_guard",
     "pack_features",
+    "per_id_weight_gradient",
     "pooled_lookup",
     "raise_from_guard",
     "require_ids",
+    "rule_named",
     "sequence_lookup",
     "table_rows",
 ]
+
+# imported for the rules that it defines
+del _built_in

@@ -77,6 +77,12 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+@triton.jit
+def multiple(x, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x, which is a multiple of ALIGN, told to the compiler, which ignores tl.multiple_of on an argument."""
+    return x // ALIGN * ALIGN
+
+
 def gather_tile(dim: int, itemsize: int) -> tuple[int, int, int]:
     """Rows, columns and warps of a tile in which every thread holds 16 bytes of a table row of this dim.
 

@@ -1,7 +1,8 @@
 """Check ids and offsets before anything is read or written through them.
 
-Letters: I [N] ids, O [F*B + 1] bag offsets, FT [F, 7] feature tensor (see features.py), guard [2] int64.
-guard[0] is the position of the first id outside its table, guard[1] the first bad offset; OK where there is none.
+Letters: I [N] ids, O [F*B + 1] bag offsets, FT [F, 7] feature tensor (see features.py), guard [3] int64.
+guard[0] is the position of the first id outside its table, guard[1] the first bad offset, guard[2] the first element of
+a gradient that is not finite (finite.py); OK where there is none.
 Update kernels read the guard before their first write, so a bad batch changes no row.
 Bytes moved: N * itemsize(I) + (F*B + 1) * itemsize(O), and one search over F feature boundaries per id.
 """
@@ -32,19 +33,24 @@ class BoundsCheckMode(Enum):
 
 
 def new_guard(device: torch.device | str = "cpu") -> Tensor:
-    """A guard that reports nothing: int64 [2]."""
-    return torch.full((2,), OK, dtype=torch.int64, device=device)
+    """A guard that reports nothing: int64 [3]."""
+    return torch.full((3,), OK, dtype=torch.int64, device=device)
+
+
+def is_clean(guard: Tensor) -> bool:
+    """Whether a guard reports nothing; waits for a GPU."""
+    return guard.tolist() == [OK] * 3
 
 
 def check_ids_ref(indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor) -> None:
     """Lower guard[0] to the first bad id's position and guard[1] to the first bad offset's."""
     fallen = torch.cat([offsets[:1] != 0, offsets.diff() < 0])
     fallen[-1] |= offsets[-1] != indices.shape[0]
-    guard[1] = torch.minimum(guard[1], _first_true(fallen))
+    guard[1] = torch.minimum(guard[1], first_true(fallen))
     if indices.shape[0] and len(features):
         bag, _, valid = locate_ids(indices, offsets, features)
         # past the last offset no id is looked up
-        guard[0] = torch.minimum(guard[0], _first_true(~valid & (bag < offsets.shape[0] - 1)))
+        guard[0] = torch.minimum(guard[0], first_true(~valid & (bag < offsets.shape[0] - 1)))
 
 
 @triton.jit
@@ -73,7 +79,7 @@ def check_ids(
 ) -> None:
     """Raise for the first id outside its table or offset out of order, or leave it in `guard` on a GPU.
 
-    Shapes: indices [N] int32/int64, offsets [F*B + 1], features [F, 7], guard [2] int64; `names` describes each
+    Shapes: indices [N] int32/int64, offsets [F*B + 1], features [F, 7], guard [3] int64; `names` describes each
     feature in messages. On CPU a fault raises here; on CUDA it is left in the guard, which masks every update, and
     `raise_from_guard` raises it later without a sync in this step.
 
@@ -122,7 +128,7 @@ def raise_from_guard(
         IndexError, ValueError: as `check_ids` describes.
     """
     # host sync on CUDA: the caller asked for the error now
-    bad_id, bad_offset = guard.tolist()
+    bad_id, bad_offset, _ = guard.tolist()
     if bad_id == OK and bad_offset == OK:
         return
     guard.fill_(OK)
@@ -156,7 +162,7 @@ def _describe_offset(position: int, indices: Tensor, offsets: Tensor, names: Seq
     return f"offsets end at {value} but there are {ids} ids (last feature: {name})"
 
 
-def _first_true(mask: Tensor) -> Tensor:
+def first_true(mask: Tensor) -> Tensor:
     position = torch.arange(mask.shape[0], device=mask.device)
     return torch.where(mask, position, OK).min()
 

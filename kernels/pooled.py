@@ -13,10 +13,10 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
-from ._op import gather_tile, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from ._op import gather_tile, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from .cpu_lookup import pooled_lookup_cpu
 from .features import (
     BASE,
     COLUMN,
@@ -28,8 +28,6 @@ from .features import (
     batch_size,
     column_offsets,
     launch_order,
-    linear_rows,
-    locate_ids,
     row_alignment,
     table_rows,
 )
@@ -42,6 +40,7 @@ def pooled_lookup_ref(
     per_id_weights: Tensor | None,
     features: Tensor,
     dims: Sequence[int],
+    output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Y[b, f] = sum (or mean) over i in bag (f, b) of P[i] * W_f[I[i]], accumulated in fp32. Bad ids count as none."""
     batch = batch_size(offsets, len(dims))
@@ -60,7 +59,7 @@ def pooled_lookup_ref(
         if features[f, MEAN]:
             pooled = pooled / bags.diff().clamp(min=1)[:, None]
         columns.append(pooled)
-    return torch.cat(columns, dim=1)
+    return torch.cat(columns, dim=1).to(output_dtype)
 
 
 @triton.jit
@@ -124,7 +123,7 @@ def _pooled_lookup_kernel(W, I, O, P, FT, Y, N, B, y_stride, first, BASE: tl.con
         pooled = (((pooled + v0) + v1) + v2) + v3
     if tl.load(feature + MEAN) != 0:
         pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
-    out = Y + (b * (y_stride // OUT_ALIGN * OUT_ALIGN))[:, None] + column + d[None, :]
+    out = Y + (b * multiple(y_stride, OUT_ALIGN))[:, None] + column + d[None, :]
     tl.store(out, pooled.to(Y.dtype.element_ty), mask=in_batch[:, None] & in_row[None, :])
 
 
@@ -137,6 +136,7 @@ def pooled_lookup(
     dims: Sequence[int],
     segments: Sequence[int],
     pooling: str,
+    output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Look ids up in many tables and pool them per bag; differentiable in `weights` and `per_id_weights`.
 
@@ -145,12 +145,13 @@ def pooled_lookup(
     if all features are summed and "mean" if some are averaged (`features` says which).
 
     Returns:
-        fp32 [B, sum(dims)], accumulated in fp32. An empty bag gives zeros, averaged or not.
+        [B, sum(dims)] in `output_dtype` (fp32, fp16 or bf16), accumulated in fp32; zeros for an empty bag, averaged or
+        not.
 
     Ids outside a table count as none: run `check_ids` first to raise for them instead.
     """
     return torch.ops.shardwise.pooled_lookup(  # type: ignore[no-any-return]
-        weights, indices, offsets, per_id_weights, features, list(dims), list(segments), pooling
+        weights, indices, offsets, per_id_weights, features, list(dims), list(segments), pooling, output_dtype
     )
 
 
@@ -163,13 +164,14 @@ def _pooled_lookup(
     dims: list[int],
     segments: list[int],
     pooling: str,
+    output_dtype: torch.dtype,
 ) -> Tensor:
     if not runs_kernel(weights):
         if weights.is_cuda:
-            return pooled_lookup_ref(weights, indices, offsets, per_id_weights, features, dims)
-        return pooled_lookup_cpu(weights, indices, offsets, per_id_weights, features, dims)
+            return pooled_lookup_ref(weights, indices, offsets, per_id_weights, features, dims, output_dtype)
+        return pooled_lookup_cpu(weights, indices, offsets, per_id_weights, features, dims).to(output_dtype)
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
-    out = torch.empty(batch, columns[-1], dtype=torch.float32, device=weights.device)
+    out = torch.empty(batch, columns[-1], dtype=output_dtype, device=weights.device)
     if batch == 0:
         return out
     # kernels read ids, offsets and per-id weights one after another
@@ -181,7 +183,7 @@ def _pooled_lookup(
         fs = list(members)
         block_b, block_d, warps = gather_tile(width, weights.itemsize)
         align = min(row_alignment(dims[f], weights.itemsize) for f in fs) if weights.data_ptr() % 16 == 0 else 1
-        out_align = min(row_alignment(n, 4) for n in (columns[-1], *(columns[f] for f in fs if columns[f])))
+        out_align = min(row_alignment(n, out.itemsize) for n in (columns[-1], *(columns[f] for f in fs if columns[f])))
         grid = (triton.cdiv(batch, block_b), len(fs), triton.cdiv(width, block_d))
         _pooled_lookup_kernel[grid](
             weights, indices, offsets, per_id_weights if per_id_weights is not None else indices, features, out,
@@ -193,75 +195,6 @@ def _pooled_lookup(
     return out
 
 
-def pooled_lookup_cpu(
-    weights: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    per_id_weights: Tensor | None,
-    features: Tensor,
-    dims: Sequence[int],
-) -> Tensor:
-    """The reference's result by one `embedding_bag` per distinct dim over the flat buffer."""
-    batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
-    table_of = features.tolist()
-    lengths = offsets.diff()
-    outputs = []
-    for dim in sorted(set(dims)):
-        fs = [f for f in range(len(dims)) if dims[f] == dim]
-        anchor = min(table_of[f][BASE] for f in fs)
-        stop = max(table_of[f][BASE] + table_of[f][ROWS] * dim for f in fs)
-        matrix = table_rows(weights, anchor, (stop - anchor) // dim, dim)
-        ids, bags, scale = _of_features(fs, batch, indices, offsets, per_id_weights, len(dims))
-        linear, valid = linear_rows(ids, bags, batch, features[fs], anchor, dim)
-        if not bool(valid.all()):
-            # leave bad ids out: a zero weight would not do where the row it multiplies holds an Inf
-            linear, scale = linear[valid], None if scale is None else scale[valid]
-            bags = torch.cat([bags.new_zeros(1), valid.cumsum(0)])[bags]
-        pooled = bag_sums(matrix, linear, bags, scale).view(len(fs), batch, dim)
-        if any(table_of[f][MEAN] for f in fs):
-            counts = torch.stack([lengths[f * batch : (f + 1) * batch] for f in fs]).clamp(min=1)
-            averaged = torch.tensor([bool(table_of[f][MEAN]) for f in fs])[:, None]
-            pooled = pooled / torch.where(averaged, counts, 1)[:, :, None]
-        if len(fs) == len(dims):
-            return pooled.transpose(0, 1).reshape(batch, columns[-1])
-        outputs.append((fs, pooled))
-    out = torch.empty(batch, columns[-1])
-    for fs, pooled in outputs:
-        for f, block in zip(fs, pooled, strict=True):
-            out[:, columns[f] : columns[f + 1]] = block
-    return out
-
-
-def bag_sums(matrix: Tensor, rows: Tensor, bags: Tensor, scale: Tensor | None) -> Tensor:
-    """Sum over each bag of scale[i] * matrix[rows[i]] in fp32: rows [n], bags [m + 1] from 0 to n -> [m, dim]."""
-    if matrix.dtype is not torch.float32:
-        # embedding_bag rounds to the table's dtype: gather in fp32 and sum those rows instead
-        matrix, rows = matrix[rows].float(), torch.arange(rows.shape[0], device=rows.device)
-    if bags.shape[0] == 1 or rows.shape[0] == 0:
-        return matrix.new_zeros(bags.shape[0] - 1, matrix.shape[1])
-    # a strided scale would send embedding_bag down another path, with other bits
-    scale = None if scale is None else scale.contiguous()
-    return nnf.embedding_bag(
-        rows, matrix, bags.to(rows.dtype), mode="sum", per_sample_weights=scale, include_last_offset=True
-    )
-
-
-def _of_features(
-    fs: Sequence[int], batch: int, indices: Tensor, offsets: Tensor, scale: Tensor | None, count: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The ids, bag offsets and per-id weights of some features, as if the batch had no others."""
-    scale = None if scale is None else scale.float()
-    end = int(offsets[-1])
-    if len(fs) == count:
-        return indices[:end], offsets, None if scale is None else scale[:end]
-    bounds = offsets[::batch].tolist() if batch else [0] * (count + 1)
-    pieces = [slice(bounds[f], bounds[f + 1]) for f in fs]
-    lengths = torch.cat([offsets[f * batch : (f + 1) * batch + 1].diff() for f in fs])
-    bags = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    ids = torch.cat([indices[piece] for piece in pieces])
-    return ids, bags, None if scale is None else torch.cat([scale[piece] for piece in pieces])
-
-
 def _fake(
     weights: Tensor,
     indices: Tensor,
@@ -271,31 +204,13 @@ def _fake(
     dims: list[int],
     segments: list[int],
     pooling: str,
+    output_dtype: torch.dtype,
 ) -> Tensor:
-    return weights.new_empty((offsets.shape[0] - 1) // len(dims), sum(dims), dtype=torch.float32)
-
-
-def per_id_weight_gradient(
-    grad: Tensor, weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dims: Sequence[int]
-) -> Tensor:
-    """dP[i] = <G of i's bag, row of i>, over the bag's length where it is averaged: [N] fp32."""
-    batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
-    out = torch.zeros(indices.shape[0], device=grad.device)
-    bag, f, valid = locate_ids(indices, offsets, features)
-    lengths = offsets.diff().clamp(min=1)
-    for j, dim in enumerate(dims):
-        # host sync on CUDA (the number of this feature's ids): a kernel takes this over with the other gradients
-        mine = torch.nonzero(valid & (f == j)).squeeze(1)
-        table = table_rows(weights, int(features[j, BASE]), int(features[j, ROWS]), dim)
-        upstream = grad[bag[mine] - j * batch, columns[j] : columns[j + 1]].float()
-        if features[j, MEAN]:
-            upstream = upstream / lengths[bag[mine]][:, None]
-        out[mine] = (upstream * table[indices[mine].long()].float()).sum(1)
-    return out
+    return weights.new_empty((offsets.shape[0] - 1) // len(dims), sum(dims), dtype=output_dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weights, indices, offsets, per_id_weights, features, ctx.dims, ctx.segments, ctx.pooling = inputs
+    weights, indices, offsets, per_id_weights, features, ctx.dims, ctx.segments, ctx.pooling, _ = inputs
     ctx.save_for_backward(weights, indices, offsets, per_id_weights, features)
 
 
@@ -309,19 +224,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[3]:
         dense_p = torch.ops.shardwise.per_id_weight_gradient(grad, weights, indices, offsets, features, ctx.dims)
         dense_p = dense_p.to(per_id_weights.dtype)
-    return dense, None, None, dense_p, None, None, None, None
+    return dense, None, None, dense_p, None, None, None, None, None
 
 
-register(
-    "per_id_weight_gradient(Tensor grad, Tensor weights, Tensor indices, Tensor offsets, Tensor features, int[] dims)"
-    " -> Tensor",
-    per_id_weight_gradient,
-    lambda grad, weights, indices, offsets, features, dims: indices.new_empty(indices.shape, dtype=torch.float32),
-)
 register_autograd(
     register(
         "pooled_lookup(Tensor weights, Tensor indices, Tensor offsets, Tensor? per_id_weights, Tensor features,"
-        " int[] dims, int[] segments, str pooling) -> Tensor",
+        " int[] dims, int[] segments, str pooling, ScalarType output_dtype) -> Tensor",
         _pooled_lookup,
         _fake,
     ),

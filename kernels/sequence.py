@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, gather_tile, register, register_autograd, runs_kernel, tl, triton
+from ._op import INTERPRETED, gather_tile, multiple, register, register_autograd, runs_kernel, tl, triton
 from .features import (
     BASE,
     FIELDS,
@@ -29,7 +29,14 @@ from .features import (
 _RESOLVE_IDS = 64 if INTERPRETED else 512
 
 
-def sequence_lookup_ref(weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dim: int) -> Tensor:
+def sequence_lookup_ref(
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    dim: int,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Y[i] = W_f[I[i]] for the feature f that position i belongs to; zeros for bad ids and past the last offset."""
     _, f, valid = locate_ids(indices, offsets, features)
     # int32 ids times dim may pass 2**31
@@ -37,7 +44,7 @@ def sequence_lookup_ref(weights: Tensor, indices: Tensor, offsets: Tensor, featu
     at = torch.where(valid, elements, 0)[:, None] + torch.arange(dim, device=weights.device)
     # an empty table group has no element 0 to point at
     rows = weights[at] if weights.shape[0] else weights.new_zeros(at.shape)
-    return torch.where(valid[:, None], rows.float(), 0.0)
+    return torch.where(valid[:, None], rows.float(), 0.0).to(output_dtype)
 
 
 @triton.jit
@@ -56,8 +63,7 @@ def _gather_kernel(W, at, Y, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = position < N
     begin = tl.load(at + position, mask=here, other=-1)
-    # the compiler takes this as the multiple it is; it ignores tl.multiple_of on an argument, and D = 1 is no tensor
-    D = D // ALIGN * ALIGN
+    D = multiple(D, ALIGN)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_row = d < D
     source = W + (begin * ALIGN)[:, None] + d[None, :]
@@ -68,7 +74,13 @@ def _gather_kernel(W, at, Y, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 
 
 def sequence_lookup(
-    weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dim: int, segments: Sequence[int]
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    dim: int,
+    segments: Sequence[int],
+    output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The row of each id; differentiable in `weights`.
 
@@ -76,22 +88,29 @@ def sequence_lookup(
     have `dim` columns.
 
     Returns:
-        fp32 [N, dim]; zeros for ids outside their table (run `check_ids` first to raise for them).
+        [N, dim] in `output_dtype` (fp32, fp16 or bf16); zeros for ids outside their table (run `check_ids` first
+        to raise for them).
     """
     return torch.ops.shardwise.sequence_lookup(  # type: ignore[no-any-return]
-        weights, indices, offsets, features, dim, list(segments)
+        weights, indices, offsets, features, dim, list(segments), output_dtype
     )
 
 
 def _sequence_lookup(
-    weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dim: int, segments: list[int]
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    dim: int,
+    segments: list[int],
+    output_dtype: torch.dtype,
 ) -> Tensor:
     if not runs_kernel(weights):
         if not weights.is_cuda and len(segments) == 4:
-            return _sequence_lookup_cpu(weights, indices, offsets, features, dim, segments)
-        return sequence_lookup_ref(weights, indices, offsets, features, dim)
+            return _sequence_lookup_cpu(weights, indices, offsets, features, dim, segments).to(output_dtype)
+        return sequence_lookup_ref(weights, indices, offsets, features, dim, output_dtype)
     ids, count = indices.shape[0], features.shape[0]
-    out = torch.empty(ids, dim, dtype=torch.float32, device=weights.device)
+    out = torch.empty(ids, dim, dtype=output_dtype, device=weights.device)
     if ids == 0:
         return out
     indices, offsets = indices.contiguous(), offsets.contiguous()
@@ -124,7 +143,7 @@ def _sequence_lookup_cpu(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weights, indices, offsets, features, ctx.dim, ctx.segments = inputs
+    weights, indices, offsets, features, ctx.dim, ctx.segments, _ = inputs
     ctx.save_for_backward(weights, indices, offsets, features)
 
 
@@ -136,16 +155,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         dense = torch.ops.shardwise.lookup_gradient(
             weights, grad, indices, offsets, None, features, dims, ctx.segments, "sequence"
         )
-    return dense, None, None, None, None, None
+    return dense, None, None, None, None, None, None
 
 
 register_autograd(
     register(
-        "sequence_lookup(Tensor weights, Tensor indices, Tensor offsets, Tensor features, int dim, int[] segments)"
-        " -> Tensor",
+        "sequence_lookup(Tensor weights, Tensor indices, Tensor offsets, Tensor features, int dim, int[] segments,"
+        " ScalarType output_dtype) -> Tensor",
         _sequence_lookup,
-        lambda weights, indices, offsets, features, dim, segments: weights.new_empty(
-            indices.shape[0], dim, dtype=torch.float32
+        lambda weights, indices, offsets, features, dim, segments, output_dtype: weights.new_empty(
+            indices.shape[0], dim, dtype=output_dtype
         ),
     ),
     _backward,

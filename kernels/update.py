@@ -1,23 +1,21 @@
-"""Backward of a lookup fused with the optimizer: a pooled lookup over the transposed index, the update as epilogue.
+"""Backward of a lookup fused with the optimizer: a pooled lookup over the transposed index, the rule as epilogue.
 
-Shapes: W flat tables, S1/S2 optimizer states (flat like W, or one number per row), G upstream gradient ([B, sum of
-dims] pooled, [N, D] sequence), I, O, P, FT as in pooled.py; hyper [4] fp32 = lr, eps, beta1, beta2 on the device, so
-that a captured graph follows a schedule. Duplicate ids are added first and applied once.
+Shapes: W flat tables, S optimizer states (flat like W, or one number a row), G upstream gradient ([B, sum of dims]
+pooled, [N, D] sequence), I, O, P, FT as in pooled.py; hyper [H + 1] fp64 on the device: the rule's hyper-parameters and
+the weight decay, so that a captured graph follows a schedule. Duplicate ids are added first and applied once.
 Bytes moved: N * D * 4 (gradient rows) + 2 * U * D * itemsize(W) (+ states) for U touched rows, about 96 N for the sort.
-
-Formulas: SGD; Adagrad (Duchi et al. 2011); rowwise Adagrad, one accumulator of mean(g^2) a row (Mudigere et al. 2022,
-arXiv:2104.05158); Adam (Kingma and Ba 2015) on the touched rows only, bias corrections by the table group's step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ._op import PERSISTENT_PROGRAMS, next_power_of_2, register, runs_kernel, tl, triton
-from .bounds import OK, new_guard
+from ._op import PERSISTENT_PROGRAMS, multiple, next_power_of_2, register, runs_kernel, tl, triton
+from .bounds import OK, is_clean, new_guard
+from .cpu_update import row_gradients
 from .features import (
     COLUMN,
     FIRST_ROW,
@@ -30,27 +28,17 @@ from .features import (
     table_rows,
     unflatten_segments,
 )
-from .pooled import bag_sums
-from .transpose import CHUNK, Chunks, Transposed, chunks_of, levels_for, position_in_run, transpose_index
+from .rounding import round_stochastically, rounded_stochastically, rounds, salt_of
+from .rule import Rule, rule_named
+from .transpose import Chunks, Transposed, chunks_of, levels_for, transpose_index
 
-# rule -> number in the kernel. "gradient" writes the row sums instead of applying them.
-RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3, "gradient": 4}
-# optimizer states of each rule: "element" is laid out like W, "row" holds one fp32 a row
-STATES: dict[str, tuple[str, ...]] = {
-    "sgd": (),
-    "adagrad": ("element",),
-    "rowwise_adagrad": ("row",),
-    "adam": ("element", "element"),
-    "gradient": (),
-}
-# Rows that the CPU path sums and updates at a time: 1 MB of gradients
-_CPU_BLOCK_ELEMENTS = 1 << 18
+# how weight decay enters a step: not at all; g + decay * w; w - lr * decay * w
+DECAYS = ("none", "l2", "decoupled")
 
 
 def fused_update_ref(
     weights: Tensor,
-    state1: Tensor | None,
-    state2: Tensor | None,
+    states: Sequence[Tensor],
     step: Tensor,
     grad: Tensor,
     indices: Tensor,
@@ -63,12 +51,17 @@ def fused_update_ref(
     hyper: Tensor,
     guard: Tensor,
     pooling: str,
+    decay: str = "none",
+    max_gradient: float | None = None,
+    seed: Tensor | None = None,
 ) -> None:
     """Add every gradient row into a dense fp32 buffer, then apply the rule to the rows that some id named."""
-    if guard.tolist() != [OK, OK]:
+    if not is_clean(guard):
         return
     step += 1
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
+    update = _Update(weights, states, step, rule_named(rule), hyper, decay, seed, features)
+    grad = grad.float() if max_gradient is None else grad.float().clamp(-max_gradient, max_gradient)
     for segment in unflatten_segments(segments):
         dense = torch.zeros(segment.end_row - segment.first_row, segment.dim, device=grad.device)
         touched = torch.zeros(len(dense), dtype=torch.bool, device=grad.device)
@@ -82,66 +75,70 @@ def fused_update_ref(
                     if not 0 <= row < rows:
                         continue
                     g = grad[i] if pooling == "sequence" else grad[b, columns[f] : columns[f + 1]]
-                    g = g.float() * (per_id_weights[i].float() if per_id_weights is not None else 1)
+                    g = g * (per_id_weights[i].float() if per_id_weights is not None else 1)
                     dense[first_row - segment.first_row + row] += g / ((end - begin) if features[f, MEAN] else 1)
                     touched[first_row - segment.first_row + row] = True
         rows_hit = torch.nonzero(touched).squeeze(1)
-        apply_rule(weights, state1, state2, step, segment, rows_hit, dense[rows_hit], rule, hyper)
+        update.apply(segment, rows_hit, dense[rows_hit])
 
 
-def apply_rule(
-    weights: Tensor,
-    state1: Tensor | None,
-    state2: Tensor | None,
-    step: Tensor,
-    segment: Segment,
-    rows: Tensor,
-    g: Tensor,
-    rule: str,
-    hyper: Tensor,
-) -> None:
-    """Apply one optimizer step in place: rows [U] distinct rows of the segment, g [U, D] fp32 their gradients."""
-    lr, eps, beta1, beta2 = hyper.unbind()
-    kinds = STATES[rule]
-    table = _segment_rows(weights, segment, "element")
-    s1 = _segment_rows(state1, segment, kinds[0]) if state1 is not None and kinds else None
-    s2 = _segment_rows(state2, segment, kinds[1]) if state2 is not None and len(kinds) > 1 else None
-    w = table.index_select(0, rows).float()
-    if rule == "sgd":
-        w -= lr * g
-    elif rule == "adagrad":
-        assert s1 is not None
-        total = s1.index_select(0, rows) + g * g
-        s1.index_copy_(0, rows, total)
-        w -= lr * g / (total.sqrt() + eps)
-    elif rule == "rowwise_adagrad":
-        assert s1 is not None
-        total = s1.index_select(0, rows) + (g * g).mean(1)
-        s1.index_copy_(0, rows, total)
-        w -= (lr / (total.sqrt() + eps))[:, None] * g
-    elif rule == "adam":
-        assert s1 is not None and s2 is not None
-        bias1, bias2 = _bias_corrections(hyper, step).unbind()
-        m = beta1 * s1.index_select(0, rows) + (1 - beta1) * g
-        v = beta2 * s2.index_select(0, rows) + (1 - beta2) * (g * g)
-        s1.index_copy_(0, rows, m)
-        s2.index_copy_(0, rows, v)
-        w -= lr * (m / bias1) / ((v / bias2).sqrt() + eps)
-    else:
-        w = g
-    table.index_copy_(0, rows, w.to(table.dtype))
+class _Update:
+    """One optimizer step: what it changes, and its numbers, which come to be on the device."""
+
+    def __init__(
+        self,
+        weights: Tensor,
+        states: Sequence[Tensor],
+        step: Tensor,
+        rule: Rule,
+        hyper: Tensor,
+        decay: str,
+        seed: Tensor | None,
+        features: Tensor,
+    ) -> None:
+        self.weights, self.states, self.rule, self.decay = weights, list(states), rule, DECAYS.index(decay)
+        self.numbers = _numbers(rule, hyper, step, decay)
+        self.salt = None if seed is None or weights.dtype == torch.float32 else salt_of(seed, step)
+        # where each table begins: its rows are hashed by their own numbers, whatever tables lie before it
+        self.first_rows = features[:, FIRST_ROW].sort().values if self.salt is not None else None
+
+    def apply(self, segment: Segment, rows: Tensor, g: Tensor) -> None:
+        """The rule by torch, in place: rows [U] distinct rows of the segment, g [U, D] fp32 their gradients."""
+        table = table_rows(self.weights, segment.base, segment.end_row - segment.first_row, segment.dim)
+        w = table.index_select(0, rows).float()
+        numbers, factor = self.numbers[:-1], self.numbers[-1]
+        if self.decay == 1:
+            g = g + factor * w
+        elif self.decay == 2:
+            w = w - factor * w
+        kept = [_segment_rows(state, segment, kind) for state, kind in zip(self.states, self.rule.kinds, strict=True)]
+        w, *new = self.rule.apply(w, g, [state.index_select(0, rows) for state in kept], numbers)
+        for state, value in zip(kept, new, strict=True):
+            state.index_copy_(0, rows, value)
+        if self.salt is not None:
+            w = round_stochastically(w, table.dtype, self.row_in_table(rows + segment.first_row), self.salt)
+        table.index_copy_(0, rows, w.to(table.dtype))
+
+    def row_in_table(self, rows: Tensor) -> Tensor:
+        """Numbers of rows within their tables, from their numbers among all rows of W."""
+        assert self.first_rows is not None
+        table = torch.searchsorted(self.first_rows, rows.long(), right=True) - 1
+        return rows - self.first_rows[table.clamp(min=0)]
+
+
+def _numbers(rule: Rule, hyper: Tensor, step: Tensor, decay: str) -> Tensor:
+    """The rule's numbers and the factor of the weight decay, [K + 1] fp32."""
+    factor = hyper[-1:]
+    if decay == "decoupled":
+        factor = factor * hyper[list(rule.hyper).index("lr")]
+    return torch.cat([rule.values(hyper[:-1], step), factor.float()])
 
 
 def _segment_rows(flat: Tensor, segment: Segment, kind: str) -> Tensor:
     rows = segment.end_row - segment.first_row
     if kind == "row":
-        return flat[segment.first_row : segment.end_row]
+        return flat[segment.first_row : segment.end_row, None]
     return table_rows(flat, segment.base, rows, segment.dim)
-
-
-def _bias_corrections(hyper: Tensor, step: Tensor) -> Tensor:
-    """[1 - beta1^step, 1 - beta2^step] in fp32, on the device."""
-    return (1 - hyper[2:4].double() ** step).float()
 
 
 @triton.jit
@@ -154,14 +151,14 @@ def _gradient_rows(grad, src, scale, at, d, live, in_row, ALIGN: tl.constexpr, H
 
 
 @triton.jit(do_not_specialize=["low"])
-def _update_kernel(W, S1, S2, partial, start, row_of, slot_of, n_chunks, src, scale, grad, hyper, bias, guard, low, D, NONE: tl.constexpr, RULE: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, SRC_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _update_kernel(W, states, partial, start, row_of, hash_of, slot_of, n_chunks, src, scale, grad, numbers, salt, guard, low, D, NONE: tl.constexpr, RULE: tl.constexpr, KINDS: tl.constexpr, NUMBERS: tl.constexpr, TAKES_ROW: tl.constexpr, DECAY: tl.constexpr, ROUNDS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, SRC_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     # a bad batch changes no row: it has no chunks
-    clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE)
+    clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE) & (tl.load(guard + 2) == NONE)
     n = tl.where(clean, tl.load(n_chunks), 0).to(tl.int32)
-    lr = tl.load(hyper)
-    eps = tl.load(hyper + 1)
-    # the compiler takes this as the multiple it is; it ignores tl.multiple_of on an argument, and D = 1 is no tensor
-    D = D // ALIGN * ALIGN
+    given = ()
+    for k in tl.static_range(NUMBERS):
+        given = given + (tl.load(numbers + k),)  # type: ignore[assignment]
+    D = multiple(D, ALIGN)
     d = tl.arange(0, BLOCK_D)
     in_row = d < D
     for c0 in range(tl.program_id(0) * BLOCK_C, n, tl.num_programs(0) * BLOCK_C):
@@ -177,39 +174,42 @@ def _update_kernel(W, S1, S2, partial, start, row_of, slot_of, n_chunks, src, sc
             g3 = _gradient_rows(grad, src, scale, begin + i + 3, d, i + 3 < length, in_row, SRC_ALIGN, HAS_SCALE)
             g = (((g + g0) + g1) + g2) + g3
         slot = tl.load(slot_of + c, mask=live, other=-1)
+        left = (live & (slot >= 0))[:, None] & in_row[None, :]
+        tl.store(partial + (slot.to(tl.int64) * D)[:, None] + d[None, :], g, mask=left)
+
         whole = live & (slot < 0)
         row = tl.load(row_of + c, mask=live, other=0).to(tl.int64)
         at = (((row - low) * D)[:, None]) + d[None, :]
         mask = whole[:, None] & in_row[None, :]
-        w = g if RULE == 4 else tl.load(W + at, mask=mask, other=0.0).to(tl.float32)
-        if RULE == 0:
-            w -= lr * g
-        if RULE == 1:
-            total = tl.load(S1 + at, mask=mask, other=0.0) + g * g
-            tl.store(S1 + at, total, mask=mask)
-            w -= lr * g / (tl.sqrt_rn(total) + eps)
-        if RULE == 2:
-            # the order inside tl.sum follows the tile, and the tile follows D alone
-            total = tl.load(S1 + row, mask=whole, other=0.0) + tl.sum(g * g, 1) / D
-            tl.store(S1 + row, total, mask=whole)
-            w -= (lr / (tl.sqrt_rn(total) + eps))[:, None] * g
-        if RULE == 3:
-            beta1 = tl.load(hyper + 2)
-            beta2 = tl.load(hyper + 3)
-            m = beta1 * tl.load(S1 + at, mask=mask, other=0.0) + (1 - beta1) * g
-            v = beta2 * tl.load(S2 + at, mask=mask, other=0.0) + (1 - beta2) * (g * g)
-            tl.store(S1 + at, m, mask=mask)
-            tl.store(S2 + at, v, mask=mask)
-            w -= lr * (m / tl.load(bias)) / (tl.sqrt_rn(v / tl.load(bias + 1)) + eps)
+        w = tl.load(W + at, mask=mask, other=0.0).to(tl.float32)
+        if DECAY == 1:
+            g = g + given[NUMBERS - 1] * w
+        if DECAY == 2:
+            w = w - given[NUMBERS - 1] * w
+        kept = ()
+        for k in tl.static_range(len(KINDS)):
+            if KINDS[k] == "row":
+                kept = kept + (tl.load(states[k] + row[:, None], mask=whole[:, None], other=0.0),)  # type: ignore[assignment]
+            else:
+                kept = kept + (tl.load(states[k] + at, mask=mask, other=0.0),)  # type: ignore[assignment]
+        if TAKES_ROW:
+            kept = kept + ((in_row[None, :], D),)  # type: ignore[assignment]
+        found = RULE(w, g, *kept, *given[: NUMBERS - 1])
+        w = found if len(KINDS) == 0 else found[0]
+        for k in tl.static_range(len(KINDS)):
+            if KINDS[k] == "row":
+                tl.store(states[k] + row[:, None], found[k + 1], mask=whole[:, None])
+            else:
+                tl.store(states[k] + at, found[k + 1], mask=mask)
+        if ROUNDS:
+            number = tl.load(hash_of + c, mask=whole, other=0).to(tl.int64)
+            w = rounded_stochastically(w, number, d, tl.load(salt), ROUNDS == 2)
         tl.store(W + at, w.to(W.dtype.element_ty), mask=mask)
-        left = (live & (slot >= 0))[:, None] & in_row[None, :]
-        tl.store(partial + (slot.to(tl.int64) * D)[:, None] + d[None, :], g, mask=left)
 
 
 def fused_update(
     weights: Tensor,
-    state1: Tensor | None,
-    state2: Tensor | None,
+    states: Sequence[Tensor],
     step: Tensor,
     grad: Tensor,
     indices: Tensor,
@@ -222,32 +222,41 @@ def fused_update(
     hyper: Tensor,
     guard: Tensor,
     pooling: str,
+    decay: str = "none",
+    max_gradient: float | None = None,
+    seed: Tensor | None = None,
 ) -> None:
     """One optimizer step on the rows that a batch touched, in place, given the gradient of the lookup's output.
 
     Shapes: weights and element states flat 1-D, row states [rows of all segments] fp32, step [1] int64 (advanced),
     grad [N, dim] where `pooling` is "sequence", else [B, sum(dims)]: "sum" where all features are summed, "mean" where
-    some are averaged; hyper [4] fp32 (lr, eps, beta1, beta2); guard [2] int64: where it reports a bad batch nothing is
-    written.
+    some are averaged; hyper [H + 1] fp64: the hyper-parameters in the order of the rule, then the weight decay, which
+    `decay` adds to the gradient ("l2"), takes from the row ("decoupled") or ignores ("none"). Elements of `grad` are
+    cut to +-`max_gradient`; with `seed` [1] int64 rows of fp16 and bf16 are rounded stochastically. guard [3] int64:
+    where it reports a bad batch nothing is written.
 
     Raises:
-        ValueError: the rule is unknown, or its states are missing.
+        ValueError: the rule or the decay is unknown, or states or hyper-parameters are missing.
     """
-    if rule not in RULES:
-        raise ValueError(f"unknown optimizer rule {rule!r}: expected one of {', '.join(RULES)}")
-    given = sum(state is not None for state in (state1, state2))
-    if given != len(STATES[rule]):
-        raise ValueError(f"optimizer rule {rule!r} has {len(STATES[rule])} states, got {given}")
+    chosen = rule_named(rule)
+    if len(states) != len(chosen.states):
+        raise ValueError(f"optimizer rule {rule!r} has {len(chosen.states)} states, got {len(states)}")
+    if hyper.shape != (len(chosen.hyper) + 1,) or hyper.dtype != torch.float64:
+        raise ValueError(
+            f"optimizer rule {rule!r} takes {list(chosen.hyper)} and the weight decay as fp64, got {hyper.dtype}"
+            f" {list(hyper.shape)}"
+        )
+    if decay not in DECAYS:
+        raise ValueError(f"unknown weight decay {decay!r}: expected one of {', '.join(DECAYS)}")
     torch.ops.shardwise.fused_update(
-        weights, state1, state2, step, grad, indices, offsets, per_id_weights, features, list(dims), list(segments),
-        rule, hyper, guard, pooling,
+        weights, list(states), step, grad, indices, offsets, per_id_weights, features, list(dims), list(segments),
+        rule, hyper, guard, pooling, decay, max_gradient, seed,
     )  # fmt: skip
 
 
 def _fused_update(
     weights: Tensor,
-    state1: Tensor | None,
-    state2: Tensor | None,
+    states: list[Tensor],
     step: Tensor,
     grad: Tensor,
     indices: Tensor,
@@ -260,33 +269,30 @@ def _fused_update(
     hyper: Tensor,
     guard: Tensor,
     pooling: str,
+    decay: str,
+    max_gradient: float | None,
+    seed: Tensor | None,
 ) -> None:
-    if rule != "gradient":
-        step += (guard == OK).all().to(step.dtype)
+    step += (guard == OK).all().to(step.dtype)
     if indices.shape[0] == 0 or not segments or grad.shape[0] == 0:
         return
     # kernels read the guard themselves; the torch path may wait for it
-    if not runs_kernel(weights) and guard.tolist() != [OK, OK]:
+    if not runs_kernel(weights) and not is_clean(guard):
         return
-    grad = grad.contiguous()
+    grad = grad.contiguous() if max_gradient is None else grad.clamp(-max_gradient, max_gradient).contiguous()
     batch, columns, parts = batch_size(offsets, len(dims)), column_offsets(dims), unflatten_segments(segments)
+    update = _Update(weights, states, step, rule_named(rule), hyper, decay, seed, features)
     index = transpose_index(indices, offsets, features, parts)
     pooled = pooling != "sequence"
     scale = _scale_of_ids(index, offsets, per_id_weights, features, batch, pooling)
     for segment in parts:
-        states = [_states_of(state, segment, kind) for state, kind in zip((state1, state2), STATES[rule], strict=False)]
         if runs_kernel(weights):
             source = _source_elements(index, features, batch, columns[-1]) if pooled else index.position * segment.dim
-            align = _source_alignment(grad, dims, segment.dim) if pooled else row_alignment(segment.dim, 4)
-            _launch(weights, states, step, grad, index.keys, source, align, scale, segment, rule, hyper, guard)
+            align = _source_alignment(grad, dims if pooled else [segment.dim], segment.dim)
+            _launch(update, segment, grad, index.keys, source, align, scale, guard)
         else:
-            for rows, g in _row_gradients(index, grad.float(), scale, segment, dims, batch, pooled):
-                apply_rule(weights, state1, state2, step, segment, rows, g, rule, hyper)
-
-
-def _states_of(state: Tensor | None, segment: Segment, kind: str) -> Tensor:
-    assert state is not None
-    return state if kind == "row" else state[segment.base :]
+            for rows, g in row_gradients(index, grad.float(), scale, segment, dims, batch, pooled):
+                update.apply(segment, rows, g)
 
 
 def _scale_of_ids(
@@ -308,112 +314,60 @@ def _source_elements(index: Transposed, features: Tensor, batch: int, columns: i
 
 def _source_alignment(grad: Tensor, dims: Sequence[int], dim: int) -> int:
     """Elements to which the gradient rows of features of this dim are aligned, other dims beside them."""
+    if grad.data_ptr() % 16:
+        return 1
     columns = column_offsets(dims)
     starts = [columns[f] for f, other in enumerate(dims) if other == dim and columns[f]]
-    return min(row_alignment(n, 4) for n in (dim, columns[-1], *starts))
+    return min(row_alignment(n, grad.itemsize) for n in (dim, columns[-1], *starts))
 
 
-def update_tile(dim: int) -> tuple[int, int, int]:
-    """Chunks, columns and warps of an update program: a function of the row's width alone, never tuned.
+def update_tile(dim: int, scale: int = 1) -> tuple[int, int, int]:
+    """Chunks, columns and warps of an update program; `scale` times the chunks and the warps, up to 16 chunks.
 
-    The sum over a row's columns (rowwise rules) adds in the order of this tile, so the tile is part of the contract.
+    The sum over a row's columns (rowwise rules) adds in the order in which threads hold them. That order is part of the
+    contract: it follows the columns for each warp, a function of the row's width alone. So chunks and warps are tuned
+    together, never one of them.
     """
     block_d = next_power_of_2(dim)
     # 32 chunks of 4 to 16 columns crash the compiler of triton 3.7.1 (for gfx942, sm_80, sm_90)
     chunks = max(1, min(16, 512 // block_d))
     elements = chunks * block_d
-    return chunks, block_d, max(1, min(4, elements // 128)) if elements <= 1024 else min(16, elements // 256)
+    warps = max(1, min(4, elements // 128)) if elements <= 1024 else min(16, elements // 256)
+    scale = min(scale, 16 // chunks)
+    return chunks * scale, block_d, warps * scale
 
 
 def _launch(
-    weights: Tensor,
-    states: list[Tensor],
-    step: Tensor,
+    update: _Update,
+    segment: Segment,
     grad: Tensor,
     keys: Tensor,
     source: Tensor,
     source_align: int,
     scale: Tensor | None,
-    segment: Segment,
-    rule: str,
-    hyper: Tensor,
     guard: Tensor,
 ) -> None:
-    dim = segment.dim
+    dim, rule = segment.dim, update.rule
     align = row_alignment(dim, 4)
     block_c, block_d, warps = update_tile(dim)
-    table = weights[segment.base :]
-    s1 = states[0] if states else table
-    s2 = states[1] if len(states) > 1 else table
-    bias = _bias_corrections(hyper, step) if rule == "adam" else hyper
-    if grad.data_ptr() % 16:
-        source_align = 1
+    table = update.weights[segment.base :]
+    states = tuple(
+        state if kind == "row" else state[segment.base :] for state, kind in zip(update.states, rule.kinds, strict=True)
+    )
+    salt, numbers = update.salt, update.numbers
     for _ in range(levels_for(keys.shape[0])):
         chunks: Chunks = chunks_of(keys, segment.first_row, segment.end_row)
         partial = torch.empty(chunks.next_keys.shape[0], dim, device=grad.device)
+        hashes = chunks.row if salt is None else update.row_in_table(chunks.row)
         grid = (min(triton.cdiv(keys.shape[0], block_c), PERSISTENT_PROGRAMS),)
         _update_kernel[grid](
-            table, s1, s2, partial, chunks.start, chunks.row, chunks.slot, chunks.total, source // source_align,
-            scale if scale is not None else hyper, grad, hyper, bias, guard, segment.first_row, dim,
-            OK, RULES[rule], scale is not None, block_c, block_d, align, source_align, num_warps=warps,
+            table, states, partial, chunks.start, chunks.row, hashes, chunks.slot, chunks.total, source // source_align,
+            numbers if scale is None else scale, grad, numbers, numbers if salt is None else salt, guard,
+            segment.first_row, dim, OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row, update.decay,
+            rounds(table.dtype, salt), scale is not None, block_c, block_d, align, source_align, num_warps=warps,
         )  # fmt: skip
         keys, grad, scale, source_align = chunks.next_keys, partial, None, align
         source = torch.arange(keys.shape[0], device=keys.device) * dim
-
-
-def _row_gradients(
-    index: Transposed,
-    grad: Tensor,
-    scale: Tensor | None,
-    segment: Segment,
-    dims: Sequence[int],
-    batch: int,
-    pooled: bool,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Distinct rows of the segment [u] and their summed gradients [u, dim], added in the contract's order.
-
-    They come in blocks that fit a core's cache, so that the update finds them there.
-    """
-    low, high = torch.searchsorted(index.keys, index.keys.new_tensor([segment.first_row, segment.end_row])).tolist()
-    keys = index.keys[low:high].long() - segment.first_row
-    scale = None if scale is None else scale[low:high]
-    if pooled:
-        matrix, source = _gradient_matrix(index.bag[low:high], grad, segment.dim, dims, batch)
-    else:
-        matrix, source = grad, index.position[low:high]
-    block = max(1, _CPU_BLOCK_ELEMENTS // segment.dim)
-    while keys.shape[0]:
-        head = (position_in_run(keys)[1] % CHUNK == 0).nonzero().squeeze(1)
-        bounds = torch.cat([head, head.new_tensor([keys.shape[0]])])
-        keys = keys[head]
-        same_as_last = torch.zeros(keys.shape[0] + 1, dtype=torch.bool, device=keys.device)
-        same_as_last[1:-1] = keys[1:] == keys[:-1]
-        long = same_as_last[:-1] | same_as_last[1:]
-        partial = []
-        sums = matrix[:0]
-        for first in range(0, keys.shape[0], block):
-            cuts, inner = bounds[first : first + block + 1], long[first : first + block]
-            ids = slice(int(cuts[0]), int(cuts[-1]))
-            sums = bag_sums(matrix, source[ids], cuts - cuts[0], None if scale is None else scale[ids])
-            if bool(inner.any()):
-                partial.append(sums[inner])
-                yield keys[first : first + block][~inner], sums[~inner]
-            else:
-                yield keys[first : first + block], sums
-        keys, scale = keys[long], None
-        matrix, source = torch.cat([*partial, sums[:0]]), torch.arange(keys.shape[0], device=keys.device)
-
-
-def _gradient_matrix(bag: Tensor, grad: Tensor, dim: int, dims: Sequence[int], batch: int) -> tuple[Tensor, Tensor]:
-    """G as rows of this dim, and the row of each bag: a view where all features have this dim."""
-    f, b = bag // batch, bag % batch
-    if all(other == dim for other in dims):
-        return grad.reshape(-1, dim), b * len(dims) + f
-    columns = column_offsets(dims)
-    mine = [j for j, other in enumerate(dims) if other == dim]
-    number = f.new_zeros(len(dims))
-    number[mine] = torch.arange(len(mine), device=f.device)
-    return torch.cat([grad[:, columns[j] : columns[j] + dim] for j in mine]), number[f] * batch + b
 
 
 def lookup_gradient(
@@ -429,18 +383,18 @@ def lookup_gradient(
 ) -> Tensor:
     """Dense gradient of the flat tables, for those who bring their own optimizer: zeros where no id points."""
     dense = torch.zeros_like(weights)
-    nothing = torch.zeros(4, device=weights.device)
+    nothing = torch.zeros(1, dtype=torch.float64, device=weights.device)
     _fused_update(
-        dense, None, None, torch.zeros(1, dtype=torch.int64, device=weights.device), grad, indices, offsets,
-        per_id_weights, features, dims, segments, "gradient", nothing, new_guard(weights.device), pooling,
+        dense, [], torch.zeros(1, dtype=torch.int64, device=weights.device), grad, indices, offsets, per_id_weights,
+        features, dims, segments, "gradient", nothing, new_guard(weights.device), pooling, "none", None, None,
     )  # fmt: skip
     return dense
 
 
 register(
-    "fused_update(Tensor(a!) weights, Tensor(b!)? state1, Tensor(c!)? state2, Tensor(d!) step, Tensor grad,"
-    " Tensor indices, Tensor offsets, Tensor? per_id_weights, Tensor features, int[] dims, int[] segments, str rule,"
-    " Tensor hyper, Tensor guard, str pooling) -> ()",
+    "fused_update(Tensor(a!) weights, Tensor(b!)[] states, Tensor(c!) step, Tensor grad, Tensor indices,"
+    " Tensor offsets, Tensor? per_id_weights, Tensor features, int[] dims, int[] segments, str rule, Tensor hyper,"
+    " Tensor guard, str pooling, str decay, float? max_gradient, Tensor? seed) -> ()",
     _fused_update,
     lambda *args: None,
 )

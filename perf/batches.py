@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.embeddings.table_group import TableShape, lay_out
 from shardwise.kernels import (
-    STATES,
+    RULES,
     Feature,
     flatten_segments,
     fused_update,
@@ -65,9 +65,8 @@ class Optimizer:
     guard: Tensor
 
     def update(self, batch: Batch, pooling: str | None = None, by: Callable[..., None] = fused_update) -> None:
-        state1, state2, *_ = [*self.states, None, None]
         by(
-            batch.weights, state1, state2, self.step, batch.grad, batch.indices, batch.offsets, batch.per_id_weights,
+            batch.weights, self.states, self.step, batch.grad, batch.indices, batch.offsets, batch.per_id_weights,
             batch.features, batch.dims, batch.segments, self.rule, self.hyper, self.guard, pooling or batch.pooling,
         )  # fmt: skip
 
@@ -75,10 +74,10 @@ class Optimizer:
 def optimizer(rule: str, batch: Batch, *, lr: float = 0.01) -> Optimizer:
     """Fresh states, all 0.1."""
     device, rows = batch.weights.device, max(batch.segments[2::4])
-    states = [
-        torch.full((rows if kind == "row" else batch.weights.numel(),), 0.1, device=device) for kind in STATES[rule]
-    ]
-    hyper = torch.tensor([lr, 1e-6, 0.9, 0.99], device=device)
+    sizes = [rows if kind == "row" else batch.weights.numel() for kind in RULES[rule].kinds]
+    states = [torch.full((size,), 0.1, device=device) for size in sizes]
+    known = {**RULES[rule].hyper, "lr": lr, "eps": 1e-6, "weight_decay": 0.0}
+    hyper = torch.tensor([known[name] for name in (*RULES[rule].hyper, "weight_decay")], dtype=torch.float64).to(device)
     return Optimizer(rule, states, torch.zeros(1, dtype=torch.int64, device=device), hyper, new_guard(device))
 
 
@@ -151,5 +150,5 @@ def touched_rows(batch: Batch) -> int:
 def update_bytes(batch: Batch, rule: str) -> float:
     """As update.py declares: gradient rows, rows and states of touched rows twice, 96 bytes an id for the sort."""
     dim, rows = batch.dims[0], touched_rows(batch)
-    per_row = dim * batch.weights.itemsize + sum(4 if kind == "row" else dim * 4 for kind in STATES[rule])
+    per_row = dim * batch.weights.itemsize + sum(4 if kind == "row" else dim * 4 for kind in RULES[rule].kinds)
     return batch.ids * dim * 4 + 2 * rows * per_row + 96 * batch.ids

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shardwise.kernels import bounds, features, pooled, sequence, update
+from shardwise.kernels import RULES, bounds, features, finite, pooled, sequence, update, weight_gradient
 from shardwise.kernels._op import gather_tile, next_power_of_2
 
 TARGETS = {
@@ -36,7 +36,7 @@ class Case:
 
     name: str
     kernel: Any
-    types: dict[str, str]
+    types: dict[str, str | tuple[str, ...]]
     constants: dict[str, Any]
     divisible: tuple[str, ...] = ()
     num_warps: int = 4
@@ -63,7 +63,7 @@ def cases() -> list[Case]:
         *(_pooled(dim, "fp32", False) for dim in (3, 4, 32, 64, 128, 1024)),
         *(_pooled(128, dtype, False) for dtype in ("fp16", "bf16")),
         _pooled(128, "fp32", True),
-        *(_update(rule, 128, "fp32") for rule in update.RULES),
+        *(_update(rule, 128, "fp32") for rule in RULES),
         *(_update("rowwise_adagrad", dim, "fp32") for dim in (3, 4, 32, 256, 1024, 4096)),
         *(_update("rowwise_adagrad", 128, dtype) for dtype in ("fp16", "bf16")),
         *(_update("adam", dim, "fp32") for dim in (1024, 4096)),
@@ -72,6 +72,11 @@ def cases() -> list[Case]:
               STEPS=6, BLOCK_N=512, ALIGN=4),
         _case("check_ids", bounds._check_ids_kernel, "I*i64 O*i64 FT*i64 guard*i64 N:i32 F:i32 B:i32",
               BLOCK=1024, STEPS=6, NONE=bounds.OK),
+        _case("check_gradient", finite._check_gradient_kernel, "G*fp32 guard*i64 N:i32", BLOCK=4096, NONE=bounds.OK),
+        *(_weight_gradient(dim, dtype) for dim, dtype in ((3, "fp32"), (128, "fp32"), (128, "fp16"), (1024, "fp32"))),
+        *(_update("rowwise_adagrad", dim, "fp32", scale=scale) for dim in (64, 128) for scale in (2, 4)),
+        *(_update("rowwise_adagrad", 128, dtype, rounds=n) for n, dtype in ((1, "bf16"), (2, "fp16"))),
+        *(_update("adam", 128, "fp32", decay=decay) for decay in (1, 2)),
     ]  # fmt: skip
 
 
@@ -87,15 +92,30 @@ def _pooled(dim: int, dtype: str, weighted: bool) -> Case:
     )  # fmt: skip
 
 
-def _update(rule: str, dim: int, dtype: str) -> Case:
-    block_c, block_d, warps = update.update_tile(dim)
-    align = features.row_alignment(dim, 4)
-    return _case(
-        f"fused_update {rule} D={dim} {dtype}", update._update_kernel,
-        f"W*{dtype} S1*fp32 S2*fp32 partial*fp32 start*i64 row_of*i32 slot_of*i64 n_chunks*i64 src*i64 scale*fp32"
-        f" grad*fp32 hyper*fp32 bias*fp32 guard*i64 low:i32 D{_int(dim)}",
-        warps, NONE=bounds.OK, RULE=update.RULES[rule], HAS_SCALE=False, BLOCK_C=block_c, BLOCK_D=block_d,
+def _update(rule: str, dim: int, dtype: str, *, scale: int = 1, rounds: int = 0, decay: int = 0) -> Case:
+    block_c, block_d, warps = update.update_tile(dim, scale)
+    align, defined = features.row_alignment(dim, 4), RULES[rule]
+    case = _case(
+        f"fused_update {rule} D={dim} {dtype}{' x' + str(scale) if scale > 1 else ''}{' rounded' if rounds else ''}"
+        f"{' decay' + str(decay) if decay else ''}", update._update_kernel,
+        f"W*{dtype} partial*fp32 start*i64 row_of*i32 hash_of*i64 slot_of*i64 n_chunks*i64 src*i64 scale*fp32"
+        f" grad*fp32 numbers*fp32 salt*i64 guard*i64 low:i32 D{_int(dim)}",
+        warps, NONE=bounds.OK, RULE=defined.in_triton, KINDS=defined.kinds, NUMBERS=len(defined.numbers) + 1,
+        TAKES_ROW=defined.takes_row, DECAY=decay, ROUNDS=rounds, HAS_SCALE=False, BLOCK_C=block_c, BLOCK_D=block_d,
         ALIGN=align, SRC_ALIGN=align,
+    )  # fmt: skip
+    case.types["states"] = ("*fp32",) * len(defined.kinds)
+    return case
+
+
+def _weight_gradient(dim: int, dtype: str) -> Case:
+    itemsize = 4 if dtype == "fp32" else 2
+    block_b, block_d, warps = weight_gradient.weight_gradient_tile(next_power_of_2(dim), itemsize)
+    return _case(
+        f"weight_gradient D={dim} {dtype}", weight_gradient._weight_gradient_kernel,
+        f"W*{dtype} I*i64 O*i64 G*fp32 FT*i64 Q*fp32 N:i64 B:i32 g_stride{_int(dim)} first:i32",
+        warps, BLOCK_B=block_b, BLOCK_D=block_d,
+        ALIGN=features.row_alignment(dim, itemsize), G_ALIGN=features.row_alignment(dim, 4),
     )  # fmt: skip
 
 
@@ -114,7 +134,8 @@ def _int(dim: int) -> str:
 
 def _case(name: str, kernel: Any, arguments: str, num_warps: int = 4, **constants: Any) -> Case:
     """Arguments as "W*fp32" (an aligned pointer), "N:i32" (an int) or "D:16" (an int known to be a multiple of 16)."""
-    types, divisible = {}, []
+    types: dict[str, str | tuple[str, ...]] = {}
+    divisible = []
     for argument in arguments.split():
         what, kind = re.split(r"[*:]", argument)
         types[what] = f"*{kind}" if "*" in argument else "i32" if kind == "16" else kind
@@ -128,7 +149,10 @@ def compile_case(case: Case, target: str) -> Report:
     """Compile one case for one target of TARGETS."""
     names = case.kernel.arg_names
     signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
-    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible}
+    attrs: dict[tuple[int, ...], Any] = {(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible}
+    for name, kinds in case.types.items():
+        if isinstance(kinds, tuple):
+            attrs.update({(names.index(name), place): [["tt.divisibility", 16]] for place in range(len(kinds))})
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=case.constants, attrs=attrs)
     compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": case.num_warps})
     if target.startswith("sm"):
@@ -144,7 +168,7 @@ def _read_cubin(compiled: Any) -> Report:
         sass = _run("nvdisasm", "-c", file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
-    ops = re.findall(r"\*/\s+(?:@!?U?P\d+\s+)?((?:LDG|STG|LDL|STL|ATOM\w*|RED)[A-Z0-9_.]*)", sass)
+    ops = re.findall(r"\*/\s+(?:@!?U?P\d+\s+)?((?:LDG|STG|LDL|STL|ATOM\w*|RED(?!UX)|BAR)[A-Z0-9_.]*)", sass)
     widths: Counter[str] = Counter()
     for op in ops:
         width = re.search(r"\.(64|128|U8|U16)\b", op)

@@ -8,7 +8,7 @@ collectives a step, whatever the number of tables. All ranks must run forward, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ from shardwise.embeddings import (
     EmbeddingBagCollection,
     EmbeddingCollection,
     FusedOptimizer,
+    GradientCheckMode,
     LookupFeature,
     OptimizerSpec,
     TableGroup,
@@ -70,7 +71,10 @@ class ShardedCollection(nn.Module):
         self._pooled = isinstance(module, EmbeddingBagCollection)
         self._children_name = "embedding_bags" if self._pooled else "embeddings"
         self._weighted = isinstance(module, EmbeddingBagCollection) and module.is_weighted()
-        self._bounds_check = module._bounds_check
+        self._policy = module._policy
+        if self._policy.gradient_check is GradientCheckMode.RAISE:
+            # one rank alone would raise, while the others wait for it
+            raise ValueError("GradientCheckMode.RAISE does not work sharded yet: use GradientCheckMode.SKIP")
         self._names_by_table = module._names_by_table
         self._env, self._exchange = env, Exchange(env.process_group)
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss
@@ -179,8 +183,8 @@ class ShardedCollection(nn.Module):
                 "gradients of per-id weights are not exchanged: detach the weights before a sharded lookup"
             )
         outbound = route(features, self._routes, weighted=self._weighted, update=update)
-        if self._routes.lookups and self._bounds_check is not BoundsCheckMode.IGNORE:
-            fatal = self._bounds_check is BoundsCheckMode.FATAL
+        if self._routes.lookups and self._policy.bounds_check is not BoundsCheckMode.IGNORE:
+            fatal = self._policy.bounds_check is BoundsCheckMode.FATAL
             guard = new_guard(self.device)
             ids, offsets = outbound.kjt.values(), outbound.kjt.offsets()
             check_ids(ids, offsets, self._features, guard, names=self._feature_names, fatal=fatal)
@@ -304,6 +308,8 @@ class ShardedCollection(nn.Module):
             dtype=tables[0].dtype,
             device=device,
             optimizer=tables[0].optimizer,
+            # rows travel as fp32; what arrives is cast
+            policy=replace(self._policy, output_dtype=torch.float32),
         )
 
     @torch.no_grad()
@@ -361,7 +367,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         dims = self._routes.dims(range(len(names)))
         values = self.finish_values(flight)
         empty = torch.empty(flight.outbound.batch, 0, device=self.device)
-        return KeyedTensor(names, dims, torch.cat(values, dim=1) if values else empty)
+        return KeyedTensor(names, dims, (torch.cat(values, dim=1) if values else empty).to(self._policy.output_dtype))
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
@@ -383,7 +389,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         begin = kjt.offset_per_key()
         for n, (name, rows) in enumerate(zip(names, self.finish_values(flight), strict=True)):
             ids = kjt.values()[begin[n] : begin[n + 1]] if self._need_indices else None
-            found[name] = JaggedTensor(rows, weights=ids, lengths=lengths[n])
+            found[name] = JaggedTensor(rows.to(self._policy.output_dtype), weights=ids, lengths=lengths[n])
         return found
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.kernels import STATES, Feature, Segment, flatten_segments, new_guard, pack_features
+from shardwise.kernels import RULES as DEFINED
+from shardwise.kernels import Feature, Segment, flatten_segments, new_guard, pack_features
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 
 DEVICES = [
@@ -224,7 +225,12 @@ def _draw(how: str, rows: int, count: int, generator: torch.Generator) -> list[i
 
 
 # "gradient" is no optimizer: it writes the sums of a row's gradients
-RULES = [rule for rule in STATES if rule != "gradient"]
+RULES = [rule for rule in DEFINED if rule != "gradient"]
+# what tests use unless they say otherwise; each rule takes what it knows of these
+HYPER = {
+    "lr": 0.1, "eps": 1e-6, "beta1": 0.9, "beta2": 0.99, "momentum": 0.5, "weight_decay": 0.125, "eta": 0.25,
+    "l1": 0.01, "l2": 0.5,
+}  # fmt: skip
 
 
 @dataclass
@@ -232,23 +238,36 @@ class Optimizer:
     """What an update changes besides the weights, and what steers it."""
 
     rule: str
-    state1: Tensor | None
-    state2: Tensor | None
+    states: list[Tensor]
     step: Tensor
     hyper: Tensor
     guard: Tensor
+    decay: str = "none"
+    max_gradient: float | None = None
+    seed: Tensor | None = None
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """The hyper-parameters, and the weight decay."""
+        return dict(zip([*DEFINED[self.rule].hyper, "weight_decay"], self.hyper.tolist(), strict=True))
+
+    def copied(self) -> Optimizer:
+        """The same state elsewhere in memory."""
+        tensors = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors, states=[state.clone() for state in self.states])
 
 
-def optimizer(rule: str, batch: Inputs, *, lr: float = 0.1, eps: float = 1e-6) -> Optimizer:
-    """Fresh states of a rule for the tables of `batch`; betas are 0.9 and 0.99."""
+def optimizer(rule: str, batch: Inputs, *, decay: str = "none", **hyper: float) -> Optimizer:
+    """Fresh states of a rule for the tables of `batch`; hyper-parameters of HYPER unless given."""
     device, rows = batch.weights.device, sum(rows for rows, _ in batch.case.tables)
-    states = [torch.zeros(rows if kind == "row" else batch.weights.numel(), device=device) for kind in STATES[rule]] + [
-        None,
-        None,
-    ]
-    hyper = torch.tensor([lr, eps, 0.9, 0.99], device=device)
-    step = torch.zeros(1, dtype=torch.int64, device=device)
-    return Optimizer(rule, states[0], states[1], step, hyper, new_guard(device))
+    defined = DEFINED[rule]
+    states = [torch.zeros(rows if kind == "row" else batch.weights.numel(), device=device) for kind in defined.kinds]
+    known = {**HYPER, **hyper}
+    numbers = [known.get(name, default) for name, default in defined.hyper.items()] + [known["weight_decay"]]
+    return Optimizer(
+        rule, states, torch.zeros(1, dtype=torch.int64, device=device),
+        torch.tensor(numbers, dtype=torch.float64, device=device), new_guard(device), decay,
+    )  # fmt: skip
 
 
 def update_args(
@@ -256,8 +275,9 @@ def update_args(
 ) -> tuple[Any, ...]:
     """Arguments of `fused_update` and of its reference, pooled as the case says."""
     return (
-        weights, state.state1, state.state2, state.step, grad, batch.indices, batch.offsets, batch.per_id_weights,
+        weights, state.states, state.step, grad, batch.indices, batch.offsets, batch.per_id_weights,
         batch.features, batch.dims, batch.segments, state.rule, state.hyper, state.guard, pooling or batch.pooling,
+        state.decay, state.max_gradient, state.seed,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from shardwise import (
     EmbeddingConfig,
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
+    LookupPolicy,
     PoolingType,
     RowWiseAdagrad,
     apply_optimizer_in_backward,
@@ -247,9 +248,9 @@ def test_no_step_without_gradients() -> None:
 
 
 REFUSED = {
-    "class": (torch.optim.RMSprop, {}, "table 'a': RMSprop has no fused rule; these do: SGD, Adagrad, Adam, RowWise"),
-    "momentum": (torch.optim.SGD, {"momentum": 0.9}, "table 'a': fused SGD does not take momentum=0.9"),
-    "decay": (torch.optim.Adam, {"weight_decay": 0.1}, "table 'a': fused Adam does not take weight_decay=0.1"),
+    "class": (torch.optim.RMSprop, {}, "table 'a': RMSprop has no fused rule; these do: SGD, Adagrad, Adam, AdamW"),
+    "dampening": (torch.optim.SGD, {"dampening": 0.9}, "table 'a': fused SGD does not take dampening=0.9"),
+    "decay": (torch.optim.Adam, {"weight_decay_mode": "COWCLIP"}, "table 'a': unknown weight_decay_mode 'COWCLIP'"),
     "amsgrad": (torch.optim.Adam, {"amsgrad": True}, "table 'a': fused Adam does not take amsgrad=True"),
     "unknown": (RowWiseAdagrad, {"speed": 3}, "table 'a': fused RowWiseAdagrad does not take speed=3"),
     "lr": (torch.optim.SGD, {"lr": -1.0}, "table 'a': lr must be finite and not negative"),
@@ -291,7 +292,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pooled = EmbeddingBagCollection(configs(), bounds_check=BoundsCheckMode.IGNORE)
+        self.pooled = EmbeddingBagCollection(configs(), policy=LookupPolicy(BoundsCheckMode.IGNORE))
         self.nested = nn.ModuleList(
             [nn.Linear(2, 2), nn.ModuleDict({"rows": EmbeddingCollection([SEQUENCE], None, True)})]
         )

@@ -33,6 +33,12 @@ def test_quickstart_says_what_it_did() -> None:
     assert "ignored: 0.0" in printed
 
 
+def test_every_optimizer_of_the_example_learns() -> None:
+    found = re.findall(r"(\w+)(?: \(a rule\))?: loss (\S+) -> (\S+)", run("examples/optimizers.py"))
+    assert [name for name, _, _ in found][:2] == ["Lion", "SGD"] and len(found) == 9
+    assert all(float(last) < 0.3 * float(first) for _, first, last in found)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sharded_learns_its_labels(ranks: int) -> None:

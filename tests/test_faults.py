@@ -25,6 +25,7 @@ from shardwise import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
     KeyedJaggedTensor,
+    LookupPolicy,
     PoolingType,
     RowWiseAdagrad,
 )
@@ -48,21 +49,21 @@ def row_configs() -> list[EmbeddingConfig]:
 
 
 def plain(device: torch.device, mode: BoundsCheckMode = FATAL) -> nn.Module:
-    return EmbeddingBagCollection(bag_configs(), device=device, bounds_check=mode)
+    return EmbeddingBagCollection(bag_configs(), device=device, policy=LookupPolicy(mode))
 
 
 def fused(device: torch.device, mode: BoundsCheckMode = FATAL) -> nn.Module:
     return FusedEmbeddingBagCollection(
-        bag_configs(), torch.optim.Adagrad, {"lr": 1.0}, False, device, bounds_check=mode
+        bag_configs(), torch.optim.Adagrad, {"lr": 1.0}, False, device, policy=LookupPolicy(mode)
     )
 
 
 def rows(device: torch.device, mode: BoundsCheckMode = FATAL) -> nn.Module:
-    return EmbeddingCollection(row_configs(), device, bounds_check=mode)
+    return EmbeddingCollection(row_configs(), device, policy=LookupPolicy(mode))
 
 
 def fused_rows(device: torch.device, mode: BoundsCheckMode = FATAL) -> nn.Module:
-    return FusedEmbeddingCollection(row_configs(), RowWiseAdagrad, {"lr": 1.0}, device, bounds_check=mode)
+    return FusedEmbeddingCollection(row_configs(), RowWiseAdagrad, {"lr": 1.0}, device, policy=LookupPolicy(mode))
 
 
 MODULES = {"bags": plain, "fused bags": fused, "rows": rows, "fused rows": fused_rows}

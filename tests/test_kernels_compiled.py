@@ -64,9 +64,9 @@ def test_nothing_spills_and_registers_stay_in_bounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_only_the_check_of_ids_has_atomics(name: str) -> None:
-    """It takes an integer minimum. A float sum by atomics would depend on the order of the programs."""
-    if name == "check_ids":
+def test_only_the_checks_have_atomics(name: str) -> None:
+    """They take an integer minimum. A float sum by atomics would depend on the order of the programs."""
+    if name.startswith("check_"):
         assert atomics(report(name)) == ["ATOMG.32"] or atomics(report(name)) == ["ATOMG.64"]
     else:
         assert atomics(report(name)) == []
@@ -86,7 +86,8 @@ def test_rows_on_16_bytes_move_by_16_bytes(name: str) -> None:
     """Four gathers in flight for a tile of pooled or gradient rows, one for a row of a sequence."""
     found = report(name).memory_ops
     assert found["LDG.128"] >= (1 if name.startswith("gather") else 4)
-    assert found["STG.128"] >= 1
+    # the gradient of a weight is one number
+    assert name.startswith("weight_gradient") or found["STG.128"] >= 1
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "rowwise_adagrad", "adam"])

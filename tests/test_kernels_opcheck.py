@@ -61,16 +61,25 @@ def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     scale = mixed.per_id_weights.clone().requires_grad_()
     calls["pooled_lookup"] = (
         OPS.pooled_lookup.default,
-        (weights, *where, scale, mixed.features, mixed.dims, mixed.segments, mixed.pooling),
+        (weights, *where, scale, mixed.features, mixed.dims, mixed.segments, mixed.pooling, torch.float32),
     )
     calls["pooled_lookup unweighted"] = (
         OPS.pooled_lookup.default,
-        (weights, *where, None, mixed.features, mixed.dims, mixed.segments, mixed.pooling),
+        (weights, *where, None, mixed.features, mixed.dims, mixed.segments, mixed.pooling, torch.bfloat16),
     )
     calls["sequence_lookup"] = (
         OPS.sequence_lookup.default,
-        (alike.weights.clone().requires_grad_(), alike.indices, alike.offsets, alike.features, 8, alike.segments),
+        (
+            alike.weights.clone().requires_grad_(),
+            alike.indices,
+            alike.offsets,
+            alike.features,
+            8,
+            alike.segments,
+            torch.float16,
+        ),
     )
+    calls["check_gradient"] = (OPS.check_gradient.default, (grad, new_guard(device)))
     return calls
 
 
@@ -94,7 +103,7 @@ class Fused:
     """A lookup whose backward is the fused update: the update hangs on the scalar `hook`."""
 
     batch: Inputs
-    state: tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]
+    state: tuple[list[Tensor], Tensor, Tensor, Tensor]
     rule: str
 
     def __call__(self, weights: Tensor, hook: Tensor) -> Tensor:
@@ -112,9 +121,9 @@ class _FusedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        b, (state1, state2, step, hyper, guard) = ctx.batch, ctx.state
+        b, (states, step, hyper, guard) = ctx.batch, ctx.state
         fused_update(
-            ctx.weights, state1, state2, step, grads[0], b.indices, b.offsets, b.per_id_weights, b.features, b.dims,
+            ctx.weights, states, step, grads[0], b.indices, b.offsets, b.per_id_weights, b.features, b.dims,
             b.segments, ctx.rule, hyper, guard, b.pooling,
         )  # fmt: skip
         return None, grads[0].new_zeros(()), None, None, None
@@ -159,7 +168,7 @@ def fused_step(batch: Inputs) -> Sequence[Tensor]:
     """Three steps in which the tables are trained by the backward itself."""
     weights, optim, grad = batch.weights.clone(), optimizer("adam", batch), upstream(batch)
     hook = torch.zeros((), device=weights.device, requires_grad=True)
-    state = (optim.state1, optim.state2, optim.step, optim.hyper, optim.guard)
+    state = (optim.states, optim.step, optim.hyper, optim.guard)
     fused = Fused(batch, state, "adam")
 
     def loss(weights: Tensor, hook: Tensor) -> Tensor:
@@ -171,8 +180,7 @@ def fused_step(batch: Inputs) -> Sequence[Tensor]:
         value = run(weights, hook)
         value.backward()
         values.append(value.detach())
-    assert optim.state1 is not None and optim.state2 is not None
-    return [*values, weights, optim.state1, optim.state2, optim.step]
+    return [*values, weights, *optim.states, optim.step]
 
 
 backend: str | None = None

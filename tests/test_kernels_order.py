@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kernel_inputs import (
     CASES,
     DEVICES,
+    HYPER,
     RULES,
     SMALL,
     Case,
@@ -29,16 +30,21 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from shardwise.kernels import (
-    STATES,
+    RULES as DEFINED,
+)
+from shardwise.kernels import (
     Feature,
     Segment,
     bounds,
+    cpu_update,
+    finite,
     flatten_segments,
     fused_update,
     pack_features,
     pooled,
     sequence,
     update,
+    weight_gradient,
 )
 from shardwise.kernels.features import bag_of_position
 from shardwise.kernels.transpose import CHUNK, chunks_of, levels_for, transpose_index
@@ -92,26 +98,24 @@ def updated_rows(
     last = features[-1]
     weights = torch.randn(elements, generator=torch.Generator().manual_seed(5))
     weights[last.base :] = torch.randn(ROWS * DIM, generator=torch.Generator().manual_seed(4))
-    states: list[Tensor | None] = [
-        torch.full((first_row if kind == "row" else elements,), 0.5, device=device) for kind in STATES[rule]
-    ]
-    states += [None, None]
+    defined = DEFINED[rule]
+    states = [torch.full((first_row if kind == "row" else elements,), 0.5, device=device) for kind in defined.kinds]
+    hyper = torch.tensor([*(HYPER.get(name, 0.0) for name in defined.hyper), 0.0], dtype=torch.float64)
     weights, dims, count = weights.to(device), [f.dim for f in features], len(pairs)
     ids = [torch.arange(count) % f.rows for f in features[:-1]] + [torch.tensor([row for row, _ in pairs])]
     columns = [torch.ones(count, f.dim) for f in features[:-1]] + [torch.stack([g for _, g in pairs])]
     fused_update(
-        weights, states[0], states[1], torch.zeros(1, dtype=torch.int64, device=device),
+        weights, states, torch.zeros(1, dtype=torch.int64, device=device),
         torch.cat(columns, dim=1).to(device), torch.cat(ids).to(device),
         torch.arange(count * len(features) + 1, device=device), None, pack_features(features, device), dims,
-        flatten_segments(segments), rule, torch.tensor([0.1, 1e-6, 0.9, 0.99], device=device),
+        flatten_segments(segments), rule, hyper.to(device),
         bounds.new_guard(device), "sum",
     )  # fmt: skip
     table = weights[last.base :].view(ROWS, DIM)
     result = {}
     for row in HITS:
         parts = [table[row]]
-        for kind, state in zip(STATES[rule], states, strict=False):
-            assert state is not None
+        for kind, state in zip(defined.kinds, states, strict=True):
             at = last.first_row + row
             parts.append(state[at : at + 1] if kind == "row" else state[last.base :].view(ROWS, DIM)[row])
         result[row] = torch.cat(parts).cpu()
@@ -182,7 +186,7 @@ def test_a_row_has_the_same_bits_in_every_block_of_the_torch_path(rule: str, mon
     pairs = interleaved(marked_pairs(), other_pairs(100, seed=7), seed=9)
     expected = updated_rows(pairs, rule, where)
     for rows in (1, 3, 40):
-        monkeypatch.setattr(update, "_CPU_BLOCK_ELEMENTS", rows * DIM)
+        monkeypatch.setattr(cpu_update, "_BLOCK_ELEMENTS", rows * DIM)
         assert_same_rows(updated_rows(pairs, rule, where), expected)
 
 
@@ -290,7 +294,8 @@ class Launches:
 
 
 KERNELS = ((pooled, "_pooled_lookup_kernel"), (sequence, "_resolve_kernel"), (sequence, "_gather_kernel"),
-           (bounds, "_check_ids_kernel"), (update, "_update_kernel"))  # fmt: skip
+           (bounds, "_check_ids_kernel"), (update, "_update_kernel"), (finite, "_check_gradient_kernel"),
+           (weight_gradient, "_weight_gradient_kernel"))  # fmt: skip
 
 
 def without_a_host_read(monkeypatch: pytest.MonkeyPatch, call: Callable[[Inputs, Any], object], case: Case) -> int:
@@ -322,11 +327,16 @@ def without_a_host_read(monkeypatch: pytest.MonkeyPatch, call: Callable[[Inputs,
 def test_no_lookup_or_update_reads_a_value_on_the_host(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(batch: Inputs, grad: Tensor) -> None:
         bounds._check_ids(batch.indices, batch.offsets, batch.features, bounds.new_guard(), batch.names, True)
-        pooled._pooled_lookup(*batch.lookup)
+        pooled._pooled_lookup(*batch.lookup_ref, batch.segments, batch.pooling, torch.float32)
+        weight_gradient._per_id_weight_gradient(
+            grad, batch.weights, batch.indices, batch.offsets, batch.features, batch.dims
+        )
+        finite._check_gradient(grad, bounds.new_guard())
         if len(set(batch.dims)) == 1:
             sequence._sequence_lookup(
-                batch.weights, batch.indices, batch.offsets, batch.features, batch.dims[0], batch.segments
-            )
+                batch.weights, batch.indices, batch.offsets, batch.features, batch.dims[0], batch.segments,
+                torch.float32,
+            )  # fmt: skip
         for rule in RULES:
             update._fused_update(*update_args(batch.weights, optimizer(rule, batch), grad, batch))
         update.lookup_gradient(

@@ -26,32 +26,24 @@ from kernel_inputs import (
     update_args,
     upstream,
 )
-from torch import Tensor
 
 from shardwise.kernels import (
-    STATES,
+    RULES as DEFINED,
+)
+from shardwise.kernels import (
     fused_update,
 )
 from shardwise.kernels.update import fused_update_ref
 
 
-def used(rule: str, batch: Inputs, *, lr: float = 0.1) -> Optimizer:
+def used(rule: str, batch: Inputs, *, decay: str = "none", lr: float = 0.1) -> Optimizer:
     """An optimizer that has already taken three steps: random states."""
-    state = optimizer(rule, batch, lr=lr)
+    state = optimizer(rule, batch, decay=decay, lr=lr)
     generator = torch.Generator().manual_seed(2)
-    for tensor in (state.state1, state.state2):
-        if tensor is not None:
-            tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.1)
+    for tensor in state.states:
+        tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.1)
     state.step.fill_(3)
     return state
-
-
-def copied(state: Optimizer) -> Optimizer:
-    return replace(state, **{name: t.clone() for name, t in vars(state).items() if isinstance(t, Tensor)})
-
-
-def states_of(state: Optimizer) -> list[Tensor]:
-    return [tensor for tensor in (state.state1, state.state2) if tensor is not None]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -59,7 +51,7 @@ def states_of(state: Optimizer) -> list[Tensor]:
 def test_an_update_matches_the_oracle_and_its_reference(device: str, case: Case, rule: str) -> None:
     batch = inputs(case, torch_device(device))
     grad, state = upstream(batch), used(rule, batch)
-    reference, weights_ref = copied(state), batch.weights.clone()
+    reference, weights_ref = state.copied(), batch.weights.clone()
     before = [table.cpu().clone() for table in batch.tables()]
     expected = dense_twins(batch, state)
 
@@ -69,29 +61,28 @@ def test_an_update_matches_the_oracle_and_its_reference(device: str, case: Case,
         twin.step(dense[t], touched[t])
         assert_close(batch.tables()[t], twin.table)
         assert_same_bits(batch.tables()[t][~touched[t]], before[t][~touched[t]])
-        for number, (kind, tensor) in enumerate(zip(STATES[rule], states_of(state), strict=True)):
+        for (name, kind), tensor in zip(DEFINED[rule].states.items(), state.states, strict=True):
             own = batch.row_states(tensor)[t][:, None] if kind == "row" else batch.tables(tensor)[t]
-            assert_close(own, (twin.first, twin.second)[number], 1e-5)
+            assert_close(own, twin.states[name], 1e-5)
     assert state.step.item() == 4
     if not case.slow:
         fused_update_ref(*update_args(weights_ref, reference, grad, batch))
         # the reference adds one row after another
         assert_close(batch.weights, weights_ref, max(1e-5, TOLERANCE[case.dtype]))
         assert reference.step.item() == 4
-        for got, want in zip(states_of(state), states_of(reference), strict=True):
+        for got, want in zip(state.states, reference.states, strict=True):
             assert_close(got, want, 1e-5)
 
 
 def dense_twins(batch: Inputs, state: Optimizer) -> list[oracle.Dense]:
     """The oracle's tables with the states and the step count of `state`."""
-    lr, eps, beta1, beta2 = state.hyper.double().tolist()
     twins = []
     for t, table in enumerate(batch.tables()):
-        twin = oracle.Dense(table, state.rule, lr=lr, eps=eps, beta1=beta1, beta2=beta2)
+        twin = oracle.Dense(table, state.rule, state.by_name, state.decay)
         twin.steps = int(state.step)
-        for number, (kind, tensor) in enumerate(zip(STATES[state.rule], states_of(state), strict=True)):
+        for (name, kind), tensor in zip(DEFINED[state.rule].states.items(), state.states, strict=True):
             own = batch.row_states(tensor)[t][:, None] if kind == "row" else batch.tables(tensor)[t]
-            setattr(twin, ("first", "second")[number], own.cpu().double())
+            twin.states[name] = own.cpu().double()
         twins.append(twin)
     return twins
 
@@ -104,7 +95,7 @@ def test_a_sequence_update_adds_the_gradient_of_each_id(device: str, rule: str) 
     grad = torch.randn(batch.indices.numel(), 8, generator=torch.Generator().manual_seed(1)).to(batch.weights.device)
     state = used(rule, batch)
     expected, before = dense_twins(batch, state), [table.cpu().clone() for table in batch.tables()]
-    reference, weights_ref = copied(state), batch.weights.clone()
+    reference, weights_ref = state.copied(), batch.weights.clone()
     fused_update(*update_args(batch.weights, state, grad, batch, "sequence"))
     fused_update_ref(*update_args(weights_ref, reference, grad, batch, "sequence"))
     # one id a sample turns a sequence into a sum
@@ -203,11 +194,11 @@ def test_a_guard_that_reports_a_bad_batch_leaves_everything_untouched(device: st
     for apply in (fused_update, fused_update_ref):
         state = used(rule, batch)
         state.guard[slot] = 3
-        before, weights = copied(state), batch.weights.clone()
+        before, weights = state.copied(), batch.weights.clone()
         apply(*update_args(batch.weights, state, upstream(batch), batch))
         assert_same_bits(batch.weights, weights)
         assert_same_bits(state.step, before.step)
-        for got, expected in zip(states_of(state), states_of(before), strict=True):
+        for got, expected in zip(state.states, before.states, strict=True):
             assert_same_bits(got, expected)
 
 
@@ -217,11 +208,11 @@ def test_an_empty_batch_advances_the_step_and_nothing_else(device: str, name: st
     """As torch.optim counts a step whose gradients are all zero."""
     batch = inputs(next(case for case in CASES if case.name == name), torch_device(device))
     state = used(rule, batch)
-    before, weights = copied(state), batch.weights.clone()
+    before, weights = state.copied(), batch.weights.clone()
     fused_update(*update_args(batch.weights, state, upstream(batch), batch))
     assert_same_bits(batch.weights, weights)
     assert state.step.item() == before.step.item() + 1
-    for got, expected in zip(states_of(state), states_of(before), strict=True):
+    for got, expected in zip(state.states, before.states, strict=True):
         assert_same_bits(got, expected)
 
 
@@ -270,7 +261,7 @@ def test_an_unknown_rule_and_missing_states_are_refused() -> None:
     batch = inputs(CASES[0])
     state = optimizer("adam", batch)
     for rule, message in (
-        ("lion", "unknown optimizer rule 'lion': expected one of sgd, adagrad"),
+        ("lion", "unknown optimizer rule 'lion': expected one of gradient, sgd, momentum_sgd"),
         ("sgd", "optimizer rule 'sgd' has 0 states, got 2"),
     ):
         with pytest.raises(ValueError, match=message):

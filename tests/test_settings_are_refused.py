@@ -17,6 +17,7 @@ from shardwise import (
     EmbeddingCollection,
     FusedEmbeddingBagCollection,
     KeyedOptimizerWrapper,
+    LookupPolicy,
     RowWiseAdagrad,
     ShardingEnv,
     apply_optimizer_in_backward,
@@ -33,8 +34,8 @@ def tables() -> list[EmbeddingBagConfig]:
 def test_an_unknown_bounds_check_is_refused(mode: Any) -> None:
     """Compared by identity, a name instead of the member counted as WARNING: ids out of range went through."""
     with pytest.raises(TypeError, match="bounds_check must be a BoundsCheckMode, BoundsCheckMode.FATAL say"):
-        EmbeddingBagCollection(tables(), bounds_check=mode)
-    EmbeddingBagCollection(tables(), bounds_check=BoundsCheckMode.FATAL)
+        EmbeddingBagCollection(tables(), policy=LookupPolicy(mode))
+    EmbeddingBagCollection(tables(), policy=LookupPolicy(BoundsCheckMode.FATAL))
 
 
 @pytest.mark.parametrize(

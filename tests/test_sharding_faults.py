@@ -27,6 +27,7 @@ from shardwise import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
+    LookupPolicy,
     RowWiseAdagrad,
     ShardingEnv,
     ShardingPlan,
@@ -372,7 +373,7 @@ def test_features_in_another_order_on_one_rank_are_told_apart_by_name() -> None:
 def lookup(mode: BoundsCheckMode, dtype: torch.dtype) -> tuple[Tensor, list[str]]:
     torch.manual_seed(3)
     world = dist.get_world_size()
-    model = EmbeddingBagCollection(tables(), bounds_check=mode)
+    model = EmbeddingBagCollection(tables(), policy=LookupPolicy(mode))
     plan = plan_for(model).plan["ebc"] if world > 1 else None
     apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     dmp = DistributedModelParallel(model, plan=None if plan is None else ShardingPlan({"": plan}))
@@ -390,7 +391,7 @@ def lookup(mode: BoundsCheckMode, dtype: torch.dtype) -> tuple[Tensor, list[str]
 @pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE])
 def test_ids_that_may_be_outside_count_as_no_id_on_every_rank(mode: BoundsCheckMode) -> None:
     torch.manual_seed(3)
-    alone = EmbeddingBagCollection(tables(), bounds_check=BoundsCheckMode.IGNORE)
+    alone = EmbeddingBagCollection(tables(), policy=LookupPolicy(BoundsCheckMode.IGNORE))
     for rank, (found, messages) in enumerate(run_ranks(2, lookup, mode, torch.int64)):
         kjt = batch_of(0, rank=rank)
         for position, bad in ((3, -1), (9, 2**32 + 3), (12, 9), (23, 7)):
@@ -402,7 +403,7 @@ def test_ids_that_may_be_outside_count_as_no_id_on_every_rank(mode: BoundsCheckM
 def test_float_ids_are_refused_even_where_bounds_are_not_checked() -> None:
     """Ids travel as int32, so a float id was cut to another row when nothing looked at it before."""
     torch.manual_seed(3)
-    model = EmbeddingBagCollection(tables(), bounds_check=BoundsCheckMode.IGNORE)
+    model = EmbeddingBagCollection(tables(), policy=LookupPolicy(BoundsCheckMode.IGNORE))
     apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     dmp = DistributedModelParallel(model, env=ShardingEnv.from_local(1, 0))
     kjt = KeyedJaggedTensor(list(ROWS), torch.full((4,), 1.7), lengths=torch.ones(4, dtype=torch.int64))

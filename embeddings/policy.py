@@ -1,0 +1,43 @@
+"""What lookups and updates do with bad input, and in which dtype they answer: chosen once for a collection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from shardwise.kernels import BoundsCheckMode
+
+
+class GradientCheckMode(Enum):
+    """What a gradient that is NaN or infinite does: train on, leave this update of its tables out, or raise."""
+
+    IGNORE = 0
+    SKIP = 1
+    RAISE = 2
+
+
+@dataclass(frozen=True)
+class LookupPolicy:
+    """How lookups treat bad input, and the dtype of their output.
+
+    With `strict` a bad batch on CUDA raises in its own step, which waits for the device, instead of at the next one.
+    """
+
+    bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL
+    gradient_check: GradientCheckMode = GradientCheckMode.IGNORE
+    strict: bool = False
+    output_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for name, kind in (("bounds_check", BoundsCheckMode), ("gradient_check", GradientCheckMode)):
+            # a mode that no comparison knows would be taken for a lenient one
+            if not isinstance(getattr(self, name), kind):
+                example = next(iter(kind))
+                raise TypeError(f"{name} must be a {kind.__name__}, {example} say, got {getattr(self, name)!r}")
+        if self.output_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"output_dtype must be float32, float16 or bfloat16, got {self.output_dtype}")
+
+
+DEFAULT_POLICY = LookupPolicy()

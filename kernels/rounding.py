@@ -1,0 +1,77 @@
+"""Stochastic rounding of fp32 rows to fp16 or bf16: up or down with the odds that keep the mean.
+
+The random numbers are a hash of (row within its table, column, salt), so a step repeats bit for bit whatever tables,
+launches or tiles are around it. The salt is made of the seed and the step count.
+Letters: w [U, D] fp32, row [U] numbers within their tables, salt [1] int64 on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._op import tl, triton
+
+_MASK = 0xFFFFFFFF
+# odd constants of Murmur3's finalizer and of the golden ratio
+_MIX1 = 0x85EBCA6B
+_MIX2 = 0xC2B2AE35
+_GOLDEN = 0x9E3779B1
+
+
+def salt_of(seed: Tensor, step: Tensor) -> Tensor:
+    """Seed [1] and step count [1] as one number below 2**32, on their device."""
+    return (seed + step * _GOLDEN) & _MASK
+
+
+def round_stochastically(w: Tensor, dtype: torch.dtype, row: Tensor, salt: Tensor) -> Tensor:
+    """w [U, D] fp32 rounded to values of `dtype` (fp16 or bf16); infinities and NaN stay. The twin of the kernel's."""
+    column = torch.arange(w.shape[1], device=w.device)
+    random = _mix(_mix((row * _GOLDEN + salt) & _MASK)[:, None] ^ ((column * _MIX1) & _MASK))
+    bits = w.view(torch.int32)
+    kept = 16 if dtype == torch.bfloat16 else 13
+    low = (1 << kept) - 1
+    up = ((bits + (random & low).to(torch.int32)) & ~low).view(torch.float32)
+    if dtype == torch.float16:
+        # below 2**-14 the steps of fp16 are all 2**-24
+        fine = (w * 2.0**24 + (random & 0xFFFFFF).float() * 2.0**-24).floor() * 2.0**-24
+        up = torch.where(w.abs() < 2.0**-14, fine, up)
+    return torch.where(w.isfinite(), up, w)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Murmur3's 32-bit finalizer on int64 that holds 32 bits."""
+    x = ((x ^ (x >> 16)) * _MIX1) & _MASK
+    x = ((x ^ (x >> 13)) * _MIX2) & _MASK
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _mixed(x):  # type: ignore[no-untyped-def]
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def rounded_stochastically(w, row, d, salt, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    # w [C, D] fp32, row [C] int64, d [D]; HALF: fp16, else bf16
+    seeds = _mixed((row * 0x9E3779B1 + salt).to(tl.uint32))
+    random = _mixed(seeds[:, None] ^ (d.to(tl.uint32) * 0x85EBCA6B)[None, :])
+    bits = w.to(tl.uint32, bitcast=True)
+    if HALF:
+        up = ((bits + (random & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
+        fine = tl.floor(w * 16777216.0 + (random & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08)
+        up = tl.where(tl.abs(w) < 6.103515625e-05, fine * 5.9604644775390625e-08, up)
+    else:
+        up = ((bits + (random & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(w) < float("inf"), up, w)
+
+
+def rounds(dtype: torch.dtype, salt: Any) -> int:
+    """How a kernel rounds rows of this dtype: 0 to nearest, 1 to bf16 and 2 to fp16 stochastically."""
+    if salt is None or dtype == torch.float32:
+        return 0
+    return 2 if dtype == torch.float16 else 1
