@@ -327,7 +327,8 @@ def without_a_host_read(monkeypatch: pytest.MonkeyPatch, call: Callable[[Inputs,
 def test_no_lookup_or_update_reads_a_value_on_the_host(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(batch: Inputs, grad: Tensor) -> None:
         bounds._check_ids(batch.indices, batch.offsets, batch.features, bounds.new_guard(), batch.names, True)
-        pooled._pooled_lookup(*batch.lookup_ref, batch.segments, batch.pooling, torch.float32)
+        arguments: list[Any] = [*batch.lookup, torch.float32]
+        pooled._pooled_lookup(*arguments)
         weight_gradient._per_id_weight_gradient(
             grad, batch.weights, batch.indices, batch.offsets, batch.features, batch.dims
         )
