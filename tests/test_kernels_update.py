@@ -261,7 +261,7 @@ def test_an_unknown_rule_and_missing_states_are_refused() -> None:
     batch = inputs(CASES[0])
     state = optimizer("adam", batch)
     for rule, message in (
-        ("lion", "unknown optimizer rule 'lion': expected one of gradient, sgd, momentum_sgd"),
+        ("tiger", "unknown optimizer rule 'tiger': expected one of gradient, sgd, momentum_sgd"),
         ("sgd", "optimizer rule 'sgd' has 0 states, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
