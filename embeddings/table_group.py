@@ -32,6 +32,7 @@ from shardwise.kernels import (
     sequence_lookup,
     table_rows,
 )
+from shardwise.kernels.huge_pages import in_huge_pages
 
 from .optimizers import OptimizerSpec
 from .policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
@@ -93,7 +94,7 @@ class TableGroup:
         self.pooling = "mean" if any(f.mean for f in features) else "sum"
         self.names = [f"feature {f.name!r} (table {tables[f.table].name!r})" for f in features]
         self._segment_numbers = flatten_segments(self._segments)
-        self.flat = torch.empty(elements, dtype=dtype, device=device)
+        self.flat = in_huge_pages(torch.empty(elements, dtype=dtype, device=device))
         self.parameters: list[nn.Parameter] = []
         self._frozen = [False] * len(self.tables)
         self._spec = [

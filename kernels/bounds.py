@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ._op import INTERPRETED, register, runs_kernel, tl, triton
+from .cpu_lookup import ids_are_good
 from .features import FIELDS, ROWS, batch_size, feature_of_position, locate_ids
 
 OK = torch.iinfo(torch.int64).max
@@ -112,7 +113,7 @@ def _check_ids(
             indices.contiguous(), offsets.contiguous(), features, guard, indices.shape[0], count, batch,
             _BLOCK, count.bit_length() + 1, FIELDS, ROWS, OK,
         )  # fmt: skip
-    else:
+    elif indices.is_cuda or not ids_are_good(indices, offsets, features):
         check_ids_ref(indices, offsets, features, guard)
     if not indices.is_cuda or not runs_kernel(indices):
         # on CPU this reads host memory; on CUDA without triton it is the sync that the slow path costs

@@ -1,17 +1,26 @@
-"""Pooled lookup on the CPU: the reference's result by few calls of torch over the flat buffer.
+"""Pooled lookup on the CPU: the reference's result by few calls of `embedding_bag`, block by block.
 
-Letters and shapes as in pooled.py.
+A block is the bags of some features for some samples, so few that their sums are still in a core's cache when they are
+copied to their columns of the output. Letters and shapes as in pooled.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 from .features import BASE, MEAN, ROWS, batch_size, column_offsets, linear_rows, table_rows
+from .huge_pages import REUSED_BYTES, in_huge_pages
+
+# sums of a block: 1 MB for each thread
+_BLOCK_ELEMENTS = 1 << 18
+# ids up to which further passes over them are faster than further calls
+_FEW_IDS = 1 << 12
+# ids a bag up to which putting ids in the order of samples is faster than putting sums in that order
+_SHORT = 2
 
 
 def pooled_lookup_cpu(
@@ -22,35 +31,152 @@ def pooled_lookup_cpu(
     features: Tensor,
     dims: Sequence[int],
 ) -> Tensor:
-    """The reference's result by one `embedding_bag` per distinct dim over the flat buffer."""
+    """The reference's result, fp32."""
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
-    table_of = features.tolist()
-    lengths = offsets.diff()
-    outputs = []
-    for dim in sorted(set(dims)):
-        fs = [f for f in range(len(dims)) if dims[f] == dim]
-        anchor = min(table_of[f][BASE] for f in fs)
-        stop = max(table_of[f][BASE] + table_of[f][ROWS] * dim for f in fs)
-        matrix = table_rows(weights, anchor, (stop - anchor) // dim, dim)
-        ids, bags, scale = _of_features(fs, batch, indices, offsets, per_id_weights, len(dims))
-        linear, valid = linear_rows(ids, bags, batch, features[fs], anchor, dim)
-        if not bool(valid.all()):
-            # leave bad ids out: a zero weight would not do where the row it multiplies holds an Inf
-            linear, scale = linear[valid], None if scale is None else scale[valid]
-            bags = torch.cat([bags.new_zeros(1), valid.cumsum(0)])[bags]
-        pooled = bag_sums(matrix, linear, bags, scale).view(len(fs), batch, dim)
-        if any(table_of[f][MEAN] for f in fs):
-            counts = torch.stack([lengths[f * batch : (f + 1) * batch] for f in fs]).clamp(min=1)
-            averaged = torch.tensor([bool(table_of[f][MEAN]) for f in fs])[:, None]
-            pooled = pooled / torch.where(averaged, counts, 1)[:, :, None]
-        if len(fs) == len(dims):
-            return pooled.transpose(0, 1).reshape(batch, columns[-1])
-        outputs.append((fs, pooled))
-    out = torch.empty(batch, columns[-1])
-    for fs, pooled in outputs:
-        for f, block in zip(fs, pooled, strict=True):
-            out[:, columns[f] : columns[f + 1]] = block
+    scale = None if per_id_weights is None else per_id_weights.float()
+    if batch and len(set(dims)) == 1 and indices.shape[0] <= _SHORT * (offsets.shape[0] - 1):
+        return _by_samples(weights, indices, offsets, scale, features, dims[0])
+    out = _new(batch, columns[-1])
+    _by_features(out, weights, indices, offsets, scale, features, dims)
     return out
+
+
+def _block_elements() -> int:
+    return _BLOCK_ELEMENTS * torch.get_num_threads()
+
+
+def _new(batch: int, columns: int) -> Tensor:
+    return in_huge_pages(torch.empty(batch, columns), at_least=REUSED_BYTES)
+
+
+def _by_samples(
+    weights: Tensor, indices: Tensor, offsets: Tensor, scale: Tensor | None, features: Tensor, dim: int
+) -> Tensor:
+    """Short bags of tables of one dim: the few ids are brought into the order of the output."""
+    count = features.shape[0]
+    batch = batch_size(offsets, count)
+    anchor = int(features[:, BASE].min())
+    rows = int((features[:, BASE] - anchor + features[:, ROWS] * dim).max()) // dim
+    lengths = offsets.diff().view(count, batch)
+    linear, bags, scale = _in_sample_order(indices, offsets, lengths, scale, features, anchor, dim)
+    table, samples = table_rows(weights, anchor, rows, dim), max(1, _block_elements() // (count * dim))
+    if batch * count * dim * 4 < REUSED_BYTES:
+        out = bag_sums(table, linear, bags, scale).view(batch, count * dim)
+    else:
+        out = _new(batch, count * dim)
+        for low in range(0, batch, samples):
+            bounds = bags[low * count : (low + samples) * count + 1]
+            begin, end = int(bounds[0]), int(bounds[-1])
+            p = None if scale is None else scale[begin:end]
+            out[low : low + samples].view(-1, dim).copy_(bag_sums(table, linear[begin:end], bounds - begin, p))
+    averaged = features[:, MEAN] != 0
+    if bool(averaged.any()):
+        out.view(batch, count, dim).div_(torch.where(averaged, lengths.t().clamp(min=1), 1)[:, :, None])
+    return out
+
+
+def _in_sample_order(
+    indices: Tensor, offsets: Tensor, lengths: Tensor, scale: Tensor | None, features: Tensor, anchor: int, dim: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows of W from element `anchor`, bag offsets and weights, bag (b, f) at b * F + f; lengths [F, B]."""
+    count, batch = lengths.shape
+    end = int(offsets[-1])
+    if end == count * batch and bool((lengths == 1).all()):
+        ids = indices[:end].view(count, batch)
+        smallest, largest = ids.aminmax(dim=1)
+        if bool((smallest >= 0).all()) and bool((largest < features[:, ROWS]).all()):
+            linear = ids + ((features[:, BASE] - anchor) // dim)[:, None]
+            return linear.t().reshape(-1), offsets, None if scale is None else scale[:end].view_as(ids).t().reshape(-1)
+    linear, valid = linear_rows(indices[:end], offsets, batch, features, anchor, dim)
+    in_order = lengths.t().reshape(-1)
+    bags = torch.cat([in_order.new_zeros(1), in_order.cumsum(0)])
+    shift = offsets[:-1].view(count, batch).t().reshape(-1) - bags[:-1]
+    order = shift.repeat_interleave(in_order, output_size=end) + torch.arange(end)
+    linear, scale = linear[order], None if scale is None else scale[order]
+    if bool(valid.all()):
+        return linear, bags, scale
+    return _without_bad(linear, bags, scale, valid[order])
+
+
+def _without_bad(
+    ids: Tensor, bags: Tensor, scale: Tensor | None, valid: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Bags without bad ids: a zero weight would not do where the row that it multiplies holds an Inf."""
+    bags = torch.cat([bags.new_zeros(1), valid.cumsum(0)])[bags]
+    return ids[valid], bags, None if scale is None else scale[valid]
+
+
+def _by_features(
+    out: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale: Tensor | None,
+    features: Tensor,
+    dims: Sequence[int],
+) -> None:
+    """Longer bags, or tables of several dims: the sums of a block are brought into the order of the output."""
+    batch, columns = out.shape[0], column_offsets(dims)
+    tables = features.tolist()
+    for f, count, low, high in _blocks(dims, batch, offsets):
+        dim, mine = dims[f], features[f : f + count]
+        bags = offsets[f * batch + low : (f + count - 1) * batch + high + 1]
+        begin, end = int(bags[0]), int(bags[-1])
+        ids, bags, p = indices[begin:end], bags - begin, None if scale is None else scale[begin:end]
+        anchor = min(table[BASE] for table in tables[f : f + count])
+        stop = max(table[BASE] + table[ROWS] * dim for table in tables[f : f + count])
+        kept, valid = bags, None
+        if count > 1:
+            ids, valid = linear_rows(ids, bags, batch, mine, anchor, dim)
+        elif not _all_in(ids, tables[f][ROWS]):
+            valid = (ids >= 0) & (ids < tables[f][ROWS])
+        if valid is not None and not bool(valid.all()):
+            ids, kept, p = _without_bad(ids, bags, p, valid)
+        sums = bag_sums(table_rows(weights, anchor, (stop - anchor) // dim, dim), ids, kept, p)
+        sums = sums.view(count, high - low, dim)
+        if any(table[MEAN] for table in tables[f : f + count]):
+            counts = bags.diff().clamp(min=1).view(count, -1)
+            sums /= torch.where(mine[:, MEAN, None] != 0, counts, 1)[:, :, None]
+        out[low:high, columns[f] : columns[f + count]].view(high - low, count, dim).copy_(sums.transpose(0, 1))
+
+
+def _blocks(dims: Sequence[int], batch: int, offsets: Tensor) -> Iterator[tuple[int, int, int, int]]:
+    """(first feature, features, first sample, end of samples): one feature, or all samples of some of equal dim."""
+    bounds, f = offsets[::batch].tolist() if batch else [], 0
+    while batch and f < len(dims):
+        samples, count = max(1, _block_elements() // dims[f]), 1
+        while (
+            f + count < len(dims)
+            and dims[f + count] == dims[f]
+            and (count + 1) * batch <= samples
+            and bounds[f + count + 1] - bounds[f] <= _FEW_IDS
+        ):
+            count += 1
+        for low in range(0, batch, samples):
+            yield f, count, low, min(low + samples, batch)
+        f += count
+
+
+def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor) -> bool:
+    """Whether all ids lie in their tables and the offsets go from 0 to N without a fall, by few passes over them."""
+    count, n = features.shape[0], indices.shape[0]
+    if count == 0 or int(offsets[0]) != 0 or int(offsets[-1]) != n or bool((offsets.diff() < 0).any()):
+        return False
+    rows, batch = features[:, ROWS].tolist(), batch_size(offsets, count)
+    if _all_in(indices, min(rows)):
+        return True
+    if n < _FEW_IDS * count:
+        return bool(linear_rows(indices, offsets, batch, features, 0, 1)[1].all())
+    bounds = offsets[::batch].tolist()
+    return all(_all_in(indices[bounds[f] : bounds[f + 1]], rows[f]) for f in range(count))
+
+
+def _all_in(ids: Tensor, rows: int) -> bool:
+    """Whether all ids lie in [0, rows)."""
+    if ids.shape[0] == 0:
+        return True
+    smallest, largest = torch.aminmax(ids)
+    return int(smallest) >= 0 and int(largest) < rows
 
 
 def bag_sums(matrix: Tensor, rows: Tensor, bags: Tensor, scale: Tensor | None) -> Tensor:
@@ -65,19 +191,3 @@ def bag_sums(matrix: Tensor, rows: Tensor, bags: Tensor, scale: Tensor | None) -
     return nnf.embedding_bag(
         rows, matrix, bags.to(rows.dtype), mode="sum", per_sample_weights=scale, include_last_offset=True
     )
-
-
-def _of_features(
-    fs: Sequence[int], batch: int, indices: Tensor, offsets: Tensor, scale: Tensor | None, count: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The ids, bag offsets and per-id weights of some features, as if the batch had no others."""
-    scale = None if scale is None else scale.float()
-    end = int(offsets[-1])
-    if len(fs) == count:
-        return indices[:end], offsets, None if scale is None else scale[:end]
-    bounds = offsets[::batch].tolist() if batch else [0] * (count + 1)
-    pieces = [slice(bounds[f], bounds[f + 1]) for f in fs]
-    lengths = torch.cat([offsets[f * batch : (f + 1) * batch + 1].diff() for f in fs])
-    bags = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    ids = torch.cat([indices[piece] for piece in pieces])
-    return ids, bags, None if scale is None else torch.cat([scale[piece] for piece in pieces])

@@ -36,7 +36,7 @@ _serial = count()
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Square root, rounded correctly on every device."""
+    """Square root; torch on the CPU may be one unit in the last place off, others round correctly."""
     return x.sqrt()
 
 

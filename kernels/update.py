@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import cpu_compiled
 from ._op import PERSISTENT_PROGRAMS, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .bounds import OK, is_clean, new_guard
 from .cpu_update import row_gradients
@@ -282,6 +283,11 @@ def _fused_update(
     grad = grad.contiguous() if max_gradient is None else grad.clamp(-max_gradient, max_gradient).contiguous()
     batch, columns, parts = batch_size(offsets, len(dims)), column_offsets(dims), unflatten_segments(segments)
     update = _Update(weights, states, step, rule_named(rule), hyper, decay, seed, features)
+    if not runs_kernel(weights) and cpu_compiled.update(
+        weights, states, update.rule, update.numbers, update.decay, grad, indices, offsets, per_id_weights, features,
+        dims, parts, pooling,
+    ):  # fmt: skip
+        return
     index = transpose_index(indices, offsets, features, parts)
     pooled = pooling != "sequence"
     scale = _scale_of_ids(index, offsets, per_id_weights, features, batch, pooling)

@@ -15,6 +15,8 @@ import torch
 import torch._dynamo
 from poison import poisoned
 
+from shardwise.kernels import cpu_compiled
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -30,6 +32,16 @@ def _seeds() -> None:
 def _poison() -> Iterator[None]:
     with poisoned():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of the device "cpu" update on the torch twins alone, those of "numba" on its loops."""
+    device = getattr(request.node, "callspec", None) and request.node.callspec.params.get("device")
+    if device == "numba":
+        pytest.importorskip("numba")
+    elif device == "cpu":
+        monkeypatch.setattr(cpu_compiled, "update", lambda *args: False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,6 +24,9 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
+# where an update runs: on a CPU the torch twins alone ("cpu"), or the loops that numba compiles
+UPDATES = [*DEVICES, "numba"]
+
 # Largest |a - b| allowed, in units of the largest |b| of the tensor, by the dtype that holds a
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -90,10 +93,10 @@ def ids_of(cases: Sequence[Case]) -> list[str]:
     return [case.name for case in cases]
 
 
-def per_device(cases: Sequence[Case]) -> list[Any]:
+def per_device(cases: Sequence[Case], devices: Sequence[Any] = DEVICES) -> list[Any]:
     """(device, case) pairs; the interpreter is spared the slow cases."""
     pairs = []
-    for device in DEVICES:
+    for device in devices:
         name, marks = (device, ()) if isinstance(device, str) else (device.values[0], device.marks)
         pairs += [
             pytest.param(name, case, marks=marks, id=f"{name}-{case.name}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from embedding_batches import draw, gradient, kjt, pooled, tables_of, upstream, weight
-from kernel_inputs import DEVICES, assert_close, torch_device
+from kernel_inputs import UPDATES, assert_close, torch_device
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -29,7 +29,7 @@ from shardwise import (
 )
 
 ROWS = {"f": 6, "g": 4}
-EVERYWHERE = pytest.mark.parametrize("device", DEVICES)
+EVERYWHERE = pytest.mark.parametrize("device", UPDATES)
 # class, its keyword arguments, and the dense twin's where they differ: fused defaults are lr 0.01 and eps 1e-8
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}, {"lr": 0.05}),

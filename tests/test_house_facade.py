@@ -85,11 +85,11 @@ def test_shardwise_does_not_import_torch_by_itself() -> None:
     assert run("import sys, shardwise; print('torch' in sys.modules)").strip() == "False"
 
 
-def test_a_lookup_imports_no_optional_library_but_triton() -> None:
+def test_a_step_imports_no_optional_library_but_triton_and_numba() -> None:
     out = run(f"import sys, torch; old = set(sys.modules)\n{LOOKUP}\nprint(*sorted(set(sys.modules) - old))")
     # what a C extension of torch or triton registers has no file and no package
     tops = {name.split(".")[0] for name in out.split()}
-    optional = {"click", "rich", "scipy", "numba", "llvmlite", "pyarrow", "torchmetrics", "pandas", "safetensors"}
+    optional = {"click", "rich", "scipy", "pyarrow", "torchmetrics", "pandas", "safetensors"}
     assert not tops & optional
 
 

@@ -9,8 +9,8 @@ import oracle
 import pytest
 import torch
 from kernel_inputs import (
-    DEVICES,
     RULES,
+    UPDATES,
     Case,
     Inputs,
     Optimizer,
@@ -52,7 +52,7 @@ def train(batch: Inputs, state: Optimizer, models: list[oracle.Dense], steps: in
 
 @pytest.mark.parametrize("decay", ["none", "l2", "decoupled"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_twenty_steps_equal_the_dense_model(device: str, rule: str, decay: str) -> None:
     batch = inputs(TRAINED, torch_device(device))
     state = optimizer(rule, batch, decay=decay)
@@ -65,7 +65,7 @@ def test_twenty_steps_equal_the_dense_model(device: str, rule: str, decay: str) 
             assert_close(own, model.states[name], 1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_gradients_are_cut_before_they_are_weighted_and_added(device: str) -> None:
     batch = inputs(TRAINED, torch_device(device))
     state = replace(optimizer("adagrad", batch), max_gradient=0.5)
@@ -90,7 +90,7 @@ def test_the_reference_cuts_decays_and_rounds_as_the_op_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_rounding_keeps_the_mean_and_a_neighbouring_value(device: str, dtype: torch.dtype) -> None:
     """0.3 of a step is lost by rounding to nearest; stochastically it stays on average."""
     case = Case("rounded", tables=((64, 128),), batch=64, lengths=(1, 1), dtype=dtype)
@@ -115,7 +115,7 @@ def test_rounding_keeps_the_mean_and_a_neighbouring_value(device: str, dtype: to
         assert mean is None or other.double().mean().item() == mean
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_a_table_is_rounded_alike_alone_and_behind_another(device: str) -> None:
     where_ = torch_device(device)
     alone = inputs(Case("alone", tables=((9, 8),), dtype=torch.bfloat16), where_)
@@ -164,7 +164,7 @@ def everything(w: Any, g: Any, count: Any, row: Any, step: Any, lr: float = 0.1)
 
 
 @pytest.mark.parametrize("rule", ["lion", "everything"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_a_rule_of_ones_own_trains_by_its_formula(device: str, rule: str) -> None:
     batch = inputs(TRAINED, torch_device(device))
     state = optimizer(rule, batch)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as nnf
 from kernel_inputs import (
     CASES,
-    DEVICES,
     RULES,
     TOLERANCE,
+    UPDATES,
     Case,
     Inputs,
     Optimizer,
@@ -47,7 +47,7 @@ def used(rule: str, batch: Inputs, *, decay: str = "none", lr: float = 0.1) -> O
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("device", "case"), per_device(CASES))
+@pytest.mark.parametrize(("device", "case"), per_device(CASES, UPDATES))
 def test_an_update_matches_the_oracle_and_its_reference(device: str, case: Case, rule: str) -> None:
     batch = inputs(case, torch_device(device))
     grad, state = upstream(batch), used(rule, batch)
@@ -87,7 +87,7 @@ def dense_twins(batch: Inputs, state: Optimizer) -> list[oracle.Dense]:
     return twins
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sequence_update_adds_the_gradient_of_each_id(device: str, rule: str) -> None:
     case = Case("sequence", tables=((9, 8), (4, 8)), features=((0, False), (1, False), (0, False)), lengths=(0, 9))
@@ -109,7 +109,7 @@ def test_a_sequence_update_adds_the_gradient_of_each_id(device: str, rule: str) 
     assert_close(batch.weights, weights_ref)
 
 
-STEPS = {"cpu": 100, "cuda": 100, "interpreted": 25}
+STEPS = {"cpu": 100, "numba": 100, "cuda": 100, "interpreted": 25}
 TRAINED = Case("trained", tables=((12, 8), (5, 3)), features=((0, False), (1, False), (0, False)), batch=6)
 OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda tables: torch.optim.SGD(tables, lr=0.1),
@@ -119,7 +119,7 @@ OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_equals_torch_optim(device: str, name: str) -> None:
     """Adam is compared where every row is hit in every step, SparseAdam where it is not."""
@@ -165,7 +165,7 @@ def hitting_every_row(batch: Inputs) -> Inputs:
     return replace(batch, indices=torch.cat(pieces), offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_training_with_rowwise_adagrad_equals_the_dense_twin(device: str) -> None:
     batch = inputs(TRAINED, torch_device(device))
     state = optimizer("rowwise_adagrad", batch)
@@ -187,7 +187,7 @@ def rule(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("slot", [0, 1], ids=["bad id", "bad offset"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_a_guard_that_reports_a_bad_batch_leaves_everything_untouched(device: str, slot: int, rule: str) -> None:
     """The torch path used to look at the guard for the step alone, and updated rows and states."""
     batch = inputs(next(case for case in CASES if case.name == "mixed dims"), torch_device(device))
@@ -203,7 +203,7 @@ def test_a_guard_that_reports_a_bad_batch_leaves_everything_untouched(device: st
 
 
 @pytest.mark.parametrize("name", ["batch 0", "all features empty"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_an_empty_batch_advances_the_step_and_nothing_else(device: str, name: str, rule: str) -> None:
     """As torch.optim counts a step whose gradients are all zero."""
     batch = inputs(next(case for case in CASES if case.name == name), torch_device(device))
@@ -216,7 +216,7 @@ def test_an_empty_batch_advances_the_step_and_nothing_else(device: str, name: st
         assert_same_bits(got, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_ids_outside_their_table_change_no_row(device: str, rule: str) -> None:
     case = Case("bad", tables=((6, 4), (6, 4)), features=((0, False), (1, False)), batch=2)
     batch = replace(inputs(case), indices=torch.tensor([1, 6, -1, 2**40]), offsets=torch.tensor([0, 2, 3, 3, 4]))
@@ -227,7 +227,7 @@ def test_ids_outside_their_table_change_no_row(device: str, rule: str) -> None:
     assert changed == [[False, True, False, False, False, False], [False] * 6]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_many_hits_of_one_row_add_up_exactly(device: str) -> None:
     hits = 100_000 if device != "interpreted" else 2_000
     batch = inputs(Case("ones", batch=hits, lengths=(1, 1), ids="hot"), torch_device(device))
@@ -238,7 +238,7 @@ def test_many_hits_of_one_row_add_up_exactly(device: str) -> None:
     assert (batch.tables()[0][1:] == 0).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_gradients_may_be_expanded_shifted_or_of_low_precision(device: str) -> None:
     batch = inputs(next(case for case in CASES if case.name == "mixed dims"), torch_device(device))
     plain = upstream(batch)

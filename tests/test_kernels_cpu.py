@@ -1,0 +1,297 @@
+"""The CPU's own paths: lookups block by block, and the update that numba compiles, beside the torch path."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from kernel_inputs import (
+    CASES,
+    RULES,
+    Case,
+    Inputs,
+    Optimizer,
+    assert_close,
+    assert_same_bits,
+    ids_of,
+    inputs,
+    optimizer,
+    update_args,
+    upstream,
+)
+from torch import Tensor
+
+from shardwise.kernels import cpu_compiled, cpu_lookup, define_rule, fused_update, huge_pages, new_guard, rule_named
+from shardwise.kernels import pooled as pooled_module
+from shardwise.kernels._op import INTERPRETED
+from shardwise.kernels.bounds import check_ids_ref
+from shardwise.kernels.pooled import pooled_lookup_ref
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="ops run the interpreted kernels")
+FP32 = [case for case in CASES if case.dtype == torch.float32 and not case.slow]
+MANY = Case(
+    "many ids", tables=((40, 8), (300, 3), (5, 8)), features=((0, False), (1, True), (2, False), (0, True)),
+    batch=60, lengths=(0, 40), weighted=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Divide even small work among so many threads, and rows of more than 64 ids too."""
+
+    def divide(threads: int) -> None:
+        monkeypatch.setattr(cpu_compiled, "_ALONE", -1)
+        monkeypatch.setattr(cpu_compiled, "_LONG", 64)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    return divide
+
+
+def trained(batch: Inputs, rule: str, steps: int = 2, **settings: Any) -> tuple[Tensor, Optimizer]:
+    """The tables and the optimizer after some steps, on a copy."""
+    weights, state = batch.weights.clone(), replace(optimizer(rule, batch), **settings)
+    for step in range(steps):
+        fused_update(*update_args(weights, state, upstream(batch, seed=step), batch))
+    return weights, state
+
+
+class Counted:
+    """`cpu_compiled.update`, and whether it did the work."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: list[bool] = []
+        self.update = cpu_compiled.update
+        monkeypatch.setattr(cpu_compiled, "update", self)
+
+    def __call__(self, *args: Any) -> bool:
+        self.answers.append(self.update(*args))
+        return self.answers[-1]
+
+
+@pytest.mark.parametrize(("rule", "decay"), [("gradient", "none"), *product(RULES, ("none", "l2", "decoupled"))])
+def test_compiled_loops_do_every_rule_as_the_torch_path_does(
+    rule: str, decay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    counted = Counted(monkeypatch)
+    for case in (MANY, replace(MANY, weighted=False, features=((0, False), (1, False)))):
+        batch = inputs(case)
+        weights, state = trained(batch, rule, decay=decay)
+        assert counted.answers and all(counted.answers)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_compiled, "update", lambda *args: False)
+            expected, twin = trained(batch, rule, decay=decay)
+        assert_close(weights, expected, 1e-6)
+        for mine, theirs in zip(state.states, twin.states, strict=True):
+            assert_close(mine, theirs, 1e-6)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "lamb"])
+@pytest.mark.parametrize("case", [MANY, *(case for case in FP32 if "hot" in case.name)], ids=lambda case: case.name)
+def test_threads_and_pieces_do_not_change_the_bits_of_an_update(
+    case: Case, rule: str, in_pieces: Callable[[int], None]
+) -> None:
+    pytest.importorskip("numba")
+    batch = inputs(case)
+    alone = trained(batch, rule)
+    for threads in (2, 3):
+        in_pieces(threads)
+        divided = trained(batch, rule)
+        assert_same_bits(divided[0], alone[0])
+        for mine, theirs in zip(divided[1].states, alone[1].states, strict=True):
+            assert_same_bits(mine, theirs)
+
+
+def test_the_sums_of_a_hot_row_have_the_bits_of_the_torch_path(
+    monkeypatch: pytest.MonkeyPatch, in_pieces: Callable[[int], None]
+) -> None:
+    """The order of addition is a contract: chunks of 32, chunks of chunks, whoever adds."""
+    pytest.importorskip("numba")
+    for weighted in (False, True):
+        batch = inputs(Case("hot", ids="hot", batch=1100, lengths=(30, 31), weighted=weighted))
+        in_pieces(2)
+        compiled, _ = trained(batch, "gradient", 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_compiled, "update", lambda *args: False)
+            expected, _ = trained(batch, "gradient", 1)
+        assert_same_bits(compiled, expected)
+
+
+def test_bad_ids_and_positions_past_the_last_offset_train_nothing(in_pieces: Callable[[int], None]) -> None:
+    pytest.importorskip("numba")
+    batch = inputs(MANY)
+    in_pieces(2)
+    expected, _ = trained(batch, "sgd")
+    garbage = torch.tensor([-1, 10**6, 0])
+    padded = replace(
+        batch,
+        indices=torch.cat([batch.indices, garbage]),
+        per_id_weights=torch.cat([batch.per_id_weights, torch.full((3,), float("nan"))]),  # type: ignore[list-item]
+    )
+    assert_same_bits(trained(padded, "sgd")[0], expected)
+
+    # a bag that is not averaged may lose an id without a trace
+    bad = batch.indices.clone()
+    bag = next(b for b in range(MANY.batch) if len(batch.bags[0][b]))
+    bad[int(batch.offsets[bag])] = 2**40
+    weights, _ = trained(replace(batch, indices=bad), "sgd", 1)
+    good = torch.ones(len(bad), dtype=torch.bool)
+    good[int(batch.offsets[bag])] = False
+    fewer = batch.offsets.clone()
+    fewer[bag + 1 :] -= 1
+    without = replace(
+        batch, indices=batch.indices[good], offsets=fewer,
+        per_id_weights=None if batch.per_id_weights is None else batch.per_id_weights[good],
+    )  # fmt: skip
+    assert_same_bits(weights, trained(without, "sgd", 1)[0])
+
+
+def test_a_rule_that_numba_cannot_compile_runs_on_torch_with_one_warning() -> None:
+    pytest.importorskip("numba")
+
+    @define_rule()
+    def softened(w: Any, g: Any, lr: float = 0.1) -> Any:
+        return w - lr * torch.tanh(g)
+
+    batch = inputs(FP32[0])
+    with pytest.warns(UserWarning, match="rule 'softened'.*runs on torch"):
+        weights, _ = trained(batch, softened.name, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(batch, softened.name, 1)
+    summed, _ = trained(batch, "gradient", 1)
+    touched = torch.zeros(20, 8, dtype=torch.bool)
+    touched[batch.indices] = True
+    expected = torch.where(touched.view(-1), batch.weights - 0.1 * torch.tanh(summed), batch.weights)
+    assert_close(weights, expected)
+
+
+def test_without_numba_updates_run_on_torch_and_say_nothing() -> None:
+    code = """
+import sys, warnings
+sys.modules["numba"] = None
+warnings.simplefilter("error")
+import torch
+from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, RowWiseAdagrad
+from shardwise import apply_optimizer_in_backward
+tables = [EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])]
+ebc = EmbeddingBagCollection(tables)
+apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
+before = ebc.state_dict()["embedding_bags.t.weight"].clone()
+ebc(KeyedJaggedTensor(["f"], torch.tensor([1, 1, 3]), lengths=torch.tensor([2, 1]))).values().sum().backward()
+changed = (ebc.state_dict()["embedding_bags.t.weight"] != before).any(1).nonzero().flatten().tolist()
+assert changed == [1, 3], changed
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_imported_of_numba_before_the_first_update() -> None:
+    code = "import sys, shardwise.kernels; assert 'numba' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tasks_run_once_each_and_their_error_reaches_the_caller(in_pieces: Callable[[int], None]) -> None:
+    in_pieces(3)
+    seen: list[int] = []
+    lock = threading.Lock()
+
+    def task(number: int) -> Callable[[], int]:
+        def work() -> int:
+            with lock:
+                seen.append(number)
+            if number == 5 and failing:
+                raise ZeroDivisionError("five")
+            return number * number
+
+        return work
+
+    failing = False
+    assert cpu_compiled.run([task(n) for n in range(40)]) == [n * n for n in range(40)]
+    assert sorted(seen) == list(range(40))
+    assert cpu_compiled.run([]) == []
+    failing = True
+    with pytest.raises(ZeroDivisionError, match="five"):
+        cpu_compiled.run([task(n) for n in range(40)])
+    failing = False
+    assert cpu_compiled.run([task(3)]) == [9]
+
+
+@pytest.fixture(params=["as ever", "tiny blocks", "tiny blocks of large outputs"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param != "as ever":
+        monkeypatch.setattr(cpu_lookup, "_BLOCK_ELEMENTS", 24)
+        monkeypatch.setattr(cpu_lookup, "_FEW_IDS", 6)
+    if request.param.endswith("outputs"):
+        monkeypatch.setattr(cpu_lookup, "REUSED_BYTES", 0)
+    yield request.param
+
+
+@pytest.mark.parametrize("short", [0, 1000])
+@pytest.mark.parametrize("case", FP32, ids=ids_of(FP32))
+def test_blocks_and_the_order_of_ids_do_not_change_the_bits_of_a_lookup(
+    case: Case, short: int, blocks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = inputs(case)
+    usual = pooled_module.pooled_lookup(*batch.lookup)
+    assert_close(usual, pooled_lookup_ref(*batch.lookup_ref))
+    monkeypatch.setattr(cpu_lookup, "_SHORT", short)
+    assert_same_bits(pooled_module.pooled_lookup(*batch.lookup), usual)
+
+
+@pytest.mark.parametrize("short", [0, 1000])
+def test_a_bad_id_counts_as_none_in_any_block(short: int, blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_lookup, "_SHORT", short)
+    for lengths in ((1, 1), (0, 9)):
+        case = Case(
+            "bad", tables=((9, 8), (4, 8)), features=((0, False), (1, True), (0, True)), batch=12, lengths=lengths
+        )
+        for bad in (-1, 9, 2**40, -(2**63)):
+            batch = inputs(case)
+            batch.indices[[0, 7, -1]] = bad
+            assert_close(pooled_module.pooled_lookup(*batch.lookup), pooled_lookup_ref(*batch.lookup_ref))
+
+
+@pytest.mark.parametrize("few", [0, 1 << 12])
+def test_good_batches_are_told_from_bad_ones_as_the_reference_does(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_lookup, "_FEW_IDS", few)
+    case = Case("three", tables=((9, 8), (4, 8)), features=((0, False), (1, False), (0, False)), batch=4)
+    for seed in range(40):
+        batch = inputs(case, seed=seed)
+        indices, offsets = batch.indices.clone(), batch.offsets.clone()
+        kind, at = seed % 5, seed % max(1, len(indices))
+        if kind == 1:
+            indices[at] = (-1, 4, 8, 9, 2**40)[seed // 5 % 5]
+        elif kind == 2:
+            offsets[seed % len(offsets)] += (-1, 1)[seed // 5 % 2]
+        elif kind == 3:
+            indices = indices[:-1]
+        guard = new_guard()
+        check_ids_ref(indices, offsets, batch.features, guard)
+        good = bool((guard == new_guard()).all())
+        assert cpu_lookup.ids_are_good(indices, offsets, batch.features) == good, (seed, kind)
+
+
+def test_advice_about_pages_changes_no_value() -> None:
+    large = torch.zeros(1 << 21)[3:]
+    large += torch.arange(len(large)).float()
+    same = huge_pages.in_huge_pages(large)
+    assert same is large and torch.equal(large, torch.arange(len(large)).float())
+    for tensor in (torch.ones(3), torch.empty(0), torch.empty(1 << 22, device="meta")):
+        assert huge_pages.in_huge_pages(tensor) is tensor
+
+
+def test_the_number_of_rules_that_numba_compiles_is_all_of_them() -> None:
+    pytest.importorskip("numba")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [rule for rule in RULES if cpu_compiled._update_loop(rule_named(rule)) is None] == []
