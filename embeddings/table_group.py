@@ -194,8 +194,10 @@ class TableGroup:
         was_meta, self.flat = self.flat.is_meta, flat
         self._place(flat.device, fresh=was_meta or flat.is_meta)
 
-    def check(self, ids: Tensor, offsets: Tensor) -> None:
+    def check(self, ids: Tensor, offsets: Tensor, *, padded: bool = False) -> None:
         """Raise for bad ids or offsets; on CUDA those of the batch before, while this one is only marked.
+
+        With `padded` the ids past the last offset are nobody's and may be anything; without it there are none.
 
         Raises:
             IndexError, ValueError, TypeError: as `shardwise.kernels.check_ids`.
@@ -204,13 +206,13 @@ class TableGroup:
         if not self.lookups:
             return
         mode = self.policy.bounds_check
-        if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or _in_order(offsets, ids.shape[0])):
+        if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or _in_order(offsets, ids.shape[0], padded)):
             # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids on CUDA
             return
         fatal = mode is BoundsCheckMode.FATAL
         self.raise_pending()
         found = new_guard(ids.device)
-        check_ids(ids, offsets, self._checked, found, names=self.names, fatal=fatal)
+        check_ids(ids, offsets, self._checked, found, names=self.names, fatal=fatal, padded=padded)
         if ids.is_cuda:
             # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
             first = 0 if fatal else 1
@@ -381,9 +383,11 @@ def _flat_of_parameters(group: TableGroup, keep_rows: bool = False) -> Tensor:
     return _FlatOfParameters.apply(group, flat, *group.parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _in_order(offsets: Tensor, ids: int) -> bool:
-    """Whether offsets on the CPU go from 0 to the number of ids without a fall."""
-    return int(offsets[0]) == 0 and int(offsets[-1]) == ids and not bool((offsets.diff() < 0).any())
+def _in_order(offsets: Tensor, ids: int, padded: bool) -> bool:
+    """Whether offsets on the CPU go from 0 to the number of ids (with `padded`, at most to it) without a fall."""
+    end = int(offsets[-1])
+    reaches = end <= ids if padded else end == ids
+    return int(offsets[0]) == 0 and reaches and not bool((offsets.diff() < 0).any())
 
 
 def lay_out(tables: Sequence[TableShape]) -> tuple[list[int], list[int], list[Segment], int]:

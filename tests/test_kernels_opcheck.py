@@ -48,7 +48,7 @@ def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         update_args(alike.weights, optimizer("sgd", alike), rows, alike, "sequence"),
     )
     where = (mixed.indices, mixed.offsets)
-    calls["check_ids"] = (OPS.check_ids.default, (*where, mixed.features, new_guard(device), mixed.names, True))
+    calls["check_ids"] = (OPS.check_ids.default, (*where, mixed.features, new_guard(device), mixed.names, True, False))
     calls["lookup_gradient"] = (
         OPS.lookup_gradient.default,
         (mixed.weights, grad, *where, mixed.per_id_weights, mixed.features, mixed.dims, mixed.segments, mixed.pooling),
