@@ -6,6 +6,7 @@ masks the update and `check()` raises.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from shardwise import (
     EmbeddingConfig,
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
+    GradientCheckMode,
     KeyedJaggedTensor,
     LookupPolicy,
     PoolingType,
@@ -240,6 +242,44 @@ def test_13_a_weight_that_is_no_number_stays_in_its_bag(device: str, bad: float)
     out = module(features).values()
     assert not out[0, :4].isfinite().any()
     assert out[1:].isfinite().all() and out[:, 4:].isfinite().all()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("mode", [GradientCheckMode.RAISE, GradientCheckMode.SKIP])
+def test_13_a_weight_that_is_no_number_trains_nothing(device: str, bad: float, mode: GradientCheckMode) -> None:
+    """It scales the gradient of its row, which went into the table unseen: only the output's gradient was checked."""
+    where = torch_device(device)
+    policy = LookupPolicy(gradient_check=mode)
+    module = FusedEmbeddingBagCollection(bag_configs(), torch.optim.Adagrad, {"lr": 1.0}, True, where, policy=policy)
+    before = tables_of(module)
+    for position, said in ((3, f"{USER}, sample 2"), (7, f"{ITEM}, sample 1")):
+        weights = torch.ones(8, device=where)
+        weights[position] = bad
+        features = KeyedJaggedTensor(
+            ["u", "i"], torch.tensor(IDS, device=where), weights, offsets=torch.tensor(OFFSETS, device=where)
+        )
+        out = module(features).values()
+        if mode is GradientCheckMode.SKIP:
+            out.backward(torch.ones_like(out))
+        else:
+            # on CUDA it waits for the device, and names the tables
+            said = "tables user, item" if device == "cuda" else f"{said}: the weight of an id is {bad}; nothing changed"
+            with pytest.raises(FloatingPointError, match=re.escape(said)):
+                out.backward(torch.ones_like(out))
+                module(batch_with_weights(where))
+        for name, table in before.items():
+            assert torch.equal(tables_of(module)[name], table)
+    out = module(batch_with_weights(where)).values()
+    out.backward(torch.ones_like(out))
+    assert not torch.equal(tables_of(module)["user"], before["user"])
+
+
+def batch_with_weights(device: torch.device) -> KeyedJaggedTensor:
+    """A good batch; the weight that lies past its last bag is nobody's."""
+    ids = torch.tensor([*IDS, 0], device=device)
+    weights = torch.tensor([1.0] * 8 + [float("nan")], device=device)
+    return KeyedJaggedTensor(["u", "i"], ids, weights, offsets=torch.tensor(OFFSETS, device=device), capacity=9)
 
 
 EMPTY = {
