@@ -11,7 +11,7 @@ from shardwise.kernels import BoundsCheckMode
 
 
 class GradientCheckMode(Enum):
-    """What a gradient, or a per-id weight, that is not finite does: train on, leave its tables' update out, or raise."""
+    """What a gradient or per-id weight that is not finite does: train on, leave its tables' update out, or raise."""
 
     IGNORE = 0
     SKIP = 1
