@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -255,7 +256,9 @@ def test_23_the_last_row_of_a_table_past_2_to_the_31_is_trained(device: str, rul
         states = [untouched(rows if kind == "row" else elements, torch.float32).to(where) for kind in kinds]
         ids = torch.tensor([rows - 1, 0, rows - 1], dtype=torch.int32, device=where)
         offsets = torch.tensor([0, 1, 2, 3], device=where)
-        step_by(rule, weights, states, grad, ids, offsets, one_table(rows, dim, where))
+        # recorded, an address outside the arguments is an error instead of the end of the process
+        with recorded() if device == "interpreted" else nullcontext():
+            step_by(rule, weights, states, grad, ids, offsets, one_table(rows, dim, where))
         named = [weights.view(rows, dim)[[0, rows - 1]]]
         named += [state.view(rows, -1)[[0, rows - 1]] for state in states]
         results.append(named)
