@@ -79,9 +79,8 @@ def with_padding(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 def two(**given: Any) -> KeyedJaggedTensor:
     """Bags [1, 2] and [] of a, [3] and [] of b, and two values that no bag owns."""
     weights = torch.tensor([0.1, 0.2, 0.3, float("nan"), float("nan")])
-    return KeyedJaggedTensor(
-        ["a", "b"], torch.tensor([1, 2, 3, -1, 7]), weights, **({"lengths": torch.tensor([2, 0, 1, 0])} | given)
-    )
+    bags: dict[str, Any] = {"lengths": torch.tensor([2, 0, 1, 0]), **given}
+    return KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3, -1, 7]), weights, **bags)
 
 
 def test_a_batch_with_a_capacity_has_the_bags_of_one_without() -> None:
