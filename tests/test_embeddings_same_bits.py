@@ -27,7 +27,7 @@ from shardwise import (
 from shardwise.kernels import cpu_update, pooled, update
 from shardwise.kernels.transpose import levels_for
 
-ROWS, DIM, SAMPLES = 40, 48, 40
+ROWS, DIM, SAMPLES = 40, 48, 16
 
 
 def configs(dtype: DataType, behind: bool) -> list[EmbeddingBagConfig]:
