@@ -21,7 +21,7 @@ class EmbeddingBagCollection(TableCollection):
 
     Output keys follow the order of `tables`, feature by feature; a feature that several tables share appears as
     `feature@table` for each. Output is fp32 whatever the tables' dtype, unless `policy` says otherwise;
-    an empty bag gives zeros. Features of the batch that no table uses are ignored.
+    an empty bag gives zeros. Features of the batch that no table uses, and the padding of a capacity, are ignored.
 
     With `is_weighted` the batch must carry per-id weights, which scale the rows (and are differentiable); without it
     weights in the batch are ignored. After `apply_optimizer_in_backward` on the parameters the backward trains them.

@@ -101,7 +101,7 @@ class TableCollection(nn.Module):
             picked = pick_features(features, [f.name for f in group.lookups])
             if picked.device() != group.flat.device:
                 raise ValueError(f"ids are on {picked.device()}, the tables on {group.flat.device}")
-            group.check(picked.values(), picked.offsets())
+            group.check(picked.values(), picked.offsets(), padded=picked.capacity() is not None)
             found.append((picked, look_up(group, picked)))
         return found
 

@@ -11,7 +11,7 @@ from shardwise.kernels import BoundsCheckMode
 
 
 class GradientCheckMode(Enum):
-    """What a gradient that is NaN or infinite does: train on, leave this update of its tables out, or raise."""
+    """What a gradient or per-id weight that is not finite does: train on, leave its tables' update out, or raise."""
 
     IGNORE = 0
     SKIP = 1

@@ -20,7 +20,8 @@ class RowStore(Protocol):
     def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, Any]:
         """Slots of ids [N] (offsets [F*B + 1], feature by feature) and the lease that holds them.
 
-        An id outside its table keeps a number outside the slots. `step` [1] int64 counts the updates so far.
+        An id outside its table keeps a number outside the slots; ids past the last offset are nobody's and may be
+        anything. `step` [1] int64 counts the updates so far.
         """
         ...
 

@@ -21,7 +21,7 @@ class EmbeddingCollection(TableCollection):
 
     The output is a dict in the order of `tables`, feature by feature (`feature@table` where tables share a feature);
     each JaggedTensor has fp32 values [n, dim] and the feature's lengths. With `need_indices` it carries the ids as its
-    weights. Per-id weights of the batch are ignored.
+    weights. Per-id weights of the batch are ignored; padding of a batch with a capacity is left out.
 
     Raises:
         ValueError: tables differ in `embedding_dim`, share a name, or a config is inconsistent.

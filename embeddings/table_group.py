@@ -20,6 +20,7 @@ from shardwise.kernels import (
     check_gradient,
     check_ids,
     describe_gradient,
+    describe_weight,
     flatten_segments,
     fused_update,
     is_clean,
@@ -195,8 +196,10 @@ class TableGroup:
         was_meta, self.flat = self.flat.is_meta, flat
         self._place(flat.device, fresh=was_meta or flat.is_meta)
 
-    def check(self, ids: Tensor, offsets: Tensor) -> None:
+    def check(self, ids: Tensor, offsets: Tensor, *, padded: bool = False) -> None:
         """Raise for bad ids or offsets; on CUDA those of the batch before, while this one is only marked.
+
+        With `padded` the ids past the last offset are nobody's and may be anything; without it there are none.
 
         Raises:
             IndexError, ValueError, TypeError: as `shardwise.kernels.check_ids`.
@@ -205,13 +208,13 @@ class TableGroup:
         if not self.lookups:
             return
         mode = self.policy.bounds_check
-        if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or _in_order(offsets, ids.shape[0])):
+        if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or _in_order(offsets, ids.shape[0], padded)):
             # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids on CUDA
             return
         fatal = mode is BoundsCheckMode.FATAL
         self.raise_pending()
         found = new_guard(ids.device)
-        check_ids(ids, offsets, self._checked, found, names=self.names, fatal=fatal)
+        check_ids(ids, offsets, self._checked, found, names=self.names, fatal=fatal, padded=padded)
         if ids.is_cuda:
             # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
             first = 0 if fatal else 1
@@ -269,24 +272,32 @@ class TableGroup:
         """The fused optimizer's step for the gradient of a lookup's output; `ids` are slots.
 
         Raises:
-            FloatingPointError: an element of the gradient is not finite (CPU, `GradientCheckMode.RAISE`).
+            FloatingPointError: an element of the gradient, or a per-id weight, which scales it, is not finite (CPU,
+                `GradientCheckMode.RAISE`).
         """
         assert self.optimizer is not None
         guard, spec = self.guard, self.optimizer
-        if self.policy.gradient_check is GradientCheckMode.SKIP:
-            guard = guard.clone()
+        if self.policy.gradient_check is not GradientCheckMode.IGNORE:
+            if self.policy.gradient_check is GradientCheckMode.SKIP:
+                guard = guard.clone()
             check_gradient(grad, guard)
-        elif self.policy.gradient_check is GradientCheckMode.RAISE:
-            check_gradient(grad, guard)
-            if not grad.is_cuda and not is_clean(guard):
-                element = int(guard[2])
-                guard.copy_(new_guard())
-                raise FloatingPointError(f"{describe_gradient(element, grad, self.dims, self.names)}; nothing changed")
+            self._raise_if_found(guard, lambda element: describe_gradient(element, grad, self.dims, self.names))
+            if per_id_weights is not None:
+                used = _in_bags(per_id_weights, offsets)
+                check_gradient(used, guard)
+                self._raise_if_found(guard, lambda position: describe_weight(position, used, offsets, self.names))
         fused_update(
             self.flat, self.states, self.step, grad, ids, offsets, per_id_weights,
             self.features if self._trained is None else self._trained, self.dims, self._segment_numbers,
             spec.rule, self.hyper, guard, pooling, spec.decay, spec.max_gradient, self.seed,
         )  # fmt: skip
+
+    def _raise_if_found(self, guard: Tensor, describe: Callable[[int], str]) -> None:
+        """Raise for what a gradient check found just now, where the policy says so and nothing has to be waited for."""
+        if self.policy.gradient_check is GradientCheckMode.RAISE and not guard.is_cuda and not is_clean(guard):
+            found = int(guard[2])
+            guard.copy_(new_guard())
+            raise FloatingPointError(f"{describe(found)}; nothing changed")
 
     def _with_update(
         self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str, lease: Any
@@ -382,9 +393,17 @@ def _flat_of_parameters(group: TableGroup, keep_rows: bool = False) -> Tensor:
     return _FlatOfParameters.apply(group, flat, *group.parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _in_order(offsets: Tensor, ids: int) -> bool:
-    """Whether offsets on the CPU go from 0 to the number of ids without a fall."""
-    return int(offsets[0]) == 0 and int(offsets[-1]) == ids and not bool((offsets.diff() < 0).any())
+def _in_bags(per_id_weights: Tensor, offsets: Tensor) -> Tensor:
+    """The weights [N], with zeros for those past the last offset, which are nobody's."""
+    position = torch.arange(per_id_weights.shape[0], device=offsets.device)
+    return torch.where(position < offsets[-1], per_id_weights, 0)
+
+
+def _in_order(offsets: Tensor, ids: int, padded: bool) -> bool:
+    """Whether offsets on the CPU go from 0 to the number of ids (with `padded`, at most to it) without a fall."""
+    end = int(offsets[-1])
+    reaches = end <= ids if padded else end == ids
+    return int(offsets[0]) == 0 and reaches and not bool((offsets.diff() < 0).any())
 
 
 def lay_out(tables: Sequence[TableShape]) -> tuple[list[int], list[int], list[Segment], int]:

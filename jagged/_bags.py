@@ -45,7 +45,7 @@ class Bags:
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """First value of each bag and then L, [N + 1]; dtype of the lengths, or int64 if L does not fit in it."""
+        """First value of each bag and the end of the last, [N + 1]; dtype of the lengths, or int64 if L needs it."""
         if self._offsets is None:
             assert self._lengths is not None
             self._offsets = offsets_of(self._lengths, self._values.shape[0])

@@ -58,8 +58,18 @@ def check_values(values: Tensor, weights: Tensor | None) -> None:
     _check_device("weights", weights, values)
 
 
+def check_capacity(values: Tensor, capacity: int | None) -> None:
+    """Values are as many as the capacity says, if it says anything."""
+    if capacity is None:
+        return
+    if not isinstance(capacity, int) or capacity < 0:
+        raise ValueError(f"capacity must be an integer >= 0, got {capacity!r}")
+    if values.shape[0] != capacity:
+        raise ValueError(f"capacity {capacity} needs as many values, padding included: got {values.shape[0]}")
+
+
 def check_bags(
-    values: Tensor, lengths: Tensor | None, offsets: Tensor | None
+    values: Tensor, lengths: Tensor | None, offsets: Tensor | None, capacity: int | None = None
 ) -> tuple[Tensor | None, Tensor | None, int]:
     """Lengths and offsets as they are kept, and the number of bags they speak of."""
     if lengths is None and offsets is None:
@@ -76,7 +86,7 @@ def check_bags(
         if lengths is not None and offsets.shape[0] != bags + 1:
             raise ValueError(f"{bags} lengths need {bags + 1} offsets, got {offsets.shape[0]}")
         bags = offsets.shape[0] - 1
-    if bags == 0 and values.shape[0] != 0:
+    if bags == 0 and values.shape[0] != 0 and capacity is None:
         raise ValueError(f"{values.shape[0]} values but no bags: lengths is empty")
     return lengths, offsets, bags
 

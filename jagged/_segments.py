@@ -134,12 +134,13 @@ def join_weights(owners: Sequence[Sequence[str]], weights: Sequence[Tensor | Non
 
 
 def read_length_per_key(
-    strides: Strides, lengths: Tensor, offsets: Tensor, num_values: int, *, compare: bool
+    strides: Strides, lengths: Tensor, offsets: Tensor, num_values: int, *, compare: bool, padded: bool = False
 ) -> list[int]:
     """Number of values of each key. One host sync, none if there are no bags.
 
     Raises ValueError, with numbers and the key, unless offsets start at 0, do not decrease and end at `num_values`.
-    `compare` is for lengths and offsets that were not computed from each other: they must agree as well.
+    `compare` is for lengths and offsets that were not computed from each other: they must agree as well. With `padded`
+    offsets may end before `num_values`.
     """
     if strides.starts[-1] == 0:
         return [0] * len(strides.keys)
@@ -150,7 +151,8 @@ def read_length_per_key(
     unlike = contradict(lengths, offsets) if compare else lengths.new_zeros(1)
     # host sync: sizes of pieces are decided on the host; what is to be checked comes along
     *bounds, smallest, differ = torch.cat([edges, lengths.min().reshape(1), unlike]).tolist()
-    if bounds[0] != 0 or smallest < 0 or bounds[-1] != num_values or differ:
+    unlike_values = bounds[-1] > num_values if padded else bounds[-1] != num_values
+    if bounds[0] != 0 or smallest < 0 or unlike_values or differ:
         # host sync: on the way to an error
         raise ValueError(_what_is_wrong(strides, lengths.tolist(), offsets.tolist(), num_values))
     return [end - start for start, end in zip(bounds, bounds[1:], strict=False)]

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from ._bags import Bags
-from ._check import check_bags, check_keys, check_ranks, check_strides, check_values, names, readable
+from ._check import (
+    check_bags,
+    check_capacity,
+    check_keys,
+    check_ranks,
+    check_strides,
+    check_values,
+    names,
+    readable,
+)
 from ._segments import Strides, check_members, join_tensors, join_weights, offsets_of, read_length_per_key, starts_of
 from ._text import bags_text, keyed_text
 from .jagged_tensor import JaggedTensor
@@ -29,6 +38,11 @@ class KeyedJaggedTensor(Bags):
         kjt = KeyedJaggedTensor(["user", "item"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1, 0]))
         kjt["user"].to_dense()  # [1, 2] and []
 
+    With a `capacity` values (and weights) are exactly so long, and what lies past the last bag is padding: it may hold
+    anything, a lookup ignores it, forward and backward, and lengths add up to L or less. So batches of different sizes
+    have one shape, as a captured CUDA graph needs. Without it values that no bag owns are an error. Copies keep the
+    capacity; pieces, to which no padding belongs, have none.
+
     Nothing is read on the host here. `split`, `permute`, `to_dict` and `[key]` need to know how many values each key
     has: `length_per_key` reads that once, in one host sync, checks the lengths against the values, and hands it on.
 
@@ -36,6 +50,7 @@ class KeyedJaggedTensor(Bags):
     """
 
     _strides: Strides
+    _capacity: int | None
     _length_per_key: list[int] | None
     # False: the sizes of from_jt_dict's members on a device, which nobody compared with the lengths yet
     _checked: bool
@@ -51,16 +66,19 @@ class KeyedJaggedTensor(Bags):
         offsets: Tensor | None = None,
         stride: int | None = None,
         stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
+        *,
+        capacity: int | None = None,
     ) -> None:
         keys = check_keys(keys)
         check_values(values, weights)
+        check_capacity(values, capacity)
         for name, tensor in (("values", values), ("weights", weights)):
             if tensor is not None and tensor.dim() != 1:
                 raise ValueError(f"{name} of {names(keys)} must be 1-D, got shape {list(tensor.shape)}")
-        lengths, offsets, bags = check_bags(values, lengths, offsets)
+        lengths, offsets, bags = check_bags(values, lengths, offsets, capacity)
         per_rank = check_ranks(keys, stride_per_key_per_rank)
         stride, per_key = check_strides(keys, bags, stride, per_rank)
-        self._fill(Strides(keys, stride, per_key, per_rank), values, weights, lengths, offsets)
+        self._fill(Strides(keys, stride, per_key, per_rank), values, weights, lengths, offsets, capacity=capacity)
 
     def _fill(
         self,
@@ -71,6 +89,7 @@ class KeyedJaggedTensor(Bags):
         offsets: Tensor | None = None,
         length_per_key: list[int] | None = None,
         checked: bool = True,
+        capacity: int | None = None,
     ) -> KeyedJaggedTensor:
         """Set every field and return self, without a check: `_new()._fill(...)` makes pieces of what was checked."""
         self._strides = strides
@@ -78,6 +97,7 @@ class KeyedJaggedTensor(Bags):
         self._weights = weights
         self._lengths = lengths
         self._offsets = offsets
+        self._capacity = capacity
         self._length_per_key = length_per_key
         self._checked = checked
         self._offset_per_key = None
@@ -92,10 +112,15 @@ class KeyedJaggedTensor(Bags):
         weights: Tensor | None = None,
         stride: int | None = None,
         stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
+        *,
+        capacity: int | None = None,
     ) -> KeyedJaggedTensor:
-        """From lengths, which are read (one host sync): ValueError unless none is negative and they add up to L."""
+        """From lengths, which are read (one host sync): ValueError unless none is negative and they add up to L.
+
+        With a `capacity` they may add up to less.
+        """
         return KeyedJaggedTensor(
-            keys, values, weights, lengths=lengths, stride=stride, stride_per_key_per_rank=stride_per_key_per_rank
+            keys, values, weights, lengths, None, stride, stride_per_key_per_rank, capacity=capacity
         ).sync()
 
     @staticmethod
@@ -106,10 +131,15 @@ class KeyedJaggedTensor(Bags):
         weights: Tensor | None = None,
         stride: int | None = None,
         stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
+        *,
+        capacity: int | None = None,
     ) -> KeyedJaggedTensor:
-        """From offsets, which are read (one host sync): ValueError unless they go from 0 to L and never decrease."""
+        """From offsets, which are read (one host sync): ValueError unless they go from 0 to L and never decrease.
+
+        With a `capacity` they may end before L.
+        """
         return KeyedJaggedTensor(
-            keys, values, weights, offsets=offsets, stride=stride, stride_per_key_per_rank=stride_per_key_per_rank
+            keys, values, weights, None, offsets, stride, stride_per_key_per_rank, capacity=capacity
         ).sync()
 
     @staticmethod
@@ -164,6 +194,8 @@ class KeyedJaggedTensor(Bags):
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """All keys of all members, in order. Members without keys have no say.
 
+        Padding is left out, for which members with a capacity are read as by `length_per_key`.
+
         Raises ValueError for an empty list, keys in two members, different fixed batch sizes, or weights on some only.
         """
         if not kjt_list:
@@ -171,11 +203,12 @@ class KeyedJaggedTensor(Bags):
         members = [kjt for kjt in kjt_list if kjt.keys()] or kjt_list[:1]
         strides = Strides.join([kjt._strides for kjt in members])
         labels = [names(kjt.keys()) for kjt in members]
+        parts = [kjt._in_bags() for kjt in members]
         known = [kjt._length_per_key for kjt in members]
         return _new()._fill(
             strides,
-            join_tensors("values", labels, [kjt._values for kjt in members]),
-            join_weights([kjt.keys() for kjt in members], [kjt._weights for kjt in members]),
+            join_tensors("values", labels, [values for values, _ in parts]),
+            join_weights([kjt.keys() for kjt in members], [weights for _, weights in parts]),
             torch.cat([kjt.lengths() for kjt in members]),
             length_per_key=None if None in known else [n for lengths in known for n in lengths or ()],
             checked=all(kjt._checked for kjt in members),
@@ -183,6 +216,10 @@ class KeyedJaggedTensor(Bags):
 
     def keys(self) -> list[str]:
         return self._strides.keys
+
+    def capacity(self) -> int | None:
+        """Number of values, padding included; None where every value belongs to a bag."""
+        return self._capacity
 
     def stride(self) -> int:
         """Batch size; where keys differ, the largest (a piece made by split or permute keeps that of the whole)."""
@@ -220,13 +257,16 @@ class KeyedJaggedTensor(Bags):
 
     def _read_length_per_key(self) -> list[int]:
         both = self._lengths is not None and self._offsets is not None
-        return read_length_per_key(self._strides, self.lengths(), self.offsets(), self._values.shape[0], compare=both)
+        return read_length_per_key(
+            self._strides, self.lengths(), self.offsets(), self._values.shape[0], compare=both,
+            padded=self._capacity is not None,
+        )  # fmt: skip
 
     def length_per_key_or_none(self) -> list[int] | None:
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """First value of each key, then L. Syncs as `length_per_key` does."""
+        """First value of each key, then the end of the last. Syncs as `length_per_key` does."""
         if self._offset_per_key is None:
             self._offset_per_key = starts_of(self.length_per_key())
         return self._offset_per_key
@@ -294,8 +334,9 @@ class KeyedJaggedTensor(Bags):
         spans = list(zip(cuts, cuts[1:], strict=False))
         known, per_key = self.length_per_key(), self._strides.per_key
         sizes = [sum(known[a:b]) for a, b in spans]
-        values = torch.split_with_sizes(self._values, sizes)
-        weights = None if self._weights is None else torch.split_with_sizes(self._weights, sizes)
+        all_values, all_weights = self._in_bags()
+        values = torch.split_with_sizes(all_values, sizes)
+        weights = None if all_weights is None else torch.split_with_sizes(all_weights, sizes)
         lengths = torch.split_with_sizes(self.lengths(), [sum(per_key[a:b]) for a, b in spans])
         return [
             _new()._fill(
@@ -339,8 +380,16 @@ class KeyedJaggedTensor(Bags):
     def _per_key(self) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
         """Values and weights as one view per key. One split has one gradient, the concatenation."""
         sizes = self.length_per_key()
-        weights = None if self._weights is None else torch.split_with_sizes(self._weights, sizes)
-        return torch.split_with_sizes(self._values, sizes), weights
+        values, weights = self._in_bags()
+        per_key = None if weights is None else torch.split_with_sizes(weights, sizes)
+        return torch.split_with_sizes(values, sizes), per_key
+
+    def _in_bags(self) -> tuple[Tensor, Tensor | None]:
+        """Values and weights without padding; reads `length_per_key` if there may be any."""
+        if self._capacity is None:
+            return self._values, self._weights
+        end = sum(self.length_per_key())
+        return self._values[:end], None if self._weights is None else self._weights[:end]
 
     def _lengths_at(self, indices: list[int]) -> Tensor:
         """Lengths of the keys at `indices`, copied."""
@@ -390,6 +439,7 @@ class KeyedJaggedTensor(Bags):
             each(self._offsets),
             self._length_per_key,
             self._checked,
+            self._capacity,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -397,7 +447,8 @@ class KeyedJaggedTensor(Bags):
         return {**self.__dict__, "_jt_dict": None}
 
     def __repr__(self) -> str:
-        return f"KeyedJaggedTensor(keys={names(self.keys())}, stride={self.stride()}, {self._summary()})"
+        capacity = "" if self._capacity is None else f"capacity={self._capacity}, "
+        return f"KeyedJaggedTensor(keys={names(self.keys())}, stride={self.stride()}, {capacity}{self._summary()})"
 
     def __str__(self) -> str:
         # host sync: text is made on the host

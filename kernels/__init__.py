@@ -6,7 +6,7 @@ Every op is a Triton kernel beside a torch twin; importing this package register
 from . import rules as _built_in
 from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_guard, require_ids
 from .features import Feature, Segment, flatten_segments, pack_features, table_rows
-from .finite import check_gradient, describe_gradient
+from .finite import check_gradient, describe_gradient, describe_weight
 from .pooled import pooled_lookup
 from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup
@@ -24,6 +24,7 @@ __all__ = [
     "check_ids",
     "define_rule",
     "describe_gradient",
+    "describe_weight",
     "flatten_segments",
     "fused_update",
     "is_clean",

@@ -43,19 +43,20 @@ def is_clean(guard: Tensor) -> bool:
     return guard.tolist() == [OK] * 3
 
 
-def check_ids_ref(indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor) -> None:
+def check_ids_ref(indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor, padded: bool = False) -> None:
     """Lower guard[0] to the first bad id's position and guard[1] to the first bad offset's."""
     fallen = torch.cat([offsets[:1] != 0, offsets.diff() < 0])
-    fallen[-1] |= offsets[-1] != indices.shape[0]
+    ids = indices.shape[0]
+    fallen[-1] |= offsets[-1] > ids if padded else offsets[-1] != ids
     guard[1] = torch.minimum(guard[1], first_true(fallen))
-    if indices.shape[0] and len(features):
+    if ids and len(features):
         bag, _, valid = locate_ids(indices, offsets, features)
         # past the last offset no id is looked up
         guard[0] = torch.minimum(guard[0], first_true(~valid & (bag < offsets.shape[0] - 1)))
 
 
 @triton.jit
-def _check_ids_kernel(I, O, FT, guard, N, F, B, BLOCK: tl.constexpr, STEPS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, NONE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _check_ids_kernel(I, O, FT, guard, N, F, B, BLOCK: tl.constexpr, STEPS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, NONE: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bags = tl.cast(F, tl.int64) * B
     end = tl.load(O + bags)
@@ -70,18 +71,27 @@ def _check_ids_kernel(I, O, FT, guard, N, F, B, BLOCK: tl.constexpr, STEPS: tl.c
     here = position <= bags
     begins = tl.load(O + position, mask=here, other=0).to(tl.int64)
     before = tl.load(O + position - 1, mask=here & (position > 0), other=0).to(tl.int64)
-    fallen = (begins < before) | ((position == 0) & (begins != 0)) | ((position == bags) & (begins != N))
+    beyond = (begins > N) if PADDED else (begins != N)
+    fallen = (begins < before) | ((position == 0) & (begins != 0)) | ((position == bags) & beyond)
     first = tl.min(tl.where(here & fallen, position, NONE), 0)
     tl.atomic_min(guard + 1, first, mask=first != NONE)
 
 
 def check_ids(
-    indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor, *, names: Sequence[str], fatal: bool = True
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    guard: Tensor,
+    *,
+    names: Sequence[str],
+    fatal: bool = True,
+    padded: bool = False,
 ) -> None:
     """Raise for the first id outside its table or offset out of order, or leave it in `guard` on a GPU.
 
     Shapes: indices [N] int32/int64, offsets [F*B + 1], features [F, 7], guard [3] int64; `names` describes each
-    feature in messages. On CPU a fault raises here; on CUDA it is left in the guard, which masks every update, and
+    feature in messages. Offsets end at N, or with `padded` at N or before: ids past their end are nobody's and may be
+    anything. On CPU a fault raises here; on CUDA it is left in the guard, which masks every update, and
     `raise_from_guard` raises it later without a sync in this step.
 
     Raises:
@@ -92,7 +102,7 @@ def check_ids(
     require_ids("feature ids", indices)
     require_ids("offsets", offsets)
     batch_size(offsets, len(names))
-    torch.ops.shardwise.check_ids(indices, offsets, features, guard, list(names), fatal)
+    torch.ops.shardwise.check_ids(indices, offsets, features, guard, list(names), fatal, padded)
 
 
 def require_ids(what: str, tensor: Tensor) -> None:
@@ -102,7 +112,7 @@ def require_ids(what: str, tensor: Tensor) -> None:
 
 
 def _check_ids(
-    indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor, names: list[str], fatal: bool
+    indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor, names: list[str], fatal: bool, padded: bool
 ) -> None:
     if runs_kernel(indices):
         count = len(names)
@@ -111,10 +121,10 @@ def _check_ids(
         grid = (triton.cdiv(work, _BLOCK),)
         _check_ids_kernel[grid](
             indices.contiguous(), offsets.contiguous(), features, guard, indices.shape[0], count, batch,
-            _BLOCK, count.bit_length() + 1, FIELDS, ROWS, OK,
+            _BLOCK, count.bit_length() + 1, FIELDS, ROWS, OK, padded,
         )  # fmt: skip
-    elif indices.is_cuda or not ids_are_good(indices, offsets, features):
-        check_ids_ref(indices, offsets, features, guard)
+    elif indices.is_cuda or not ids_are_good(indices, offsets, features, padded):
+        check_ids_ref(indices, offsets, features, guard, padded)
     if not indices.is_cuda or not runs_kernel(indices):
         # on CPU this reads host memory; on CUDA without triton it is the sync that the slow path costs
         raise_from_guard(guard, indices, offsets, features, names, fatal=fatal)
@@ -169,7 +179,8 @@ def first_true(mask: Tensor) -> Tensor:
 
 
 register(
-    "check_ids(Tensor indices, Tensor offsets, Tensor features, Tensor(a!) guard, str[] names, bool fatal) -> ()",
+    "check_ids(Tensor indices, Tensor offsets, Tensor features, Tensor(a!) guard, str[] names, bool fatal,"
+    " bool padded) -> ()",
     _check_ids,
-    lambda indices, offsets, features, guard, names, fatal: None,
+    lambda indices, offsets, features, guard, names, fatal, padded: None,
 )

@@ -157,15 +157,18 @@ def _blocks(dims: Sequence[int], batch: int, offsets: Tensor) -> Iterator[tuple[
         f += count
 
 
-def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor) -> bool:
-    """Whether all ids lie in their tables and the offsets go from 0 to N without a fall, by few passes over them."""
-    count, n = features.shape[0], indices.shape[0]
-    if count == 0 or int(offsets[0]) != 0 or int(offsets[-1]) != n or bool((offsets.diff() < 0).any()):
+def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: bool) -> bool:
+    """What `check_ids_ref` finds nothing wrong with, by few passes over ids and offsets."""
+    count, end = features.shape[0], int(offsets[-1])
+    if count == 0 or int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
         return False
+    if end > indices.shape[0] or (end < indices.shape[0] and not padded):
+        return False
+    indices = indices[:end]
     rows, batch = features[:, ROWS].tolist(), batch_size(offsets, count)
     if _all_in(indices, min(rows)):
         return True
-    if n < _FEW_IDS * count:
+    if end < _FEW_IDS * count:
         return bool(linear_rows(indices, offsets, batch, features, 0, 1)[1].all())
     bounds = offsets[::batch].tolist()
     return all(_all_in(indices[bounds[f] : bounds[f + 1]], rows[f]) for f in range(count))

@@ -1,6 +1,7 @@
 """Find the first element of a gradient that is NaN or infinite, before an update reads it.
 
-Letters: G [B, sum of dims] (pooled) or [N, D] (sequence) upstream gradient, guard [3] int64 (bounds.py).
+Letters: G [B, sum of dims] (pooled) or [N, D] (sequence) upstream gradient, or the per-id weights [N] that scale it;
+guard [3] int64 (bounds.py).
 Bytes moved: the gradient once.
 """
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ._op import INTERPRETED, register, runs_kernel, tl, triton
 from .bounds import OK, first_true
+from .features import batch_size
 
 _BLOCK = 64 if INTERPRETED else 4096
 
@@ -60,6 +62,13 @@ def describe_gradient(element: int, grad: Tensor, dims: Sequence[int], names: Se
             return f"{name}, sample {row}: its gradient is {value} in column {column}"
         column -= dim
     raise AssertionError("the columns of a gradient are those of the features")
+
+
+def describe_weight(position: int, per_id_weights: Tensor, offsets: Tensor, names: Sequence[str]) -> str:
+    """Feature, table, sample and value of the per-id weight at `position`, for people."""
+    bag = int(torch.searchsorted(offsets[1:].contiguous(), position, right=True))
+    f, sample = divmod(bag, batch_size(offsets, len(names)))
+    return f"{names[f]}, sample {sample}: the weight of an id is {float(per_id_weights[position])}"
 
 
 register(

@@ -187,7 +187,8 @@ class ShardedCollection(nn.Module):
             fatal = self._policy.bounds_check is BoundsCheckMode.FATAL
             guard = new_guard(self.device)
             ids, offsets = outbound.kjt.values(), outbound.kjt.offsets()
-            check_ids(ids, offsets, self._features, guard, names=self._feature_names, fatal=fatal)
+            padded = outbound.kjt.capacity() is not None
+            check_ids(ids, offsets, self._features, guard, names=self._feature_names, fatal=fatal, padded=padded)
             if ids.is_cuda:
                 # before the ids leave: begin waits for the device anyway
                 raise_from_guard(guard, ids, offsets, self._features, self._feature_names, fatal=fatal)

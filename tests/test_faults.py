@@ -6,6 +6,7 @@ masks the update and `check()` raises.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 
 from shardwise import (
     BoundsCheckMode,
+    DataType,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
+    GradientCheckMode,
     KeyedJaggedTensor,
     LookupPolicy,
     PoolingType,
@@ -52,9 +55,11 @@ def plain(device: torch.device, mode: BoundsCheckMode = FATAL) -> nn.Module:
     return EmbeddingBagCollection(bag_configs(), device=device, policy=LookupPolicy(mode))
 
 
-def fused(device: torch.device, mode: BoundsCheckMode = FATAL) -> nn.Module:
+def fused(
+    device: torch.device, mode: BoundsCheckMode = FATAL, gradients: GradientCheckMode = GradientCheckMode.IGNORE
+) -> nn.Module:
     return FusedEmbeddingBagCollection(
-        bag_configs(), torch.optim.Adagrad, {"lr": 1.0}, False, device, policy=LookupPolicy(mode)
+        bag_configs(), torch.optim.Adagrad, {"lr": 1.0}, False, device, policy=LookupPolicy(mode, gradients)
     )
 
 
@@ -62,8 +67,12 @@ def rows(device: torch.device, mode: BoundsCheckMode = FATAL) -> nn.Module:
     return EmbeddingCollection(row_configs(), device, policy=LookupPolicy(mode))
 
 
-def fused_rows(device: torch.device, mode: BoundsCheckMode = FATAL) -> nn.Module:
-    return FusedEmbeddingCollection(row_configs(), RowWiseAdagrad, {"lr": 1.0}, device, policy=LookupPolicy(mode))
+def fused_rows(
+    device: torch.device, mode: BoundsCheckMode = FATAL, gradients: GradientCheckMode = GradientCheckMode.IGNORE
+) -> nn.Module:
+    return FusedEmbeddingCollection(
+        row_configs(), RowWiseAdagrad, {"lr": 1.0}, device, policy=LookupPolicy(mode, gradients)
+    )
 
 
 MODULES = {"bags": plain, "fused bags": fused, "rows": rows, "fused rows": fused_rows}
@@ -242,6 +251,44 @@ def test_13_a_weight_that_is_no_number_stays_in_its_bag(device: str, bad: float)
     assert out[1:].isfinite().all() and out[:, 4:].isfinite().all()
 
 
+@EVERYWHERE
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("mode", [GradientCheckMode.RAISE, GradientCheckMode.SKIP])
+def test_13_a_weight_that_is_no_number_trains_nothing(device: str, bad: float, mode: GradientCheckMode) -> None:
+    """It scales the gradient of its row, which went into the table unseen: only the output's gradient was checked."""
+    where = torch_device(device)
+    policy = LookupPolicy(gradient_check=mode)
+    module = FusedEmbeddingBagCollection(bag_configs(), torch.optim.Adagrad, {"lr": 1.0}, True, where, policy=policy)
+    before = tables_of(module)
+    for position, said in ((3, f"{USER}, sample 2"), (7, f"{ITEM}, sample 1")):
+        weights = torch.ones(8, device=where)
+        weights[position] = bad
+        features = KeyedJaggedTensor(
+            ["u", "i"], torch.tensor(IDS, device=where), weights, offsets=torch.tensor(OFFSETS, device=where)
+        )
+        out = module(features).values()
+        if mode is GradientCheckMode.SKIP:
+            out.backward(torch.ones_like(out))
+        else:
+            # on CUDA it waits for the device, and names the tables
+            said = "tables user, item" if device == "cuda" else f"{said}: the weight of an id is {bad}; nothing changed"
+            with pytest.raises(FloatingPointError, match=re.escape(said)):
+                out.backward(torch.ones_like(out))
+                module(batch_with_weights(where))
+        for name, table in before.items():
+            assert torch.equal(tables_of(module)[name], table)
+    out = module(batch_with_weights(where)).values()
+    out.backward(torch.ones_like(out))
+    assert not torch.equal(tables_of(module)["user"], before["user"])
+
+
+def batch_with_weights(device: torch.device) -> KeyedJaggedTensor:
+    """A good batch; the weight that lies past its last bag is nobody's."""
+    ids = torch.tensor([*IDS, 0], device=device)
+    weights = torch.tensor([1.0] * 8 + [float("nan")], device=device)
+    return KeyedJaggedTensor(["u", "i"], ids, weights, offsets=torch.tensor(OFFSETS, device=device), capacity=9)
+
+
 EMPTY = {
     "14 batch of 0": {"u": [], "i": []},
     "16 a feature without ids": {"u": [[], [], []], "i": [[1], [], [2]]},
@@ -297,6 +344,103 @@ def test_24_every_width(device: str, dim: int) -> None:
     refuses_width = kjt({"u": [[4]], "i": [[0]]}, device=where)
     with pytest.raises(IndexError, match=r"feature 'u' \(table 'w'\), sample 0: id 4 is outside \[0, 4\)"):
         step(module, refuses_width)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("dim", [1, 4])
+def test_25_tables_of_one_row(device: str, dim: int) -> None:
+    where = torch_device(device)
+    tables = [
+        EmbeddingBagConfig(1, dim, "one", feature_names=["u"]),
+        EmbeddingBagConfig(1, dim, "mean", feature_names=["i"], pooling=PoolingType.MEAN),
+    ]
+    module = FusedEmbeddingBagCollection(tables, torch.optim.SGD, {"lr": 0.5}, device=where)
+    before = tables_of(module)
+    bags = {"u": [[0] * 40, []], "i": [[0, 0, 0], [0]]}
+    out = module(kjt(bags, device=where)).values()
+    assert_close(out, pooled(tables, before, bags))
+    out.backward(torch.ones_like(out))
+    after = tables_of(module)
+    assert_close(after["one"], before["one"] - 0.5 * 40)
+    assert_close(after["mean"], before["mean"] - 0.5 * 2)
+    with pytest.raises(IndexError, match=r"feature 'i' \(table 'mean'\), sample 1: id 1 is outside \[0, 1\)"):
+        step(module, kjt({"u": [[0], []], "i": [[0], [0, 1]]}, device=where))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("make", [fused, fused_rows], ids=["fused bags", "fused rows"])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_28_a_gradient_that_is_no_number_trains_nothing(device: str, make: Any, bad: float) -> None:
+    """The step is left out, or raises with a table's name; rows and states stay as they were, and the next trains."""
+    where = torch_device(device)
+    for mode in (GradientCheckMode.SKIP, GradientCheckMode.RAISE):
+        module = make(where, FATAL, mode)
+        step(module, batch(where))
+        before = tables_of(module)
+        states = [v.clone() for s in module.fused_optimizer().state_dict()["state"].values() for v in s.values()]
+        values = values_of(module(batch(where)))
+        grad = torch.ones_like(values)
+        grad[1, -1] = bad
+        if mode is GradientCheckMode.SKIP:
+            values.backward(grad)
+        else:
+            with pytest.raises(FloatingPointError, match=r"tables user, item|feature '[ui]' \(table '(user|item)'\)"):
+                values.backward(grad)
+                # on CUDA it waits for the device
+                module(batch(where))
+        assert all(torch.equal(table, before[name]) for name, table in tables_of(module).items())
+        now = [v for s in module.fused_optimizer().state_dict()["state"].values() for v in s.values()]
+        assert all(map(torch.equal, now, states))
+        step(module, batch(where))
+        assert not torch.equal(tables_of(module)["user"], before["user"])
+
+
+def rounded(where: torch.device, seed: int) -> dict[str, Tensor]:
+    """Tables of fp16 and bf16 after three steps, rounded stochastically."""
+    torch.manual_seed(1)
+    tables = [
+        EmbeddingBagConfig(6, 5, "user", DataType.FP16, ["u"]),
+        EmbeddingBagConfig(3, 8, "item", DataType.BF16, ["i"]),
+    ]
+    module = FusedEmbeddingBagCollection(tables, torch.optim.SGD, {"lr": 1e-3, "seed": seed}, device=where)
+    for _ in range(3):
+        step(module, batch(where))
+    return tables_of(module)
+
+
+@EVERYWHERE
+def test_31_stochastic_rounding_follows_its_seed(device: str) -> None:
+    """The same seed gives the same bits, whatever torch's own generators are at; another seed gives others."""
+    where = torch_device(device)
+    first, other = rounded(where, 7), rounded(where, 8)
+    torch.rand(1000)
+    again = rounded(where, 7)
+    for name, table in first.items():
+        assert torch.equal(again[name], table)
+        assert not torch.equal(other[name], table)
+
+
+@EVERYWHERE
+@EVERY_MODULE
+def test_32_the_same_run_twice_has_the_same_bits(device: str, make: Any) -> None:
+    """Outputs, gradients, tables and states; the rows of a batch are hit by up to 50 ids, in two levels of sums."""
+    where = torch_device(device)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        module, found = make(where), []
+        for number in range(3):
+            generator = torch.Generator().manual_seed(number)
+            ids = torch.randint(0, 3, (100,), generator=generator)
+            features = KeyedJaggedTensor(["u", "i"], ids, offsets=torch.tensor([0, 30, 60, 60, 62, 99, 100])).to(where)
+            values = values_of(module(features))
+            values.backward(torch.randn(values.shape, generator=generator).to(where))
+            found.append(values.detach().clone())
+        found += tables_of(module).values()
+        found += [v.clone() for s in module.fused_optimizer().state_dict()["state"].values() for v in s.values()]
+        runs.append(found + [param.grad for param in module.parameters() if param.grad is not None])
+    assert all(map(torch.equal, *runs))
+    assert len(runs[0]) == len(runs[1]) >= 7
 
 
 @EVERYWHERE

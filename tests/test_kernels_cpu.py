@@ -265,7 +265,7 @@ def test_a_bad_id_counts_as_none_in_any_block(short: int, blocks: str, monkeypat
 def test_good_batches_are_told_from_bad_ones_as_the_reference_does(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_lookup, "_FEW_IDS", few)
     case = Case("three", tables=((9, 8), (4, 8)), features=((0, False), (1, False), (0, False)), batch=4)
-    for seed in range(40):
+    for seed, padded in product(range(40), (False, True)):
         batch = inputs(case, seed=seed)
         indices, offsets = batch.indices.clone(), batch.offsets.clone()
         kind, at = seed % 5, seed % max(1, len(indices))
@@ -275,10 +275,12 @@ def test_good_batches_are_told_from_bad_ones_as_the_reference_does(few: int, mon
             offsets[seed % len(offsets)] += (-1, 1)[seed // 5 % 2]
         elif kind == 3:
             indices = indices[:-1]
+        elif kind == 4:
+            indices = torch.cat([indices, torch.tensor([-1])])
         guard = new_guard()
-        check_ids_ref(indices, offsets, batch.features, guard)
+        check_ids_ref(indices, offsets, batch.features, guard, padded)
         good = bool((guard == new_guard()).all())
-        assert cpu_lookup.ids_are_good(indices, offsets, batch.features) == good, (seed, kind)
+        assert cpu_lookup.ids_are_good(indices, offsets, batch.features, padded) == good, (seed, kind)
 
 
 def test_advice_about_pages_changes_no_value() -> None:

@@ -30,9 +30,21 @@ MIXED = next(case for case in CASES if case.name == "mixed dims")
 ALIKE = replace(MIXED, tables=((11, 8), (6, 8), (5, 8)), features=((0, False), (1, False), (2, False)), weighted=False)
 
 
-def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+def longer(batch: Inputs) -> Inputs:
+    """The batch with ids, and weights, that lie past its last offset."""
+    p = batch.per_id_weights
+    return replace(
+        batch,
+        indices=torch.cat([batch.indices, batch.indices.new_tensor([1, -1, 99])]),
+        per_id_weights=None if p is None else torch.cat([p, p.new_full((3,), float("nan"))]),
+    )
+
+
+def op_calls(device: torch.device, *, padded: bool = False) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Name -> op and arguments, with gradients wanted where the op gives them."""
     mixed, alike = inputs(MIXED, device), inputs(ALIKE, device)
+    if padded:
+        mixed, alike = longer(mixed), longer(alike)
     assert mixed.per_id_weights is not None
     grad = upstream(mixed)
     rows = torch.randn(alike.indices.numel(), 8, device=device)
@@ -48,7 +60,7 @@ def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         update_args(alike.weights, optimizer("sgd", alike), rows, alike, "sequence"),
     )
     where = (mixed.indices, mixed.offsets)
-    calls["check_ids"] = (OPS.check_ids.default, (*where, mixed.features, new_guard(device), mixed.names, True))
+    calls["check_ids"] = (OPS.check_ids.default, (*where, mixed.features, new_guard(device), mixed.names, True, padded))
     calls["lookup_gradient"] = (
         OPS.lookup_gradient.default,
         (mixed.weights, grad, *where, mixed.per_id_weights, mixed.features, mixed.dims, mixed.segments, mixed.pooling),
@@ -87,6 +99,18 @@ def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str, name: str) -> None:
     op, args = op_calls(torch_device(device))[name]
+    torch.library.opcheck(op, args)
+
+
+# the ops that read ids; one rule stands for all
+PADDED = ["pooled_lookup", "sequence_lookup", "check_ids", "per_id_weight_gradient", "lookup_gradient",
+          "fused_update sequence", "fused_update rowwise_adagrad"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_of_a_batch_with_padding(device: str, name: str) -> None:
+    op, args = op_calls(torch_device(device), padded=True)[name]
     torch.library.opcheck(op, args)
 
 

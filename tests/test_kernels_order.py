@@ -326,7 +326,7 @@ def without_a_host_read(monkeypatch: pytest.MonkeyPatch, call: Callable[[Inputs,
 @pytest.mark.parametrize("case", SMALL, ids=[case.name for case in SMALL])
 def test_no_lookup_or_update_reads_a_value_on_the_host(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(batch: Inputs, grad: Tensor) -> None:
-        bounds._check_ids(batch.indices, batch.offsets, batch.features, bounds.new_guard(), batch.names, True)
+        bounds._check_ids(batch.indices, batch.offsets, batch.features, bounds.new_guard(), batch.names, True, False)
         arguments: list[Any] = [*batch.lookup, torch.float32]
         pooled._pooled_lookup(*arguments)
         weight_gradient._per_id_weight_gradient(

@@ -47,12 +47,15 @@ class Case:
     batches: tuple[int, ...] = (3, 3, 3, 3)
     weighted: bool = False
     empty_features: tuple[str, ...] = field(default=())
+    # ids past each rank's last bag, of no table, with weights that are NaN
+    spare: int = 0
 
 
 T = DataType
+ALL_FOUR = (("a", 40, 8, ("f1",)), ("b", 30, 8, ("f2",)), ("c", 20, 8, ("f3", "f4")))
 THREE = (("a", 40, 8, ("f1",)), ("b", 30, 8, ("f2",)), ("c", 9, 8, ("f3",)))
 CASES = {
-    "table_wise": Case((("a", 40, 8, ("f1",)), ("b", 30, 8, ("f2",)), ("c", 20, 8, ("f3", "f4"))), (0, 1, 0)),
+    "table_wise": Case(ALL_FOUR, (0, 1, 0)),
     "all on one rank": Case((("a", 40, 8, ("f1",)), ("b", 30, 8, ("f2",))), (1, 1)),
     "mixed dims and pooling": Case(
         (("a", 40, 8, ("f1",), True), ("b", 30, 3, ("f2",)), ("c", 20, 16, ("f3",), True), ("d", 9, 1, ("f4",))),
@@ -66,6 +69,8 @@ CASES = {
     "one empty rank": Case(THREE, (1, 0, None), (4, 0, 2, 0)),
     "all ranks empty": Case(THREE, (1, 0, None), (0, 0, 0, 0)),
     "empty features": Case(THREE, (1, 0, 1), empty_features=("f1", "f2", "f3")),
+    "capacity": Case(ALL_FOUR, (1, 0, None), spare=3),
+    "capacity and weights": Case(ALL_FOUR, (1, 0, None), (4, 0, 2, 0), weighted=True, spare=3),
     "one row": Case((("a", 1, 8, ("f1",)), ("b", 1, 8, ("f2",))), (1, None)),
 }  # fmt: skip
 
@@ -110,6 +115,12 @@ def samples_of(kjt: KeyedJaggedTensor, begin: int, end: int) -> KeyedJaggedTenso
         weights.append(one.weights()[offsets[begin] : offsets[end]])
         lengths.append(one.lengths()[begin:end])
     return KeyedJaggedTensor(list(FEATURES), torch.cat(ids), torch.cat(weights), torch.cat(lengths))
+
+
+def with_spare(kjt: KeyedJaggedTensor, spare: int) -> KeyedJaggedTensor:
+    ids = torch.cat([kjt.values(), kjt.values().new_full((spare,), 2**62)])
+    weights = torch.cat([kjt.weights(), kjt.weights().new_full((spare,), float("nan"))])
+    return KeyedJaggedTensor(kjt.keys(), ids, weights, kjt.lengths(), capacity=len(ids))
 
 
 def plan_for(case: Case, module: Any, world: int) -> ShardingPlan:
@@ -168,6 +179,8 @@ def train_sharded(
     for step in range(steps):
         whole = batch_of(case, total, step)
         mine = samples_of(whole, begin, begin + batches[rank])
+        if case.spare:
+            mine = with_spare(mine, case.spare)
         output = model(mine)
         outputs.append(flat(output).detach().clone())
         shape_of_whole = flat(alone(whole))
