@@ -17,8 +17,8 @@ import torch
 from embedding_batches import draw, gradient_of, kjt, tables_of, upstream
 from kernel_inputs import (
     CASES,
-    DEVICES,
     RULES,
+    UPDATES,
     Case,
     Inputs,
     assert_same_bits,
@@ -49,7 +49,7 @@ from shardwise.embeddings import DataType
 from shardwise.kernels import check_ids, fused_update, new_guard, per_id_weight_gradient, pooled_lookup, sequence_lookup
 from shardwise.kernels.transpose import levels_for
 
-EVERYWHERE = pytest.mark.parametrize("device", DEVICES)
+EVERYWHERE = pytest.mark.parametrize("device", UPDATES)
 GARBAGE = (1, -1, 2**62, -(2**63), 99)
 
 

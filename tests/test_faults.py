@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from embedding_batches import kjt, pooled, tables_of
-from kernel_inputs import DEVICES, assert_close, torch_device
+from kernel_inputs import UPDATES, assert_close, torch_device
 from torch import Tensor, nn
 
 from shardwise import (
@@ -34,7 +34,7 @@ from shardwise import (
 )
 
 FATAL, WARNING, IGNORE = BoundsCheckMode.FATAL, BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE
-EVERYWHERE = pytest.mark.parametrize("device", DEVICES)
+EVERYWHERE = pytest.mark.parametrize("device", UPDATES)
 # two features of three samples: bags [0:2], [2:2], [2:4] and [4:5], [5:8], [8:8]
 IDS = [5, 0, 1, 2, 2, 0, 1, 2]
 OFFSETS = [0, 2, 2, 4, 5, 8, 8]
