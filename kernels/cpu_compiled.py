@@ -184,7 +184,7 @@ def _scratch(entries: int, dim: int) -> tuple[Any, Any, Any]:
     """Memory that a loop works in."""
     levels: int = _loops().LEVELS
     other = _array(torch.empty(entries, dtype=torch.int64)).view("uint64")
-    return other, _array(torch.empty(levels + 1, dim)), _array(torch.empty(levels, dtype=torch.int64))
+    return other, _array(torch.empty(levels, dim)), _array(torch.empty(levels, dtype=torch.int64))
 
 
 def _flat(tensor: Tensor) -> bool:

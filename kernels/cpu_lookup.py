@@ -15,8 +15,8 @@ from torch import Tensor
 from .features import BASE, MEAN, ROWS, batch_size, column_offsets, linear_rows, table_rows
 from .huge_pages import REUSED_BYTES, in_huge_pages
 
-# sums of a block: 1 MB for each thread
-_BLOCK_ELEMENTS = 1 << 18
+# sums of a block: 2 MB for each thread
+_BLOCK_ELEMENTS = 1 << 19
 # ids up to which further passes over them are faster than further calls
 _FEW_IDS = 1 << 12
 # ids a bag up to which putting ids in the order of samples is faster than putting sums in that order

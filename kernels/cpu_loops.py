@@ -281,9 +281,6 @@ def _sum_run(
     entries: Any, first: int, last: int, G: Any, source: Any, scale: Any, sums: Any, used: Any, dim: int
 ) -> None:
     """Gradients of entries first ... last - 1, all of one row, come to lie in sums[0], added as transpose.py says."""
-    if last - first <= CHUNK:
-        _sum_chunk(entries, first, last, G, source, scale, sums[0, :dim])
-        return
     used[:] = 0
     for begin in range(first, last, CHUNK):
         _sum_chunk(entries, begin, min(begin + CHUNK, last), G, source, scale, sums[0, :dim])
@@ -317,7 +314,7 @@ def join_blocks(blocks: Any, total: Any, sums: Any, used: Any) -> None:
     total[:] = sums[0, :dim]
 
 
-def _apply(w: Any, g: Any, states: Any, at: int, row: int, numbers: Any, work: Any) -> None:
+def _apply(w: Any, g: Any, states: Any, at: int, row: int, numbers: Any) -> None:
     """Stands for a rule on one row: each has an `update_buckets` of its own (cpu_rule.py)."""
 
 
@@ -332,11 +329,11 @@ def update_buckets(
     """Sort buckets first ... last - 1, add up the gradients of each row and apply the rule.
 
     Runs of more than `long` entries are left out; where they begin and end comes to stand in `found` [n, 2], and n is
-    returned. Memory to work in: `other` [entries of the largest bucket], `sums` [LEVELS + 1, widest row], `used`.
+    returned. Memory to work in: `other` [entries of the largest bucket], `sums` [LEVELS, widest row], `used`.
     """
     part = runs = 0
     other, sums, used = _lent(other), _lent(sums), _lent(used)
-    work, factor = sums[LEVELS], numbers[numbers.shape[0] - 1]
+    factor = numbers[numbers.shape[0] - 1]
     scaled = scale.shape[0] > 0
     W, G, source, scale, entries = _lent(W), _lent(G), _lent(source), _lent(scale), _lent(entries)
     for bucket in range(first, last):
@@ -365,15 +362,18 @@ def update_buckets(
                 if i + _AHEAD < n:
                     _prefetch_row(G, int64(mine[i + _AHEAD] & _LOW), dim)
                 g = int64(mine[i] & _LOW)
-                _apply(w, G[g : g + dim], states, at, row, numbers, work)
+                _apply(w, G[g : g + dim], states, at, row, numbers)
             else:
-                _sum_run(mine, i, end, G, source, scale, sums, used, dim)
+                if end - i <= CHUNK:
+                    _sum_chunk(mine, i, end, G, source, scale, sums[0, :dim])
+                else:
+                    _sum_run(mine, i, end, G, source, scale, sums, used, dim)
                 if decay == 1:
                     for d in range(dim):
                         sums[0, d] += factor * w[d]
                 if decay == 2:
                     for d in range(dim):
                         w[d] -= factor * w[d]
-                _apply(w, sums[0, :dim], states, at, row, numbers, work)
+                _apply(w, sums[0, :dim], states, at, row, numbers)
             i = end
     return runs

@@ -49,15 +49,6 @@ def _minimum(x: Any, y: Any) -> Any:
     return x if (x < y) | (x != x) else y
 
 
-@compiled(fastmath={"reassoc", "nsz"})
-def _row_total(x: Any, dim: int) -> Any:
-    # in an order that is a function of the dim alone
-    total = np.float32(0)
-    for d in range(dim):
-        total += x[d]
-    return total
-
-
 # what each function of a rule becomes for one element
 _OF_ELEMENTS: dict[Any, Any] = {
     sqrt: np.sqrt, exp: np.exp, log: np.log, absolute: np.abs, sign: _sign, where: _where, maximum: _maximum,
@@ -132,7 +123,7 @@ def _source(rule: Rule) -> tuple[str, dict[str, Any]]:
     texts += [_function("_rule", arguments, done), _row_source(rule, means)]
     names = {name: _of_element(value) for name, value in outer.items() if name not in split.sums}
     names |= {
-        "_fp32": np.float32, "_row_total": _row_total, "_inlined": compiled(), "_lent": _lent, "_prefetch": _prefetch,
+        "_fp32": np.float32, "_inlined": compiled(), "_reordered": compiled(fastmath={"reassoc", "nsz"}), "_lent": _lent, "_prefetch": _prefetch,
         "_prefetch_row": _prefetch_row,
     }  # fmt: skip
     return "\n".join(texts), names
@@ -142,9 +133,9 @@ def _function(name: str, arguments: str, body: list[ast.stmt]) -> str:
     return _definition(name, arguments, [ast.unparse(ast.fix_missing_locations(statement)) for statement in body])
 
 
-def _definition(name: str, arguments: str, lines: Sequence[str]) -> str:
+def _definition(name: str, arguments: str, lines: Sequence[str], decorator: str = "_inlined") -> str:
     body = textwrap.indent("\n".join(lines), "    ")
-    return f"@_inlined\ndef {name}({arguments}):\n{body}\n"
+    return f"@{decorator}\ndef {name}({arguments}):\n{body}\n"
 
 
 def _of_element(value: Any) -> Any:
@@ -154,7 +145,7 @@ def _of_element(value: Any) -> Any:
 
 
 def _row_source(rule: Rule, means: Sequence[bool]) -> str:
-    """_apply(w, g, states, at, number, numbers, work): the rule on row `number`, whose element 0 is `at`."""
+    """_apply(w, g, states, at, number, numbers): the rule on row `number`, whose element 0 is `at`."""
     kinds, lines = rule.kinds, ["dim = w.shape[0]"]
     for k, kind in enumerate(kinds):
         lines.append(f"s{k} = states[{k}][number]" if kind == "row" else f"s{k} = _lent(states[{k}])[at : at + dim]")
@@ -165,9 +156,14 @@ def _row_source(rule: Rule, means: Sequence[bool]) -> str:
         added = [f"({''.join(f'r{j}, ' for j in range(sums))})"] if rule.takes_row else []
         return f"{function}({', '.join(['w[d]', 'g[d]', *kept, *added, *(f'n{i}' for i in range(len(rule.numbers)))])})"
 
+    arrays = ["w", "g", *(f"s{k}" for k in range(len(kinds))), *(f"n{i}" for i in range(len(rule.numbers)))]
+    texts = []
     for j, mean in enumerate(means):
-        lines += ["for d in range(dim):", f"    work[d] = {call(f'_part{j}', j)}"]
-        lines.append(f"r{j} = _row_total(work, dim){' / _fp32(dim)' if mean else ''}")
+        given = ", ".join([*arrays, *(f"r{i}" for i in range(j)), "dim"])
+        # only this one addition may be reordered
+        adding = ["total = _fp32(0)", "for d in range(dim):", f"    total += {call(f'_part{j}', j)}", "return total"]
+        texts.append(_definition(f"_total{j}", given, adding, "_reordered"))
+        lines.append(f"r{j} = _total{j}({given}){' / _fp32(dim)' if mean else ''}")
     found = [f"new{k}" if kind == "row" else f"s{k}[d]" for k, kind in enumerate(kinds)]
     lines += ["for d in range(dim):", f"    {', '.join(['w[d]', *found])} = {call('_rule', len(means))}"]
     lines += [f"states[{k}][number] = new{k}" for k, kind in enumerate(kinds) if kind == "row"]
@@ -175,6 +171,6 @@ def _row_source(rule: Rule, means: Sequence[bool]) -> str:
         f"_prefetch(states[{k}], number)" if kind == "row" else f"_prefetch_row(states[{k}], at, dim)"
         for k, kind in enumerate(kinds)
     ]
-    return _definition("_apply", "w, g, states, at, number, numbers, work", lines) + _definition(
-        "_prefetch_states", "states, at, number, dim", fetch or ["pass"]
-    )
+    texts.append(_definition("_apply", "w, g, states, at, number, numbers", lines))
+    texts.append(_definition("_prefetch_states", "states, at, number, dim", fetch or ["pass"]))
+    return "".join(texts)
