@@ -155,9 +155,6 @@ def _update_kernel(W, states, partial, start, row_of, hash_of, slot_of, n_chunks
     # a bad batch changes no row: it has no chunks
     clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE) & (tl.load(guard + 2) == NONE)
     n = tl.where(clean, tl.load(n_chunks), 0).to(tl.int32)
-    given = ()
-    for k in tl.static_range(NUMBERS):
-        given = given + (tl.load(numbers + k),)  # type: ignore[assignment]
     D = multiple(D, ALIGN)
     d = tl.arange(0, BLOCK_D)
     in_row = d < D
@@ -177,6 +174,10 @@ def _update_kernel(W, states, partial, start, row_of, hash_of, slot_of, n_chunks
         left = (live & (slot >= 0))[:, None] & in_row[None, :]
         tl.store(partial + (slot.to(tl.int64) * D)[:, None] + d[None, :], g, mask=left)
 
+        # loaded here, they take no registers while rows are gathered
+        given = ()
+        for k in tl.static_range(NUMBERS):
+            given = given + (tl.load(numbers + k),)  # type: ignore[assignment]
         whole = live & (slot < 0)
         row = tl.load(row_of + c, mask=live, other=0).to(tl.int64)
         at = (((row - low) * D)[:, None]) + d[None, :]
@@ -322,18 +323,20 @@ def _source_alignment(grad: Tensor, dims: Sequence[int], dim: int) -> int:
 
 
 def update_tile(dim: int, scale: int = 1) -> tuple[int, int, int]:
-    """Chunks, columns and warps of an update program; `scale` times the chunks and the warps, up to 16 chunks.
+    """Chunks, columns and warps of an update program; `scale` up to 4 times the chunks and the warps where it can.
 
     The sum over a row's columns (rowwise rules) adds in the order in which threads hold them. That order is part of the
     contract: it follows the columns for each warp, a function of the row's width alone. So chunks and warps are tuned
-    together, never one of them.
+    together, never one of them, and not where more warps would share a row's columns.
     """
     block_d = next_power_of_2(dim)
-    # 32 chunks of 4 to 16 columns crash the compiler of triton 3.7.1 (for gfx942, sm_80, sm_90)
+    # 32 chunks of 1 to 64 columns crash the compiler of triton 3.7.1 (for gfx942, sm_80, sm_90)
     chunks = max(1, min(16, 512 // block_d))
     elements = chunks * block_d
-    warps = max(1, min(4, elements // 128)) if elements <= 1024 else min(16, elements // 256)
-    scale = min(scale, 16 // chunks)
+    # 16 warps on 4096 columns make ptxas spill
+    warps = max(1, min(4, elements // 128)) if elements <= 1024 else min(16, max(8, elements // 512))
+    fits = block_d <= 32 * row_alignment(dim, 4) * warps
+    scale = min(scale, 16 // chunks) if fits else 1
     return chunks * scale, block_d, warps * scale
 
 

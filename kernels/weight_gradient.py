@@ -60,7 +60,7 @@ def _weight_gradient_kernel(W, I, O, G, FT, Q, N, B, g_stride, first, BASE: tl.c
     f = tl.load(FT + (first + tl.program_id(1)).to(tl.int64) * FIELDS + ORDER)
     feature = FT + f * FIELDS
     rows = tl.load(feature + ROWS)
-    D = tl.multiple_of(tl.load(feature + DIM), ALIGN)
+    D = tl.multiple_of(tl.load(feature + DIM).to(tl.int32), ALIGN)
     column = tl.multiple_of(tl.load(feature + COLUMN), G_ALIGN)
     table = W + tl.multiple_of(tl.load(feature + BASE), ALIGN)
     b = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -70,7 +70,6 @@ def _weight_gradient_kernel(W, I, O, G, FT, Q, N, B, g_stride, first, BASE: tl.c
     # offsets out of order raise through the guard; here they only must not be followed outside I
     length = tl.maximum(tl.minimum(end, N) - tl.maximum(begin, 0), 0).to(tl.int32)
     begin = tl.maximum(begin, 0)
-    share = tl.where(tl.load(feature + MEAN) != 0, tl.maximum(length, 1).to(tl.float32), 1.0)
     upstream = G + (b * multiple(g_stride, G_ALIGN))[:, None] + column
     for i in range(0, tl.max(length, 0), 2):
         live0 = i < length
@@ -87,6 +86,7 @@ def _weight_gradient_kernel(W, I, O, G, FT, Q, N, B, g_stride, first, BASE: tl.c
             g = tl.load(upstream + d[None, :], mask=live0[:, None] & in_row[None, :], other=0.0).to(tl.float32)
             dot0 = _products(dot0, table, r0, D, d, m0, in_row, g)
             dot1 = _products(dot1, table, r1, D, d, m1, in_row, g)
+        share = tl.where(tl.load(feature + MEAN) != 0, tl.maximum(length, 1).to(tl.float32), 1.0)
         tl.store(Q + begin + i, tl.sum(dot0, 1) / share, mask=live0)
         tl.store(Q + begin + i + 1, tl.sum(dot1, 1) / share, mask=live1)
 
