@@ -3,7 +3,8 @@
 Shapes: W flat tables, S optimizer states (flat like W, or one number a row), G upstream gradient ([B, sum of dims]
 pooled, [N, D] sequence), I, O, P, FT as in pooled.py; hyper [H + 1] fp64 on the device: the rule's hyper-parameters and
 the weight decay, so that a captured graph follows a schedule. Duplicate ids are added first and applied once.
-Bytes moved: N * D * 4 (gradient rows) + 2 * U * D * itemsize(W) (+ states) for U touched rows, about 96 N for the sort.
+Bytes moved: N * D * 4 (gradient rows) + 2 * U * D * itemsize(W) (+ states) for U touched rows, about 96 N for the sort,
+and 2 * D * 4 for each partial sum of a row that more than 32 ids hit: one for every 32 of them, and of those again.
 """
 
 from __future__ import annotations
@@ -150,15 +151,17 @@ def _gradient_rows(grad, src, scale, at, d, live, in_row, ALIGN: tl.constexpr, H
     return row
 
 
-@triton.jit(do_not_specialize=["low"])
-def _update_kernel(W, states, partial, start, row_of, hash_of, slot_of, n_chunks, src, scale, grad, numbers, salt, guard, low, D, NONE: tl.constexpr, RULE: tl.constexpr, KINDS: tl.constexpr, NUMBERS: tl.constexpr, TAKES_ROW: tl.constexpr, DECAY: tl.constexpr, ROUNDS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, SRC_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+# programs is an argument because a compiler spills tl.num_programs, which it cannot read again, and not an argument
+@triton.jit(do_not_specialize=["low", "programs"])
+def _update_kernel(W, states, partial, start, row_of, hash_of, slot_of, n_chunks, src, scale, grad, numbers, salt, guard, low, programs, D, NONE: tl.constexpr, RULE: tl.constexpr, KINDS: tl.constexpr, NUMBERS: tl.constexpr, TAKES_ROW: tl.constexpr, DECAY: tl.constexpr, ROUNDS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, SRC_ALIGN: tl.constexpr, FILLED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     # a bad batch changes no row: it has no chunks
     clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE) & (tl.load(guard + 2) == NONE)
     n = tl.where(clean, tl.load(n_chunks), 0).to(tl.int32)
     D = multiple(D, ALIGN)
     d = tl.arange(0, BLOCK_D)
-    in_row = d < D
-    for c0 in range(tl.program_id(0) * BLOCK_C, n, tl.num_programs(0) * BLOCK_C):
+    # a row that fills the tile needs no mask, and the registers of none
+    in_row = tl.full((BLOCK_D,), True, tl.int1) if FILLED else d < D
+    for c0 in range(tl.program_id(0) * BLOCK_C, n, programs * BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
         live = c < n
         begin = tl.load(start + c, mask=live, other=0)
@@ -314,12 +317,15 @@ def _source_elements(index: Transposed, features: Tensor, batch: int, columns: i
 
 
 def _source_alignment(grad: Tensor, dims: Sequence[int], dim: int) -> int:
-    """Elements to which the gradient rows of features of this dim are aligned, other dims beside them."""
+    """Elements to which the gradient rows of features of this dim are aligned, other dims beside them.
+
+    At most 4 of any dtype: threads that held 8 would add up the columns of a row in another order.
+    """
     if grad.data_ptr() % 16:
         return 1
     columns = column_offsets(dims)
     starts = [columns[f] for f, other in enumerate(dims) if other == dim and columns[f]]
-    return min(row_alignment(n, grad.itemsize) for n in (dim, columns[-1], *starts))
+    return min(row_alignment(n, 4) for n in (dim, columns[-1], *starts))
 
 
 def update_tile(dim: int, scale: int = 1) -> tuple[int, int, int]:
@@ -362,12 +368,13 @@ def _launch(
         chunks: Chunks = chunks_of(keys, segment.first_row, segment.end_row)
         partial = torch.empty(chunks.next_keys.shape[0], dim, device=grad.device)
         hashes = chunks.row if salt is None else update.row_in_table(chunks.row)
-        grid = (min(triton.cdiv(keys.shape[0], block_c), PERSISTENT_PROGRAMS),)
-        _update_kernel[grid](
+        programs = min(triton.cdiv(keys.shape[0], block_c), PERSISTENT_PROGRAMS)
+        _update_kernel[(programs,)](
             table, states, partial, chunks.start, chunks.row, hashes, chunks.slot, chunks.total, source // source_align,
             numbers if scale is None else scale, grad, numbers, numbers if salt is None else salt, guard,
-            segment.first_row, dim, OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row, update.decay,
-            rounds(table.dtype, salt), scale is not None, block_c, block_d, align, source_align, num_warps=warps,
+            segment.first_row, programs, dim, OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row, update.decay,
+            rounds(table.dtype, salt), scale is not None, block_c, block_d, align, source_align, dim == block_d,
+            num_warps=warps,
         )  # fmt: skip
         keys, grad, scale, source_align = chunks.next_keys, partial, None, align
         source = torch.arange(keys.shape[0], device=keys.device) * dim
