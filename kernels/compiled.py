@@ -1,6 +1,7 @@
-"""Compile the kernels for GPUs that need not be present, and hold what the compiler made of them to what we promise.
+"""Compile kernels for GPUs that need not be present, and read from the result what it needs and does.
 
-`python -m shardwise kernels check` does so for every case of `launched.py`. Needs triton, no GPU, no TRITON_INTERPRET.
+`python -m shardwise kernels check` does so for every case of `launched.py` and holds what it finds to `promises.py`.
+Needs triton, no GPU, no TRITON_INTERPRET.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every launch asks of the compiler: cases noted from the launches themselves, on small CPU tensors.
 
-The ops run with their kernels replaced by a note of the arguments, so a case holds what Triton would see at that launch:
-argument types, which of them are multiples of 16 or the constant 1, constexprs and warps. Nothing is compiled or run.
+The ops run with their kernels replaced by a note of the arguments, so a case holds what Triton would see at that
+launch: argument types, which of them are multiples of 16 or the constant 1, constexprs and warps. Nothing is compiled.
 Letters of a case's name: D columns of its table; "fp16 and bf16" are table and output (or gradient of the output).
 """
 

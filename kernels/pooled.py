@@ -3,7 +3,8 @@
 Shapes: W flat tables, I [N] row ids, O [F*B + 1] bag offsets, P [N] per-id weights, FT [F, 7] features (features.py),
 Y [B, sum of dims] output, one column block per feature.
 Bytes moved: N * D * itemsize(W) (rows) + N * itemsize(I) + (F*B + 1) * itemsize(O) + F*B*D * itemsize(Y), and N * 4
-for per-id weights. Rows wider than 1024 bytes are read in blocks of so many: ids, offsets and per-id weights once a block.
+for per-id weights. Rows wider than 1024 bytes are read in blocks of so many, and the ids, offsets and per-id weights
+once for each block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the kernels promise of their compiled form, and which of these promises a compiled case breaks.
 
-Nothing spills. Rows move by as many bytes at a time as their alignment and the tile allow, 16 at most. A lookup waits at
-no barrier, and at one after its loop where its output cannot be stored as its rows are held. Only the checks have
+Nothing spills. Rows move by as many bytes at a time as their alignment and the tile allow, 16 at most. A lookup waits
+at no barrier, or at one after its loop where its output cannot be stored as its rows are held. Only the checks have
 atomics, integer minima, which have no order. A row's columns are added in an order that the row alone decides.
 """
 

@@ -372,9 +372,9 @@ def _launch(
         _update_kernel[(programs,)](
             table, states, partial, chunks.start, chunks.row, hashes, chunks.slot, chunks.total, source // source_align,
             numbers if scale is None else scale, grad, numbers, numbers if salt is None else salt, guard,
-            segment.first_row, programs, dim, OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row, update.decay,
-            rounds(table.dtype, salt), scale is not None, block_c, block_d, align, source_align, dim == block_d,
-            num_warps=warps,
+            segment.first_row, programs, dim, OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row,
+            update.decay, rounds(table.dtype, salt), scale is not None, block_c, block_d, align, source_align,
+            dim == block_d, num_warps=warps,
         )  # fmt: skip
         keys, grad, scale, source_align = chunks.next_keys, partial, None, align
         source = torch.arange(keys.shape[0], device=keys.device) * dim

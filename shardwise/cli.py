@@ -110,9 +110,10 @@ def _print_table(reports: Sequence[tuple[Case, str, Report | str]]) -> None:
         if not isinstance(report, str):
             numbers = (report.registers, report.spills, report.shared_bytes, report.barriers)
             table.add_row(case.name, target, *map(str, numbers), _accesses(report, "load"), _accesses(report, "store"))
+    # a line of the table is a line of the output, on a narrow terminal and in a file
     console = Console(highlight=False)
-    # a file takes lines of any length
-    console.print(table, width=None if console.is_terminal else 200, no_wrap=True)
+    console.width = max(console.width, 160)
+    console.print(table)
 
 
 def _accesses(report: Report, what: str) -> str:
