@@ -184,29 +184,36 @@ class _Worker:
     def __init__(self, tasks: Sequence[tuple[Case, str]]) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
         # compilers print the whole program when they fail
-        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_work, args=(tasks, theirs, self.errors.fileno()), daemon=True)
+        self.process = context.Process(target=_work, args=(tasks, theirs, self.printed.fileno()), daemon=True)
         self.process.start()
         theirs.close()
 
     def last_words(self) -> str:
-        """How the process ended: its signal or status, and the first error that it printed."""
+        """How the process ended: its status, minus its signal if it was one, and the first error that it printed."""
         self.process.join()
-        self.errors.seek(0)
-        printed = self.errors.read().decode(errors="replace")
-        return f"the compiler ended its process with {self.process.exitcode}: {_first_error(printed)}"
+        error = _first_error(_content(self.printed.fileno())) or "no message"
+        return f"the compiler ended its process with {self.process.exitcode}: {error}"
 
 
-def _work(tasks: Sequence[tuple[Case, str]], pipe: Connection, errors: int) -> None:
-    os.dup2(errors, 2)
+def _work(tasks: Sequence[tuple[Case, str]], pipe: Connection, printed: int) -> None:
+    os.dup2(printed, 2)
     while (index := pipe.recv()) is not None:
+        os.lseek(printed, 0, os.SEEK_SET)
+        os.ftruncate(printed, 0)
         try:
             pipe.send(compile_case(*tasks[index]))
         except Exception as error:
-            pipe.send(f"the compiler failed: {type(error).__name__}: {_first_error(str(error))}")
+            # passes print what they found and raise that they failed; in Python the cause says more than the place
+            said = _first_error(_content(printed)) or _first_error(str(error.__cause__ or error)) or "no message"
+            pipe.send(f"the compiler failed: {type(error).__name__}: {said}")
+
+
+def _content(file: int) -> str:
+    return os.pread(file, 1 << 20, 0).decode(errors="replace")
 
 
 def _first_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if re.search("error|assert", line, re.I)), lines[0] if lines else "no message")
+    return next((line for line in lines if re.search("error|assert", line, re.I)), lines[0] if lines else "")
