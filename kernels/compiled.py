@@ -64,7 +64,7 @@ def compile_case(case: Case, target: str) -> Report:
     names = case.kernel.arg_names
     signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
     paths = {(names.index(name), *place): name for name, *place in _pointers(case)}
-    attrs: dict[tuple[int, ...], list[list[Any]]] = {
+    attrs: dict[tuple[Any, ...], list[list[Any]]] = {
         (names.index(name), *place): [["tt.divisibility", 16]] for name, *place in case.aligned
     }
     if TARGETS[target][0] == "hip":

@@ -105,8 +105,9 @@ def promised_moves(case: Case, target: str) -> Iterator[tuple[str, int, int]]:
 
 def _elements(case: Case, target: str) -> int:
     """Elements of a tile that a thread holds."""
-    rows = next(size for name, size in case.constants.items() if name in ("BLOCK_B", "BLOCK_C", "BLOCK_N"))
-    return max(1, rows * case.constants.get("BLOCK_D", 1) // (case.num_warps * TARGETS[target][2]))
+    rows: int = next(size for name, size in case.constants.items() if name in ("BLOCK_B", "BLOCK_C", "BLOCK_N"))
+    columns: int = case.constants["BLOCK_D"]
+    return max(1, rows * columns // (case.num_warps * TARGETS[target][2]))
 
 
 def _narrow(case: Case, target: str, report: Report) -> Iterator[str]:
