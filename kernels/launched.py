@@ -45,7 +45,7 @@ class Case:
     `types` has a type for each argument that is no constant, a tuple of types for a tuple. `aligned` names those that
     are multiples of 16: (argument,) or (argument, place in the tuple). `rows` describes the rows that the kernel reads:
     cases of equal `rows` must add up the columns of a row in the same order. In a `small` case all memory lies within
-    2 GB, which AMD's compiler uses.
+    2 GB, which AMD's compiler uses. `registers` of a thread is what NVIDIA's compiler is told to keep to.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Case:
     constants: dict[str, Any]
     aligned: tuple[tuple[str | int, ...], ...]
     num_warps: int
+    registers: int | None = None
     rows: str = ""
     small: bool = False
 
@@ -274,7 +275,9 @@ def _case(name: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]
             types[parameter.name] = _type(value)
             if _is_aligned(value) and not parameter.do_not_specialize:
                 aligned.append((parameter.name,))
-    return Case(name, kernel, types, constants, tuple(aligned), options.get("num_warps", 4), rows)
+    return Case(
+        name, kernel, types, constants, tuple(aligned), options.get("num_warps", 4), options.get("maxnreg"), rows
+    )
 
 
 def _type(value: Tensor | int) -> str:

@@ -42,9 +42,9 @@ CHECKS = ("check_ids", "check_gradient")
 # start of a case's name -> registers of a thread at most; the first that fits
 REGISTERS = {
     r"update (sgd|rowwise_adagrad) D=128 fp32( |$)": 72,
-    r"update ": 168,
+    r"update ": 128,
     r"pooled_lookup ": 80,
-    r"weight_gradient |check_ids ": 96,
+    r"weight_gradient |check_ids ": 80,
     r"": 64,
 }
 # of a lookup whose rows are aligned to 16 bytes, whatever its case is called

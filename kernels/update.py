@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._op import PERSISTENT_PROGRAMS, multiple, next_power_of_2, register, runs_kernel, tl, triton
+from ._op import PERSISTENT_PROGRAMS, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .bounds import OK, is_clean, new_guard
 from .cpu_update import row_gradients
 from .features import (
@@ -364,6 +364,8 @@ def _launch(
         state if kind == "row" else state[segment.base :] for state, kind in zip(update.states, rule.kinds, strict=True)
     )
     salt, numbers = update.salt, update.numbers
+    # rows, gradients, sums and states of 4 elements a thread, or of up to 16
+    options = launch_options(warps, 96 if block_c * block_d <= 128 * warps else 128)
     for _ in range(levels_for(keys.shape[0])):
         chunks: Chunks = chunks_of(keys, segment.first_row, segment.end_row)
         partial = torch.empty(chunks.next_keys.shape[0], dim, device=grad.device)
@@ -374,7 +376,7 @@ def _launch(
             numbers if scale is None else scale, grad, numbers, numbers if salt is None else salt, guard,
             segment.first_row, programs, dim, OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row,
             update.decay, rounds(table.dtype, salt), scale is not None, block_c, block_d, align, source_align,
-            dim == block_d, num_warps=warps,
+            dim == block_d, **options,
         )  # fmt: skip
         keys, grad, scale, source_align = chunks.next_keys, partial, None, align
         source = torch.arange(keys.shape[0], device=keys.device) * dim

@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ._op import gather_tile, multiple, next_power_of_2, register, runs_kernel, tl, triton
+from ._op import gather_tile, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .features import (
     BASE,
     COLUMN,
@@ -136,7 +136,8 @@ def _per_id_weight_gradient(
         grid = (triton.cdiv(batch, block_b), len(fs))
         _weight_gradient_kernel[grid](
             weights, indices, offsets, grad, features, out, indices.shape[0], batch, columns[-1], first,
-            BASE, ROWS, DIM, COLUMN, MEAN, ORDER, FIELDS, block_b, block_d, align, g_align, num_warps=warps,
+            BASE, ROWS, DIM, COLUMN, MEAN, ORDER, FIELDS, block_b, block_d, align, g_align,
+            **launch_options(warps, 80),
         )  # fmt: skip
         first += len(fs)
     return out
