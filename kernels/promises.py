@@ -44,7 +44,7 @@ REGISTERS = {
     r"update (sgd|rowwise_adagrad) D=128 fp32( |$)": 72,
     r"update ": 128,
     r"pooled_lookup ": 80,
-    r"weight_gradient |check_ids ": 80,
+    r"weight_gradient |check_ids ": 96,
     r"": 64,
 }
 # of a lookup whose rows are aligned to 16 bytes, whatever its case is called

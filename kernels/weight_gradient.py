@@ -137,7 +137,7 @@ def _per_id_weight_gradient(
         _weight_gradient_kernel[grid](
             weights, indices, offsets, grad, features, out, indices.shape[0], batch, columns[-1], first,
             BASE, ROWS, DIM, COLUMN, MEAN, ORDER, FIELDS, block_b, block_d, align, g_align,
-            **launch_options(warps, 80),
+            **launch_options(warps, 96),
         )  # fmt: skip
         first += len(fs)
     return out
