@@ -5,7 +5,7 @@ RANKS ?= 2
 JOBS ?= 2
 DATA ?=
 ARGS ?=
-EXTRAS ?= test,data,cpu
+EXTRAS ?= test,data,cpu,cli
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt

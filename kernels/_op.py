@@ -83,14 +83,24 @@ def multiple(x, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
     return x // ALIGN * ALIGN
 
 
-def gather_tile(dim: int, itemsize: int) -> tuple[int, int, int]:
+def launch_options(warps: int, registers: int) -> dict[str, int]:
+    """Options of a launch: warps, and the registers of a thread at most where a compiler can be told (not AMD's).
+
+    Left alone, ptxas spills a value or two to fit one more program on a multiprocessor.
+    """
+    return {"num_warps": warps} if torch.version.hip else {"num_warps": warps, "maxnreg": registers}
+
+
+def gather_tile(dim: int, itemsize: int, align: int) -> tuple[int, int, int]:
     """Rows, columns and warps of a tile in which every thread holds 16 bytes of a table row of this dim.
 
-    Wider rows are cut into column blocks.
+    Wider rows are cut into column blocks; `align` is what elements the rows are aligned to.
     """
     vector = 16 // itemsize
     block_d = min(next_power_of_2(dim), 64 * vector)
-    rows = max(1, min(32, 128 * vector // block_d))
+    # one warp that shares a row among threads would pass the ids of 32 rows around through shared memory
+    most = 16 if align < block_d <= vector else 32
+    rows = max(1, min(most, 128 * vector // block_d))
     return rows, block_d, max(1, min(4, rows * block_d // (32 * vector)))
 
 

@@ -123,8 +123,8 @@ def _source(rule: Rule) -> tuple[str, dict[str, Any]]:
     texts += [_function("_rule", arguments, done), _row_source(rule, means)]
     names = {name: _of_element(value) for name, value in outer.items() if name not in split.sums}
     names |= {
-        "_fp32": np.float32, "_inlined": compiled(), "_reordered": compiled(fastmath={"reassoc", "nsz"}), "_lent": _lent, "_prefetch": _prefetch,
-        "_prefetch_row": _prefetch_row,
+        "_fp32": np.float32, "_inlined": compiled(), "_reordered": compiled(fastmath={"reassoc", "nsz"}),
+        "_lent": _lent, "_prefetch": _prefetch, "_prefetch_row": _prefetch_row,
     }  # fmt: skip
     return "\n".join(texts), names
 

@@ -25,7 +25,7 @@ DIM = 2  # columns of the table
 COLUMN = 3  # first output column of the feature
 MEAN = 4  # 1 if bags are averaged, 0 if summed
 FIRST_ROW = 5  # number of the table's row 0 among all rows of W: the sort key of the update
-ORDER = 6  # [j, ORDER] is the j-th feature in the order of launches (by power-of-two class of dim)
+ORDER = 6  # [j, ORDER] is the j-th feature in the order of launches (see `launch_order`)
 FIELDS = 7
 
 
@@ -80,8 +80,8 @@ def column_offsets(dims: Sequence[int]) -> list[int]:
 
 
 def launch_order(dims: Sequence[int]) -> list[int]:
-    """Features sorted by power-of-two class of their dim: one launch serves one class."""
-    return sorted(range(len(dims)), key=lambda f: next_power_of_2(dims[f]))
+    """Features sorted by power-of-two class of their dim, and by its alignment: a launch serves one class, or both."""
+    return sorted(range(len(dims)), key=lambda f: (next_power_of_2(dims[f]), dims[f] & -dims[f]))
 
 
 def table_rows(flat: Tensor, base: int, rows: int, dim: int) -> Tensor:

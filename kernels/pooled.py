@@ -3,7 +3,8 @@
 Shapes: W flat tables, I [N] row ids, O [F*B + 1] bag offsets, P [N] per-id weights, FT [F, 7] features (features.py),
 Y [B, sum of dims] output, one column block per feature.
 Bytes moved: N * D * itemsize(W) (rows) + N * itemsize(I) + (F*B + 1) * itemsize(O) + F*B*D * itemsize(Y), and N * 4
-for per-id weights.
+for per-id weights. Rows wider than 1024 bytes are read in blocks of so many, and the ids, offsets and per-id weights
+once for each block.
 """
 
 from __future__ import annotations
@@ -181,8 +182,8 @@ def _pooled_lookup(
     first = 0
     for width, members in groupby(order, key=lambda f: next_power_of_2(dims[f])):
         fs = list(members)
-        block_b, block_d, warps = gather_tile(width, weights.itemsize)
         align = min(row_alignment(dims[f], weights.itemsize) for f in fs) if weights.data_ptr() % 16 == 0 else 1
+        block_b, block_d, warps = gather_tile(width, weights.itemsize, align)
         out_align = min(row_alignment(n, out.itemsize) for n in (columns[-1], *(columns[f] for f in fs if columns[f])))
         grid = (triton.cdiv(batch, block_b), len(fs), triton.cdiv(width, block_d))
         _pooled_lookup_kernel[grid](

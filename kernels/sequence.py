@@ -121,7 +121,7 @@ def _sequence_lookup(
         indices, offsets, features, at, ids, count, batch_size(offsets, count), dim,
         BASE, ROWS, FIELDS, count.bit_length() + 1, _RESOLVE_IDS, align,
     )  # fmt: skip
-    block_n, block_d, warps = gather_tile(dim, weights.itemsize)
+    block_n, block_d, warps = gather_tile(dim, weights.itemsize, align)
     grid = (triton.cdiv(ids, block_n), triton.cdiv(dim, block_d))
     _gather_kernel[grid](weights, at, out, ids, dim, block_n, block_d, align, num_warps=warps)
     return out

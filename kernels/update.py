@@ -3,7 +3,8 @@
 Shapes: W flat tables, S optimizer states (flat like W, or one number a row), G upstream gradient ([B, sum of dims]
 pooled, [N, D] sequence), I, O, P, FT as in pooled.py; hyper [H + 1] fp64 on the device: the rule's hyper-parameters and
 the weight decay, so that a captured graph follows a schedule. Duplicate ids are added first and applied once.
-Bytes moved: N * D * 4 (gradient rows) + 2 * U * D * itemsize(W) (+ states) for U touched rows, about 96 N for the sort.
+Bytes moved: N * D * 4 (gradient rows) + 2 * U * D * itemsize(W) (+ states) for U touched rows, about 96 N for the sort,
+and 2 * D * 4 for each partial sum of a row that more than 32 ids hit: one for every 32 of them, and of those again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_compiled
-from ._op import PERSISTENT_PROGRAMS, multiple, next_power_of_2, register, runs_kernel, tl, triton
+from ._op import PERSISTENT_PROGRAMS, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .bounds import OK, is_clean, new_guard
 from .cpu_update import row_gradients
 from .features import (
@@ -151,18 +152,17 @@ def _gradient_rows(grad, src, scale, at, d, live, in_row, ALIGN: tl.constexpr, H
     return row
 
 
-@triton.jit(do_not_specialize=["low"])
-def _update_kernel(W, states, partial, start, row_of, hash_of, slot_of, n_chunks, src, scale, grad, numbers, salt, guard, low, D, NONE: tl.constexpr, RULE: tl.constexpr, KINDS: tl.constexpr, NUMBERS: tl.constexpr, TAKES_ROW: tl.constexpr, DECAY: tl.constexpr, ROUNDS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, SRC_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+# programs is an argument because a compiler spills tl.num_programs, which it cannot read again, and not an argument
+@triton.jit(do_not_specialize=["low", "programs"])
+def _update_kernel(W, states, partial, start, row_of, hash_of, slot_of, n_chunks, src, scale, grad, numbers, salt, guard, low, programs, D, NONE: tl.constexpr, RULE: tl.constexpr, KINDS: tl.constexpr, NUMBERS: tl.constexpr, TAKES_ROW: tl.constexpr, DECAY: tl.constexpr, ROUNDS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, SRC_ALIGN: tl.constexpr, FILLED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     # a bad batch changes no row: it has no chunks
     clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE) & (tl.load(guard + 2) == NONE)
     n = tl.where(clean, tl.load(n_chunks), 0).to(tl.int32)
-    given = ()
-    for k in tl.static_range(NUMBERS):
-        given = given + (tl.load(numbers + k),)  # type: ignore[assignment]
     D = multiple(D, ALIGN)
     d = tl.arange(0, BLOCK_D)
-    in_row = d < D
-    for c0 in range(tl.program_id(0) * BLOCK_C, n, tl.num_programs(0) * BLOCK_C):
+    # a row that fills the tile needs no mask, and the registers of none
+    in_row = tl.full((BLOCK_D,), True, tl.int1) if FILLED else d < D
+    for c0 in range(tl.program_id(0) * BLOCK_C, n, programs * BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
         live = c < n
         begin = tl.load(start + c, mask=live, other=0)
@@ -178,6 +178,10 @@ def _update_kernel(W, states, partial, start, row_of, hash_of, slot_of, n_chunks
         left = (live & (slot >= 0))[:, None] & in_row[None, :]
         tl.store(partial + (slot.to(tl.int64) * D)[:, None] + d[None, :], g, mask=left)
 
+        # loaded here, they take no registers while rows are gathered
+        given = ()
+        for k in tl.static_range(NUMBERS):
+            given = given + (tl.load(numbers + k),)  # type: ignore[assignment]
         whole = live & (slot < 0)
         row = tl.load(row_of + c, mask=live, other=0).to(tl.int64)
         at = (((row - low) * D)[:, None]) + d[None, :]
@@ -319,27 +323,32 @@ def _source_elements(index: Transposed, features: Tensor, batch: int, columns: i
 
 
 def _source_alignment(grad: Tensor, dims: Sequence[int], dim: int) -> int:
-    """Elements to which the gradient rows of features of this dim are aligned, other dims beside them."""
+    """Elements to which the gradient rows of features of this dim are aligned, other dims beside them.
+
+    At most 4 of any dtype: threads that held 8 would add up the columns of a row in another order.
+    """
     if grad.data_ptr() % 16:
         return 1
     columns = column_offsets(dims)
     starts = [columns[f] for f, other in enumerate(dims) if other == dim and columns[f]]
-    return min(row_alignment(n, grad.itemsize) for n in (dim, columns[-1], *starts))
+    return min(row_alignment(n, 4) for n in (dim, columns[-1], *starts))
 
 
 def update_tile(dim: int, scale: int = 1) -> tuple[int, int, int]:
-    """Chunks, columns and warps of an update program; `scale` times the chunks and the warps, up to 16 chunks.
+    """Chunks, columns and warps of an update program; `scale` up to 4 times the chunks and the warps where it can.
 
     The sum over a row's columns (rowwise rules) adds in the order in which threads hold them. That order is part of the
     contract: it follows the columns for each warp, a function of the row's width alone. So chunks and warps are tuned
-    together, never one of them.
+    together, never one of them, and not where more warps would share a row's columns.
     """
     block_d = next_power_of_2(dim)
-    # 32 chunks of 4 to 16 columns crash the compiler of triton 3.7.1 (for gfx942, sm_80, sm_90)
+    # 32 chunks of 1 to 64 columns crash the compiler of triton 3.7.1 (for gfx942, sm_80, sm_90)
     chunks = max(1, min(16, 512 // block_d))
     elements = chunks * block_d
-    warps = max(1, min(4, elements // 128)) if elements <= 1024 else min(16, elements // 256)
-    scale = min(scale, 16 // chunks)
+    # 16 warps on 4096 columns make ptxas spill
+    warps = max(1, min(4, elements // 128)) if elements <= 1024 else min(16, max(8, elements // 512))
+    fits = block_d <= 32 * row_alignment(dim, 4) * warps
+    scale = min(scale, 16 // chunks) if fits else 1
     return chunks * scale, block_d, warps * scale
 
 
@@ -361,16 +370,19 @@ def _launch(
         state if kind == "row" else state[segment.base :] for state, kind in zip(update.states, rule.kinds, strict=True)
     )
     salt, numbers = update.salt, update.numbers
+    # rows, gradients, sums and states of 4 elements a thread, or of up to 16
+    options = launch_options(warps, 96 if block_c * block_d <= 128 * warps else 128)
     for _ in range(levels_for(keys.shape[0])):
         chunks: Chunks = chunks_of(keys, segment.first_row, segment.end_row)
         partial = torch.empty(chunks.next_keys.shape[0], dim, device=grad.device)
         hashes = chunks.row if salt is None else update.row_in_table(chunks.row)
-        grid = (min(triton.cdiv(keys.shape[0], block_c), PERSISTENT_PROGRAMS),)
-        _update_kernel[grid](
+        programs = min(triton.cdiv(keys.shape[0], block_c), PERSISTENT_PROGRAMS)
+        _update_kernel[(programs,)](
             table, states, partial, chunks.start, chunks.row, hashes, chunks.slot, chunks.total, source // source_align,
             numbers if scale is None else scale, grad, numbers, numbers if salt is None else salt, guard,
-            segment.first_row, dim, OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row, update.decay,
-            rounds(table.dtype, salt), scale is not None, block_c, block_d, align, source_align, num_warps=warps,
+            segment.first_row, programs, dim, OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row,
+            update.decay, rounds(table.dtype, salt), scale is not None, block_c, block_d, align, source_align,
+            dim == block_d, **options,
         )  # fmt: skip
         keys, grad, scale, source_align = chunks.next_keys, partial, None, align
         source = torch.arange(keys.shape[0], device=keys.device) * dim

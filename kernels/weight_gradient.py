@@ -2,7 +2,7 @@
 
 Shapes: as in pooled.py; G [B, sum of dims] upstream gradient, Q [N] the result, fp32.
 Bytes moved: N * D * itemsize(W) (rows) + F*B*D * itemsize(G) + N * itemsize(I) + (F*B + 1) * itemsize(O) + N * 4.
-The order of addition within a row follows the tile, which follows its width alone.
+The order of addition within a row follows the tile, which follows its width and alignment alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ._op import gather_tile, multiple, next_power_of_2, register, runs_kernel, tl, triton
+from ._op import gather_tile, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .features import (
     BASE,
     COLUMN,
@@ -60,7 +60,7 @@ def _weight_gradient_kernel(W, I, O, G, FT, Q, N, B, g_stride, first, BASE: tl.c
     f = tl.load(FT + (first + tl.program_id(1)).to(tl.int64) * FIELDS + ORDER)
     feature = FT + f * FIELDS
     rows = tl.load(feature + ROWS)
-    D = tl.multiple_of(tl.load(feature + DIM), ALIGN)
+    D = tl.multiple_of(tl.load(feature + DIM).to(tl.int32), ALIGN)
     column = tl.multiple_of(tl.load(feature + COLUMN), G_ALIGN)
     table = W + tl.multiple_of(tl.load(feature + BASE), ALIGN)
     b = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -70,7 +70,6 @@ def _weight_gradient_kernel(W, I, O, G, FT, Q, N, B, g_stride, first, BASE: tl.c
     # offsets out of order raise through the guard; here they only must not be followed outside I
     length = tl.maximum(tl.minimum(end, N) - tl.maximum(begin, 0), 0).to(tl.int32)
     begin = tl.maximum(begin, 0)
-    share = tl.where(tl.load(feature + MEAN) != 0, tl.maximum(length, 1).to(tl.float32), 1.0)
     upstream = G + (b * multiple(g_stride, G_ALIGN))[:, None] + column
     for i in range(0, tl.max(length, 0), 2):
         live0 = i < length
@@ -87,13 +86,15 @@ def _weight_gradient_kernel(W, I, O, G, FT, Q, N, B, g_stride, first, BASE: tl.c
             g = tl.load(upstream + d[None, :], mask=live0[:, None] & in_row[None, :], other=0.0).to(tl.float32)
             dot0 = _products(dot0, table, r0, D, d, m0, in_row, g)
             dot1 = _products(dot1, table, r1, D, d, m1, in_row, g)
+        # computed here, it takes no registers while rows are gathered
+        share = tl.where(tl.load(feature + MEAN) != 0, tl.maximum(length, 1).to(tl.float32), 1.0)
         tl.store(Q + begin + i, tl.sum(dot0, 1) / share, mask=live0)
         tl.store(Q + begin + i + 1, tl.sum(dot1, 1) / share, mask=live1)
 
 
-def weight_gradient_tile(dim: int, itemsize: int) -> tuple[int, int, int]:
+def weight_gradient_tile(dim: int, itemsize: int, align: int) -> tuple[int, int, int]:
     """Bags, columns and warps: half a lookup's tile, because two sums and a gradient are held beside the rows."""
-    block_b, block_d, warps = gather_tile(dim, itemsize)
+    block_b, block_d, warps = gather_tile(dim, itemsize, align)
     return max(1, block_b // 2), block_d, max(1, warps // 2)
 
 
@@ -121,16 +122,22 @@ def _per_id_weight_gradient(
         return out
     indices, offsets, grad = indices.contiguous(), offsets.contiguous(), grad.contiguous()
     first = 0
-    for width, members in groupby(launch_order(dims), key=lambda f: next_power_of_2(dims[f])):
+
+    def class_of(f: int) -> tuple[int, int]:
+        return next_power_of_2(dims[f]), row_alignment(dims[f], weights.itemsize)
+
+    # rows of one width and alignment a launch: the alignment decides in which order the columns of a row are added
+    for (width, align), members in groupby(launch_order(dims), key=class_of):
         fs = list(members)
-        block_b, block_d, warps = weight_gradient_tile(width, weights.itemsize)
-        align = min(row_alignment(dims[f], weights.itemsize) for f in fs) if weights.data_ptr() % 16 == 0 else 1
+        block_b, block_d, warps = weight_gradient_tile(width, weights.itemsize, align)
+        align = align if weights.data_ptr() % 16 == 0 else 1
         starts = (columns[-1], *(columns[f] for f in fs if columns[f]))
         g_align = min(row_alignment(n, grad.itemsize) for n in starts) if grad.data_ptr() % 16 == 0 else 1
         grid = (triton.cdiv(batch, block_b), len(fs))
         _weight_gradient_kernel[grid](
             weights, indices, offsets, grad, features, out, indices.shape[0], batch, columns[-1], first,
-            BASE, ROWS, DIM, COLUMN, MEAN, ORDER, FIELDS, block_b, block_d, align, g_align, num_warps=warps,
+            BASE, ROWS, DIM, COLUMN, MEAN, ORDER, FIELDS, block_b, block_d, align, g_align,
+            **launch_options(warps, 96),
         )  # fmt: skip
         first += len(fs)
     return out

@@ -95,8 +95,8 @@ def use_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     of_dim = update.update_tile
     monkeypatch.setattr(update, "update_tile", lambda dim, *_: of_dim(dim, 2))
     monkeypatch.setattr(update, "PERSISTENT_PROGRAMS", 3)
-    rows, block_d, _ = pooled.gather_tile(DIM, 4)
-    monkeypatch.setattr(pooled, "gather_tile", lambda dim, itemsize: (2 * rows, block_d // 2, 1))
+    rows, block_d, _ = pooled.gather_tile(DIM, 4, 4)
+    monkeypatch.setattr(pooled, "gather_tile", lambda dim, itemsize, align: (2 * rows, block_d // 2, 1))
     monkeypatch.setattr(cpu_update, "_BLOCK_ELEMENTS", 7 * DIM)
 
 

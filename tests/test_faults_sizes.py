@@ -204,7 +204,7 @@ def test_22_more_weights_than_int32_counts_get_their_gradients(lazy_memory: None
     grad, found = torch.arange(float(SPARE))[:, None], list[Tensor]()
     launches = last_program(lambda: found.append(per_id_weight_gradient(grad, weights, ids, offsets, features, dims)))
     assert reaches_past(launches[0], "Q", FAR)
-    bags = weight_gradient.weight_gradient_tile(1, 4)[0]
+    bags = weight_gradient.weight_gradient_tile(1, 4, 1)[0]
     expected = grad[-bags:, 0] * weights[ids[-bags:].long()]
     assert_same_bits(found[0][-bags:], expected)
 
@@ -226,9 +226,10 @@ def test_22_more_ids_than_int32_counts_are_added_to_their_rows() -> None:
     with recorded() as launches:
         update._update_kernel[(1,)](
             W=weights, states=(), partial=numbers, start=begin, row_of=row, hash_of=row, slot_of=whole, n_chunks=count,
-            src=source, scale=scale, grad=grad, numbers=numbers, salt=numbers, guard=new_guard(), low=0, D=1,
+            src=source, scale=scale, grad=grad, numbers=numbers, salt=numbers, guard=new_guard(), low=0, programs=1, D=1,
             NONE=bounds.OK, RULE=RULES["sgd"].in_triton, KINDS=(), NUMBERS=2, TAKES_ROW=False, DECAY=0, ROUNDS=0,
-            HAS_SCALE=True, BLOCK_C=chunks, BLOCK_D=columns, ALIGN=1, SRC_ALIGN=1, num_warps=warps,
+            HAS_SCALE=True, BLOCK_C=chunks, BLOCK_D=columns, ALIGN=1, SRC_ALIGN=1,
+            FILLED=columns == 1, num_warps=warps,
         )  # fmt: skip
     assert all(reaches_past(launches[0], name, FAR) for name in ("src", "scale", "grad"))
     expected = torch.zeros(9)

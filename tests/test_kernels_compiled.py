@@ -1,119 +1,178 @@
-"""What the compiler makes of every kernel for a GPU that need not be here: spills, load widths, atomics, registers."""
+"""Every kernel compiled for GPUs that need not be here keeps its promises, and a kernel that breaks one is caught.
+
+A subset of what `python -m shardwise kernels check` compiles.
+"""
 
 from __future__ import annotations
 
-import re
+import os
+import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-pytest.importorskip("triton")
-
-from shardwise.kernels.features import row_alignment
-from shardwise.perf import compiled
-from shardwise.perf.compiled import Case, Report
+from shardwise.kernels import RULES, compiled, launched, sequence
+from shardwise.kernels._op import tl, triton
+from shardwise.kernels.compiled import Report
+from shardwise.kernels.launched import Batch, Case
+from shardwise.kernels.promises import broken_promises, promised_moves
 
 pytestmark = pytest.mark.compiled
 
-TARGET = "sm_90"
-CASES = {case.name: case for case in compiled.cases()}
-# Dims of every power-of-two class, on 16 bytes and not: the classes that some Triton versions crash on lie between
-DIMS = (2, 5, 6, 8, 12, 16, 20, 40, 48, 64, 200, 512, 2048)
-CASES |= {case.name: case for case in (compiled._update("sgd", dim, "fp32") for dim in DIMS)}
-# 72 registers a thread leave room for 28 warps of 32 threads on a multiprocessor of 65,536 registers
-REGISTERS = 72
-# check_ids searches F feature boundaries for 1024 ids at once and moves little
-MORE_REGISTERS = {"check_ids": 96}
-
-# Launches turn an argument of 1 into a constant, which is no tensor in the kernel: one feature, one sample, one column.
-ONES = [
-    ("pooled_lookup D=3 fp32", {"B": 1, "N": 1}),
-    ("gather D=3 fp32", {"D": 1, "N": 1, "ALIGN": 1}),
-    ("resolve", {"F": 1, "B": 1, "N": 1, "D": 1, "ALIGN": 1}),
-    ("check_ids", {"F": 1, "B": 1, "N": 1}),
-    ("fused_update rowwise_adagrad D=3 fp32", {"D": 1, "ALIGN": 1, "SRC_ALIGN": 1}),
-]
+# on every target
+MAIN = (
+    "pooled_lookup D=128 fp32", "gather D=128 fp32", "weight_gradient D=128 fp32", "update sgd D=128 fp32",
+    "update rowwise_adagrad D=128 fp32", "check_ids D=1 fp32",
+)  # fmt: skip
+# on sm_90: every kind of tile, of alignment, of type and of rule
+MORE = (
+    *(f"pooled_lookup D={dim} fp32" for dim in (1, 2, 3, 4, 5, 20, 1023)),
+    *(f"pooled_lookup D=128 {words}" for words in ("fp16", "fp16 and fp16", "fp32 and bf16", "fp32 weighted")),
+    *(f"pooled_lookup D=128 fp32 {words}" for words in ("beside D=1", "beside D=127", "i32 ids i32 offsets")),
+    *(f"pooled_lookup D={words}" for words in ("6 bf16", "128 fp32 1000 features 1 samples", "1 fp32 1 samples")),
+    *(f"gather D={words}" for words in ("3 fp32", "20 fp32", "128 fp16", "6 bf16", "1 fp32 1 samples")),
+    *(f"weight_gradient D={words}" for words in ("3 fp32", "1024 fp32", "128 fp32 and fp16", "1 fp32 1 samples")),
+    *(f"update {rule} D=128 fp32" for rule in RULES if ":" not in rule),
+    *(f"update sgd D={dim} fp32" for dim in (1, 4, 5, 8, 12, 1023, 4096)),
+    *(f"update rowwise_adagrad D={words}" for words in ("3 fp32", "20 fp32", "128 fp16 rounded", "128 bf16 rounded")),
+    *(f"update adam D={words}" for words in ("1024 fp32", "4096 fp32", "128 fp32 decoupled", "128 fp32 weighted")),
+    *("update lamb D=4096 fp32 beside D=1", "update sgd D=128 fp32 l2", "resolve D=128 fp32 1 samples"),
+    *("resolve D=1 fp32", "resolve D=128 fp32 i32 ids", "check_ids D=128 fp32 i32 ids", "check_gradient D=1 fp32"),
+)  # fmt: skip
+MATRIX = [*((name, target) for target in compiled.TARGETS for name in MAIN), *((name, "sm_90") for name in MORE)]
+# rows whose columns are added in one order, whatever lies beside them and however they are cut into programs
+ORDERED = [
+    ("update rowwise_adagrad D=128 fp32", "sm_90"), ("weight_gradient D=64 fp32 and fp32", "gfx942"),
+    ("update rowwise_adagrad D=4096 fp32", "sm_90"), ("update lamb D=20 fp32", "sm_90"),
+    ("weight_gradient D=64 fp32 and fp32", "sm_90"), ("weight_gradient D=4 fp32 and fp32", "sm_90"),
+]  # fmt: skip
 
 
 @cache
-def report(name: str) -> Report:
-    return compiled.compile_case(CASES[name], TARGET)
+def cases() -> dict[str, Case]:
+    return {case.name: case for case in launched.cases()}
 
 
-def altered(case: Case, *, ones: dict[str, Any] | None = None, types: dict[str, str] | None = None) -> Report:
-    """The report of a case with arguments made constant, or with other types."""
-    constants = {**case.constants, **(ones or {})}
-    divisible = tuple(name for name in case.divisible if name not in constants)
-    case = replace(case, constants=constants, types={**case.types, **(types or {})}, divisible=divisible)
-    return compiled.compile_case(case, TARGET)
+@cache
+def report(name: str, target: str) -> Report:
+    return compiled.compile_case(cases()[name], target)
 
 
-def atomics(found: Report) -> list[str]:
-    """Atomic operations on memory; REDUX reduces within a warp."""
-    return [op for op in found.memory_ops if re.match(r"ATOM|RED(?!UX)", op)]
+def sentences(*planted: Case, target: str = "sm_90") -> list[str]:
+    """What the check says of cases, compiled as the command compiles them."""
+    tasks = [(case, target) for case in planted]
+    found = dict(compiled.compile_all(tasks, jobs=1))
+    return [sentence for _, _, sentence in broken_promises([(*task, found[i]) for i, task in enumerate(tasks)])]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_nothing_spills_and_registers_stay_in_bounds(name: str) -> None:
-    found = report(name)
-    assert found.spills == 0
-    assert not any(op.startswith(("LDL", "STL")) for op in found.memory_ops)
-    assert found.registers <= MORE_REGISTERS.get(name, REGISTERS)
+@pytest.mark.parametrize(("name", "target"), MATRIX, ids=[f"{name} {target}" for name, target in MATRIX])
+def test_a_case_keeps_its_promises(name: str, target: str) -> None:
+    assert broken_promises([(cases()[name], target, report(name, target))]) == []
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_only_the_checks_have_atomics(name: str) -> None:
-    """They take an integer minimum. A float sum by atomics would depend on the order of the programs."""
-    if name.startswith("check_"):
-        assert atomics(report(name)) == ["ATOMG.32"] or atomics(report(name)) == ["ATOMG.64"]
-    else:
-        assert atomics(report(name)) == []
+@pytest.mark.parametrize(("rows", "target"), ORDERED, ids=[f"{rows} {target}" for rows, target in ORDERED])
+def test_columns_are_added_in_one_order(rows: str, target: str) -> None:
+    """A table of D=64 in a launch with one of D=63 added the products of its per-id weights in another order."""
+    same = [case for case in cases().values() if case.rows == rows and compiled.has_case(target, case)]
+    assert len(same) > 1
+    assert all(report(case.name, target).row_sums for case in same)
+    assert broken_promises([(case, target, report(case.name, target)) for case in same]) == []
 
 
-def on_16_bytes(name: str) -> bool:
-    found = re.search(r"D=(\d+) (fp32|fp16|bf16)", name)
-    if found is None:
-        return False
-    dim, itemsize = int(found[1]), 4 if found[2] == "fp32" else 2
-    # an update's tile of 16 rows of 4 columns holds 8 bytes for each thread of a warp
-    return row_alignment(dim, itemsize) * itemsize == 16 and not (dim < 8 and name.startswith("fused_update"))
+def test_the_lookup_of_rows_of_128_floats_moves_16_bytes_at_a_time_and_waits_for_nothing() -> None:
+    found = report("pooled_lookup D=128 fp32", "sm_90")
+    assert found.accesses["load", 16] == 4
+    assert found.accesses["store", 16] == 1
+    assert (found.shared_bytes, found.barriers, found.atomics) == (0, 0, ())
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if on_16_bytes(name)])
-def test_rows_on_16_bytes_move_by_16_bytes(name: str) -> None:
-    """Four gathers in flight for a tile of pooled or gradient rows, one for a row of a sequence."""
-    found = report(name).memory_ops
-    assert found["LDG.128"] >= (1 if name.startswith("gather") else 4)
-    # the gradient of a weight is one number
-    assert name.startswith("weight_gradient") or found["STG.128"] >= 1
+def test_every_state_laid_out_like_the_table_is_promised_to_move_as_the_table_does() -> None:
+    moves = list(promised_moves(cases()["update adam D=128 fp32"], "sm_90"))
+    # four gradient rows at once, the weights and two states; the weights, two states and the partial sum
+    assert sum(total for what, _, total in moves if what == "load") == 16 * (4 + 1 + 2)
+    assert sum(total for what, _, total in moves if what == "store") == 16 * (1 + 2 + 1)
+    assert {at_once for _, at_once, _ in moves} == {16}
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
-def test_every_state_laid_out_like_the_table_moves_by_16_bytes(rule: str) -> None:
-    element_states = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 0, "adam": 2}[rule]
-    found = report(f"fused_update {rule} D=128 fp32").memory_ops
-    # four gradient rows, the weights and the states; the weights, the states and the partial sum
-    assert found["LDG.128"] == 4 + 1 + element_states
-    assert found["STG.128"] == 1 + element_states + 1
+def test_every_kernel_and_every_rule_has_cases() -> None:
+    kernels = {name for module in launched._MODULES for name, _ in launched.kernels_of(module)}
+    assert {case.kernel_name for case in cases().values()} == kernels
+    assert {name.split()[1] for name in cases() if name.startswith("update ")} == {*RULES}
 
 
-@pytest.mark.parametrize(("name", "ones"), ONES, ids=[name for name, _ in ONES])
-def test_arguments_of_one_compile(name: str, ones: dict[str, Any]) -> None:
-    """A table of one column, or one sample of one feature, failed in the compiler: a constant has no .to()."""
-    assert altered(CASES[name], ones=ones).spills == 0
-
-
-@pytest.mark.parametrize("name", ["pooled_lookup D=128 fp32", "resolve", "check_ids"])
-def test_int32_ids_and_offsets_compile(name: str) -> None:
-    found = altered(CASES[name], types={"I": "*i32", "O": "*i32"})
-    assert found.spills == 0
-    assert found.registers <= MORE_REGISTERS.get(name, REGISTERS)
-
-
-def test_a_spill_would_be_seen() -> None:
+def test_a_spill_is_caught() -> None:
     """Chunks enough to need more registers than there are."""
-    case = CASES["fused_update adam D=1024 fp32"]
-    crowded = replace(case, constants={**case.constants, "BLOCK_C": 4}, num_warps=1)
-    assert compiled.compile_case(crowded, TARGET).spills > 0
+    case = cases()["update adam D=1024 fp32"]
+    crowded = replace(case, constants={**case.constants, "BLOCK_C": 2}, num_warps=1)
+    assert any(sentence.startswith("spills ") for sentence in sentences(crowded))
+
+
+@triton.jit
+def _forgetful_kernel(W, at, Y, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.load(at + position, mask=position < N, other=-1)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (begin >= 0)[:, None] & (d < D)[None, :]
+    rows = tl.load(W + (begin * ALIGN)[:, None] + d[None, :], mask=mask, other=0.0)
+    tl.store(Y + (position * D)[:, None] + d[None, :], rows, mask=mask)
+
+
+def test_a_narrow_load_of_aligned_rows_is_caught() -> None:
+    """The compiler is not told that D is a multiple of 4: it masks, and so reads, each element for itself."""
+    with patch.object(sequence, "_gather_kernel", _forgetful_kernel):
+        noted = launched.launches(lambda: launched.look_up_sequence(Batch(20)), "D=20 fp32")
+    forgetful = next(case for case in noted if case.kernel_name == "gather")
+    assert sentences(cases()["gather D=20 fp32"]) == []
+    assert "loads 0 bytes of rows by 16 bytes at a time, promised 16" in sentences(forgetful)
+
+
+def test_a_compiler_that_fails_is_caught() -> None:
+    case = cases()["gather D=3 fp32"]
+    odd = replace(case, constants={**case.constants, "BLOCK_D": 3})
+    (sentence,) = sentences(odd)
+    assert sentence.startswith("the compiler failed: ") and "power of 2" in sentence
+
+
+def test_a_compiler_that_takes_its_process_down_is_caught_and_the_other_cases_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_case = compiled.compile_case
+
+    def compile_or_die(case: Case, target: str) -> Report:
+        if case.name == "gather D=3 fp32":
+            os.write(2, b"module {\nfirst.cpp:7: error: layouts differ\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return compile_case(case, target)
+
+    monkeypatch.setattr(compiled, "compile_case", compile_or_die)
+    names = ("gather D=128 fp32", "gather D=3 fp32", "gather D=4 fp32")
+    assert sentences(*(cases()[name] for name in names)) == [
+        "the compiler ended its process with -9: first.cpp:7: error: layouts differ; promised to compile"
+    ]
+
+
+def test_another_order_of_columns_is_caught() -> None:
+    """Warps without chunks share a row, and each adds up a part of it."""
+    case = cases()["update rowwise_adagrad D=128 fp32"]
+    (sentence,) = sentences(case, replace(case, name=f"{case.name} shared", num_warps=8))
+    assert sentence.startswith("adds up columns as 128 by ") and repr(case.name) in sentence
+
+
+def altered(name: str, **found: int | tuple[str, ...]) -> list[str]:
+    """What the check says of a case whose report differs in one thing."""
+    changed: Sequence[tuple[Case, str, Report]] = [(cases()[name], "sm_90", replace(report(name, "sm_90"), **found))]  # type: ignore[arg-type]
+    return [sentence for _, _, sentence in broken_promises(changed)]
+
+
+def test_registers_barriers_and_atomics_are_held_to_their_bounds() -> None:
+    lookup, update = "pooled_lookup D=128 fp32", "update sgd D=128 fp32"
+    assert altered(lookup, registers=64) == altered(update, registers=72) == []
+    assert altered(lookup, registers=65) == ["takes 65 registers, promised at most 64"]
+    assert altered(update, registers=73) == ["takes 73 registers, promised at most 72"]
+    assert altered(lookup, barriers=1) == ["waits at 1 barriers, promised 0"]
+    assert altered("pooled_lookup D=128 fp16", barriers=2) == ["waits at 2 barriers, promised 1"]
+    assert altered(update, atomics=("REDG.ADD.F32",)) == ["has the atomics REDG.ADD.F32, promised none"]
+    assert altered("check_ids D=1 fp32", atomics=("ATOMG.ADD",)) == ["has the atomics ATOMG.ADD, promised minima"]

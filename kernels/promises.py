@@ -1,0 +1,136 @@
+"""What the kernels promise of their compiled form, and which of these promises a compiled case breaks.
+
+Nothing spills. Rows move by as many bytes at a time as their alignment and the tile allow, 16 at most. A lookup waits
+at no barrier, or at one after its loop where its output cannot be stored as its rows are held. Only the checks have
+atomics, integer minima, which have no order. A row's columns are added in an order that the row alone decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .compiled import TARGETS, Report
+from .launched import Case
+
+_BYTES = {"*fp32": 4, "*fp16": 2, "*bf16": 2}
+_WIDEST = 16
+
+
+class Move(NamedTuple):
+    """Rows that a kernel reads or writes: of an argument, aligned to the elements that a constant names, how often."""
+
+    what: str
+    argument: str
+    align: str
+    times: int = 1
+
+
+# kernel -> the rows that it moves for each tile
+MOVES = {
+    "pooled_lookup": (Move("load", "W", "ALIGN", 4), Move("store", "Y", "OUT_ALIGN")),
+    "gather": (Move("load", "W", "ALIGN"), Move("store", "Y", "ALIGN")),
+    "weight_gradient": (Move("load", "W", "ALIGN", 2), Move("load", "G", "G_ALIGN")),
+    "update": (
+        Move("load", "grad", "SRC_ALIGN", 4), Move("load", "W", "ALIGN"), Move("load", "states", "ALIGN"),
+        Move("store", "W", "ALIGN"), Move("store", "states", "ALIGN"), Move("store", "partial", "ALIGN"),
+    ),
+}  # fmt: skip
+LOOKUPS = ("pooled_lookup", "gather")
+CHECKS = ("check_ids", "check_gradient")
+# start of a case's name -> registers of a thread at most; the first that fits
+REGISTERS = {
+    r"update (sgd|rowwise_adagrad) D=128 fp32( |$)": 72,
+    r"update ": 128,
+    r"pooled_lookup ": 80,
+    r"weight_gradient |check_ids ": 96,
+    r"": 64,
+}
+# of a lookup whose rows are aligned to 16 bytes, whatever its case is called
+REGISTERS_OF_ALIGNED_LOOKUPS = 64
+
+
+def broken_promises(reports: Sequence[tuple[Case, str, Report | str]]) -> list[tuple[Case, str, str]]:
+    """Case, target and what is wrong, for each promise that a report breaks; a report that is a sentence is no report.
+
+    A sentence of the result says what was found and what was promised.
+    """
+    broken = []
+    # by rows and target: who added them up first, and how
+    order: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {}
+    for case, target, report in reports:
+        if isinstance(report, str):
+            broken.append((case, target, f"{report}; promised to compile"))
+            continue
+        broken += [(case, target, sentence) for sentence in _broken_alone(case, target, report)]
+        if case.rows:
+            other, promised = order.setdefault((case.rows, target), (case.name, report.row_sums))
+            if report.row_sums != promised:
+                found = f"adds up columns as {_listed(report.row_sums)}"
+                broken.append((case, target, f"{found}, promised {_listed(promised)} as {other!r} does"))
+    return broken
+
+
+def _broken_alone(case: Case, target: str, report: Report) -> Iterator[str]:
+    if report.spills:
+        yield f"spills {report.spills} bytes, promised 0"
+    if report.registers > (most := _registers(case)):
+        yield f"takes {report.registers} registers, promised at most {most}"
+    if case.kernel_name in LOOKUPS and report.barriers > (most := _barriers(case, target)):
+        yield f"waits at {report.barriers} barriers, promised {most}"
+    lasting = [op for op in report.atomics if case.kernel_name not in CHECKS or not re.search("min", op, re.I)]
+    if lasting:
+        yield f"has the atomics {', '.join(lasting)}, promised {'minima' if case.kernel_name in CHECKS else 'none'}"
+    yield from _narrow(case, target, report)
+
+
+def promised_moves(case: Case, target: str) -> Iterator[tuple[str, int, int]]:
+    """("load" or "store", bytes at a time, bytes in all) that a thread moves of the rows of each argument."""
+    for what, argument, align, times in MOVES.get(case.kernel_name, ()):
+        own = _elements(case, target)
+        kinds = case.types[argument]
+        for i, kind in enumerate(kinds if isinstance(kinds, tuple) else (kinds,)):
+            if argument == "states" and case.constants["KINDS"][i] == "row":
+                continue
+            # the one rule that returns no new row of the old one
+            if what == "load" and argument == "W" and case.name.startswith("update gradient "):
+                continue
+            place = (argument, i) if isinstance(kinds, tuple) else (argument,)
+            # the mask at the end of a row knows its width as a multiple of ALIGN, whatever the row is aligned to
+            known = min(case.constants[align], case.constants["ALIGN"]) if place in case.aligned else 1
+            elements = min(known, own)
+            yield what, min(elements * _BYTES[kind], _WIDEST), times * own * _BYTES[kind]
+
+
+def _elements(case: Case, target: str) -> int:
+    """Elements of a tile that a thread holds."""
+    rows: int = next(size for name, size in case.constants.items() if name in ("BLOCK_B", "BLOCK_C", "BLOCK_N"))
+    columns: int = case.constants["BLOCK_D"]
+    return max(1, rows * columns // (case.num_warps * TARGETS[target][2]))
+
+
+def _narrow(case: Case, target: str, report: Report) -> Iterator[str]:
+    promised = list(promised_moves(case, target))
+    for what in ("load", "store"):
+        for width in sorted({at_once for kind, at_once, _ in promised if kind == what}, reverse=True):
+            need = sum(total for kind, at_once, total in promised if kind == what and at_once >= width)
+            have = sum(n * size for (kind, size), n in report.accesses.items() if kind == what and size >= width)
+            if have < need:
+                yield f"{what}s {have} bytes of rows by {width} bytes at a time, promised {need}"
+
+
+def _barriers(case: Case, target: str) -> int:
+    """1 where a thread holds a row wider than it can store it: the row is dealt out again, once for each tile."""
+    (_, held, _), (_, stored, _) = promised_moves(case, target)
+    return int(held // _BYTES[case.types["W"]] > stored // _BYTES[case.types["Y"]])
+
+
+def _listed(row_sums: tuple[str, ...]) -> str:
+    return ", ".join(row_sums) or "nothing"
+
+
+def _registers(case: Case) -> int:
+    if case.kernel_name in LOOKUPS and case.constants["ALIGN"] * _BYTES[case.types["W"]] == _WIDEST:
+        return REGISTERS_OF_ALIGNED_LOOKUPS
+    return next(most for start, most in REGISTERS.items() if re.match(start, case.name))

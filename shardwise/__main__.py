@@ -1,0 +1,5 @@
+"""`python -m shardwise` is the command `shardwise`."""
+
+from .cli import main
+
+main()

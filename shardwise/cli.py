@@ -1,0 +1,121 @@
+"""The command line, `shardwise` or `python -m shardwise`. Needs click and rich: `pip install shardwise[cli]`.
+
+`kernels check` compiles every kernel for GPUs that need not be present and holds what comes out to what is promised.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    import click
+
+    from .kernels.compiled import Report
+    from .kernels.launched import Case
+
+
+def main() -> None:
+    """Run the command that the arguments of the process name."""
+    missing = [library for library in ("click", "rich") if find_spec(library) is None]
+    if missing:
+        sys.exit(f"shardwise: the command line needs {' and '.join(missing)}: pip install shardwise[cli]")
+    commands()(prog_name="shardwise")
+
+
+def commands() -> click.Group:
+    """The commands, for click to run."""
+    import click
+
+    from .kernels.compiled import TARGETS
+
+    @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+    @click.version_option(__version__)
+    def shardwise() -> None:
+        """Sharded embedding tables for PyTorch recommender models."""
+
+    @shardwise.group()
+    def kernels() -> None:
+        """About the Triton kernels."""
+
+    @kernels.command()
+    @click.option("--target", "targets", multiple=True, type=click.Choice([*TARGETS]), help="Default: all of them.")
+    @click.option("--kernel", default="", metavar="TEXT", help="Only cases with this in their name.")
+    @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes.", show_default=True)
+    def check(targets: tuple[str, ...], kernel: str, jobs: int) -> None:
+        """Compile every kernel as launches ask for it, without a GPU.
+
+        Prints a line for each case and target: registers of a thread, spilled bytes, bytes of shared memory, barriers,
+        and how many loads and stores of how many bytes ("5x16"). Ends with status 1 and a line for each promise that a
+        case breaks: a spill, a failing compiler, a narrow access to aligned rows, and others (kernels/promises.py).
+        """
+        from .kernels._op import HAS_TRITON, INTERPRETED
+        from .kernels.launched import cases
+
+        if not HAS_TRITON:
+            raise click.UsageError("triton is not installed, and it is what compiles the kernels: pip install triton")
+        if INTERPRETED:
+            raise click.UsageError("TRITON_INTERPRET is set: the kernels are interpreted, not compiled; unset it")
+        chosen = [case for case in cases() if kernel in case.name]
+        if not chosen:
+            raise click.UsageError(f"no case has {kernel!r} in its name; names are like 'pooled_lookup D=128 fp32'")
+        sys.exit(_check(chosen, targets or [*TARGETS], jobs))
+
+    return shardwise
+
+
+def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int) -> int:
+    """Compile and print; the status of the process."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from .kernels._op import triton
+    from .kernels.compiled import compile_all, has_case
+    from .kernels.promises import broken_promises
+
+    tasks = [(case, target) for case in cases for target in targets if has_case(target, case)]
+    found: dict[int, Report | str] = {}
+    # no refreshing thread: the compiling processes are forks of this one
+    with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
+        task = progress.add_task("compiling", total=len(tasks))
+        for place, report in compile_all(tasks, jobs):
+            found[place] = report
+            progress.advance(task)
+            progress.refresh()
+    reports = [(*tasks[place], found[place]) for place in range(len(tasks))]
+    _print_table(reports)
+    broken = broken_promises(reports)
+    for case, target, sentence in broken:
+        print(f"{case.name} on {target}: {sentence}")
+    compiled = f"{len(tasks)} cases and targets compiled by triton {triton.__version__}"
+    print(f"{compiled}: {len(broken)} broken promises" if broken else f"{compiled}: every promise is kept")
+    return 1 if broken else 0
+
+
+def _print_table(reports: Sequence[tuple[Case, str, Report | str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("case", "target", box=None, pad_edge=False)
+    for column in ("registers", "spilled", "shared", "barriers"):
+        table.add_column(column, justify="right")
+    for column in ("loads", "stores"):
+        table.add_column(column)
+    for case, target, report in reports:
+        if not isinstance(report, str):
+            numbers = (report.registers, report.spills, report.shared_bytes, report.barriers)
+            table.add_row(case.name, target, *map(str, numbers), _accesses(report, "load"), _accesses(report, "store"))
+    # a line of the table is a line of the output, on a narrow terminal and in a file
+    console = Console(highlight=False)
+    console.width = max(console.width, 160)
+    console.print(table)
+
+
+def _accesses(report: Report, what: str) -> str:
+    sizes = sorted(((size, n) for (kind, size), n in report.accesses.items() if kind == what), reverse=True)
+    return " ".join(f"{n}x{size}" for size, n in sizes)
