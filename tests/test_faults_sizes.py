@@ -226,8 +226,8 @@ def test_22_more_ids_than_int32_counts_are_added_to_their_rows() -> None:
     with recorded() as launches:
         update._update_kernel[(1,)](
             W=weights, states=(), partial=numbers, start=begin, row_of=row, hash_of=row, slot_of=whole, n_chunks=count,
-            src=source, scale=scale, grad=grad, numbers=numbers, salt=numbers, guard=new_guard(), low=0, programs=1, D=1,
-            NONE=bounds.OK, RULE=RULES["sgd"].in_triton, KINDS=(), NUMBERS=2, TAKES_ROW=False, DECAY=0, ROUNDS=0,
+            src=source, scale=scale, grad=grad, numbers=numbers, salt=numbers, guard=new_guard(), low=0, programs=1,
+            D=1, NONE=bounds.OK, RULE=RULES["sgd"].in_triton, KINDS=(), NUMBERS=2, TAKES_ROW=False, DECAY=0, ROUNDS=0,
             HAS_SCALE=True, BLOCK_C=chunks, BLOCK_D=columns, ALIGN=1, SRC_ALIGN=1,
             FILLED=columns == 1, num_warps=warps,
         )  # fmt: skip
