@@ -15,7 +15,7 @@ from torch import Tensor
 _MADV_HUGEPAGE = 14
 _PAGE, _HUGE_PAGE = 1 << 12, 1 << 21
 # up to here the C library may reuse memory that was faulted in before
-REUSED_BYTES = 1 << 22
+REUSED_BYTES = 1 << 25
 
 
 @cache

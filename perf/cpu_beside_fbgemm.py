@@ -103,6 +103,11 @@ def _theirs(shape: Shape, ids: Tensor, lengths: Tensor, grad: Tensor, peer: Any)
     return _timed(lambda: tbe(ids, offsets), grad), tbe.split_embedding_weights()
 
 
+def _rotated(steps: dict[str, Step], turn: int) -> list[tuple[str, Step]]:
+    pairs = list(steps.items())
+    return pairs[turn % len(pairs) :] + pairs[: turn % len(pairs)]
+
+
 def measure(shape: Shape, peer: Any, repeats: int) -> dict[str, Any]:
     """Medians of `repeats` turns, each of FBGEMM's step and both of ours, and quartiles of the ratios within a turn.
 
@@ -121,14 +126,18 @@ def measure(shape: Shape, peer: Any, repeats: int) -> dict[str, Any]:
         mine.copy_(torch.cat(tables))
     found: dict[str, list[tuple[float, float]]] = {who: [] for who in steps}
     for turn in range(repeats + 2):
+        # two turns to warm up: compilers, allocators, page faults
         outputs = {}
-        for who, step in steps.items():
+        for who, step in _rotated(steps, turn):
             with patch.object(cpu_compiled, "update", lambda *args: False) if who == "torch" else nullcontext():
-                forward, backward, outputs[who] = step()
-            # two turns to warm up: compilers, allocators, page faults
-            if turn >= 2:
+                forward, backward, output = step()
+            if turn < 2:
+                outputs[who] = output
+            else:
                 found[who].append((forward, forward + backward))
-        for who in ("compiled", "torch"):
+            # each begins with what memory the one before has given back
+            del output
+        for who in outputs:
             torch.testing.assert_close(outputs[who], outputs["fbgemm"], rtol=0, atol=1e-5)
     result: dict[str, Any] = {"shape": shape._asdict(), "ms": {}, "ratio": {}}
     for who, times in found.items():
