@@ -11,11 +11,28 @@ import torch
 from torch import Tensor
 
 from .cpu_lookup import bag_sums
-from .features import Segment, column_offsets
-from .transpose import CHUNK, Transposed, position_in_run
+from .features import FIRST_ROW, ROWS, Segment, batch_size, column_offsets, linear_rows
+from .transpose import CHUNK, Transposed, key_dtype, position_in_run, transpose_index
 
 # Rows that are summed and updated at a time: 1 MB of gradients
 _BLOCK_ELEMENTS = 1 << 18
+
+
+def transpose_index_cpu(indices: Tensor, offsets: Tensor, features: Tensor, segments: Sequence[Segment]) -> Transposed:
+    """`transpose_index` by repeating what belongs to a feature or a bag instead of a search for each id."""
+    lengths = offsets.diff()
+    if int(offsets[0]) != 0 or bool((lengths < 0).any()):
+        return transpose_index(indices, offsets, features, segments)
+    ids, rows_total = indices[: int(offsets[-1])], segments[-1].end_row
+    # rows by their numbers: as if all tables had one column
+    keys, valid = linear_rows(
+        ids, offsets, batch_size(offsets, features.shape[0]), features[:, [FIRST_ROW, ROWS]], base=0, dim=1
+    )
+    if not bool(valid.all()):
+        keys = torch.where(valid, keys, rows_total)
+    keys, position = torch.sort(keys.to(key_dtype(rows_total)), stable=True)
+    bag = torch.arange(lengths.shape[0], dtype=torch.int32).repeat_interleave(lengths, output_size=ids.shape[0])
+    return Transposed(keys, position, bag[position])
 
 
 def row_gradients(
@@ -32,7 +49,9 @@ def row_gradients(
     They come in blocks that fit a core's cache, so that the update finds them there.
     """
     low, high = torch.searchsorted(index.keys, index.keys.new_tensor([segment.first_row, segment.end_row])).tolist()
-    keys = index.keys[low:high].long() - segment.first_row
+    keys = index.keys[low:high] - segment.first_row
+    # short numbers: half the memory to fault in
+    counts = key_dtype(keys.shape[0])
     scale = None if scale is None else scale[low:high]
     if pooled:
         matrix, source = _gradient_matrix(index.bag[low:high], grad, segment.dim, dims, batch)
@@ -40,7 +59,8 @@ def row_gradients(
         matrix, source = grad, index.position[low:high]
     block = max(1, _BLOCK_ELEMENTS // segment.dim)
     while keys.shape[0]:
-        head = (position_in_run(keys)[1] % CHUNK == 0).nonzero().squeeze(1)
+        # CHUNK is a power of two, and a remainder takes longer than all else here
+        head = (position_in_run(keys, counts)[1] & (CHUNK - 1) == 0).nonzero().squeeze(1)
         bounds = torch.cat([head, head.new_tensor([keys.shape[0]])])
         keys = keys[head]
         same_as_last = torch.zeros(keys.shape[0] + 1, dtype=torch.bool, device=keys.device)
@@ -54,20 +74,22 @@ def row_gradients(
             sums = bag_sums(matrix, source[ids], cuts - cuts[0], None if scale is None else scale[ids])
             if bool(inner.any()):
                 partial.append(sums[inner])
-                yield keys[first : first + block][~inner], sums[~inner]
+                yield keys[first : first + block][~inner].long(), sums[~inner]
             else:
-                yield keys[first : first + block], sums
+                yield keys[first : first + block].long(), sums
         keys, scale = keys[long], None
         matrix, source = torch.cat([*partial, sums[:0]]), torch.arange(keys.shape[0], device=keys.device)
 
 
 def _gradient_matrix(bag: Tensor, grad: Tensor, dim: int, dims: Sequence[int], batch: int) -> tuple[Tensor, Tensor]:
     """G as rows of this dim, and the row of each bag: a view where all features have this dim."""
-    f, b = bag // batch, bag % batch
+    samples = torch.arange(batch, device=bag.device)
     if all(other == dim for other in dims):
-        return grad.reshape(-1, dim), b * len(dims) + f
+        row_of_bag = samples * len(dims) + torch.arange(len(dims), device=bag.device)[:, None]
+        return grad.reshape(-1, dim), row_of_bag.view(-1)[bag]
     columns = column_offsets(dims)
     mine = [j for j, other in enumerate(dims) if other == dim]
-    number = f.new_zeros(len(dims))
-    number[mine] = torch.arange(len(mine), device=f.device)
-    return torch.cat([grad[:, columns[j] : columns[j] + dim] for j in mine]), number[f] * batch + b
+    number = torch.zeros(len(dims), dtype=torch.int64, device=bag.device)
+    number[mine] = torch.arange(len(mine), device=bag.device)
+    row_of_bag = number[:, None] * batch + samples
+    return torch.cat([grad[:, columns[j] : columns[j] + dim] for j in mine]), row_of_bag.view(-1)[bag]

@@ -44,15 +44,19 @@ def transpose_index(indices: Tensor, offsets: Tensor, features: Tensor, segments
     """Sort the ids of a batch by row, ids of one row in sample order; bad ids go last under a padding key."""
     bag, f, valid = locate_ids(indices, offsets, features)
     rows_total = segments[-1].end_row
-    key_dtype = torch.int32 if rows_total < 2**31 else torch.int64
-    keys = torch.where(valid, indices + features[f, FIRST_ROW], rows_total).to(key_dtype)
+    keys = torch.where(valid, indices + features[f, FIRST_ROW], rows_total).to(key_dtype(rows_total))
     keys, position = torch.sort(keys, stable=True)
     return Transposed(keys, position, bag[position].clamp(max=offsets.shape[0] - 2))
 
 
-def position_in_run(keys: Tensor) -> tuple[Tensor, Tensor]:
+def key_dtype(rows: int) -> torch.dtype:
+    """What holds the numbers of so many rows, and the padding key: half as long sorts in half the passes."""
+    return torch.int32 if rows < 2**31 else torch.int64
+
+
+def position_in_run(keys: Tensor, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
     """0 .. n - 1, and the place of each entry in its run of equal keys, counted from the run's start: both [n]."""
-    at = torch.arange(keys.shape[0], device=keys.device)
+    at = torch.arange(keys.shape[0], device=keys.device, dtype=dtype)
     begins = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
     begins[1:] = keys[1:] != keys[:-1]
     return at, at - torch.where(begins, at, 0).cummax(0).values

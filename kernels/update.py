@@ -17,7 +17,7 @@ from torch import Tensor
 from . import cpu_compiled
 from ._op import PERSISTENT_PROGRAMS, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .bounds import OK, is_clean, new_guard
-from .cpu_update import row_gradients
+from .cpu_update import row_gradients, transpose_index_cpu
 from .features import (
     COLUMN,
     FIRST_ROW,
@@ -292,7 +292,8 @@ def _fused_update(
         dims, parts, pooling,
     ):  # fmt: skip
         return
-    index = transpose_index(indices, offsets, features, parts)
+    transpose = transpose_index if runs_kernel(weights) or weights.is_cuda else transpose_index_cpu
+    index = transpose(indices, offsets, features, parts)
     pooled = pooling != "sequence"
     scale = _scale_of_ids(index, offsets, per_id_weights, features, batch, pooling)
     for segment in parts:
