@@ -1,0 +1,102 @@
+"""A step recorded once as a CUDA graph serves batches of every size: buffers of a fixed capacity, nothing waits.
+
+Without a GPU the recorded step is called again instead: buffers, padding and what is compared are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_inputs import (
+    UPDATES,
+    Case,
+    Inputs,
+    assert_same_bits,
+    inputs,
+    optimizer,
+    torch_device,
+    update_args,
+    upstream,
+)
+from torch import Tensor
+
+from shardwise.kernels import check_ids, fused_update, is_clean, pooled_lookup
+
+CAPACITY = 160
+TABLES = Case(
+    "captured", tables=((12, 8), (5, 3)), features=((0, False), (1, True), (0, False)), batch=6, lengths=(0, 8),
+    weighted=True,
+)  # fmt: skip
+
+
+def fill(batch: Inputs, ids: Tensor, offsets: Tensor, scale: Tensor) -> None:
+    """Put a batch into buffers of the capacity; what is left of the batch before becomes padding."""
+    n = batch.indices.shape[0]
+    assert batch.per_id_weights is not None
+    ids[n:], scale[n:] = -1, float("nan")
+    ids[:n], scale[:n] = batch.indices, batch.per_id_weights
+    offsets.copy_(batch.offsets)
+
+
+def recorded(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """The step as the replay of a graph; on a CPU the step itself."""
+    if device.type != "cuda":
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+@pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("device", UPDATES)
+def test_a_recorded_step_trains_on_batches_of_any_size(device: str, rule: str) -> None:
+    where = torch_device(device)
+    batch = inputs(TABLES, where)
+    weights, state = batch.weights, optimizer(rule, batch)
+    eager_weights, eager = weights.clone(), state.copied()
+    first, first_state = weights.clone(), state.copied()
+    ids = torch.zeros(CAPACITY, dtype=torch.int64, device=where)
+    scale, offsets = torch.zeros(CAPACITY, device=where), batch.offsets.clone()
+    grad, out = upstream(batch).clone(), torch.zeros_like(upstream(batch))
+    static = (batch.features, batch.dims, batch.segments)
+
+    def step() -> None:
+        check_ids(ids, offsets, batch.features, state.guard, names=batch.names, padded=True)
+        out.copy_(pooled_lookup(weights, ids, offsets, scale, *static, batch.pooling))
+        fused_update(
+            weights, state.states, state.step, grad, ids, offsets, scale, *static, rule, state.hyper, state.guard,
+            batch.pooling,
+        )  # fmt: skip
+
+    fill(batch, ids, offsets, scale)
+    replay = recorded(step, where)
+    # what the recording itself may have trained
+    weights.copy_(first)
+    state.step.copy_(first_state.step)
+    for mine, theirs in zip(state.states, first_state.states, strict=True):
+        mine.copy_(theirs)
+    sizes = set()
+    for seed in range(5):
+        now = batch.batch_of(seed)
+        sizes.add(now.indices.shape[0])
+        fill(now, ids, offsets, scale)
+        grad.copy_(upstream(now, seed=seed))
+        # a scheduler's new rate reaches a recorded step
+        for hyper in (state.hyper, eager.hyper):
+            hyper[0] = 0.1 / (1 + seed)
+        replay()
+        expected = pooled_lookup(eager_weights, *now.lookup[1:])
+        fused_update(*update_args(eager_weights, eager, upstream(now, seed=seed), now))
+        assert_same_bits(out, expected)
+        assert_same_bits(weights, eager_weights)
+        for mine, theirs in zip(state.states, eager.states, strict=True):
+            assert_same_bits(mine, theirs)
+    assert len(sizes) > 1 and is_clean(state.guard) and state.step.item() == 5
