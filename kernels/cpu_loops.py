@@ -106,6 +106,7 @@ def _prefetch_row(array: Any, at: int, dim: int) -> None:
         _prefetch(array, at + d)
 
 
+# numba compiles what an assignment of slices says of unequal shapes for seconds: rows are copied by loops
 @compiled()
 def _begin(total: Any, row: Any) -> None:
     for d in range(total.shape[0]):
@@ -224,7 +225,8 @@ def _sort(entries: Any, other: Any, bits: int) -> None:
             ends[digit] += 1
         a, b = b, a
     if passes % 2:
-        entries[:] = a[:n]
+        for i in range(n):
+            entries[i] = a[i]
 
 
 @compiled()
@@ -248,7 +250,7 @@ def _sum_chunk(entries: Any, first: int, last: int, G: Any, source: Any, scale: 
             _add(total, G[at : at + dim])
 
 
-@compiled()
+@compiled(types.void(F2, I1, int64, int64))
 def _carry(sums: Any, used: Any, level: int, dim: int) -> None:
     """The sum at level - 1 is complete: add it at `level`, and what becomes complete there further up."""
     while True:
@@ -263,16 +265,19 @@ def _carry(sums: Any, used: Any, level: int, dim: int) -> None:
         level += 1
 
 
-@compiled()
+@compiled(types.void(F2, I1, int64))
 def _finish(sums: Any, used: Any, dim: int) -> None:
     """Add up what is left at the levels above 0; the sum of everything comes to lie at level 0."""
     for level in range(1, LEVELS):
         if used[level] > 0:
-            if np.any(used[level + 1 :] > 0):
+            higher = False
+            for upper in range(level + 1, LEVELS):
+                higher |= used[upper] > 0
+            if higher:
                 used[level] = 0
                 _carry(sums, used, level + 1, dim)
             else:
-                sums[0, :dim] = sums[level, :dim]
+                _begin(sums[0, :dim], sums[level, :dim])
                 return
 
 
@@ -299,7 +304,7 @@ def sum_blocks(
     for block in range(first, last):
         end = min((block + 1) * step, entries.shape[0])
         _sum_run(entries, block * step, end, G, source, scale, sums, used, dim)
-        blocks[block] = sums[0, :dim]
+        _begin(blocks[block], sums[0, :dim])
 
 
 @compiled(types.void(F2, F1, F2, I1))
@@ -308,10 +313,10 @@ def join_blocks(blocks: Any, total: Any, sums: Any, used: Any) -> None:
     dim = blocks.shape[1]
     used[:] = 0
     for block in range(blocks.shape[0]):
-        sums[1, :dim] = blocks[block]
+        _begin(sums[1, :dim], blocks[block])
         _carry(sums, used, 2, dim)
     _finish(sums, used, dim)
-    total[:] = sums[0, :dim]
+    _begin(total, sums[0, :dim])
 
 
 def _apply(w: Any, g: Any, states: Any, at: int, row: int, numbers: Any) -> None:

@@ -135,11 +135,11 @@ def weight_gradients(batch: Batch) -> None:
     weight_gradient.per_id_weight_gradient(batch.gradient(), weights, ids, offsets, features, batch.dims)
 
 
-def check(batch: Batch) -> None:
+def check(batch: Batch, padded: bool = False) -> None:
     _, features, _ = batch.tables()
     ids, offsets, _ = batch.bags()
     guard = bounds.new_guard()
-    bounds.check_ids(ids, offsets, features, guard, names=["f"] * len(batch.dims))
+    bounds.check_ids(ids, offsets, features, guard, names=["f"] * len(batch.dims), padded=padded)
     finite.check_gradient(batch.gradient(), guard)
 
 
@@ -204,6 +204,7 @@ def _launches() -> Iterator[tuple[Callable[[], None], str, str]]:
             yield partial(check, batch), str(batch), ""
         if not batch.beside and not batch.weighted:
             yield partial(look_up_sequence, batch), str(batch), ""
+    yield partial(check, Batch(), padded=True), f"{Batch()} padded", ""
     for batch, rule, settings in _steps():
         words = [settings.get("decay", ""), "rounded" if settings.get("rounding") else ""]
         words.append(f"tile x{settings['scale']}" if settings.get("scale", 1) > 1 else "")
