@@ -113,7 +113,8 @@ class TableGroup:
             for name, kind in rule.states.items():
                 start = spec.initial_accumulator_value if name == rule.accumulator else 0.0
                 size = self.rows if kind == "row" else self.flat.shape[0]
-                self.states.append(torch.full((size,), start, dtype=torch.float32, device=device))
+                state = in_huge_pages(torch.empty(size, dtype=torch.float32, device=device))
+                self.states.append(state.fill_(start))
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
             self.hyper = replace(spec, lr=self.lr).hyper(device)
         else:
