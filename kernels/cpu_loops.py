@@ -62,7 +62,10 @@ def compiled(*signature: Any, **options: Any) -> Callable[[Any], Any]:
 
 @_intrinsic
 def _lent(typing: Any, array: Any) -> Any:
-    """The same array without an owner: slices of an owned array count references, atomically, two for every row."""
+    """The same array without an owner: slices of an owned array count references, atomically, two for every row.
+
+    For arguments only, which the caller keeps: numba frees an array of its own after the last use of its name.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         found = context.make_array(signature.args[0])(context, builder, args[0])
