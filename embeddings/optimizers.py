@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.kernels import Rule, rule_named
 
-from .rule_optimizer import RuleOptimizer
+from .rule_optimizer import RuleOptimizer, step_each
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -111,27 +111,19 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p.grad.is_sparse:
-                    raise RuntimeError("RowWiseAdagrad takes dense gradients, got a sparse one")
-                state = self.state[p]
-                state["step"] += 1
-                g = -p.grad if group["maximize"] else p.grad
-                if group["weight_decay"]:
-                    g = g + group["weight_decay"] * p
-                lr = group["lr"] / (1 + (float(state["step"]) - 1) * group["lr_decay"])
-                rows = g.float().reshape(state["sum"].shape[0], -1)
-                state["sum"] += rows.pow(2).mean(1, keepdim=True)
-                scale = state["sum"].sqrt().add_(group["eps"])
-                p.sub_((lr * rows / scale).reshape(p.shape).to(p.dtype))
-        return loss
+        return step_each(self, closure, self._step)
+
+    def _step(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        state["step"] += 1
+        g = -grad if group["maximize"] else grad
+        if group["weight_decay"]:
+            g = g + group["weight_decay"] * p
+        lr = group["lr"] / (1 + (float(state["step"]) - 1) * group["lr_decay"])
+        rows = g.float().reshape(state["sum"].shape[0], -1)
+        state["sum"] += rows.pow(2).mean(1, keepdim=True)
+        scale = state["sum"].sqrt().add_(group["eps"])
+        p.sub_((lr * rows / scale).reshape(p.shape).to(p.dtype))
 
 
 # optimizer class -> its rule, and how it means `weight_decay`

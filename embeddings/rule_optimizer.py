@@ -23,6 +23,28 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
+def step_each(
+    optimizer: torch.optim.Optimizer, closure: Any, step: Callable[[Tensor, Tensor, dict[str, Any]], None]
+) -> Any:
+    """`Optimizer.step` for one that takes dense gradients: `step(parameter, gradient, its group)` for each of them.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                raise RuntimeError(f"{type(optimizer).__name__} takes dense gradients, got a sparse one")
+            step(p, p.grad, group)
+    return loss
+
+
 class RuleOptimizer(torch.optim.Optimizer):
     """An optimizer that follows a rule; a row of a parameter is a slice along dim 0.
 
@@ -57,21 +79,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step(p, group)
-        return loss
+        return step_each(self, closure, self._step)
 
-    def _step(self, p: Tensor, group: dict[str, Any]) -> None:
-        if p.grad is None or p.grad.is_sparse:
-            raise RuntimeError(f"{type(self).__name__} takes dense gradients, got a sparse one")
+    def _step(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         rows = p.shape[0] if p.dim() else 1
-        w, g, state = p.float().reshape(rows, -1), p.grad.float().reshape(rows, -1), self.state[p]
+        w, g, state = p.float().reshape(rows, -1), grad.float().reshape(rows, -1), self.state[p]
         if not state:
             state["step"] = torch.zeros(1, dtype=torch.int64, device=p.device)
             for name, kind in self.rule.states.items():

@@ -33,6 +33,7 @@ from shardwise.kernels import (
     sequence_lookup,
     table_rows,
 )
+from shardwise.kernels.cpu_lookup import offsets_are_good
 from shardwise.kernels.huge_pages import in_huge_pages
 
 from .optimizers import OptimizerSpec
@@ -209,7 +210,7 @@ class TableGroup:
         if not self.lookups:
             return
         mode = self.policy.bounds_check
-        if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or _in_order(offsets, ids.shape[0], padded)):
+        if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
             # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids on CUDA
             return
         fatal = mode is BoundsCheckMode.FATAL
@@ -398,13 +399,6 @@ def _in_bags(per_id_weights: Tensor, offsets: Tensor) -> Tensor:
     """The weights [N], with zeros for those past the last offset, which are nobody's."""
     position = torch.arange(per_id_weights.shape[0], device=offsets.device)
     return torch.where(position < offsets[-1], per_id_weights, 0)
-
-
-def _in_order(offsets: Tensor, ids: int, padded: bool) -> bool:
-    """Whether offsets on the CPU go from 0 to the number of ids (with `padded`, at most to it) without a fall."""
-    end = int(offsets[-1])
-    reaches = end <= ids if padded else end == ids
-    return int(offsets[0]) == 0 and reaches and not bool((offsets.diff() < 0).any())
 
 
 def lay_out(tables: Sequence[TableShape]) -> tuple[list[int], list[int], list[Segment], int]:

@@ -160,9 +160,7 @@ def _blocks(dims: Sequence[int], batch: int, offsets: Tensor) -> Iterator[tuple[
 def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: bool) -> bool:
     """What `check_ids_ref` finds nothing wrong with, by few passes over ids and offsets."""
     count, end = features.shape[0], int(offsets[-1])
-    if count == 0 or int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
-        return False
-    if end > indices.shape[0] or (end < indices.shape[0] and not padded):
+    if count == 0 or not offsets_are_good(offsets, indices.shape[0], padded):
         return False
     indices = indices[:end]
     rows, batch = features[:, ROWS].tolist(), batch_size(offsets, count)
@@ -172,6 +170,13 @@ def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: boo
         return bool(linear_rows(indices, offsets, batch, features, 0, 1)[1].all())
     bounds = offsets[::batch].tolist()
     return all(_all_in(indices[bounds[f] : bounds[f + 1]], rows[f]) for f in range(count))
+
+
+def offsets_are_good(offsets: Tensor, ids: int, padded: bool) -> bool:
+    """Whether offsets go from 0 to the number of ids (with `padded`, at most to it) without a fall."""
+    end = int(offsets[-1])
+    reaches = end <= ids if padded else end == ids
+    return int(offsets[0]) == 0 and reaches and not bool((offsets.diff() < 0).any())
 
 
 def _all_in(ids: Tensor, rows: int) -> bool:

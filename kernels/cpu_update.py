@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .cpu_lookup import bag_sums
+from .cpu_lookup import bag_sums, offsets_are_good
 from .features import FIRST_ROW, ROWS, Segment, batch_size, column_offsets, linear_rows
 from .transpose import CHUNK, Transposed, key_dtype, position_in_run, transpose_index
 
@@ -20,10 +20,9 @@ _BLOCK_ELEMENTS = 1 << 18
 
 def transpose_index_cpu(indices: Tensor, offsets: Tensor, features: Tensor, segments: Sequence[Segment]) -> Transposed:
     """`transpose_index` by repeating what belongs to a feature or a bag instead of a search for each id."""
-    lengths = offsets.diff()
-    if int(offsets[0]) != 0 or bool((lengths < 0).any()):
+    if not offsets_are_good(offsets, indices.shape[0], padded=True):
         return transpose_index(indices, offsets, features, segments)
-    ids, rows_total = indices[: int(offsets[-1])], segments[-1].end_row
+    ids, lengths, rows_total = indices[: int(offsets[-1])], offsets.diff(), segments[-1].end_row
     # rows by their numbers: as if all tables had one column
     keys, valid = linear_rows(
         ids, offsets, batch_size(offsets, features.shape[0]), features[:, [FIRST_ROW, ROWS]], base=0, dim=1
