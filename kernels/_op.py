@@ -42,6 +42,8 @@ else:
 # Programs of a persistent grid: enough of them to fill a large GPU, few enough for the interpreter.
 PERSISTENT_PROGRAMS = 4 if INTERPRETED else 132 * 16
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 _library = torch.library.Library("shardwise", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -51,6 +53,22 @@ def runs_kernel(tensor: Tensor) -> bool:
         _warn_no_triton()
         return False
     return tensor.is_cuda or INTERPRETED
+
+
+def direct(*tensors: Tensor | None) -> bool:
+    """Whether an op may be called past torch's dispatcher, which costs more than small batches do.
+
+    So it may where all are plain CPU tensors that want no gradient, and nothing traces, wraps or records operations.
+    """
+    if INTERPRETED or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return False
+    grads = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or not tensor.is_cpu or (grads and tensor.requires_grad)):
+            return False
+    return True
 
 
 def register(

@@ -18,11 +18,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from . import bounds, finite, pooled, sequence, update, weight_gradient
+from . import bounds, finite, launched_jagged, pooled, sequence, update, weight_gradient
 from .features import Feature, Segment, flatten_segments, pack_features
 from .rule import RULES
 
-_MODULES = (bounds, finite, pooled, sequence, update, weight_gradient)
+_MODULES = (bounds, finite, pooled, sequence, update, weight_gradient, *launched_jagged.MODULES)
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
@@ -205,6 +205,7 @@ def _launches() -> Iterator[tuple[Callable[[], None], str, str]]:
         if not batch.beside and not batch.weighted:
             yield partial(look_up_sequence, batch), str(batch), ""
     yield partial(check, Batch(), padded=True), f"{Batch()} padded", ""
+    yield from launched_jagged.launches()
     for batch, rule, settings in _steps():
         words = [settings.get("decay", ""), "rounded" if settings.get("rounding") else ""]
         words.append(f"tile x{settings['scale']}" if settings.get("scale", 1) > 1 else "")
