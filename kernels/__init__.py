@@ -11,6 +11,8 @@ from .index_add import jagged_index_add
 from .index_select import jagged_index_select
 from .keyed_select import keyed_jagged_index_select
 from .pooled import pooled_lookup
+from .regroup import permute_pooled, regroup
+from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
 from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup
 from .update import DECAYS, fused_update
@@ -21,6 +23,7 @@ __all__ = [
     "RULES",
     "BoundsCheckMode",
     "Feature",
+    "RegroupPlan",
     "Rule",
     "Segment",
     "check_gradient",
@@ -37,8 +40,12 @@ __all__ = [
     "new_guard",
     "pack_features",
     "per_id_weight_gradient",
+    "permute_pooled",
+    "plan_pieces",
+    "plan_regroup",
     "pooled_lookup",
     "raise_from_guard",
+    "regroup",
     "require_ids",
     "rule_named",
     "sequence_lookup",
