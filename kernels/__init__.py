@@ -11,7 +11,7 @@ from .index_add import jagged_index_add
 from .index_select import jagged_index_select
 from .keyed_select import keyed_jagged_index_select
 from .pooled import pooled_lookup
-from .regroup import permute_pooled, regroup
+from .regrouping import permute_pooled, regroup
 from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
 from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup

@@ -8,11 +8,11 @@ from types import ModuleType
 
 import torch
 
-from . import index_add, index_select, regroup
+from . import index_add, index_select, regrouping
 from .regroup_plan import plan_pieces
 
 # kernel files whose launches are noted
-MODULES: tuple[ModuleType, ...] = (index_add, index_select, regroup)
+MODULES: tuple[ModuleType, ...] = (index_add, index_select, regrouping)
 
 # a run, its label, and what rows it reads where the order of a sum over a row is promised ("" where it is not)
 Launch = tuple[Callable[[], None], str, str]
@@ -89,4 +89,4 @@ def _regroup(dtype: torch.dtype, unit: int, inputs: int, outputs: int, repeats: 
         flat = [number for row in runs.rows() for number in (*row, *row[3:] * (repeats - 1))]
         runs = runs._replace(flat=tuple(flat), repeats=repeats)
     tensors = [torch.zeros(8, width, dtype=dtype) for _ in range(inputs)]
-    regroup._regroup_columns(tensors, list(runs.flat), runs.repeats, list(runs.widths))
+    regrouping._regroup_columns(tensors, list(runs.flat), runs.repeats, list(runs.widths))

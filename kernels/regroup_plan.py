@@ -1,4 +1,4 @@
-"""Which columns of which tensors go where: plans of regroup.py, made once and kept. Pure Python.
+"""Which columns of which tensors go where: plans of regrouping.py, made once and kept. Pure Python.
 
 A piece (tensor, first column, columns) names columns side by side. Runs are how ops read a plan: flat ints, for each
 run of columns that the outputs hold: (output, column, columns, then `repeats` pairs: tensor, column), what is added

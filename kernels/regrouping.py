@@ -60,8 +60,8 @@ def _regroup_kernel(X, Y, table, B, V, INPUTS: tl.constexpr, OUTPUTS: tl.constex
     to = rows * tl.load(table + 2 * V + v, mask=here, other=0)[None, :]
     to = (to + tl.load(table + V + v, mask=here, other=0)[None, :]) * ALIGN
     TYPE: tl.constexpr = X[0].dtype.element_ty
-    SUM: tl.constexpr = TYPE if REPEATS == 1 or TYPE == tl.float64 else tl.float32
-    total = tl.zeros((BLOCK_B, BLOCK_V, ALIGN), SUM)
+    SUM: tl.constexpr = tl.float64 if tl.float64 == TYPE else tl.float32
+    total = tl.zeros((BLOCK_B, BLOCK_V, ALIGN), TYPE if REPEATS == 1 else SUM)
     for r in tl.static_range(REPEATS):
         source = table + (3 + 3 * r) * V + v
         which = tl.load(source, mask=here, other=-1)
@@ -77,10 +77,10 @@ def _regroup_kernel(X, Y, table, B, V, INPUTS: tl.constexpr, OUTPUTS: tl.constex
 def regroup(tensors: Sequence[Tensor], plan: RegroupPlan | Sequence[Sequence[Piece]]) -> list[Tensor]:
     """Put columns of several tensors together anew: one output per group of the plan; differentiable.
 
-    Shapes: tensors [B, D_i] of one dtype and device. `plan` is made once by `plan_regroup` or `plan_pieces`, or says for
-    each output its pieces (tensor, first column, columns). Columns may be left out and may be in several places:
-    gradients of a column add in one fixed order, those of one left out are 0, and an input of which nothing is taken has
-    no gradient or one of zeros.
+    Shapes: tensors [B, D_i] of one dtype and device. `plan` is made once by `plan_regroup` or `plan_pieces`, or says
+    for each output its pieces (tensor, first column, columns). Columns may be left out and may be in several places:
+    gradients of a column add in one fixed order, those of one left out are 0, and an input of which nothing is taken
+    has no gradient or one of zeros.
 
     Returns:
         One [B, sum of columns] per output.
