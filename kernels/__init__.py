@@ -11,8 +11,8 @@ from .index_add import jagged_index_add
 from .index_select import jagged_index_select
 from .keyed_select import keyed_jagged_index_select
 from .pooled import pooled_lookup
-from .regrouping import permute_pooled, regroup
 from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
+from .regrouping import permute_pooled, regroup
 from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup
 from .update import DECAYS, fused_update

@@ -191,8 +191,8 @@ def _launch(tensors: list[Tensor], outs: list[Tensor], runs: Runs) -> None:
 
 
 def regroup_tile(vectors: int, vector_bytes: int) -> tuple[int, int]:
-    """Rows and vectors of a tile: of a row 512 bytes, where it has so many."""
-    block_v = min(next_power_of_2(vectors), 512 // vector_bytes, _VECTORS)
+    """Rows and vectors of a tile: of a row 512 bytes, where it has so many, and at most a vector for each thread."""
+    block_v = min(next_power_of_2(vectors), 512 // vector_bytes, _VECTORS // 4)
     return _VECTORS // block_v, block_v
 
 
