@@ -22,7 +22,7 @@ from .cpu_compiled import run
 from .huge_pages import in_huge_pages
 
 # bytes that one thread moves before another can have been woken
-_ALONE = 1 << 19
+_ALONE = 1 << 22
 
 
 @cache
@@ -175,8 +175,8 @@ def _row_bytes(values: Tensor) -> int:
 
 def _divided(task: Callable[[int, int], Any], items: int, nbytes: int) -> list[Any]:
     """task(lo, hi) over [0, items): at once, or in as many parts as threads have use for."""
-    threads = torch.get_num_threads()
-    if nbytes <= _ALONE or threads == 1 or items == 1:
+    threads = 1 if nbytes <= _ALONE else torch.get_num_threads()
+    if threads == 1 or items == 1:
         return [task(0, items)]
     parts = min(4 * threads, items)
     return run([partial(task, items * part // parts, items * (part + 1) // parts) for part in range(parts)])
@@ -187,15 +187,16 @@ def expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, total
     compiled = loops()
     if compiled is None:
         return None
-    order, begins, ends = (tensor.long().contiguous() for tensor in (permute, input_offsets, output_offsets))
-    out = torch.empty(total, dtype=torch.int64)
+    order, begins, ends = permute.contiguous(), input_offsets.contiguous(), output_offsets.contiguous()
+    out = order.new_empty(total)
     found = compiled.expand(
-        order.data_ptr(), order.shape[0], begins.data_ptr(), begins.shape[0] - 1, ends.data_ptr(), out.data_ptr(), total
-    )
+        order.data_ptr(), order.itemsize, order.shape[0], begins.data_ptr(), begins.shape[0] - 1, ends.data_ptr(),
+        out.data_ptr(), total,
+    )  # fmt: skip
     if found < 0:
         check_order(permute, input_offsets.shape[0] - 1)
         check_offsets("output_offsets", output_offsets, total)
-    return out.to(permute.dtype)
+    return out
 
 
 def check_order(permute: Tensor, segments: int) -> None:

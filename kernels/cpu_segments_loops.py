@@ -23,8 +23,8 @@ from numba.extending import intrinsic
 _intrinsic: Any = intrinsic
 types: Any = numba_types
 
-# elements up to which a loop copies faster than a call of memcpy
-_FEW = 32
+# bytes that are copied at once, and up to which that is faster than a call of memcpy
+_CHUNK, _FEW = 64, 512
 
 FLOAT32, FLOAT64, INT64 = 0, 1, 2
 # what `plan` finds wrong
@@ -171,36 +171,45 @@ def _first(outs: Any, position: int) -> int:
     return low
 
 
-@_compiled()
-def _move(starts: Any, outs: Any, source: Any, out: Any, source_at: int, out_at: int, item: int, lo: int, hi: int) -> None:  # fmt: skip  # noqa: E501
-    s = _first(outs, lo)
-    while s < starts.shape[0] and outs[s] < hi:
-        begin, end = max(outs[s], lo), min(outs[s + 1], hi)
-        back = starts[s] - outs[s]
-        s += 1
-        # segments that follow each other in the source too move as one
-        while s < starts.shape[0] and starts[s] - outs[s] == back and end < hi:
-            end = min(outs[s + 1], hi)
-            s += 1
-        if out.shape[0] and end - begin < _FEW:
-            for i in range(begin, end):
-                out[i] = source[i + back]
-        elif end > begin:
-            _memcpy(out_at + begin * item, source_at + (begin + back) * item, (end - begin) * item)
-
-
 @_compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64))
 def move(room: int, S: int, source: int, values: int, out: int, item: int, lo: int, hi: int) -> None:
     """Output positions lo ... hi - 1 of a plan at `room` by `plan`; source [values] and out have `item` bytes each."""
     starts, outs = _i8(room, S), _i8(room + 8 * S, S + 1)
     if S == 0 or hi <= lo:
         return
-    if item == 8:
-        _move(starts, outs, _i8(source, values), _i8(out, outs[S]), source, out, item, lo, hi)
-    elif item == 4:
-        _move(starts, outs, _i4(source, values), _i4(out, outs[S]), source, out, item, lo, hi)
-    else:
-        _move(starts, outs, _i8(source, 0), _i8(out, 0), source, out, item, lo, hi)
+    last_to, last_from = out + hi * item - _CHUNK, source + values * item - _CHUNK
+    s = _first(outs, lo)
+    while s < S and outs[s] < hi:
+        begin, end = max(outs[s], lo), min(outs[s + 1], hi)
+        back = starts[s] - outs[s]
+        s += 1
+        # segments that follow each other in the source too move as one
+        while s < S and starts[s] - outs[s] == back and end < hi:
+            end = min(outs[s + 1], hi)
+            s += 1
+        to, left = out + begin * item, (end - begin) * item
+        ahead = source + back * item - out
+        if left <= _FEW:
+            # a chunk too long costs less than a branch on its length; the next segment overwrites what is too much
+            while left > 0 and to <= last_to and to + ahead <= last_from:
+                _memcpy(to, to + ahead, _CHUNK)
+                to += _CHUNK
+                left -= _CHUNK
+        if left > 0:
+            _memcpy(to, to + ahead, left)
+
+
+@_compiled(inline=True)
+def _count_up(out: Any, begin: int, end: int, first: int) -> None:
+    """out[begin : end] = first, first + 1, ...; eight at a time, the next call overwrites what is too much."""
+    i = begin
+    while i < end and i + 8 <= out.shape[0]:
+        for j in range(8):
+            out[i + j] = first + (i - begin) + j
+        i += 8
+    while i < end:
+        out[i] = first + (i - begin)
+        i += 1
 
 
 @_compiled()
@@ -238,15 +247,16 @@ def _expand(order: Any, begins: Any, ends: Any, out: Any) -> int:
         if end < begin or end > total:
             return -(4 * s + BAD_SIZE)
         source = np.int64(begins[p])
-        for i in range(begin, end):
-            out[i] = source + i - begin
+        _count_up(out, begin, end, source)
     return 0
 
 
-@_compiled(int64(int64, int64, int64, int64, int64, int64, int64))
-def expand(order: int, S: int, begins: int, T: int, ends: int, out: int, total: int) -> int:
-    """Source position of each output position, int64: 0, or what is wrong as `plan` has it (ends: offsets [S + 1])."""
-    return _expand(_i8(order, S), _i8(begins, T + 1), _i8(ends, S + 1), _i8(out, total))
+@_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64))
+def expand(order: int, item: int, S: int, begins: int, T: int, ends: int, out: int, total: int) -> int:
+    """Source position of each output position: 0, or what is wrong as `plan` has it (ends: output offsets [S + 1])."""
+    if item == 8:
+        return _expand(_i8(order, S), _i8(begins, T + 1), _i8(ends, S + 1), _i8(out, total))
+    return _expand(_i4(order, S), _i4(begins, T + 1), _i4(ends, S + 1), _i4(out, total))
 
 
 @_compiled()
@@ -259,8 +269,7 @@ def _places(offsets: Any, out: Any) -> int:
         end = np.int64(offsets[b + 1]) if b + 1 < B else np.int64(N)
         if end < begin or end > N:
             return -b - 2
-        for i in range(begin, end):
-            out[i] = i - begin
+        _count_up(out, begin, end, 0)
     return 0
 
 
