@@ -10,6 +10,7 @@ from .finite import check_gradient, describe_gradient, describe_weight
 from .index_add import jagged_index_add
 from .index_select import jagged_index_select
 from .keyed_select import keyed_jagged_index_select
+from .permute import permute_segments
 from .pooled import pooled_lookup
 from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
 from .regrouping import permute_pooled, regroup
@@ -43,6 +44,7 @@ __all__ = [
     "permute_pooled",
     "plan_pieces",
     "plan_regroup",
+    "permute_segments",
     "pooled_lookup",
     "raise_from_guard",
     "regroup",
