@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._check import check_keys, check_tensor, names
-from ._segments import starts_of
+from ._strides import starts_of
 from ._text import keyed_text, summary
 
 
