@@ -7,6 +7,16 @@ from . import rules as _built_in
 from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_guard, require_ids
 from .features import Feature, Segment, flatten_segments, pack_features, table_rows
 from .finite import check_gradient, describe_gradient, describe_weight
+from .jagged import (
+    complete_cumsum,
+    invert_permute,
+    offsets_range,
+    offsets_to_lengths,
+    pack_segments,
+    segment_sum,
+    unpack_segments,
+)
+from .permute import expand_into_jagged_permute, permute_1d, permute_2d, permute_segments
 from .pooled import pooled_lookup
 from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup
@@ -22,21 +32,32 @@ __all__ = [
     "Segment",
     "check_gradient",
     "check_ids",
+    "complete_cumsum",
     "define_rule",
     "describe_gradient",
     "describe_weight",
+    "expand_into_jagged_permute",
     "flatten_segments",
     "fused_update",
+    "invert_permute",
     "is_clean",
     "new_guard",
+    "offsets_range",
+    "offsets_to_lengths",
     "pack_features",
+    "pack_segments",
     "per_id_weight_gradient",
+    "permute_1d",
+    "permute_2d",
+    "permute_segments",
     "pooled_lookup",
     "raise_from_guard",
     "require_ids",
     "rule_named",
+    "segment_sum",
     "sequence_lookup",
     "table_rows",
+    "unpack_segments",
 ]
 
 # imported for the rules that it defines
