@@ -224,8 +224,13 @@ def _bad_values(name: str, tensor: Tensor) -> Exception:
 
 def _check_values(permute: Tensor, lengths: Tensor, sums: Tensor, values: int) -> None:
     """What a plan checks, on torch."""
-    if lengths.numel() and (least := int(lengths.min())) < 0:
-        raise ValueError(f"lengths must be >= 0, got {least}")
+    if lengths.numel():
+        low, high = lengths.aminmax()
+        if int(low) < 0:
+            raise ValueError(f"lengths must be >= 0, got {int(low)}")
+        # one by one, because sums that pass 2**63 come back too small
+        if int(high) > values:
+            raise ValueError(f"lengths must add up to the {values} values, one of them is {int(high)}")
     if int(sums.sum()) != values:
         raise ValueError(f"lengths sum to {int(sums.sum())}, values has {values}")
     cpu_segments.check_order(permute, lengths.shape[0])
@@ -269,6 +274,8 @@ def _on_device(
 
 def _on_torch(tensors: Sequence[Tensor], sizes: Sequence[int], order: Sequence[int]) -> list[Tensor]:
     """By whichever of torch's ops needs less time: a view for each segment, or an index for each value."""
+    if not order:
+        return [tensor[:0] for tensor in tensors]
     total = sum(sizes[s] for s in order)
     halves = any(tensor.requires_grad and tensor.itemsize == 2 for tensor in tensors)
     if not halves and (total >= _LONG_SEGMENT * len(order) or len(order) <= 32):
