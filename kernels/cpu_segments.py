@@ -217,9 +217,7 @@ def check_offsets(name: str, offsets: Tensor, end: int) -> None:
     fallen = offsets[1:] < offsets[:-1]
     if bool(fallen.any()):
         at = int(fallen.int().argmax())
-        raise ValueError(
-            f"{name} must not decrease, {name}[{at + 1}] is {int(offsets[at + 1])} after {int(offsets[at])}"
-        )
+        raise ValueError(f"{name} must not decrease, entry {at + 1} is {int(offsets[at + 1])} after {int(offsets[at])}")
 
 
 def complete_cumsum(lengths: Tensor) -> Tensor | None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 
+import torch
+
+from . import jagged, permute, segments
+
 # kernel files whose launches are noted
-MODULES: tuple[ModuleType, ...] = ()
+MODULES: tuple[ModuleType, ...] = (jagged, permute, segments)
 
 # a run, its label, and what rows it reads where the order of a sum over a row is promised ("" where it is not)
 Launch = tuple[Callable[[], None], str, str]
@@ -21,7 +26,35 @@ def launches() -> Iterator[Launch]:
 
 
 def _segments() -> Iterator[Launch]:
-    yield from ()
+    for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        for dim in (1, 3, 4, 20, 64, 128, 1023, 4096):
+            yield partial(_move_and_sum, (4, dim), dtype), f"D={dim} {name}", ""
+    for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("i64", torch.int64), ("i32", torch.int32)):
+        yield partial(_move_and_sum, (4,), dtype), f"{name} values", ""
+    yield partial(_move_and_sum, (16,), torch.int64), "16 i64 values", ""
+    yield partial(_move_and_sum, (4,), torch.int64, torch.int32), "i64 values i32 offsets", ""
+    yield partial(_move_and_sum, (4, 128), torch.float32, torch.int32), "D=128 fp32 i32 offsets", ""
+    for name, dtype in (("i32", torch.int32), ("i64", torch.int64)):
+        yield partial(_index, dtype), name, ""
+
+
+def _move_and_sum(shape: tuple[int, ...], dtype: torch.dtype, index: torch.dtype = torch.int64) -> None:
+    """Segments of 2 values each, swapped; where they lie together with fp32 weights, as in a batch of ids."""
+    values = torch.zeros(shape, dtype=dtype)
+    offsets, order = torch.arange(0, shape[0] + 1, 2, dtype=index), torch.arange(shape[0] // 2, dtype=index)
+    both = [values, torch.zeros(shape[0])] if dtype == torch.int64 else [values]
+    torch.ops.shardwise.move_segments(both, order, offsets, offsets, shape[0])
+    if dtype.is_floating_point:
+        torch.ops.shardwise.collect_segments(both, order, offsets, offsets, shape[0])
+        torch.ops.shardwise.segment_spread(offsets, values[: shape[0] // 2], shape[0], 1)
+    jagged.segment_sum(offsets, values)
+
+
+def _index(dtype: torch.dtype) -> None:
+    offsets = torch.arange(0, 5, 2, dtype=dtype)
+    jagged.offsets_range(offsets, 4)
+    jagged.invert_permute(offsets)
+    permute.expand_into_jagged_permute(offsets[:2], offsets, offsets, 4)
 
 
 def _buckets() -> Iterator[Launch]:
