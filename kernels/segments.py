@@ -157,7 +157,7 @@ def gather_rows(values: Tensor, at: Tensor, unit: int) -> Tensor:
         return out
     source, target = _numbers(values), _numbers(out)
     D = prod(values.shape[1:])
-    block_n, block_d, warps = (_BLOCK, 1, 4) if D == 1 else gather_tile(D, values.itemsize, unit)
+    block_n, block_d, warps = gather_tile(D, values.itemsize, unit)
     grid = (triton.cdiv(at.shape[0], block_n), triton.cdiv(D, block_d))
     _gather_kernel[grid](source, at, target, at.shape[0], D, block_n, block_d, unit, num_warps=warps)
     return out
