@@ -13,7 +13,6 @@ from .regroup_plan import plan_pieces
 
 # kernel files whose launches are noted
 MODULES: tuple[ModuleType, ...] = (index_add, index_select, jagged, permute, regrouping, segments)
-from . import jagged, permute
 
 _NAMES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
