@@ -1,0 +1,2 @@
+from .beside import Case
+CASES: list[Case] = []
