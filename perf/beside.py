@@ -14,15 +14,17 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 # a batch of calls takes about so long, making their states at most so long, and a size of a case about so long (s)
-CALLS_S, STATES_S, CASE_S = 1e-3, 10e-3, 0.3
-MOST_CALLS, ROUNDS, MOST_ROUNDS, WARM_UP = 100, 7, 31, 2
+CALLS_S, STATES_S, CASE_S = 1e-3, 10e-3, 0.25
+MOST_CALLS, ROUNDS, MOST_ROUNDS, WARM_UP = 100, 7, 25, 2
+# calls that take so long (s) are repeated least often
+SLOW_S, SLOW_ROUNDS = 0.2, 3
 
 
 class Size(NamedTuple):
@@ -39,10 +41,7 @@ SIZES = [Size(keys, batch) for keys in (1, 26, 856) for batch in (64, 8192)]
 
 
 class Library:
-    """Names of several modules in one place; each is looked up once, so that the look-up is not timed.
-
-    `missing` says whether an error means that the library has no such operation.
-    """
+    """Names of several modules in one place; each is looked up once, so that the look-up is not timed."""
 
     def __init__(self, label: str, modules: Sequence[Any], *, peer: bool = False) -> None:
         self.label, self.modules, self.peer = label, modules, peer
@@ -99,7 +98,7 @@ class Row:
     found: str = ""
     ours_us: float = math.nan
     theirs_us: float = math.nan
-    ratios: tuple[float, float, float] = field(default=(math.nan,) * 3)
+    ratios: tuple[float, float, float] = (math.nan, math.nan, math.nan)
 
     @property
     def ratio(self) -> float:
@@ -149,18 +148,18 @@ def _run(case: Case, lib: Library, size: Size) -> Any:
 def time_beside(case: Case, ours: Library, theirs: Library, size: Size) -> list[tuple[float, float]]:
     """Seconds of one call of ours and of theirs in each of some rounds, who is first changing from round to round."""
     pilot = [_time(case, lib, size, 1) for lib in (ours, theirs)]
-    pilot = [_time(case, lib, size, 1) for lib in (ours, theirs)]
-    slowest = max(call for _, call in pilot)
-    made = max(make for make, _ in pilot)
-    calls = max(1, min(MOST_CALLS, round(CALLS_S / max(slowest, 1e-7)), int(STATES_S / max(made, 1e-7))))
-    rounds = max(ROUNDS, min(MOST_ROUNDS, int(CASE_S / (2 * calls * (made + slowest)))))
+    made, slowest = (max(max(side), 1e-7) for side in zip(*pilot, strict=True))
+    calls = max(1, min(MOST_CALLS, round(CALLS_S / slowest), int(STATES_S / made)))
+    rounds, warm_up = max(ROUNDS, min(MOST_ROUNDS, int(CASE_S / (2 * calls * (made + slowest))))), WARM_UP
+    if slowest > SLOW_S:
+        rounds, warm_up = SLOW_ROUNDS, 0
     times = []
     gc.collect()
     gc.disable()
     try:
-        for turn in range(WARM_UP + rounds):
+        for turn in range(warm_up + rounds):
             taken = {lib.label: _time(case, lib, size, calls)[1] for lib in ((ours, theirs), (theirs, ours))[turn % 2]}
-            if turn >= WARM_UP:
+            if turn >= warm_up:
                 times.append((taken[ours.label], taken[theirs.label]))
     finally:
         gc.enable()

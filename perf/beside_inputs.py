@@ -155,7 +155,7 @@ def dense(size: Size) -> Tensor:
 
 def dims(size: Size) -> list[int]:
     """Width of each key of a KeyedTensor: mixed, and narrow where there are many keys."""
-    return [(16, 64, 32, 128)[f % 4] if size.keys <= 26 else (4, 8, 16)[f % 3] for f in range(size.keys)]
+    return [(16, 64, 32, 128)[f % 4] if size.keys <= 26 else (4, 8, 4)[f % 3] for f in range(size.keys)]
 
 
 @lru_cache(maxsize=2)
@@ -180,7 +180,7 @@ def groups(size: Size, repeats: bool = False) -> list[list[str]]:
 
 
 def ranked(ranks: int, *, weighted: bool = False, uneven: bool = False, variable: bool = False) -> Make:
-    """Makes the arguments of `dist_init`: what `ranks` ranks have sent, rank by rank, and the order to bring it into."""
+    """Makes the arguments of `dist_init`: what `ranks` ranks have sent, and the order to bring it into."""
 
     def make(lib: Any, size: Size) -> Any:
         return list(_ranked(size, ranks, weighted, uneven, variable))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import os
 import re
 import statistics
 import sys
@@ -88,9 +89,10 @@ def free(row: Row) -> bool:
 def verdict(rows: Sequence[Row], bounds: Bounds, different: Mapping[str, str]) -> str:
     """What is said of one operation at all its sizes; in capitals what makes the exit status 1."""
     found = next((row for row in rows if row.found), None)
+    why = reason(rows[0].case, different)
     if found is not None and found.found.startswith("missing"):
         return f"MISSING {found.found.removeprefix('missing: ')}"
-    if found is not None and not (why := reason(found.case, different)):
+    if found is not None and not why:
         return f"DIFFERENT at {found.size}: {found.found}"
     slow = slow_sizes(rows, bounds)
     if slow:
@@ -235,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help=f"also put it into FILE, below the line {MARK!r}")
     parser.add_argument("--only", default="", metavar="REGEX", help="of 'operation, keys x batch'")
     parser.add_argument("--sections", default="types,ops", help="types, ops, or both with a comma between")
+    parser.add_argument("--threads", type=int, default=2, help="of torch")
     parser.add_argument("--torch-alone", action="store_true", help="ours without numba")
     options = parser.parse_args(argv)
     names = options.sections.split(",")
@@ -244,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{options.write} has no line {MARK}")
     # of dtypes and modules that torch is about to drop
     warnings.simplefilter("ignore")
+    torch.set_num_threads(options.threads)
     if options.torch_alone:
         with without_numba():
             return _main(names, options)
@@ -260,7 +264,8 @@ def _main(names: Sequence[str], options: argparse.Namespace) -> int:
     said, good = report(
         sections(names, compiled), load_ours(), theirs, options.only, lambda line: print(line, file=sys.stderr)
     )
-    how = f"{torch.get_num_threads()} threads, ours {'with numba' if compiled else 'on torch alone'}"
+    load = os.getloadavg()[1]
+    how = f"{torch.get_num_threads()} threads, ours {'with numba' if compiled else 'on torch alone'}, load {load:.1f}"
     text = f"{versions(fbgemm)}; {how}\n\n{said}"
     print(text)
     if options.write:

@@ -1,4 +1,4 @@
-"""The operations of the jagged types that are compared with TorchRec's: cases of beside.py, one call for both libraries.
+"""The operations of the jagged types that are compared with TorchRec's: cases of beside.py, one call for both.
 
 A KeyedJaggedTensor of F keys has computed nothing before it is used, but where the name says "synced".
 """
@@ -50,6 +50,10 @@ def _of_batch(
     """A case for each kind of KJT; with an `argument` of the size the state is (kjt, argument)."""
     for options in variants or (PLAIN,):
         yield Case(f"KJT {name}{_said(options)}", fresh(argument, **options), call, **more)
+
+
+def _method(name: str) -> Call:
+    return lambda lib, s: getattr(s, name)()
 
 
 def _small(size: Size) -> bool:
@@ -209,7 +213,7 @@ def _facts() -> Iterator[Case]:
         "lengths_offset_per_key": (PLAIN, VARIABLE), "index_per_key": (PLAIN,), "device": (PLAIN,),
         "size_in_bytes": (PLAIN, WEIGHTED), "sync": (PLAIN, VARIABLE), "unsync": (SYNCED,),
     }.items():  # fmt: skip
-        yield from _of_batch(name, lambda lib, s, name=name: getattr(s, name)(), *variants)
+        yield from _of_batch(name, _method(name), *variants)
 
 
 def _exchanges() -> Iterator[Case]:
@@ -247,9 +251,7 @@ def _copies() -> Iterator[Case]:
     yield Case("KJT clear_storage", lambda lib, size: _copied(lib, size)[0], lambda lib, s: s.clear_storage())
     yield from _of_batch("pin_memory", lambda lib, s: s.pin_memory(), PLAIN, needs_cuda=True)
     yield from _of_batch("str", lambda lib, s: str(s), PLAIN, WEIGHTED, VARIABLE, fits=_small)
-    yield from _of_batch(
-        "pickle", lambda lib, s: pickle.loads(pickle.dumps(s)), PLAIN, SYNCED, WEIGHTED, fits=_small
-    )
+    yield from _of_batch("pickle", lambda lib, s: pickle.loads(pickle.dumps(s)), PLAIN, SYNCED, WEIGHTED, fits=_small)
     yield from _of_batch("pytree flatten", lambda lib, s: pytree.tree_flatten(s)[0], PLAIN, WEIGHTED)
     yield Case("KJT pytree unflatten", _leaves, lambda lib, s: pytree.tree_unflatten(*s))
     yield from _of_batch(
@@ -260,8 +262,10 @@ def _copies() -> Iterator[Case]:
         "unflatten_kjt_list", lambda lib, size: lib.flatten_kjt_list(list(_pair(lib, size))),
         lambda lib, s: lib.unflatten_kjt_list(*s),
     )  # fmt: skip
-    same = lambda lib, size: (kjt(lib, size, weighted=True), kjt(lib, size, weighted=True))  # noqa: E731
-    yield Case("kjt_is_equal", same, lambda lib, s: lib.kjt_is_equal(*s))
+    yield Case(
+        "kjt_is_equal", lambda lib, size: (kjt(lib, size, weighted=True), kjt(lib, size, weighted=True)),
+        lambda lib, s: lib.kjt_is_equal(*s),
+    )  # fmt: skip
     yield Case("kjt_is_equal, other keys", _pair, lambda lib, s: lib.kjt_is_equal(*s))
 
 
@@ -352,7 +356,7 @@ def _keyed() -> Iterator[Case]:
     yield Case("KT from_tensor_list", parts, lambda lib, s: lib.KeyedTensor.from_tensor_list(*s))
     yield Case("KT [key] of all keys", kt, lambda lib, s: [s[key] for key in s.keys()])  # noqa: SIM118
     for name in ("to_dict", "offset_per_key", "size_in_bytes"):
-        yield Case(f"KT {name}", kt, lambda lib, s, name=name: getattr(s, name)())
+        yield Case(f"KT {name}", kt, _method(name))
     yield Case("KT to", kt, lambda lib, s: s.to(CPU))
     yield Case("KT str", kt, lambda lib, s: str(s), fits=_small)
     yield Case("KT pytree flatten", kt, lambda lib, s: pytree.tree_flatten(s)[0])
