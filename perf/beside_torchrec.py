@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -181,12 +180,16 @@ def _grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 @contextmanager
 def without_numba() -> Iterator[None]:
     """Ours on torch alone: numba is hidden, and what was found out about it forgotten."""
-    with patch.dict(sys.modules, {"numba": None}):
+    modules: dict[str, Any] = sys.modules
+    numba = {name: module for name, module in modules.items() if name.split(".")[0] == "numba"}
+    modules.update(dict.fromkeys(["numba", *numba]))
+    cpu_compiled._loops.cache_clear()
+    try:
+        yield
+    finally:
+        del modules["numba"]
+        modules.update(numba)
         cpu_compiled._loops.cache_clear()
-        try:
-            yield
-        finally:
-            cpu_compiled._loops.cache_clear()
 
 
 def load_ours() -> Library:
