@@ -166,14 +166,20 @@ def time_beside(case: Case, ours: Library, theirs: Library, size: Size) -> list[
     return times
 
 
+def clock_of(threads: int) -> Callable[[], float]:
+    """A single thread's own time, which other programs on the machine change least; else what a clock says."""
+    return time.thread_time if threads == 1 else time.perf_counter
+
+
 def _time(case: Case, lib: Library, size: Size, calls: int) -> tuple[float, float]:
     """Seconds to make a state and to do one call, of so many in a row."""
-    begin = time.perf_counter()
+    clock = clock_of(torch.get_num_threads())
+    begin = clock()
     states = [case.make(lib, size) for _ in range(calls)]
-    middle = time.perf_counter()
+    middle = clock()
     for state in states:
         case.call(lib, state)
-    end = time.perf_counter()
+    end = clock()
     return (middle - begin) / calls, (end - middle) / calls
 
 

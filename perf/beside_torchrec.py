@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help=f"also put it into FILE, below the line {MARK!r}")
     parser.add_argument("--only", default="", metavar="REGEX", help="of 'operation, keys x batch'")
     parser.add_argument("--sections", default="types,ops", help="types, ops, or both with a comma between")
-    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument("--threads", type=int, default=2, help="1: CPU time is taken, for a busy machine")
     parser.add_argument("--torch-alone", action="store_true", help="ours without numba")
     options = parser.parse_args(argv)
     names = options.sections.split(",")
@@ -267,8 +267,11 @@ def _main(names: Sequence[str], options: argparse.Namespace) -> int:
     said, good = report(
         sections(names, compiled), load_ours(), theirs, options.only, lambda line: print(line, file=sys.stderr)
     )
-    load = os.getloadavg()[1]
-    how = f"{torch.get_num_threads()} threads, ours {'with numba' if compiled else 'on torch alone'}, load {load:.1f}"
+    threads = torch.get_num_threads()
+    how = ", ".join([
+        "CPU time of one thread" if threads == 1 else f"{threads} threads",
+        f"ours {'with numba' if compiled else 'on torch alone'}", f"load of the machine {os.getloadavg()[1]:.1f}",
+    ])  # fmt: skip
     text = f"{versions(fbgemm)}; {how}\n\n{said}"
     print(text)
     if options.write:
