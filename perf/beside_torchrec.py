@@ -46,6 +46,10 @@ class Bounds:
     each: float = math.inf
     operation: float = math.inf
 
+    def __str__(self) -> str:
+        words = {"geometric mean of all": self.mean, "of an operation": self.operation, "each ratio": self.each}
+        return ", ".join(f"{word} {bound:g}" for word, bound in words.items() if bound < math.inf)
+
 
 TYPES = Bounds(mean=0.8, each=1.3)
 # with numba, and on torch alone
@@ -93,20 +97,19 @@ def verdict(rows: Sequence[Row], bounds: Bounds, different: Mapping[str, str]) -
         return f"MISSING {found.found.removeprefix('missing: ')}"
     if found is not None and not why:
         return f"DIFFERENT at {found.size}: {found.found}"
-    slow = slow_sizes(rows, bounds)
-    if slow:
-        return f"SLOWER at {', '.join(map(str, slow))}"
+    if slow := slow_rows(rows, bounds):
+        return f"SLOWER ({geometric_mean(slow):.2f}) at {', '.join(str(row.size) for row in slow)}"
     if found is not None:
         return f"different: {why}"
     return "equal" if any(row.timed for row in rows) else "both raise"
 
 
-def slow_sizes(rows: Sequence[Row], bounds: Bounds) -> list[Size]:
-    """Sizes at which an operation is beyond its bound, or all that count where its mean is."""
+def slow_rows(rows: Sequence[Row], bounds: Bounds) -> list[Row]:
+    """What of an operation is beyond its bound: a size, or all that count where its mean is."""
     counted = [row for row in rows if not free(row)]
     if counted and geometric_mean(counted) > bounds.operation:
-        return [row.size for row in counted]
-    return [row.size for row in counted if row.ratio > bounds.each]
+        return counted
+    return [row for row in counted if row.ratio > bounds.each]
 
 
 def geometric_mean(rows: Sequence[Row]) -> float:
@@ -148,12 +151,13 @@ def table(section: Section, rows: Sequence[Row], different: Mapping[str, str]) -
     good = not bad and not means[-1] > section.bounds.mean
     lines = [
         f"## {section.title}", "",
-        f"{len(names)} operations, {len(bad)} of them missing, different or slower than they may be. Times of ours over"
-        " TorchRec's:", "",
+        f"{len(names)} operations, {len(bad)} of them missing, different or slower than they may be. Our time over"
+        f" TorchRec's, median and quartiles. Bounds: {section.bounds}; a call of ours that takes less than"
+        f" {FREE_US:g} us counts in the mean of all alone.", "",
         *_grid(["operation", *map(str, sizes), "verdict"],
                [[name, *(_ratio(of_case[name].get(size)) for size in sizes), said[name]] for name in names]),
-        "", *_grid(["geometric mean", *map(str, sizes), "all", "bound"],
-                   [["ratio", *(f"{mean:.2f}" for mean in means), f"{section.bounds.mean:g}"]]),
+        "", *_grid(["geometric mean", *map(str, sizes), "all"],
+                   [["ratio", *(f"{mean:.2f}" for mean in means)]]),
         "",
     ]  # fmt: skip
     slow = [row for name in names for row in of_case[name].values() if not free(row) and row.ratio > TYPES.each]
