@@ -378,7 +378,8 @@ def pick_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJag
     if list(names) == list(keys):
         return features
     place = {key: number for number, key in enumerate(keys)}
-    missing = [name for name in names if name not in place]
+    # a feature of several tables is listed for each of them
+    missing = [name for name in dict.fromkeys(names) if name not in place]
     if missing:
         raise KeyError(f"features {missing} are not in the batch, which has {list(keys)}")
     return features.permute([place[name] for name in names])

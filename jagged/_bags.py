@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ._segments import lengths_of, offsets_of
 from ._text import summary
+from .streamable import Pipelineable, Traceable
 
 
-class Bags:
+class Bags(Traceable, Pipelineable):
     """Values [L, ...] in consecutive bags, given by lengths [N] or offsets [N + 1]; maybe a weight for each value.
 
     Of lengths and offsets the missing one is computed when first asked for, and kept. Subclasses set the fields.
     """
 
     _values: Tensor
-    _weights: Tensor | None
-    _lengths: Tensor | None
-    _offsets: Tensor | None
+    _weights: Tensor | None = None
+    _lengths: Tensor | None = None
+    _offsets: Tensor | None = None
 
     def values(self) -> Tensor:
         """Values [L, ...]."""
@@ -75,3 +78,29 @@ class Bags:
     def _tensors(self) -> list[Tensor]:
         held = (self._values, self._weights, self._lengths, self._offsets)
         return [tensor for tensor in held if tensor is not None]
+
+
+def copy_tensors(
+    target: Bags, source: Bags, non_blocking: bool, more: Sequence[tuple[str, Tensor | None, Tensor | None]] = ()
+) -> None:
+    """Copy each tensor in place, and `more` (name, target, source); nothing is copied unless all of them fit."""
+    if target._lengths is not None:
+        source.lengths()
+    if target._offsets is not None:
+        source.offsets()
+    pairs = [
+        ("values", target._values, source._values),
+        ("weights", target._weights, source._weights),
+        ("lengths", target._lengths, None if target._lengths is None else source._lengths),
+        ("offsets", target._offsets, None if target._offsets is None else source._offsets),
+        *more,
+    ]
+    for what, mine, theirs in pairs:
+        if (mine is None) != (theirs is None):
+            having = "there" if mine is None else "here"
+            raise ValueError(f"copy_ needs {what} on both sides or on none, they are only {having}")
+        if mine is not None and theirs is not None and mine.shape != theirs.shape:
+            raise ValueError(f"copy_ of {what}: shape {list(theirs.shape)} into {list(mine.shape)}")
+    for _, mine, theirs in pairs:
+        if mine is not None and theirs is not None:
+            mine.copy_(theirs, non_blocking=non_blocking)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -72,12 +73,12 @@ def check_bags(
     values: Tensor, lengths: Tensor | None, offsets: Tensor | None, capacity: int | None = None
 ) -> tuple[Tensor | None, Tensor | None, int]:
     """Lengths and offsets as they are kept, and the number of bags they speak of."""
-    if lengths is None and offsets is None:
-        raise ValueError("lengths or offsets must be given, got neither")
     bags = 0
     if lengths is not None:
         lengths = _check_integers("lengths", lengths, values)
         bags = lengths.shape[0]
+    elif offsets is None:
+        raise ValueError("lengths or offsets must be given, got neither")
     if offsets is not None:
         offsets = _check_integers("offsets", offsets, values)
         if offsets.shape[0] == 0:
@@ -117,38 +118,113 @@ def check_ranks(keys: list[str], per_rank: Sequence[Sequence[int]] | Tensor | No
     return rows
 
 
-def check_strides(
-    keys: list[str], bags: int, stride: int | None, per_rank: list[list[int]] | None
-) -> tuple[int, list[int]]:
-    """The batch size of the whole and of each key, which must account for all `bags`."""
-    if stride is not None and (not isinstance(stride, int) or stride < 0):
-        raise ValueError(f"stride must be an integer >= 0, got {stride!r}")
-    if per_rank is not None:
-        per_key = [sum(row) for row in per_rank]
-        if sum(per_key) != bags:
-            sizes = ", ".join(f"{key!r}: {n}" for key, n in zip(keys[:10], per_key, strict=False))
-            raise ValueError(f"expected {sum(per_key)} bags ({sizes}), got {bags}")
-        largest = max(per_key)
-        if stride is not None and stride < largest:
-            raise ValueError(f"stride {stride} is below {largest}, the batch size of {keys[per_key.index(largest)]!r}")
-        return (largest if stride is None else stride), per_key
+def check_stride(keys: list[str], bags: int, stride: int | None) -> int:
+    """The batch size that all keys share, which must account for all `bags`."""
     if stride is None:
         if bags and not keys:
             raise ValueError(f"no keys own no bags, got {bags}")
         if bags % max(len(keys), 1) != 0:
             raise ValueError(f"{bags} bags is not a multiple of {len(keys)} keys {names(keys)}")
-        stride = bags // max(len(keys), 1)
-    elif bags != stride * len(keys):
+        return bags // max(len(keys), 1)
+    _check_stride("stride", stride)
+    if bags != stride * len(keys):
         raise ValueError(
             f"stride {stride} and {len(keys)} keys {names(keys)}: expected {stride * len(keys)} bags, got {bags}"
         )
-    return stride, [stride] * len(keys)
+    return stride
+
+
+def check_variable_stride(
+    keys: list[str], bags: int, stride: int | None, per_rank: list[list[int]], full_batch: int | None
+) -> int:
+    """The batch size of the whole where each key has its own: the full batch if it is known, else the largest."""
+    per_key = [sum(row) for row in per_rank]
+    if sum(per_key) != bags:
+        sizes = ", ".join(f"{key!r}: {n}" for key, n in zip(keys[:10], per_key, strict=False))
+        raise ValueError(f"expected {sum(per_key)} bags ({sizes}), got {bags}")
+    if stride is not None:
+        _check_stride("stride", stride)
+    if full_batch is not None:
+        if stride is not None and stride != full_batch:
+            raise ValueError(f"stride {stride}, but inverse_indices are of a batch of {full_batch}")
+        return full_batch
+    largest = max(per_key, default=0)
+    if stride is not None and stride < largest:
+        raise ValueError(f"stride {stride} is below {largest}, the batch size of {keys[per_key.index(largest)]!r}")
+    return largest if stride is None else stride
+
+
+def check_inverse(
+    keys: list[str], inverse: tuple[list[str], Tensor] | None, values: Tensor
+) -> tuple[list[str], Tensor] | None:
+    """Keys and their rows [keys, full batch] of samples in each key's own batch; every key has a row."""
+    if inverse is None:
+        return None
+    if not isinstance(inverse, tuple) or len(inverse) != 2:
+        raise TypeError(f"inverse_indices must be a pair of keys and a tensor, got {type(inverse).__name__}")
+    rows, indices = list(inverse[0]), inverse[1]
+    check_tensor("inverse_indices", indices)
+    if indices.dim() != 2 or indices.shape[0] != len(rows):
+        raise ValueError(
+            f"inverse_indices of {len(rows)} keys must be [{len(rows)}, batch], got shape {list(indices.shape)}"
+        )
+    if indices.dtype not in INTEGER_DTYPES:
+        raise TypeError(f"inverse_indices must be integers (int32 or int64), got {indices.dtype}")
+    _check_device("inverse_indices", indices, values)
+    if rows != keys:
+        known = set(rows)
+        lacking = [key for key in keys if key not in known]
+        if lacking:
+            raise ValueError(f"inverse_indices lack the keys {names(lacking)}: they have {names(rows)}")
+    return rows, indices
+
+
+def check_validate(validate: str) -> None:
+    if validate != "full":
+        raise ValueError(f"validate must be 'shapes' or 'full', got {validate!r}")
+
+
+def check_known(what: str, given: Sequence[object] | None, expected: Sequence[object]) -> None:
+    """What a caller has computed before agrees with what it is computed from."""
+    if given is not None and list(given) != list(expected):
+        raise ValueError(f"{what} must be {_first(expected)}, got {_first(given)}")
+
+
+def check_length_per_key(
+    keys: list[str], given: Sequence[int] | None, offset_per_key: Sequence[int] | None, values: Tensor, padded: bool
+) -> list[int] | None:
+    """Number of values of each key as a caller knows it, from counts or from their running sum."""
+    if given is None and offset_per_key is not None:
+        given = [end - start for start, end in zip(offset_per_key, offset_per_key[1:], strict=False)]
+    if given is None:
+        return None
+    given = list(given)
+    total, count = sum(given), values.shape[0]
+    if len(given) != len(keys):
+        raise ValueError(f"length_per_key has {len(given)} entries for {len(keys)} keys {names(keys)}")
+    if min(given, default=0) < 0 or total > count or (total != count and not padded):
+        raise ValueError(f"length_per_key {_first(given)} sums to {total}, values has {count}")
+    if offset_per_key is not None:
+        check_known("offset_per_key", offset_per_key, [0, *accumulate(given)])
+    return given
+
+
+def _first(numbers: Sequence[object]) -> str:
+    return f"[{', '.join(map(str, numbers[:10]))}{', ...' if len(numbers) > 10 else ''}]"
+
+
+def _check_stride(name: str, stride: object) -> None:
+    if not isinstance(stride, (int, torch.SymInt)) or stride < 0:
+        raise ValueError(f"{name} must be an integer >= 0, got {stride!r}")
 
 
 def _check_integers(name: str, tensor: Tensor, values: Tensor) -> Tensor:
     check_tensor(name, tensor)
     if tensor.dim() != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {list(tensor.shape)}")
+        if tensor.dim() != 2 or name != "lengths":
+            raise ValueError(f"{name} must be 1-D, got shape {list(tensor.shape)}")
+        # [keys, batch] is another way to write them
+        tensor = tensor.reshape(-1)
     _check_device(name, tensor, values)
     if tensor.dtype in INTEGER_DTYPES:
         return tensor

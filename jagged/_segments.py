@@ -1,86 +1,35 @@
 """Offset arithmetic of ragged data: which values belong to which bag, and which bags to which key.
 
 Shapes: lengths [N] bag sizes, offsets [N + 1] first value of each bag and then the end, values [L, ...].
-A key owns consecutive bags, its stride (batch size) of them. Only `read_length_per_key` and `check_members` read
+A key owns consecutive bags, its stride (batch size) of them. Only `read_length_per_key` and `check_bags_in_full` read
 tensors on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ._check import check_keys, names
+from ._check import INTEGER_DTYPES, names, readable
+from ._strides import Strides
 
-
-@dataclass(frozen=True)
-class Strides:
-    """Which keys there are and how many bags each owns.
-
-    `stride` is the batch size of the whole: the common one, or the largest where keys differ; pieces keep it.
-    `per_rank` is [keys][ranks] and sums to `per_key`; None says that every key has batch size `stride`.
-    """
-
-    keys: list[str]
-    stride: int
-    per_key: list[int]
-    per_rank: list[list[int]] | None
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """First bag of each key, then the number of bags."""
-        return starts_of(self.per_key)
-
-    @cached_property
-    def index(self) -> dict[str, int]:
-        return {key: i for i, key in enumerate(self.keys)}
-
-    def pick(self, indices: Iterable[int]) -> Strides:
-        """The keys at `indices`, in that order; repeats allowed."""
-        indices = list(indices)
-        return Strides(
-            [self.keys[i] for i in indices],
-            self.stride,
-            [self.per_key[i] for i in indices],
-            None if self.per_rank is None else [self.per_rank[i] for i in indices],
-        )
-
-    @staticmethod
-    def join(members: Sequence[Strides]) -> Strides:
-        """All keys of members that have keys, in order.
-
-        Raises ValueError where a key is in two members, fixed batch sizes differ, or numbers of ranks differ.
-        """
-        keys = check_keys([key for m in members for key in m.keys])
-        per_key = [n for m in members for n in m.per_key]
-        stride = max(m.stride for m in members)
-        if all(m.per_rank is None for m in members):
-            if len({m.stride for m in members}) > 1:
-                sizes = ", ".join(f"{m.stride} for {names(m.keys)}" for m in members)
-                raise ValueError(f"cannot join different batch sizes: {sizes}")
-            return Strides(keys, stride, per_key, None)
-        # a fixed batch beside a variable one is a batch of one rank
-        rows = [row for m in members for row in (m.per_rank or [[n] for n in m.per_key])]
-        if len({len(row) for row in rows}) > 1:
-            counts = ", ".join(f"{len(row)} for {key!r}" for key, row in zip(keys, rows, strict=True))
-            raise ValueError(f"cannot join different numbers of ranks: {counts}")
-        return Strides(keys, stride, per_key, rows)
-
-
-def starts_of(sizes: Iterable[int]) -> list[int]:
-    """Running sum with a leading 0: [2, 3] -> [0, 2, 5]."""
-    return list(accumulate(sizes, initial=0))
+_LARGEST = {dtype: torch.iinfo(dtype).max for dtype in INTEGER_DTYPES}
+_WIDE = (torch.int64, torch.int32)
 
 
 def offsets_of(lengths: Tensor, num_values: int) -> Tensor:
     """Offsets [..., N + 1] of lengths [..., N], in the dtype of lengths unless `num_values` does not fit in it."""
-    dtype = lengths.dtype if num_values <= torch.iinfo(lengths.dtype).max else torch.int64
-    return torch.nn.functional.pad(lengths.cumsum(-1, dtype=dtype), (1, 0))
+    dtype = lengths.dtype if num_values <= _LARGEST[lengths.dtype] else torch.int64
+    if not readable(lengths):
+        return torch.nn.functional.pad(lengths.cumsum(-1, dtype=dtype), (1, 0))
+    # summed in place: a padded copy would move everything once more
+    offsets = lengths.new_empty((*lengths.shape[:-1], lengths.shape[-1] + 1), dtype=dtype)
+    offsets.select(-1, 0).zero_()
+    torch.cumsum(lengths, -1, dtype=dtype, out=offsets.narrow(-1, 1, lengths.shape[-1]))
+    return offsets
 
 
 def lengths_of(offsets: Tensor) -> Tensor:
@@ -94,28 +43,20 @@ def contradict(lengths: Tensor, offsets: Tensor) -> Tensor:
     return unlike.reshape(1).to(lengths.dtype)
 
 
-def check_members(keys: Sequence[str], lengths: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    """ValueError, with the key, unless the lengths of each are >= 0 and sum to its size. Reads them on the host."""
-    facts = torch.stack([torch.stack([length.sum(), length.clamp(max=0).sum()]) for length in lengths])
-    # not a host sync: the caller asked whether they are readable
-    for key, size, (total, below) in zip(keys, sizes, facts.tolist(), strict=True):
-        if total != size:
-            raise ValueError(f"key {key!r}: lengths sum to {total}, values has {size}")
-        if below:
-            raise ValueError(f"key {key!r}: lengths must be >= 0, some are negative and sum to {below}")
-
-
-def join_tensors(what: str, labels: Sequence[str], parts: Sequence[Tensor]) -> Tensor:
+def join_tensors(what: str, label: Callable[[int], str], parts: Sequence[Tensor]) -> Tensor:
     """`torch.cat` along dim 0, in which empty parts have no say: an empty float tensor does not make ids float.
 
-    Raises ValueError where non-empty parts mix integers and floats, or parts are on different devices.
+    `label(i)` names part i. Raises ValueError where non-empty parts mix integers and floats, or devices differ.
     """
-    devices = {str(part.device): label for label, part in zip(labels, parts, strict=True)}
+    first = parts[0]
+    if all(part.dtype is first.dtype and part.device == first.device for part in parts):
+        return torch.cat(list(parts))
+    devices = {str(part.device): label(i) for i, part in enumerate(parts)}
     if len(devices) > 1:
-        found = ", ".join(f"{label} on {device}" for device, label in devices.items())
+        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(f"{what} must be on one device, got {found}")
-    used = [(label, part) for label, part in zip(labels, parts, strict=True) if part.shape[0] > 0]
-    kinds = {part.is_floating_point(): f"{label} is {part.dtype}" for label, part in used}
+    used = [(i, part) for i, part in enumerate(parts) if part.shape[0] > 0]
+    kinds = {part.is_floating_point(): f"{label(i)} is {part.dtype}" for i, part in used}
     if len(kinds) > 1:
         raise ValueError(f"{what} must be all integer or all floating, got {' and '.join(kinds.values())}")
     return torch.cat([part for _, part in used] or [parts[0]])
@@ -130,39 +71,88 @@ def join_weights(owners: Sequence[Sequence[str]], weights: Sequence[Tensor | Non
         having = [key for keys, weight in zip(owners, weights, strict=True) for key in keys if weight is not None]
         lacking = [key for keys, weight in zip(owners, weights, strict=True) for key in keys if weight is None]
         raise ValueError(f"either all have weights or none: {names(having)} have, {names(lacking)} have not")
-    return join_tensors("weights", [names(keys) for keys in owners], present)
+    return join_tensors("weights", lambda i: names(owners[i]), present)
 
 
 def read_length_per_key(
-    strides: Strides, lengths: Tensor, offsets: Tensor, num_values: int, *, compare: bool, padded: bool = False
+    strides: Strides, lengths: Tensor | None, offsets: Tensor | None, num_values: int, *, padded: bool = False
 ) -> list[int]:
-    """Number of values of each key. One host sync, none if there are no bags.
+    """Number of values of each key, from offsets if there are any. One host sync, none if there are no bags.
 
-    Raises ValueError, with numbers and the key, unless offsets start at 0, do not decrease and end at `num_values`.
-    `compare` is for lengths and offsets that were not computed from each other: they must agree as well. With `padded`
-    offsets may end before `num_values`.
+    Raises ValueError, with numbers and the key, unless each is >= 0 and they add up to `num_values` (with `padded`, to
+    less). What is wrong within a key only `check_bags_in_full` sees.
     """
-    if strides.starts[-1] == 0:
-        return [0] * len(strides.keys)
-    if strides.per_rank is None:
-        edges = offsets[:: strides.stride]
-    else:
-        edges = offsets[torch.tensor(strides.starts, device=offsets.device)]
-    unlike = contradict(lengths, offsets) if compare else lengths.new_zeros(1)
-    # host sync: sizes of pieces are decided on the host; what is to be checked comes along
-    *bounds, smallest, differ = torch.cat([edges, lengths.min().reshape(1), unlike]).tolist()
-    unlike_values = bounds[-1] > num_values if padded else bounds[-1] != num_values
-    if bounds[0] != 0 or smallest < 0 or unlike_values or differ:
+    first, sizes = sum_per_key(strides, lengths, offsets)
+    total = sum(sizes)
+    if first != 0 or min(sizes, default=0) < 0 or total > num_values or (total != num_values and not padded):
+        lengths, offsets = _both(lengths, offsets)
         # host sync: on the way to an error
         raise ValueError(_what_is_wrong(strides, lengths.tolist(), offsets.tolist(), num_values))
-    return [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    return sizes
+
+
+def sum_per_key(strides: Strides, lengths: Tensor | None, offsets: Tensor | None) -> tuple[int, list[int]]:
+    """Where the first bag begins and how many values each key has, unchecked. One host sync, none without bags."""
+    if strides.starts[-1] == 0:
+        return 0, [0] * len(strides.keys.names)
+    if offsets is not None:
+        # host sync: sizes of pieces are decided on the host
+        ends = edges(strides, offsets).tolist()
+        return ends[0], [end - start for start, end in pairwise(ends)]
+    assert lengths is not None and strides.per_rank is None
+    # summed in their own type, which is the faster: what wraps around does not add up to the number of values
+    own = lengths.dtype if lengths.dtype in _WIDE else torch.int64
+    # host sync: sizes of pieces are decided on the host
+    return 0, lengths.view(len(strides.keys.names), strides.stride).sum(1, dtype=own).tolist()
+
+
+def compare_sizes(strides: Strides, found: Sequence[int], known: Sequence[int]) -> None:
+    """ValueError, with the key, where lengths sum to another number of values than the key is known to have."""
+    if list(found) != list(known):
+        for key, total, size in zip(strides.keys.names, found, known, strict=True):
+            if total != size:
+                raise ValueError(f"key {key!r}: lengths sum to {total}, values has {size}")
+
+
+def check_bags_in_full(
+    strides: Strides, lengths: Tensor | None, offsets: Tensor | None, num_values: int, *, padded: bool = False
+) -> None:
+    """ValueError, with numbers and the key, unless all bags are >= 0 and end where the values do. One host sync.
+
+    With `padded` they may end before. Lengths and offsets, where both are given, must agree.
+    """
+    if strides.starts[-1] == 0:
+        return
+    unlike = None if lengths is None or offsets is None else contradict(lengths, offsets)
+    lengths, offsets = _both(lengths, offsets)
+    unlike = lengths.new_zeros(1) if unlike is None else unlike
+    # host sync: the caller asked for it
+    first, end, smallest, differ = torch.cat([offsets[:1], offsets[-1:], lengths.min().reshape(1), unlike]).tolist()
+    if first != 0 or smallest < 0 or differ or end > num_values or (end != num_values and not padded):
+        # host sync: on the way to an error
+        raise ValueError(_what_is_wrong(strides, lengths.tolist(), offsets.tolist(), num_values))
+
+
+def _both(lengths: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The missing one computed; offsets in int64, where bad lengths do not wrap around."""
+    if offsets is None:
+        assert lengths is not None
+        return lengths, offsets_of(lengths, 2**62)
+    return (lengths_of(offsets) if lengths is None else lengths), offsets
+
+
+def edges(strides: Strides, offsets: Tensor) -> Tensor:
+    """First value of each key, then the end of the last: [keys + 1], from the offsets of bags."""
+    if strides.per_rank is None:
+        return offsets[:: strides.stride] if strides.stride else offsets[:1]
+    return offsets[torch.tensor(strides.starts).to(offsets.device, non_blocking=True)]
 
 
 def _what_is_wrong(strides: Strides, lengths: list[int], offsets: list[int], num_values: int) -> str:
-    key, before = strides.keys[0], offsets[0]
+    key, before = strides.keys.names[0], offsets[0]
     if before != 0:
         return f"offsets must start at 0, got {before} (key {key!r})"
-    for key, start, count in zip(strides.keys, strides.starts, strides.per_key, strict=False):
+    for key, start, count in zip(strides.keys.names, strides.starts, strides.per_key, strict=False):
         for sample in range(count):
             before, after = offsets[start + sample], offsets[start + sample + 1]
             if after < before:

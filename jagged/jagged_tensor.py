@@ -5,13 +5,13 @@ Shapes: values [L, ...], weights [L], lengths [B], offsets [B + 1].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ._bags import Bags
-from ._check import check_bags, check_values, readable
+from ._bags import Bags, copy_tensors
+from ._check import check_bags, check_tensor, check_values, readable
 from ._segments import contradict, join_tensors
 from ._text import bags_text
 
@@ -37,43 +37,121 @@ class JaggedTensor(Bags):
         check_values(values, weights)
         self._values = values
         self._weights = weights
-        self._lengths, self._offsets, self._batch_size = check_bags(values, lengths, offsets)
+        self._lengths, self._offsets, _ = check_bags(values, lengths, offsets)
+
+    @staticmethod
+    def _of(values: Tensor, weights: Tensor | None, lengths: Tensor | None) -> JaggedTensor:
+        """Of tensors that were checked already."""
+        jt: JaggedTensor = object.__new__(JaggedTensor)
+        jt._values = values
+        jt._weights = weights
+        jt._lengths = lengths
+        return jt
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> JaggedTensor:
         """One bag per tensor of `values`, [n_i, ...] each. Lengths are int32."""
+        sizes = [value.shape[0] for value in values]
         if weights is not None:
             if len(weights) != len(values):
                 raise ValueError(f"weights must be as many as values: got {len(weights)} for {len(values)} samples")
-            for i, (value, weight) in enumerate(zip(values, weights, strict=True)):
-                if value.shape[0] != weight.shape[0]:
-                    raise ValueError(f"sample {i}: {weight.shape[0]} weights for {value.shape[0]} values")
+            for i, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+                if size != weight.shape[0]:
+                    raise ValueError(f"sample {i}: {weight.shape[0]} weights for {size} values")
         device = values[0].device if values else None
         return JaggedTensor(
             _join_samples("values", values),
             None if weights is None else _join_samples("weights", weights),
-            torch.tensor([value.shape[0] for value in values], dtype=torch.int32, device=device),
+            torch.tensor(sizes, dtype=torch.int32, device=device),
         )
+
+    @staticmethod
+    def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> JaggedTensor:
+        """The first `lengths[b]` entries of each row of `values` [B, N, ...] (and `weights` [B, N]) as bag b.
+
+        Syncs with the host once: how many values there are is decided there. Raises ValueError for lengths below 0 or
+        above N.
+        """
+        check_tensor("values", values)
+        check_tensor("lengths", lengths)
+        if values.dim() < 2 or lengths.shape != values.shape[:1]:
+            raise ValueError(
+                f"values must be [B, N, ...] and lengths [B], got {list(values.shape)} and {list(lengths.shape)}"
+            )
+        if weights is not None and weights.shape != values.shape[:2]:
+            raise ValueError(f"weights must be {list(values.shape[:2])} as values are, got {list(weights.shape)}")
+        batch, width = values.shape[:2]
+        if batch and not 0 <= (extremes := torch.stack(lengths.aminmax()).tolist())[0] <= extremes[1] <= width:
+            raise ValueError(f"lengths must be between 0 and {width}, got {extremes[0]} to {extremes[1]}")
+        kept = torch.arange(width, device=lengths.device) < lengths[:, None]
+        return JaggedTensor(values[kept], None if weights is None else weights[kept], lengths)
+
+    @staticmethod
+    def empty(
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> JaggedTensor:
+        """No values in no bags. Values are of torch's default dtype unless said otherwise."""
+        return JaggedTensor(
+            torch.empty(0, dtype=values_dtype, device=device),
+            torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
+            torch.empty(0, dtype=lengths_dtype, device=device),
+        )
+
+    @staticmethod
+    def empty_like(jt: JaggedTensor, device: torch.device | str | None = None) -> JaggedTensor:
+        """Without `device` no values in no bags, of the dtypes of `jt`. With it the same shapes there, not yet
+        written, for `copy_`."""
+        if device is None:
+            return jt._map(lambda tensor: tensor.new_empty(0))
+        return jt._map(lambda tensor: torch.empty_like(tensor, device=device))
+
+    def copy_(self, jt: JaggedTensor, non_blocking: bool = False) -> JaggedTensor:
+        """Take over the numbers of `jt` in place. ValueError unless shapes, and what tensors there are, agree."""
+        copy_tensors(self, jt, non_blocking)
+        return self
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
         """A copy on `device`; tensors already there are shared."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+    def _map(self, change: Callable[[Tensor], Tensor]) -> JaggedTensor:
+        """The same, every tensor changed."""
 
-        values = self._values.to(device, non_blocking=non_blocking)
-        return JaggedTensor(values, move(self._weights), move(self._lengths), move(self._offsets))
+        def each(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        copy = JaggedTensor._of(change(self._values), each(self._weights), each(self._lengths))
+        copy._offsets = each(self._offsets)
+        return copy
+
+    @property
+    def _batch_size(self) -> int:
+        if self._lengths is not None:
+            return self._lengths.shape[0]
+        assert self._offsets is not None
+        return self._offsets.shape[0] - 1
 
     def to_dense(self) -> list[Tensor]:
         """One view of the values per bag. Syncs with the host once.
 
         Raises ValueError unless the lengths add up to L and agree with the offsets, where both are known.
         """
+        return list(torch.split_with_sizes(self._values, self._read_lengths()))
+
+    def to_dense_weights(self) -> list[Tensor] | None:
+        """One view of the weights per bag, None where there are no weights. Syncs with the host once."""
+        return None if self._weights is None else list(torch.split_with_sizes(self._weights, self._read_lengths()))
+
+    def _read_lengths(self) -> list[int]:
         # host sync: the size of each view is decided on the host
         *lengths, unlike = torch.cat([self.lengths(), self._unlike()]).tolist()
         if min(lengths, default=0) < 0 or sum(lengths) != self._values.shape[0] or unlike:
             raise ValueError(self._what_is_wrong(lengths))
-        return list(torch.split_with_sizes(self._values, lengths)) if lengths else []
+        return lengths
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """Values as [B, desired_length, ...], bags cut or filled with `padding_value`; differentiable, dtype kept.
@@ -82,6 +160,13 @@ class JaggedTensor(Bags):
         for the bags that `to_dense` refuses; on a device with `desired_length` nothing is read, and only what is in a
         bag is copied.
         """
+        return self._padded(self._values, desired_length, padding_value)
+
+    def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
+        """Weights as [B, desired_length], as `to_padded_dense` pads values; None where there are no weights."""
+        return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
+
+    def _padded(self, values: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
         if desired_length is not None and desired_length < 0:
             raise ValueError(f"desired_length must be >= 0, got {desired_length}")
         if desired_length is None or readable(self.lengths()):
@@ -89,14 +174,14 @@ class JaggedTensor(Bags):
             desired_length = longest if desired_length is None else desired_length
         offsets = self.offsets().to(torch.int64)
         slots = self._batch_size * desired_length
-        position = torch.arange(self._values.shape[0], device=self.device())  # [L]
+        position = torch.arange(values.shape[0], device=self.device())  # [L]
         bag = torch.searchsorted(offsets[1:].contiguous(), position, right=True)
         column = position - offsets[bag.clamp(max=self._batch_size)]
         kept = (bag < self._batch_size) & (column >= 0) & (column < desired_length)
         # one slot more than asked for takes what is cut off
         target = torch.where(kept, bag * desired_length + column, slots)
-        shape = self._values.shape[1:]
-        flat = self._values.new_full((slots + 1, *shape), padding_value).index_put((target,), self._values)
+        shape = values.shape[1:]
+        flat = values.new_full((slots + 1, *shape), padding_value).index_put((target,), values)
         return flat[:slots].view(self._batch_size, desired_length, *shape)
 
     def _read_longest(self) -> int:
@@ -142,4 +227,4 @@ def _first(numbers: list[int]) -> str:
 def _join_samples(what: str, samples: Sequence[Tensor]) -> Tensor:
     if not samples:
         return torch.empty(0)
-    return join_tensors(what, [f"sample {i}" for i in range(len(samples))], samples)
+    return join_tensors(what, "sample {}".format, samples)

@@ -6,56 +6,69 @@ then the second's. Each key has its own batch size, its stride; most often they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from . import _convert, _dist, _pieces
 from ._bags import Bags
 from ._check import (
     check_bags,
     check_capacity,
-    check_keys,
-    check_ranks,
-    check_strides,
+    check_inverse,
+    check_known,
+    check_length_per_key,
+    check_stride,
+    check_validate,
     check_values,
     names,
-    readable,
 )
-from ._segments import Strides, check_members, join_tensors, join_weights, offsets_of, read_length_per_key, starts_of
+from ._segments import check_bags_in_full, compare_sizes, read_length_per_key
+from ._strides import Strides, keys_of, starts_of, strides_of
 from ._text import bags_text, keyed_text
 from .jagged_tensor import JaggedTensor
+
+InverseIndices = tuple[list[str], Tensor]
 
 
 class KeyedJaggedTensor(Bags):
     """Values [L] in consecutive bags, the bags in consecutive keys, with an optional weight for each value.
 
-    Give lengths [bags] or offsets [bags + 1]. Without `stride` the bags are shared out evenly over the keys;
-    `stride_per_key_per_rank`, a list [keys][ranks] or an int tensor on the cpu, gives each key its own batch size
-    (its sum over ranks). `stride` alone matters where there are no keys.
+    Give lengths [bags] (or [keys, batch]) or offsets [bags + 1]. Without `stride` the bags are shared out evenly over
+    the keys. `stride_per_key_per_rank`, a list [keys][ranks] or an int tensor on the cpu, gives each key its own batch
+    size (its sum over ranks), and so does `stride_per_key`. `stride` alone matters where there are no keys.
 
         kjt = KeyedJaggedTensor(["user", "item"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1, 0]))
         kjt["user"].to_dense()  # [1, 2] and []
+
+    Where samples that look alike to a key were dropped from its batch, `inverse_indices` say where each sample of the
+    full batch is: keys, and integers [keys, full batch]; `stride` is then the full batch.
 
     With a `capacity` values (and weights) are exactly so long, and what lies past the last bag is padding: it may hold
     anything, a lookup ignores it, forward and backward, and lengths add up to L or less. So batches of different sizes
     have one shape, as a captured CUDA graph needs. Without it values that no bag owns are an error. Copies keep the
     capacity; pieces, to which no padding belongs, have none.
 
-    Nothing is read on the host here. `split`, `permute`, `to_dict` and `[key]` need to know how many values each key
-    has: `length_per_key` reads that once, in one host sync, checks the lengths against the values, and hands it on.
+    Nothing is read on the host here, except with `validate="full"`, which checks every bag at once; otherwise a lookup
+    does. `split`, `permute`, `to_dict` and `[key]` need to know how many values each key has: `length_per_key` reads
+    that once, in one host sync, checks it against the number of values, and hands it on. What else a caller has
+    computed before (`length_per_key`, `offset_per_key`, ...) is taken if it fits; a `jt_dict` is not needed.
 
     Raises ValueError or TypeError, naming the keys, for shapes, dtypes and devices that do not fit together.
     """
 
     _strides: Strides
-    _capacity: int | None
-    _length_per_key: list[int] | None
+    _capacity: int | None = None
+    _inverse: InverseIndices | None = None
+    _length_per_key: list[int] | None = None
     # False: the sizes of from_jt_dict's members on a device, which nobody compared with the lengths yet
-    _checked: bool
-    _offset_per_key: list[int] | None
-    _jt_dict: dict[str, JaggedTensor] | None
+    _checked: bool = True
+    # True: lengths and offsets both come from the caller, and nobody compared them yet
+    _both: bool = False
+    _offset_per_key: list[int] | None = None
+    _jt_dict: dict[str, JaggedTensor] | None = None
 
     def __init__(
         self,
@@ -66,43 +79,48 @@ class KeyedJaggedTensor(Bags):
         offsets: Tensor | None = None,
         stride: int | None = None,
         stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
+        stride_per_key: Sequence[int] | None = None,
+        length_per_key: Sequence[int] | None = None,
+        lengths_offset_per_key: Sequence[int] | None = None,
+        offset_per_key: Sequence[int] | None = None,
+        index_per_key: Mapping[str, int] | None = None,
+        jt_dict: Mapping[str, JaggedTensor] | None = None,
+        inverse_indices: InverseIndices | None = None,
         *,
         capacity: int | None = None,
+        validate: Literal["shapes", "full"] = "shapes",
     ) -> None:
-        keys = check_keys(keys)
+        found = keys_of(keys)
         check_values(values, weights)
-        check_capacity(values, capacity)
-        for name, tensor in (("values", values), ("weights", weights)):
-            if tensor is not None and tensor.dim() != 1:
-                raise ValueError(f"{name} of {names(keys)} must be 1-D, got shape {list(tensor.shape)}")
-        lengths, offsets, bags = check_bags(values, lengths, offsets, capacity)
-        per_rank = check_ranks(keys, stride_per_key_per_rank)
-        stride, per_key = check_strides(keys, bags, stride, per_rank)
-        self._fill(Strides(keys, stride, per_key, per_rank), values, weights, lengths, offsets, capacity=capacity)
-
-    def _fill(
-        self,
-        strides: Strides,
-        values: Tensor,
-        weights: Tensor | None,
-        lengths: Tensor | None,
-        offsets: Tensor | None = None,
-        length_per_key: list[int] | None = None,
-        checked: bool = True,
-        capacity: int | None = None,
-    ) -> KeyedJaggedTensor:
-        """Set every field and return self, without a check: `_new()._fill(...)` makes pieces of what was checked."""
-        self._strides = strides
-        self._values = values
-        self._weights = weights
-        self._lengths = lengths
-        self._offsets = offsets
-        self._capacity = capacity
-        self._length_per_key = length_per_key
-        self._checked = checked
-        self._offset_per_key = None
-        self._jt_dict = None
-        return self
+        if values.dim() != 1 or (weights is not None and weights.dim() != 1):
+            name, tensor = ("values", values) if values.dim() != 1 or weights is None else ("weights", weights)
+            raise ValueError(f"{name} of {names(found.names)} must be 1-D, got shape {list(tensor.shape)}")
+        if capacity is not None:
+            check_capacity(values, capacity)
+            self._capacity = capacity
+        self._both = lengths is not None and offsets is not None
+        self._values, self._weights = values, weights
+        self._lengths, self._offsets, bags = check_bags(values, lengths, offsets, capacity)
+        if inverse_indices is not None:
+            self._inverse = check_inverse(found.names, inverse_indices, values)
+        if stride_per_key_per_rank is None and stride_per_key is None:
+            self._strides = found.fixed(check_stride(found.names, bags, stride))
+        else:
+            full_batch = None if self._inverse is None else self._inverse[1].shape[1]
+            self._strides = strides_of(found, bags, stride, stride_per_key_per_rank, stride_per_key, full_batch)
+        if length_per_key is not None or offset_per_key is not None:
+            padded = capacity is not None
+            self._length_per_key = check_length_per_key(found.names, length_per_key, offset_per_key, values, padded)
+            # the caller's word, until somebody reads the lengths
+            self._checked = False
+        if lengths_offset_per_key is not None:
+            check_known("lengths_offset_per_key", lengths_offset_per_key, self._strides.starts)
+        for what, mapping in (("index_per_key", index_per_key), ("jt_dict", jt_dict)):
+            if mapping is not None:
+                check_known(what, list(mapping), found.names)
+        if validate != "shapes":
+            check_validate(validate)
+            self._check_in_full()
 
     @staticmethod
     def from_lengths_sync(
@@ -112,16 +130,18 @@ class KeyedJaggedTensor(Bags):
         weights: Tensor | None = None,
         stride: int | None = None,
         stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
+        inverse_indices: InverseIndices | None = None,
         *,
         capacity: int | None = None,
     ) -> KeyedJaggedTensor:
-        """From lengths, which are read (one host sync): ValueError unless none is negative and they add up to L.
+        """From lengths, which are summed per key (one host sync): ValueError unless they add up to L.
 
         With a `capacity` they may add up to less.
         """
         return KeyedJaggedTensor(
-            keys, values, weights, lengths, None, stride, stride_per_key_per_rank, capacity=capacity
-        ).sync()
+            keys, values, weights, lengths, None, stride, stride_per_key_per_rank,
+            inverse_indices=inverse_indices, capacity=capacity,
+        ).sync()  # fmt: skip
 
     @staticmethod
     def from_offsets_sync(
@@ -131,19 +151,21 @@ class KeyedJaggedTensor(Bags):
         weights: Tensor | None = None,
         stride: int | None = None,
         stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
+        inverse_indices: InverseIndices | None = None,
         *,
         capacity: int | None = None,
     ) -> KeyedJaggedTensor:
-        """From offsets, which are read (one host sync): ValueError unless they go from 0 to L and never decrease.
+        """From offsets, read where keys begin (one host sync): ValueError unless they go from 0 to L.
 
         With a `capacity` they may end before L.
         """
         return KeyedJaggedTensor(
-            keys, values, weights, None, offsets, stride, stride_per_key_per_rank, capacity=capacity
-        ).sync()
+            keys, values, weights, None, offsets, stride, stride_per_key_per_rank,
+            inverse_indices=inverse_indices, capacity=capacity,
+        ).sync()  # fmt: skip
 
     @staticmethod
-    def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
+    def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
         """One key per entry, in the order of the dict; batch sizes may differ.
 
         No host sync: how many values a key has is the size of its values. On the cpu its lengths must sum to that;
@@ -151,28 +173,45 @@ class KeyedJaggedTensor(Bags):
 
         Raises ValueError if only some have weights, if values are not 1-D, mix integers and floats, or devices.
         """
-        keys = check_keys(list(jt_dict))
-        if not keys:
-            return KeyedJaggedTensor.empty()
-        jts = list(jt_dict.values())
-        for key, jt in jt_dict.items():
-            if jt.values().dim() != 1:
-                raise ValueError(f"values of {key!r} must be 1-D, got shape {list(jt.values().shape)}")
-        lengths = [jt.lengths() for jt in jts]
-        batches = [length.shape[0] for length in lengths]
-        same = len(set(batches)) == 1
-        sizes = [jt.values().shape[0] for jt in jts]
-        checked = all(readable(length) for length in lengths)
-        if checked:
-            check_members(keys, lengths, sizes)
-        return _new()._fill(
-            Strides(keys, max(batches), batches, None if same else [[n] for n in batches]),
-            join_tensors("values", [repr(key) for key in keys], [jt.values() for jt in jts]),
-            join_weights([[key] for key in keys], [jt.weights_or_none() for jt in jts]),
-            torch.cat(lengths),
-            length_per_key=sizes,
-            checked=checked,
-        )
+        return _pieces.from_jt_dict(jt_dict)
+
+    @staticmethod
+    def from_lists(
+        lists: Mapping[str, Sequence[Sequence[int]]],
+        weights: Mapping[str, Sequence[Sequence[float]]] | None = None,
+        *,
+        dtype: torch.dtype = torch.int64,
+        device: torch.device | str | None = None,
+    ) -> KeyedJaggedTensor:
+        """From a list of bags per key: `from_lists({"item": [[1, 2], [], [3]]})`; weights, fp32, in the same shape.
+
+        Raises ValueError, naming key and sample, where weights do not fit; TypeError for ids that are no integers.
+        """
+        return _convert.from_lists(lists, weights, dtype, device)
+
+    @staticmethod
+    def from_nested(nested: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+        """From nested tensors [batch, ids] of layout torch.jagged, one per key, without a copy but the joining."""
+        return _convert.from_nested(nested)
+
+    def to_nested(self) -> dict[str, Tensor]:
+        """A nested tensor [batch, ids] of layout torch.jagged per key, over the same memory; without the weights."""
+        return _convert.to_nested(self)
+
+    @staticmethod
+    def from_arrow(
+        table: Any, keys: Sequence[str] | None = None, *, weights_suffix: str = ".weights"
+    ) -> KeyedJaggedTensor:
+        """From the list columns of a pyarrow Table or RecordBatch: a missing list is an empty bag.
+
+        `keys` are the columns of ids, by default all; the weights of "item" are in "item.weights", if there is such a
+        column. Raises KeyError, TypeError or ValueError, naming the column, for what is no list of ids. Needs pyarrow.
+        """
+        return _convert.from_arrow(table, keys, weights_suffix)
+
+    def to_arrow(self, *, weights_suffix: str = ".weights") -> Any:
+        """A pyarrow Table with a list column per key, and one for its weights. ValueError unless batch sizes agree."""
+        return _convert.to_arrow(self, weights_suffix)
 
     @staticmethod
     def empty(
@@ -191,59 +230,84 @@ class KeyedJaggedTensor(Bags):
         )
 
     @staticmethod
+    def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
+        """Without `device` no keys and no values, but the batch size and dtypes of `kjt`. With it a batch of the same
+        keys and shapes there, its tensors not yet written, for `copy_`."""
+        return _pieces.empty_like(kjt, device)
+
+    @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """All keys of all members, in order. Members without keys have no say.
 
         Padding is left out, for which members with a capacity are read as by `length_per_key`.
 
-        Raises ValueError for an empty list, keys in two members, different fixed batch sizes, or weights on some only.
+        Raises ValueError for an empty list, keys in two members, different fixed batch sizes, or weights or inverse
+        indices on some only.
         """
-        if not kjt_list:
-            raise ValueError("concat needs at least one KeyedJaggedTensor, got an empty list")
-        members = [kjt for kjt in kjt_list if kjt.keys()] or kjt_list[:1]
-        strides = Strides.join([kjt._strides for kjt in members])
-        labels = [names(kjt.keys()) for kjt in members]
-        parts = [kjt._in_bags() for kjt in members]
-        known = [kjt._length_per_key for kjt in members]
-        return _new()._fill(
-            strides,
-            join_tensors("values", labels, [values for values, _ in parts]),
-            join_weights([kjt.keys() for kjt in members], [weights for _, weights in parts]),
-            torch.cat([kjt.lengths() for kjt in members]),
-            length_per_key=None if None in known else [n for lengths in known for n in lengths or ()],
-            checked=all(kjt._checked for kjt in members),
-        )
+        return _pieces.concat(kjt_list)
+
+    def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
+        """Take over the numbers of `kjt` in place; what is known on the host comes along.
+
+        Raises ValueError unless keys, shapes, and what tensors there are agree.
+        """
+        return _pieces.copy_into(self, kjt, non_blocking)
+
+    def clear_storage(self) -> int:
+        """Free the memory of values, weights, lengths, offsets, also under views of them; returns the bytes freed.
+
+        Nothing can be read afterwards.
+        """
+        freed = super()._tensors()
+        nbytes = sum(tensor.nbytes for tensor in freed)
+        for tensor in freed:
+            tensor.untyped_storage().resize_(0)
+        self._jt_dict = None
+        return nbytes
 
     def keys(self) -> list[str]:
-        return self._strides.keys
+        return list(self._strides.keys.names)
 
     def capacity(self) -> int | None:
         """Number of values, padding included; None where every value belongs to a bag."""
         return self._capacity
 
     def stride(self) -> int:
-        """Batch size; where keys differ, the largest (a piece made by split or permute keeps that of the whole)."""
+        """Batch size; where keys differ, the full batch of the inverse indices, or the largest (a piece made by split
+        or permute keeps that of the whole)."""
         return self._strides.stride
 
     def stride_per_key(self) -> list[int]:
         """Batch size of each key."""
-        return self._strides.per_key
+        return list(self._strides.per_key)
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
         """Batch sizes [keys][ranks] where keys differ, else an empty list."""
-        return self._strides.per_rank or []
+        return [list(row) for row in self._strides.per_rank or ()]
 
     def variable_stride_per_key(self) -> bool:
         """Whether keys have batch sizes of their own."""
         return self._strides.per_rank is not None
 
+    def inverse_indices(self) -> InverseIndices:
+        """Keys and, for each, the sample of its own batch that each sample of the full batch is: [keys, full batch].
+
+        Raises ValueError if there are none.
+        """
+        if self._inverse is None:
+            raise ValueError("this KeyedJaggedTensor has no inverse indices; inverse_indices_or_none() does not fail")
+        return self._inverse
+
+    def inverse_indices_or_none(self) -> InverseIndices | None:
+        return self._inverse
+
     def index_per_key(self) -> dict[str, int]:
         """Position of each key."""
-        return self._strides.index
+        return dict(self._strides.keys.index)
 
     def lengths_offset_per_key(self) -> list[int]:
         """First bag of each key, then the number of bags."""
-        return self._strides.starts
+        return list(self._strides.starts)
 
     def length_per_key(self) -> list[int]:
         """Number of values of each key. The one host sync of this class, at the first call.
@@ -256,11 +320,17 @@ class KeyedJaggedTensor(Bags):
         return self._length_per_key
 
     def _read_length_per_key(self) -> list[int]:
-        both = self._lengths is not None and self._offsets is not None
-        return read_length_per_key(
-            self._strides, self.lengths(), self.offsets(), self._values.shape[0], compare=both,
-            padded=self._capacity is not None,
-        )  # fmt: skip
+        if self._both:
+            self._check_in_full()
+            self._both = False
+        # lengths of different batch sizes are summed through their offsets, which are kept
+        offsets = self.offsets() if self._strides.per_rank is not None else self._offsets
+        padded = self._capacity is not None
+        return read_length_per_key(self._strides, self._lengths, offsets, self._values.shape[0], padded=padded)
+
+    def _check_in_full(self) -> None:
+        padded = self._capacity is not None
+        check_bags_in_full(self._strides, self._lengths, self._offsets, self._values.shape[0], padded=padded)
 
     def length_per_key_or_none(self) -> list[int] | None:
         return self._length_per_key
@@ -275,80 +345,28 @@ class KeyedJaggedTensor(Bags):
         return self._offset_per_key
 
     def sync(self) -> KeyedJaggedTensor:
-        """Read and check `length_per_key` and `offset_per_key` now; returns self."""
-        if self._length_per_key is not None and not self._checked:
-            found = self._read_length_per_key()
-            for key, total, size in zip(self.keys(), found, self._length_per_key, strict=True):
-                if total != size:
-                    raise ValueError(f"key {key!r}: lengths sum to {total}, values has {size}")
-            self._checked = True
+        """Read what the host must know, and check it; returns itself."""
+        if not self._checked:
+            known, self._length_per_key = self._length_per_key or [], None
+            try:
+                compare_sizes(self._strides, self.length_per_key(), known)
+            except ValueError:
+                self._length_per_key, self._checked = known, False
+                raise
         self.offset_per_key()
         return self
 
     def unsync(self) -> KeyedJaggedTensor:
-        """Forget `length_per_key` and `offset_per_key`; returns self."""
-        self._length_per_key = None
-        self._offset_per_key = None
+        """Forget what was read; returns itself."""
+        self._length_per_key = self._offset_per_key = self._jt_dict = None
         return self
-
-    def __getitem__(self, key: str) -> JaggedTensor:
-        """The bags of one key, as views. Raises KeyError for an unknown one."""
-        if key not in self._strides.index:
-            raise KeyError(f"unknown key {key!r}, keys are {names(self.keys())}")
-        i = self._strides.index[key]
-        start, length = self.offset_per_key()[i], self.length_per_key()[i]
-        return JaggedTensor(
-            self._values.narrow(0, start, length),
-            None if self._weights is None else self._weights.narrow(0, start, length),
-            self.lengths().narrow(0, self._strides.starts[i], self._strides.per_key[i]),
-        )
-
-    def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """The bags of each key, as views. The same dict at every call; `compute_offsets` fills in their offsets."""
-        if self._jt_dict is None:
-            values, weights = self._per_key()
-            lengths = torch.split_with_sizes(self.lengths(), self.stride_per_key())
-            self._jt_dict = {
-                key: JaggedTensor(values[i], weights[i] if weights else None, lengths[i])
-                for i, key in enumerate(self.keys())
-            }
-        if compute_offsets:
-            self._fill_offsets(self._jt_dict)
-        return self._jt_dict
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """Pieces of `segments[i]` consecutive keys each, as views; a piece of all keys is this object itself.
 
         Raises ValueError unless the segments add up to the number of keys.
         """
-        count = len(self.keys())
-        if sum(segments) != count or min(segments, default=0) < 0:
-            raise ValueError(
-                f"segments must be >= 0 and sum to the {count} keys {names(self.keys())}, "
-                f"got {list(segments)} which sum to {sum(segments)}"
-            )
-        if count in segments:
-            nothing = self.permute([]) if 0 in segments else self
-            return [self if segment == count else nothing for segment in segments]
-        cuts = starts_of(segments)
-        spans = list(zip(cuts, cuts[1:], strict=False))
-        known, per_key = self.length_per_key(), self._strides.per_key
-        sizes = [sum(known[a:b]) for a, b in spans]
-        all_values, all_weights = self._in_bags()
-        values = torch.split_with_sizes(all_values, sizes)
-        weights = None if all_weights is None else torch.split_with_sizes(all_weights, sizes)
-        lengths = torch.split_with_sizes(self.lengths(), [sum(per_key[a:b]) for a, b in spans])
-        return [
-            _new()._fill(
-                self._strides.pick(range(a, b)),
-                values[i],
-                weights[i] if weights else None,
-                lengths[i],
-                length_per_key=known[a:b],
-                checked=self._checked,
-            )
-            for i, (a, b) in enumerate(spans)
-        ]
+        return _pieces.split(self, segments)
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
         """The keys at `indices`, in that order, as copies; repeats and omissions allowed.
@@ -356,61 +374,23 @@ class KeyedJaggedTensor(Bags):
         `indices_tensor`, the same on the device, is TorchRec's: nothing here needs it. Raises IndexError for an index
         outside of the keys.
         """
-        count = len(self.keys())
-        for index in indices:
-            if not 0 <= index < count:
-                raise IndexError(f"index {index} is out of range for {count} keys {names(self.keys())}")
-        if indices_tensor is not None and indices_tensor.numel() != len(indices):
-            raise ValueError(f"indices_tensor has {indices_tensor.numel()} entries for {len(indices)} indices")
-        strides = self._strides.pick(indices)
-        if not indices:
-            nothing = None if self._weights is None else self._weights[:0]
-            return _new()._fill(strides, self._values[:0], nothing, self.lengths()[:0], length_per_key=[])
-        values, weights = self._per_key()
-        known = self.length_per_key()
-        return _new()._fill(
-            strides,
-            torch.cat([values[i] for i in indices]),
-            torch.cat([weights[i] for i in indices]) if weights else None,
-            self._lengths_at(indices),
-            length_per_key=[known[i] for i in indices],
-            checked=self._checked,
-        )
+        return _pieces.permute(self, indices, indices_tensor)
 
-    def _per_key(self) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-        """Values and weights as one view per key. One split has one gradient, the concatenation."""
-        sizes = self.length_per_key()
-        values, weights = self._in_bags()
-        per_key = None if weights is None else torch.split_with_sizes(weights, sizes)
-        return torch.split_with_sizes(values, sizes), per_key
+    def flatten_lengths(self) -> KeyedJaggedTensor:
+        """The same with 1-D lengths, which they are here; shares all tensors."""
+        self.lengths()
+        return self._map(lambda tensor: tensor)
 
-    def _in_bags(self) -> tuple[Tensor, Tensor | None]:
-        """Values and weights without padding; reads `length_per_key` if there may be any."""
-        if self._capacity is None:
-            return self._values, self._weights
-        end = sum(self.length_per_key())
-        return self._values[:end], None if self._weights is None else self._weights[:end]
+    def __getitem__(self, key: str) -> JaggedTensor:
+        """The bags of one key, as views. Raises KeyError for an unknown key."""
+        return _pieces.get_item(self, key)
 
-    def _lengths_at(self, indices: list[int]) -> Tensor:
-        """Lengths of the keys at `indices`, copied."""
-        if self.variable_stride_per_key():
-            lengths = torch.split_with_sizes(self.lengths(), self.stride_per_key())
-            return torch.cat([lengths[i] for i in indices])
-        rows = self.lengths().view(len(self.keys()), self.stride())
-        # non_blocking, since a blocking copy from the host would be a host sync
-        return rows[torch.tensor(indices).to(rows.device, non_blocking=True)].flatten()
+    def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
+        """A JaggedTensor per key, as views; made once, so later calls return the same dict.
 
-    def _fill_offsets(self, jts: dict[str, JaggedTensor]) -> None:
-        if self.variable_stride_per_key() or not jts:
-            for jt in jts.values():
-                jt.offsets()
-            return
-        if all(jt.offsets_or_none() is not None for jt in jts.values()):
-            return
-        # one running sum for all keys instead of one each
-        rows = offsets_of(self.lengths().view(len(self.keys()), self.stride()), self._values.shape[0])
-        for key, row in zip(self.keys(), rows, strict=True):
-            jts[key]._offsets = row
+        With `compute_offsets` they know their offsets already.
+        """
+        return _pieces.to_dict(self, compute_offsets)
 
     def to(
         self, device: torch.device | str, non_blocking: bool = False, dtype: torch.dtype | None = None
@@ -425,22 +405,71 @@ class KeyedJaggedTensor(Bags):
         """A copy in page-locked memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def dist_labels(self) -> list[str]:
+        """What `dist_tensors` and `dist_splits` list, in their order."""
+        return _dist.labels(self.variable_stride_per_key(), self._weights is not None)
+
+    def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
+        """Where to cut each of `dist_tensors` so that piece i has the next `key_splits[i]` keys."""
+        return _dist.splits(self._strides.per_key, self.length_per_key(), self.dist_labels(), key_splits)
+
+    def dist_tensors(self) -> list[Tensor]:
+        """Lengths, values, batch sizes [keys] if they differ, weights if there are any: what an exchange sends."""
+        tensors = [self.lengths(), self._in_bags()[0]]
+        if self.variable_stride_per_key():
+            strides = torch.tensor(self._strides.per_key)
+            tensors.append(strides.to(self._values.device, non_blocking=True))
+        weights = self._in_bags()[1]
+        return tensors if weights is None else [*tensors, weights]
+
+    @staticmethod
+    def dist_init(
+        keys: list[str],
+        tensors: list[Tensor],
+        variable_stride_per_key: bool,
+        num_workers: int,
+        recat: Tensor | None,
+        stride_per_rank: list[int] | None,
+        stagger: int = 1,
+    ) -> KeyedJaggedTensor:
+        """The batch that pieces of `dist_tensors` from `num_workers` ranks make up, laid end to end in rank order.
+
+        `recat` [ranks * keys] lists the (rank, key) segments in the order of the result, None where they are already;
+        `stride_per_rank` is each rank's batch size unless batch sizes differ between keys. With `stagger` > 1 ranks
+        came in that many interleaved groups.
+        """
+        return _dist.init(keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger)
+
+    def _in_bags(self) -> tuple[Tensor, Tensor | None]:
+        """Values and weights without padding; reads `length_per_key` if there may be any."""
+        if self._capacity is None:
+            return self._values, self._weights
+        end = sum(self.length_per_key())
+        return self._values[:end], None if self._weights is None else self._weights[:end]
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
         """The same, every tensor changed; what is known on the host stays known, per-key views are not taken along."""
 
         def each(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else change(tensor)
 
-        return _new()._fill(
-            self._strides,
-            change(self._values),
-            each(self._weights),
-            each(self._lengths),
-            each(self._offsets),
-            self._length_per_key,
-            self._checked,
-            self._capacity,
-        )
+        copy: KeyedJaggedTensor = object.__new__(KeyedJaggedTensor)
+        copy._strides = self._strides
+        copy._capacity = self._capacity
+        copy._values = change(self._values)
+        copy._weights = each(self._weights)
+        copy._lengths = each(self._lengths)
+        copy._offsets = each(self._offsets)
+        if self._inverse is not None:
+            copy._inverse = (self._inverse[0], change(self._inverse[1]))
+        copy._length_per_key = self._length_per_key
+        copy._checked = self._checked
+        copy._both = self._both
+        return copy
+
+    def _tensors(self) -> list[Tensor]:
+        inverse = () if self._inverse is None else (self._inverse[1],)
+        return [*super()._tensors(), *inverse]
 
     def __getstate__(self) -> dict[str, Any]:
         # the views of to_dict would be stored a second time
@@ -448,7 +477,8 @@ class KeyedJaggedTensor(Bags):
 
     def __repr__(self) -> str:
         capacity = "" if self._capacity is None else f"capacity={self._capacity}, "
-        return f"KeyedJaggedTensor(keys={names(self.keys())}, stride={self.stride()}, {capacity}{self._summary()})"
+        keys = names(self._strides.keys.names)
+        return f"KeyedJaggedTensor(keys={keys}, stride={self.stride()}, {capacity}{self._summary()})"
 
     def __str__(self) -> str:
         # host sync: text is made on the host
@@ -458,10 +488,6 @@ class KeyedJaggedTensor(Bags):
             "KeyedJaggedTensor",
             [
                 (key, bags_text(self._values, self._weights, offsets[starts[i] : starts[i + 1] + 1], " " * 4))
-                for i, key in enumerate(self.keys())
+                for i, key in enumerate(self._strides.keys.names)
             ],
         )
-
-
-def _new() -> KeyedJaggedTensor:
-    return KeyedJaggedTensor.__new__(KeyedJaggedTensor)

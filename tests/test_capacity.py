@@ -126,8 +126,8 @@ def test_a_capacity_is_the_number_of_values_and_bags_end_within_it() -> None:
         "lengths sum to 4, values has 3: key 'a', sample 1 ends at 4": lambda: KeyedJaggedTensor.from_lengths_sync(
             ["a"], ids, torch.tensor([2, 2]), capacity=3
         ),
-        r"key 'a', sample 1: length -1 \(offsets go from 2 to 1\)": lambda: KeyedJaggedTensor.from_offsets_sync(
-            ["a"], ids, torch.tensor([0, 2, 1]), capacity=3
+        r"key 'a', sample 1: length -1 \(offsets go from 2 to 1\)": lambda: KeyedJaggedTensor(
+            ["a"], ids, offsets=torch.tensor([0, 2, 1]), capacity=3, validate="full"
         ),
         # and without a capacity nothing is padding
         "lengths sum to 2, values has 3: 1 left after key 'a'": lambda: KeyedJaggedTensor.from_lengths_sync(

@@ -210,10 +210,10 @@ ERRORS = {
         TypeError,
         "offsets must be integers .* got torch.bool",
     ),
-    "2-D lengths": (
-        lambda: JaggedTensor(V, lengths=tensor([[3]])),
+    "2-D offsets": (
+        lambda: JaggedTensor(V, offsets=tensor([[0, 3]])),
         ValueError,
-        r"lengths must be 1-D, got shape \[1, 1\]",
+        r"offsets must be 1-D, got shape \[1, 2\]",
     ),
     "both": (
         lambda: JaggedTensor(V, lengths=tensor([3]), offsets=tensor([0, 1, 3])),
@@ -316,13 +316,13 @@ def test_a_member_whose_lengths_do_not_fit_is_refused() -> None:
     """from_jt_dict took lengths at their word: a lookup of "a" then read an id of "b" as one of its own."""
     with pytest.raises(ValueError, match="key 'a': lengths sum to 3, values has 2"):
         KeyedJaggedTensor.from_jt_dict(swapped())
-    with pytest.raises(ValueError, match="key 'c': lengths must be >= 0, some are negative and sum to -1"):
-        KeyedJaggedTensor.from_jt_dict({"c": JaggedTensor(V, lengths=tensor([4, -1]))})
+    with pytest.raises(ValueError, match="key 'c': lengths sum to -1, values has 3"):
+        KeyedJaggedTensor.from_jt_dict({"c": JaggedTensor(V, lengths=tensor([-2, 1]))})
 
 
 def test_sync_checks_the_members_that_construction_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes that from_jt_dict knows counted as read, so that sync had nothing left to check."""
-    monkeypatch.setattr("shardwise.jagged.keyed_jagged_tensor.readable", lambda _: False)
+    monkeypatch.setattr("shardwise.jagged._pieces.readable", lambda _: False)
     kjt = KeyedJaggedTensor.from_jt_dict(swapped())
     empty = KeyedJaggedTensor(["c"], V[:0], lengths=tensor([0, 0]))
     for piece in (kjt, kjt.to("cpu"), KeyedJaggedTensor.concat([empty.sync(), kjt]), kjt.permute([1, 0])):

@@ -421,6 +421,10 @@ def of_offsets(*offsets: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor.from_offsets_sync(["a", "b"], FOUR, ints(list(offsets)))
 
 
+def in_full(**given: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["a", "b"], FOUR, validate="full", **given)
+
+
 def ranks(rows: Any, **given: Any) -> KeyedJaggedTensor:
     return make(stride_per_key_per_rank=rows, **given)
 
@@ -431,7 +435,8 @@ VALUE_ERRORS: dict[str, Callable[[], object]] = {
     "'k9', ... 12 keys": lambda: make([f"k{i}" for i in range(12)]),
     rf"values of {BOTH} must be 1-D, got shape \[4, 2\]": lambda: make(values=torch.zeros(4, 2)),
     rf"weights of {BOTH} must be 1-D, got shape \[4, 2\]": lambda: make(weights=torch.zeros(4, 2)),
-    "lengths must be 1-D": lambda: make(lengths=ints([1, 1, 1, 1]).view(2, 2)),
+    "lengths must be 1-D": lambda: make(lengths=ints([1, 1, 1, 1]).view(2, 2, 1)),
+    "offsets must be 1-D": lambda: make(offsets=ints([0, 1, 2, 4]).view(2, 2)),
     "lengths or offsets must be given, got neither": lambda: make(lengths=None),
     "2 lengths need 3 offsets, got 2": lambda: make(lengths=ints([2, 2]), offsets=ints([0, 4])),
     r"weights must be as many as values: got shape \[3\] for 4 values": lambda: make(weights=torch.zeros(3)),
@@ -466,9 +471,10 @@ VALUE_ERRORS: dict[str, Callable[[], object]] = {
     rf"\['c', 'd'\] have, {BOTH} have not": lambda: concat([make(), make(["c", "d"], weights=torch.ones(4))]),
     "lengths sum to 12, values has 4: key 'b', sample 0 ends at 11": lambda: of_lengths(1, 1, 9, 1),
     "lengths sum to 3, values has 4: 1 left after key 'b'": lambda: of_lengths(1, 1, 1, 0),
-    r"key 'b', sample 0: length -1 \(offsets go from 3 to 2\)": lambda: of_lengths(1, 2, -1, 2),
+    r"key 'b', sample 0: length -1 \(offsets go from 3 to 2\)": lambda: in_full(lengths=ints([1, 2, -1, 2])),
+    "lengths sum to 4, values has 4: key 'a', sample 1 ends at 5": lambda: of_lengths(4, 1, -2, 1),
     r"offsets must start at 0, got 1 \(key 'a'\)": lambda: of_offsets(1, 1, 2, 3, 4),
-    r"key 'a', sample 1: length -1 \(offsets go from 3 to 2\)": lambda: of_offsets(0, 3, 2, 2, 4),
+    r"key 'a', sample 1: length -1 \(offsets go from 3 to 2\)": lambda: in_full(offsets=ints([0, 3, 2, 2, 4])),
     "lengths sum to 6, values has 4: key 'b', sample 1 ends at 6": lambda: of_offsets(0, 1, 2, 3, 6),
     "key 'b', sample 1 ends at 11": lambda: of_lengths(1, 1, 9, stride_per_key_per_rank=[[1], [2]]),
     "lengths sum to 12, values has 4": lambda: make(lengths=ints([1, 1, 9, 1])).split([1, 1]),

@@ -1,0 +1,248 @@
+"""Keys and their batch sizes: what is known of a keyed batch on the host, and the same from batch to batch.
+
+A program sends the same keys every step, so `Keys` are checked once and found again; all that only depends on keys and
+batch size (`Strides`, orders of keys) is kept beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ._check import check_keys, check_known, check_ranks, check_stride, check_variable_stride, names
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+# entries of each cache; a program has a few, one that makes up keys as it goes must not fill the memory
+_MOST = 256
+
+
+class Keys:
+    """Names of features, and where each is. `names` belongs to all that share it: hand out copies."""
+
+    __slots__ = ("_columns", "_fixed", "_orders", "index", "names")
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        # the last of repeated names, which only `Order` makes
+        self.index = {name: i for i, name in enumerate(names)}
+        self._fixed: Strides | None = None
+        self._columns: Columns | None = None
+        self._orders: dict[tuple[int, ...], Order] = {}
+
+    def columns(self, widths: Sequence[int]) -> Columns:
+        """All keys with these numbers of columns."""
+        found = self._columns
+        if found is None or found.widths != widths:
+            found = Columns(self, list(widths))
+            if not torch.compiler.is_compiling():
+                self._columns = found
+        return found
+
+    def fixed(self, stride: int) -> Strides:
+        """All keys with one batch size."""
+        if self._fixed is None or self._fixed.stride != stride:
+            strides = Strides(self, stride, None)
+            if torch.compiler.is_compiling():
+                return strides
+            self._fixed = strides
+        return self._fixed
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (self.names,)
+
+    def order(self, indices: Sequence[int]) -> Order:
+        """The keys at `indices`; IndexError for one outside of the keys."""
+        if torch.compiler.is_compiling():
+            return Order(self, tuple(indices))
+        indices = tuple(indices)
+        found = self._orders.get(indices)
+        if found is None:
+            found = _keep(self._orders, indices, Order(self, indices))
+        return found
+
+
+class Order:
+    """Some of the keys in another order; repeats and omissions allowed."""
+
+    __slots__ = ("_on", "indices", "keys")
+
+    def __init__(self, keys: Keys, indices: tuple[int, ...]) -> None:
+        count = len(keys.names)
+        for index in indices:
+            if not 0 <= index < count:
+                raise IndexError(f"index {index} is out of range for {count} keys {names(keys.names)}")
+        self.indices = indices
+        self.keys = Keys([keys.names[i] for i in indices])
+        self._on: dict[torch.device, Tensor] = {}
+
+    def tensor(self, like: Tensor) -> Tensor:
+        """The indices [n] int64 on the device of `like`."""
+        # kept for tensors with numbers only: what a compiler or a fake mode makes is of no use to the next call
+        plain = type(like) is Tensor and not torch.compiler.is_compiling()
+        found = self._on.get(like.device) if plain else None
+        if found is None:
+            # non_blocking, since a blocking copy from the host would be a host sync
+            found = torch.tensor(self.indices, dtype=torch.int64).to(like.device, non_blocking=True)
+            if plain:
+                _keep(self._on, like.device, found)
+        return found
+
+
+_BY_NAMES: dict[tuple[str, ...], Keys] = {}
+_BY_LIST: dict[int, Keys] = {}
+
+
+def keys_of(names: Sequence[str]) -> Keys:
+    """The keys of these names, which must be unique strings; TypeError or ValueError if they are not."""
+    if torch.compiler.is_compiling():
+        return Keys(check_keys(names))
+    # the list object of the last step, if it still says the same
+    found = _BY_LIST.get(id(names))
+    if found is not None and found.names == names:
+        return found
+    if not isinstance(names, (list, tuple)):
+        return Keys(check_keys(names))
+    try:
+        found = _BY_NAMES.get(tuple(names))
+    except TypeError:
+        # what cannot be hashed is no string, which the check says
+        found = None
+    if found is None:
+        found = Keys(check_keys(names))
+        _keep(_BY_NAMES, tuple(names), found)
+    return _keep(_BY_LIST, id(names), found)
+
+
+def _again(names: list[str]) -> Keys:
+    """Keys from a pickle; names may repeat there, as an order of keys may repeat them."""
+    return keys_of(names) if len(set(names)) == len(names) else Keys(names)
+
+
+def _keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> _Value:
+    if len(cache) >= _MOST:
+        cache.clear()
+    cache[key] = value
+    return value
+
+
+class Strides:
+    """Which keys there are and how many bags each owns.
+
+    `stride` is the batch size of the whole: the common one, or the largest where keys differ; pieces keep it.
+    `per_rank` is [keys][ranks]; None says that every key has batch size `stride`. Lists are shared: hand out copies.
+    """
+
+    __slots__ = ("_per_key", "_starts", "keys", "per_rank", "stride")
+
+    def __init__(self, keys: Keys, stride: int, per_rank: list[list[int]] | None) -> None:
+        self.keys = keys
+        self.stride = stride
+        self.per_rank = per_rank
+        self._per_key: list[int] | None = None
+        self._starts: list[int] | None = None
+
+    @property
+    def per_key(self) -> list[int]:
+        """Batch size of each key."""
+        if self._per_key is None:
+            if self.per_rank is None:
+                self._per_key = [self.stride] * len(self.keys.names)
+            else:
+                self._per_key = [sum(row) for row in self.per_rank]
+        return self._per_key
+
+    @property
+    def starts(self) -> list[int]:
+        """First bag of each key, then the number of bags."""
+        if self._starts is None:
+            self._starts = starts_of(self.per_key)
+        return self._starts
+
+    def pick(self, order: Order) -> Strides:
+        """The keys of an order."""
+        if self.per_rank is None:
+            return order.keys.fixed(self.stride)
+        return Strides(order.keys, self.stride, [self.per_rank[i] for i in order.indices])
+
+    @staticmethod
+    def join(members: Sequence[Strides]) -> Strides:
+        """All keys of members that have keys, in order.
+
+        Raises ValueError where a key is in two members, fixed batch sizes differ, or numbers of ranks differ.
+        """
+        keys = keys_of([name for m in members for name in m.keys.names])
+        stride = max(m.stride for m in members)
+        if all(m.per_rank is None for m in members):
+            if any(m.stride != stride for m in members):
+                sizes = ", ".join(f"{m.stride} for {names(m.keys.names)}" for m in members)
+                raise ValueError(f"cannot join different batch sizes: {sizes}")
+            return keys.fixed(stride)
+        # a fixed batch beside a variable one is a batch of one rank
+        rows = [row for m in members for row in (m.per_rank or [[n] for n in m.per_key])]
+        if len({len(row) for row in rows}) > 1:
+            counts = ", ".join(f"{len(row)} for {key!r}" for key, row in zip(keys.names, rows, strict=True))
+            raise ValueError(f"cannot join different numbers of ranks: {counts}")
+        return Strides(keys, stride, rows)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Strides)
+            and self.keys.names == other.keys.names
+            and self.stride == other.stride
+            and self.per_rank == other.per_rank
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Strides, (self.keys, self.stride, self.per_rank)
+
+
+def strides_of(
+    keys: Keys,
+    bags: int,
+    stride: int | None,
+    per_rank: Sequence[Sequence[int]] | Tensor | None,
+    per_key: Sequence[int] | None,
+    full_batch: int | None,
+) -> Strides:
+    """Batch sizes as a caller gives them; a table without entries says that all keys have one batch size."""
+    rows = check_ranks(keys.names, per_rank)
+    if rows is None and per_key is not None:
+        rows = check_ranks(keys.names, [[n] for n in per_key])
+    elif rows is not None:
+        check_known("stride_per_key", per_key, [sum(row) for row in rows])
+    if rows is None:
+        return keys.fixed(check_stride(keys.names, bags, stride))
+    if per_rank is None and len({row[0] for row in rows}) == 1:
+        return keys.fixed(check_stride(keys.names, bags, rows[0][0] if stride is None else stride))
+    return Strides(keys, check_variable_stride(keys.names, bags, stride, rows, full_batch), rows)
+
+
+class Columns:
+    """How many columns of a dense tensor each key has; where each begins. Lists are shared: hand out copies."""
+
+    __slots__ = ("keys", "starts", "widths")
+
+    def __init__(self, keys: Keys, widths: list[int]) -> None:
+        if len(widths) != len(keys.names):
+            raise ValueError(f"{len(keys.names)} keys {names(keys.names)} but {len(widths)} lengths")
+        for key, width in zip(keys.names, widths, strict=True):
+            if width < 0:
+                raise ValueError(f"key {key!r}: length must be >= 0, got {width}")
+        self.keys = keys
+        self.widths = widths
+        self.starts = starts_of(widths)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Columns, (self.keys, self.widths)
+
+
+def starts_of(sizes: Iterable[int]) -> list[int]:
+    """Running sum with a leading 0: [2, 3] -> [0, 2, 5]."""
+    return list(accumulate(sizes, initial=0))

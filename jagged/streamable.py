@@ -1,0 +1,36 @@
+"""What a batch must be able to do so that a training loop can move it to a device ahead of its step."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import torch
+from torch.fx import Proxy, _symbolic_trace
+
+
+class Multistreamable(abc.ABC):
+    """Something whose memory may be used on a stream other than the one that it was allocated on."""
+
+    @abc.abstractmethod
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of every tensor until `stream` is done with it."""
+
+
+class Pipelineable(Multistreamable):
+    """Something that a pipeline can copy to a device: a batch, or what a batch holds."""
+
+    @abc.abstractmethod
+    def to(self, device: torch.device, non_blocking: bool) -> Pipelineable:
+        """A copy on `device`."""
+
+
+class Traceable:
+    """A type whose construction from proxies `torch.fx` records instead of running it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_symbolic_trace, "_is_fx_tracing_flag", False):
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Proxy):
+                    return value.tracer.create_proxy("call_function", cls, args, kwargs)
+        return object.__new__(cls)

@@ -1,0 +1,189 @@
+"""Faults 15, 17 and 27 over real gloo ranks: batches without ids on one of them, keys in another order on one of them.
+
+A sharded collection finds a feature by its name on the rank that has the batch, before anything is sent; tables and
+their features travel as numbers, so ranks must agree on their order, which construction compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from shardwise import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    ShardingPlan,
+    apply_optimizer_in_backward,
+)
+from shardwise.sharding import construct_module_sharding_plan, data_parallel, table_wise
+
+pytestmark = pytest.mark.ranks
+
+# features that share a table, tables that share a feature, one rank each and both
+FEATURES = {"t1": ["f1", "f2"], "t2": ["f3", "f1"], "t3": ["f4"]}
+KEYS = ["f1", "f2", "f3", "f4"]
+ROWS = 9
+ORDERS = {
+    "turned round": ["f4", "f3", "f2", "f1"],
+    "features of one table swapped": ["f2", "f1", "f3", "f4"],
+    "features of two tables swapped": ["f1", "f3", "f2", "f4"],
+    "others between": ["x", "f3", "y", "f1", "f4", "f2"],
+}
+
+
+def collection(kind: str, features: dict[str, list[str]] | None = None) -> Any:
+    config: Any = EmbeddingConfig if kind == "rows" else EmbeddingBagConfig
+    torch.manual_seed(3)
+    named = (features or FEATURES).items()
+    configs = [config(ROWS, 4, name, feature_names=list(own)) for name, own in named]
+    if kind == "rows":
+        return EmbeddingCollection(configs)
+    return EmbeddingBagCollection(configs, is_weighted=kind == "weighted bags")
+
+
+def sharded(module: Any) -> DistributedModelParallel:
+    apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.5})
+    where: dict[str, Any] = {"t1": table_wise(0), "t2": table_wise(1), "t3": data_parallel()}
+    plan = construct_module_sharding_plan(module, where, world_size=dist.get_world_size())
+    return DistributedModelParallel(module, plan=ShardingPlan({"": plan}))
+
+
+def batch_of(step: int, rank: int, samples: int = 3, longest: int = 3) -> KeyedJaggedTensor:
+    """Every feature with ids of its own: had two been mixed up it would be seen."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    lengths = torch.randint(0, longest + 1, (4 * samples,), generator=generator)
+    count = int(lengths.sum())
+    ids = torch.randint(0, ROWS, (count,), generator=generator)
+    return KeyedJaggedTensor(KEYS, ids, torch.rand(count, generator=generator), lengths)
+
+
+def in_order(kjt: KeyedJaggedTensor, keys: list[str]) -> KeyedJaggedTensor:
+    """The batch with its keys in another order; keys that it has not get an id that no table has."""
+    unknown = [key for key in keys if key not in KEYS]
+    if unknown:
+        count = kjt.stride() * len(unknown)
+        bad = torch.full((count,), 10**6)
+        others = KeyedJaggedTensor(unknown, bad, torch.ones(count), torch.ones(count, dtype=torch.int64))
+        kjt = KeyedJaggedTensor.concat([kjt, others])
+    return kjt.permute([kjt.keys().index(key) for key in keys])
+
+
+def values_of(out: Any) -> Tensor:
+    return torch.cat([jt.values() for jt in out.values()]) if isinstance(out, dict) else out.values()
+
+
+def train(kind: str, order: list[str] | None) -> list[Tensor]:
+    """Outputs of three steps and the tables after them; rank 1 has its keys in `order`."""
+    dmp, found = sharded(collection(kind)), []
+    for number in range(3):
+        kjt = batch_of(number, dist.get_rank())
+        if order is not None and dist.get_rank() == 1:
+            kjt = in_order(kjt, order)
+        out = dmp(kjt)
+        if isinstance(out, dict):
+            found += [out[key].lengths() for key in sorted(out)]
+        values = values_of(out)
+        values.backward(torch.arange(float(values.numel())).view(values.shape))
+        found.append(values.detach())
+    return [*found, *dmp.state_dict().values()]
+
+
+@pytest.mark.parametrize("kind", ["bags", "weighted bags", "rows"])
+def test_27_the_order_of_keys_on_a_rank_changes_no_bit(kind: str) -> None:
+    """Outputs, and the tables that all ranks trained together."""
+    wanted = run_ranks(2, train, kind, None)
+    for order in ORDERS.values():
+        for found, same in zip(run_ranks(2, train, kind, order), wanted, strict=True):
+            assert len(found) == len(same) >= 6
+            assert all(map(torch.equal, found, same))
+
+
+TABLE_ORDERS: dict[str, dict[str, list[str]]] = {
+    "tables": {"t2": ["f3", "f1"], "t1": ["f1", "f2"], "t3": ["f4"]},
+    "features of a table": {"t1": ["f2", "f1"], "t2": ["f3", "f1"], "t3": ["f4"]},
+    "features of two tables": {"t1": ["f1", "f3"], "t2": ["f2", "f1"], "t3": ["f4"]},
+}
+
+
+def refused(kind: str, features: dict[str, list[str]]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        sharded(collection(kind, features if dist.get_rank() == 1 else None))
+    # and nobody is left waiting
+    sharded(collection(kind))(batch_of(0, dist.get_rank()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["bags", "rows"])
+@pytest.mark.parametrize("name", TABLE_ORDERS)
+def test_27_tables_in_another_order_on_a_rank_are_refused(name: str, kind: str) -> None:
+    """Lookups travel by number: number 0 of one rank would be another feature on the other."""
+    for rank, text in enumerate(run_ranks(2, refused, kind, TABLE_ORDERS[name])):
+        assert re.search(rf"ranks \[{1 - rank}\] differ from this one in .* order of lookups", text), text
+
+
+def without(key: str) -> Callable[[KeyedJaggedTensor], KeyedJaggedTensor]:
+    return lambda kjt: kjt.permute([i for i, name in enumerate(kjt.keys()) if name != key])
+
+
+def missing(key: str) -> tuple[str, list[Tensor]]:
+    dmp = sharded(collection("weighted bags"))
+    before = [value.clone() for value in dmp.state_dict().values()]
+    kjt = batch_of(0, dist.get_rank())
+    with pytest.raises(KeyError) as caught:
+        dmp(without(key)(kjt) if dist.get_rank() == 1 else kjt)
+    assert all(map(torch.equal, before, dmp.state_dict().values()))
+    return str(caught.value.args[0]), [dmp(kjt).values().detach()]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_27_keys_that_only_one_rank_has(key: str) -> None:
+    """The features after the missing one do not move up to its place."""
+    model = collection("weighted bags")
+    for rank, (text, found) in enumerate(run_ranks(2, missing, key)):
+        others = [name for name in KEYS if name != key]
+        assert text == f"rank 1: features [{key!r}] are not in the batch, which has {others}"
+        assert torch.equal(found[0], model(batch_of(0, rank)).values())
+
+
+def sequences(samples: tuple[int, ...], longest: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """Rows of this rank's batch, and the tables after a step on the batches of all."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dmp = sharded(collection("rows"))
+    out = dmp(batch_of(0, rank, samples[rank], longest[rank]))
+    rows = [out[key].values().detach() for key in sorted(out)] + [out[key].lengths() for key in sorted(out)]
+    values_of(out).square().sum().backward()
+    module: nn.Module = collection("rows")
+    parts = [batch_of(0, r, samples[r], longest[r]) for r in range(world)]
+    wanted: Any = module(parts[rank])
+    assert all(torch.equal(row, wanted[key].values()) for key, row in zip(sorted(out), rows, strict=False))
+    return rows, [value.clone() for value in dmp.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    ("samples", "longest"), [((0, 3), (3, 3)), ((3, 3), (0, 3)), ((0, 0), (3, 3)), ((2, 2), (0, 0))], ids=str
+)
+def test_15_17_sequences_of_a_rank_without_ids(samples: tuple[int, ...], longest: tuple[int, ...]) -> None:
+    """A rank without samples, a rank whose samples have no ids, and all ranks so."""
+    start = collection("rows").state_dict()
+    for rank, (rows, tables) in enumerate(run_ranks(2, sequences, samples, longest)):
+        kjt = batch_of(0, rank, samples[rank], longest[rank])
+        keys = len(rows) // 2
+        assert sum(len(row) for row in rows[:keys]) == sum(int(lengths.sum()) for lengths in rows[keys:])
+        assert all(len(lengths) == kjt.stride() for lengths in rows[keys:])
+        assert all(table.isfinite().all() for table in tables)
+        if not any(s * n for s, n in zip(samples, longest, strict=True)):
+            # nobody named a row
+            whole = [table for table in tables if table.numel()]
+            assert all(any(torch.equal(table, value) for value in start.values()) for table in whole)
