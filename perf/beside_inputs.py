@@ -5,6 +5,7 @@ Shapes: F keys, B bags of each, N values; lengths [F * B], three values a bag on
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -109,6 +110,15 @@ def pieces(size: Size, variable: bool = False) -> list[tuple[str, Tensor, Tensor
     return list(zip(*columns, strict=True))
 
 
+def tensor_dict(lib: Any, size: Size) -> Any:
+    """A TensorDict of torch's nested tensors."""
+    nested = {}
+    for key, values, _, lengths in pieces(size):
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        nested[key] = torch.nested.nested_tensor_from_jagged(values, offsets)
+    return importlib.import_module("tensordict").TensorDict(nested, batch_size=[size.batch])
+
+
 def jt_dict(weighted: bool = False, variable: bool = False) -> Make:
     """Makes a dict of JaggedTensors."""
 
@@ -179,17 +189,19 @@ def groups(size: Size, repeats: bool = False) -> list[list[str]]:
     return [["f0", "g0", *group] for group in dealt] if repeats else dealt
 
 
-def ranked(ranks: int, *, weighted: bool = False, uneven: bool = False, variable: bool = False) -> Make:
+def ranked(
+    ranks: int, *, weighted: bool = False, uneven: bool = False, variable: bool = False, stagger: int = 1
+) -> Make:
     """Makes the arguments of `dist_init`: what `ranks` ranks have sent, and the order to bring it into."""
 
     def make(lib: Any, size: Size) -> Any:
-        return list(_ranked(size, ranks, weighted, uneven, variable))
+        return list(_ranked(size, ranks, weighted, uneven, variable, stagger))
 
     return make
 
 
 @lru_cache(maxsize=2)
-def _ranked(size: Size, ranks: int, weighted: bool, uneven: bool, variable: bool) -> tuple[Any, ...]:
+def _ranked(size: Size, ranks: int, weighted: bool, uneven: bool, variable: bool, stagger: int) -> tuple[Any, ...]:
     F, B = size
     b = batch(size)
     # bags of each rank, the same for all keys but where they are variable
@@ -198,7 +210,8 @@ def _ranked(size: Size, ranks: int, weighted: bool, uneven: bool, variable: bool
         per_rank[0] -= 1
         per_rank[1] += 1
     tensors = [b.lengths, b.values]
-    segments = torch.arange(ranks * F).view(ranks, F).T.flatten()
+    turned = torch.arange(ranks).view(stagger, -1).T.flatten()
+    segments = torch.arange(ranks * F).view(ranks, F)[turned].T.flatten()
     if variable:
         g = torch.Generator().manual_seed(3)
         moved = torch.randint(0, B // ranks, (ranks // 2, F), generator=g)
@@ -211,4 +224,4 @@ def _ranked(size: Size, ranks: int, weighted: bool, uneven: bool, variable: bool
         segments = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in segments.tolist()])
     if weighted:
         tensors.append(b.weights)
-    return b.keys, tensors, variable, ranks, segments.int(), None if variable else per_rank
+    return b.keys, tensors, variable, ranks, segments.int(), None if variable else per_rank, stagger

@@ -29,6 +29,7 @@ from .beside_inputs import (
     pieces,
     ranked,
     samples,
+    tensor_dict,
 )
 
 CPU = torch.device("cpu")
@@ -232,6 +233,7 @@ def _exchanges() -> Iterator[Case]:
         ):  # fmt: skip
             yield Case(f"KJT dist_init of {ranks} ranks{words}", ranked(ranks, **options), dist_init)
     yield Case("KJT dist_init of 2 ranks, variable, weighted", ranked(2, variable=True, weighted=True), dist_init)
+    yield Case("KJT dist_init of 4 ranks, variable, staggered", ranked(4, variable=True, stagger=2), dist_init)
 
 
 def _copied(lib: Any, size: Size) -> Any:
@@ -267,6 +269,10 @@ def _copies() -> Iterator[Case]:
         lambda lib, s: lib.kjt_is_equal(*s),
     )  # fmt: skip
     yield Case("kjt_is_equal, other keys", _pair, lambda lib, s: lib.kjt_is_equal(*s))
+
+    yield Case("validate_keyed_jagged_tensor", fresh(weighted=True), lambda lib, s: lib.validate_keyed_jagged_tensor(s))
+    yield Case("maybe_td_to_kjt", tensor_dict, lambda lib, s: lib.maybe_td_to_kjt(s))
+    yield Case("maybe_td_to_kjt, keys given", tensor_dict, lambda lib, s: lib.maybe_td_to_kjt(s, sorted(s.keys())))
 
 
 def _jagged() -> Iterator[Case]:
