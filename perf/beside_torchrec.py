@@ -168,12 +168,15 @@ def table(section: Section, rows: Sequence[Row], different: Mapping[str, str]) -
         "",
     ]  # fmt: skip
     slow = [row for name in names for row in of_case[name].values() if not free(row) and row.ratio > TYPES.each]
-    lines += [f"Above {TYPES.each:g} and not under {FREE_US:g} us: {len(slow)}.", ""]
-    lines += [f"- {row.case}, {row.size}: {_times(row)}" for row in sorted(slow, key=lambda row: -row.ratio)]
-    differing = [(name, said[name]) for name in names if said[name].startswith("different")]
-    lines += ["", f"Different as docs/differences.md says: {len(differing)}.", ""] if differing else [""]
-    lines += [f"- {name}: {reason(name, different)}" for name, _ in differing]
-    return [*lines, ""], good
+    slowest = [f"{row.case}, {row.size}: {_times(row)}" for row in sorted(slow, key=lambda row: -row.ratio)]
+    meant = [f"{name}: {reason(name, different)}" for name in names if said[name].startswith("different")]
+    lines += _list(f"Above {TYPES.each:g} and not under {FREE_US:g} us", slowest)
+    lines += _list("Different as docs/differences.md says", meant)
+    return lines, good
+
+
+def _list(what: str, found: Sequence[str]) -> list[str]:
+    return [f"{what}: {len(found)}.", "", *(f"- {line}" for line in found), *([""] if found else [])]
 
 
 def _ratio(row: Row | None) -> str:
@@ -236,13 +239,10 @@ def report(
     wanted: Sequence[Section], ours: Library, theirs: Library, only: str = "", say: Callable[[str], None] = print
 ) -> tuple[str, bool]:
     """All that is printed, and whether every section is as it has to be."""
-    lines: list[str] = []
-    good = True
-    for section in wanted:
-        of_section, well = table(section, run(section, ours, theirs, only, say), DIFFERENT)
-        lines += of_section
-        good = good and well
-    return "\n".join(lines).rstrip() + "\n", good
+    tables = [table(section, rows, DIFFERENT) for section in wanted if (rows := run(section, ours, theirs, only, say))]
+    if not tables:
+        return f"No operation matches {only!r}.\n", False
+    return "\n".join("\n".join(lines) for lines, _ in tables).rstrip() + "\n", all(good for _, good in tables)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

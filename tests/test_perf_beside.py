@@ -117,6 +117,14 @@ def test_the_mean_of_everything_has_a_bound_too(monkeypatch: pytest.MonkeyPatch)
     assert geometric_mean([row(0.5), row(2.0), Row("untimed", SIZE)]) == pytest.approx(1.0)
 
 
+def test_comparing_nothing_is_not_good() -> None:
+    one = library("ours", double)
+    assert report([Section("Plants", [CASE], TYPES)], one, one, only="tripled") == (
+        "No operation matches 'tripled'.\n",
+        False,
+    )
+
+
 def test_differences_say_where() -> None:
     a = {"keys": ["x"], "values": [torch.tensor([1, 2]), None]}
     b = {"keys": ["x"], "values": [torch.tensor([1, 3]), None]}
