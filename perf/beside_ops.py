@@ -300,13 +300,19 @@ def _selections() -> Iterator[Case]:
         lambda k, *a: k.batched_unary_embeddings(*a),
     )  # fmt: skip
 
+    numbers = {
+        "positive_weight": 0.4, "lower_bound": 0.0, "upper_bound": 1.0, "bin_ctr_in_use_after": 6000,
+        "bin_ctr_weight_value": 0.9995,
+    }  # fmt: skip
+
     def bins(size: Size) -> list[Any]:
         positives = torch.arange(BINS, dtype=torch.float64)
-        return [_random_for(size), positives * 3, positives, 0.4, 0.0, 1.0, 6000, 0.9995]
+        return [_random_for(size), positives * 3, positives]
 
     yield from _op(
-        "histogram_binning_calibration", bins, lambda k, *a: k.histogram_binning_calibration(*a),
-        lambda k, *a: k.histogram_binning_calibration(*a),
+        "histogram_binning_calibration", bins,
+        lambda k, *a: k.histogram_binning_calibration(*a, **numbers),
+        lambda k, *a: k.histogram_binning_calibration(*a, **numbers),
     )  # fmt: skip
 
 
