@@ -34,7 +34,7 @@ TESTED: dict[int, dict[str, list[str]]] = {
         (6, 7, 8, 9),
         {
             "test_faults_jagged": [
-                "test_6_7_8_9_bags_that_do_not_fit_are_refused_by_whoever_reads_them",
+                "test_6_8_9_bags_that_do_not_fit_are_refused_by_whoever_reads_them",
                 "test_6_7_8_9_full_validation_refuses_at_construction",
                 "test_6_7_8_9_bags_of_one_key_are_refused",
             ],
@@ -160,9 +160,12 @@ def misfit(name: str, **given: Any) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["u", "i"], torch.tensor(IDS), **bags, **given)
 
 
-@pytest.mark.parametrize("name", MISFITS)
-def test_6_7_8_9_bags_that_do_not_fit_are_refused_by_whoever_reads_them(name: str) -> None:
-    """Every time that they are read: a batch that was refused once is not taken the second time."""
+@pytest.mark.parametrize("name", [name for name in MISFITS if name[0] != "7"])
+def test_6_8_9_bags_that_do_not_fit_are_refused_by_whoever_reads_them(name: str) -> None:
+    """Every time that they are read: a batch that was refused once is not taken the second time.
+
+    What is wrong within a key only a lookup sees (test_faults.py), or full validation.
+    """
     for read in READERS.values():
         kjt = misfit(name)
         for _ in range(2):
@@ -194,8 +197,8 @@ def test_6_7_8_9_bags_of_one_key_are_refused(name: str) -> None:
         lambda: jt.to_padded_dense(),
         lambda: jt.to_padded_dense(3),
         lambda: jt.to_padded_dense_weights(3),
-        # which goes by the lengths, whatever the offsets
-        lambda: jt.to_dense() if "contradiction" in name else KeyedJaggedTensor.from_jt_dict({"u": jt}).sync(),
+        # which goes by the sum of the lengths
+        lambda: jt.to_dense() if name[0] == "7" or "contra" in name else KeyedJaggedTensor.from_jt_dict({"u": jt}),
     ):
         with pytest.raises(ValueError, match=r"\[.*\] (sum to|contradict)|key 'u': lengths"):
             read()

@@ -30,7 +30,14 @@ from jagged_model import (
     starts,
 )
 
-from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged import (
+    ComputeJTDictToKJT,
+    ComputeKJTToJTDict,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    kjt_is_equal,
+)
 
 same = settings(max_examples=40, deadline=None)
 SAMPLES = st.lists(BAGS, max_size=4)
@@ -141,10 +148,10 @@ def test_copying_into_a_batch_replaces_what_it_had_computed(
     check_bags(jt, other, weighted)
 
 
-def test_empty_has_no_bags_and_ids_of_64_bits() -> None:
+def test_empty_has_no_bags_and_the_dtypes_asked_for() -> None:
     for made in (JaggedTensor.empty(), JaggedTensor.empty_like(jagged([[(1, 1.0)]], weighted=False))):
         check_bags(made, [], weighted=False)
-        assert made.values().dtype == torch.int64
+    assert made.values().dtype == torch.int64
     assert JaggedTensor.empty().lengths().dtype == torch.int32
     made = JaggedTensor.empty(True, torch.device("cpu"), torch.int32, torch.half, torch.int64)
     assert (made.values().dtype, made.weights().dtype, made.lengths().dtype) == (torch.int32, torch.half, torch.int64)
@@ -156,8 +163,6 @@ def test_empty_has_no_bags_and_ids_of_64_bits() -> None:
 @given(any_batches(), forms())
 @same
 def test_modules_take_a_batch_apart_and_make_one(batch: Batch, form: Form) -> None:
-    from shardwise.jagged import ComputeJTDictToKJT, ComputeKJTToJTDict
-
     jts = ComputeKJTToJTDict()(build(batch, form))
     check_dict(jts, batch)
     check(ComputeJTDictToKJT()(jts), from_bags(dict(batch.features), batch.weighted))
@@ -180,12 +185,19 @@ def test_nested_tensors_of_each_key_and_back(batch: Batch, dtype: torch.dtype, o
 @same
 def test_arrow_lists_of_each_key_and_back(batch: Batch, form: Form) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    columns = build(batch, form).to_arrow()
-    assert list(columns) == batch.keys
-    for (_, bags), column in zip(batch.features, columns.values(), strict=True):
-        assert isinstance(column, pyarrow.Array)
-        assert column.to_pylist() == ids_of(bags)
-    check(KeyedJaggedTensor.from_arrow(columns), from_bags(dict(batch.features), False))
+    kjt = build(batch, form)
+    if len(set(batch.batch_sizes)) > 1:
+        with pytest.raises(ValueError, match="one number of rows, but batch sizes are"):
+            kjt.to_arrow()
+        return
+    table = kjt.to_arrow()
+    assert isinstance(table, pyarrow.Table)
+    assert [name for name in table.column_names if not name.endswith(".weights")] == batch.keys
+    for key, bags in batch.features:
+        assert table[key].to_pylist() == ids_of(bags)
+    check(KeyedJaggedTensor.from_arrow(table), from_bags(dict(batch.features), batch.weighted))
+    columns = {name: table[name].combine_chunks() for name in table.column_names}
+    assert kjt_is_equal(KeyedJaggedTensor.from_arrow(columns), KeyedJaggedTensor.from_arrow(table.slice(0)))
 
 
 # KeyedTensor: the columns of each key, as one list of rows.
