@@ -141,13 +141,15 @@ def test_copying_into_a_batch_replaces_what_it_had_computed(
     check_bags(jt, other, weighted)
 
 
-def test_empty_has_no_bags_and_ids_of_64_bits() -> None:
+def test_empty_has_no_bags_of_the_dtypes_asked_for() -> None:
     for made in (JaggedTensor.empty(), JaggedTensor.empty_like(jagged([[(1, 1.0)]], weighted=False))):
         check_bags(made, [], weighted=False)
-        assert made.values().dtype == torch.int64
     assert JaggedTensor.empty().lengths().dtype == torch.int32
     made = JaggedTensor.empty(True, torch.device("cpu"), torch.int32, torch.half, torch.int64)
     assert (made.values().dtype, made.weights().dtype, made.lengths().dtype) == (torch.int32, torch.half, torch.int64)
+    rows = JaggedTensor(torch.ones(2, 3), torch.ones(2), torch.tensor([2]))
+    assert JaggedTensor.empty_like(rows, torch.device("meta")).values().shape == (2, 3)
+    check_bags(JaggedTensor.empty_like(rows), [], weighted=True)
 
 
 # Between the types.
