@@ -1,7 +1,30 @@
 """Ragged batches: JaggedTensor (bags), KeyedJaggedTensor (bags of ids per feature), KeyedTensor (dense)."""
 
+from ._pytree import flatten_kjt_list, register, unflatten_kjt_list
+from .equal import jt_is_equal, kjt_is_equal, validate_keyed_jagged_tensor
 from .jagged_tensor import JaggedTensor
 from .keyed_jagged_tensor import KeyedJaggedTensor
-from .keyed_tensor import KeyedTensor
+from .keyed_tensor import KeyedTensor, permute_multi_embedding, regroup_kts
+from .modules import ComputeJTDictToKJT, ComputeKJTToJTDict
+from .streamable import Multistreamable, Pipelineable
+from .tensor_dict import maybe_td_to_kjt
 
-__all__ = ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"]
+__all__ = [
+    "ComputeJTDictToKJT",
+    "ComputeKJTToJTDict",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "Multistreamable",
+    "Pipelineable",
+    "flatten_kjt_list",
+    "jt_is_equal",
+    "kjt_is_equal",
+    "maybe_td_to_kjt",
+    "permute_multi_embedding",
+    "regroup_kts",
+    "unflatten_kjt_list",
+    "validate_keyed_jagged_tensor",
+]
+
+register()

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardwise.kernels import permute_segments
+
 from ._strides import starts_of
 
 if TYPE_CHECKING:
@@ -78,13 +80,11 @@ def _recat(
     lengths: Tensor, values: Tensor, weights: Tensor | None, per_segment: Sequence[int], recat: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(rank, key) segments, each of `per_segment` bags, in the order of `recat`."""
-    from ._pieces import _segments
-
     if recat is None or not per_segment:
         return lengths, values, weights
     # host sync: pieces are cut on the host
     order = recat.tolist()
     sizes = [int(part.sum()) for part in torch.split_with_sizes(lengths, list(per_segment))]
-    (lengths,) = _segments([lengths], per_segment, order)
-    moved = _segments([values] if weights is None else [values, weights], sizes, order)
+    (lengths,) = permute_segments([lengths], per_segment, order)
+    moved = permute_segments([values] if weights is None else [values, weights], sizes, order)
     return lengths, moved[0], None if weights is None else moved[1]

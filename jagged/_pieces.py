@@ -1,7 +1,7 @@
 """Batches made of other batches: cut by key, put in another order, joined, and copied.
 
 What is known on the host of the whole is handed on to the pieces, and so are capacity-free values, weights, lengths and
-inverse indices. Pieces are made without checks: `_like` fills the fields of an object that no constructor saw.
+inverse indices. Pieces are made without checks: `like` fills the fields of an object that no constructor saw.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from shardwise.kernels import permute_segments
 
 from ._bags import copy_tensors
 from ._check import names, readable
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from .keyed_jagged_tensor import InverseIndices, KeyedJaggedTensor
 
 
-def _like(
+def like(
     whole: KeyedJaggedTensor | type[KeyedJaggedTensor],
     strides: Strides,
     values: Tensor,
@@ -70,7 +72,7 @@ def split(kjt: KeyedJaggedTensor, segments: Sequence[int]) -> list[KeyedJaggedTe
         b = cuts[i + 1]
         order = keys.order(range(a, b))
         pieces.append(
-            _like(
+            like(
                 kjt, strides.pick(order), values[i], weights[i] if weights else None, lengths[i],
                 known[a:b], kjt._checked, None if kjt._inverse is None else _inverse_of(kjt._inverse, order),
             )
@@ -87,29 +89,21 @@ def permute(kjt: KeyedJaggedTensor, indices: Sequence[int], indices_tensor: Tens
     inverse = None if kjt._inverse is None else _inverse_of(kjt._inverse, order)
     if not indices:
         nothing = None if kjt._weights is None else kjt._weights[:0]
-        return _like(kjt, strides, kjt._values[:0], nothing, kjt.lengths()[:0], [], True, inverse)
+        return like(kjt, strides, kjt._values[:0], nothing, kjt.lengths()[:0], [], True, inverse)
     known = kjt.length_per_key()
     values, weights = kjt._in_bags()
-    moved = _segments([values] if weights is None else [values, weights], known, order.indices)
-    return _like(
+    moved = permute_segments([values] if weights is None else [values, weights], known, order.indices)
+    return like(
         kjt, strides, moved[0], None if weights is None else moved[1], _lengths_at(kjt, order),
         [known[i] for i in order.indices], kjt._checked, inverse,
     )  # fmt: skip
-
-
-def _segments(tensors: Sequence[Tensor], sizes: Sequence[int], order: Sequence[int]) -> list[Tensor]:
-    found = []
-    for tensor in tensors:
-        pieces = torch.split_with_sizes(tensor, list(sizes))
-        found.append(torch.cat([pieces[i] for i in order]))
-    return found
 
 
 def _lengths_at(kjt: KeyedJaggedTensor, order: Order) -> Tensor:
     """Lengths of the keys of an order, copied."""
     lengths = kjt.lengths()
     if kjt._strides.per_rank is not None:
-        return _segments([lengths], kjt._strides.per_key, order.indices)[0]
+        return permute_segments([lengths], kjt._strides.per_key, order.indices)[0]
     rows = lengths.view(len(kjt._strides.keys.names), kjt._strides.stride)
     return rows.index_select(0, order.tensor(lengths)).view(-1)
 
@@ -172,7 +166,7 @@ def concat(members: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
     parts = [kjt._in_bags() for kjt in members]
     known = [kjt._length_per_key for kjt in members]
-    return _like(
+    return like(
         members[0],
         strides,
         join_tensors("values", label, [values for values, _ in parts]),
@@ -217,7 +211,7 @@ def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
     strides = keys.fixed(batches[0]) if same else Strides(keys, max(batches), [[n] for n in batches])
     joined_values = join_tensors("values", lambda i: repr(keys.names[i]), values)
     joined = torch.cat(lengths)
-    made = _like(
+    made = like(
         KeyedJaggedTensor,
         strides,
         joined_values,
@@ -247,7 +241,7 @@ def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None) -> Key
         return kjt._map(lambda tensor: torch.empty_like(tensor, device=device))
     strides, inverse = kjt._strides, kjt._inverse
     nothing = Strides(Keys([]), strides.stride, None)
-    return _like(
+    return like(
         kjt,
         nothing,
         kjt._values.new_empty(0),

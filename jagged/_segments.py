@@ -85,8 +85,7 @@ def read_length_per_key(
     first, sizes = sum_per_key(strides, lengths, offsets)
     total = sum(sizes)
     if first != 0 or min(sizes, default=0) < 0 or total > num_values or (total != num_values and not padded):
-        lengths = lengths_of(offsets) if lengths is None else lengths
-        offsets = offsets_of(lengths, 2**62) if offsets is None else offsets
+        lengths, offsets = _both(lengths, offsets)
         # host sync: on the way to an error
         raise ValueError(_what_is_wrong(strides, lengths.tolist(), offsets.tolist(), num_values))
     return sizes
@@ -125,15 +124,21 @@ def check_bags_in_full(
     if strides.starts[-1] == 0:
         return
     unlike = None if lengths is None or offsets is None else contradict(lengths, offsets)
-    offsets = offsets_of(lengths, 2**62) if offsets is None and lengths is not None else offsets
-    assert offsets is not None
-    lengths = lengths_of(offsets) if lengths is None else lengths
+    lengths, offsets = _both(lengths, offsets)
     unlike = lengths.new_zeros(1) if unlike is None else unlike
     # host sync: the caller asked for it
     first, end, smallest, differ = torch.cat([offsets[:1], offsets[-1:], lengths.min().reshape(1), unlike]).tolist()
     if first != 0 or smallest < 0 or differ or end > num_values or (end != num_values and not padded):
         # host sync: on the way to an error
         raise ValueError(_what_is_wrong(strides, lengths.tolist(), offsets.tolist(), num_values))
+
+
+def _both(lengths: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The missing one computed; offsets in int64, where bad lengths do not wrap around."""
+    if offsets is None:
+        assert lengths is not None
+        return lengths, offsets_of(lengths, 2**62)
+    return (lengths_of(offsets) if lengths is None else lengths), offsets
 
 
 def edges(strides: Strides, offsets: Tensor) -> Tensor:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ._check import check_keys, names
+from ._check import check_keys, check_known, check_ranks, check_stride, check_variable_stride, names
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 # entries of each cache; a program has a few, one that makes up keys as it goes must not fill the memory
 _MOST = 256
 
@@ -21,14 +24,24 @@ _MOST = 256
 class Keys:
     """Names of features, and where each is. `names` belongs to all that share it: hand out copies."""
 
-    __slots__ = ("_fixed", "_orders", "index", "names")
+    __slots__ = ("_columns", "_fixed", "_orders", "index", "names")
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
         # the last of repeated names, which only `Order` makes
         self.index = {name: i for i, name in enumerate(names)}
         self._fixed: Strides | None = None
+        self._columns: Columns | None = None
         self._orders: dict[tuple[int, ...], Order] = {}
+
+    def columns(self, widths: Sequence[int]) -> Columns:
+        """All keys with these numbers of columns."""
+        found = self._columns
+        if found is None or found.widths != widths:
+            found = Columns(self, list(widths))
+            if not torch.compiler.is_compiling():
+                self._columns = found
+        return found
 
     def fixed(self, stride: int) -> Strides:
         """All keys with one batch size."""
@@ -38,6 +51,9 @@ class Keys:
                 return strides
             self._fixed = strides
         return self._fixed
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (self.names,)
 
     def order(self, indices: Sequence[int]) -> Order:
         """The keys at `indices`; IndexError for one outside of the keys."""
@@ -102,7 +118,12 @@ def keys_of(names: Sequence[str]) -> Keys:
     return _keep(_BY_LIST, id(names), found)
 
 
-def _keep(cache: dict, key: object, value: object):  # type: ignore[no-untyped-def, type-arg]
+def _again(names: list[str]) -> Keys:
+    """Keys from a pickle; names may repeat there, as an order of keys may repeat them."""
+    return keys_of(names) if len(set(names)) == len(names) else Keys(names)
+
+
+def _keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> _Value:
     if len(cache) >= _MOST:
         cache.clear()
     cache[key] = value
@@ -179,12 +200,47 @@ class Strides:
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _again, (self.keys.names, self.stride, self.per_rank)
+        return Strides, (self.keys, self.stride, self.per_rank)
 
 
-def _again(names: list[str], stride: int, per_rank: list[list[int]] | None) -> Strides:
-    """Strides from a pickle; names may repeat there."""
-    return Strides(keys_of(names) if len(set(names)) == len(names) else Keys(names), stride, per_rank)
+def strides_of(
+    keys: Keys,
+    bags: int,
+    stride: int | None,
+    per_rank: Sequence[Sequence[int]] | Tensor | None,
+    per_key: Sequence[int] | None,
+    full_batch: int | None,
+) -> Strides:
+    """Batch sizes as a caller gives them; a table without entries says that all keys have one batch size."""
+    rows = check_ranks(keys.names, per_rank)
+    if rows is None and per_key is not None:
+        rows = check_ranks(keys.names, [[n] for n in per_key])
+    elif rows is not None:
+        check_known("stride_per_key", per_key, [sum(row) for row in rows])
+    if rows is None:
+        return keys.fixed(check_stride(keys.names, bags, stride))
+    if per_rank is None and len({row[0] for row in rows}) == 1:
+        return keys.fixed(check_stride(keys.names, bags, rows[0][0] if stride is None else stride))
+    return Strides(keys, check_variable_stride(keys.names, bags, stride, rows, full_batch), rows)
+
+
+class Columns:
+    """How many columns of a dense tensor each key has; where each begins. Lists are shared: hand out copies."""
+
+    __slots__ = ("keys", "starts", "widths")
+
+    def __init__(self, keys: Keys, widths: list[int]) -> None:
+        if len(widths) != len(keys.names):
+            raise ValueError(f"{len(keys.names)} keys {names(keys.names)} but {len(widths)} lengths")
+        for key, width in zip(keys.names, widths, strict=True):
+            if width < 0:
+                raise ValueError(f"key {key!r}: length must be >= 0, got {width}")
+        self.keys = keys
+        self.widths = widths
+        self.starts = starts_of(widths)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Columns, (self.keys, self.widths)
 
 
 def starts_of(sizes: Iterable[int]) -> list[int]:

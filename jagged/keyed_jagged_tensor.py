@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import _dist, _pieces
+from . import _convert, _dist, _pieces
 from ._bags import Bags
 from ._check import (
     check_bags,
@@ -20,15 +20,13 @@ from ._check import (
     check_inverse,
     check_known,
     check_length_per_key,
-    check_ranks,
     check_stride,
     check_validate,
     check_values,
-    check_variable_stride,
     names,
 )
 from ._segments import check_bags_in_full, compare_sizes, read_length_per_key
-from ._strides import Keys, Strides, keys_of, starts_of
+from ._strides import Strides, keys_of, starts_of, strides_of
 from ._text import bags_text, keyed_text
 from .jagged_tensor import JaggedTensor
 
@@ -108,7 +106,8 @@ class KeyedJaggedTensor(Bags):
         if stride_per_key_per_rank is None and stride_per_key is None:
             self._strides = found.fixed(check_stride(found.names, bags, stride))
         else:
-            self._strides = self._variable(found, bags, stride, stride_per_key_per_rank, stride_per_key)
+            full_batch = None if self._inverse is None else self._inverse[1].shape[1]
+            self._strides = strides_of(found, bags, stride, stride_per_key_per_rank, stride_per_key, full_batch)
         if length_per_key is not None or offset_per_key is not None:
             padded = capacity is not None
             self._length_per_key = check_length_per_key(found.names, length_per_key, offset_per_key, values, padded)
@@ -122,27 +121,6 @@ class KeyedJaggedTensor(Bags):
         if validate != "shapes":
             check_validate(validate)
             self._check_in_full()
-
-    def _variable(
-        self,
-        keys: Keys,
-        bags: int,
-        stride: int | None,
-        per_rank: Sequence[Sequence[int]] | Tensor | None,
-        per_key: Sequence[int] | None,
-    ) -> Strides:
-        """Batch sizes of their own; a table without entries says that all keys have one batch size."""
-        rows = check_ranks(keys.names, per_rank)
-        if rows is None and per_key is not None:
-            rows = check_ranks(keys.names, [[n] for n in per_key])
-        elif rows is not None:
-            check_known("stride_per_key", per_key, [sum(row) for row in rows])
-        if rows is None:
-            return keys.fixed(check_stride(keys.names, bags, stride))
-        if per_rank is None and len({row[0] for row in rows}) == 1:
-            return keys.fixed(check_stride(keys.names, bags, rows[0][0] if stride is None else stride))
-        full_batch = None if self._inverse is None else self._inverse[1].shape[1]
-        return Strides(keys, check_variable_stride(keys.names, bags, stride, rows, full_batch), rows)
 
     @staticmethod
     def from_lengths_sync(
@@ -196,6 +174,44 @@ class KeyedJaggedTensor(Bags):
         Raises ValueError if only some have weights, if values are not 1-D, mix integers and floats, or devices.
         """
         return _pieces.from_jt_dict(jt_dict)
+
+    @staticmethod
+    def from_lists(
+        lists: Mapping[str, Sequence[Sequence[int]]],
+        weights: Mapping[str, Sequence[Sequence[float]]] | None = None,
+        *,
+        dtype: torch.dtype = torch.int64,
+        device: torch.device | str | None = None,
+    ) -> KeyedJaggedTensor:
+        """From a list of bags per key: `from_lists({"item": [[1, 2], [], [3]]})`; weights, fp32, in the same shape.
+
+        Raises ValueError, naming key and sample, where weights do not fit; TypeError for ids that are no integers.
+        """
+        return _convert.from_lists(lists, weights, dtype, device)
+
+    @staticmethod
+    def from_nested(nested: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+        """From nested tensors [batch, ids] of layout torch.jagged, one per key, without a copy but the joining."""
+        return _convert.from_nested(nested)
+
+    def to_nested(self) -> dict[str, Tensor]:
+        """A nested tensor [batch, ids] of layout torch.jagged per key, over the same memory; without the weights."""
+        return _convert.to_nested(self)
+
+    @staticmethod
+    def from_arrow(
+        table: Any, keys: Sequence[str] | None = None, *, weights_suffix: str = ".weights"
+    ) -> KeyedJaggedTensor:
+        """From the list columns of a pyarrow Table or RecordBatch: a missing list is an empty bag.
+
+        `keys` are the columns of ids, by default all; the weights of "item" are in "item.weights", if there is such a
+        column. Raises KeyError, TypeError or ValueError, naming the column, for what is no list of ids. Needs pyarrow.
+        """
+        return _convert.from_arrow(table, keys, weights_suffix)
+
+    def to_arrow(self, *, weights_suffix: str = ".weights") -> Any:
+        """A pyarrow Table with a list column per key, and one for its weights. ValueError unless batch sizes agree."""
+        return _convert.to_arrow(self, weights_suffix)
 
     @staticmethod
     def empty(

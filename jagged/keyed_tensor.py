@@ -5,58 +5,79 @@ Shapes: values [B, D_1 + ... + D_K] for key_dim 1, the columns of key k being D_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ._check import check_keys, check_tensor, names
-from ._strides import starts_of
+from shardwise.kernels import plan_regroup, regroup
+
+from ._check import check_keys, check_known, check_tensor, names
+from ._strides import Columns, keys_of
 from ._text import keyed_text, summary
+from .streamable import Pipelineable, Traceable
 
 
-class KeyedTensor:
+class KeyedTensor(Traceable, Pipelineable):
     """Values in which each key owns `length_per_key[k]` consecutive entries of dim `key_dim`.
 
         kt = KeyedTensor(["user", "item"], [4, 8], torch.randn(2, 12))
         kt["item"].shape  # [2, 8], a view
 
+    `offset_per_key` and `index_per_key` follow from the others and are only compared with them.
+
     Raises ValueError or TypeError unless keys are unique strings and the lengths add up to the size of `key_dim`.
     """
 
-    def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int = 1) -> None:
-        self._keys = check_keys(keys)
+    _columns: Columns
+    _values: Tensor
+    _key_dim: int
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        length_per_key: Sequence[int],
+        values: Tensor,
+        key_dim: int = 1,
+        offset_per_key: Sequence[int] | None = None,
+        index_per_key: Mapping[str, int] | None = None,
+    ) -> None:
         check_tensor("values", values)
-        self._length_per_key = list(length_per_key)
+        self._columns = found = keys_of(keys).columns(length_per_key)
         self._values = values
-        if len(self._length_per_key) != len(self._keys):
-            raise ValueError(f"{len(self._keys)} keys {names(self._keys)} but {len(self._length_per_key)} lengths")
-        for key, length in zip(self._keys, self._length_per_key, strict=True):
-            if length < 0:
-                raise ValueError(f"key {key!r}: length must be >= 0, got {length}")
-        if self._keys and not -values.dim() <= key_dim < values.dim():
+        if keys and not -values.dim() <= key_dim < values.dim():
             raise ValueError(f"key_dim {key_dim} is out of range for values of shape {list(values.shape)}")
         # of the two names of a dim the one from the front
-        self._key_dim = key_dim % values.dim() if self._keys else key_dim
-        if self._keys and sum(self._length_per_key) != values.shape[key_dim]:
+        self._key_dim = key_dim % values.dim() if keys else key_dim
+        if keys and found.starts[-1] != values.shape[key_dim]:
             raise ValueError(
-                f"length_per_key of {names(self._keys)} sums to {sum(self._length_per_key)}, "
+                f"length_per_key of {names(found.keys.names)} sums to {found.starts[-1]}, "
                 f"values has {values.shape[key_dim]} entries in dim {key_dim} (shape {list(values.shape)})"
             )
-        self._offset_per_key = starts_of(self._length_per_key)
-        self._index_per_key = {key: i for i, key in enumerate(self._keys)}
+        check_known("offset_per_key", offset_per_key, found.starts)
+        if index_per_key is not None:
+            check_known("index_per_key", list(index_per_key), found.keys.names)
 
     @staticmethod
-    def from_tensor_list(keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1) -> KeyedTensor:
+    def _of(columns: Columns, values: Tensor, key_dim: int) -> KeyedTensor:
+        """Of what was checked already."""
+        kt: KeyedTensor = object.__new__(KeyedTensor)
+        kt._columns, kt._values, kt._key_dim = columns, values, key_dim
+        return kt
+
+    @staticmethod
+    def from_tensor_list(
+        keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1
+    ) -> KeyedTensor:
         """One key per tensor: lengths are sizes of `key_dim`, tensors are concatenated along `cat_dim`."""
         if len(keys) != len(tensors):
             raise ValueError(f"{len(keys)} keys {names(keys)} but {len(tensors)} tensors")
-        values = torch.cat(tensors, dim=cat_dim) if tensors else torch.empty(0, 0)
+        values = torch.cat(list(tensors), dim=cat_dim) if tensors else torch.empty(0, 0)
         return KeyedTensor(keys, [tensor.shape[key_dim] for tensor in tensors], values, key_dim)
 
     def keys(self) -> list[str]:
         """Keys, in the order of their values."""
-        return self._keys
+        return list(self._columns.keys.names)
 
     def values(self) -> Tensor:
         """Values of all keys."""
@@ -72,11 +93,11 @@ class KeyedTensor:
 
     def length_per_key(self) -> list[int]:
         """Width of each key along `key_dim`."""
-        return self._length_per_key
+        return list(self._columns.widths)
 
     def offset_per_key(self) -> list[int]:
         """First entry of each key along `key_dim`, then the end."""
-        return self._offset_per_key
+        return list(self._columns.starts)
 
     def size_in_bytes(self) -> int:
         """Bytes of the values."""
@@ -84,19 +105,24 @@ class KeyedTensor:
 
     def __getitem__(self, key: str) -> Tensor:
         """The view of one key. Raises KeyError for an unknown one."""
-        if key not in self._index_per_key:
-            raise KeyError(f"unknown key {key!r}, keys are {names(self._keys)}")
-        i = self._index_per_key[key]
-        return self._values.narrow(self._key_dim, self._offset_per_key[i], self._length_per_key[i])
+        columns = self._columns
+        i = columns.keys.index.get(key)
+        if i is None:
+            raise KeyError(f"unknown key {key!r}, keys are {names(columns.keys.names)}")
+        return self._values.narrow(self._key_dim, columns.starts[i], columns.widths[i])
 
     def to_dict(self) -> dict[str, Tensor]:
         """A view per key."""
-        return dict(zip(self._keys, self._pieces(), strict=True))
+        columns = self._columns
+        if not columns.widths:
+            return {}
+        # one split has one gradient, the concatenation; a narrow per key would add up a full-size gradient for each
+        pieces = torch.split_with_sizes(self._values, columns.widths, self._key_dim)
+        return dict(zip(columns.keys.names, pieces, strict=True))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedTensor:
         """A copy on `device`; values already there are shared."""
-        values = self._values.to(device, non_blocking=non_blocking)
-        return KeyedTensor(self._keys, self._length_per_key, values, self._key_dim)
+        return KeyedTensor._of(self._columns, self._values.to(device, non_blocking=non_blocking), self._key_dim)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory of the values until `stream` is done with it."""
@@ -109,17 +135,7 @@ class KeyedTensor:
         Keys may be left out, and may be in several groups. Differentiable. Raises KeyError for an unknown key, and
         ValueError for a key that several inputs have (which one is meant?) or inputs of different `key_dim`.
         """
-        if not keyed_tensors:
-            raise ValueError("regroup needs at least one KeyedTensor, got an empty list")
-        key_dims = {kt._key_dim for kt in keyed_tensors if kt._keys}
-        if len(key_dims) > 1:
-            raise ValueError(f"regroup needs inputs of one key_dim, got {sorted(key_dims)}")
-        key_dim = keyed_tensors[0]._key_dim if not key_dims else key_dims.pop()
-        owners: dict[str, list[Tensor]] = {}
-        for kt in keyed_tensors:
-            for key, piece in zip(kt._keys, kt._pieces(), strict=True):
-                owners.setdefault(key, []).append(piece)
-        return [_side_by_side(group, owners, keyed_tensors, key_dim) for group in groups]
+        return _regroup(keyed_tensors, groups)
 
     @staticmethod
     def regroup_as_dict(
@@ -128,33 +144,47 @@ class KeyedTensor:
         """`regroup`, with a name for each group."""
         if len(groups) != len(keys):
             raise ValueError(f"{len(groups)} groups but {len(keys)} keys {names(keys)} to name them")
-        return dict(zip(check_keys(keys), KeyedTensor.regroup(keyed_tensors, groups), strict=True))
-
-    def _pieces(self) -> Sequence[Tensor]:
-        # one split has one gradient, the concatenation; a narrow per key would add up a full-size gradient for each
-        return torch.split_with_sizes(self._values, self._length_per_key, self._key_dim) if self._keys else ()
+        return _named(check_keys(keys), _regroup(keyed_tensors, groups))
 
     def __repr__(self) -> str:
-        return f"KeyedTensor(keys={names(self._keys)}, values={summary(self._values)})"
+        return f"KeyedTensor(keys={names(self._columns.keys.names)}, values={summary(self._values)})"
 
     def __str__(self) -> str:
         # host sync: text is made on the host
         return keyed_text("KeyedTensor", [(key, str(piece.tolist())) for key, piece in self.to_dict().items()])
 
 
-def _side_by_side(
-    group: Sequence[str], owners: dict[str, list[Tensor]], keyed_tensors: Sequence[KeyedTensor], key_dim: int
-) -> Tensor:
-    for key in group:
-        found = len(owners.get(key, ()))
-        if found == 0:
-            raise KeyError(f"unknown key {key!r}, keys are {names(list(owners))}")
-        if found > 1:
-            raise ValueError(f"key {key!r} is in {found} of the KeyedTensors: rename it or leave all but one out")
-    if group:
-        return torch.cat([owners[key][0] for key in group], dim=key_dim)
-    # a group of no keys has no width
-    like = next((kt for kt in keyed_tensors if kt._keys), None)
-    if like is None:
-        return keyed_tensors[0].values()
-    return like.values().narrow(key_dim, 0, 0)
+def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
+    """`KeyedTensor.regroup` as a function."""
+    return KeyedTensor.regroup(keyed_tensors, groups)
+
+
+def permute_multi_embedding(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
+    """`KeyedTensor.regroup` under the name of the op that TorchRec runs for it."""
+    return KeyedTensor.regroup(keyed_tensors, groups)
+
+
+@torch.fx.wrap
+def _regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+    if not keyed_tensors:
+        raise ValueError("regroup needs at least one KeyedTensor, got an empty list")
+    members = [kt for kt in keyed_tensors if kt._columns.widths] or list(keyed_tensors[:1])
+    key_dims = {kt._key_dim for kt in members}
+    if len(key_dims) > 1:
+        raise ValueError(f"regroup needs inputs of one key_dim, got {sorted(key_dims)}")
+    columns = [kt._columns for kt in members]
+    plan = plan_regroup([c.keys.names for c in columns], [c.widths for c in columns], groups)
+    (key_dim,) = key_dims
+    values = [kt._values for kt in members]
+    if key_dim == 1 and all(value.dim() == 2 for value in values):
+        return regroup(values, plan)
+    # as if the keys lay side by side in the second of two dims
+    parts = [value.movedim(key_dim, -1) for value in values]
+    shape = parts[0].shape[:-1]
+    flat = regroup([part.reshape(shape.numel(), part.shape[-1]) for part in parts], plan)
+    return [out.reshape(*shape, out.shape[1]).movedim(-1, key_dim) for out in flat]
+
+
+@torch.fx.wrap
+def _named(keys: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(keys, tensors, strict=True))

@@ -14,17 +14,21 @@ from typing import NamedTuple
 from .compiled import TARGETS, Report
 from .launched import Case
 
-_BYTES = {"*fp32": 4, "*fp16": 2, "*bf16": 2}
+_BYTES = {"*fp64": 8, "*fp32": 4, "*fp16": 2, "*bf16": 2}
 _WIDEST = 16
 
 
 class Move(NamedTuple):
-    """Rows that a kernel reads or writes: of an argument, aligned to the elements that a constant names, how often."""
+    """Rows that a kernel reads or writes: of an argument, aligned to the elements that a constant names, how often.
+
+    Of an argument that is a tuple, rows of each tensor, or for each row of one of them.
+    """
 
     what: str
     argument: str
     align: str
     times: int = 1
+    one_of: bool = False
 
 
 # kernel -> the rows that it moves for each tile
@@ -36,6 +40,8 @@ MOVES = {
         Move("load", "grad", "SRC_ALIGN", 4), Move("load", "W", "ALIGN"), Move("load", "states", "ALIGN"),
         Move("store", "W", "ALIGN"), Move("store", "states", "ALIGN"), Move("store", "partial", "ALIGN"),
     ),
+    "index_add": (Move("load", "G", "ALIGN"), Move("store", "X", "ALIGN")),
+    "regroup": (Move("load", "X", "ALIGN", one_of=True), Move("store", "Y", "ALIGN", one_of=True)),
 }  # fmt: skip
 LOOKUPS = ("pooled_lookup", "gather")
 CHECKS = ("check_ids", "check_gradient")
@@ -87,9 +93,9 @@ def _broken_alone(case: Case, target: str, report: Report) -> Iterator[str]:
 
 def promised_moves(case: Case, target: str) -> Iterator[tuple[str, int, int]]:
     """("load" or "store", bytes at a time, bytes in all) that a thread moves of the rows of each argument."""
-    for what, argument, align, times in MOVES.get(case.kernel_name, ()):
+    for what, argument, align, times, one_of in MOVES.get(case.kernel_name, ()):
         own = _elements(case, target)
-        kinds = case.types[argument]
+        kinds = case.types[argument][:1] if one_of else case.types[argument]
         for i, kind in enumerate(kinds if isinstance(kinds, tuple) else (kinds,)):
             if argument == "states" and case.constants["KINDS"][i] == "row":
                 continue
@@ -106,7 +112,7 @@ def promised_moves(case: Case, target: str) -> Iterator[tuple[str, int, int]]:
 def _elements(case: Case, target: str) -> int:
     """Elements of a tile that a thread holds."""
     rows: int = next(size for name, size in case.constants.items() if name in ("BLOCK_B", "BLOCK_C", "BLOCK_N"))
-    columns: int = case.constants["BLOCK_D"]
+    columns: int = case.constants.get("BLOCK_D", 0) or case.constants["BLOCK_V"] * case.constants["ALIGN"]
     return max(1, rows * columns // (case.num_warps * TARGETS[target][2]))
 
 

@@ -1,0 +1,358 @@
+"""The CPU's loops over segments, compiled by numba when this file is imported (cpu_segments.py, at the first call).
+
+Tensors come as addresses of contiguous memory, with bytes an element where the type may vary: an address costs a call
+a tenth of what an array does. Nothing here checks an address; what is in the tensors is checked here.
+
+A plan of moves is starts [S], outs [S + 1]: output positions outs[s] ... outs[s + 1] - 1 come from starts[s] onwards.
+Loops release the GIL and never raise: what is wrong is returned as a negative number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba import int64
+from numba.core import cgutils
+from numba.core import types as numba_types
+from numba.extending import intrinsic
+
+# to type checkers this is a function of fewer arguments, and types without voidptr
+_intrinsic: Any = intrinsic
+types: Any = numba_types
+
+# bytes that are copied at once, and up to which that is faster than a call of memcpy
+_CHUNK, _FEW = 64, 512
+
+FLOAT32, FLOAT64, INT64 = 0, 1, 2
+# what `plan` finds wrong
+BAD_ORDER, BAD_SIZE, BAD_TOTAL = 1, 2, 3
+
+
+def _compiled(*signature: Any, inline: bool = False) -> Callable[[Any], Any]:
+    """numba.njit without the GIL; with a signature compiled at once and kept on disk where that can be written."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+    def decorate(function: Any) -> Any:
+        if not signature:
+            return numba.njit(forceinline=inline, **options)(function)
+        try:
+            return numba.njit(*signature, cache=True, **options)(function)
+        except RuntimeError:
+            return numba.njit(*signature, **options)(function)
+
+    return decorate
+
+
+@_intrinsic
+def _pointer(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@_intrinsic
+def _memcpy(typing: Any, to: Any, source: Any, nbytes: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = cgutils.ir.IntType(8).as_pointer()
+        cgutils.raw_memcpy(builder, *(builder.inttoptr(arg, byte) for arg in args[:2]), args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@_compiled(inline=True)
+def _i8(address: int, n: int) -> Any:
+    return numba.carray(_pointer(address), (n,), np.int64)
+
+
+@_compiled(inline=True)
+def _i4(address: int, n: int) -> Any:
+    return numba.carray(_pointer(address), (n,), np.int32)
+
+
+@_compiled(inline=True)
+def _f8(address: int, n: int) -> Any:
+    return numba.carray(_pointer(address), (n,), np.float64)
+
+
+@_compiled(inline=True)
+def _f4(address: int, n: int) -> Any:
+    return numba.carray(_pointer(address), (n,), np.float32)
+
+
+@_compiled()
+def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: Any) -> int:
+    S, T = order.shape[0], sizes.shape[0]
+    begins = np.empty(T + 1, np.int64)
+    begin, beyond = np.int64(0), np.int64(0)
+    for t in range(T):
+        size = np.int64(sizes[t])
+        begins[t] = begin
+        begin += size
+        # sums that pass 2**63 come back too small, or negative
+        beyond |= size | (values - begin)
+    begins[T] = begin
+    if beyond < 0:
+        for t in range(T):
+            if sizes[t] < 0:
+                return -(4 * t + BAD_SIZE)
+    if beyond < 0 or begin != values:
+        return -BAD_TOTAL
+    out = np.int64(0)
+    for s in range(S):
+        p = np.int64(order[s])
+        if p < 0 or p >= T:
+            return -(4 * s + BAD_ORDER)
+        starts[s] = begins[p]
+        outs[s] = out
+        out += begins[p + 1] - begins[p]
+        if moved.shape[0]:
+            moved[s] = sizes[p]
+    outs[S] = out
+    return out
+
+
+@_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64))
+def plan(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int, values: int, room: int, moved: int) -> int:  # fmt: skip  # noqa: E501
+    """Fill the plan, starts and then outs at `room`, of segments order [S] of sizes [T], and their sizes at `moved`.
+
+    Returns how many values they have, or what is wrong: -(4 s + BAD_ORDER) where order[s] is no segment,
+    -(4 t + BAD_SIZE) where sizes[t] is negative, -BAD_TOTAL where sizes do not add up to `values`. No sizes where
+    `moved` is 0.
+    """
+    starts, outs = _i8(room, S), _i8(room + 8 * S, S + 1)
+    n = S if moved else 0
+    if order_item == 8:
+        if size_item == 8:
+            return _plan(_i8(order, S), _i8(sizes, T), values, starts, outs, _i8(moved, n))
+        return _plan(_i8(order, S), _i4(sizes, T), values, starts, outs, _i4(moved, n))
+    if size_item == 8:
+        return _plan(_i4(order, S), _i8(sizes, T), values, starts, outs, _i8(moved, n))
+    return _plan(_i4(order, S), _i4(sizes, T), values, starts, outs, _i4(moved, n))
+
+
+@_compiled()
+def _row_sums(lengths: Any, B: int, sums: Any, lo: int, hi: int) -> int:
+    for t in range(lo, hi):
+        total, below = np.int64(0), np.int64(0)
+        for i in range(t * B, (t + 1) * B):
+            total += lengths[i]
+            below |= lengths[i]
+        sums[t] = total
+        if below < 0:
+            for i in range(t * B, (t + 1) * B):
+                if lengths[i] < 0:
+                    return -i - 1
+    return 0
+
+
+@_compiled(int64(int64, int64, int64, int64, int64, int64))
+def row_sums(lengths: int, item: int, B: int, sums: int, lo: int, hi: int) -> int:
+    """Sums of rows lo ... hi - 1 of lengths [T, B]; -1 - i if length i is negative, else 0."""
+    if item == 8:
+        return _row_sums(_i8(lengths, hi * B), B, _i8(sums, hi), lo, hi)
+    return _row_sums(_i4(lengths, hi * B), B, _i8(sums, hi), lo, hi)
+
+
+@_compiled()
+def _first(outs: Any, position: int) -> int:
+    """The last segment that begins at or before `position`."""
+    low, high = 0, outs.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if outs[middle] <= position:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@_compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64))
+def move(room: int, S: int, source: int, values: int, out: int, item: int, lo: int, hi: int) -> None:
+    """Output positions lo ... hi - 1 of a plan at `room` by `plan`; source [values] and out have `item` bytes each."""
+    starts, outs = _i8(room, S), _i8(room + 8 * S, S + 1)
+    if S == 0 or hi <= lo:
+        return
+    last_to, last_from = out + hi * item - _CHUNK, source + values * item - _CHUNK
+    s = _first(outs, lo)
+    while s < S and outs[s] < hi:
+        begin, end = max(outs[s], lo), min(outs[s + 1], hi)
+        back = starts[s] - outs[s]
+        s += 1
+        # segments that follow each other in the source too move as one
+        while s < S and starts[s] - outs[s] == back and end < hi:
+            end = min(outs[s + 1], hi)
+            s += 1
+        to, left = out + begin * item, (end - begin) * item
+        ahead = source + back * item - out
+        if left <= _FEW:
+            # a chunk too long costs less than a branch on its length; the next segment overwrites what is too much
+            while left > 0 and to <= last_to and to + ahead <= last_from:
+                _memcpy(to, to + ahead, _CHUNK)
+                to += _CHUNK
+                left -= _CHUNK
+        if left > 0:
+            _memcpy(to, to + ahead, left)
+
+
+@_compiled(inline=True)
+def _count_up(out: Any, begin: int, end: int, first: int) -> None:
+    """out[begin : end] = first, first + 1, ...; eight at a time, the next call overwrites what is too much."""
+    i = begin
+    while i < end and i + 8 <= out.shape[0]:
+        for j in range(8):
+            out[i + j] = first + (i - begin) + j
+        i += 8
+    while i < end:
+        out[i] = first + (i - begin)
+        i += 1
+
+
+@_compiled()
+def _collect(starts: Any, outs: Any, grad: Any, out: Any, D: int, lo: int, hi: int) -> None:
+    for i in range(lo * D, hi * D):
+        out[i] = 0
+    for s in range(starts.shape[0]):
+        begin, end = max(starts[s], lo), min(starts[s] + outs[s + 1] - outs[s], hi)
+        ahead = (outs[s] - starts[s]) * D
+        for i in range(begin * D, end * D):
+            out[i] += grad[i + ahead]
+
+
+@_compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64, int64))
+def collect(room: int, S: int, grad: int, out: int, values: int, D: int, kind: int, lo: int, hi: int) -> None:
+    """out [values, D], rows lo ... hi - 1: the sum of the rows of grad that a plan moved them to, in their order."""
+    starts, outs = _i8(room, S), _i8(room + 8 * S, S + 1)
+    if kind == FLOAT32:
+        _collect(starts, outs, _f4(grad, outs[S] * D), _f4(out, values * D), D, lo, hi)
+    else:
+        _collect(starts, outs, _f8(grad, outs[S] * D), _f8(out, values * D), D, lo, hi)
+
+
+@_compiled()
+def _expand(order: Any, begins: Any, ends: Any, out: Any) -> int:
+    S, T = order.shape[0], begins.shape[0] - 1
+    total = out.shape[0]
+    if ends[0] != 0 or ends[S] != total:
+        return -BAD_TOTAL
+    for s in range(S):
+        p = np.int64(order[s])
+        if p < 0 or p >= T:
+            return -(4 * s + BAD_ORDER)
+        begin, end = np.int64(ends[s]), np.int64(ends[s + 1])
+        if end < begin or end > total:
+            return -(4 * s + BAD_SIZE)
+        source = np.int64(begins[p])
+        _count_up(out, begin, end, source)
+    return 0
+
+
+@_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64))
+def expand(order: int, item: int, S: int, begins: int, T: int, ends: int, out: int, total: int) -> int:
+    """Source position of each output position: 0, or what is wrong as `plan` has it (ends: output offsets [S + 1])."""
+    if item == 8:
+        return _expand(_i8(order, S), _i8(begins, T + 1), _i8(ends, S + 1), _i8(out, total))
+    return _expand(_i4(order, S), _i4(begins, T + 1), _i4(ends, S + 1), _i4(out, total))
+
+
+@_compiled()
+def _places(offsets: Any, out: Any) -> int:
+    B, N = offsets.shape[0], out.shape[0]
+    if B == 0 or offsets[0] != 0:
+        return -1 if N else 0
+    for b in range(B):
+        begin = np.int64(offsets[b])
+        end = np.int64(offsets[b + 1]) if b + 1 < B else np.int64(N)
+        if end < begin or end > N:
+            return -b - 2
+        _count_up(out, begin, end, 0)
+    return 0
+
+
+@_compiled(int64(int64, int64, int64, int64, int64))
+def places(offsets: int, item: int, B: int, out: int, N: int) -> int:
+    """Place of each of N positions in its bag: 0; -1 where offsets do not begin with 0, -2 - b where bag b ends wrong."""
+    if item == 8:
+        return _places(_i8(offsets, B), _i8(out, N))
+    return _places(_i4(offsets, B), _i4(out, N))
+
+
+@_compiled()
+def _invert(order: Any, out: Any) -> int:
+    n = order.shape[0]
+    for i in range(n):
+        out[i] = -1
+    for i in range(n):
+        p = order[i]
+        if p < 0 or p >= n or out[p] >= 0:
+            return -i - 1
+        out[p] = i
+    return 0
+
+
+@_compiled(int64(int64, int64, int64, int64))
+def invert(order: int, item: int, n: int, out: int) -> int:
+    """Inverse of a permutation: 0, or -1 - i where order[i] is out of range or was there before."""
+    if item == 8:
+        return _invert(_i8(order, n), _i8(out, n))
+    return _invert(_i4(order, n), _i4(out, n))
+
+
+@_compiled()
+def _wrong_offset(offsets: Any, most: int) -> int:
+    before = np.int64(0)
+    for s in range(offsets.shape[0]):
+        if offsets[s] < before or offsets[s] > most:
+            return -s - 1
+        before = np.int64(offsets[s])
+    return 0
+
+
+@_compiled(int64(int64, int64, int64, int64))
+def wrong_offset(offsets: int, item: int, n: int, most: int) -> int:
+    """-1 - s where offsets [n] decrease at s or leave [0, most], else 0."""
+    if item == 8:
+        return _wrong_offset(_i8(offsets, n), most)
+    return _wrong_offset(_i4(offsets, n), most)
+
+
+@_compiled()
+def _sum(offsets: Any, each: int, values: Any, out: Any, zero: Any, D: int, lo: int, hi: int) -> None:
+    for s in range(lo, hi):
+        begin, end = np.int64(offsets[s]) * each, np.int64(offsets[s + 1]) * each
+        if D == 1:
+            total = zero
+            for i in range(begin, end):
+                total += values[i]
+            out[s] = total
+        else:
+            at = s * D
+            for d in range(D):
+                out[at + d] = 0
+            for i in range(begin, end):
+                for d in range(D):
+                    out[at + d] += values[i * D + d]
+
+
+@_compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64, int64))
+def segment_sum(offsets: int, item: int, each: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> None:
+    """Sums of segments lo ... hi - 1 of values [N, D], offsets counted in `each` positions and checked before."""
+    n = hi + 1
+    if kind == FLOAT32:
+        if item == 8:
+            _sum(_i8(offsets, n), each, _f4(values, 0), _f4(out, 0), np.float32(0), D, lo, hi)
+        else:
+            _sum(_i4(offsets, n), each, _f4(values, 0), _f4(out, 0), np.float32(0), D, lo, hi)
+    elif kind == FLOAT64:
+        if item == 8:
+            _sum(_i8(offsets, n), each, _f8(values, 0), _f8(out, 0), np.float64(0), D, lo, hi)
+        else:
+            _sum(_i4(offsets, n), each, _f8(values, 0), _f8(out, 0), np.float64(0), D, lo, hi)
+    elif item == 8:
+        _sum(_i8(offsets, n), each, _i8(values, 0), _i8(out, 0), np.int64(0), D, lo, hi)
+    else:
+        _sum(_i4(offsets, n), each, _i8(values, 0), _i8(out, 0), np.int64(0), D, lo, hi)
