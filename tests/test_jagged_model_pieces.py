@@ -27,6 +27,7 @@ from jagged_model import (
     forms,
     from_bags,
     padded,
+    pick,
     starts,
 )
 
@@ -178,16 +179,39 @@ def test_nested_tensors_of_each_key_and_back(batch: Batch, dtype: torch.dtype, o
     check(KeyedJaggedTensor.from_nested(nested), from_bags(dict(batch.features), False))
 
 
-@given(batches(), forms())
+@given(batches(fewest=1, variable=False), forms())
 @same
 def test_arrow_lists_of_each_key_and_back(batch: Batch, form: Form) -> None:
+    """Weights are a column of their own beside the key's."""
+    pytest.importorskip("pyarrow")
+    table = build(batch, form).to_arrow()
+    wanted: dict[str, Any] = {}
+    for key, bags in batch.features:
+        wanted[key] = ids_of(bags)
+        if batch.weighted:
+            wanted[f"{key}.weights"] = weights_of(bags)
+    assert {name: table[name].to_pylist() for name in table.column_names} == wanted
+    check(KeyedJaggedTensor.from_arrow(table), from_bags(dict(batch.features), batch.weighted))
+    last = pick(batch, [len(batch.features) - 1])
+    check(KeyedJaggedTensor.from_arrow(table, last.keys), last)
+
+
+@given(st.lists(st.none() | BAGS, max_size=6), st.integers(0, 6), st.integers(0, 6), st.sampled_from([32, 64]))
+@same
+def test_arrow_lists_in_chunks_cut_out_of_others(rows: list[Any], cut: int, start: int, bits: int) -> None:
+    """What a file reader hands over: chunks of any size, slices that begin within a chunk, lists that are missing."""
     pyarrow = pytest.importorskip("pyarrow")
-    columns = build(batch, form).to_arrow()
-    assert list(columns) == batch.keys
-    for (_, bags), column in zip(batch.features, columns.values(), strict=True):
-        assert isinstance(column, pyarrow.Array)
-        assert column.to_pylist() == ids_of(bags)
-    check(KeyedJaggedTensor.from_arrow(columns), from_bags(dict(batch.features), False))
+    kind = {32: pyarrow.list_, 64: pyarrow.large_list}[bits]
+
+    def column(dtype: Any, numbers: Callable[[Bags], Any]) -> Any:
+        lists = [None if row is None else numbers([row])[0] for row in rows]
+        return pyarrow.chunked_array([lists[:cut], lists[cut:]], type=kind(dtype))
+
+    table = pyarrow.table(
+        {"a": column(pyarrow.int64(), ids_of), "a.weights": column(pyarrow.float32(), weights_of)}
+    ).slice(start)
+    bags = [row or [] for row in rows[start:]]
+    check(KeyedJaggedTensor.from_arrow(table), from_bags({"a": bags}, weighted=True))
 
 
 # KeyedTensor: the columns of each key, as one list of rows.
@@ -243,7 +267,7 @@ def test_groups_are_columns_side_by_side(
 @same
 def test_a_module_regroups_inputs_whose_order_changes(data: st.DataObject) -> None:
     """TorchRec's KTRegroupAsDict remembers the order of its first call and mixes the columns of the second."""
-    from shardwise.jagged import KTRegroupAsDict
+    from shardwise import KTRegroupAsDict
 
     groups, names = [["b", "c"], ["a", "b"]], ["x", "y"]
     module = KTRegroupAsDict(groups, names)
