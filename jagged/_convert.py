@@ -39,6 +39,9 @@ def from_lists(
         # a bool is an int, and a float would lose what follows the point
         if isinstance(found, bool) or not hasattr(found, "__index__"):
             raise TypeError(f"ids must be integers, got {found!r} at position {position}")
+    if not keys:
+        # of which nobody can say whether they are weighted
+        weights = weights or None
     if weights is not None:
         _check_weights(keys, sizes, weights)
         flat = torch.tensor(list(chain.from_iterable(chain.from_iterable(weights[key] for key in keys))))

@@ -213,14 +213,14 @@ def strides_of(
 ) -> Strides:
     """Batch sizes as a caller gives them; a table without entries says that all keys have one batch size."""
     rows = check_ranks(keys.names, per_rank)
-    if rows is None and per_key is not None:
-        rows = check_ranks(keys.names, [[n] for n in per_key])
-    elif rows is not None:
+    if rows is not None:
         check_known("stride_per_key", per_key, [sum(row) for row in rows])
+    elif per_key is not None and len(set(per_key)) > 1:
+        rows = check_ranks(keys.names, [[n] for n in per_key])
     if rows is None:
-        return keys.fixed(check_stride(keys.names, bags, stride))
-    if per_rank is None and len({row[0] for row in rows}) == 1:
-        return keys.fixed(check_stride(keys.names, bags, rows[0][0] if stride is None else stride))
+        fixed = keys.fixed(check_stride(keys.names, bags, stride))
+        check_known("stride_per_key", per_key, fixed.per_key)
+        return fixed
     return Strides(keys, check_variable_stride(keys.names, bags, stride, rows, full_batch), rows)
 
 

@@ -15,7 +15,9 @@ from .keyed_jagged_tensor import KeyedJaggedTensor
 
 @torch.fx.wrap
 def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
-    """Whether two have close values (`torch.allclose`), weights, and the same bags. Reads them on the host."""
+    """Whether two have the same bags, equal or, where they are floats, close (`torch.allclose`) values and weights.
+
+    Reads them on the host."""
     if not (isinstance(jt_1, JaggedTensor) and isinstance(jt_2, JaggedTensor)):
         return False
     return _close(jt_1._values, jt_2._values) and _same_bags(jt_1, jt_2)
@@ -23,8 +25,8 @@ def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
 
 @torch.fx.wrap
 def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
-    """Whether two have the same keys in one order, batch sizes and bags, and close values (`torch.allclose`), weights
-    and inverse indices. Reads them on the host."""
+    """Whether two have the same keys in one order, batch sizes, bags and inverse indices, equal or, where they are
+    floats, close (`torch.allclose`) values and weights. Reads them on the host."""
     if not (isinstance(kjt_1, KeyedJaggedTensor) and isinstance(kjt_2, KeyedJaggedTensor)):
         return False
     if kjt_1._strides != kjt_2._strides or not _close(kjt_1._values, kjt_2._values):
@@ -45,6 +47,9 @@ def _close(one: Tensor | None, other: Tensor | None) -> bool:
         return one is other
     if one.shape != other.shape:
         return False
+    if not (one.is_floating_point() or other.is_floating_point()):
+        # ids that are close are not the same
+        return bool((one == other).all())
     common = torch.promote_types(one.dtype, other.dtype)
     return torch.allclose(one.to(common), other.to(common))
 

@@ -121,6 +121,8 @@ class KeyedJaggedTensor(Bags):
         if validate != "shapes":
             check_validate(validate)
             self._check_in_full()
+            self._both = False
+            self.sync()
 
     @staticmethod
     def from_lengths_sync(
@@ -346,8 +348,8 @@ class KeyedJaggedTensor(Bags):
 
     def sync(self) -> KeyedJaggedTensor:
         """Read what the host must know, and check it; returns itself."""
-        if not self._checked:
-            known, self._length_per_key = self._length_per_key or [], None
+        if not self._checked and self._length_per_key is not None:
+            known, self._length_per_key = self._length_per_key, None
             try:
                 compare_sizes(self._strides, self.length_per_key(), known)
             except ValueError:

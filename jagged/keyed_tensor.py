@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.kernels import plan_regroup, regroup
+from shardwise.kernels import RegroupPlan, plan_regroup, regroup
 
 from ._check import check_keys, check_known, check_tensor, names
 from ._strides import Columns, keys_of
@@ -166,17 +166,27 @@ def permute_multi_embedding(keyed_tensors: list[KeyedTensor], groups: list[list[
 
 @torch.fx.wrap
 def _regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+    return regroup_by(plan_of(keyed_tensors, groups), keyed_tensors)
+
+
+def plan_of(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> RegroupPlan:
+    """How the columns of these move to the groups; the same for all inputs of the same keys and widths."""
     if not keyed_tensors:
         raise ValueError("regroup needs at least one KeyedTensor, got an empty list")
-    members = [kt for kt in keyed_tensors if kt._columns.widths] or list(keyed_tensors[:1])
-    key_dims = {kt._key_dim for kt in members}
-    if len(key_dims) > 1:
-        raise ValueError(f"regroup needs inputs of one key_dim, got {sorted(key_dims)}")
-    columns = [kt._columns for kt in members]
-    plan = plan_regroup([c.keys.names for c in columns], [c.widths for c in columns], groups)
-    (key_dim,) = key_dims
-    values = [kt._values for kt in members]
-    if key_dim == 1 and all(value.dim() == 2 for value in values):
+    columns = [kt._columns for kt in keyed_tensors]
+    return plan_regroup([c.keys.names for c in columns], [c.widths for c in columns], groups)
+
+
+def regroup_by(plan: RegroupPlan, keyed_tensors: Sequence[KeyedTensor]) -> list[Tensor]:
+    """The groups of a plan. ValueError for inputs of different `key_dim`."""
+    # what has no keys has no say
+    dims = {kt._key_dim for kt in keyed_tensors if kt._columns.widths} or {keyed_tensors[0]._key_dim}
+    if len(dims) > 1:
+        raise ValueError(f"regroup needs inputs of one key_dim, got {sorted(dims)}")
+    (key_dim,) = dims
+    like = next((kt._values for kt in keyed_tensors if kt._columns.widths), keyed_tensors[0]._values)
+    values = [kt._values if kt._columns.widths else like.narrow(key_dim, 0, 0) for kt in keyed_tensors]
+    if key_dim == 1 and like.dim() == 2:
         return regroup(values, plan)
     # as if the keys lay side by side in the second of two dims
     parts = [value.movedim(key_dim, -1) for value in values]

@@ -1,11 +1,19 @@
-"""The conversions between a keyed batch and a dict of batches as modules, which fx and export can take for leaves."""
+"""Conversions of the jagged types as modules, which fx and export can take for leaves."""
 
 from __future__ import annotations
 
-import torch
+from enum import Enum
 
+import torch
+from torch import Tensor
+
+from shardwise.kernels import RegroupPlan
+
+from ._check import check_keys, names
+from ._strides import Columns
 from .jagged_tensor import JaggedTensor
 from .keyed_jagged_tensor import KeyedJaggedTensor
+from .keyed_tensor import KeyedTensor, plan_of, regroup_by
 
 
 class ComputeKJTToJTDict(torch.nn.Module):
@@ -22,3 +30,67 @@ class ComputeJTDictToKJT(torch.nn.Module):
     def forward(self, jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
         """One key per entry, in the order of the dict."""
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
+
+
+class KTRegroupAsDict(torch.nn.Module):
+    """`KeyedTensor.regroup_as_dict` as a module: `groups` of keys, and for each the key of its output.
+
+    How the columns move is worked out at the first call and again when the inputs' keys or widths change. `emb_dtype`,
+    a torch dtype or a `DataType`, is what the outputs are cast to. There are no buffers that `multi_device` would have
+    to move: it is taken for TorchRec's sake.
+
+    Raises ValueError unless there are as many groups as keys, or for an `emb_dtype` that no output can have.
+    """
+
+    def __init__(
+        self,
+        groups: list[list[str]],
+        keys: list[str],
+        emb_dtype: torch.dtype | Enum | None = None,
+        multi_device: bool = False,
+    ) -> None:
+        super().__init__()
+        if len(groups) != len(keys):
+            raise ValueError(f"{len(groups)} groups but {len(keys)} keys {names(keys)} to name them")
+        self._groups = [list(group) for group in groups]
+        self._keys = check_keys(keys)
+        self._dtype = None if emb_dtype is None else _dtype_of(emb_dtype)
+        self._columns: list[Columns] = []
+        self._plan: RegroupPlan | None = None
+
+    def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
+        """One tensor per group: the values of its keys side by side."""
+        columns = [kt._columns for kt in keyed_tensors]
+        plan = self._plan
+        if plan is None or len(columns) != len(self._columns) or any(map(_differ, columns, self._columns)):
+            plan = plan_of(keyed_tensors, self._groups)
+            if not torch.compiler.is_compiling():
+                self._columns, self._plan = columns, plan
+        grouped = regroup_by(plan, keyed_tensors)
+        if self._dtype is not None:
+            grouped = [tensor.to(self._dtype) for tensor in grouped]
+        return dict(zip(self._keys, grouped, strict=True))
+
+    def clear_cache(self) -> None:
+        """Forget how columns move; nothing needs this, since other inputs are noticed."""
+        self._columns, self._plan = [], None
+
+    def extra_repr(self) -> str:
+        return f"groups={self._groups}, keys={self._keys}"
+
+
+def _differ(one: Columns, other: Columns) -> bool:
+    if one is other:
+        return False
+    return one.widths != other.widths or one.keys.names != other.keys.names
+
+
+def _dtype_of(emb_dtype: torch.dtype | Enum) -> torch.dtype:
+    if isinstance(emb_dtype, torch.dtype):
+        return emb_dtype
+    # the values of DataType, which lies above this folder
+    known = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+    found = known.get(str(getattr(emb_dtype, "value", emb_dtype)))
+    if found is None:
+        raise ValueError(f"emb_dtype must be one of {list(known)} or a torch dtype, got {emb_dtype!r}")
+    return found

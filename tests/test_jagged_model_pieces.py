@@ -31,7 +31,13 @@ from jagged_model import (
     starts,
 )
 
-from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged import (
+    ComputeJTDictToKJT,
+    ComputeKJTToJTDict,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+)
 
 same = settings(max_examples=40, deadline=None)
 SAMPLES = st.lists(BAGS, max_size=4)
@@ -145,6 +151,7 @@ def test_copying_into_a_batch_replaces_what_it_had_computed(
 def test_empty_has_no_bags_of_the_dtypes_asked_for() -> None:
     for made in (JaggedTensor.empty(), JaggedTensor.empty_like(jagged([[(1, 1.0)]], weighted=False))):
         check_bags(made, [], weighted=False)
+    assert made.values().dtype == torch.int64
     assert JaggedTensor.empty().lengths().dtype == torch.int32
     made = JaggedTensor.empty(True, torch.device("cpu"), torch.int32, torch.half, torch.int64)
     assert (made.values().dtype, made.weights().dtype, made.lengths().dtype) == (torch.int32, torch.half, torch.int64)
@@ -159,8 +166,6 @@ def test_empty_has_no_bags_of_the_dtypes_asked_for() -> None:
 @given(any_batches(), forms())
 @same
 def test_modules_take_a_batch_apart_and_make_one(batch: Batch, form: Form) -> None:
-    from shardwise.jagged import ComputeJTDictToKJT, ComputeKJTToJTDict
-
     jts = ComputeKJTToJTDict()(build(batch, form))
     check_dict(jts, batch)
     check(ComputeJTDictToKJT()(jts), from_bags(dict(batch.features), batch.weighted))
@@ -192,8 +197,17 @@ def test_arrow_lists_of_each_key_and_back(batch: Batch, form: Form) -> None:
             wanted[f"{key}.weights"] = weights_of(bags)
     assert {name: table[name].to_pylist() for name in table.column_names} == wanted
     check(KeyedJaggedTensor.from_arrow(table), from_bags(dict(batch.features), batch.weighted))
+    columns = {name: table[name].combine_chunks() for name in table.column_names}
+    check(KeyedJaggedTensor.from_arrow(columns), from_bags(dict(batch.features), batch.weighted))
     last = pick(batch, [len(batch.features) - 1])
     check(KeyedJaggedTensor.from_arrow(table, last.keys), last)
+
+
+def test_arrow_tables_have_one_number_of_rows() -> None:
+    pytest.importorskip("pyarrow")
+    uneven = build(from_bags({"a": [], "b": [[(1, 1.0)]]}))
+    with pytest.raises(ValueError, match=r"one number of rows, but batch sizes are \[0, 1\] for \['a', 'b'\]"):
+        uneven.to_arrow()
 
 
 @given(st.lists(st.none() | BAGS, max_size=6), st.integers(0, 6), st.integers(0, 6), st.sampled_from([32, 64]))
@@ -267,7 +281,7 @@ def test_groups_are_columns_side_by_side(
 @same
 def test_a_module_regroups_inputs_whose_order_changes(data: st.DataObject) -> None:
     """TorchRec's KTRegroupAsDict remembers the order of its first call and mixes the columns of the second."""
-    from shardwise import KTRegroupAsDict
+    from shardwise.jagged import KTRegroupAsDict
 
     groups, names = [["b", "c"], ["a", "b"]], ["x", "y"]
     module = KTRegroupAsDict(groups, names)
