@@ -209,7 +209,7 @@ def test_from_lists_is_what_the_lists_say(entries: list[Any], dtype: torch.dtype
     ids = {key: [[number for number, _ in bag] for bag in bags] for key, bags in entries}
     weights = {key: [[weight for _, weight in bag] for bag in bags] for key, bags in entries}
     kjt = KeyedJaggedTensor.from_lists(ids, weights if weighted else None, dtype=dtype)
-    check(kjt, replace(from_bags(dict(entries)), weighted=weighted))
+    check(kjt, from_bags(dict(entries), weighted))
     assert kjt.values().dtype == dtype
 
 
