@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardwise.kernels import permute_segments
+from shardwise.kernels import complete_cumsum, permute_1d, permute_2d
 
 from ._strides import starts_of
 
@@ -60,31 +60,28 @@ def init(
         raise ValueError(f"dist_init needs {needed} or {needed + 1} tensors ({names}), got {len(tensors)}")
     lengths, values = tensors[0], tensors[1]
     weights = tensors[-1] if len(tensors) > needed else None
+    total = values.shape[0]
     if variable:
+        strides = tensors[2]
         # host sync: batch sizes are known on the host of every batch
-        per_segment: list[int] = tensors[2].tolist()
-        rows = [per_segment[k :: len(keys)] for k in range(len(keys))] if per_segment else [[0]] * len(keys)
+        per_segment: list[int] = strides.tolist()
+        rows = [per_segment[k :: len(keys)] for k in range(len(keys))] if per_segment else [[0] for _ in keys]
         if stagger > 1:
             turned = torch.arange(ranks).view(stagger, -1).T.flatten().tolist()
             rows = [[row[rank] for rank in turned] for row in rows]
-        lengths, values, weights = _recat(lengths, values, weights, per_segment, recat)
-        return KeyedJaggedTensor(keys, values, weights, lengths, stride_per_key_per_rank=rows).sync()
+        if recat is not None and per_segment:
+            edges = complete_cumsum(lengths)[complete_cumsum(strides)]
+            _, values, weights = permute_1d(recat, edges.diff(), values, weights, permuted_lengths_sum=total)
+            _, lengths, _ = permute_1d(recat, strides, lengths, permuted_lengths_sum=lengths.shape[0])
+        return KeyedJaggedTensor(keys, values, weights, lengths, stride_per_key_per_rank=rows or None).sync()
     if stride_per_rank is None:
         raise ValueError("dist_init needs stride_per_rank, the batch size of each rank")
-    per_segment = [n for n in stride_per_rank for _ in keys]
-    lengths, values, weights = _recat(lengths, values, weights, per_segment, recat)
-    return KeyedJaggedTensor(keys, values, weights, lengths, stride=sum(stride_per_rank)).sync()
-
-
-def _recat(
-    lengths: Tensor, values: Tensor, weights: Tensor | None, per_segment: Sequence[int], recat: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(rank, key) segments, each of `per_segment` bags, in the order of `recat`."""
-    if recat is None or not per_segment:
-        return lengths, values, weights
-    # host sync: pieces are cut on the host
-    order = recat.tolist()
-    sizes = [int(part.sum()) for part in torch.split_with_sizes(lengths, list(per_segment))]
-    (lengths,) = permute_segments([lengths], per_segment, order)
-    moved = permute_segments([values] if weights is None else [values, weights], sizes, order)
-    return lengths, moved[0], None if weights is None else moved[1]
+    if recat is not None and lengths.shape[0]:
+        stride = stride_per_rank[0]
+        if all(n == stride for n in stride_per_rank):
+            lengths, values, weights = permute_2d(
+                recat, lengths.view(-1, stride), values, weights, permuted_lengths_sum=total
+            )
+        else:
+            lengths, values, weights = permute_1d(recat, lengths, values, weights, permuted_lengths_sum=total)
+    return KeyedJaggedTensor(keys, values, weights, lengths.view(-1), stride=sum(stride_per_rank)).sync()

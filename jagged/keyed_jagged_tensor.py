@@ -436,9 +436,9 @@ class KeyedJaggedTensor(Bags):
     ) -> KeyedJaggedTensor:
         """The batch that pieces of `dist_tensors` from `num_workers` ranks make up, laid end to end in rank order.
 
-        `recat` [ranks * keys] lists the (rank, key) segments in the order of the result, None where they are already;
-        `stride_per_rank` is each rank's batch size unless batch sizes differ between keys. With `stagger` > 1 ranks
-        came in that many interleaved groups.
+        `stride_per_rank` is each rank's batch size, None where keys have their own. `recat` says in which order
+        (rank, key) segments [ranks * keys], or where fixed batch sizes differ between ranks their bags, make up the
+        result; None where they lie so already. With `stagger` > 1 ranks came in that many interleaved groups.
         """
         return _dist.init(keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger)
 

@@ -9,8 +9,17 @@ from .features import Feature, Segment, flatten_segments, pack_features, table_r
 from .finite import check_gradient, describe_gradient, describe_weight
 from .index_add import jagged_index_add
 from .index_select import jagged_index_select
+from .jagged import (
+    complete_cumsum,
+    invert_permute,
+    offsets_range,
+    offsets_to_lengths,
+    pack_segments,
+    segment_sum,
+    unpack_segments,
+)
 from .keyed_select import keyed_jagged_index_select
-from .permute import permute_segments
+from .permute import expand_into_jagged_permute, permute_1d, permute_2d, permute_segments
 from .pooled import pooled_lookup
 from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
 from .regrouping import permute_pooled, regroup
@@ -29,29 +38,39 @@ __all__ = [
     "Segment",
     "check_gradient",
     "check_ids",
+    "complete_cumsum",
     "define_rule",
     "describe_gradient",
     "describe_weight",
+    "expand_into_jagged_permute",
     "flatten_segments",
     "fused_update",
+    "invert_permute",
     "is_clean",
     "jagged_index_add",
     "jagged_index_select",
     "keyed_jagged_index_select",
     "new_guard",
+    "offsets_range",
+    "offsets_to_lengths",
     "pack_features",
+    "pack_segments",
     "per_id_weight_gradient",
+    "permute_1d",
+    "permute_2d",
     "permute_pooled",
+    "permute_segments",
     "plan_pieces",
     "plan_regroup",
-    "permute_segments",
     "pooled_lookup",
     "raise_from_guard",
     "regroup",
     "require_ids",
     "rule_named",
+    "segment_sum",
     "sequence_lookup",
     "table_rows",
+    "unpack_segments",
 ]
 
 # imported for the rules that it defines

@@ -105,7 +105,7 @@ def moved_by(plan: Plan, values: Tensor) -> Tensor:
     """The segments of values [N, ...] in their order: [total, ...]."""
     values = values.contiguous()
     out = values.new_empty((plan.total, *values.shape[1:]) if values.dim() > 1 else plan.total)
-    item = _row_bytes(values)
+    item = values.itemsize if values.dim() == 1 else _row_bytes(values)
     nbytes = plan.total * item
     move = loops().move
     if nbytes <= _ALONE:
@@ -149,7 +149,7 @@ def row_sums(lengths: Tensor) -> Tensor | None:
 
 
 def segment_sum(offsets: Tensor, values: Tensor, each: int) -> Tensor | None:
-    """Sums [S, ...] of the segments of values [N, ...]; offsets [S + 1] were checked. None for halves and short ints."""
+    """Sums [S, ...] of segments of values [N, ...] in fp32, fp64 or int64; offsets [S + 1] were checked before."""
     compiled = loops()
     kind = None if compiled is None else _KINDS.get(values.dtype)
     if kind is None:
@@ -201,9 +201,11 @@ def expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, total
 
 def check_order(permute: Tensor, segments: int) -> None:
     """IndexError where an entry of `permute` is none of so many segments."""
-    bad = (permute < 0) | (permute >= segments)
-    if bool(bad.any()):
-        at = int(bad.int().argmax())
+    if permute.numel() == 0:
+        return
+    low, high = permute.aminmax()
+    if int(low) < 0 or int(high) >= segments:
+        at = int(((permute < 0) | (permute >= segments)).int().argmax())
         raise IndexError(f"permute[{at}] is {int(permute[at])}, out of range for {segments} segments")
 
 
@@ -215,6 +217,63 @@ def check_offsets(name: str, offsets: Tensor, end: int) -> None:
     fallen = offsets[1:] < offsets[:-1]
     if bool(fallen.any()):
         at = int(fallen.int().argmax())
-        raise ValueError(
-            f"{name} must not decrease, {name}[{at + 1}] is {int(offsets[at + 1])} after {int(offsets[at])}"
+        raise ValueError(f"{name} must not decrease, entry {at + 1} is {int(offsets[at + 1])} after {int(offsets[at])}")
+
+
+def complete_cumsum(lengths: Tensor) -> Tensor | None:
+    """Offsets [..., N + 1] of int32 or int64 lengths [..., N] on the CPU; None without numba or without lengths."""
+    compiled = loops()
+    if compiled is None or lengths.numel() == 0:
+        return None
+    lengths = lengths.contiguous()
+    *rows, n = lengths.shape
+    out = lengths.new_empty(*rows, n + 1)
+    compiled.cumsum(lengths.data_ptr(), lengths.itemsize, lengths.numel() // n, n, out.data_ptr())
+    return out
+
+
+def places(offsets: Tensor, size: int) -> Tensor | None:
+    """The place of each of `size` positions in its bag; raises as `offsets_range` says. None without numba."""
+    compiled = loops()
+    if compiled is None:
+        return None
+    offsets = offsets.contiguous()
+    out = offsets.new_empty(size)
+    found = compiled.places(offsets.data_ptr(), offsets.itemsize, offsets.shape[0], out.data_ptr(), size)
+    if found < 0:
+        check_begins(offsets, size)
+    return out
+
+
+def invert_permute(permute: Tensor) -> Tensor | None:
+    """The inverse of a permutation; raises as the op says. None without numba."""
+    compiled = loops()
+    if compiled is None:
+        return None
+    permute = permute.contiguous()
+    out = torch.empty_like(permute)
+    found = compiled.invert(permute.data_ptr(), permute.itemsize, permute.shape[0], out.data_ptr())
+    if found < 0:
+        check_order(permute, permute.shape[0])
+        raise ValueError(f"permute has {int(permute[-found - 1])} twice, it is no permutation")
+    return out
+
+
+def check_begins(offsets: Tensor, size: int) -> None:
+    """ValueError where the begins of bags that end at `size` do not begin with 0, or decrease."""
+    check_offsets("offsets with range_size", torch.cat([offsets, offsets.new_tensor([size])]), size)
+
+
+def check_ends(offsets: Tensor, most: int) -> None:
+    """ValueError where offsets on the CPU decrease, or leave [0, most]."""
+    compiled = loops()
+    if compiled is not None:
+        offsets = offsets.contiguous()
+        bad = compiled.wrong_offset(offsets.data_ptr(), offsets.itemsize, offsets.shape[0], most) < 0
+    else:
+        bad = offsets.numel() > 0 and bool(
+            (int(offsets[0]) < 0) or (int(offsets[-1]) > most) or (offsets[1:] < offsets[:-1]).any()
         )
+    if bad:
+        low, high = (int(n) for n in offsets.aminmax())
+        raise ValueError(f"offsets must not decrease nor leave 0 ... {most}, got {low} ... {high}")

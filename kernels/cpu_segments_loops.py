@@ -74,16 +74,6 @@ def _i4(address: int, n: int) -> Any:
     return numba.carray(_pointer(address), (n,), np.int32)
 
 
-@_compiled(inline=True)
-def _f8(address: int, n: int) -> Any:
-    return numba.carray(_pointer(address), (n,), np.float64)
-
-
-@_compiled(inline=True)
-def _f4(address: int, n: int) -> Any:
-    return numba.carray(_pointer(address), (n,), np.float32)
-
-
 @_compiled()
 def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: Any) -> int:
     S, T = order.shape[0], sizes.shape[0]
@@ -199,28 +189,20 @@ def move(room: int, S: int, source: int, values: int, out: int, item: int, lo: i
             _memcpy(to, to + ahead, left)
 
 
-@_compiled(inline=True)
-def _count_up(out: Any, begin: int, end: int, first: int) -> None:
-    """out[begin : end] = first, first + 1, ...; eight at a time, the next call overwrites what is too much."""
-    i = begin
-    while i < end and i + 8 <= out.shape[0]:
-        for j in range(8):
-            out[i + j] = first + (i - begin) + j
-        i += 8
-    while i < end:
-        out[i] = first + (i - begin)
-        i += 1
-
-
 @_compiled()
-def _collect(starts: Any, outs: Any, grad: Any, out: Any, D: int, lo: int, hi: int) -> None:
-    for i in range(lo * D, hi * D):
-        out[i] = 0
+def _collect(starts: Any, outs: Any, grad: int, out: int, item: int, D: int, kind: Any, lo: int, hi: int) -> None:
+    target = numba.carray(_pointer(out + lo * D * item), ((hi - lo) * D,), kind)
+    for i in range((hi - lo) * D):
+        target[i] = 0
     for s in range(starts.shape[0]):
         begin, end = max(starts[s], lo), min(starts[s] + outs[s + 1] - outs[s], hi)
-        ahead = (outs[s] - starts[s]) * D
-        for i in range(begin * D, end * D):
-            out[i] += grad[i + ahead]
+        if begin < end:
+            n = (end - begin) * D
+            # arrays that begin where a loop does: no index may be negative, so none is looked at
+            total = numba.carray(_pointer(out + begin * D * item), (n,), kind)
+            moved = numba.carray(_pointer(grad + (begin + outs[s] - starts[s]) * D * item), (n,), kind)
+            for i in range(n):
+                total[i] += moved[i]
 
 
 @_compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64, int64))
@@ -228,26 +210,43 @@ def collect(room: int, S: int, grad: int, out: int, values: int, D: int, kind: i
     """out [values, D], rows lo ... hi - 1: the sum of the rows of grad that a plan moved them to, in their order."""
     starts, outs = _i8(room, S), _i8(room + 8 * S, S + 1)
     if kind == FLOAT32:
-        _collect(starts, outs, _f4(grad, outs[S] * D), _f4(out, values * D), D, lo, hi)
+        _collect(starts, outs, grad, out, 4, D, np.float32, lo, hi)
     else:
-        _collect(starts, outs, _f8(grad, outs[S] * D), _f8(out, values * D), D, lo, hi)
+        _collect(starts, outs, grad, out, 8, D, np.float64, lo, hi)
+
+
+@_compiled(inline=True)
+def _count_up(out: int, item: int, kind: Any, begin: int, end: int, last: int, first: int) -> None:
+    """Elements begin ... end - 1 are first, first + 1, ...: eight at a time, the next call overwrites what is too much.
+
+    None from `last` on is written.
+    """
+    i = begin
+    while i < end and i + 8 <= last:
+        eight = numba.carray(_pointer(out + i * item), (8,), kind)
+        for j in range(8):
+            eight[j] = first + (i - begin) + j
+        i += 8
+    if i < end:
+        rest = numba.carray(_pointer(out + i * item), (end - i,), kind)
+        for j in range(end - i):
+            rest[j] = first + (i - begin) + j
 
 
 @_compiled()
-def _expand(order: Any, begins: Any, ends: Any, out: Any) -> int:
+def _expand(order: Any, begins: Any, ends: Any, out: int, item: int, kind: Any, total: int) -> int:
     S, T = order.shape[0], begins.shape[0] - 1
-    total = out.shape[0]
     if ends[0] != 0 or ends[S] != total:
         return -BAD_TOTAL
+    end = np.int64(0)
     for s in range(S):
-        p = np.int64(order[s])
+        p, begin = np.int64(order[s]), end
         if p < 0 or p >= T:
             return -(4 * s + BAD_ORDER)
-        begin, end = np.int64(ends[s]), np.int64(ends[s + 1])
+        end = np.int64(ends[s + 1])
         if end < begin or end > total:
             return -(4 * s + BAD_SIZE)
-        source = np.int64(begins[p])
-        _count_up(out, begin, end, source)
+        _count_up(out, item, kind, begin, end, total, np.int64(begins[p]))
     return 0
 
 
@@ -255,30 +254,31 @@ def _expand(order: Any, begins: Any, ends: Any, out: Any) -> int:
 def expand(order: int, item: int, S: int, begins: int, T: int, ends: int, out: int, total: int) -> int:
     """Source position of each output position: 0, or what is wrong as `plan` has it (ends: output offsets [S + 1])."""
     if item == 8:
-        return _expand(_i8(order, S), _i8(begins, T + 1), _i8(ends, S + 1), _i8(out, total))
-    return _expand(_i4(order, S), _i4(begins, T + 1), _i4(ends, S + 1), _i4(out, total))
+        return _expand(_i8(order, S), _i8(begins, T + 1), _i8(ends, S + 1), out, 8, np.int64, total)
+    return _expand(_i4(order, S), _i4(begins, T + 1), _i4(ends, S + 1), out, 4, np.int32, total)
 
 
 @_compiled()
-def _places(offsets: Any, out: Any) -> int:
-    B, N = offsets.shape[0], out.shape[0]
+def _places(offsets: Any, out: int, item: int, kind: Any, N: int) -> int:
+    B = offsets.shape[0]
     if B == 0 or offsets[0] != 0:
-        return -1 if N else 0
+        return -1 if N or B else 0
+    begin = np.int64(0)
     for b in range(B):
-        begin = np.int64(offsets[b])
         end = np.int64(offsets[b + 1]) if b + 1 < B else np.int64(N)
         if end < begin or end > N:
             return -b - 2
-        _count_up(out, begin, end, 0)
+        _count_up(out, item, kind, begin, end, N, 0)
+        begin = end
     return 0
 
 
 @_compiled(int64(int64, int64, int64, int64, int64))
 def places(offsets: int, item: int, B: int, out: int, N: int) -> int:
-    """Place of each of N positions in its bag: 0; -1 where offsets do not begin with 0, -2 - b where bag b ends wrong."""
+    """Place of each of N positions in its bag: 0; -1 where offsets do not begin with 0, -2 - b where bag b is wrong."""
     if item == 8:
-        return _places(_i8(offsets, B), _i8(out, N))
-    return _places(_i4(offsets, B), _i4(out, N))
+        return _places(_i8(offsets, B), out, 8, np.int64, N)
+    return _places(_i4(offsets, B), out, 4, np.int32, N)
 
 
 @_compiled()
@@ -321,38 +321,60 @@ def wrong_offset(offsets: int, item: int, n: int, most: int) -> int:
 
 
 @_compiled()
-def _sum(offsets: Any, each: int, values: Any, out: Any, zero: Any, D: int, lo: int, hi: int) -> None:
+def _sum(offsets: Any, each: int, values: int, out: int, item: int, kind: Any, D: int, lo: int, hi: int) -> None:
+    sums = numba.carray(_pointer(out + lo * D * item), ((hi - lo) * D,), kind)
+    for i in range((hi - lo) * D):
+        sums[i] = 0
     for s in range(lo, hi):
-        begin, end = np.int64(offsets[s]) * each, np.int64(offsets[s + 1]) * each
+        begin = np.int64(offsets[s]) * each
+        rows = np.int64(offsets[s + 1]) * each - begin
+        row = numba.carray(_pointer(values + begin * D * item), (rows * D,), kind)
+        total = numba.carray(_pointer(out + s * D * item), (D,), kind)
         if D == 1:
-            total = zero
-            for i in range(begin, end):
-                total += values[i]
-            out[s] = total
+            one = total[0]
+            for i in range(rows):
+                one += row[i]
+            total[0] = one
         else:
-            at = s * D
-            for d in range(D):
-                out[at + d] = 0
-            for i in range(begin, end):
+            for r in range(rows):
+                row = numba.carray(_pointer(values + (begin + r) * D * item), (D,), kind)
                 for d in range(D):
-                    out[at + d] += values[i * D + d]
+                    total[d] += row[d]
+
+
+@_compiled()
+def _sum_of(offsets: Any, each: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> None:
+    if kind == FLOAT32:
+        _sum(offsets, each, values, out, 4, np.float32, D, lo, hi)
+    elif kind == FLOAT64:
+        _sum(offsets, each, values, out, 8, np.float64, D, lo, hi)
+    else:
+        _sum(offsets, each, values, out, 8, np.int64, D, lo, hi)
 
 
 @_compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64, int64))
 def segment_sum(offsets: int, item: int, each: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> None:
     """Sums of segments lo ... hi - 1 of values [N, D], offsets counted in `each` positions and checked before."""
-    n = hi + 1
-    if kind == FLOAT32:
-        if item == 8:
-            _sum(_i8(offsets, n), each, _f4(values, 0), _f4(out, 0), np.float32(0), D, lo, hi)
-        else:
-            _sum(_i4(offsets, n), each, _f4(values, 0), _f4(out, 0), np.float32(0), D, lo, hi)
-    elif kind == FLOAT64:
-        if item == 8:
-            _sum(_i8(offsets, n), each, _f8(values, 0), _f8(out, 0), np.float64(0), D, lo, hi)
-        else:
-            _sum(_i4(offsets, n), each, _f8(values, 0), _f8(out, 0), np.float64(0), D, lo, hi)
-    elif item == 8:
-        _sum(_i8(offsets, n), each, _i8(values, 0), _i8(out, 0), np.int64(0), D, lo, hi)
+    if item == 8:
+        _sum_of(_i8(offsets, hi + 1), each, values, kind, out, D, lo, hi)
     else:
-        _sum(_i4(offsets, n), each, _i8(values, 0), _i8(out, 0), np.int64(0), D, lo, hi)
+        _sum_of(_i4(offsets, hi + 1), each, values, kind, out, D, lo, hi)
+
+
+@_compiled()
+def _cumsum(lengths: Any, offsets: Any, N: int) -> None:
+    for row in range(lengths.shape[0] // N if N else 0):
+        total = offsets[0] * 0
+        offsets[row * (N + 1)] = total
+        for i in range(N):
+            total += lengths[row * N + i]
+            offsets[row * (N + 1) + i + 1] = total
+
+
+@_compiled(types.void(int64, int64, int64, int64, int64))
+def cumsum(lengths: int, item: int, rows: int, N: int, offsets: int) -> None:
+    """Offsets [rows, N + 1] of lengths [rows, N], N > 0."""
+    if item == 8:
+        _cumsum(_i8(lengths, rows * N), _i8(offsets, rows * (N + 1)), N)
+    else:
+        _cumsum(_i4(lengths, rows * N), _i4(offsets, rows * (N + 1)), N)

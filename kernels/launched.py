@@ -171,7 +171,7 @@ def cases() -> list[Case]:
     return found + [replace(case, name=f"{case.name} small", small=True) for case in small]
 
 
-def launches(run: Callable[[], None], label: str, rows: str = "") -> list[Case]:
+def launches(run: Callable[[], object], label: str, rows: str = "") -> list[Case]:
     """What `run` launches, the last launch of each kernel: tables beside the one that is meant come before it."""
     with _noted() as noted:
         run()
@@ -181,7 +181,7 @@ def launches(run: Callable[[], None], label: str, rows: str = "") -> list[Case]:
     ]
 
 
-def _launches() -> Iterator[tuple[Callable[[], None], str, str]]:
+def _launches() -> Iterator[tuple[Callable[[], object], str, str]]:
     """Runs, their labels, and what rows they read where the order of a sum over a row is promised."""
     usual = [Batch(dim) for dim in DIMS]
     halves = [Batch(dim, torch.bfloat16) for dim in (1, 3, 4, 5, 6, 20, 64, 256, 1023, 4096)]

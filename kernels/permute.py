@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import cpu_segments
 from ._op import INTERPRETED, register, runs_kernel
-from .segments import INDEX_DTYPES, eager, locate, move_by, positions_ref
+from .segments import INDEX_DTYPES, bad_index, eager, locate, move_by, positions_of, positions_ref
 
 # values a segment from which one copy for each segment beats one index for each value
 _LONG_SEGMENT = 200
@@ -54,8 +54,8 @@ def permute_1d(
         moved = lengths.index_select(0, permute)
         ends = lengths.cumsum(0, dtype=torch.int64)
         total = _same_sum(int(moved.sum()), permuted_lengths_sum)
-        at = _positions((ends - lengths).index_select(0, permute), moved, total)
-        return moved, values.index_select(0, at), None if weights is None else weights.index_select(0, at)
+        at = positions_of((ends - lengths).index_select(0, permute), moved, total)
+        return moved, _selected(values, at), None if weights is None else _selected(weights, at)
     _same_sum(plan.total, permuted_lengths_sum)
     return moved, move_by(plan, values), None if weights is None else move_by(plan, weights)
 
@@ -189,7 +189,7 @@ def _expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, outp
     sizes = output_offsets.diff()
     cpu_segments.check_offsets("output_offsets", output_offsets, output_size)
     cpu_segments.check_order(permute, input_offsets.shape[0] - 1)
-    return _positions(input_offsets.index_select(0, permute), sizes, output_size).to(permute.dtype)
+    return positions_of(input_offsets.index_select(0, permute), sizes, output_size).to(permute.dtype)
 
 
 register(
@@ -202,9 +202,9 @@ register(
 
 def _check(permute: Tensor, lengths: Tensor, dims: int, values: Tensor, weights: Tensor | None) -> None:
     if permute.dtype not in INDEX_DTYPES or permute.dim() != 1:
-        raise _bad_index("permute", permute, 1)
+        raise bad_index("permute", permute, 1)
     if lengths.dtype not in INDEX_DTYPES or lengths.dim() != dims:
-        raise _bad_index("lengths", lengths, dims)
+        raise bad_index("lengths", lengths, dims)
     if values.is_complex() or values.dim() == 0:
         raise _bad_values("values", values)
     if weights is not None:
@@ -216,12 +216,6 @@ def _check(permute: Tensor, lengths: Tensor, dims: int, values: Tensor, weights:
         raise IndexError(f"permute has {permute.shape[0]} entries, there are 0 segments")
 
 
-def _bad_index(name: str, tensor: Tensor, dims: int) -> Exception:
-    if tensor.dtype not in INDEX_DTYPES:
-        return TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
-    return ValueError(f"{name} must be {dims}-D, got shape {list(tensor.shape)}")
-
-
 def _bad_values(name: str, tensor: Tensor) -> Exception:
     if tensor.is_complex():
         return TypeError(f"{name} must not be complex, got {tensor.dtype}")
@@ -230,8 +224,13 @@ def _bad_values(name: str, tensor: Tensor) -> Exception:
 
 def _check_values(permute: Tensor, lengths: Tensor, sums: Tensor, values: int) -> None:
     """What a plan checks, on torch."""
-    if lengths.numel() and int(lengths.min()) < 0:
-        raise ValueError(f"lengths must be >= 0, got {int(lengths.min())}")
+    if lengths.numel():
+        low, high = lengths.aminmax()
+        if int(low) < 0:
+            raise ValueError(f"lengths must be >= 0, got {int(low)}")
+        # one by one, because sums that pass 2**63 come back too small
+        if int(high) > values:
+            raise ValueError(f"lengths must add up to the {values} values, one of them is {int(high)}")
     if int(sums.sum()) != values:
         raise ValueError(f"lengths sum to {int(sums.sum())}, values has {values}")
     cpu_segments.check_order(permute, lengths.shape[0])
@@ -275,21 +274,25 @@ def _on_device(
 
 def _on_torch(tensors: Sequence[Tensor], sizes: Sequence[int], order: Sequence[int]) -> list[Tensor]:
     """By whichever of torch's ops needs less time: a view for each segment, or an index for each value."""
+    if not order:
+        return [tensor[:0] for tensor in tensors]
     total = sum(sizes[s] for s in order)
-    if total >= _LONG_SEGMENT * len(order) or len(order) <= 32:
+    halves = any(tensor.requires_grad and tensor.itemsize == 2 for tensor in tensors)
+    if not halves and (total >= _LONG_SEGMENT * len(order) or len(order) <= 32):
         parts = [torch.split_with_sizes(tensor, sizes) for tensor in tensors]
         return [_joined([part[s] for s in order], tensor) for part, tensor in zip(parts, tensors, strict=True)]
     numbers = torch.frombuffer(array("q", [*sizes, *order]), dtype=torch.int64)
     counts, at = numbers.split([len(sizes), len(order)])
-    at = _positions((counts.cumsum(0) - counts).index_select(0, at), counts.index_select(0, at), total)
-    return [tensor.index_select(0, at) for tensor in tensors]
+    at = positions_of((counts.cumsum(0) - counts).index_select(0, at), counts.index_select(0, at), total)
+    return [_selected(tensor, at) for tensor in tensors]
+
+
+def _selected(values: Tensor, at: Tensor) -> Tensor:
+    """Values at `at`, on torch; the gradients of copies of halves are added in fp32."""
+    if values.requires_grad and values.dtype in (torch.float16, torch.bfloat16):
+        return values.float().index_select(0, at).to(values.dtype)
+    return values.index_select(0, at)
 
 
 def _joined(parts: Sequence[Tensor], whole: Tensor) -> Tensor:
     return torch.cat(parts) if parts else whole[:0]
-
-
-def _positions(starts: Tensor, sizes: Tensor, total: int) -> Tensor:
-    """starts[s], starts[s] + 1, ... sizes[s] of them, one segment after another: [total] int64."""
-    back = starts - (sizes.cumsum(0) - sizes)
-    return torch.arange(total) + back.repeat_interleave(sizes, output_size=total)

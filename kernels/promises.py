@@ -35,6 +35,8 @@ class Move(NamedTuple):
 MOVES = {
     "pooled_lookup": (Move("load", "W", "ALIGN", 4), Move("store", "Y", "OUT_ALIGN")),
     "gather": (Move("load", "W", "ALIGN"), Move("store", "Y", "ALIGN")),
+    "collect": (Move("load", "G", "ALIGN"), Move("store", "Q", "ALIGN")),
+    "segment_rows": (Move("load", "V", "ALIGN", 2), Move("store", "Y", "ALIGN")),
     "weight_gradient": (Move("load", "W", "ALIGN", 2), Move("load", "G", "G_ALIGN")),
     "update": (
         Move("load", "grad", "SRC_ALIGN", 4), Move("load", "W", "ALIGN"), Move("load", "states", "ALIGN"),

@@ -165,8 +165,8 @@ def gather_rows(values: Tensor, at: Tensor, unit: int) -> Tensor:
 
 def unit_of(values: Tensor) -> int:
     """Elements to which every row of contiguous values [N, ...] is aligned."""
-    aligned = values.data_ptr() % 16 == 0
-    return row_alignment(prod(values.shape[1:]), values.itemsize) if aligned else 1
+    columns = prod(values.shape[1:])
+    return row_alignment(columns, values.itemsize) if columns and values.data_ptr() % 16 == 0 else 1
 
 
 def _numbers(values: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def _move_segments(
             sources, targets, permute, starts, offsets, N, S, T, total, len(flat), S.bit_length() + 1, _BLOCK
         )
     for i, v in enumerate(values):
-        if v.dim() > 1:
+        if v.dim() > 1 and outs[i].numel():
             unit, D = unit_of(v), prod(v.shape[1:])
             at = locate("source", offsets, total, torch.int64, D // unit, permute, starts, N)
             outs[i] = gather_rows(v, at, unit)
@@ -327,3 +327,29 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return _Move.apply(grads[0], ctx.plan), None  # type: ignore[no-untyped-call]
+
+
+def check_index(name: str, tensor: Tensor, dims: int) -> None:
+    """TypeError or ValueError unless a tensor is `dims`-D, int32 or int64."""
+    if tensor.dtype not in INDEX_DTYPES or tensor.dim() != dims:
+        raise bad_index(name, tensor, dims)
+
+
+def bad_index(name: str, tensor: Tensor, dims: int) -> Exception:
+    """What to raise for a tensor that is not `dims`-D of int32 or int64."""
+    if tensor.dtype not in INDEX_DTYPES:
+        return TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+    return ValueError(f"{name} must be {dims}-D, got shape {list(tensor.shape)}")
+
+
+def positions_of(starts: Tensor, sizes: Tensor, total: int) -> Tensor:
+    """starts[s], starts[s] + 1, ... sizes[s] of them, one segment after another: [total] int64, on the CPU."""
+    if total == 0:
+        return starts.new_empty(0, dtype=torch.int64)
+    ends = sizes.cumsum(0, dtype=torch.int64)
+    # from one position to the next is 1, and more or less where a segment begins; empty ones begin together
+    jumps = starts.to(torch.int64, copy=True)
+    jumps[1:] -= (starts + sizes)[:-1]
+    jumps[0] -= 1
+    steps = torch.ones(total + 1, dtype=torch.int64).index_add_(0, ends - sizes, jumps)
+    return steps[:total].cumsum_(0)
