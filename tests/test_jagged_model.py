@@ -270,7 +270,8 @@ LINKS = [permuted, a_piece, rejoined, through_dict, through_keys]
 def warm(kjt: KeyedJaggedTensor) -> None:
     """Fill every cache there is."""
     kjt.sync().to_dict()
-    kjt.lengths(), kjt.offsets(), kjt.index_per_key(), kjt.lengths_offset_per_key(), kjt.stride_per_key_per_rank()
+    for ask in (kjt.lengths, kjt.offsets, kjt.index_per_key, kjt.lengths_offset_per_key, kjt.stride_per_key_per_rank):
+        ask()
 
 
 @given(any_batches(), forms(), st.data())

@@ -130,7 +130,8 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 def test_a_copy_has_the_same_bags(how: str, bags: Bags, weighted: bool, given: str) -> None:
     jt = jagged(bags, weighted, given)
     check_bags(COPIES.get(how, filled)(jt), bags, weighted)
-    jt.lengths(), jt.offsets()
+    jt.lengths()
+    jt.offsets()
     check_bags(COPIES.get(how, filled)(jt), bags, weighted)
 
 
@@ -143,7 +144,8 @@ def test_copying_into_a_batch_replaces_what_it_had_computed(
     items = [(number + 1, weight) for bag in bags for number, weight in bag]
     other = [[items.pop(0) for _ in range(n)] for n in data.draw(st.permutations([len(bag) for bag in bags]))]
     jt = jagged(bags, weighted, given)
-    jt.lengths(), jt.offsets()
+    jt.lengths()
+    jt.offsets()
     jt.copy_(jagged(other, weighted, data.draw(GIVEN)))
     check_bags(jt, other, weighted)
 
