@@ -23,11 +23,10 @@ _BLOCK = 64 if INTERPRETED else 512
 
 def jagged_index_add_ref(values: Tensor, lengths: Tensor, indices: Tensor, output_lengths: Tensor) -> Tensor:
     """Zeros, to which bag j is added at bag indices[j], one after another."""
-    out = values.new_zeros((int(output_lengths.sum()), *values.shape[1:]))
-    bags = torch.split(out, output_lengths.tolist())
+    sums = [values.new_zeros((length, *values.shape[1:])) for length in output_lengths.tolist()]
     for bag, i in zip(torch.split(values, lengths.tolist()), indices.tolist(), strict=True):
-        bags[i].add_(bag)
-    return out
+        sums[i] = sums[i] + bag
+    return torch.cat([values[:0], *sums])
 
 
 @triton.jit
