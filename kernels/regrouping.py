@@ -93,11 +93,11 @@ def regroup(tensors: Sequence[Tensor], plan: RegroupPlan | Sequence[Sequence[Pie
     _check(tensors, plan)
     if _is_plain(tensors, plan):
         parts: list[Tensor] = []
-        sizes, outputs = plan.splits
-        for tensor, size in zip(tensors, sizes, strict=True):
-            parts += tensor.split_with_sizes(size, 1)
-        nothing = tensors[0].narrow(1, 0, 0)
-        return [torch.cat([parts[i] for i in output], 1) if output else nothing for output in outputs]
+        for tensor, sizes in zip(tensors, plan.sizes, strict=True):
+            parts += tensor.split_with_sizes(sizes, 1)
+        return [
+            torch.cat([parts[i] for i in output], 1) if output else tensors[0].narrow(1, 0, 0) for output in plan.parts
+        ]
     flat, repeats, widths = plan.runs
     return torch.ops.shardwise.regroup_columns(list(tensors), flat, repeats, widths)  # type: ignore[no-any-return]
 
