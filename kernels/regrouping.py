@@ -24,7 +24,7 @@ from .regroup_plan import Piece, RegroupPlan, Runs, plan_pieces, transposed
 # tensors of one launch: a pointer each among its arguments, and a comparison for each vector
 _MOST = 16
 # vectors of a program: four for each thread of four warps
-_VECTORS = 32 if INTERPRETED else 512
+_VECTORS = 128 if INTERPRETED else 512
 
 
 def regroup_ref(tensors: Sequence[Tensor], pieces: Sequence[Sequence[Piece]]) -> list[Tensor]:
@@ -37,16 +37,17 @@ def regroup_ref(tensors: Sequence[Tensor], pieces: Sequence[Sequence[Piece]]) ->
 
 
 @triton.jit
-def _of(tensors, which, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pointer of tensor number `which`, for each vector."""
-    chosen = tensors[0] + which * 0
+def _begins(tensors, which, COUNT: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where tensor number `which` begins, for each vector, in bytes that BYTES divides."""
+    # AMD's compiler fails at a choice among pointers, not at one among numbers
+    chosen = tensors[0].to(tl.int64) + which * 0
     for i in tl.static_range(1, COUNT):
-        chosen = tl.where(which == i, tensors[i], chosen)
-    return chosen
+        chosen = tl.where(which == i, tensors[i].to(tl.int64), chosen)
+    return tl.multiple_of(chosen.to(tl.pointer_type(tensors[0].dtype.element_ty)), BYTES)
 
 
 @triton.jit
-def _regroup_kernel(X, Y, table, B, V, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _regroup_kernel(X, Y, table, B, V, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, REPEATS: tl.constexpr, WIDE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     # neighbours in the grid are neighbours in a row
     blocks = tl.cdiv(V, BLOCK_V)
     v = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -59,19 +60,18 @@ def _regroup_kernel(X, Y, table, B, V, INPUTS: tl.constexpr, OUTPUTS: tl.constex
     output = tl.load(table + v, mask=here, other=0)
     to = rows * tl.load(table + 2 * V + v, mask=here, other=0)[None, :]
     to = (to + tl.load(table + V + v, mask=here, other=0)[None, :]) * ALIGN
-    TYPE: tl.constexpr = X[0].dtype.element_ty
-    SUM: tl.constexpr = tl.float64 if tl.float64 == TYPE else tl.float32
-    total = tl.zeros((BLOCK_B, BLOCK_V, ALIGN), TYPE if REPEATS == 1 else SUM)
+    # one input alone is moved as it is
+    total = tl.zeros((BLOCK_B, BLOCK_V, ALIGN), tl.float64 if WIDE else tl.float32)
     for r in tl.static_range(REPEATS):
         source = table + (3 + 3 * r) * V + v
         which = tl.load(source, mask=here, other=-1)
         at = rows * tl.load(source + 2 * V, mask=here, other=0)[None, :]
         at = (at + tl.load(source + V, mask=here, other=0)[None, :]) * ALIGN
-        begin = _of(X, which, INPUTS)[None, :] + at
+        begin = _begins(X, which, INPUTS, BYTES)[None, :] + at
         x = tl.load(begin[:, :, None] + lane, mask=(mask & (which >= 0)[None, :])[:, :, None], other=0)
-        total = x if REPEATS == 1 else total + x.to(SUM)
-    begin = _of(Y, output, OUTPUTS)[None, :] + to
-    tl.store(begin[:, :, None] + lane, total.to(TYPE), mask=mask[:, :, None])
+        total = x if REPEATS == 1 else total + x.to(total.dtype)
+    begin = _begins(Y, output, OUTPUTS, BYTES)[None, :] + to
+    tl.store(begin[:, :, None] + lane, total.to(Y[0].dtype.element_ty), mask=mask[:, :, None])
 
 
 def regroup(tensors: Sequence[Tensor], plan: RegroupPlan | Sequence[Sequence[Piece]]) -> list[Tensor]:
@@ -113,7 +113,9 @@ def permute_pooled(pooled: Tensor, dims: Sequence[int], order: Sequence[int]) ->
     Raises:
         ValueError: `dims` do not sum to the columns of `pooled`. IndexError: `order` has a table that does not exist.
     """
-    return regroup([pooled], _plan_order(tuple(dims), tuple(order)))[0]
+    # a compiler would trace what is kept, and warn
+    plan_order = _plan_order.__wrapped__ if torch.compiler.is_compiling() else _plan_order
+    return regroup([pooled], plan_order(tuple(dims), tuple(order)))[0]
 
 
 @lru_cache(maxsize=128)
@@ -186,7 +188,7 @@ def _launch(tensors: list[Tensor], outs: list[Tensor], runs: Runs) -> None:
     grid = (triton.cdiv(table.shape[1], block_v) * triton.cdiv(batch, block_b),)
     _regroup_kernel[grid](
         tuple(tensors), tuple(outs), table, batch, table.shape[1], len(tensors), len(outs), runs.repeats,
-        block_b, block_v, align, num_warps=4,
+        tensors[0].dtype == torch.float64, block_b, block_v, align, align * itemsize, num_warps=4,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[list[int], Pieces]] = {
     "no pieces": ([4], [[], [(0, 0, 4)], []]),
     "no columns": ([0, 4], [[(0, 0, 0), (1, 0, 0), (1, 0, 4)]]),
     "no outputs": ([4], []),
-    "wide": ([600, 72], [[(1, 0, 72), (0, 0, 300)], [(0, 300, 300)]]),
+    "wide": ([300, 72], [[(1, 0, 72), (0, 0, 150)], [(0, 150, 150)]]),
     "20 to 3": ([4] * 20, [[(i, 0, 4) for i in range(19, -1, -1)], [(3, 0, 4)], [(7, 0, 2), (3, 1, 3)]]),
     "2 to 20": ([16, 4], [[(i % 2, 0, 4)] for i in range(20)]),
 }
@@ -64,23 +64,28 @@ def gradients(outs: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(outs, tensors, upstream, allow_unused=True, materialize_grads=True))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["eager", "op"])
 @pytest.mark.parametrize("batch", [0, 1, 5, 37])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_regroup_and_its_gradients_match_the_reference(device: str, case: str, batch: int, way: Any) -> None:
+def test_regroup_and_its_gradients_match_the_reference(device: str, case: str, batch: int) -> None:
+    if device == "interpreted" and batch != 5 and case != "three times":
+        pytest.skip("the interpreter is slow")
     widths, pieces = CASES[case]
     tensors = inputs(widths, torch_device(device), batch)
-    got, want = way(tensors, pieces), regroup_ref(tensors, pieces)
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        assert_same_bits(one, other)
-    mine, theirs = gradients(got, tensors), gradients(want, tensors)
-    assert len(mine) == len(theirs)
-    for one, other in zip(mine, theirs, strict=True):
-        assert_close(one, other)
-    for one, other in zip(mine, gradients(way(tensors, pieces), tensors), strict=True):
-        assert_same_bits(one, other)
+    want = regroup_ref(tensors, pieces)
+    theirs = gradients(want, tensors)
+    # where kernels run, both ways lead to them
+    for way in WAYS if device == "cpu" else WAYS[:1]:
+        got = way(tensors, pieces)
+        assert len(got) == len(want)
+        for one, other in zip(got, want, strict=True):
+            assert_same_bits(one, other)
+        mine = gradients(got, tensors)
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_close(one, other)
+        for one, other in zip(mine, gradients(way(tensors, pieces), tensors), strict=True):
+            assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8])
@@ -155,7 +160,7 @@ def test_regroup_equals_lists(case: tuple[list[int], Pieces, int]) -> None:
 
 
 @pytest.mark.parametrize("case", ["odd columns", "three times"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", DEVICES[2]])
 def test_gradcheck(device: str, case: str) -> None:
     widths, pieces = CASES[case]
     tensors = inputs(widths, torch_device(device), 2, torch.float64)

@@ -58,7 +58,7 @@ def tensors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lengths, indices, shape = CASES[case]
     values = drawn(sum(lengths), *shape, dtype=dtype).to(device)
-    return values, *(torch.tensor(numbers, dtype=ids, device=device) for numbers in (lengths, indices))
+    return values, torch.tensor(lengths, dtype=ids, device=device), torch.tensor(indices, dtype=ids, device=device)
 
 
 def op_select(values: Tensor, lengths: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,20 +72,22 @@ def op_select(values: Tensor, lengths: Tensor, indices: Tensor) -> tuple[Tensor,
 WAYS: list[Callable[..., tuple[Tensor, Tensor]]] = [jagged_index_select, op_select]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["eager", "op"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_select_and_its_gradient_match_the_reference(device: str, case: str, way: Any) -> None:
+def test_select_and_its_gradient_match_the_reference(device: str, case: str) -> None:
     values, lengths, indices = tensors(case, torch_device(device))
     values.requires_grad_()
-    got, want = way(values, lengths, indices), jagged_index_select_ref(values, lengths, indices)
-    assert_same_bits(got[0], want[0])
-    assert_same_bits(got[1], want[1])
+    want = jagged_index_select_ref(values, lengths, indices)
     upstream = drawn(*want[0].shape, seed=1).to(values.device)
-    grads = [torch.autograd.grad(out[0], values, upstream)[0] for out in (got, want)]
-    assert_close(*grads)
-    again = torch.autograd.grad(way(values, lengths, indices)[0], values, upstream)[0]
-    assert_same_bits(grads[0], again)
+    expected = torch.autograd.grad(want[0], values, upstream)[0]
+    # where kernels run, both ways lead to them
+    for way in WAYS if device == "cpu" else WAYS[:1]:
+        got = way(values, lengths, indices)
+        assert_same_bits(got[0], want[0])
+        assert_same_bits(got[1], want[1])
+        grad = torch.autograd.grad(got[0], values, upstream)[0]
+        assert_close(grad, expected)
+        assert_same_bits(grad, torch.autograd.grad(way(values, lengths, indices)[0], values, upstream)[0])
 
 
 @pytest.mark.parametrize("ids", INTEGERS)
@@ -224,7 +226,7 @@ def test_keyed_select_and_its_gradients_match_the_reference(device: str, case: s
         for leaf, out, expected in pairs:
             upstream = drawn(out.shape[0], seed=1).to(where)
             grads = [torch.autograd.grad(o, leaf, upstream, retain_graph=True)[0] for o in (out, expected)]
-            assert_close(*grads)
+            assert_close(grads[0], grads[1])
 
 
 @pytest.mark.parametrize("case", ["repeats", "rows of 20", "one bag many times", "nothing selected", "empty bags"])
@@ -241,7 +243,7 @@ def test_add_and_its_gradient_match_the_reference(device: str, case: str) -> Non
         assert_same_bits(*(torch.autograd.grad(o, values, upstream, retain_graph=True)[0] for o in (out, want)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", DEVICES[2]])
 def test_gradcheck(device: str) -> None:
     values, lengths, indices = tensors("rows of three", torch_device(device), torch.float64)
     values.requires_grad_()
@@ -291,7 +293,7 @@ def test_compiled_forward_and_backward_equal_eager_for_any_size(device: str, kno
         total = int(lengths[indices].sum()) if known else None
         got, want = compiled(values, lengths, indices, total), loss(values, lengths, indices, total)
         assert_close(got, want, 1e-6)
-        assert_close(*(torch.autograd.grad(one, values)[0] for one in (got, want)))
+        assert_close(torch.autograd.grad(got, values)[0], torch.autograd.grad(want, values)[0])
 
 
 def keyed_call(**changed: Any) -> Any:
