@@ -1,9 +1,9 @@
 """Columns of several tensors put together anew in several others, in one launch; and its transpose, which adds.
 
 Shapes: X_i [B, D_i] inputs, Y_g [B, E_g] outputs; runs of columns as in regroup_plan.py. A vector is 16 bytes of a row
-or what alignment leaves of them; a table [2 + 1 + 2 * repeats + ..., V] int32 says for each of the V vectors of an
-output row where it lies and where it comes from. The gradient is the same op with the transposed runs.
-Bytes moved: each column of the outputs once, the columns that they come from once for each use, and the table (8 + 12
+or what alignment leaves of them; a table [3 + 3 * repeats, V] int32 says for each of the V vectors of the outputs' rows
+where it lies and where it comes from. The gradient is the same op with the transposed runs.
+Bytes moved: each column of the outputs once, the columns that they come from once for each use, and the table (12 + 12
 repeats bytes a vector, kept on the device) once for every BLOCK_B rows.
 The torch path is one split per input and one `torch.cat` per output, and their gradients.
 """
@@ -181,7 +181,7 @@ def _launch(tensors: list[Tensor], outs: list[Tensor], runs: Runs) -> None:
     if batch == 0 or not runs.flat:
         return
     itemsize = tensors[0].itemsize
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (*tensors, *outs))
+    aligned = all(map(_is_aligned, (*tensors, *outs)))
     align = _alignment(runs, widths, 16 // itemsize) if aligned else 1
     table = _table(runs, widths, align, tensors[0].device)
     block_b, block_v = regroup_tile(table.shape[1], align * itemsize)
@@ -190,6 +190,10 @@ def _launch(tensors: list[Tensor], outs: list[Tensor], runs: Runs) -> None:
         tuple(tensors), tuple(outs), table, batch, table.shape[1], len(tensors), len(outs), runs.repeats,
         tensors[0].dtype == torch.float64, block_b, block_v, align, align * itemsize, num_warps=4,
     )  # fmt: skip
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % 16 == 0
 
 
 def regroup_tile(vectors: int, vector_bytes: int) -> tuple[int, int]:
