@@ -5,6 +5,7 @@ Letters as in kernels/index_select.py, index_add.py and regrouping.py; `sector` 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -45,14 +46,14 @@ def regroup_bytes(
     """Of `regroup`: columns of the outputs once, of the inputs once for each use, the table for each block of rows."""
     batch, itemsize = tensors[0].shape[0], tensors[0].itemsize
     vector = align * itemsize
-    reads = writes = 0
-    for _, _, columns, *pairs in runs.rows():
-        run = _in_sectors(columns * itemsize, sector, vector)
-        writes += batch * run
-        reads += batch * run * sum(tensor >= 0 for tensor in pairs[::2])
+    reads, writes = Counter[str](), Counter[str]()
+    for output, _, columns, *pairs in runs.rows():
+        run = batch * _in_sectors(columns * itemsize, sector, vector)
+        writes[f"Y{output}"] += run
+        reads.update({f"X{tensor}": run * pairs[::2].count(tensor) for tensor in set(pairs[::2]) if tensor >= 0})
     lines = 3 + 3 * runs.repeats
-    table = lines * _in_sectors(4 * (sum(runs.widths) // align), sector, 4)
-    return Traffic({"X": reads, "table": row_blocks * table}, {"Y": writes})
+    reads["table"] = row_blocks * lines * _in_sectors(4 * (sum(runs.widths) // align), sector, 4)
+    return Traffic(dict(reads), dict(writes))
 
 
 def _row_bytes(values: Tensor, sector: int) -> int:

@@ -123,21 +123,10 @@ def test_results_have_the_same_bits_in_any_order_of_programs(name: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("name", [name for name in CALLS if "regroup" not in name])
+@pytest.mark.parametrize("name", CALLS)
 def test_no_sector_moves_beyond_the_declared_bytes(name: str) -> None:
     done, launches = as_given(name)
     assert_within(launches, done.traffic, done.memory, done.arrays, done.ends, done.rest)
-
-
-@interpreted
-@pytest.mark.parametrize("name", [name for name in CALLS if "regroup" in name])
-def test_a_regroup_moves_no_sector_beyond_the_declared_bytes(name: str) -> None:
-    """Runs of a row are counted for themselves; in the record neighbours share their sectors."""
-    done, launches = as_given(name)
-    inputs = {letter: done.traffic.reads["X"] for letter in done.memory if letter[0] == "X"}
-    outputs = {letter: done.traffic.writes["Y"] for letter in done.memory if letter[0] == "Y"}
-    traffic = Traffic({**inputs, "table": done.traffic.reads["table"]}, outputs)
-    assert_within(launches, traffic, done.memory, done.arrays, done.ends, done.rest)
 
 
 @interpreted
