@@ -155,7 +155,7 @@ MATRIX = [
     *(("regroup fp32 by 4 from 10 to 2", target) for target in ("sm_80", "sm_90", "sm_100", "gfx942")),
     ("regroup fp32 by 1 from 2 to 2", "sm_90"), ("regroup bf16 by 8 from 2 to 2 3 times", "gfx942"),
     ("index_add D=128 fp32", "sm_90"), ("index_add D=3 fp32", "gfx942"), ("index_add D=1 fp32", "sm_90"),
-    ("select select i64 weighted", "sm_90"), ("select select fp32", "gfx942"), ("sources select D=128 fp32", "sm_90"),
+    ("select select i64 weighted", "sm_90"), ("select select fp32", "gfx942"), ("sources select D=64 fp32", "sm_90"),
 ]  # fmt: skip
 
 
