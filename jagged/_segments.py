@@ -119,15 +119,19 @@ def sum_per_key(strides: Strides, lengths: Tensor | None, offsets: Tensor | None
     """Where the first bag begins and how many values each key has, unchecked. One host sync, none without bags."""
     if strides.starts[-1] == 0:
         return 0, [0] * len(strides.keys.names)
+    if offsets is None and strides.per_rank is not None:
+        assert lengths is not None
+        # in int64, where bad lengths do not wrap around to a good sum
+        offsets = offsets_of(lengths, 2**62)
     if offsets is not None:
         # host sync: sizes of pieces are decided on the host
         ends = edges(strides, offsets).tolist()
         return ends[0], [end - start for start, end in pairwise(ends)]
-    assert lengths is not None and strides.per_rank is None
-    # summed in their own type, which is the faster: what wraps around does not add up to the number of values
-    own = lengths.dtype if lengths.dtype in _WIDE else torch.int64
+    assert lengths is not None
+    # a cast and a sum are faster than a sum that casts
+    table = lengths.view(len(strides.keys.names), strides.stride).to(torch.int64)
     # host sync: sizes of pieces are decided on the host
-    return 0, lengths.view(len(strides.keys.names), strides.stride).sum(1, dtype=own).tolist()
+    return 0, table.sum(1).tolist()
 
 
 def compare_sizes(strides: Strides, found: Sequence[int], known: Sequence[int]) -> None:

@@ -48,7 +48,7 @@ TESTED: dict[int, dict[str, list[str]]] = {
         {
             "test_faults_jagged": ["test_10_11_12_what_does_not_go_together_is_refused"],
             "test_faults": ["test_9_10_11_12_batches_that_cannot_be_made", "test_11_missing_and_unknown_keys"],
-            "test_keyed_jagged_tensor": ["test_bad_input_is_refused_with_its_keys_and_numbers"],
+            "test_jagged_refusals": ["test_bad_input_is_refused_with_its_keys_and_numbers"],
             "test_sharding_faults": ["test_wrong_weights_of_one_rank_raise_on_all"],
         },
     ),
