@@ -75,7 +75,7 @@ def _i4(address: int, n: int) -> Any:
 
 
 @_compiled()
-def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: Any) -> int:
+def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: Any) -> Any:
     S, T = order.shape[0], sizes.shape[0]
     begins = np.empty(T + 1, np.int64)
     begin, beyond = np.int64(0), np.int64(0)
@@ -107,7 +107,7 @@ def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: An
 
 
 @_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64))
-def plan(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int, values: int, room: int, moved: int) -> int:  # fmt: skip  # noqa: E501
+def plan(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int, values: int, room: int, moved: int) -> Any:  # fmt: skip  # noqa: E501
     """Fill the plan, starts and then outs at `room`, of segments order [S] of sizes [T], and their sizes at `moved`.
 
     Returns how many values they have, or what is wrong: -(4 s + BAD_ORDER) where order[s] is no segment,
@@ -126,7 +126,7 @@ def plan(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int
 
 
 @_compiled()
-def _row_sums(lengths: Any, B: int, sums: Any, lo: int, hi: int) -> int:
+def _row_sums(lengths: Any, B: int, sums: Any, lo: int, hi: int) -> Any:
     for t in range(lo, hi):
         total, below = np.int64(0), np.int64(0)
         for i in range(t * B, (t + 1) * B):
@@ -141,7 +141,7 @@ def _row_sums(lengths: Any, B: int, sums: Any, lo: int, hi: int) -> int:
 
 
 @_compiled(int64(int64, int64, int64, int64, int64, int64))
-def row_sums(lengths: int, item: int, B: int, sums: int, lo: int, hi: int) -> int:
+def row_sums(lengths: int, item: int, B: int, sums: int, lo: int, hi: int) -> Any:
     """Sums of rows lo ... hi - 1 of lengths [T, B]; -1 - i if length i is negative, else 0."""
     if item == 8:
         return _row_sums(_i8(lengths, hi * B), B, _i8(sums, hi), lo, hi)
@@ -149,7 +149,7 @@ def row_sums(lengths: int, item: int, B: int, sums: int, lo: int, hi: int) -> in
 
 
 @_compiled()
-def _first(outs: Any, position: int) -> int:
+def _first(outs: Any, position: int) -> Any:
     """The last segment that begins at or before `position`."""
     low, high = 0, outs.shape[0] - 1
     while high - low > 1:
@@ -234,7 +234,7 @@ def _count_up(out: int, item: int, kind: Any, begin: int, end: int, last: int, f
 
 
 @_compiled()
-def _expand(order: Any, begins: Any, ends: Any, out: int, item: int, kind: Any, total: int) -> int:
+def _expand(order: Any, begins: Any, ends: Any, out: int, item: int, kind: Any, total: int) -> Any:
     S, T = order.shape[0], begins.shape[0] - 1
     if ends[0] != 0 or ends[S] != total:
         return -BAD_TOTAL
@@ -251,7 +251,7 @@ def _expand(order: Any, begins: Any, ends: Any, out: int, item: int, kind: Any, 
 
 
 @_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64))
-def expand(order: int, item: int, S: int, begins: int, T: int, ends: int, out: int, total: int) -> int:
+def expand(order: int, item: int, S: int, begins: int, T: int, ends: int, out: int, total: int) -> Any:
     """Source position of each output position: 0, or what is wrong as `plan` has it (ends: output offsets [S + 1])."""
     if item == 8:
         return _expand(_i8(order, S), _i8(begins, T + 1), _i8(ends, S + 1), out, 8, np.int64, total)
@@ -259,7 +259,7 @@ def expand(order: int, item: int, S: int, begins: int, T: int, ends: int, out: i
 
 
 @_compiled()
-def _places(offsets: Any, out: int, item: int, kind: Any, N: int) -> int:
+def _places(offsets: Any, out: int, item: int, kind: Any, N: int) -> Any:
     B = offsets.shape[0]
     if B == 0 or offsets[0] != 0:
         return -1 if N or B else 0
@@ -274,7 +274,7 @@ def _places(offsets: Any, out: int, item: int, kind: Any, N: int) -> int:
 
 
 @_compiled(int64(int64, int64, int64, int64, int64))
-def places(offsets: int, item: int, B: int, out: int, N: int) -> int:
+def places(offsets: int, item: int, B: int, out: int, N: int) -> Any:
     """Place of each of N positions in its bag: 0; -1 where offsets do not begin with 0, -2 - b where bag b is wrong."""
     if item == 8:
         return _places(_i8(offsets, B), out, 8, np.int64, N)
@@ -282,7 +282,7 @@ def places(offsets: int, item: int, B: int, out: int, N: int) -> int:
 
 
 @_compiled()
-def _invert(order: Any, out: Any) -> int:
+def _invert(order: Any, out: Any) -> Any:
     n = order.shape[0]
     for i in range(n):
         out[i] = -1
@@ -295,7 +295,7 @@ def _invert(order: Any, out: Any) -> int:
 
 
 @_compiled(int64(int64, int64, int64, int64))
-def invert(order: int, item: int, n: int, out: int) -> int:
+def invert(order: int, item: int, n: int, out: int) -> Any:
     """Inverse of a permutation: 0, or -1 - i where order[i] is out of range or was there before."""
     if item == 8:
         return _invert(_i8(order, n), _i8(out, n))
@@ -303,7 +303,7 @@ def invert(order: int, item: int, n: int, out: int) -> int:
 
 
 @_compiled()
-def _wrong_offset(offsets: Any, most: int) -> int:
+def _wrong_offset(offsets: Any, most: int) -> Any:
     before = np.int64(0)
     for s in range(offsets.shape[0]):
         if offsets[s] < before or offsets[s] > most:
@@ -313,7 +313,7 @@ def _wrong_offset(offsets: Any, most: int) -> int:
 
 
 @_compiled(int64(int64, int64, int64, int64))
-def wrong_offset(offsets: int, item: int, n: int, most: int) -> int:
+def wrong_offset(offsets: int, item: int, n: int, most: int) -> Any:
     """-1 - s where offsets [n] decrease at s or leave [0, most], else 0."""
     if item == 8:
         return _wrong_offset(_i8(offsets, n), most)

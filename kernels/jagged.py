@@ -235,8 +235,7 @@ def _segment_sum(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
         return out
     wide = {torch.float64: tl.float64}.get(values.dtype, tl.float32 if values.is_floating_point() else tl.int64)
     if D == 1:
-        grid = (triton.cdiv(S, _SUM_SEGMENTS),)
-        _segment_sum_kernel[grid](
+        _segment_sum_kernel[(triton.cdiv(S, _SUM_SEGMENTS),)](
             values, offsets, out, S, values.shape[0], batch_size, wide, _SUM_SEGMENTS, _SUM_POSITIONS
         )
         return out

@@ -127,7 +127,7 @@ def permute_segments(tensors: Sequence[Tensor], sizes: Sequence[int], order: Seq
     numbers = torch.frombuffer(array("q", [*order, *accumulate(sizes, initial=0), *ends]), dtype=torch.int64)
     S, T = len(order), len(sizes)
     # not blocking, since a blocking copy from the host would be a host sync
-    where = numbers.to(tensors[0].device, non_blocking=True).split([S, T + 1, S + 1])
+    where = torch.split_with_sizes(numbers.to(tensors[0].device, non_blocking=True), [S, T + 1, S + 1])
     return torch.ops.shardwise.move_segments(list(tensors), *where, ends[-1])  # type: ignore[no-any-return]
 
 
@@ -282,7 +282,7 @@ def _on_torch(tensors: Sequence[Tensor], sizes: Sequence[int], order: Sequence[i
         parts = [torch.split_with_sizes(tensor, sizes) for tensor in tensors]
         return [_joined([part[s] for s in order], tensor) for part, tensor in zip(parts, tensors, strict=True)]
     numbers = torch.frombuffer(array("q", [*sizes, *order]), dtype=torch.int64)
-    counts, at = numbers.split([len(sizes), len(order)])
+    counts, at = torch.split_with_sizes(numbers, [len(sizes), len(order)])
     at = positions_of((counts.cumsum(0) - counts).index_select(0, at), counts.index_select(0, at), total)
     return [_selected(tensor, at) for tensor in tensors]
 
@@ -294,5 +294,5 @@ def _selected(values: Tensor, at: Tensor) -> Tensor:
     return values.index_select(0, at)
 
 
-def _joined(parts: Sequence[Tensor], whole: Tensor) -> Tensor:
+def _joined(parts: list[Tensor], whole: Tensor) -> Tensor:
     return torch.cat(parts) if parts else whole[:0]

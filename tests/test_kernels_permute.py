@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -29,7 +29,7 @@ Bags = list[list[int]]
 
 
 @pytest.fixture(params=["torch", "numba"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The CPU's two ways: torch's ops, and the loops that numba compiles."""
     if request.param == "torch":
         monkeypatch.setattr(cpu_segments, "loops", lambda: None)
@@ -49,7 +49,7 @@ def orders(draw: st.DrawFn, most: int = 9) -> tuple[int, list[int]]:
     return count, order
 
 
-def bags_of(draw: st.DrawFn, count: int, longest: int = 20) -> Bags:
+def bags_of(draw: Callable[..., Any], count: int, longest: int = 20) -> Bags:
     return draw(st.lists(st.lists(st.integers(-9, 99), max_size=longest), min_size=count, max_size=count))
 
 
@@ -122,9 +122,8 @@ def test_expand_names_the_place_of_each_value(path: str, data: st.DataObject) ->
     sizes = data.draw(st.lists(st.integers(0, 20), min_size=count, max_size=count))
     dtype = data.draw(INDICES)
     begins, ends = ([*accumulate(some, initial=0)] for some in (sizes, [sizes[p] for p in order]))
-    got = expand_into_jagged_permute(
-        *(torch.tensor(numbers, dtype=dtype) for numbers in (order, begins, ends)), ends[-1]
-    )
+    permute, starts, outs = (torch.tensor(numbers, dtype=dtype) for numbers in (order, begins, ends))
+    got = expand_into_jagged_permute(permute, starts, outs, ends[-1])
     assert got.tolist() == [begins[p] + i for p in order for i in range(sizes[p])]
     assert got.dtype == dtype
 
@@ -161,11 +160,12 @@ def test_gradients_of_values_and_weights_pass_gradcheck_twice(path: str) -> None
     permute, lengths = torch.tensor([2, 0, 2, 3]), torch.tensor([1, 2, 3, 0])
     values = torch.randn(6, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
-    for moves in (
+    ways: list[Callable[..., Any]] = [
         lambda v, w: permute_1d(permute, lengths, v, w)[1:],
         lambda v, w: permute_2d(permute, lengths[:, None], v, w)[1:],
         lambda v, w: tuple(permute_segments([v, w], [1, 2, 3, 0], [2, 0, 2, 3])),
-    ):
+    ]
+    for moves in ways:
         assert torch.autograd.gradcheck(moves, (values, weights))
         assert torch.autograd.gradgradcheck(moves, (values, weights))
 
