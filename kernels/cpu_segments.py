@@ -151,17 +151,19 @@ def row_sums(lengths: Tensor) -> Tensor | None:
 def segment_sum(offsets: Tensor, values: Tensor, each: int) -> Tensor | None:
     """Sums [S, ...] of segments of values [N, ...] in fp32, fp64 or int64; offsets [S + 1] were checked before."""
     compiled = loops()
-    kind = None if compiled is None else _KINDS.get(values.dtype)
-    if kind is None:
+    if compiled is None or values.dtype not in _KINDS:
         return None
+    kind = _KINDS[values.dtype]
     offsets, values = offsets.contiguous(), values.contiguous()
     S = offsets.shape[0] - 1
     out = values.new_empty(S, *values.shape[1:])
-    task = partial(
-        compiled.segment_sum, offsets.data_ptr(), offsets.itemsize, each, values.data_ptr(), kind, out.data_ptr(),
-        _row_bytes(values) // values.itemsize,
+    where = (
+        offsets.data_ptr(), offsets.itemsize, each, values.data_ptr(), kind, out.data_ptr(), prod(values.shape[1:])
     )  # fmt: skip
-    _divided(task, S, values.numel() * values.itemsize)
+    if (nbytes := values.numel() * values.itemsize) <= _ALONE:
+        compiled.segment_sum(*where, 0, S)
+    else:
+        _divided(partial(compiled.segment_sum, *where), S, nbytes)
     return out
 
 
@@ -221,14 +223,17 @@ def check_offsets(name: str, offsets: Tensor, end: int) -> None:
 
 
 def complete_cumsum(lengths: Tensor) -> Tensor | None:
-    """Offsets [..., N + 1] of int32 or int64 lengths [..., N] on the CPU; None without numba or without lengths."""
+    """Offsets [..., N + 1] of int32 or int64 lengths [..., N] on the CPU; None without numba."""
     compiled = loops()
-    if compiled is None or lengths.numel() == 0:
+    if compiled is None:
         return None
     lengths = lengths.contiguous()
-    *rows, n = lengths.shape
-    out = lengths.new_empty(*rows, n + 1)
-    compiled.cumsum(lengths.data_ptr(), lengths.itemsize, lengths.numel() // n, n, out.data_ptr())
+    n = lengths.shape[-1]
+    if lengths.dim() == 1:
+        rows, out = 1, lengths.new_empty(n + 1)
+    else:
+        rows, out = prod(lengths.shape[:-1]), lengths.new_empty(*lengths.shape[:-1], n + 1)
+    compiled.cumsum(lengths.data_ptr(), lengths.itemsize, rows, n, out.data_ptr())
     return out
 
 

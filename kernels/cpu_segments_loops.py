@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 # to type checkers this is a function of fewer arguments, and types without voidptr
 _intrinsic: Any = intrinsic
 types: Any = numba_types
+_carray: Any = numba.carray
 
 # bytes that are copied at once, and up to which that is faster than a call of memcpy
 _CHUNK, _FEW = 64, 512
@@ -58,7 +59,8 @@ def _pointer(typing: Any, address: Any) -> Any:
 def _memcpy(typing: Any, to: Any, source: Any, nbytes: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = cgutils.ir.IntType(8).as_pointer()
-        cgutils.raw_memcpy(builder, *(builder.inttoptr(arg, byte) for arg in args[:2]), args[2], 1)
+        to, source = (builder.inttoptr(arg, byte) for arg in args[:2])
+        cgutils.raw_memcpy(builder, to, source, args[2], 1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
@@ -66,12 +68,12 @@ def _memcpy(typing: Any, to: Any, source: Any, nbytes: Any) -> Any:
 
 @_compiled(inline=True)
 def _i8(address: int, n: int) -> Any:
-    return numba.carray(_pointer(address), (n,), np.int64)
+    return _carray(_pointer(address), (n,), np.int64)
 
 
 @_compiled(inline=True)
 def _i4(address: int, n: int) -> Any:
-    return numba.carray(_pointer(address), (n,), np.int32)
+    return _carray(_pointer(address), (n,), np.int32)
 
 
 @_compiled()
@@ -191,7 +193,7 @@ def move(room: int, S: int, source: int, values: int, out: int, item: int, lo: i
 
 @_compiled()
 def _collect(starts: Any, outs: Any, grad: int, out: int, item: int, D: int, kind: Any, lo: int, hi: int) -> None:
-    target = numba.carray(_pointer(out + lo * D * item), ((hi - lo) * D,), kind)
+    target = _carray(_pointer(out + lo * D * item), ((hi - lo) * D,), kind)
     for i in range((hi - lo) * D):
         target[i] = 0
     for s in range(starts.shape[0]):
@@ -199,8 +201,8 @@ def _collect(starts: Any, outs: Any, grad: int, out: int, item: int, D: int, kin
         if begin < end:
             n = (end - begin) * D
             # arrays that begin where a loop does: no index may be negative, so none is looked at
-            total = numba.carray(_pointer(out + begin * D * item), (n,), kind)
-            moved = numba.carray(_pointer(grad + (begin + outs[s] - starts[s]) * D * item), (n,), kind)
+            total = _carray(_pointer(out + begin * D * item), (n,), kind)
+            moved = _carray(_pointer(grad + (begin + outs[s] - starts[s]) * D * item), (n,), kind)
             for i in range(n):
                 total[i] += moved[i]
 
@@ -223,12 +225,12 @@ def _count_up(out: int, item: int, kind: Any, begin: int, end: int, last: int, f
     """
     i = begin
     while i < end and i + 8 <= last:
-        eight = numba.carray(_pointer(out + i * item), (8,), kind)
+        eight = _carray(_pointer(out + i * item), (8,), kind)
         for j in range(8):
             eight[j] = first + (i - begin) + j
         i += 8
     if i < end:
-        rest = numba.carray(_pointer(out + i * item), (end - i,), kind)
+        rest = _carray(_pointer(out + i * item), (end - i,), kind)
         for j in range(end - i):
             rest[j] = first + (i - begin) + j
 
@@ -322,22 +324,21 @@ def wrong_offset(offsets: int, item: int, n: int, most: int) -> Any:
 
 @_compiled()
 def _sum(offsets: Any, each: int, values: int, out: int, item: int, kind: Any, D: int, lo: int, hi: int) -> None:
-    sums = numba.carray(_pointer(out + lo * D * item), ((hi - lo) * D,), kind)
-    for i in range((hi - lo) * D):
-        sums[i] = 0
+    end = np.int64(offsets[lo]) * each
     for s in range(lo, hi):
-        begin = np.int64(offsets[s]) * each
-        rows = np.int64(offsets[s + 1]) * each - begin
-        row = numba.carray(_pointer(values + begin * D * item), (rows * D,), kind)
-        total = numba.carray(_pointer(out + s * D * item), (D,), kind)
+        begin, end = end, np.int64(offsets[s + 1]) * each
+        total = _carray(_pointer(out + s * D * item), (D,), kind)
         if D == 1:
-            one = total[0]
-            for i in range(rows):
+            row = _carray(_pointer(values + begin * item), (end - begin,), kind)
+            one = kind(0)
+            for i in range(end - begin):
                 one += row[i]
             total[0] = one
         else:
-            for r in range(rows):
-                row = numba.carray(_pointer(values + (begin + r) * D * item), (D,), kind)
+            for d in range(D):
+                total[d] = 0
+            for r in range(begin, end):
+                row = _carray(_pointer(values + r * D * item), (D,), kind)
                 for d in range(D):
                     total[d] += row[d]
 
@@ -362,19 +363,22 @@ def segment_sum(offsets: int, item: int, each: int, values: int, kind: int, out:
 
 
 @_compiled()
-def _cumsum(lengths: Any, offsets: Any, N: int) -> None:
-    for row in range(lengths.shape[0] // N if N else 0):
-        total = offsets[0] * 0
-        offsets[row * (N + 1)] = total
+def _cumsum(lengths: int, offsets: int, item: int, kind: Any, rows: int, N: int) -> None:
+    for row in range(rows):
+        # arrays that begin where a loop does: no index may be negative, so none is looked at
+        each = _carray(_pointer(lengths + row * N * item), (N,), kind)
+        ends = _carray(_pointer(offsets + row * (N + 1) * item), (N + 1,), kind)
+        total = kind(0)
+        ends[0] = total
         for i in range(N):
-            total += lengths[row * N + i]
-            offsets[row * (N + 1) + i + 1] = total
+            total += each[i]
+            ends[i + 1] = total
 
 
 @_compiled(types.void(int64, int64, int64, int64, int64))
 def cumsum(lengths: int, item: int, rows: int, N: int, offsets: int) -> None:
-    """Offsets [rows, N + 1] of lengths [rows, N], N > 0."""
+    """Offsets [rows, N + 1] of lengths [rows, N]."""
     if item == 8:
-        _cumsum(_i8(lengths, rows * N), _i8(offsets, rows * (N + 1)), N)
+        _cumsum(lengths, offsets, 8, np.int64, rows, N)
     else:
-        _cumsum(_i4(lengths, rows * N), _i4(offsets, rows * (N + 1)), N)
+        _cumsum(lengths, offsets, 4, np.int32, rows, N)

@@ -137,7 +137,7 @@ def _invert_permute(permute: Tensor) -> Tensor:
     if found is None:
         cpu_segments.check_order(permute, n)
         found = torch.full_like(permute, -1)
-        found[permute.long()] = torch.arange(n, dtype=permute.dtype)
+        found.scatter_(0, permute.long(), torch.arange(n, dtype=permute.dtype))
         if n and int(found.min()) < 0:
             raise ValueError(f"permute lacks {int((found < 0).int().argmax())}, it is no permutation")
     return found
