@@ -19,7 +19,7 @@ from ._op import INTERPRETED, register, runs_kernel
 from .segments import INDEX_DTYPES, bad_index, eager, locate, move_by, positions_of, positions_ref
 
 # values a segment from which one copy for each segment beats one index for each value
-_LONG_SEGMENT = 200
+_LONG_SEGMENT = 500
 
 
 def permute_1d(
@@ -276,6 +276,10 @@ def _on_torch(tensors: Sequence[Tensor], sizes: Sequence[int], order: Sequence[i
     """By whichever of torch's ops needs less time: a view for each segment, or an index for each value."""
     if not order:
         return [tensor[:0] for tensor in tensors]
+    if sizes.count(sizes[0]) == len(sizes):
+        rows = torch.frombuffer(array("q", order), dtype=torch.int64)
+        each = [tensor.reshape(len(sizes), sizes[0], *tensor.shape[1:]) for tensor in tensors]
+        return [_selected(tensor, rows).flatten(0, 1) for tensor in each]
     total = sum(sizes[s] for s in order)
     halves = any(tensor.requires_grad and tensor.itemsize == 2 for tensor in tensors)
     if not halves and (total >= _LONG_SEGMENT * len(order) or len(order) <= 32):
