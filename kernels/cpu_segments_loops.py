@@ -26,6 +26,8 @@ _carray: Any = numba.carray
 
 # bytes that are copied at once, and up to which that is faster than a call of memcpy
 _CHUNK, _FEW = 64, 512
+# segments whose memory is asked for before they are needed
+_AHEAD = 16
 
 FLOAT32, FLOAT64, INT64 = 0, 1, 2
 # what `plan` finds wrong
@@ -64,6 +66,21 @@ def _memcpy(typing: Any, to: Any, source: Any, nbytes: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
+
+
+@_intrinsic
+def _prefetch(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        ir = cgutils.ir
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        call = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        )
+        # to read, to keep in all caches, data
+        builder.call(call, [builder.inttoptr(args[0], byte), *(ir.Constant(number, value) for value in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 @_compiled(inline=True)
@@ -174,6 +191,7 @@ def move(room: int, S: int, source: int, values: int, out: int, item: int, lo: i
     while s < S and outs[s] < hi:
         begin, end = max(outs[s], lo), min(outs[s + 1], hi)
         back = starts[s] - outs[s]
+        _prefetch(source + starts[min(s + _AHEAD, S - 1)] * item)
         s += 1
         # segments that follow each other in the source too move as one
         while s < S and starts[s] - outs[s] == back and end < hi:
@@ -305,28 +323,16 @@ def invert(order: int, item: int, n: int, out: int) -> Any:
 
 
 @_compiled()
-def _wrong_offset(offsets: Any, most: int) -> Any:
-    before = np.int64(0)
-    for s in range(offsets.shape[0]):
-        if offsets[s] < before or offsets[s] > most:
-            return -s - 1
-        before = np.int64(offsets[s])
-    return 0
-
-
-@_compiled(int64(int64, int64, int64, int64))
-def wrong_offset(offsets: int, item: int, n: int, most: int) -> Any:
-    """-1 - s where offsets [n] decrease at s or leave [0, most], else 0."""
-    if item == 8:
-        return _wrong_offset(_i8(offsets, n), most)
-    return _wrong_offset(_i4(offsets, n), most)
-
-
-@_compiled()
-def _sum(offsets: Any, each: int, values: int, out: int, item: int, kind: Any, D: int, lo: int, hi: int) -> None:
-    end = np.int64(offsets[lo]) * each
+def _sum(offsets: Any, each: int, most: int, values: int, out: int, item: int, kind: Any, D: int, lo: int, hi: int) -> Any:  # fmt: skip  # noqa: E501
+    last = np.int64(offsets[lo])
+    if last < 0 or last > most:
+        return -1
     for s in range(lo, hi):
-        begin, end = end, np.int64(offsets[s + 1]) * each
+        begin = last * each
+        if offsets[s + 1] < last or offsets[s + 1] > most:
+            return -1
+        last = np.int64(offsets[s + 1])
+        end = last * each
         total = _carray(_pointer(out + s * D * item), (D,), kind)
         if D == 1:
             row = _carray(_pointer(values + begin * item), (end - begin,), kind)
@@ -341,25 +347,27 @@ def _sum(offsets: Any, each: int, values: int, out: int, item: int, kind: Any, D
                 row = _carray(_pointer(values + r * D * item), (D,), kind)
                 for d in range(D):
                     total[d] += row[d]
+    return 0
 
 
 @_compiled()
-def _sum_of(offsets: Any, each: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> None:
+def _sum_of(offsets: Any, each: int, most: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> Any:
     if kind == FLOAT32:
-        _sum(offsets, each, values, out, 4, np.float32, D, lo, hi)
-    elif kind == FLOAT64:
-        _sum(offsets, each, values, out, 8, np.float64, D, lo, hi)
-    else:
-        _sum(offsets, each, values, out, 8, np.int64, D, lo, hi)
+        return _sum(offsets, each, most, values, out, 4, np.float32, D, lo, hi)
+    if kind == FLOAT64:
+        return _sum(offsets, each, most, values, out, 8, np.float64, D, lo, hi)
+    return _sum(offsets, each, most, values, out, 8, np.int64, D, lo, hi)
 
 
-@_compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64, int64))
-def segment_sum(offsets: int, item: int, each: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> None:
-    """Sums of segments lo ... hi - 1 of values [N, D], offsets counted in `each` positions and checked before."""
+@_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64))
+def segment_sum(offsets: int, item: int, each: int, most: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> Any:  # fmt: skip  # noqa: E501
+    """Sums of segments lo ... hi - 1 of values [N, D], offsets counted in `each` positions.
+
+    0, or -1 where offsets decrease or leave [0, most].
+    """
     if item == 8:
-        _sum_of(_i8(offsets, hi + 1), each, values, kind, out, D, lo, hi)
-    else:
-        _sum_of(_i4(offsets, hi + 1), each, values, kind, out, D, lo, hi)
+        return _sum_of(_i8(offsets, hi + 1), each, most, values, kind, out, D, lo, hi)
+    return _sum_of(_i4(offsets, hi + 1), each, most, values, kind, out, D, lo, hi)
 
 
 @_compiled()
