@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_inputs import DEVICES, assert_close, assert_same_bits, torch_device
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.kernels import (
     cpu_segments,
@@ -378,6 +379,16 @@ def test_on_a_gpu_what_is_no_segment_moves_nothing(device: str) -> None:
     assert at.tolist() == [1, 2, -1, -1, -1, 0]
     # lengths that promise more than there is
     assert permute_1d(permute[:1], torch.tensor([2, 9], device=place), values)[1].tolist() == [2] + [0] * 8
+
+
+def test_fake_tensors_show_that_nothing_waits_for_a_gpu_where_the_sum_is_known() -> None:
+    with FakeTensorMode():
+        values, lengths = (torch.empty(n, dtype=torch.int64, device="cuda") for n in (6, 3))
+        assert [moved.shape for moved in permute_segments([values, values], [1, 2, 3], [2, 0])] == [(4,), (4,)]
+        got = permute_1d(lengths[:2], lengths, values, permuted_lengths_sum=5)
+        assert (got[0].shape, got[1].shape) == ((2,), (5,))
+        got = permute_2d(lengths[:2], lengths[:, None], values, values, permuted_lengths_sum=5)
+        assert (got[0].shape, got[1].shape) == ((2, 1), (5,))
 
 
 def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
