@@ -99,7 +99,9 @@ def jagged_with_dense(values: Tensor, offsets: Sequence[Tensor], dense: Tensor, 
         if not multiply:
             return to_jagged(dense, offsets, total).add_(values)
         out = to_jagged(dense, offsets, total)
-        return out.mul_(values) if _is_whole(values, offsets, dense) else _multiply_where_held(out, values, offsets, dense)
+        return (
+            out.mul_(values) if _is_whole(values, offsets, dense) else _multiply_where_held(out, values, offsets, dense)
+        )
     begins, ends = _leaves(offsets, dense.shape[1 : n + 1], total)
     out = _new(values.shape, values.dtype)
     _fill_what_loops_leave(out, offsets, None if multiply else values)

@@ -52,9 +52,7 @@ def jagged_dense_mul_ref(values: Tensor, offsets: Sequence[Tensor], dense: Tenso
     return torch.where(held, values * padded_dense_to_jagged_ref(dense, offsets, values.shape[0]), 0)
 
 
-def padded_jagged_product_ref(
-    x: Tensor, y: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[int]
-) -> Tensor:
+def padded_jagged_product_ref(x: Tensor, y: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[int]) -> Tensor:
     """The products of two jagged values at their places, 0 elsewhere."""
     return jagged_to_padded_dense_ref(x * y, offsets, max_lengths)
 
