@@ -96,19 +96,17 @@ def jagged_with_dense(values: Tensor, offsets: Sequence[Tensor], dense: Tensor, 
     n, total = len(offsets), values.shape[0]
     loops = _loops()
     if loops is None or values.dtype not in _CALCULATED or not values.numel():
+        found = to_jagged(dense, offsets, total)
         if not multiply:
-            return to_jagged(dense, offsets, total).add_(values)
-        out = to_jagged(dense, offsets, total)
-        return (
-            out.mul_(values) if _is_whole(values, offsets, dense) else _multiply_where_held(out, values, offsets, dense)
-        )
+            return found.add_(values)
+        found.mul_(values)
+        return found if _is_whole(offsets, dense, total) else found.masked_fill_(~_held(offsets, dense, values), 0)
     begins, ends = _leaves(offsets, dense.shape[1 : n + 1], total)
     out = _new(values.shape, values.dtype)
     _fill_what_loops_leave(out, offsets, None if multiply else values)
     loop, width = (loops.multiply if multiply else loops.add), prod(values.shape[1:])
     where = (begins, ends, total, _array(out), dense.shape[n], width)
-    found = _divide(partial(loop, _array(dense), _array(values), *where), begins, out.nbytes)
-    if found >= 0:
+    if _divide(partial(loop, _array(dense), _array(values), *where), begins, out.nbytes) >= 0:
         _refuse(offsets, total)
     return out
 
@@ -261,16 +259,17 @@ def _is_dense(begins: Tensor, ends: Tensor) -> bool:
     return int(begins[0]) == 0 and torch.equal(begins[1:], ends[:-1])
 
 
-def _is_whole(values: Tensor, offsets: Sequence[Tensor], dense: Tensor) -> bool:
+def _is_whole(offsets: Sequence[Tensor], dense: Tensor, total: int) -> bool:
     """Whether every value has a place in the dense."""
-    begins, ends = leaf_bounds(offsets, dense.shape[1 : len(offsets) + 1], values.shape[0])
-    return int((ends - begins).clamp(max=dense.shape[len(offsets)]).sum()) == values.shape[0]
+    n = len(offsets)
+    begins, ends = leaf_bounds(offsets, dense.shape[1 : n + 1], total)
+    return int((ends - begins).clamp(max=dense.shape[n]).sum()) == total
 
 
-def _multiply_where_held(out: Tensor, values: Tensor, offsets: Sequence[Tensor], dense: Tensor) -> Tensor:
-    """out times values; 0 for values without a place, infinite ones as well."""
-    held = to_jagged(dense.new_ones(dense.shape[: len(offsets) + 1], dtype=torch.bool), offsets, values.shape[0])
-    return out.mul_(torch.where(held.view(-1, *[1] * (values.dim() - 1)), values, 0))
+def _held(offsets: Sequence[Tensor], dense: Tensor, values: Tensor) -> Tensor:
+    """Which values have a place in the dense: [N] bool, with dims of 1 for those of a value."""
+    everywhere = torch.ones(dense.shape[: len(offsets) + 1], dtype=torch.bool)
+    return to_jagged(everywhere, offsets, values.shape[0]).view(-1, *[1] * (values.dim() - 1))
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

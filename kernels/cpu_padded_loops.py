@@ -1,4 +1,4 @@
-"""Loops that move bags between jagged values and a padded dense, compiled by numba for a type when first called with it.
+"""Loops that move bags between jagged values and a padded dense, compiled by numba when first called for a type.
 
 All arrays are flat and contiguous. Leaf r of the dense has `most` places of `width` elements each and holds the values
 begins[r] ... ends[r] - 1 (letters as in padded.py). A loop does leaves low ... high - 1 and returns -1, or the first

@@ -35,7 +35,7 @@ def _buckets() -> Iterator[Launch]:
 
 
 def _dense() -> Iterator[Launch]:
-    """Values there and back, summed and multiplied: of every class of dims, of types, and of one to five jagged dims."""
+    """Values there and back, summed and multiplied: every class of dims, types, and one to five jagged dims."""
     for dim in (1, 2, 3, 4, 5, 16, 20, 64, 128, 1023, 4096):
         yield _padded_run(dim, torch.float32)
     for dtype in (torch.float16, torch.bfloat16, torch.int32, torch.int64):

@@ -4,8 +4,8 @@ Shapes: V [N, D] values; O_1 ... O_n offsets, one tensor for each jagged dim: O_
 the last one counts values; M_1 ... M_n the dense extents; X [B, M_1, ..., M_n, D]. A leaf is one of the R = B * M_1 *
 ... * M_(n-1) rows of X that hold a bag of values: M_n * D consecutive elements. Values past the last offset are in no
 bag. kept: the values of V that have a place in X. Any trailing shape stands for D, none for D = 1.
-Bytes moved: to padded kept * D * itemsize + R * M_n * D * itemsize, and two offsets of each dim for each leaf; to jagged
-kept * D * itemsize + N * D * itemsize, 16 N for the place of each value, and a search over each O for each value.
+Bytes moved: to padded kept * D * itemsize + R * M_n * D * itemsize, and two offsets of each dim for each leaf; to
+jagged kept * D * itemsize + N * D * itemsize, 16 N for the place of each value, and a search over each O for each.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def padded_dense_to_jagged_ref(dense: Tensor, offsets: Sequence[Tensor], total_l
     """V[i] = X at the place of i, 0 where it has none."""
     n = len(offsets)
     place = places_ref(offsets, dense.shape[1 : n + 1], total_length)
-    flat = dense.reshape(-1, *dense.shape[n + 1 :])
+    flat = dense.flatten(0, n)
     # a dense of no rows has no row 0 to point at
     flat = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])
     return flat[torch.where(place >= 0, place, flat.shape[0] - 1)]
@@ -169,7 +169,7 @@ def launch_to_padded(
     padding_value: float = 0.0,
     mode: int = MOVE,
 ) -> Tensor:
-    """X of values; with ADD `other` [B, M_1, ..., M_n, D] is added, with MULTIPLY V is multiplied with `other` [N, D]."""
+    """X of values; with ADD `other`, a dense, is added to it, with MULTIPLY V is multiplied with `other` [N, D]."""
     out = torch.empty(dense_shape(values, offsets, max_lengths), dtype=values.dtype, device=values.device)
     if out.numel() == 0:
         return out
