@@ -21,8 +21,10 @@ from .huge_pages import REUSED_BYTES, in_huge_pages
 
 # bytes that one thread moves before another can have been woken
 _ALONE = 1 << 19
-# what rows of so many bytes can be moved by
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+# what is moved as it is, and what all else of so many bytes is moved as
+_FLOATS = frozenset({torch.float32, torch.float64})
+_NUMPYS = _FLOATS | {torch.int64, torch.int32, torch.int16, torch.int8}
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 # types that the loops calculate in
 _CALCULATED = (torch.float32, torch.float64, torch.int32, torch.int64)
 
@@ -45,48 +47,43 @@ def _loops() -> Any:
 
 def to_padded(values: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[int], padding_value: float) -> Tensor:
     """X of values."""
-    rest, total, most = values.shape[1:], values.shape[0], max_lengths[-1]
     loops = _loops()
-    if loops is None or not _has_words(values):
+    if loops is None or not _has_numbers(values):
         return _to_padded_torch(values, offsets, max_lengths, padding_value)
-    out = _new((offsets[0].shape[0] - 1, *max_lengths, *rest), values.dtype)
+    total, most = values.shape[0], max_lengths[-1]
     begins, ends = _leaves(offsets, max_lengths, total)
-    if out.numel():
-        word = _word(values.itemsize * prod(rest), values)
-        fill = 0 if padding_value == 0 else _pattern(padding_value, values.dtype, word)
-        width = values.itemsize * prod(rest) // word.itemsize
-        source, target = _array(values, word), _array(out, word)
-        found = _divide(
-            partial(loops.to_padded, source, begins, ends, total, fill, target, most, width), begins, out.nbytes
-        )
-        if found >= 0:
-            _refuse(offsets, total)
-    else:
+    out = _new((offsets[0].shape[0] - 1, *max_lengths, *values.shape[1:]), values.dtype)
+    target = _array(out)
+    if not len(target):
         require_offsets(offsets, total)
+        return out
+    width = len(target) // (len(begins) * most)
+    filling = float(padding_value) if values.dtype in _FLOATS else _bits(padding_value, values.dtype)
+    arguments = (_array(values), begins, ends, total, filling, target, most, width)
+    if _run(loops.to_padded, arguments, len(begins), target.nbytes) >= 0:
+        _refuse(offsets, total)
     return out
 
 
 def to_jagged(dense: Tensor, offsets: Sequence[Tensor], total_length: int | None) -> Tensor:
     """V of a dense."""
-    n = len(offsets)
-    rest, extents = dense.shape[n + 1 :], dense.shape[1 : n + 1]
-    total = _total(offsets) if total_length is None else total_length
     loops = _loops()
-    if loops is None or not _has_words(dense):
+    total = _total(offsets) if total_length is None else total_length
+    if loops is None or not _has_numbers(dense):
         return _to_jagged_torch(dense, offsets, total)
+    n = len(offsets)
+    extents, rest = dense.shape[1 : n + 1], dense.shape[n + 1 :]
     begins, ends = _leaves(offsets, extents, total)
     out = _new((total, *rest), dense.dtype)
-    if prod(rest) == 0:
+    width = prod(rest)
+    if width == 0:
         require_offsets(offsets, total)
         return out
     _fill_what_loops_leave(out, offsets)
-    word = _word(dense.itemsize * prod(rest), dense)
-    width = dense.itemsize * prod(rest) // word.itemsize
-    source, target = _array(dense, word), _array(out, word)
-    found = _divide(
-        partial(loops.to_jagged, source, begins, ends, total, 0, target, extents[-1], width), begins, out.nbytes
-    )
-    if found >= 0:
+    filling = 0.0 if dense.dtype in _FLOATS else 0
+    target = _array(out)
+    arguments = (_array(dense), begins, ends, total, filling, target, extents[-1], width)
+    if _run(loops.to_jagged, arguments, len(begins), target.nbytes) >= 0:
         _refuse(offsets, total)
     return out
 
@@ -104,9 +101,9 @@ def jagged_with_dense(values: Tensor, offsets: Sequence[Tensor], dense: Tensor, 
     begins, ends = _leaves(offsets, dense.shape[1 : n + 1], total)
     out = _new(values.shape, values.dtype)
     _fill_what_loops_leave(out, offsets, None if multiply else values)
-    loop, width = (loops.multiply if multiply else loops.add), prod(values.shape[1:])
-    where = (begins, ends, total, _array(out), dense.shape[n], width)
-    if _divide(partial(loop, _array(dense), _array(values), *where), begins, out.nbytes) >= 0:
+    target = _array(out)
+    arguments = (_array(dense), _array(values), begins, ends, total, target, dense.shape[n], len(target) // total)
+    if _run(loops.multiply if multiply else loops.add, arguments, len(begins), target.nbytes) >= 0:
         _refuse(offsets, total)
     return out
 
@@ -152,7 +149,7 @@ def _total(offsets: Sequence[Tensor]) -> int:
 def _leaves(offsets: Sequence[Tensor], max_lengths: Sequence[int], total: int) -> tuple[Any, Any]:
     """First value of each leaf and the end of its values, as arrays; offsets that only the loop can judge are left."""
     if len(offsets) == 1:
-        ends = offsets[0].detach().contiguous().long().numpy()
+        ends = _array(offsets[0] if offsets[0].dtype is torch.int64 else offsets[0].long())
         if ends[0] != 0:
             _refuse(offsets, total)
         return ends[:-1], ends[1:]
@@ -273,36 +270,37 @@ def _held(offsets: Sequence[Tensor], dense: Tensor, values: Tensor) -> Tensor:
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return in_huge_pages(torch.empty(shape, dtype=dtype), at_least=REUSED_BYTES)
+    out = torch.empty(shape, dtype=dtype)
+    return in_huge_pages(out) if out.nbytes >= REUSED_BYTES else out
 
 
-def _has_words(tensor: Tensor) -> bool:
-    return tensor.itemsize <= 8 and not tensor.is_complex()
+def _has_numbers(tensor: Tensor) -> bool:
+    return tensor.dtype in _NUMPYS or (tensor.itemsize in _BITS and not tensor.is_complex())
 
 
-def _word(row_bytes: int, tensor: Tensor) -> torch.dtype:
-    """The widest integer that divides a row."""
-    return next(word for size, word in _WORDS.items() if row_bytes % size == 0 and size >= tensor.itemsize)
-
-
-def _array(tensor: Tensor, word: torch.dtype | None = None) -> Any:
-    """A contiguous tensor, or a copy, as a flat array, seen as numbers of type `word`."""
-    flat = tensor.detach().contiguous().view(-1)
-    return (flat if word is None or flat.dtype is word else flat.view(word)).numpy()
+def _array(tensor: Tensor) -> Any:
+    """A tensor as a flat array, a copy where it is not contiguous; the bits of what numpy or the loops do not know."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.dtype not in _NUMPYS:
+        tensor = tensor.view(_BITS[tensor.itemsize])
+    array = tensor.numpy()
+    return array if array.ndim == 1 else array.reshape(-1)
 
 
 @lru_cache(maxsize=64)
-def _pattern(padding_value: float, dtype: torch.dtype, word: torch.dtype) -> int:
-    """A word full of the padding value."""
-    return int(torch.full((word.itemsize // dtype.itemsize,), padding_value, dtype=dtype).view(word))
+def _bits(padding_value: float, dtype: torch.dtype) -> int:
+    """The padding value as `_array` shows it."""
+    return int(torch.full((1,), padding_value, dtype=dtype).view(_BITS[dtype.itemsize]))
 
 
-def _divide(loop: Callable[..., int], begins: Any, nbytes: int) -> int:
-    """Run a loop over all leaves, on some threads if that pays: the first bad leaf, -1 if there is none."""
-    leaves = len(begins)
+def _run(loop: Callable[..., int], arguments: tuple[Any, ...], leaves: int, nbytes: int) -> int:
+    """Run a loop over all leaves, on some threads if that pays: a bad leaf, -1 if there is none."""
     threads = torch.get_num_threads() if nbytes > _ALONE else 1
     if threads == 1:
-        return loop(0, leaves)
+        return loop(*arguments, 0, leaves)
     parts = max(1, min(4 * threads, leaves))
     borders = [leaves * part // parts for part in range(parts + 1)]
-    return max(run([partial(loop, *bounds) for bounds in pairwise(borders)]))
+    return max(run([partial(loop, *arguments, *bounds) for bounds in pairwise(borders)]))

@@ -2,7 +2,8 @@
 
 All arrays are flat and contiguous. Leaf r of the dense has `most` places of `width` elements each and holds the values
 begins[r] ... ends[r] - 1 (letters as in padded.py). A loop does leaves low ... high - 1 and returns -1, or the first
-leaf whose bounds leave the values, before it touches it. Loops release the GIL and never raise.
+leaf whose bounds leave the values, before it touches it. Loops release the GIL and never raise. Elements are counted
+without a sign: numba looks at each signed index for whether it counts from the end, and then moves them one by one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+from numba import uint64
 
 
 def _compiled(function: Callable[..., int]) -> Callable[..., int]:
@@ -32,12 +34,13 @@ def to_padded(
         begin, end = begins[leaf], ends[leaf]
         if begin < 0 or end < begin or end > total:
             return leaf
-        source, target = begin * width, leaf * most * width
-        held = min(end - begin, most) * width
+        source, target = uint64(begin * width), uint64(leaf * most * width)
+        held, rest = uint64(min(end - begin, most) * width), uint64(max(most - end + begin, 0) * width)
         for e in range(held):
             out[target + e] = values[source + e]
-        for e in range(target + held, target + most * width):
-            out[e] = fill
+        target += held
+        for e in range(rest):
+            out[target + e] = fill
     return -1
 
 
@@ -50,12 +53,13 @@ def to_jagged(
         begin, end = begins[leaf], ends[leaf]
         if begin < 0 or end < begin or end > total:
             return leaf
-        source, target = leaf * most * width, begin * width
-        held = min(end - begin, most) * width
+        source, target = uint64(leaf * most * width), uint64(begin * width)
+        held, rest = uint64(min(end - begin, most) * width), uint64(max(end - begin - most, 0) * width)
         for e in range(held):
             out[target + e] = dense[source + e]
-        for e in range(target + held, end * width):
-            out[e] = fill
+        target += held
+        for e in range(rest):
+            out[target + e] = fill
     return -1
 
 
@@ -68,12 +72,13 @@ def multiply(
         begin, end = begins[leaf], ends[leaf]
         if begin < 0 or end < begin or end > total:
             return leaf
-        source, target = leaf * most * width, begin * width
-        held = min(end - begin, most) * width
+        source, target = uint64(leaf * most * width), uint64(begin * width)
+        held, rest = uint64(min(end - begin, most) * width), uint64(max(end - begin - most, 0) * width)
         for e in range(held):
             out[target + e] = dense[source + e] * values[target + e]
-        for e in range(target + held, end * width):
-            out[e] = 0
+        target += held
+        for e in range(rest):
+            out[target + e] = 0
     return -1
 
 
@@ -86,10 +91,11 @@ def add(
         begin, end = begins[leaf], ends[leaf]
         if begin < 0 or end < begin or end > total:
             return leaf
-        source, target = leaf * most * width, begin * width
-        held = min(end - begin, most) * width
+        source, target = uint64(leaf * most * width), uint64(begin * width)
+        held, rest = uint64(min(end - begin, most) * width), uint64(max(end - begin - most, 0) * width)
         for e in range(held):
             out[target + e] = dense[source + e] + values[target + e]
-        for e in range(target + held, end * width):
-            out[e] = values[e]
+        target += held
+        for e in range(rest):
+            out[target + e] = values[target + e]
     return -1
