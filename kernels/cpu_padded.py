@@ -300,7 +300,7 @@ def _run(loop: Callable[..., int], arguments: tuple[Any, ...], leaves: int, nbyt
     """Run a loop over all leaves, on some threads if that pays: a bad leaf, -1 if there is none."""
     threads = torch.get_num_threads() if nbytes > _ALONE else 1
     if threads == 1:
-        return loop(*arguments, 0, leaves)
+        return int(loop(*arguments, 0, leaves))
     parts = max(1, min(4 * threads, leaves))
     borders = [leaves * part // parts for part in range(parts + 1)]
     return max(run([partial(loop, *arguments, *bounds) for bounds in pairwise(borders)]))
