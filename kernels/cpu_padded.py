@@ -187,11 +187,17 @@ def _to_padded_torch(
     values: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[int], padding_value: float
 ) -> Tensor:
     begins, ends = leaf_bounds(offsets, max_lengths, values.shape[0])
-    shape = (offsets[0].shape[0] - 1, *max_lengths, *values.shape[1:])
+    shape, most = (offsets[0].shape[0] - 1, *max_lengths, *values.shape[1:]), max_lengths[-1]
+    if values.dim() == 1 and begins.shape[0] and int((ends - begins).max()) > most > 0:
+        # of single numbers that are cut it costs least to look up one for each place
+        index = begins[:, None] + torch.arange(most)
+        vacant = index >= ends[:, None]
+        found = values.take(index.clamp_(max=values.shape[0] - 1))
+        return found.masked_fill_(vacant, values.new_full((), padding_value)).view(shape)
     out = _new(shape, values.dtype).fill_(padding_value)
     if out.numel() == 0:
         return out
-    source, place, mask = _moves(begins, ends, max_lengths[-1], values.dim() == 1)
+    source, place, mask = _moves(begins, ends, most, values.dim() == 1)
     values = values[: int(ends[-1])] if source is None else values.index_select(0, source)
     if mask is not None:
         out.view_as(mask).masked_scatter_(mask, values)

@@ -258,14 +258,14 @@ def jagged_to_padded_dense(
             the values. On CUDA nothing is read on the host, and bad offsets lead to no value that is not in values.
     """
     offsets = [offsets] if isinstance(offsets, Tensor) else list(offsets)
-    max_lengths = list(max_lengths) if isinstance(max_lengths, (list, tuple)) else [max_lengths]  # type: ignore[list-item]
+    extents: list[int] = list(max_lengths) if isinstance(max_lengths, (list, tuple)) else [max_lengths]  # type: ignore[list-item]
     check_offsets("values", values, offsets)
-    check_extents(offsets, max_lengths)
+    check_extents(offsets, extents)
     if direct(values, *offsets):
-        return cpu_padded.to_padded(values, offsets, max_lengths, padding_value)
+        return cpu_padded.to_padded(values, offsets, extents, padding_value)
     if eager(values, *offsets):
-        return _ToPadded.apply(values, offsets, max_lengths, padding_value)  # type: ignore[no-any-return, no-untyped-call]
-    return torch.ops.shardwise.jagged_to_padded_dense(values, offsets, max_lengths, padding_value)  # type: ignore[no-any-return]
+        return _ToPadded.apply(values, offsets, extents, padding_value)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.ops.shardwise.jagged_to_padded_dense(values, offsets, extents, padding_value)  # type: ignore[no-any-return]
 
 
 def padded_dense_to_jagged(
