@@ -309,4 +309,4 @@ def _run(loop: Callable[..., int], arguments: tuple[Any, ...], leaves: int, nbyt
         return int(loop(*arguments, 0, leaves))
     parts = max(1, min(4 * threads, leaves))
     borders = [leaves * part // parts for part in range(parts + 1)]
-    return max(run([partial(loop, *arguments, *bounds) for bounds in pairwise(borders)]))
+    return int(max(run([partial(loop, *arguments, *bounds) for bounds in pairwise(borders)])))

@@ -24,7 +24,8 @@ from ._op import INTERPRETED, direct, gather_tile, multiple, register, register_
 from .features import row_alignment
 
 MOST_DIMS = 5
-_PLACE_VALUES = 64 if INTERPRETED else 512
+# one for each thread: five searches of more would not fit into its registers
+_PLACE_VALUES = 64 if INTERPRETED else 128
 # what a kernel does to a value besides moving it
 MOVE, ADD, MULTIPLY = 0, 1, 2
 
@@ -210,7 +211,7 @@ def launch_to_jagged(
     source, target, second = _as_numbers(dense), _as_numbers(out), _as_numbers(dense if other is None else other)
     align = _alignment(dim, source, target, second)
     # a column of single numbers: no row to share among threads
-    block_n, block_d, warps = (512, 1, 4) if dim == 1 and not INTERPRETED else gather_tile(dim, dense.itemsize, align)
+    block_n, block_d, warps = (128, 1, 4) if dim == 1 and not INTERPRETED else gather_tile(dim, dense.itemsize, align)
     grid = (triton.cdiv(total_length, block_n), triton.cdiv(dim, block_d))
     _to_jagged_kernel[grid](
         source, at, second, target, total_length, dim, mode, _is_half(dense), block_n, block_d, align, num_warps=warps

@@ -92,7 +92,7 @@ MATRIX = [
     *(("to_jagged D=128 fp32", target) for target in compiled.TARGETS),
     ("to_padded D=3 fp32", "sm_90"), ("to_padded D=128 bf16 sum", "sm_90"),
     ("to_padded D=128 fp32 5 jagged dims", "sm_90"), ("to_jagged D=128 fp32 product", "sm_90"),
-    ("places D=128 fp32 5 jagged dims", "sm_90"), ("to_padded D=1 i64", "sm_90"),
+    ("places D=128 fp32 5 jagged dims", "sm_90"), ("to_padded D=1 i64", "sm_90"), ("to_jagged D=1 fp32", "sm_90"),
 ]  # fmt: skip
 
 
