@@ -5,6 +5,7 @@ Every op is a Triton kernel beside a torch twin; importing this package register
 
 from . import rules as _built_in
 from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_guard, require_ids
+from .elementwise import jagged_dense_add, jagged_dense_add_jagged, jagged_dense_mul, jagged_jagged_mul
 from .features import Feature, Segment, flatten_segments, pack_features, table_rows
 from .finite import check_gradient, describe_gradient, describe_weight
 from .index_add import jagged_index_add
@@ -19,6 +20,7 @@ from .jagged import (
     unpack_segments,
 )
 from .keyed_select import keyed_jagged_index_select
+from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .permute import expand_into_jagged_permute, permute_1d, permute_2d, permute_segments
 from .pooled import pooled_lookup
 from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
@@ -47,14 +49,20 @@ __all__ = [
     "fused_update",
     "invert_permute",
     "is_clean",
+    "jagged_dense_add",
+    "jagged_dense_add_jagged",
+    "jagged_dense_mul",
     "jagged_index_add",
     "jagged_index_select",
+    "jagged_jagged_mul",
+    "jagged_to_padded_dense",
     "keyed_jagged_index_select",
     "new_guard",
     "offsets_range",
     "offsets_to_lengths",
     "pack_features",
     "pack_segments",
+    "padded_dense_to_jagged",
     "per_id_weight_gradient",
     "permute_1d",
     "permute_2d",

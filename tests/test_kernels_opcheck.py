@@ -123,6 +123,9 @@ def test_opcheck_covers_every_op() -> None:
     listed = {name.split()[0] for name in op_calls(torch.device("cpu"))}
     # test_kernels_select.py and test_kernels_regroup.py
     listed |= {"jagged_index_select", "jagged_index_add", "regroup_columns"}
+    # test_kernels_padded.py
+    listed |= {"jagged_to_padded_dense", "padded_dense_to_jagged", "padded_jagged_product"}
+    listed |= {"jagged_dense_add", "jagged_dense_add_jagged", "jagged_dense_mul"}
     registered = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "shardwise::" in name
     }
