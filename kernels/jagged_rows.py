@@ -1,0 +1,80 @@
+"""What the ops on bags of rows share: how their arguments are checked, and which kernels may take them.
+
+Letters: N rows, D columns, B bags; O [B + 1] offsets: bag b is rows O[b] ... O[b+1] - 1. Rows past O[B] belong to no
+bag, nor do those of a bag from its `max_length`-th on take part: they come out as 0 and get a gradient of 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._op import runs_kernel
+from .cpu_lookup import offsets_are_good
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_OFFSETS = (torch.int32, torch.int64)
+
+
+def check_bags(
+    op: str, values: Tensor, offsets: Tensor, max_length: int | None = None, *, name: str = "values"
+) -> None:
+    """Raise unless values are rows of numbers and offsets are a list of integers on their device; no look at them.
+
+    Raises:
+        TypeError: a dtype that the ops do not take.
+        ValueError: another shape, devices that differ, or a negative max_length.
+    """
+    if values.dim() != 2:
+        raise ValueError(f"{op}: {name} must be 2-D, one row for each entry of a bag, got shape {list(values.shape)}")
+    if values.dtype not in _FLOATS:
+        raise TypeError(f"{op}: {name} must be float32, float16, bfloat16 or float64, got {values.dtype}")
+    check_offsets(op, offsets, values)
+    if max_length is not None and max_length < 0:
+        raise ValueError(f"{op}: max_length must not be negative, got {max_length}")
+
+
+def check_offsets(op: str, offsets: Tensor, beside: Tensor) -> None:
+    """Raise unless offsets are at least one int32 or int64 number on the device of `beside`."""
+    if offsets.dim() != 1 or offsets.shape[0] == 0:
+        raise ValueError(f"{op}: offsets must be 1-D with B + 1 entries, at least one, got shape {list(offsets.shape)}")
+    if offsets.dtype not in _OFFSETS:
+        raise TypeError(f"{op}: offsets must be int32 or int64, got {offsets.dtype}")
+    if offsets.device != beside.device:
+        raise ValueError(f"{op}: offsets are on {offsets.device}, expected {beside.device} as the rows")
+
+
+def check_like(op: str, name: str, found: Tensor, like: str, expected: Tensor) -> None:
+    """Raise unless `found` has the dtype and device of `expected`, the argument called `like`."""
+    if found.dtype != expected.dtype:
+        raise TypeError(f"{op}: {name} must have the dtype of {like}, {expected.dtype}, got {found.dtype}")
+    if found.device != expected.device:
+        raise ValueError(f"{op}: {name} is on {found.device}, expected {expected.device} as {like}")
+
+
+def require_offsets(op: str, offsets: Tensor, rows: int, what: str = "rows") -> None:
+    """Raise ValueError unless offsets go from 0 to at most `rows` without a fall. Waits for a device."""
+    if offsets_are_good(offsets, rows, padded=True):
+        return
+    numbers = offsets.tolist()
+    if numbers[0] != 0:
+        raise ValueError(f"{op}: offsets must begin with 0, got {numbers[0]}")
+    for b, (begin, end) in enumerate(zip(numbers, numbers[1:], strict=False)):
+        if end < begin:
+            raise ValueError(f"{op}: offsets must not decrease, but offsets[{b}] = {begin}, offsets[{b + 1}] = {end}")
+    raise ValueError(f"{op}: the last offset must be at most {rows}, the number of {what}, got {numbers[-1]}")
+
+
+def takes_kernel(values: Tensor) -> bool:
+    """Whether the Triton kernels, which add in fp32, are for these rows."""
+    return values.dtype != torch.float64 and runs_kernel(values)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What rows of this dtype are added up in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def limit_of(max_length: int | None, rows: int) -> int:
+    """Rows of a bag that take part, at most."""
+    return rows if max_length is None else min(max_length, rows)
