@@ -7,10 +7,14 @@ from . import rules as _built_in
 from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_guard, require_ids
 from .features import Feature, Segment, flatten_segments, pack_features, table_rows
 from .finite import check_gradient, describe_gradient, describe_weight
+from .jagged_bmm import jagged_dense_bmm, jagged_jagged_bmm
+from .jagged_softmax import jagged_softmax
 from .pooled import pooled_lookup
 from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup
+from .unary_embeddings import batched_unary_embeddings
 from .update import DECAYS, fused_update
+from .vector_product import jagged_vector_product
 from .weight_gradient import per_id_weight_gradient
 
 __all__ = [
@@ -20,6 +24,7 @@ __all__ = [
     "Feature",
     "Rule",
     "Segment",
+    "batched_unary_embeddings",
     "check_gradient",
     "check_ids",
     "define_rule",
@@ -28,6 +33,10 @@ __all__ = [
     "flatten_segments",
     "fused_update",
     "is_clean",
+    "jagged_dense_bmm",
+    "jagged_jagged_bmm",
+    "jagged_softmax",
+    "jagged_vector_product",
     "new_guard",
     "pack_features",
     "per_id_weight_gradient",

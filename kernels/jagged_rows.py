@@ -12,8 +12,8 @@ from torch import Tensor
 from ._op import runs_kernel
 from .cpu_lookup import offsets_are_good
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_OFFSETS = (torch.int32, torch.int64)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def check_bags(
@@ -27,21 +27,23 @@ def check_bags(
     """
     if values.dim() != 2:
         raise ValueError(f"{op}: {name} must be 2-D, one row for each entry of a bag, got shape {list(values.shape)}")
-    if values.dtype not in _FLOATS:
+    if values.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} must be float32, float16, bfloat16 or float64, got {values.dtype}")
     check_offsets(op, offsets, values)
     if max_length is not None and max_length < 0:
         raise ValueError(f"{op}: max_length must not be negative, got {max_length}")
 
 
-def check_offsets(op: str, offsets: Tensor, beside: Tensor) -> None:
-    """Raise unless offsets are at least one int32 or int64 number on the device of `beside`."""
-    if offsets.dim() != 1 or offsets.shape[0] == 0:
-        raise ValueError(f"{op}: offsets must be 1-D with B + 1 entries, at least one, got shape {list(offsets.shape)}")
-    if offsets.dtype not in _OFFSETS:
-        raise TypeError(f"{op}: offsets must be int32 or int64, got {offsets.dtype}")
+def check_offsets(
+    op: str, offsets: Tensor, beside: Tensor, *, like: str = "the rows", name: str = "offsets", least: int = 1
+) -> None:
+    """Raise unless offsets, or ids, are at least so many int32 or int64 numbers on the device of `beside`."""
+    if offsets.dim() != 1 or offsets.shape[0] < least:
+        raise ValueError(f"{op}: {name} must be 1-D with at least {least} entries, got shape {list(offsets.shape)}")
+    if offsets.dtype not in _INTEGERS:
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {offsets.dtype}")
     if offsets.device != beside.device:
-        raise ValueError(f"{op}: offsets are on {offsets.device}, expected {beside.device} as the rows")
+        raise ValueError(f"{op}: {name} must be on {beside.device} as {like}, got {offsets.device}")
 
 
 def check_like(op: str, name: str, found: Tensor, like: str, expected: Tensor) -> None:
@@ -49,20 +51,20 @@ def check_like(op: str, name: str, found: Tensor, like: str, expected: Tensor) -
     if found.dtype != expected.dtype:
         raise TypeError(f"{op}: {name} must have the dtype of {like}, {expected.dtype}, got {found.dtype}")
     if found.device != expected.device:
-        raise ValueError(f"{op}: {name} is on {found.device}, expected {expected.device} as {like}")
+        raise ValueError(f"{op}: {name} must be on {expected.device} as {like}, got {found.device}")
 
 
-def require_offsets(op: str, offsets: Tensor, rows: int, what: str = "rows") -> None:
+def require_offsets(op: str, offsets: Tensor, rows: int, what: str = "rows", *, name: str = "offsets") -> None:
     """Raise ValueError unless offsets go from 0 to at most `rows` without a fall. Waits for a device."""
     if offsets_are_good(offsets, rows, padded=True):
         return
     numbers = offsets.tolist()
     if numbers[0] != 0:
-        raise ValueError(f"{op}: offsets must begin with 0, got {numbers[0]}")
+        raise ValueError(f"{op}: {name} must begin with 0, got {numbers[0]}")
     for b, (begin, end) in enumerate(zip(numbers, numbers[1:], strict=False)):
         if end < begin:
-            raise ValueError(f"{op}: offsets must not decrease, but offsets[{b}] = {begin}, offsets[{b + 1}] = {end}")
-    raise ValueError(f"{op}: the last offset must be at most {rows}, the number of {what}, got {numbers[-1]}")
+            raise ValueError(f"{op}: {name} must not decrease, but {name}[{b}] = {begin}, {name}[{b + 1}] = {end}")
+    raise ValueError(f"{op}: the last of {name} must be at most {rows}, the number of {what}, got {numbers[-1]}")
 
 
 def takes_kernel(values: Tensor) -> bool:
