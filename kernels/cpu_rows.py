@@ -1,7 +1,7 @@
-"""Softmax, vector product and unary lookup on the CPU: the loops of cpu_rows_loops.py, or torch where numba is missing.
+"""Softmax, vector product and unary lookup on the CPU: the loops of cpu_rows_loops.py, or torch without numba.
 
-Letters as in jagged_softmax.py, vector_product.py and unary_embeddings.py. The loops look at offsets and ids before they
-follow them; the torch path looks at them first.
+Letters as in jagged_softmax.py, vector_product.py and unary_embeddings.py. The loops look at offsets and ids themselves
+before they follow them.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def linear_rows(table_offsets: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
 def _first_ids(offsets: Tensor, tables: int) -> Tensor:
     """Where each table's ids begin and the last one's end, [T + 1]."""
     batch = (offsets.shape[0] - 1) // max(tables, 1)
-    return offsets[::batch] if batch else offsets.new_zeros(tables + 1)
+    return offsets[::batch].contiguous() if batch else offsets.new_zeros(tables + 1)
 
 
 def _loops_for(*tensors: Tensor) -> Any:
@@ -272,7 +272,7 @@ def _without_rest(out: Tensor, end: int) -> Tensor:
 
 
 def _row_weights(vectors: Tensor, offsets: Tensor, heads: int) -> tuple[Tensor, Tensor | None]:
-    """[rows in bags, H] in the accumulator's dtype: the weight of each row; and which rows no vector reaches, if any."""
+    """The weight of each row for each head, [rows in bags, H], and which rows no vector reaches, if any."""
     end, length, wide = int(offsets[-1]), vectors.shape[1], accumulator(vectors.dtype)
     bag, place = _places(offsets, end)
     lanes = vectors.view(-1, heads, length)

@@ -189,8 +189,8 @@ def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int |
     grid = (triton.cdiv(rows, block_l), triton.cdiv(columns, block_k))
     _dense_bmm_kernel[grid](
         values, offsets, dense, out, rows, bags, inner, columns, limit_of(max_length, rows),
-        INTERPRETED, transposed, bags.bit_length() + 1, block_l, block_m, block_k, _align(values, inner), _align(out, columns),
-        num_warps=max(1, block_l * block_k // 1024),
+        INTERPRETED, transposed, bags.bit_length() + 1, block_l, block_m, block_k,
+        _align(values, inner), _align(out, columns), num_warps=max(1, block_l * block_k // 1024),
     )  # fmt: skip
     return out
 
@@ -208,7 +208,8 @@ def _jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int | None) -
     grid = (out.shape[0], triton.cdiv(left, block_m), triton.cdiv(right, block_k))
     _jagged_bmm_kernel[grid](
         x, y, offsets, out, rows, left, right, limit_of(max_length, rows),
-        INTERPRETED, _STEP, block_m, block_k, _align(x, left), _align(y, right), num_warps=max(1, block_m * block_k // 1024),
+        INTERPRETED, _STEP, block_m, block_k, _align(x, left), _align(y, right),
+        num_warps=max(1, block_m * block_k // 1024),
     )  # fmt: skip
     return out
 

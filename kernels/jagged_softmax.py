@@ -1,8 +1,8 @@
 """Softmax over the rows of each bag, column by column.
 
-Shapes: X [N, D] rows, O [B + 1] offsets, Y [N, D] the softmax, G [N, D] its upstream gradient, Q [N, D] the gradient by X.
-Bytes moved: forward 3 * N * D * itemsize (X twice, Y), backward 5 * N * D * itemsize (G and Y twice, Q), and the offsets
-for each block of columns.
+Shapes: X [N, D] rows, O [B + 1] offsets, Y [N, D] the softmax; G its upstream gradient, Q the gradient by X, like X.
+Bytes moved: forward 3 * N * D * itemsize (X twice, Y), backward 5 * N * D * itemsize (G and Y twice, Q), and the
+offsets for each block of columns.
 One program does a bag, in steps of a tile of rows; it keeps maxima and sums for each row of the tile and joins them at
 the end, so a column's order of addition follows from D alone.
 """
