@@ -106,11 +106,12 @@ def vector_product_cpu(vectors: Tensor, values: Tensor, offsets: Tensor, heads: 
     require_offsets(op, offsets, rows)
     wide = accumulator(values.dtype)
     weights, beyond = _row_weights(vectors, offsets, heads)
-    scaled = values[: weights.shape[0]].to(wide).view(-1, heads, dim) * weights[:, :, None]
+    end = weights.shape[0]
+    scaled = values[:end].to(wide).reshape(end, heads, dim) * weights[:, :, None]
     if beyond is not None:
         # a weight of 0 would not do where a row holds an Inf
         scaled.masked_fill_(beyond[:, None, None], 0)
-    return _bag_sums(scaled.view(weights.shape[0], heads * dim), offsets).view(-1, dim).to(values.dtype)
+    return _bag_sums(scaled.view(end, heads * dim), offsets).view(bags * heads, dim).to(values.dtype)
 
 
 def vector_product_by_rows_cpu(grad: Tensor, vectors: Tensor, offsets: Tensor, heads: int, rows: int) -> Tensor:
@@ -125,7 +126,7 @@ def vector_product_by_rows_cpu(grad: Tensor, vectors: Tensor, offsets: Tensor, h
     require_offsets(op, offsets, rows)
     weights, beyond = _row_weights(vectors, offsets, heads)
     end = weights.shape[0]
-    upstream = grad.to(weights.dtype).view(-1, heads, dim).repeat_interleave(offsets.diff(), dim=0, output_size=end)
+    upstream = grad.to(weights.dtype).reshape(offsets.shape[0] - 1, heads, dim).repeat_interleave(offsets.diff(), dim=0, output_size=end)
     upstream.mul_(weights[:, :, None])
     if beyond is not None:
         upstream.masked_fill_(beyond[:, None, None], 0)
@@ -144,8 +145,8 @@ def vector_product_by_vectors_cpu(grad: Tensor, values: Tensor, offsets: Tensor,
         return out
     require_offsets(op, offsets, rows)
     out, wide, end = grad.new_zeros(bags, heads, length), accumulator(values.dtype), int(offsets[-1])
-    upstream = grad.to(wide).view(bags, heads, dim).repeat_interleave(offsets.diff(), dim=0, output_size=end)
-    products = (values[:end].to(wide).view(end, heads, dim) * upstream).sum(2)
+    upstream = grad.to(wide).reshape(bags, heads, dim).repeat_interleave(offsets.diff(), dim=0, output_size=end)
+    products = (values[:end].to(wide).reshape(end, heads, dim) * upstream).sum(2)
     bag, place = _places(offsets, end)
     if length <= int(offsets.diff().max() if bags else 0):
         inside = place < length
@@ -275,7 +276,7 @@ def _row_weights(vectors: Tensor, offsets: Tensor, heads: int) -> tuple[Tensor, 
     """The weight of each row for each head, [rows in bags, H], and which rows no vector reaches, if any."""
     end, length, wide = int(offsets[-1]), vectors.shape[1], accumulator(vectors.dtype)
     bag, place = _places(offsets, end)
-    lanes = vectors.view(-1, heads, length)
+    lanes = vectors.reshape(offsets.shape[0] - 1, heads, length)
     if end == 0 or length >= int(offsets.diff().max()):
         return lanes[bag, :, place].to(wide), None
     if length == 0:

@@ -109,7 +109,7 @@ def batched_unary_embeddings(weight: Tensor, table_offsets: Tensor, offsets: Ten
 
 
 def _lookup(weight: Tensor, table_offsets: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-    matrix = weight.view(weight.shape[:2])
+    matrix = weight.reshape(weight.shape[:2])
     if not takes_kernel(weight):
         return unary_lookup_cpu(matrix, table_offsets, offsets, ids)
     (tasks, total), tables, bags = matrix.shape, table_offsets.shape[0] - 1, offsets.shape[0] - 1

@@ -33,7 +33,7 @@ def jagged_vector_product_ref(vectors: Tensor, values: Tensor, offsets: Tensor) 
     for b in range(bags):
         rows = values[bounds[b] : bounds[b + 1]][:length].to(wide)
         for h, (weights, columns) in enumerate(
-            zip(vectors.view(bags, heads, length)[b].to(wide), rows.chunk(heads, 1), strict=True)
+            zip(vectors.reshape(bags, heads, length)[b].to(wide), rows.chunk(heads, 1), strict=True)
         ):
             out[b, h] = (weights[: rows.shape[0]] @ columns).to(values.dtype)
     return out.view(bags * heads, -1) if bags else out.view(0, out.shape[2])
