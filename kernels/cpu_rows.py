@@ -15,11 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from .cpu_bmm import blocks_of, leave_padding, lengths_of, padded_rows, rows_beyond
 from .cpu_compiled import run
-from .cpu_lookup import bag_sums
 from .jagged_rows import accumulator, limit_of, require_offsets
 
 # elements of a task that is worth another thread
@@ -126,7 +126,11 @@ def vector_product_by_rows_cpu(grad: Tensor, vectors: Tensor, offsets: Tensor, h
     require_offsets(op, offsets, rows)
     weights, beyond = _row_weights(vectors, offsets, heads)
     end = weights.shape[0]
-    upstream = grad.to(weights.dtype).reshape(offsets.shape[0] - 1, heads, dim).repeat_interleave(offsets.diff(), dim=0, output_size=end)
+    upstream = (
+        grad.to(weights.dtype)
+        .reshape(offsets.shape[0] - 1, heads, dim)
+        .repeat_interleave(offsets.diff(), dim=0, output_size=end)
+    )
     upstream.mul_(weights[:, :, None])
     if beyond is not None:
         upstream.masked_fill_(beyond[:, None, None], 0)
@@ -293,11 +297,7 @@ def _places(offsets: Tensor, end: int) -> tuple[Tensor, Tensor]:
 
 def _bag_sums(rows: Tensor, offsets: Tensor) -> Tensor:
     """Sum of each bag's rows, in the rows' dtype."""
-    bags = offsets.long()
-    if rows.dtype == torch.float32:
-        return bag_sums(rows, torch.arange(rows.shape[0], device=rows.device), bags, None)
-    # embedding_bag's fp64 is as good, its check of an empty input is not
-    if rows.numel() == 0 or bags.shape[0] == 1:
-        return rows.new_zeros(bags.shape[0] - 1, rows.shape[1])
+    if rows.numel() == 0 or offsets.shape[0] == 1:
+        return rows.new_zeros(offsets.shape[0] - 1, rows.shape[1])
     at = torch.arange(rows.shape[0], device=rows.device)
-    return torch.nn.functional.embedding_bag(at, rows, bags, mode="sum", include_last_offset=True)
+    return nnf.embedding_bag(at, rows, offsets.long(), mode="sum", include_last_offset=True)

@@ -94,18 +94,19 @@ def bags(draw: st.DrawFn) -> Bags:
 @given(drawn=bags())
 def test_results_are_those_of_plain_lists(device: str, op: str, drawn: Bags) -> None:
     arguments = OPS[op].inputs(drawn, torch_device(device))
-    model = OPS[op].model(*as_lists(arguments))
+    model = torch.tensor(OPS[op].model(*as_lists(arguments)), dtype=torch.float64)
     wide = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments)
     for call, given_arguments, tolerance in ((OPS[op].ref, wide, 1e-12), (OPS[op].call, arguments, 5e-6)):
         got = call(*given_arguments)
-        assert_close(got, torch.tensor(model, dtype=torch.float64).reshape(got.shape), tolerance)
+        # lists without rows do not tell how long these would be
+        assert_close(got, model.reshape(got.shape) if model.numel() else torch.zeros_like(got), tolerance)
 
 
 @EVERY_OP
 @pytest.mark.parametrize("name", ["usual", "cut", "empty bags before rows"])
 def test_gradients_are_those_of_small_differences(op: str, name: str) -> None:
     arguments, _ = wanted(OPS[op].inputs(exact(BY_NAME[name]), torch.device("cpu")))
-    assert torch.autograd.gradcheck(OPS[op].call, arguments)
+    assert torch.autograd.gradcheck(OPS[op].call, arguments, fast_mode=True)
 
 
 def op_calls(device: torch.device, case: Bags) -> dict[str, tuple[Any, ...]]:
