@@ -126,11 +126,8 @@ def vector_product_by_rows_cpu(grad: Tensor, vectors: Tensor, offsets: Tensor, h
     require_offsets(op, offsets, rows)
     weights, beyond = _row_weights(vectors, offsets, heads)
     end = weights.shape[0]
-    upstream = (
-        grad.to(weights.dtype)
-        .reshape(offsets.shape[0] - 1, heads, dim)
-        .repeat_interleave(offsets.diff(), dim=0, output_size=end)
-    )
+    lanes = grad.to(weights.dtype).reshape(offsets.shape[0] - 1, heads, dim)
+    upstream = lanes.repeat_interleave(offsets.diff(), dim=0, output_size=end)
     upstream.mul_(weights[:, :, None])
     if beyond is not None:
         upstream.masked_fill_(beyond[:, None, None], 0)
@@ -237,7 +234,7 @@ def _loops_for(*tensors: Tensor) -> Any:
 
 
 def _flat(tensor: Tensor) -> Any:
-    flat = tensor.reshape(-1)
+    flat = tensor.contiguous().view(-1)
     return (flat.long() if flat.dtype == torch.int32 else flat).numpy()
 
 
