@@ -12,6 +12,7 @@ products are not rounded to TF32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,16 @@ from torch import Tensor
 from ._op import INTERPRETED, direct, multiple, next_power_of_2, register, register_autograd, tl, triton
 from .cpu_bmm import dense_bmm_cpu, jagged_bmm_cpu
 from .features import feature_of_position, row_alignment
-from .jagged_rows import accumulator, check_bags, check_like, limit_of, require_offsets, takes_kernel
+from .jagged_rows import (
+    accumulator,
+    check_bags,
+    check_like,
+    eager,
+    function_of,
+    limit_of,
+    require_offsets,
+    takes_kernel,
+)
 
 _TILE = 16 if INTERPRETED else 64
 # rows that a step of the sum over a bag adds: part of the order of addition
@@ -138,6 +148,8 @@ def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length:
     _check_dense(values, offsets, dense)
     if direct(values, offsets, dense):
         return _dense_bmm(values, offsets, dense, max_length, False)
+    if eager(values, offsets, dense):
+        return _eager_dense(values, offsets, dense, max_length, False)
     return torch.ops.shardwise.jagged_dense_bmm(values, offsets, dense, max_length, False)  # type: ignore[no-any-return]
 
 
@@ -160,6 +172,8 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int | N
     check_like("jagged_jagged_bmm", "y", y, "x", x)
     if direct(x, y, offsets):
         return _jagged_bmm(x, y, offsets, max_length)
+    if eager(x, y, offsets):
+        return _eager_jagged(x, y, offsets, max_length)
     return torch.ops.shardwise.jagged_jagged_bmm(x, y, offsets, max_length)  # type: ignore[no-any-return]
 
 
@@ -230,12 +244,13 @@ def _dense_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _dense_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     values, offsets, dense = ctx.saved_tensors
-    ops, by_values, by_dense = torch.ops.shardwise, None, None
+    by_values = by_dense = None
+    dense_bmm, jagged_bmm = _operators(grad, values, offsets, dense)
     if ctx.needs_input_grad[0]:
-        by_values = ops.jagged_dense_bmm(grad, offsets, dense, ctx.max_length, not ctx.transposed)
+        by_values = dense_bmm(grad, offsets, dense, ctx.max_length, not ctx.transposed)
     if ctx.needs_input_grad[2]:
         pair = (grad, values) if ctx.transposed else (values, grad)
-        by_dense = ops.jagged_jagged_bmm(*pair, offsets, ctx.max_length)
+        by_dense = jagged_bmm(*pair, offsets, ctx.max_length)
     return by_values, None, by_dense, None, None
 
 
@@ -246,12 +261,24 @@ def _jagged_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _jagged_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, y, offsets = ctx.saved_tensors
-    ops, by_x, by_y = torch.ops.shardwise, None, None
+    by_x = by_y = None
+    dense_bmm, _ = _operators(grad, x, y, offsets)
     if ctx.needs_input_grad[0]:
-        by_x = ops.jagged_dense_bmm(y, offsets, grad, ctx.max_length, True)
+        by_x = dense_bmm(y, offsets, grad, ctx.max_length, True)
     if ctx.needs_input_grad[1]:
-        by_y = ops.jagged_dense_bmm(x, offsets, grad, ctx.max_length, False)
+        by_y = dense_bmm(x, offsets, grad, ctx.max_length, False)
     return by_x, by_y, None, None
+
+
+def _operators(*tensors: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Both ops, past the dispatcher where these tensors permit it."""
+    if direct(*tensors):
+        return _dense_bmm, _jagged_bmm
+    return torch.ops.shardwise.jagged_dense_bmm, torch.ops.shardwise.jagged_jagged_bmm
+
+
+_eager_dense = function_of(_dense_bmm, _dense_context, _dense_backward)
+_eager_jagged = function_of(_jagged_bmm, _jagged_context, _jagged_backward)
 
 
 register_autograd(

@@ -6,10 +6,13 @@ bag, nor do those of a bag from its `max_length`-th on take part: they come out 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ._op import runs_kernel
+from ._op import direct, runs_kernel
 from .cpu_lookup import offsets_are_good
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -80,3 +83,19 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def limit_of(max_length: int | None, rows: int) -> int:
     """Rows of a bag that take part, at most."""
     return rows if max_length is None else min(max_length, rows)
+
+
+def eager(*tensors: Tensor) -> bool:
+    """As `_op.direct`, but gradients may be wanted: an op may be called past torch's dispatcher with a Function."""
+    with torch.no_grad():
+        return direct(*tensors)
+
+
+def function_of(
+    forward: Callable[..., Tensor], setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Tensor]:
+    """`forward` with these gradients as an autograd.Function, of which a call costs less than of a registered op."""
+    parts = {"forward": forward, "setup_context": setup_context, "backward": backward}
+    made: Any = type(forward.__name__, (torch.autograd.Function,), {name: staticmethod(f) for name, f in parts.items()})
+    apply: Callable[..., Tensor] = made.apply
+    return apply

@@ -17,7 +17,7 @@ from torch import Tensor
 from ._op import direct, multiple, next_power_of_2, register, register_autograd, tl, triton
 from .cpu_rows import softmax_cpu, softmax_gradient_cpu
 from .features import row_alignment
-from .jagged_rows import accumulator, check_bags, limit_of, takes_kernel
+from .jagged_rows import accumulator, check_bags, eager, function_of, limit_of, takes_kernel
 
 # elements of a tile, at two warps
 _TILE = 1024
@@ -122,6 +122,8 @@ def jagged_softmax(values: Tensor, offsets: Tensor, max_length: int | None = Non
     check_bags("jagged_softmax", values, offsets, max_length)
     if direct(values, offsets):
         return _softmax(values, offsets, max_length)
+    if eager(values, offsets):
+        return _eager(values, offsets, max_length)
     return torch.ops.shardwise.jagged_softmax(values, offsets, max_length)  # type: ignore[no-any-return]
 
 
@@ -176,7 +178,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     soft, offsets = ctx.saved_tensors
-    return torch.ops.shardwise.jagged_softmax_gradient(grad, soft, offsets, ctx.max_length), None, None
+    gradient = _softmax_gradient if direct(grad, soft, offsets) else torch.ops.shardwise.jagged_softmax_gradient
+    return gradient(grad, soft, offsets, ctx.max_length), None, None
+
+
+_eager = function_of(_softmax, _setup_context, _backward)
 
 
 register_autograd(

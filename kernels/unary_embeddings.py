@@ -18,7 +18,7 @@ from torch import Tensor
 from ._op import INTERPRETED, direct, register, register_autograd, tl, triton
 from .cpu_rows import unary_gradient_cpu, unary_lookup_cpu
 from .features import bag_of_position
-from .jagged_rows import FLOATS, accumulator, check_offsets, takes_kernel
+from .jagged_rows import FLOATS, accumulator, check_offsets, eager, function_of, takes_kernel
 from .transpose import CHUNK, chunks_of, key_dtype, levels_for
 
 _BLOCK = 16 if INTERPRETED else 128
@@ -105,6 +105,8 @@ def batched_unary_embeddings(weight: Tensor, table_offsets: Tensor, offsets: Ten
         raise ValueError(f"{op}: {bags + 1} offsets do not divide among {tables} tables: expected T*B + 1")
     if direct(weight, table_offsets, offsets, ids):
         return _lookup(weight, table_offsets, offsets, ids)
+    if eager(weight, table_offsets, offsets, ids):
+        return _eager(weight, table_offsets, offsets, ids)
     return torch.ops.shardwise.batched_unary_embeddings(weight, table_offsets, offsets, ids)  # type: ignore[no-any-return]
 
 
@@ -158,8 +160,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dense = torch.ops.shardwise.batched_unary_embeddings_gradient(grad, *ctx.saved_tensors, ctx.shape[1])
-    return dense.view(ctx.shape), None, None, None
+    plain = direct(grad, *ctx.saved_tensors)
+    gradient = _gradient if plain else torch.ops.shardwise.batched_unary_embeddings_gradient
+    return gradient(grad, *ctx.saved_tensors, ctx.shape[1]).view(ctx.shape), None, None, None
+
+
+_eager = function_of(_lookup, _setup_context, _backward)
 
 
 def _fake(weight: Tensor, table_offsets: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:

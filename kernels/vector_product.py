@@ -18,7 +18,7 @@ from torch import Tensor
 from ._op import direct, multiple, next_power_of_2, register, register_autograd, tl, triton
 from .cpu_rows import vector_product_by_rows_cpu, vector_product_by_vectors_cpu, vector_product_cpu
 from .features import row_alignment
-from .jagged_rows import accumulator, check_bags, check_like, takes_kernel
+from .jagged_rows import accumulator, check_bags, check_like, eager, function_of, takes_kernel
 
 # elements of a tile, at two warps
 _TILE = 1024
@@ -137,6 +137,8 @@ def jagged_vector_product(vectors: Tensor, values: Tensor, offsets: Tensor) -> T
         raise ValueError(f"{op}: the columns of values must divide among {heads} heads, got {values.shape[1]}")
     if direct(vectors, values, offsets):
         return _product(vectors, values, offsets)
+    if eager(vectors, values, offsets):
+        return _eager(vectors, values, offsets)
     return torch.ops.shardwise.jagged_vector_product(vectors, values, offsets)  # type: ignore[no-any-return]
 
 
@@ -214,12 +216,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     vectors, values, offsets = ctx.saved_tensors
-    ops, by_vectors, by_rows = torch.ops.shardwise, None, None
+    by_vectors = by_rows = None
+    plain = direct(grad, vectors, values, offsets)
     if ctx.needs_input_grad[0]:
-        by_vectors = ops.jagged_vector_product_by_vectors(grad, values, offsets, vectors.shape[1])
+        gradient = _by_vectors if plain else torch.ops.shardwise.jagged_vector_product_by_vectors
+        by_vectors = gradient(grad, values, offsets, vectors.shape[1])
     if ctx.needs_input_grad[1]:
-        by_rows = ops.jagged_vector_product_by_rows(grad, vectors, offsets, values.shape[0])
+        gradient = _by_rows if plain else torch.ops.shardwise.jagged_vector_product_by_rows
+        by_rows = gradient(grad, vectors, offsets, values.shape[0])
     return by_vectors, by_rows, None
+
+
+_eager = function_of(_product, _setup_context, _backward)
 
 
 register_autograd(
