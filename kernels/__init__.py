@@ -8,10 +8,10 @@ from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_
 from .features import Feature, Segment, flatten_segments, pack_features, table_rows
 from .finite import check_gradient, describe_gradient, describe_weight
 from .jagged_bmm import jagged_dense_bmm, jagged_jagged_bmm
-from .jagged_softmax import jagged_softmax
 from .pooled import pooled_lookup
 from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup
+from .softmax import jagged_softmax
 from .unary_embeddings import batched_unary_embeddings
 from .update import DECAYS, fused_update
 from .vector_product import jagged_vector_product

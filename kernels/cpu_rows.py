@@ -1,6 +1,6 @@
 """Softmax, vector product and unary lookup on the CPU: the loops of cpu_rows_loops.py, or torch without numba.
 
-Letters as in jagged_softmax.py, vector_product.py and unary_embeddings.py. The loops look at offsets and ids themselves
+Letters as in softmax.py, vector_product.py and unary_embeddings.py. The loops look at offsets and ids themselves
 before they follow them.
 """
 
@@ -167,14 +167,10 @@ def unary_lookup_cpu(weight: Tensor, table_offsets: Tensor, offsets: Tensor, ids
         if _over_tables(loops.unary_lookup, arguments, tables, ids.shape[0] * tasks) or int(offsets[0]) != 0:
             require_unary(table_offsets, offsets, ids, total)
         return out
-    require_unary(table_offsets, offsets, ids, total)
-    if batch == 0:
-        return weight.new_zeros(tasks, batch, tables)
-    rows, wide = linear_rows(table_offsets, offsets, ids), accumulator(weight.dtype)
-    out = torch.empty(tasks, tables * batch, dtype=wide, device=weight.device)
-    for task, sums in zip(weight.to(wide), out, strict=True):
-        sums.copy_(_bag_sums(task[rows][:, None], offsets).view(-1))
-    return out.view(tasks, tables, batch).transpose(1, 2).to(weight.dtype, memory_format=torch.contiguous_format)
+    linear = require_unary(table_offsets, offsets, ids, total)
+    # rows of all tasks side by side
+    sums = _sums_at(linear, weight.t().to(accumulator(weight.dtype)), offsets)
+    return sums.view(tables, batch, tasks).permute(2, 1, 0).to(weight.dtype, memory_format=torch.contiguous_format)
 
 
 def unary_gradient_cpu(grad: Tensor, table_offsets: Tensor, offsets: Tensor, ids: Tensor, total: int) -> Tensor:
@@ -187,36 +183,34 @@ def unary_gradient_cpu(grad: Tensor, table_offsets: Tensor, offsets: Tensor, ids
         if _over_tables(loops.unary_gradient, arguments, tables, ids.shape[0] * tasks):
             require_unary(table_offsets, offsets, ids, total)
         return out
-    require_unary(table_offsets, offsets, ids, total)
-    linear, counts = linear_rows(table_offsets, offsets, ids), offsets.diff()
+    linear, counts = require_unary(table_offsets, offsets, ids, total), offsets.diff()
     for task, upstream in zip(out, grad.transpose(1, 2).reshape(tasks, tables * batch), strict=True):
         # in one dimension torch adds one after another
         task.index_add_(0, linear, upstream.to(task.dtype).repeat_interleave(counts, output_size=linear.shape[0]))
     return out.to(grad.dtype)
 
 
-def require_unary(table_offsets: Tensor, offsets: Tensor, ids: Tensor, total: int) -> None:
-    """Raise where offsets are out of order, or IndexError at the first id outside its table. Waits for a device."""
-    op = "batched_unary_embeddings"
+def require_unary(table_offsets: Tensor, offsets: Tensor, ids: Tensor, total: int) -> Tensor:
+    """Row of each id among those of all tables, [ids before the last offset]. Waits for a device.
+
+    Raises:
+        ValueError: offsets out of order.
+        IndexError: an id outside its table; names the first.
+    """
+    op, tables = "batched_unary_embeddings", table_offsets.shape[0] - 1
     require_offsets(op, offsets, ids.shape[0], "ids")
     require_offsets(op, table_offsets, total, "rows of weight", name="table_offsets")
-    linear = linear_rows(table_offsets, offsets, ids)
-    ids, tables = ids[: linear.shape[0]], table_offsets.shape[0] - 1
-    table = torch.bucketize(torch.arange(ids.shape[0], device=ids.device), _first_ids(offsets, tables)[1:], right=True)
-    outside = (ids < 0) | (ids >= table_offsets.diff()[table])
-    if bool(outside.any()):
-        at = int(outside.nonzero()[0])
-        t = int(table[at])
-        count = int(table_offsets[t + 1] - table_offsets[t])
-        raise IndexError(f"{op}: ids[{at}] is {int(ids[at])}, but table {t} has {count} rows")
-
-
-def linear_rows(table_offsets: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-    """Row of each id among those of all tables, [ids before the last offset]."""
-    tables = table_offsets.shape[0] - 1
-    end = int(offsets[-1])
-    per_table = _first_ids(offsets, tables).diff()
-    return ids[:end] + table_offsets[:-1].repeat_interleave(per_table, output_size=end)
+    first, end = _first_ids(offsets, tables), int(offsets[-1])
+    ids, counts, per_table = ids[:end], table_offsets.diff(), first.diff()
+    if end and tables:
+        smallest, largest = torch.aminmax(ids)
+        if int(smallest) < 0 or int(largest) >= int(counts.min()):
+            outside = (ids < 0) | (ids >= counts.repeat_interleave(per_table, output_size=end))
+            if bool(outside.any()):
+                at = int(outside.nonzero()[0])
+                t = int((first[1:] <= at).sum())
+                raise IndexError(f"{op}: ids[{at}] is {int(ids[at])}, but table {t} has {int(counts[t])} rows")
+    return ids + table_offsets[:-1].repeat_interleave(per_table, output_size=end)
 
 
 def _first_ids(offsets: Tensor, tables: int) -> Tensor:
@@ -243,15 +237,15 @@ def _over_bags(
 ) -> int:
     """Run a loop over all bags, shared among threads by rows. Returns the last offset."""
     bags, end = offsets.shape[0] - 1, int(offsets[-1])
-    parts = min(4 * torch.get_num_threads(), bags, end * columns // _ALONE + 1) if end > 0 else 1
+    parts = 1 if end * columns < _ALONE else min(4 * torch.get_num_threads(), bags, end * columns // _ALONE + 1)
     if parts <= 1:
-        found = [loop(*arguments, 0, bags)]
+        found = (loop(*arguments, 0, bags),)
     else:
         shares = torch.arange(parts + 1) * end // parts
         borders = torch.searchsorted(offsets, shares.to(offsets.dtype)).clamp_(max=bags)
         borders[0], borders[-1] = 0, bags
         # sorted, so that every bag is looked at whatever the offsets say
-        found = run([partial(loop, *arguments, low, high) for low, high in pairwise(sorted(borders.tolist()))])
+        found = tuple(run([partial(loop, *arguments, *part) for part in pairwise(sorted(borders.tolist()))]))
     if max(found) >= 0 or int(offsets[0]) != 0 or end > rows:
         require_offsets(op, offsets, rows)
     return end
@@ -294,7 +288,11 @@ def _places(offsets: Tensor, end: int) -> tuple[Tensor, Tensor]:
 
 def _bag_sums(rows: Tensor, offsets: Tensor) -> Tensor:
     """Sum of each bag's rows, in the rows' dtype."""
-    if rows.numel() == 0 or offsets.shape[0] == 1:
-        return rows.new_zeros(offsets.shape[0] - 1, rows.shape[1])
-    at = torch.arange(rows.shape[0], device=rows.device)
-    return nnf.embedding_bag(at, rows, offsets.long(), mode="sum", include_last_offset=True)
+    return _sums_at(torch.arange(rows.shape[0], device=rows.device), rows, offsets)
+
+
+def _sums_at(at: Tensor, matrix: Tensor, offsets: Tensor) -> Tensor:
+    """Sum over each bag of rows at[i] of the matrix; embedding_bag takes no empty input."""
+    if matrix.numel() == 0 or at.shape[0] == 0 or offsets.shape[0] == 1:
+        return matrix.new_zeros(offsets.shape[0] - 1, matrix.shape[1])
+    return nnf.embedding_bag(at.long(), matrix, offsets.long(), mode="sum", include_last_offset=True)

@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, direct, multiple, next_power_of_2, register, register_autograd, tl, triton
+from ._op import INTERPRETED, direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .cpu_bmm import dense_bmm_cpu, jagged_bmm_cpu
 from .features import feature_of_position, row_alignment
 from .jagged_rows import (
     accumulator,
+    adds_in_fp32,
     check_bags,
     check_like,
     eager,
     function_of,
     limit_of,
     require_offsets,
-    takes_kernel,
 )
 
 _TILE = 16 if INTERPRETED else 64
@@ -188,7 +188,7 @@ def _check_dense(values: Tensor, offsets: Tensor, dense: Tensor) -> None:
 
 
 def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int | None, transposed: bool) -> Tensor:
-    if not takes_kernel(values):
+    if not (adds_in_fp32(values) and runs_kernel(values)):
         require_offsets("jagged_dense_bmm", offsets, values.shape[0])
         return dense_bmm_cpu(values, offsets, dense, max_length, transposed)
     rows, bags, columns = values.shape[0], dense.shape[0], dense.shape[1 if transposed else 2]
@@ -210,7 +210,7 @@ def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int |
 
 
 def _jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int | None) -> Tensor:
-    if not takes_kernel(x):
+    if not (adds_in_fp32(x) and runs_kernel(x)):
         require_offsets("jagged_jagged_bmm", offsets, x.shape[0])
         return jagged_bmm_cpu(x, y, offsets, max_length)
     rows, left, right = x.shape[0], x.shape[1], y.shape[1]

@@ -1,4 +1,4 @@
-"""What the ops on bags of rows share: how their arguments are checked, and which kernels may take them.
+"""What the ops on bags of rows share: how their arguments are checked, and how eager CPU batches are quick.
 
 Letters: N rows, D columns, B bags; O [B + 1] offsets: bag b is rows O[b] ... O[b+1] - 1. Rows past O[B] belong to no
 bag, nor do those of a bag from its `max_length`-th on take part: they come out as 0 and get a gradient of 0.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import direct, runs_kernel
+from ._op import direct
 from .cpu_lookup import offsets_are_good
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -70,9 +70,9 @@ def require_offsets(op: str, offsets: Tensor, rows: int, what: str = "rows", *, 
     raise ValueError(f"{op}: the last of {name} must be at most {rows}, the number of {what}, got {numbers[-1]}")
 
 
-def takes_kernel(values: Tensor) -> bool:
-    """Whether the Triton kernels, which add in fp32, are for these rows."""
-    return values.dtype != torch.float64 and runs_kernel(values)
+def adds_in_fp32(values: Tensor) -> bool:
+    """Whether rows are added up in fp32, as the Triton kernels do; fp64 runs on torch, which waits for a device."""
+    return values.dtype != torch.float64
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

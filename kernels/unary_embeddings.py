@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, direct, register, register_autograd, tl, triton
+from ._op import INTERPRETED, direct, register, register_autograd, runs_kernel, tl, triton
 from .cpu_rows import unary_gradient_cpu, unary_lookup_cpu
 from .features import bag_of_position
-from .jagged_rows import FLOATS, accumulator, check_offsets, eager, function_of, takes_kernel
+from .jagged_rows import FLOATS, accumulator, adds_in_fp32, check_offsets, eager, function_of
 from .transpose import CHUNK, chunks_of, key_dtype, levels_for
 
 _BLOCK = 16 if INTERPRETED else 128
@@ -112,7 +112,7 @@ def batched_unary_embeddings(weight: Tensor, table_offsets: Tensor, offsets: Ten
 
 def _lookup(weight: Tensor, table_offsets: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
     matrix = weight.reshape(weight.shape[:2])
-    if not takes_kernel(weight):
+    if not (adds_in_fp32(weight) and runs_kernel(weight)):
         return unary_lookup_cpu(matrix, table_offsets, offsets, ids)
     (tasks, total), tables, bags = matrix.shape, table_offsets.shape[0] - 1, offsets.shape[0] - 1
     out = weight.new_empty(tasks, bags // max(tables, 1), tables)
@@ -126,7 +126,7 @@ def _lookup(weight: Tensor, table_offsets: Tensor, offsets: Tensor, ids: Tensor)
 
 
 def _gradient(grad: Tensor, table_offsets: Tensor, offsets: Tensor, ids: Tensor, total: int) -> Tensor:
-    if not takes_kernel(grad):
+    if not (adds_in_fp32(grad) and runs_kernel(grad)):
         return unary_gradient_cpu(grad, table_offsets, offsets, ids, total)
     tasks, batch, tables = grad.shape
     out = torch.zeros(tasks, total, device=grad.device)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import direct, multiple, next_power_of_2, register, register_autograd, tl, triton
+from ._op import direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .cpu_rows import vector_product_by_rows_cpu, vector_product_by_vectors_cpu, vector_product_cpu
 from .features import row_alignment
-from .jagged_rows import accumulator, check_bags, check_like, eager, function_of, takes_kernel
+from .jagged_rows import accumulator, adds_in_fp32, check_bags, check_like, eager, function_of
 
 # elements of a tile, at two warps
 _TILE = 1024
@@ -150,7 +150,7 @@ def heads_of(vectors: Tensor, offsets: Tensor) -> int:
 
 def _product(vectors: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
     heads = heads_of(vectors, offsets)
-    if not takes_kernel(values):
+    if not (adds_in_fp32(values) and runs_kernel(values)):
         return vector_product_cpu(vectors, values, offsets, heads)
     lanes, length, dim = vectors.shape[0], vectors.shape[1], values.shape[1] // heads
     out = values.new_empty(lanes, dim)
@@ -167,7 +167,7 @@ def _product(vectors: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
 
 def _by_rows(grad: Tensor, vectors: Tensor, offsets: Tensor, rows: int) -> Tensor:
     heads = heads_of(vectors, offsets)
-    if not takes_kernel(grad):
+    if not (adds_in_fp32(grad) and runs_kernel(grad)):
         return vector_product_by_rows_cpu(grad, vectors, offsets, heads, rows)
     length, dim, bags = vectors.shape[1], grad.shape[1], offsets.shape[0] - 1
     out = grad.new_empty(rows, heads * dim)
@@ -184,7 +184,7 @@ def _by_rows(grad: Tensor, vectors: Tensor, offsets: Tensor, rows: int) -> Tenso
 
 def _by_vectors(grad: Tensor, values: Tensor, offsets: Tensor, length: int) -> Tensor:
     heads = heads_of(grad, offsets)
-    if not takes_kernel(values):
+    if not (adds_in_fp32(values) and runs_kernel(values)):
         return vector_product_by_vectors_cpu(grad, values, offsets, heads, length)
     lanes, dim = grad.shape
     out = grad.new_empty(lanes, length)

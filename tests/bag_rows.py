@@ -23,7 +23,7 @@ from shardwise.kernels import (
     unary_embeddings,
     vector_product,
 )
-from shardwise.kernels.jagged_softmax import jagged_softmax_ref
+from shardwise.kernels.softmax import jagged_softmax_ref
 
 Rows = list[list[float]]
 

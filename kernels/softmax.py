@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import direct, multiple, next_power_of_2, register, register_autograd, tl, triton
+from ._op import direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .cpu_rows import softmax_cpu, softmax_gradient_cpu
 from .features import row_alignment
-from .jagged_rows import accumulator, check_bags, eager, function_of, limit_of, takes_kernel
+from .jagged_rows import accumulator, adds_in_fp32, check_bags, eager, function_of, limit_of
 
 # elements of a tile, at two warps
 _TILE = 1024
@@ -128,7 +128,7 @@ def jagged_softmax(values: Tensor, offsets: Tensor, max_length: int | None = Non
 
 
 def _softmax(values: Tensor, offsets: Tensor, max_length: int | None) -> Tensor:
-    if not takes_kernel(values):
+    if not (adds_in_fp32(values) and runs_kernel(values)):
         return softmax_cpu(values, offsets, max_length)
     rows, columns = values.shape
     out = values.new_empty(rows, columns)
@@ -145,7 +145,7 @@ def _softmax(values: Tensor, offsets: Tensor, max_length: int | None) -> Tensor:
 
 
 def _softmax_gradient(grad: Tensor, soft: Tensor, offsets: Tensor, max_length: int | None) -> Tensor:
-    if not takes_kernel(soft):
+    if not (adds_in_fp32(soft) and runs_kernel(soft)):
         return softmax_gradient_cpu(grad, soft, offsets, max_length)
     rows, columns = soft.shape
     out = soft.new_empty(rows, columns)
