@@ -204,7 +204,7 @@ def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int |
     _dense_bmm_kernel[grid](
         values, offsets, dense, out, rows, bags, inner, columns, limit_of(max_length, rows),
         INTERPRETED, transposed, bags.bit_length() + 1, block_l, block_m, block_k,
-        _align(values, inner), _align(out, columns), num_warps=max(1, block_l * block_k // 1024),
+        _align(values, inner), _align(out, columns), num_warps=_warps(max(block_l, block_m) * block_k),
     )  # fmt: skip
     return out
 
@@ -223,7 +223,7 @@ def _jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int | None) -
     _jagged_bmm_kernel[grid](
         x, y, offsets, out, rows, left, right, limit_of(max_length, rows),
         INTERPRETED, _STEP, block_m, block_k, _align(x, left), _align(y, right),
-        num_warps=max(1, block_m * block_k // 1024),
+        num_warps=_warps(block_m * block_k),
     )  # fmt: skip
     return out
 
@@ -231,6 +231,11 @@ def _jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int | None) -
 def _block(columns: int, most: int) -> int:
     """Columns of a tile; a product of tiles takes at least 16."""
     return max(16, min(most, next_power_of_2(columns)))
+
+
+def _warps(elements: int) -> int:
+    """By the larger of the tiles that are multiplied."""
+    return 4 if elements >= 1024 else 1
 
 
 def _align(rows: Tensor, columns: int) -> int:
