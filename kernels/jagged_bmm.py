@@ -18,7 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from ._op import (
+    INTERPRETED,
+    direct,
+    launch_options,
+    multiple,
+    next_power_of_2,
+    register,
+    register_autograd,
+    runs_kernel,
+    tl,
+    triton,
+)
 from .cpu_bmm import dense_bmm_cpu, jagged_bmm_cpu
 from .features import feature_of_position, row_alignment
 from .jagged_rows import (
@@ -199,12 +210,12 @@ def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int |
     inner = values.shape[1]
     # more rows than a usual bag has would be multiplied by its matrix for nothing
     block_l = max(16, min(_TILE, next_power_of_2(rows // bags)))
-    block_m, block_k = _block(inner, 32), _block(columns, _TILE)
+    block_m, block_k = _block(inner, 64 // values.itemsize), _block(columns, _TILE)
     grid = (triton.cdiv(rows, block_l), triton.cdiv(columns, block_k))
     _dense_bmm_kernel[grid](
         values, offsets, dense, out, rows, bags, inner, columns, limit_of(max_length, rows),
         INTERPRETED, transposed, bags.bit_length() + 1, block_l, block_m, block_k,
-        _align(values, inner), _align(out, columns), num_warps=_warps(max(block_l, block_m) * block_k),
+        _align(values, inner), _align(out, columns), **_options(max(block_l, block_m) * block_k),
     )  # fmt: skip
     return out
 
@@ -223,7 +234,7 @@ def _jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int | None) -
     _jagged_bmm_kernel[grid](
         x, y, offsets, out, rows, left, right, limit_of(max_length, rows),
         INTERPRETED, _STEP, block_m, block_k, _align(x, left), _align(y, right),
-        num_warps=_warps(block_m * block_k),
+        **_options(block_m * block_k),
     )  # fmt: skip
     return out
 
@@ -233,9 +244,9 @@ def _block(columns: int, most: int) -> int:
     return max(16, min(most, next_power_of_2(columns)))
 
 
-def _warps(elements: int) -> int:
-    """By the larger of the tiles that are multiplied."""
-    return 4 if elements >= 1024 else 1
+def _options(elements: int) -> dict[str, int]:
+    """By the larger of the tiles that are multiplied. fp32 products hold much of both tiles in registers."""
+    return launch_options(4 if elements >= 1024 else 1, 200)
 
 
 def _align(rows: Tensor, columns: int) -> int:

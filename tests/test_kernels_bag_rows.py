@@ -28,7 +28,7 @@ EVERY_OP = pytest.mark.parametrize("op", OPS)
 EVERYWHERE = pytest.mark.parametrize("device", UPDATES)
 BY_NAME = {case.name: case for case in CASES}
 # what the interpreter is spared: it needs seconds for what tells nothing else
-INTERPRETED = ("usual", "no bags", "empty bags before rows", "cut", "int32 offsets", "bf16", "no columns")
+INTERPRETED = ("usual", "no bags", "empty bags before rows", "cut", "bf16")
 PAIRS = [
     pytest.param(*device.values, case, marks=device.marks, id=f"{device.values[0]}-{case.name}")
     for device in (pytest.param(d) if isinstance(d, str) else d for d in UPDATES)
@@ -62,10 +62,10 @@ def test_results_and_gradients_are_those_of_the_reference(device: str, case: Bag
     wide = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments)
     expected = results(OPS[op].ref, wide)
     with torch.no_grad():
-        assert_close(OPS[op].call(*arguments), expected[0].to(case.dtype), 5e-6 if case.dtype.itemsize >= 4 else 1e-2)
+        assert_close(OPS[op].call(*arguments), expected[0].to(case.dtype), 5e-6 if case.dtype.itemsize >= 4 else 2e-2)
     for got, want in zip(results(OPS[op].call, arguments), expected, strict=True):
         assert got.dtype == case.dtype
-        assert_close(got, want.to(case.dtype), 5e-6 if case.dtype.itemsize >= 4 else 1e-2)
+        assert_close(got, want.to(case.dtype), 5e-6 if case.dtype.itemsize >= 4 else 2e-2)
 
 
 @st.composite
