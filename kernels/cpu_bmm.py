@@ -99,7 +99,7 @@ def blocks_of(offsets: Tensor, lengths: Tensor, columns: int) -> Iterator[Block]
         bounds, longest = [0, int(offsets[-1])], [int(lengths.max())]
     else:
         bounds = [*offsets[:-1:size].tolist(), int(offsets[-1])]
-        longest = [int(part.max()) for part in lengths.split(size)]
+        longest = [int(lengths[low : low + size].max()) for low in range(0, bags, size)]
     for i, most in enumerate(longest):
         begin, end = bounds[i], bounds[i + 1]
         if begin == end:

@@ -48,7 +48,7 @@ def _exp(x: Any) -> Any:
 
 
 @compiled()
-def _in_order(O: Any, low: int, high: int, rows: int) -> int:
+def _in_order(O: Any, low: int, high: int, rows: int) -> Any:
     """-1, or the first bag of these that does not lie within the rows."""
     for b in range(low, high):
         if O[b] < 0 or O[b + 1] < O[b] or O[b + 1] > rows:
@@ -57,7 +57,7 @@ def _in_order(O: Any, low: int, high: int, rows: int) -> int:
 
 
 @compiled(int64(F1, I1, F1, int64, int64, int64, int64, int64))
-def softmax(X: Any, O: Any, Y: Any, rows: int, D: int, limit: int, low: int, high: int) -> int:
+def softmax(X: Any, O: Any, Y: Any, rows: int, D: int, limit: int, low: int, high: int) -> Any:
     bad = _in_order(O, low, high, rows)
     if bad >= 0:
         return bad
@@ -94,7 +94,7 @@ def softmax(X: Any, O: Any, Y: Any, rows: int, D: int, limit: int, low: int, hig
 
 
 @compiled(int64(F1, F1, I1, F1, int64, int64, int64, int64, int64))
-def softmax_gradient(G: Any, Y: Any, O: Any, Q: Any, rows: int, D: int, limit: int, low: int, high: int) -> int:
+def softmax_gradient(G: Any, Y: Any, O: Any, Q: Any, rows: int, D: int, limit: int, low: int, high: int) -> Any:
     bad = _in_order(O, low, high, rows)
     if bad >= 0:
         return bad
@@ -118,7 +118,7 @@ def softmax_gradient(G: Any, Y: Any, O: Any, Q: Any, rows: int, D: int, limit: i
 
 
 @compiled(int64(F1, F1, I1, F1, int64, int64, int64, int64, int64, int64))
-def vector_product(V: Any, A: Any, O: Any, Y: Any, rows: int, H: int, L: int, D: int, low: int, high: int) -> int:
+def vector_product(V: Any, A: Any, O: Any, Y: Any, rows: int, H: int, L: int, D: int, low: int, high: int) -> Any:
     bad = _in_order(O, low, high, rows)
     if bad >= 0:
         return bad
@@ -140,7 +140,7 @@ def vector_product(V: Any, A: Any, O: Any, Y: Any, rows: int, H: int, L: int, D:
 @compiled(int64(F1, F1, I1, F1, int64, int64, int64, int64, int64, int64))
 def vector_product_by_rows(
     G: Any, V: Any, O: Any, Q: Any, rows: int, H: int, L: int, D: int, low: int, high: int
-) -> int:
+) -> Any:
     bad = _in_order(O, low, high, rows)
     if bad >= 0:
         return bad
@@ -162,7 +162,7 @@ def vector_product_by_rows(
 @compiled(int64(F1, F1, I1, F1, int64, int64, int64, int64, int64, int64))
 def vector_product_by_vectors(
     G: Any, A: Any, O: Any, Q: Any, rows: int, H: int, L: int, D: int, low: int, high: int
-) -> int:
+) -> Any:
     bad = _in_order(O, low, high, rows)
     if bad >= 0:
         return bad
@@ -195,7 +195,7 @@ def vector_product_by_vectors(
 
 
 @compiled()
-def _first_bad(TO: Any, O: Any, I: Any, S: int, B: int, t: int) -> int:
+def _first_bad(TO: Any, O: Any, I: Any, S: int, B: int, t: int) -> Any:
     """-1, or a number where table t, its bags or one of its ids lie outside of what they name."""
     if TO[t] < 0 or TO[t + 1] < TO[t] or TO[t + 1] > S:
         return 0
@@ -208,7 +208,7 @@ def _first_bad(TO: Any, O: Any, I: Any, S: int, B: int, t: int) -> int:
 
 
 @compiled(int64(F1, I1, I1, I1, F1, int64, int64, int64, int64, int64))
-def unary_lookup(W: Any, TO: Any, O: Any, I: Any, Y: Any, tasks: int, S: int, B: int, low: int, high: int) -> int:
+def unary_lookup(W: Any, TO: Any, O: Any, I: Any, Y: Any, tasks: int, S: int, B: int, low: int, high: int) -> Any:
     """Of tables [low, high)."""
     T = len(TO) - 1
     for t in range(low, high):
@@ -226,7 +226,7 @@ def unary_lookup(W: Any, TO: Any, O: Any, I: Any, Y: Any, tasks: int, S: int, B:
 
 
 @compiled(int64(F1, I1, I1, I1, F1, int64, int64, int64, int64, int64))
-def unary_gradient(G: Any, TO: Any, O: Any, I: Any, Q: Any, tasks: int, S: int, B: int, low: int, high: int) -> int:
+def unary_gradient(G: Any, TO: Any, O: Any, I: Any, Q: Any, tasks: int, S: int, B: int, low: int, high: int) -> Any:
     """Of tables [low, high), which own their rows of Q."""
     T = len(TO) - 1
     for t in range(low, high):

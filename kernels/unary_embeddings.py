@@ -160,9 +160,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    plain = direct(grad, *ctx.saved_tensors)
+    table_offsets, offsets, ids = ctx.saved_tensors
+    plain = direct(grad, table_offsets, offsets, ids)
     gradient = _gradient if plain else torch.ops.shardwise.batched_unary_embeddings_gradient
-    return gradient(grad, *ctx.saved_tensors, ctx.shape[1]).view(ctx.shape), None, None, None
+    return gradient(grad, table_offsets, offsets, ids, ctx.shape[1]).view(ctx.shape), None, None, None
 
 
 _eager = function_of(_lookup, _setup_context, _backward)

@@ -79,7 +79,7 @@ def _by_rows_kernel(G, V, O, Q, N, B, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: t
     D = multiple(D, ALIGN)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_row = d < D
-    g = tl.load(G + lane * D + d, mask=in_row & (bag < B), other=0.0).to(tl.float32)
+    g = tl.load(G + lane * D + d, mask=d < tl.where(bag < B, D, 0), other=0.0).to(tl.float32)
     columns = Q + (lane - bag * H) * D
     row = begin
     while row < end:
@@ -219,11 +219,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     by_vectors = by_rows = None
     plain = direct(grad, vectors, values, offsets)
     if ctx.needs_input_grad[0]:
-        gradient = _by_vectors if plain else torch.ops.shardwise.jagged_vector_product_by_vectors
-        by_vectors = gradient(grad, values, offsets, vectors.shape[1])
+        vectors_op = _by_vectors if plain else torch.ops.shardwise.jagged_vector_product_by_vectors
+        by_vectors = vectors_op(grad, values, offsets, vectors.shape[1])
     if ctx.needs_input_grad[1]:
-        gradient = _by_rows if plain else torch.ops.shardwise.jagged_vector_product_by_rows
-        by_rows = gradient(grad, vectors, offsets, values.shape[0])
+        rows_op = _by_rows if plain else torch.ops.shardwise.jagged_vector_product_by_rows
+        by_rows = rows_op(grad, vectors, offsets, values.shape[0])
     return by_vectors, by_rows, None
 
 

@@ -1,4 +1,4 @@
-"""The kernels of the ops on bags of rows: no races, no order among programs, no bytes beyond the declared, no spills."""
+"""The kernels of the ops on bags of rows: no races, no order among programs, the declared bytes, no spills."""
 
 from __future__ import annotations
 
