@@ -21,7 +21,6 @@ from torch import Tensor
 from ._op import (
     INTERPRETED,
     direct,
-    launch_options,
     multiple,
     next_power_of_2,
     register,
@@ -215,7 +214,7 @@ def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int |
     _dense_bmm_kernel[grid](
         values, offsets, dense, out, rows, bags, inner, columns, limit_of(max_length, rows),
         INTERPRETED, transposed, bags.bit_length() + 1, block_l, block_m, block_k,
-        _align(values, inner), _align(out, columns), **_options(max(block_l, block_m) * block_k),
+        _align(values, inner), _align(out, columns), num_warps=_warps(block_l, block_m, block_k, values.itemsize),
     )  # fmt: skip
     return out
 
@@ -234,7 +233,7 @@ def _jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int | None) -
     _jagged_bmm_kernel[grid](
         x, y, offsets, out, rows, left, right, limit_of(max_length, rows),
         INTERPRETED, _STEP, block_m, block_k, _align(x, left), _align(y, right),
-        **_options(block_m * block_k),
+        num_warps=_warps(block_m, _STEP, block_k, 2),
     )  # fmt: skip
     return out
 
@@ -244,9 +243,9 @@ def _block(columns: int, most: int) -> int:
     return max(16, min(most, next_power_of_2(columns)))
 
 
-def _options(elements: int) -> dict[str, int]:
-    """By the larger of the tiles that are multiplied. fp32 products hold much of both tiles in registers."""
-    return launch_options(4 if elements >= 1024 else 1, 200)
+def _warps(rows: int, inner: int, columns: int, itemsize: int) -> int:
+    """By the larger of two tiles; products of fp32 hold much of both in registers, and spill where these are few."""
+    return itemsize * 2 if max(rows, inner) * columns >= 1024 else 1
 
 
 def _align(rows: Tensor, columns: int) -> int:

@@ -280,10 +280,10 @@ WRONG_OFFSETS = [
 def test_offsets_out_of_order_are_never_followed(device: str, numbers: list[int], message: str) -> None:
     offsets, lanes = torch.tensor(numbers), torch.ones(2, 2)
     for call in (
-        lambda x: jagged_dense_bmm(x, offsets, W),
+        lambda x: jagged_dense_bmm(x, offsets, W.to(x.dtype)),
         lambda x: jagged_jagged_bmm(x, x, offsets),
         lambda x: jagged_softmax(x, offsets),
-        lambda x: jagged_vector_product(lanes, x, offsets),
+        lambda x: jagged_vector_product(lanes.to(x.dtype), x, offsets),
         lambda x: batched_unary_embeddings(x.t()[:1, :2, None] * 1, TABLES, offsets, IDS),
     ):
         for x in (X, X.double(), X.clone().requires_grad_()):
