@@ -255,7 +255,8 @@ def _over_tables(loop: Callable[..., int], arguments: tuple[Any, ...], tables: i
     """Run a loop over all tables, shared among threads. Returns whether it found anything wrong."""
     parts = min(4 * torch.get_num_threads(), tables, 4 * ids // _ALONE + 1)
     if parts <= 1:
-        return max((loop(*arguments, 0, tables),)) >= 0
+        wrong: bool = loop(*arguments, 0, tables) >= 0
+        return wrong
     borders = pairwise([tables * part // parts for part in range(parts + 1)])
     return max(run([partial(loop, *arguments, low, high) for low, high in borders])) >= 0
 
