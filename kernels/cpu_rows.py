@@ -168,9 +168,13 @@ def unary_lookup_cpu(weight: Tensor, table_offsets: Tensor, offsets: Tensor, ids
             require_unary(table_offsets, offsets, ids, total)
         return out
     linear = require_unary(table_offsets, offsets, ids, total)
-    # rows of all tasks side by side
-    sums = _sums_at(linear, weight.t().to(accumulator(weight.dtype)), offsets)
-    return sums.view(tables, batch, tasks).permute(2, 1, 0).to(weight.dtype, memory_format=torch.contiguous_format)
+    wide = accumulator(weight.dtype)
+    # for rows of one number embedding_bag is slow; in one dimension index_add_ adds one after another
+    bag = torch.arange(tables * batch, device=ids.device).repeat_interleave(offsets.diff(), output_size=linear.shape[0])
+    sums = torch.zeros(tasks, tables * batch, dtype=wide, device=weight.device)
+    for task, total_of in zip(weight, sums, strict=True):
+        total_of.index_add_(0, bag, task.index_select(0, linear).to(wide))
+    return sums.view(tasks, tables, batch).transpose(1, 2).to(weight.dtype, memory_format=torch.contiguous_format)
 
 
 def unary_gradient_cpu(grad: Tensor, table_offsets: Tensor, offsets: Tensor, ids: Tensor, total: int) -> Tensor:
@@ -255,10 +259,9 @@ def _over_tables(loop: Callable[..., int], arguments: tuple[Any, ...], tables: i
     """Run a loop over all tables, shared among threads. Returns whether it found anything wrong."""
     parts = min(4 * torch.get_num_threads(), tables, 4 * ids // _ALONE + 1)
     if parts <= 1:
-        wrong: bool = loop(*arguments, 0, tables) >= 0
-        return wrong
+        return bool(loop(*arguments, 0, tables) >= 0)
     borders = pairwise([tables * part // parts for part in range(parts + 1)])
-    return max(run([partial(loop, *arguments, low, high) for low, high in borders])) >= 0
+    return bool(max(run([partial(loop, *arguments, low, high) for low, high in borders])) >= 0)
 
 
 def _without_rest(out: Tensor, end: int) -> Tensor:
