@@ -19,6 +19,7 @@ from .jagged import (
     segment_sum,
     unpack_segments,
 )
+from .jagged_bmm import jagged_dense_bmm, jagged_jagged_bmm
 from .keyed_select import keyed_jagged_index_select
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .permute import expand_into_jagged_permute, permute_1d, permute_2d, permute_segments
@@ -27,7 +28,10 @@ from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
 from .regrouping import permute_pooled, regroup
 from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup
+from .softmax import jagged_softmax
+from .unary_embeddings import batched_unary_embeddings
 from .update import DECAYS, fused_update
+from .vector_product import jagged_vector_product
 from .weight_gradient import per_id_weight_gradient
 
 __all__ = [
@@ -38,6 +42,7 @@ __all__ = [
     "RegroupPlan",
     "Rule",
     "Segment",
+    "batched_unary_embeddings",
     "check_gradient",
     "check_ids",
     "complete_cumsum",
@@ -51,11 +56,15 @@ __all__ = [
     "is_clean",
     "jagged_dense_add",
     "jagged_dense_add_jagged",
+    "jagged_dense_bmm",
     "jagged_dense_mul",
     "jagged_index_add",
     "jagged_index_select",
+    "jagged_jagged_bmm",
     "jagged_jagged_mul",
+    "jagged_softmax",
     "jagged_to_padded_dense",
+    "jagged_vector_product",
     "keyed_jagged_index_select",
     "new_guard",
     "offsets_range",

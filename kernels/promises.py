@@ -55,6 +55,9 @@ REGISTERS = {
     r"update ": 128,
     r"pooled_lookup ": 80,
     r"weight_gradient |check_ids ": 96,
+    r"dense_bmm |jagged_bmm ": 200,
+    r"softmax |softmax_gradient |vector_product |by_rows |by_vectors ": 96,
+    r"unary_chunk ": 96,
     r"": 64,
 }
 # of a lookup whose rows are aligned to 16 bytes, whatever its case is called
