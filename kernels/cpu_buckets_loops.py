@@ -66,6 +66,73 @@ def _feature_sizes(f: int, block_sizes: Any, totals: Any, buckets: int) -> tuple
     return size, local, (block * blocks if block <= most // blocks else most)
 
 
+@numba.njit(forceinline=True)
+def _divide_evenly(
+    ids: Any, at: int, end: int, size: int, local: int, blocks: int, whole: int, where: Any, counts: Any
+) -> int:
+    """Buckets of ids at ... end - 1 of one feature whose buckets have `size` ids, `whole` in all."""
+    inverse = 1.0 / max(size, 1)
+    exact = whole <= _EXACT
+    for i in range(at, end):
+        id = int64(ids[uint64(i)])
+        if id < 0:
+            return BAD_ID - i
+        if id < whole:
+            if exact:
+                # a product instead of a quotient, which is wrong by 1 at most
+                p = int64(float(id) * inverse)
+                rest = id - p * size
+                p += int64(rest >= size) - int64(rest < 0)
+            else:
+                p = id // size
+            where[uint64(i)] = p
+        else:
+            p = id % blocks // local
+            where[uint64(i)] = -1 - p
+        counts[uint64(p)] += 1
+    return end
+
+
+@numba.njit(forceinline=True)
+def _divide_by_borders(
+    ids: Any, at: int, end: int, block: int, blocks: int, borders: Any, where: Any, counts: Any
+) -> int:
+    """Buckets of ids at ... end - 1 of one feature between `borders` [K + 1]; where the block is 0 ids are raw."""
+    buckets = borders.shape[0] - 1
+    rows = borders[buckets]
+    for i in range(at, end):
+        id = int64(ids[i])
+        if id < 0:
+            return BAD_ID - i
+        inside = id if block else id % blocks * rows // blocks
+        if inside < rows:
+            p, high = int64(0), int64(buckets)
+            while high - p > 1:
+                middle = (p + high) // 2
+                if borders[middle] <= inside:
+                    p = middle
+                else:
+                    high = middle
+            where[i] = p if block else -1 - p
+        else:
+            p = id % buckets
+            where[i] = -1 - p
+        counts[p] += 1
+    return end
+
+
+@numba.njit(forceinline=True)
+def _ids_of(lengths: Any, first: int, last: int, most: int) -> int:
+    """The sum of lengths first ... last - 1; BAD_LENGTHS if one is negative or they are more than `most`."""
+    total, least, largest = int64(0), int64(0), int64(0)
+    for bag in range(first, last):
+        length = int64(lengths[uint64(bag)])
+        total += length
+        least, largest = min(least, length), max(largest, length)
+    # no sum of lengths that are at most `most` overflows
+    return BAD_LENGTHS if least < 0 or largest > most or total > most else total
+
+
 @_compiled
 def count_buckets(
     lengths_at: int, bags: int, lengths_like: Any, ids_at: int, n: int, ids_like: Any, sizes_at: int, sizes_like: Any,
@@ -76,67 +143,35 @@ def count_buckets(
 
     Returns the position after the last id, BAD_LENGTHS, or BAD_ID - the position of a negative id.
     """
-    i8 = LIKE_INT64
     lengths, ids = _view(lengths_at, bags, lengths_like), _view(ids_at, n, ids_like)
     block_sizes = _view(sizes_at, features, sizes_like)
-    totals = _view(totals_at, features if totals_at else 0, i8)
-    borders = _view(borders_at, features * (buckets + 1) if borders_at else 0, i8)
-    ends = _view(ends_at, features if ends_at else 0, i8)
-    where, counts = _view(where_at, n, LIKE_INT32), _view(counts_at, buckets, i8)
+    totals = _view(totals_at, features if totals_at else 0, LIKE_INT64)
+    borders = _view(borders_at, features * (buckets + 1) if borders_at else 0, LIKE_INT64)
+    ends = _view(ends_at, features if ends_at else 0, LIKE_INT64)
+    where, counts = _view(where_at, n, LIKE_INT32), _view(counts_at, buckets, LIKE_INT64)
     new_lengths = _view(new_lengths_at, buckets * bags, lengths_like)
-    f, end, size, local, whole, block = -1, int64(0), int64(0), int64(0), int64(0), int64(0)
-    inverse, exact, blocks = 0.0, True, int64(1)
-    at = int64(begin)
-    if at < 0:
-        return BAD_LENGTHS
-    for bag in range(first, last):
-        while bag >= end:
-            f += 1
-            end = ends[f] if ends.shape[0] else end + batch
-            if bag < end:
-                size, local, whole = _feature_sizes(f, block_sizes, totals, buckets)
-                block, blocks = int64(block_sizes[f]), local * buckets
-                inverse, exact = 1.0 / max(size, 1), whole <= _EXACT
-        length = int64(lengths[bag])
-        if length < 0 or length > n - at:
+    at, bag = int64(begin), int64(first)
+    for f in range(features):
+        stop = min(ends[f] if ends.shape[0] else (f + 1) * batch, last)
+        if bag >= stop:
+            continue
+        total = _ids_of(lengths, bag, stop, n - at)
+        if at < 0 or total < 0:
             return BAD_LENGTHS
-        for i in range(at, at + length):
-            id = int64(ids[i])
-            if id < 0:
-                return BAD_ID - i
-            if borders.shape[0]:
-                low, high = int64(0), int64(buckets)
-                border = f * (buckets + 1)
-                looked_up = id
-                if block == 0:
-                    looked_up = (id % blocks) * borders[border + buckets] // blocks
-                # the number of inner borders that are at most the id, which is less than the last border
-                if looked_up >= borders[border + buckets]:
-                    p, mark = id % buckets, -1 - id % buckets
-                else:
-                    while high - low > 1:
-                        middle = (low + high) // 2
-                        if borders[border + middle] <= looked_up:
-                            low = middle
-                        else:
-                            high = middle
-                    p = low
-                    mark = p if block else -1 - p
-            elif id < whole:
-                if exact:
-                    p = int64(float(id) * inverse)
-                    rest = id - p * size
-                    p += int64(rest >= size) - int64(rest < 0)
-                else:
-                    p = id // size
-                mark = p
-            else:
-                p = id % blocks // local
-                mark = -1 - p
-            where[i] = mark
-            counts[p] += 1
-            new_lengths[p * bags + bag] += 1
-        at += length
+        size, local, whole = _feature_sizes(f, block_sizes, totals, buckets)
+        if borders.shape[0]:
+            mine = borders[f * (buckets + 1) : (f + 1) * (buckets + 1)]
+            found = _divide_by_borders(ids, at, at + total, int64(block_sizes[f]), local * buckets, mine, where, counts)
+        else:
+            found = _divide_evenly(ids, at, at + total, size, local, local * buckets, whole, where, counts)
+        if found < 0:
+            return found
+        while bag < stop:
+            for i in range(at, at + int64(lengths[uint64(bag)])):
+                mark = int64(where[uint64(i)])
+                new_lengths[uint64((mark if mark >= 0 else -1 - mark) * bags + bag)] += 1
+            at += int64(lengths[uint64(bag)])
+            bag += 1
     return at
 
 
@@ -148,54 +183,62 @@ def place_in_buckets(
     new_weights_at: int, weights_like: Any, positions_at: int, permute_at: int,
 ) -> None:  # fmt: skip
     """Move the ids of bags first ... last - 1 to where `cursors`, one for each bucket, say, in order."""
-    i8 = LIKE_INT64
     lengths, ids = _view(lengths_at, bags, lengths_like), _view(ids_at, n, ids_like)
     block_sizes = _view(sizes_at, features, sizes_like)
-    totals = _view(totals_at, features if totals_at else 0, i8)
-    borders = _view(borders_at, features * (buckets + 1) if borders_at else 0, i8)
-    ends = _view(ends_at, features if ends_at else 0, i8)
-    keep = _view(keep_at, features if keep_at else 0, i8)
-    where, cursors = _view(where_at, n, LIKE_INT32), _view(cursors_at, buckets, i8)
+    totals = _view(totals_at, features if totals_at else 0, LIKE_INT64)
+    borders = _view(borders_at, features * (buckets + 1) if borders_at else 0, LIKE_INT64)
+    ends = _view(ends_at, features if ends_at else 0, LIKE_INT64)
+    keep = _view(keep_at, features if keep_at else 0, LIKE_INT64)
+    where, cursors = _view(where_at, n, LIKE_INT32), _view(cursors_at, buckets, LIKE_INT64)
     new_ids = _view(new_ids_at, n, ids_like)
     weights = _view(weights_at, n if weights_at else 0, weights_like)
     new_weights = _view(new_weights_at, n if weights_at else 0, weights_like)
     positions = _view(positions_at, n if positions_at else 0, ids_like)
     permute = _view(permute_at, n if permute_at else 0, ids_like)
-    f, end, size, local, blocks, kept = -1, int64(0), int64(0), int64(0), int64(1), keep_all
-    outside = int64(1)
-    at = int64(begin)
-    for bag in range(first, last):
-        while bag >= end:
-            f += 1
-            end = ends[f] if ends.shape[0] else end + batch
-            if bag < end:
-                size, local, _ = _feature_sizes(f, block_sizes, totals, buckets)
-                kept = keep[f] != 0 if keep.shape[0] else keep_all
-                outside = local * buckets
-                if borders.shape[0] and block_sizes[f] != 0:
-                    outside = int64(buckets)
-        length = int64(lengths[bag])
-        for i in range(at, at + length):
-            mark = int64(where[i])
-            p = mark if mark >= 0 else -1 - mark
-            k = cursors[p]
-            cursors[p] = k + 1
-            id = int64(ids[i])
-            if not kept:
-                if mark < 0:
-                    id = id // outside
-                elif borders.shape[0]:
-                    id -= borders[f * (buckets + 1) + p]
-                else:
-                    id -= p * size
-            new_ids[k] = id
-            if weights.shape[0]:
-                new_weights[k] = weights[i]
-            if positions.shape[0]:
-                positions[k] = i - at
-            if permute.shape[0]:
-                permute[i] = k
-        at += length
+    at, bag = int64(begin), int64(first)
+    for f in range(features):
+        stop = min(ends[f] if ends.shape[0] else (f + 1) * batch, last)
+        if bag >= stop:
+            continue
+        end = at + _ids_of(lengths, bag, stop, n - at)
+        size, local, _ = _feature_sizes(f, block_sizes, totals, buckets)
+        kept = keep[f] != 0 if keep.shape[0] else keep_all
+        outside = int64(buckets) if borders.shape[0] and block_sizes[f] else local * buckets
+        moves_more = weights.shape[0] + permute.shape[0] + borders.shape[0] > 0
+        if positions.shape[0]:
+            i = at
+            while bag < stop:
+                for place in range(int64(lengths[bag])):
+                    # where the id goes is not known yet: its place waits where the id will leave it
+                    mark = int64(where[i])
+                    positions[cursors[mark if mark >= 0 else -1 - mark]] = place
+                    cursors[mark if mark >= 0 else -1 - mark] += 1
+                    i += 1
+                bag += 1
+            for i in range(at, end):
+                mark = int64(where[i])
+                cursors[mark if mark >= 0 else -1 - mark] -= 1
+        bag = stop
+        for i in range(at, end):
+            mark = int64(where[uint64(i)])
+            id = int64(ids[uint64(i)])
+            if mark >= 0:
+                p = mark
+                row = id - p * size
+            else:
+                p = -1 - mark
+                row = id // outside
+            k = cursors[uint64(p)]
+            cursors[uint64(p)] = k + 1
+            if moves_more:
+                if borders.shape[0] and mark >= 0:
+                    row = id - borders[f * (buckets + 1) + p]
+                if weights.shape[0]:
+                    new_weights[uint64(k)] = weights[uint64(i)]
+                if permute.shape[0]:
+                    permute[uint64(i)] = k
+            new_ids[uint64(k)] = id if kept else row
+        at = end
 
 
 @_compiled
