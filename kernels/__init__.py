@@ -5,11 +5,19 @@ Every op is a Triton kernel beside a torch twin; importing this package register
 
 from . import rules as _built_in
 from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_guard, require_ids
+from .bucketize import Bucketized, block_bucketize
+from .calibration import (
+    Calibrated,
+    generic_histogram_binning_calibration_by_feature,
+    histogram_binning_calibration,
+    histogram_binning_calibration_by_feature,
+)
 from .features import Feature, Segment, flatten_segments, pack_features, table_rows
 from .finite import check_gradient, describe_gradient, describe_weight
 from .pooled import pooled_lookup
 from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup
+from .unique import JaggedUnique, Unique, jagged_unique, unique_ids
 from .update import DECAYS, fused_update
 from .weight_gradient import per_id_weight_gradient
 
@@ -17,9 +25,14 @@ __all__ = [
     "DECAYS",
     "RULES",
     "BoundsCheckMode",
+    "Bucketized",
+    "Calibrated",
     "Feature",
+    "JaggedUnique",
     "Rule",
     "Segment",
+    "Unique",
+    "block_bucketize",
     "check_gradient",
     "check_ids",
     "define_rule",
@@ -27,7 +40,11 @@ __all__ = [
     "describe_weight",
     "flatten_segments",
     "fused_update",
+    "generic_histogram_binning_calibration_by_feature",
+    "histogram_binning_calibration",
+    "histogram_binning_calibration_by_feature",
     "is_clean",
+    "jagged_unique",
     "new_guard",
     "pack_features",
     "per_id_weight_gradient",
@@ -37,6 +54,7 @@ __all__ = [
     "rule_named",
     "sequence_lookup",
     "table_rows",
+    "unique_ids",
 ]
 
 # imported for the rules that it defines

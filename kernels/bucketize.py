@@ -432,7 +432,11 @@ def _block_bucketize_torch(
     if ids.is_cpu:
         _raise_bad_values(lengths, ids)
     bag = torch.arange(bags, device=device).repeat_interleave(lengths, output_size=n)
-    f = _feature_of_bag(lengths, features, ends)[bag] if borders is not None or totals is not None or keep is not None else None
+    f = (
+        _feature_of_bag(lengths, features, ends)[bag]
+        if borders is not None or totals is not None or keep is not None
+        else None
+    )
     divided = None
     if f is None:
         divided = _divide_inside(lengths, ids, block_sizes, num_buckets, ends)

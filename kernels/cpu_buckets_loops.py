@@ -9,12 +9,11 @@ Letters as in bucketize.py, unique.py and calibration.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
-from numba import carray, int64, uint64
+from numba import carray, float64, int64, uint64
 from numba.core import types as numba_types
 from numba.extending import intrinsic
 
@@ -28,7 +27,11 @@ MOVED = {1: LIKE["int8"], 2: LIKE["int16"], 4: LIKE["int32"], 8: LIKE["int64"]}
 
 # ids below this many, and their quotients, are exact as float64
 LIKE_INT64, LIKE_INT32 = LIKE["int64"], LIKE["int32"]
+LIKE_FLOAT64, LIKE_FLOAT32 = LIKE["float64"], LIKE["float32"]
 _EXACT = int64(1) << 52
+# rows an id up to which a mark for each row is faster than a sort, whose passes are of so many bits
+DENSE, DIGIT = 4, 11
+DIGITS = 1 << DIGIT
 # an id of a bucket is stored as the bucket, one outside all blocks as -1 - bucket
 BAD_LENGTHS, BAD_ID = -1, -2
 
@@ -281,3 +284,211 @@ def bucketize(
         new_weights_at, weights_like, positions_at, permute_at,
     )  # fmt: skip
     return found
+
+
+@_compiled
+def id_range(ids_at: int, begin: int, end: int, ids_like: Any) -> tuple[int, int]:
+    """The least and the largest of ids begin ... end - 1; (0, -1) of none."""
+    ids = _view(ids_at, end, ids_like)
+    if begin >= end:
+        return int64(0), int64(-1)
+    least, largest = int64(ids[begin]), int64(ids[begin])
+    for i in range(begin, end):
+        id = int64(ids[uint64(i)])
+        least, largest = min(least, id), max(largest, id)
+    return least, largest
+
+
+@_compiled
+def unique_run(
+    ids_at: int, begin: int, end: int, ids_like: Any, least: int, rows: int, number: int, scratch_at: int,
+    unique_at: int, inverse_at: int, counts_at: int,
+) -> int:  # fmt: skip
+    """Number the distinct ids of begin ... end - 1, which lie in [least, least + rows), in their order from `number`.
+
+    Writes them to `unique`, how often they occur to `counts` if there is one, and the number of each id to its place of
+    `inverse`. Scratch has 16 bytes an id, and 8 * DIGITS. Bits of a position and of a row are 63 at most.
+    Returns how many distinct ids there are.
+    """
+    n = end - begin
+    ids, inverse = _view(ids_at, end, ids_like), _view(inverse_at, end, LIKE_INT64)
+    unique = _view(unique_at, n, ids_like)
+    counts = _view(counts_at, n if counts_at else 0, LIKE_INT64)
+    found = int64(0)
+    if rows <= DENSE * n:
+        # a mark for each row, which then holds its number
+        marks = _view(scratch_at, rows, LIKE_INT32)
+        for row in range(rows):
+            marks[row] = 0
+        for i in range(begin, end):
+            marks[uint64(int64(ids[uint64(i)]) - least)] += 1
+        for row in range(rows):
+            times = marks[uint64(row)]
+            if times:
+                unique[found] = row + least
+                if counts.shape[0]:
+                    counts[found] = times
+                marks[uint64(row)] = found
+                found += 1
+        for i in range(begin, end):
+            inverse[uint64(i)] = number + marks[uint64(int64(ids[uint64(i)]) - least)]
+        return found
+    # entries of row and position, sorted by row digit by digit
+    bits, shift = int64(0), int64(0)
+    while (rows - 1) >> bits:
+        bits += 1
+    while n >> shift:
+        shift += 1
+    passes = max((bits + DIGIT - 1) // DIGIT, 1)
+    width = (bits + passes - 1) // passes
+    entries, other = _view(scratch_at, n, LIKE_INT64), _view(scratch_at + 8 * n, n, LIKE_INT64)
+    places = _view(scratch_at + 16 * n, int64(1) << width, LIKE_INT64)
+    for i in range(n):
+        entries[uint64(i)] = ((int64(ids[uint64(begin + i)]) - least) << shift) | i
+    mask = (int64(1) << width) - 1
+    for turn in range(passes):
+        low = shift + turn * width
+        for digit in range(mask + 1):
+            places[digit] = 0
+        for i in range(n):
+            places[uint64((entries[uint64(i)] >> low) & mask)] += 1
+        total = int64(0)
+        for digit in range(mask + 1):
+            times = places[digit]
+            places[digit] = total
+            total += times
+        for i in range(n):
+            entry = entries[uint64(i)]
+            digit = uint64((entry >> low) & mask)
+            k = places[digit]
+            places[digit] = k + 1
+            other[uint64(k)] = entry
+        entries, other = other, entries
+    last, below = int64(-1), (int64(1) << shift) - 1
+    found = int64(-1)
+    for k in range(n):
+        entry = entries[uint64(k)]
+        row = entry >> shift
+        found += int64(row != last)
+        last = row
+        unique[uint64(found)] = row + least
+        inverse[uint64(begin + (entry & below))] = number + found
+    if counts.shape[0]:
+        for i in range(found + 1):
+            counts[i] = 0
+        for i in range(begin, end):
+            counts[inverse[i] - number] += 1
+    return found + 1
+
+
+@_compiled
+def unique_tables(
+    ids_at: int, n: int, ids_like: Any, offsets_at: int, bags: int, offsets_like: Any, features: int,
+    hash_sizes_at: int, first_features_at: int, tables: int, first: int, last: int, scratch_at: int, unique_at: int, inverse_at: int, numbers_at: int,
+) -> int:  # fmt: skip
+    """Number the distinct ids of tables first ... last - 1 from 0, table after table, as `unique_run` does.
+
+    `numbers` gets how many each table has. Returns how many there are, BAD_LENGTHS for offsets that are none, BAD_ID
+    - the position for an id outside its table.
+    """
+    ids, offsets = _view(ids_at, n, ids_like), _view(offsets_at, bags + 1, offsets_like)
+    batch = bags // features
+    hash_sizes, numbers = _view(hash_sizes_at, last, LIKE_INT64), _view(numbers_at, last, LIKE_INT64)
+    first_features = _view(first_features_at, last + 1, LIKE_INT64)
+    found, start = int64(0), int64(offsets[first_features[first] * batch])
+    # offsets go from 0 to n, and never back
+    if first == 0 and start != 0 or last == tables and offsets[bags] != n:
+        return BAD_LENGTHS
+    for bag in range(first_features[first] * batch, first_features[last] * batch):
+        if offsets[uint64(bag)] > offsets[uint64(bag + 1)]:
+            return BAD_LENGTHS
+    size = ids.itemsize
+    for table in range(first, last):
+        begin = int64(offsets[first_features[table] * batch])
+        end = int64(offsets[first_features[table + 1] * batch])
+        if begin < start or end < begin or end > n:
+            return BAD_LENGTHS
+        least, largest = id_range(ids_at, begin, end, ids_like)
+        if least < 0 or largest >= hash_sizes[table]:
+            for i in range(begin, end):
+                if ids[i] < 0 or ids[i] >= hash_sizes[table]:
+                    return BAD_ID - i
+        mine = int64(0)
+        if end > begin:
+            mine = unique_run(
+                ids_at, begin, end, ids_like, least, largest - least + 1, found, scratch_at,
+                unique_at + size * (start + found), inverse_at, 0,
+            )  # fmt: skip
+        numbers[table] = mine
+        found += mine
+    return found
+
+
+@_compiled
+def spread(
+    numbers_at: int, first_features_at: int, tables: int, batch: int, lengths_at: int, offsets_at: int, bags: int,
+    like: Any,
+) -> None:  # fmt: skip
+    """Divide the distinct ids of each table evenly among its bags, the first ones have one more."""
+    numbers = _view(numbers_at, tables, LIKE_INT64)
+    first_features = _view(first_features_at, tables + 1, LIKE_INT64)
+    lengths, offsets = _view(lengths_at, bags, like), _view(offsets_at, bags + 1, like)
+    total = int64(0)
+    offsets[0] = 0
+    for table in range(tables):
+        begin = first_features[table] * batch
+        mine = first_features[table + 1] * batch - begin
+        for i in range(mine):
+            length = numbers[table] // mine + int64(i < numbers[table] % mine)
+            lengths[begin + i] = length
+            total += length
+            offsets[begin + i + 1] = total
+
+
+@_compiled
+def calibrate(
+    logits_at: int, logits_like: Any, value_at: int, values: int, value_like: Any, lengths_at: int, lengths_like: Any,
+    segments: int, examples_at: int, positives_at: int, borders_at: int, bins: int, shift: float, lower: float,
+    step: float, after: float, weight: float, first: int, last: int, begin: int, predictions_at: int, bins_at: int,
+) -> int:  # fmt: skip
+    """Predictions and bins of logits first ... last - 1, whose segments begin at `begin`.
+
+    Returns where the segments end, or BAD_LENGTHS.
+    """
+    F8 = LIKE_FLOAT64
+    logits, predictions = _view(logits_at, last, logits_like), _view(predictions_at, last, logits_like)
+    value = _view(value_at, values, value_like)
+    lengths = _view(lengths_at, last if lengths_at else 0, lengths_like)
+    total = (segments + 1) * bins
+    examples, positives = _view(examples_at, total, F8), _view(positives_at, total, F8)
+    borders, bin_ids = _view(borders_at, bins - 1 if borders_at else 0, F8), _view(bins_at, last, LIKE_INT64)
+    at = int64(begin)
+    for i in range(first, last):
+        # storing it rounds to the logit's own type
+        predictions[i] = float64(logits[i]) + shift
+        p = 1.0 / (1.0 + float64(math.exp(-predictions[i])))
+        b = int64(0)
+        if borders_at:
+            high = int64(bins - 1)
+            while b < high:
+                middle = (b + high) // 2
+                if borders[middle] < p:
+                    b = middle + 1
+                else:
+                    high = middle
+        elif p > lower:
+            # a NaN is not greater
+            b = min(int64(math.ceil((p - lower) / step)) - 1, bins - 1)
+            b = max(b, 0)
+        if lengths_at:
+            length = int64(lengths[i])
+            if length < 0 or length > values - at:
+                return BAD_LENGTHS
+            if length == 1 and value[at] >= 0 and value[at] < segments:
+                b += (int64(value[at]) + 1) * bins
+            at += length
+        bin_ids[i] = b
+        if examples[b] > after:
+            p = positives[b] / examples[b] * weight + p * (1.0 - weight)
+        predictions[i] = p
+    return at
