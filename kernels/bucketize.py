@@ -18,9 +18,17 @@ from torch import Tensor
 
 from . import cpu_buckets
 from ._op import INTERPRETED, direct, register, register_autograd, runs_kernel, tl, triton
+from .bucket_inputs import (
+    blocks_of_features,
+    check_bags,
+    ends_of_features,
+    of_features,
+    raise_bad_values,
+    stacked_borders,
+)
 
-_BLOCK = 64 if INTERPRETED else 512
-_INTEGERS = (torch.int32, torch.int64)
+# a thread has one id: of more, gathers and what is read in order would want different tiles
+_BLOCK = 64 if INTERPRETED else 128
 
 
 class Bucketized(NamedTuple):
@@ -134,18 +142,18 @@ def block_bucketize(
             ids, borders that do not begin at 0 or decrease, and total_num_blocks that do not divide.
         TypeError: ids, lengths or block sizes that are not integers.
     """
-    _check(lengths, ids, block_sizes, num_buckets, weights)
+    check_bags(lengths, ids, block_sizes, num_buckets, weights)
     ends = totals = borders = keep = None
     if batch_sizes is not None:
-        ends = _ends_of_features(batch_sizes, lengths, block_sizes)
+        ends = ends_of_features(batch_sizes, lengths, block_sizes)
     elif lengths.shape[0] % block_sizes.shape[0] if block_sizes.shape[0] else lengths.shape[0]:
         raise ValueError(f"{lengths.shape[0]} lengths do not divide among {block_sizes.shape[0]} block_sizes")
     if total_num_blocks is not None:
-        totals = _blocks_of_features(total_num_blocks, block_sizes, num_buckets)
+        totals = blocks_of_features(total_num_blocks, block_sizes, num_buckets)
     if block_bucketize_pos is not None:
-        borders = _stacked_borders(block_bucketize_pos, block_sizes, num_buckets)
+        borders = stacked_borders(block_bucketize_pos, block_sizes, num_buckets)
     if not isinstance(keep_orig_idx, bool):
-        keep = _of_features(keep_orig_idx, "keep_orig_idx", block_sizes)
+        keep = of_features(keep_orig_idx, "keep_orig_idx", block_sizes)
         keep_orig_idx = False
     trained = weights is not None and weights.requires_grad and torch.is_grad_enabled()
     call = _block_bucketize if direct(lengths, ids, block_sizes, weights) else torch.ops.shardwise.block_bucketize
@@ -160,82 +168,6 @@ def block_bucketize(
         positions if bucketize_pos else None,
         permute if sequence else None,
     )
-
-
-def _check(lengths: Tensor, ids: Tensor, block_sizes: Tensor, buckets: int, weights: Tensor | None) -> None:
-    for name, tensor in (("lengths", lengths), ("ids", ids), ("block_sizes", block_sizes)):
-        if tensor.dtype not in _INTEGERS:
-            raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
-        if tensor.dim() != 1:
-            raise ValueError(f"{name} must have one dimension, got shape {tuple(tensor.shape)}")
-        if tensor.device != ids.device:
-            raise ValueError(f"{name} is on {tensor.device}, ids on {ids.device}")
-    if weights is not None:
-        if weights.shape != ids.shape:
-            raise ValueError(f"weights must have shape {tuple(ids.shape)} as ids, got {tuple(weights.shape)}")
-        if weights.device != ids.device:
-            raise ValueError(f"weights is on {weights.device}, ids on {ids.device}")
-    if buckets < 1:
-        raise ValueError(f"num_buckets must be positive, got {buckets}")
-    if block_sizes.shape[0] == 0 and ids.shape[0] and not lengths.shape[0]:
-        raise ValueError(f"{ids.shape[0]} ids of 0 features")
-
-
-def _of_features(numbers: Tensor | Sequence[int], name: str, block_sizes: Tensor) -> Tensor:
-    """Integers [F] of features, int64 on the device of the block sizes."""
-    tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64)
-    if tensor.is_floating_point() or tensor.is_complex():
-        raise TypeError(f"{name} must be integers, got {tensor.dtype}")
-    if tensor.shape != block_sizes.shape:
-        raise ValueError(f"{name} must have shape {tuple(block_sizes.shape)}, got {tuple(tensor.shape)}")
-    return tensor.to(block_sizes.device, torch.int64, non_blocking=True).contiguous()
-
-
-def _ends_of_features(batch_sizes: Tensor | Sequence[int], lengths: Tensor, block_sizes: Tensor) -> Tensor:
-    """Number of bags up to the end of each feature."""
-    sizes = _of_features(batch_sizes, "batch_sizes", block_sizes)
-    ends = sizes.cumsum(0)
-    # values on a device are not looked at: the kernel keeps to the features there are
-    if sizes.is_cpu and not torch.compiler.is_compiling():
-        if bool((sizes < 0).any()):
-            raise ValueError(f"batch_sizes must not be negative, got {sizes.tolist()}")
-        if int(sizes.sum()) != lengths.shape[0]:
-            raise ValueError(f"batch_sizes add up to {int(sizes.sum())}, but there are {lengths.shape[0]} lengths")
-    return ends
-
-
-def _blocks_of_features(totals: Tensor | Sequence[int], block_sizes: Tensor, buckets: int) -> Tensor:
-    blocks = _of_features(totals, "total_num_blocks", block_sizes)
-    if (
-        blocks.is_cpu
-        and not torch.compiler.is_compiling()
-        and bool(((blocks < buckets) | (blocks % buckets != 0)).any())
-    ):
-        raise ValueError(f"total_num_blocks must be positive multiples of {buckets} buckets, got {blocks.tolist()}")
-    return blocks
-
-
-def _stacked_borders(borders: Sequence[Tensor], block_sizes: Tensor, buckets: int) -> Tensor:
-    """Borders of all features, [F, K + 1] int64."""
-    if len(borders) != block_sizes.shape[0]:
-        raise ValueError(f"block_bucketize_pos must be of {block_sizes.shape[0]} features, got {len(borders)}")
-    for f, border in enumerate(borders):
-        if border.shape != (buckets + 1,):
-            raise ValueError(
-                f"block_bucketize_pos[{f}] must have {buckets + 1} borders of {buckets} buckets, got shape"
-                f" {tuple(border.shape)}"
-            )
-        if border.is_floating_point():
-            raise TypeError(f"block_bucketize_pos[{f}] must be integers, got {border.dtype}")
-    if not borders:
-        return block_sizes.new_zeros(0, buckets + 1, dtype=torch.int64)
-    stacked = torch.stack(list(borders)).to(block_sizes.device, torch.int64, non_blocking=True)
-    if stacked.is_cpu and not torch.compiler.is_compiling():
-        bad = (stacked[:, 0] != 0) | (stacked.diff(dim=1) < 0).any(1)
-        if bool(bad.any()):
-            f = int(bad.nonzero()[0])
-            raise ValueError(f"block_bucketize_pos[{f}] must begin at 0 and not decrease, got {stacked[f].tolist()}")
-    return stacked
 
 
 @triton.jit
@@ -253,15 +185,12 @@ def _last_at_most(starts, count, x, STEPS: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
-def _divide_kernel(I, ends_of_bags, S, ends, totals, borders, keep, bucket, bag, local, N, bags, F, B, K, KEEP: tl.constexpr, BAG_STEPS: tl.constexpr, FEATURE_STEPS: tl.constexpr, BUCKET_STEPS: tl.constexpr, HAS_ENDS: tl.constexpr, HAS_TOTALS: tl.constexpr, HAS_BORDERS: tl.constexpr, HAS_KEEP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _bucket_of_id_kernel(I, ends_of_bags, S, ends, totals, borders, keep, bucket, bag, local, N, bags, F, B, K, KEEP: tl.constexpr, BAG_STEPS: tl.constexpr, FEATURE_STEPS: tl.constexpr, BUCKET_STEPS: tl.constexpr, HAS_ENDS: tl.constexpr, HAS_TOTALS: tl.constexpr, HAS_BORDERS: tl.constexpr, HAS_KEEP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < N
     id = tl.load(I + position, mask=here, other=0).to(tl.int64)
     b = _last_at_most(ends_of_bags, bags, position, BAG_STEPS)
-    if HAS_ENDS:
-        f = _last_at_most(ends, F, b, FEATURE_STEPS)
-    else:
-        f = b // B
+    f = _last_at_most(ends, F, b, FEATURE_STEPS) if HAS_ENDS else b // B
     live = here & (b < bags) & (f < F)
     good = live & (id >= 0)
     block = tl.load(S + f, mask=good, other=1).to(tl.int64)
@@ -307,7 +236,7 @@ def _divide_kernel(I, ends_of_bags, S, ends, totals, borders, keep, bucket, bag,
 
 
 @triton.jit
-def _place_kernel(source, bucket, bag, local, ends_of_bags, P, new_ids, new_weights, positions, permute, begins, ends, N, bags, K, HAS_WEIGHTS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_PERMUTE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _place_in_buckets_kernel(source, bucket, bag, local, ends_of_bags, P, new_ids, new_weights, positions, permute, begins, ends, N, bags, K, HAS_WEIGHTS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_PERMUTE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = place < N
     s = tl.load(source + place, mask=here, other=0)
@@ -367,7 +296,7 @@ def _block_bucketize(
     bag = torch.empty(n, dtype=torch.int32 if bags < 2**31 else torch.int64, device=device)
     local = torch.empty_like(ids)
     grid = (triton.cdiv(n, _BLOCK),)
-    _divide_kernel[grid](
+    _bucket_of_id_kernel[grid](
         ids, ends_of_bags, block_sizes, _or(ends, ids), _or(totals, ids), _or(borders, ids), _or(keep, ids),
         bucket, bag, local, n, bags, features, max(bags // features, 1), num_buckets, keep_all,
         bags.bit_length() + 1, features.bit_length() + 1, num_buckets.bit_length() + 1,
@@ -375,7 +304,7 @@ def _block_bucketize(
     )  # fmt: skip
     bucket, source = torch.sort(bucket, stable=True)
     new_ids, new_weights, positions, permute = outputs
-    _place_kernel[grid](
+    _place_in_buckets_kernel[grid](
         source, bucket, bag, local, ends_of_bags, _or(weights, ids), new_ids, new_weights, positions, permute,
         counted[0], counted[1], n, bags, num_buckets, weights is not None, with_positions, with_permute, _BLOCK,
     )  # fmt: skip
@@ -426,11 +355,11 @@ def _block_bucketize_torch(
             *outputs,
         )  # fmt: skip
         if found != ids.shape[0]:
-            _raise_bad_values(lengths, ids)
+            raise_bad_values(lengths, ids)
         return new_lengths, *outputs
     n, bags, features, device = ids.shape[0], lengths.shape[0], block_sizes.shape[0], ids.device
     if ids.is_cpu:
-        _raise_bad_values(lengths, ids)
+        raise_bad_values(lengths, ids)
     bag = torch.arange(bags, device=device).repeat_interleave(lengths, output_size=n)
     f = (
         _feature_of_bag(lengths, features, ends)[bag]
@@ -492,18 +421,6 @@ def _stable_order(bucket: Tensor, buckets: int) -> Tensor:
         # of one or two bytes numpy's is a radix sort, 9 times as fast as torch's
         return torch.from_numpy(narrow.numpy().argsort(kind="stable"))
     return torch.argsort(narrow, stable=True)
-
-
-def _raise_bad_values(lengths: Tensor, ids: Tensor) -> None:
-    """ValueError for lengths that are not the ids' or for a negative id, on the CPU."""
-    if lengths.shape[0] and int(lengths.min()) < 0:
-        bag = int((lengths < 0).nonzero()[0])
-        raise ValueError(f"lengths[{bag}] is {int(lengths[bag])}, lengths must not be negative")
-    if int(lengths.sum()) != ids.shape[0]:
-        raise ValueError(f"lengths add up to {int(lengths.sum())}, but there are {ids.shape[0]} ids")
-    if ids.shape[0] and int(ids.min()) < 0:
-        at = int((ids < 0).nonzero()[0])
-        raise ValueError(f"ids[{at}] is {int(ids[at])}, ids must not be negative")
 
 
 def _fake(

@@ -49,10 +49,8 @@ def histogram_binning_ref(
     """All three calibrations: bin (i * step, (i + 1) * step] above `lower`, or between `boundaries`, of a segment."""
     x = (logit.flatten().double() + shift).to(torch.promote_types(logit.dtype, torch.float32))
     p = 1 / (1 + torch.exp(-x).double())
-    if boundaries is None:
-        bins = torch.ceil((p - lower) / step).nan_to_num(0) - 1
-    else:
-        bins = torch.searchsorted(boundaries, p)
+    even = torch.ceil((p - lower) / step).nan_to_num(0) - 1
+    bins = even if boundaries is None else torch.searchsorted(boundaries, p.where(p.isfinite(), 0))
     bins = bins.clamp(0, num_bins - 1).long()
     if segment_value is not None and segment_lengths is not None:
         # the value of a logit that has one; segment 0 is of all others, and of values that are none
@@ -66,15 +64,12 @@ def histogram_binning_ref(
 
 
 @triton.jit
-def _calibrate_kernel(X, V, L, starts, E, H, borders, Y, bin_ids, N, M, segments, bins, SHIFT: tl.constexpr, LOWER: tl.constexpr, STEP: tl.constexpr, AFTER: tl.constexpr, WEIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_BORDERS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _histogram_binning_kernel(X, V, L, starts, E, H, borders, Y, bin_ids, N, M, segments, bins, SHIFT: tl.constexpr, LOWER: tl.constexpr, STEP: tl.constexpr, AFTER: tl.constexpr, WEIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_BORDERS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = i < N
     one = tl.full((BLOCK,), 1.0, tl.float64)
     x = tl.load(X + i, mask=here, other=0.0).to(tl.float64) + tl.full((BLOCK,), SHIFT, tl.float64)
-    if X.dtype.element_ty == tl.float64:
-        e = tl.exp(-x)
-    else:
-        e = tl.exp(-x.to(tl.float32)).to(tl.float64)
+    e = tl.exp(-x) if X.dtype.element_ty == tl.float64 else tl.exp(-x.to(tl.float32)).to(tl.float64)
     p = one / (one + e)
     if HAS_BORDERS:
         low = i * 0
@@ -191,7 +186,8 @@ def generic_histogram_binning_calibration_by_feature(
     bin_ctr_in_use_after: int = 0,
     bin_ctr_weight_value: float = 1.0,
 ) -> Calibrated:
-    """`histogram_binning_calibration_by_feature` with bins between given borders: bin_boundaries [num_bins - 1], sorted.
+    """`histogram_binning_calibration_by_feature` with bins between given borders: bin_boundaries
+    [num_bins - 1], sorted.
 
     The bin of a prediction is the number of borders that are less than it.
     """
@@ -285,7 +281,7 @@ def _histogram_binning(
     after: int,
     weight: float,
 ) -> tuple[Tensor, Tensor]:
-    n, device = logit.numel(), logit.device
+    n = logit.numel()
     logit = logit.contiguous()
     examples, positives = examples.contiguous().double(), positives.contiguous().double()
     boundaries = None if boundaries is None else boundaries.contiguous()
@@ -303,17 +299,17 @@ def _histogram_binning(
         return histogram_binning_ref(
             logit, segment_value, segment_lengths, num_segments, examples, positives, boundaries, *numbers
         )
-    out, bin_ids = torch.empty_like(logit), torch.empty(n, dtype=torch.int64, device=device)
+    out, bin_ids = torch.empty_like(logit), torch.empty(n, dtype=torch.int64, device=logit.device)
     if n == 0:
         return out, bin_ids
-    value = lengths = starts = bin_ids
+    value = lengths = starts = bin_ids[:0]
     if segment_value is not None and segment_lengths is not None:
         value, lengths = segment_value.contiguous(), segment_lengths.contiguous()
         starts = lengths.cumsum(0) - lengths
     grid = (triton.cdiv(n, _BLOCK),)
-    _calibrate_kernel[grid](
-        logit, value, lengths, starts, examples, positives, examples if boundaries is None else boundaries, out, bin_ids,
-        n, 0 if segment_value is None else value.shape[0], num_segments, num_bins, shift, lower, step, after, weight,
+    _histogram_binning_kernel[grid](
+        logit, value, lengths, starts, examples, positives, examples if boundaries is None else boundaries,
+        out, bin_ids, n, value.shape[0], num_segments, num_bins, shift, lower, step, after, weight,
         num_bins.bit_length() + 1, segment_value is not None, boundaries is not None, _BLOCK,
     )  # fmt: skip
     return out, bin_ids

@@ -19,7 +19,6 @@ from .cpu_compiled import run
 
 # ids that one thread moves before another can have been woken
 _ALONE = 1 << 15
-_ITEMS = (torch.int32, torch.int64)
 
 
 @cache
@@ -46,9 +45,9 @@ def parts_of(ids: int, most: int) -> int:
     return max(1, min(4 * threads, most)) if threads > 1 else 1
 
 
-def like(loop: Any, tensor: Tensor) -> Any:
-    """What tells the loops the type of an int32 or int64 tensor."""
-    return loop.LIKE_INT64 if tensor.dtype == torch.int64 else loop.LIKE_INT32
+def like(loop: Any, tensor: Tensor | None) -> Any:
+    """What tells the loops the type of an int32 or int64 tensor, or of none."""
+    return loop.LIKE_INT32 if tensor is None or tensor.dtype == torch.int32 else loop.LIKE_INT64
 
 
 def bucketize(
@@ -215,8 +214,8 @@ def calibrate(
     parts = parts_of(n, n) if lengths is None else 1
     call = partial(
         loop.calibrate, wide.data_ptr(), loop.LIKE_FLOAT64 if dtype == torch.float64 else loop.LIKE_FLOAT32,
-        _address(value), 0 if value is None else value.shape[0], loop.LIKE_INT64 if value is None else like(loop, value),
-        _address(lengths), loop.LIKE_INT64 if lengths is None else like(loop, lengths), num_segments,
+        _address(value), 0 if value is None else value.shape[0], like(loop, value), _address(lengths),
+        like(loop, lengths), num_segments,
         examples.data_ptr(), positives.data_ptr(), _address(boundaries), num_bins, float(shift), float(lower),
         float(step), float(after), float(weight),
     )  # fmt: skip

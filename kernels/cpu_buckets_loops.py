@@ -384,7 +384,8 @@ def unique_run(
 @_compiled
 def unique_tables(
     ids_at: int, n: int, ids_like: Any, offsets_at: int, bags: int, offsets_like: Any, features: int,
-    hash_sizes_at: int, first_features_at: int, tables: int, first: int, last: int, scratch_at: int, unique_at: int, inverse_at: int, numbers_at: int,
+    hash_sizes_at: int, first_features_at: int, tables: int, first: int, last: int, scratch_at: int, unique_at: int,
+    inverse_at: int, numbers_at: int,
 ) -> int:  # fmt: skip
     """Number the distinct ids of tables first ... last - 1 from 0, table after table, as `unique_run` does.
 

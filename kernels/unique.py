@@ -22,7 +22,8 @@ from .bounds import require_ids
 from .features import batch_size, feature_of_position
 from .transpose import key_dtype
 
-_BLOCK = 64 if INTERPRETED else 512
+# a thread has one id: of more, gathers and what is read in order would want different tiles
+_BLOCK = 64 if INTERPRETED else 128
 
 
 class Unique(NamedTuple):
@@ -94,7 +95,7 @@ def jagged_unique_ref(
 
 
 @triton.jit
-def _key_kernel(I, O, first_rows, hash_sizes, keys, N, F, B, padding, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _unique_key_kernel(I, O, first_rows, hash_sizes, keys, N, F, B, padding, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < N
     # a position before the first offset is in no bag, one past the last neither
@@ -107,7 +108,7 @@ def _key_kernel(I, O, first_rows, hash_sizes, keys, N, F, B, padding, STEPS: tl.
 
 
 @triton.jit
-def _number_kernel(I, source, number, unique, inverse, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _number_unique_kernel(I, source, number, unique, inverse, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = place < N
     k = tl.load(number + place, mask=here, other=1).to(tl.int64) - 1
@@ -220,7 +221,7 @@ def _jagged_unique_kernels(
     _, first_features, sizes, first_rows = _of_tables(tuple(hash_sizes), tuple(tables))
     keys = torch.empty(n, dtype=key_dtype(padding + 1), device=device)
     grid = (triton.cdiv(n, _BLOCK),)
-    _key_kernel[grid](
+    _unique_key_kernel[grid](
         ids, offsets, first_rows.to(device), sizes.to(device), keys, n, features, batch, padding,
         features.bit_length() + 1, _BLOCK,
     )  # fmt: skip
@@ -234,7 +235,7 @@ def _jagged_unique_kernels(
         _raise_bad_values(ids, offsets, hash_sizes, tables)
         raise ValueError("offsets must begin at 0, not decrease and end at the number of ids")
     found, inverse = torch.empty(count, dtype=ids.dtype, device=device), torch.empty_like(source)
-    _number_kernel[grid](ids, source, number, found, inverse, n, _BLOCK)
+    _number_unique_kernel[grid](ids, source, number, found, inverse, n, _BLOCK)
     bounds = torch.tensor(list(accumulate(hash_sizes, initial=0)), dtype=keys.dtype, device=device)
     at = torch.searchsorted(keys, bounds)
     numbers = torch.where(at > 0, number[at - 1], 0).diff()
