@@ -90,11 +90,18 @@ def stacked_borders(borders: Sequence[Tensor], block_sizes: Tensor, buckets: int
     return stacked
 
 
-def raise_bad_values(lengths: Tensor, ids: Tensor) -> None:
-    """ValueError for lengths that are not the ids' or for a negative id, on the CPU."""
+def raise_bad_values(lengths: Tensor, ids: Tensor, block_sizes: Tensor) -> None:
+    """ValueError for a negative block size or id, or for lengths that are not the ids'; on the CPU."""
+    if block_sizes.shape[0] and int(block_sizes.min()) < 0:
+        f = int((block_sizes < 0).nonzero()[0])
+        raise ValueError(f"block_sizes[{f}] is {int(block_sizes[f])}, block sizes must not be negative")
     if lengths.shape[0] and int(lengths.min()) < 0:
         bag = int((lengths < 0).nonzero()[0])
         raise ValueError(f"lengths[{bag}] is {int(lengths[bag])}, lengths must not be negative")
+    # what is added up must not overflow
+    if lengths.shape[0] and int(lengths.max()) > ids.shape[0]:
+        bag = int(lengths.argmax())
+        raise ValueError(f"lengths[{bag}] is {int(lengths[bag])} of {ids.shape[0]} ids")
     if int(lengths.sum()) != ids.shape[0]:
         raise ValueError(f"lengths add up to {int(lengths.sum())}, but there are {ids.shape[0]} ids")
     if ids.shape[0] and int(ids.min()) < 0:

@@ -139,7 +139,7 @@ def block_bucketize(
 
     Raises:
         ValueError: shapes that do not fit; on the CPU also lengths that are negative or do not add up to N, negative
-            ids, borders that do not begin at 0 or decrease, and total_num_blocks that do not divide.
+            ids or block sizes, borders that do not begin at 0 or decrease, and total_num_blocks that do not divide.
         TypeError: ids, lengths or block sizes that are not integers.
     """
     check_bags(lengths, ids, block_sizes, num_buckets, weights)
@@ -351,15 +351,15 @@ def _block_bucketize_torch(
         outputs = _outputs(ids, weights, with_positions, with_permute)
         new_lengths = torch.empty(num_buckets * lengths.shape[0], dtype=lengths.dtype)
         found = cpu_buckets.bucketize(
-            loop, lengths, ids, block_sizes, num_buckets, weights, ends, totals, borders, keep_all, keep, new_lengths,
+            loop, lengths, ids, block_sizes.long(), num_buckets, weights, ends, totals, borders, keep_all, keep, new_lengths,
             *outputs,
         )  # fmt: skip
         if found != ids.shape[0]:
-            raise_bad_values(lengths, ids)
+            raise_bad_values(lengths, ids, block_sizes)
         return new_lengths, *outputs
     n, bags, features, device = ids.shape[0], lengths.shape[0], block_sizes.shape[0], ids.device
     if ids.is_cpu:
-        raise_bad_values(lengths, ids)
+        raise_bad_values(lengths, ids, block_sizes)
     bag = torch.arange(bags, device=device).repeat_interleave(lengths, output_size=n)
     f = (
         _feature_of_bag(lengths, features, ends)[bag]

@@ -68,7 +68,7 @@ def bucketize(
     positions: Tensor,
     permute: Tensor,
 ) -> int:
-    """Fill the outputs, those without elements excepted; all tensors contiguous, the features' own but sizes int64.
+    """Fill the outputs, those without elements excepted; all tensors contiguous, those of features int64.
 
     Returns the number of ids, or what `count_buckets` does where it could not go on: then outputs mean nothing.
     """
@@ -76,7 +76,7 @@ def bucketize(
     batch = bags // features if features else 0
     source = (
         lengths.data_ptr(), bags, like(loop, lengths), ids.data_ptr(), n, like(loop, ids),
-        block_sizes.data_ptr(), like(loop, block_sizes), _address(totals), _address(borders), _address(ends),
+        block_sizes.data_ptr(), _address(totals), _address(borders), _address(ends),
         features, batch, buckets,
     )  # fmt: skip
     moved = loop.LIKE_INT32 if weights is None else loop.MOVED[weights.itemsize]

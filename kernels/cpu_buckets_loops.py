@@ -138,16 +138,16 @@ def _ids_of(lengths: Any, first: int, last: int, most: int) -> int:
 
 @_compiled
 def count_buckets(
-    lengths_at: int, bags: int, lengths_like: Any, ids_at: int, n: int, ids_like: Any, sizes_at: int, sizes_like: Any,
+    lengths_at: int, bags: int, lengths_like: Any, ids_at: int, n: int, ids_like: Any, sizes_at: int,
     totals_at: int, borders_at: int, ends_at: int, features: int, batch: int, buckets: int, first: int, last: int,
     begin: int, where_at: int, new_lengths_at: int, counts_at: int,
 ) -> int:  # fmt: skip
     """Write the bucket of each id of bags first ... last - 1, which begin at position `begin`, and count them.
 
-    Returns the position after the last id, BAD_LENGTHS, or BAD_ID - the position of a negative id.
+    Returns the position after the last id, BAD_LENGTHS (or a bad block size), or BAD_ID - the position of a negative id.
     """
     lengths, ids = _view(lengths_at, bags, lengths_like), _view(ids_at, n, ids_like)
-    block_sizes = _view(sizes_at, features, sizes_like)
+    block_sizes = _view(sizes_at, features, LIKE_INT64)
     totals = _view(totals_at, features if totals_at else 0, LIKE_INT64)
     borders = _view(borders_at, features * (buckets + 1) if borders_at else 0, LIKE_INT64)
     ends = _view(ends_at, features if ends_at else 0, LIKE_INT64)
@@ -159,7 +159,7 @@ def count_buckets(
         if bag >= stop:
             continue
         total = _ids_of(lengths, bag, stop, n - at)
-        if at < 0 or total < 0:
+        if at < 0 or total < 0 or block_sizes[f] < 0:
             return BAD_LENGTHS
         size, local, whole = _feature_sizes(f, block_sizes, totals, buckets)
         if borders.shape[0]:
@@ -180,14 +180,14 @@ def count_buckets(
 
 @_compiled
 def place_in_buckets(
-    lengths_at: int, bags: int, lengths_like: Any, ids_at: int, n: int, ids_like: Any, sizes_at: int, sizes_like: Any,
+    lengths_at: int, bags: int, lengths_like: Any, ids_at: int, n: int, ids_like: Any, sizes_at: int,
     totals_at: int, borders_at: int, ends_at: int, features: int, batch: int, buckets: int, first: int, last: int,
     begin: int, where_at: int, cursors_at: int, keep_at: int, keep_all: bool, new_ids_at: int, weights_at: int,
     new_weights_at: int, weights_like: Any, positions_at: int, permute_at: int,
 ) -> None:  # fmt: skip
     """Move the ids of bags first ... last - 1 to where `cursors`, one for each bucket, say, in order."""
     lengths, ids = _view(lengths_at, bags, lengths_like), _view(ids_at, n, ids_like)
-    block_sizes = _view(sizes_at, features, sizes_like)
+    block_sizes = _view(sizes_at, features, LIKE_INT64)
     totals = _view(totals_at, features if totals_at else 0, LIKE_INT64)
     borders = _view(borders_at, features * (buckets + 1) if borders_at else 0, LIKE_INT64)
     ends = _view(ends_at, features if ends_at else 0, LIKE_INT64)
@@ -258,7 +258,7 @@ def cursors_of(counts_at: int, parts: int, buckets: int) -> None:
 
 @_compiled
 def bucketize(
-    lengths_at: int, bags: int, lengths_like: Any, ids_at: int, n: int, ids_like: Any, sizes_at: int, sizes_like: Any,
+    lengths_at: int, bags: int, lengths_like: Any, ids_at: int, n: int, ids_like: Any, sizes_at: int,
     totals_at: int, borders_at: int, ends_at: int, features: int, batch: int, buckets: int, new_lengths_at: int,
     scratch_at: int, keep_at: int, keep_all: bool, new_ids_at: int, weights_at: int, new_weights_at: int,
     weights_like: Any, positions_at: int, permute_at: int,
@@ -272,14 +272,14 @@ def bucketize(
         counts[p] = 0
     where_at = scratch_at + 8 * buckets
     found = count_buckets(
-        lengths_at, bags, lengths_like, ids_at, n, ids_like, sizes_at, sizes_like, totals_at, borders_at, ends_at,
+        lengths_at, bags, lengths_like, ids_at, n, ids_like, sizes_at, totals_at, borders_at, ends_at,
         features, batch, buckets, 0, bags, 0, where_at, new_lengths_at, scratch_at,
     )  # fmt: skip
     if found != n:
         return found
     cursors_of(scratch_at, 1, buckets)
     place_in_buckets(
-        lengths_at, bags, lengths_like, ids_at, n, ids_like, sizes_at, sizes_like, totals_at, borders_at, ends_at,
+        lengths_at, bags, lengths_like, ids_at, n, ids_like, sizes_at, totals_at, borders_at, ends_at,
         features, batch, buckets, 0, bags, 0, where_at, scratch_at, keep_at, keep_all, new_ids_at, weights_at,
         new_weights_at, weights_like, positions_at, permute_at,
     )  # fmt: skip
