@@ -351,8 +351,8 @@ def _block_bucketize_torch(
         outputs = _outputs(ids, weights, with_positions, with_permute)
         new_lengths = torch.empty(num_buckets * lengths.shape[0], dtype=lengths.dtype)
         found = cpu_buckets.bucketize(
-            loop, lengths, ids, block_sizes.long(), num_buckets, weights, ends, totals, borders, keep_all, keep, new_lengths,
-            *outputs,
+            loop, lengths, ids, block_sizes.long(), num_buckets, weights, ends, totals, borders, keep_all, keep,
+            new_lengths, *outputs,
         )  # fmt: skip
         if found != ids.shape[0]:
             raise_bad_values(lengths, ids, block_sizes)

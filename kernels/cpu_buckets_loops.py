@@ -144,7 +144,8 @@ def count_buckets(
 ) -> int:  # fmt: skip
     """Write the bucket of each id of bags first ... last - 1, which begin at position `begin`, and count them.
 
-    Returns the position after the last id, BAD_LENGTHS (or a bad block size), or BAD_ID - the position of a negative id.
+    Returns the position after the last id, BAD_LENGTHS (also for a bad block size), or BAD_ID - the position of a bad
+    id.
     """
     lengths, ids = _view(lengths_at, bags, lengths_like), _view(ids_at, n, ids_like)
     block_sizes = _view(sizes_at, features, LIKE_INT64)

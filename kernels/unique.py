@@ -146,7 +146,6 @@ def jagged_unique(
     if ids.device != offsets.device:
         raise ValueError(f"offsets is on {offsets.device}, ids on {ids.device}")
     tables = tuple(range(len(hash_sizes))) if feature_to_table is None else tuple(feature_to_table)
-    _check_tables(tuple(hash_sizes), tables)
     if tables:
         batch_size(offsets, len(tables))
     elif offsets.shape[0] != 1 or ids.shape[0]:
@@ -186,6 +185,7 @@ def _of_tables(hash_sizes: tuple[int, ...], tables: tuple[int, ...]) -> tuple[Te
 def _jagged_unique(
     ids: Tensor, offsets: Tensor, hash_sizes: Sequence[int], tables: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_tables(tuple(hash_sizes), tuple(tables))
     ids, offsets = ids.contiguous(), offsets.contiguous()
     n, bags, features, device = ids.shape[0], offsets.shape[0] - 1, len(tables), ids.device
     if n == 0 or bags == 0:

@@ -63,7 +63,9 @@ def seen(segments: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def assert_calibrated(got: Any, expected: tuple[list[float], list[int]], logit: Tensor) -> None:
     assert got.bin_ids.tolist() == expected[1] and got.bin_ids.dtype == torch.int64
     assert got.predictions.shape == logit.shape and got.predictions.dtype == logit.dtype
-    worst = (got.predictions.flatten().double().cpu() - torch.tensor(expected[0]).double()).abs().max().item()
+    worst = (
+        (got.predictions.flatten().double().cpu() - torch.tensor(expected[0], dtype=torch.float64)).abs().max().item()
+    )
     assert worst <= TOLERANCE[logit.dtype]
 
 
