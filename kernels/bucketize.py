@@ -29,6 +29,7 @@ from .bucket_inputs import (
 
 # a thread has one id: of more, gathers and what is read in order would want different tiles
 _BLOCK = 64 if INTERPRETED else 128
+_Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Bucketized(NamedTuple):
@@ -157,7 +158,7 @@ def block_bucketize(
         keep_orig_idx = False
     trained = weights is not None and weights.requires_grad and torch.is_grad_enabled()
     call = _block_bucketize if direct(lengths, ids, block_sizes, weights) else torch.ops.shardwise.block_bucketize
-    new_lengths, new_ids, new_weights, positions, permute = call(
+    new_weights, new_lengths, new_ids, positions, permute = call(
         lengths, ids, block_sizes, num_buckets, weights, ends, totals, borders, keep_orig_idx, keep, bucketize_pos,
         sequence or trained,
     )  # fmt: skip
@@ -278,7 +279,8 @@ def _block_bucketize(
     keep: Tensor | None,
     with_positions: bool,
     with_permute: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> _Outputs:
+    """Weights, the one output with a gradient, lengths, ids, positions and permutation; empty where not wanted."""
     lengths, ids, block_sizes = lengths.contiguous(), ids.contiguous(), block_sizes.contiguous()
     weights = None if weights is None else weights.contiguous()
     if not runs_kernel(ids):
@@ -287,10 +289,10 @@ def _block_bucketize(
             with_permute,
         )  # fmt: skip
     n, bags, features, device = ids.shape[0], lengths.shape[0], block_sizes.shape[0], ids.device
-    outputs = _outputs(ids, weights, with_positions, with_permute)
+    new_ids, new_weights, positions, permute = _outputs(ids, weights, with_positions, with_permute)
     counted = torch.zeros(2, num_buckets * bags, dtype=lengths.dtype, device=device)
     if n == 0 or features == 0 or bags == 0:
-        return counted[0], *outputs
+        return new_weights, counted[0].clone(), new_ids, positions, permute
     ends_of_bags = lengths.cumsum(0)
     bucket = torch.empty(n, dtype=_bucket_dtype(num_buckets), device=device)
     bag = torch.empty(n, dtype=torch.int32 if bags < 2**31 else torch.int64, device=device)
@@ -303,12 +305,11 @@ def _block_bucketize(
         ends is not None, totals is not None, borders is not None, keep is not None, _BLOCK,
     )  # fmt: skip
     bucket, source = torch.sort(bucket, stable=True)
-    new_ids, new_weights, positions, permute = outputs
     _place_in_buckets_kernel[grid](
         source, bucket, bag, local, ends_of_bags, _or(weights, ids), new_ids, new_weights, positions, permute,
         counted[0], counted[1], n, bags, num_buckets, weights is not None, with_positions, with_permute, _BLOCK,
     )  # fmt: skip
-    return counted[1] - counted[0], *outputs
+    return new_weights, counted[1] - counted[0], new_ids, positions, permute
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -321,7 +322,9 @@ def _bucket_dtype(buckets: int) -> torch.dtype:
     return torch.uint8 if buckets < 2**8 else torch.int16 if buckets < 2**15 else torch.int32
 
 
-def _outputs(ids: Tensor, weights: Tensor | None, positions: bool, permute: bool) -> tuple[Tensor, ...]:
+def _outputs(
+    ids: Tensor, weights: Tensor | None, positions: bool, permute: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids, weights, positions and permutation, empty where not wanted."""
     return (
         torch.empty_like(ids),
@@ -344,19 +347,19 @@ def _block_bucketize_torch(
     keep: Tensor | None,
     with_positions: bool,
     with_permute: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> _Outputs:
     """On the CPU one thread or more of compiled loops, or the reference with a sort of one byte an id."""
     loop = cpu_buckets.loops() if ids.is_cpu and ids.shape[0] < 2**31 and num_buckets < 2**31 else None
     if loop is not None:
-        outputs = _outputs(ids, weights, with_positions, with_permute)
+        new_ids, new_weights, positions, permute = _outputs(ids, weights, with_positions, with_permute)
         new_lengths = torch.empty(num_buckets * lengths.shape[0], dtype=lengths.dtype)
         found = cpu_buckets.bucketize(
             loop, lengths, ids, block_sizes.long(), num_buckets, weights, ends, totals, borders, keep_all, keep,
-            new_lengths, *outputs,
+            new_lengths, new_ids, new_weights, positions, permute,
         )  # fmt: skip
         if found != ids.shape[0]:
             raise_bad_values(lengths, ids, block_sizes)
-        return new_lengths, *outputs
+        return new_weights, new_lengths, new_ids, positions, permute
     n, bags, features, device = ids.shape[0], lengths.shape[0], block_sizes.shape[0], ids.device
     if ids.is_cpu:
         raise_bad_values(lengths, ids, block_sizes)
@@ -388,7 +391,7 @@ def _block_bucketize_torch(
         positions = (torch.arange(n, device=device) - starts[bag])[order].to(ids.dtype)
     if with_permute:
         permute = torch.empty_like(ids).scatter_(0, order, torch.arange(n, dtype=ids.dtype, device=device))
-    return counts, local[order].to(ids.dtype), new_weights, positions, permute
+    return new_weights, counts, local[order].to(ids.dtype), positions, permute
 
 
 def _feature_of_bag(lengths: Tensor, features: int, ends: Tensor | None) -> Tensor:
@@ -436,28 +439,21 @@ def _fake(
     keep: Tensor | None,
     with_positions: bool,
     with_permute: bool,
-) -> tuple[Tensor, ...]:
-    return (
-        lengths.new_empty(num_buckets * lengths.shape[0]),
-        *(ids.new_empty(ids.shape),),
-        ids.new_empty(0) if weights is None else weights.new_empty(weights.shape),
-        ids.new_empty(ids.shape if with_positions else 0),
-        ids.new_empty(ids.shape if with_permute else 0),
-    )
+) -> _Outputs:
+    new_ids, new_weights, positions, permute = _outputs(ids, weights, with_positions, with_permute)
+    return new_weights, lengths.new_empty(num_buckets * lengths.shape[0]), new_ids, positions, permute
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    new_lengths, new_ids, _, positions, permute = output
-    ctx.mark_non_differentiable(new_lengths, new_ids, positions, permute)
-    ctx.save_for_backward(permute)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Outputs) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(output[4])
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     (permute,) = ctx.saved_tensors
-    grad = grads[2]
-    wanted = grad is not None and ctx.needs_input_grad[4]
     # each id has one place: a gather, no sums
-    return (None,) * 4 + (grad.index_select(0, permute) if wanted else None,) + (None,) * 7
+    of_weights = None if grad is None or not ctx.needs_input_grad[4] else grad.index_select(0, permute)
+    return (None,) * 4 + (of_weights,) + (None,) * 7
 
 
 register_autograd(

@@ -88,7 +88,8 @@ def bucketize(
     scratch = torch.empty(parts * buckets + (n + 1) // 2, dtype=torch.int64)
     at = scratch.data_ptr()
     if parts == 1:
-        return loop.bucketize(*source, new_lengths.data_ptr(), at, *target)  # type: ignore[no-any-return]
+        done: int = loop.bucketize(*source, new_lengths.data_ptr(), at, *target)
+        return done
     new_lengths.zero_()
     scratch[: parts * buckets].zero_()
     where = at + 8 * parts * buckets
@@ -106,7 +107,7 @@ def bucketize(
     )
     if found != begins[1:] or found[-1] != n:
         bad = [end for end in found if end < 0]
-        return max(bad, default=loop.BAD_LENGTHS)
+        return int(max(bad, default=loop.BAD_LENGTHS))
     loop.cursors_of(at, parts, buckets)
     run(
         [
@@ -167,7 +168,7 @@ def unique_per_table(
     ]  # fmt: skip
     sizes = run(tasks) if parts > 1 else [tasks[0]()]
     if min(sizes) < 0:
-        return max(size for size in sizes if size < 0)
+        return int(max(size for size in sizes if size < 0))
     if parts == 1:
         found.resize_(sizes[0])
     else:

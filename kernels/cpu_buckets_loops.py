@@ -13,13 +13,17 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import carray, float64, int64, uint64
+from numba import carray
 from numba.core import types as numba_types
 from numba.extending import intrinsic
 
-# to type checkers these are functions of fewer arguments, and types without CPointer
+# to type checkers these are functions of fewer arguments, types without CPointer, and numbers of Python
 _intrinsic: Any = intrinsic
 types: Any = numba_types
+float64: Any = numba.float64
+int64: Any = numba.int64
+uint64: Any = numba.uint64
+_inline: Any = numba.njit(forceinline=True)
 
 # what an empty array says of elements: the tensors' own types, and by their size those that are only moved
 LIKE = {name: np.empty(0, name) for name in ("int8", "int16", "int32", "int64", "float32", "float64")}
@@ -53,13 +57,13 @@ def _pointer(typing: Any, address: Any, like: Any) -> Any:
     return types.CPointer(like.dtype)(types.int64, like), generate
 
 
-@numba.njit(forceinline=True)
+@_inline
 def _view(address: int, size: int, like: Any) -> Any:
     return carray(_pointer(address, like), (size,))
 
 
-@numba.njit(forceinline=True)
-def _feature_sizes(f: int, block_sizes: Any, totals: Any, buckets: int) -> tuple[int, int, int]:
+@_inline
+def _feature_sizes(f: int, block_sizes: Any, totals: Any, buckets: int) -> Any:
     """Ids of a bucket, blocks of a bucket, and ids of all buckets."""
     local = totals[f] // buckets if totals.shape[0] else int64(1)
     blocks = local * buckets
@@ -69,10 +73,10 @@ def _feature_sizes(f: int, block_sizes: Any, totals: Any, buckets: int) -> tuple
     return size, local, (block * blocks if block <= most // blocks else most)
 
 
-@numba.njit(forceinline=True)
+@_inline
 def _divide_evenly(
     ids: Any, at: int, end: int, size: int, local: int, blocks: int, whole: int, where: Any, counts: Any
-) -> int:
+) -> Any:
     """Buckets of ids at ... end - 1 of one feature whose buckets have `size` ids, `whole` in all."""
     inverse = 1.0 / max(size, 1)
     exact = whole <= _EXACT
@@ -96,10 +100,10 @@ def _divide_evenly(
     return end
 
 
-@numba.njit(forceinline=True)
+@_inline
 def _divide_by_borders(
     ids: Any, at: int, end: int, block: int, blocks: int, borders: Any, where: Any, counts: Any
-) -> int:
+) -> Any:
     """Buckets of ids at ... end - 1 of one feature between `borders` [K + 1]; where the block is 0 ids are raw."""
     buckets = borders.shape[0] - 1
     rows = borders[buckets]
@@ -124,8 +128,8 @@ def _divide_by_borders(
     return end
 
 
-@numba.njit(forceinline=True)
-def _ids_of(lengths: Any, first: int, last: int, most: int) -> int:
+@_inline
+def _ids_of(lengths: Any, first: int, last: int, most: int) -> Any:
     """The sum of lengths first ... last - 1; BAD_LENGTHS if one is negative or they are more than `most`."""
     total, least, largest = int64(0), int64(0), int64(0)
     for bag in range(first, last):
@@ -141,7 +145,7 @@ def count_buckets(
     lengths_at: int, bags: int, lengths_like: Any, ids_at: int, n: int, ids_like: Any, sizes_at: int,
     totals_at: int, borders_at: int, ends_at: int, features: int, batch: int, buckets: int, first: int, last: int,
     begin: int, where_at: int, new_lengths_at: int, counts_at: int,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """Write the bucket of each id of bags first ... last - 1, which begin at position `begin`, and count them.
 
     Returns the position after the last id, BAD_LENGTHS (also for a bad block size), or BAD_ID - the position of a bad
@@ -263,7 +267,7 @@ def bucketize(
     totals_at: int, borders_at: int, ends_at: int, features: int, batch: int, buckets: int, new_lengths_at: int,
     scratch_at: int, keep_at: int, keep_all: bool, new_ids_at: int, weights_at: int, new_weights_at: int,
     weights_like: Any, positions_at: int, permute_at: int,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """Count and place by one thread; scratch has 8 bytes a bucket and 4 an id. Returns what `count_buckets` does."""
     new_lengths = _view(new_lengths_at, buckets * bags, lengths_like)
     for i in range(buckets * bags):
@@ -288,7 +292,7 @@ def bucketize(
 
 
 @_compiled
-def id_range(ids_at: int, begin: int, end: int, ids_like: Any) -> tuple[int, int]:
+def id_range(ids_at: int, begin: int, end: int, ids_like: Any) -> Any:
     """The least and the largest of ids begin ... end - 1; (0, -1) of none."""
     ids = _view(ids_at, end, ids_like)
     if begin >= end:
@@ -304,7 +308,7 @@ def id_range(ids_at: int, begin: int, end: int, ids_like: Any) -> tuple[int, int
 def unique_run(
     ids_at: int, begin: int, end: int, ids_like: Any, least: int, rows: int, number: int, scratch_at: int,
     unique_at: int, inverse_at: int, counts_at: int,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """Number the distinct ids of begin ... end - 1, which lie in [least, least + rows), in their order from `number`.
 
     Writes them to `unique`, how often they occur to `counts` if there is one, and the number of each id to its place of
@@ -387,7 +391,7 @@ def unique_tables(
     ids_at: int, n: int, ids_like: Any, offsets_at: int, bags: int, offsets_like: Any, features: int,
     hash_sizes_at: int, first_features_at: int, tables: int, first: int, last: int, scratch_at: int, unique_at: int,
     inverse_at: int, numbers_at: int,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """Number the distinct ids of tables first ... last - 1 from 0, table after table, as `unique_run` does.
 
     `numbers` gets how many each table has. Returns how many there are, BAD_LENGTHS for offsets that are none, BAD_ID
@@ -452,7 +456,7 @@ def calibrate(
     logits_at: int, logits_like: Any, value_at: int, values: int, value_like: Any, lengths_at: int, lengths_like: Any,
     segments: int, examples_at: int, positives_at: int, borders_at: int, bins: int, shift: float, lower: float,
     step: float, after: float, weight: float, first: int, last: int, begin: int, predictions_at: int, bins_at: int,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """Predictions and bins of logits first ... last - 1, whose segments begin at `begin`.
 
     Returns where the segments end, or BAD_LENGTHS.

@@ -16,7 +16,7 @@ from . import bucketize, calibration, unique
 MODULES: tuple[ModuleType, ...] = (bucketize, calibration, unique)
 
 # a run, its label, and what rows it reads where the order of a sum over a row is promised ("" where it is not)
-Launch = tuple[Callable[[], None], str, str]
+Launch = tuple[Callable[[], Any], str, str]
 
 
 def launches() -> Iterator[Launch]:

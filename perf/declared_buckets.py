@@ -13,7 +13,7 @@ from .declared import Traffic
 def block_bucketize_bytes(
     lengths: Tensor, ids: Tensor, buckets: int, weights: Tensor | None, positions: bool, permute: bool
 ) -> Traffic:
-    """Of `block_bucketize`: ids there and back twice, by way of their bucket, bag and local row; what is asked for."""
+    """Of `block_bucketize`: ids there and back, by way of their bucket, bag and row; what is asked for."""
     n = ids.shape[0]
     bucket, bag = 1 if buckets < 2**8 else 2 if buckets < 2**15 else 4, 4 if lengths.shape[0] < 2**31 else 8
     per_id = 0 if weights is None else weights.nbytes
@@ -33,7 +33,7 @@ def jagged_unique_bytes(ids: Tensor, rows: int, distinct: int) -> Traffic:
 
 
 def histogram_binning_bytes(logit: Tensor, value: Tensor | None, lengths: Tensor | None) -> Traffic:
-    """Of the calibrations: logits there, predictions and bins back, two numbers of a bin, a value where there is one."""
+    """Of the calibrations: logits there, predictions and bins back, two numbers of a bin, a value of a segment."""
     n = logit.numel()
     reads = {"X": logit.nbytes, "E": 8 * n, "H": 8 * n}
     if value is not None and lengths is not None:

@@ -50,7 +50,7 @@ def unique_call() -> Call:
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     result = jagged_unique(ids, offsets, [60] * 3)
     traffic = jagged_unique_bytes(ids, 180, len(result.ids))
-    return Call(list(result), traffic, ("O", "first_rows", "hash_sizes", "inverse", "unique", "I", "number"))
+    return Call(list(result), traffic, ("O", "first_rows", "hash_sizes", "inverse", "unique", "I"))
 
 
 def calibration_call() -> Call:
@@ -108,7 +108,7 @@ def test_no_sector_moves_beyond_the_declared_bytes(name: str) -> None:
                 count = sectors(launch, kind, tensor)
                 seen.add(letter)
                 assert SECTOR * count.fetched <= nbytes + 2 * SECTOR * len(launch.programs), f"{kind} {letter}"
-    assert len(seen) >= 4
+    assert len(seen) >= 3
 
 
 def test_the_sort_of_buckets_is_over_one_byte_an_id() -> None:
