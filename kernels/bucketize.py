@@ -87,7 +87,7 @@ def _divide(
     if borders is not None:
         # a block of 0 rows: ids are raw, and are divided by their remainder in proportion to the borders
         inside = torch.where(block == 0, id % blocks * borders[f, -1] // blocks, id)
-        bucket = (borders[f, 1:] <= inside[:, None]).sum(1)
+        bucket = _borders_passed(borders[:, 1:], f, inside)
         local = id - borders[f, bucket.clamp(max=buckets - 1)]
         outside = bucket >= buckets
         bucket, local = torch.where(outside, id % buckets, bucket), torch.where(outside, id // buckets, local)
@@ -100,6 +100,19 @@ def _divide(
         remainder = id % blocks if totals is None else id % blocks // (blocks // buckets)
         bucket = torch.where(outside, remainder, bucket)
     return torch.where(ids < 0, 0, bucket), torch.where(ids < 0, ids.long(), local)
+
+
+def _borders_passed(borders: Tensor, f: Tensor, ids: Tensor) -> Tensor:
+    """How many of their feature's borders [F, K] ids [N] have reached."""
+    beyond = int(borders.max()) + 1 if borders.numel() else 1
+    if beyond * borders.shape[0] >= 2**63:
+        return (borders[f] <= ids[:, None]).sum(1)
+    # feature after feature, borders are sorted as a whole
+    shifts = torch.arange(borders.shape[0], device=ids.device) * beyond
+    passed = torch.searchsorted(
+        (borders + shifts[:, None]).flatten(), ids.clamp(max=beyond - 1) + shifts[f], right=True
+    )  # fmt: skip
+    return passed - f * borders.shape[1]
 
 
 def block_bucketize(

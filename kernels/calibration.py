@@ -83,6 +83,8 @@ def _histogram_binning_kernel(X, V, L, starts, E, H, borders, Y, bin_ids, N, M, 
         b = low
     else:
         scaled = (p - tl.full((BLOCK,), LOWER, tl.float64)) / tl.full((BLOCK,), STEP, tl.float64)
+        # where it is no number of a bin it may be none of an int64 either
+        scaled = tl.minimum(scaled, bins.to(tl.float64))
         b = scaled.to(tl.int64)
         # bins contain their upper end
         b = tl.where(b.to(tl.float64) == scaled, b - 1, b)

@@ -79,6 +79,8 @@ def bucketize(
         block_sizes.data_ptr(), _address(totals), _address(borders), _address(ends),
         features, batch, buckets,
     )  # fmt: skip
+    if positions.shape[0] and not permute.shape[0]:
+        permute = torch.empty_like(ids)
     moved = loop.LIKE_INT32 if weights is None else loop.MOVED[weights.itemsize]
     target = (
         _address(keep), keep_all, new_ids.data_ptr(), _address(weights), new_weights.data_ptr(), moved,
@@ -158,10 +160,11 @@ def unique_per_table(
     begins = [0, n] if parts == 1 else offsets[first_features[cuts] * batch].tolist()
     # what these are worth where offsets go back is found by the loop before it writes
     memory = [torch.empty(2 * max(high - low, 0) + loop.DIGITS, dtype=torch.int64) for low, high in pairwise(begins)]
+    places = offsets.long()
     tasks = [
         partial(
-            loop.unique_tables, ids.data_ptr(), n, like(loop, ids), offsets.data_ptr(), bags, like(loop, offsets),
-            features, hash_sizes.data_ptr(), first_features.data_ptr(), tables, low, high, mine.data_ptr(),
+            loop.unique_tables, ids.data_ptr(), n, like(loop, ids), places.data_ptr(), bags, features,
+            hash_sizes.data_ptr(), first_features.data_ptr(), tables, low, high, mine.data_ptr(),
             found.data_ptr(), inverse.data_ptr(), numbers.data_ptr(),
         )
         for (low, high), mine in zip(pairwise(cuts), memory, strict=True)

@@ -113,13 +113,12 @@ def _divide_by_borders(
             return BAD_ID - i
         inside = id if block else id % blocks * rows // blocks
         if inside < rows:
-            p, high = int64(0), int64(buckets)
-            while high - p > 1:
-                middle = (p + high) // 2
-                if borders[middle] <= inside:
-                    p = middle
-                else:
-                    high = middle
+            # without a branch, which would be guessed wrong
+            p, left = int64(0), int64(buckets)
+            while left > 1:
+                half = left // 2
+                p += half * int64(borders[uint64(p + half)] <= inside)
+                left -= half
             where[i] = p if block else -1 - p
         else:
             p = id % buckets
@@ -190,7 +189,10 @@ def place_in_buckets(
     begin: int, where_at: int, cursors_at: int, keep_at: int, keep_all: bool, new_ids_at: int, weights_at: int,
     new_weights_at: int, weights_like: Any, positions_at: int, permute_at: int,
 ) -> None:  # fmt: skip
-    """Move the ids of bags first ... last - 1 to where `cursors`, one for each bucket, say, in order."""
+    """Move the ids of bags first ... last - 1 to where `cursors`, one for each bucket, say, in order.
+
+    Positions need the permutation besides.
+    """
     lengths, ids = _view(lengths_at, bags, lengths_like), _view(ids_at, n, ids_like)
     block_sizes = _view(sizes_at, features, LIKE_INT64)
     totals = _view(totals_at, features if totals_at else 0, LIKE_INT64)
@@ -213,20 +215,7 @@ def place_in_buckets(
         kept = keep[f] != 0 if keep.shape[0] else keep_all
         outside = int64(buckets) if borders.shape[0] and block_sizes[f] else local * buckets
         moves_more = weights.shape[0] + permute.shape[0] + borders.shape[0] > 0
-        if positions.shape[0]:
-            i = at
-            while bag < stop:
-                for place in range(int64(lengths[bag])):
-                    # where the id goes is not known yet: its place waits where the id will leave it
-                    mark = int64(where[i])
-                    positions[cursors[mark if mark >= 0 else -1 - mark]] = place
-                    cursors[mark if mark >= 0 else -1 - mark] += 1
-                    i += 1
-                bag += 1
-            for i in range(at, end):
-                mark = int64(where[i])
-                cursors[mark if mark >= 0 else -1 - mark] -= 1
-        bag = stop
+        start = at
         for i in range(at, end):
             mark = int64(where[uint64(i)])
             id = int64(ids[uint64(i)])
@@ -246,7 +235,12 @@ def place_in_buckets(
                 if permute.shape[0]:
                     permute[uint64(i)] = k
             new_ids[uint64(k)] = id if kept else row
-        at = end
+        if positions.shape[0]:
+            for b in range(bag, stop):
+                for i in range(start, start + int64(lengths[uint64(b)])):
+                    positions[uint64(permute[uint64(i)])] = i - start
+                start += int64(lengths[uint64(b)])
+        at, bag = end, stop
 
 
 @_compiled
@@ -388,7 +382,7 @@ def unique_run(
 
 @_compiled
 def unique_tables(
-    ids_at: int, n: int, ids_like: Any, offsets_at: int, bags: int, offsets_like: Any, features: int,
+    ids_at: int, n: int, ids_like: Any, offsets_at: int, bags: int, features: int,
     hash_sizes_at: int, first_features_at: int, tables: int, first: int, last: int, scratch_at: int, unique_at: int,
     inverse_at: int, numbers_at: int,
 ) -> Any:  # fmt: skip
@@ -397,7 +391,7 @@ def unique_tables(
     `numbers` gets how many each table has. Returns how many there are, BAD_LENGTHS for offsets that are none, BAD_ID
     - the position for an id outside its table.
     """
-    ids, offsets = _view(ids_at, n, ids_like), _view(offsets_at, bags + 1, offsets_like)
+    ids, offsets = _view(ids_at, n, ids_like), _view(offsets_at, bags + 1, LIKE_INT64)
     batch = bags // features
     hash_sizes, numbers = _view(hash_sizes_at, last, LIKE_INT64), _view(numbers_at, last, LIKE_INT64)
     first_features = _view(first_features_at, last + 1, LIKE_INT64)
@@ -472,7 +466,9 @@ def calibrate(
     for i in range(first, last):
         # storing it rounds to the logit's own type
         predictions[i] = float64(logits[i]) + shift
-        p = 1.0 / (1.0 + float64(math.exp(-predictions[i])))
+        predictions[i] = math.exp(-predictions[i])
+    for i in range(first, last):
+        p = 1.0 / (1.0 + float64(predictions[i]))
         b = int64(0)
         if borders_at:
             high = int64(bins - 1)
@@ -482,10 +478,11 @@ def calibrate(
                     b = middle + 1
                 else:
                     high = middle
-        elif p > lower:
-            # a NaN is not greater
-            b = min(int64(math.ceil((p - lower) / step)) - 1, bins - 1)
-            b = max(b, 0)
+        else:
+            steps = min((p - lower) / step, float64(bins))
+            b = int64(steps)
+            # bins contain their upper end; of a NaN this is the least integer
+            b = max(min(b - int64(float64(b) == steps), int64(bins - 1)), int64(0))
         if lengths_at:
             length = int64(lengths[i])
             if length < 0 or length > values - at:
@@ -494,7 +491,6 @@ def calibrate(
                 b += (int64(value[at]) + 1) * bins
             at += length
         bin_ids[i] = b
-        if examples[b] > after:
-            p = positives[b] / examples[b] * weight + p * (1.0 - weight)
-        predictions[i] = p
+        share = positives[uint64(b)] / examples[uint64(b)] * weight + p * (1.0 - weight)
+        predictions[i] = share if examples[uint64(b)] > after else p
     return at

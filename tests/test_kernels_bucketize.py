@@ -162,8 +162,8 @@ def test_the_same_bits_twice_from_inputs_that_are_not_contiguous(path: str) -> N
     with running_on(path) as device:
         lengths, ids, sizes, buckets = batch.tensors(device)
         first = block_bucketize(lengths, ids, sizes, buckets, bucketize_pos=True, sequence=True)
-        apart = [torch.stack([tensor, tensor], 1)[:, 0] for tensor in (lengths, ids, sizes)]
-        second = block_bucketize(*apart, buckets, bucketize_pos=True, sequence=True)
+        lengths, ids, sizes = (torch.stack([tensor, tensor], 1)[:, 0] for tensor in (lengths, ids, sizes))
+        second = block_bucketize(lengths, ids, sizes, buckets, bucketize_pos=True, sequence=True)
     for one, other in zip(first, second, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
 
