@@ -10,6 +10,7 @@ Ids are in bag order already: one stable sort by bucket brings them into bucket 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -433,7 +434,7 @@ def _divide_inside(
 def _stable_order(bucket: Tensor, buckets: int) -> Tensor:
     """The stable argsort [N] of bucket numbers."""
     narrow = bucket.to(_bucket_dtype(buckets))
-    if narrow.is_cpu:
+    if narrow.is_cpu and importlib.util.find_spec("numpy") is not None:
         # of one or two bytes numpy's is a radix sort, 9 times as fast as torch's
         return torch.from_numpy(narrow.numpy().argsort(kind="stable"))
     return torch.argsort(narrow, stable=True)
