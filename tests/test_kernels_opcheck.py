@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import bucket_inputs
 import pytest
 import torch
 from kernel_inputs import (
@@ -97,6 +98,7 @@ def op_calls(device: torch.device, *, padded: bool = False) -> dict[str, tuple[A
         ),
     )
     calls["check_gradient"] = (OPS.check_gradient.default, (grad, new_guard(device)))
+    calls |= bucket_inputs.op_calls(device)
     return calls
 
 
