@@ -22,6 +22,8 @@ class Bags(Traceable, Pipelineable):
     _weights: Tensor | None = None
     _lengths: Tensor | None = None
     _offsets: Tensor | None = None
+    # True: lengths and offsets both come from the caller, and nobody compared them yet
+    _both: bool = False
 
     def values(self) -> Tensor:
         """Values [L, ...]."""

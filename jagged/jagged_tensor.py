@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from shardwise.kernels import jagged_to_padded_dense
+
 from ._bags import Bags, copy_tensors
 from ._check import check_bags, check_tensor, check_values, readable
 from ._segments import contradict, join_tensors
@@ -38,6 +40,7 @@ class JaggedTensor(Bags):
         self._values = values
         self._weights = weights
         self._lengths, self._offsets, _ = check_bags(values, lengths, offsets)
+        self._both = lengths is not None and offsets is not None
 
     @staticmethod
     def _of(values: Tensor, weights: Tensor | None, lengths: Tensor | None) -> JaggedTensor:
@@ -126,6 +129,7 @@ class JaggedTensor(Bags):
 
         copy = JaggedTensor._of(change(self._values), each(self._weights), each(self._lengths))
         copy._offsets = each(self._offsets)
+        copy._both = self._both
         return copy
 
     @property
@@ -146,13 +150,6 @@ class JaggedTensor(Bags):
         """One view of the weights per bag, None where there are no weights. Syncs with the host once."""
         return None if self._weights is None else list(torch.split_with_sizes(self._weights, self._read_lengths()))
 
-    def _read_lengths(self) -> list[int]:
-        # host sync: the size of each view is decided on the host
-        *lengths, unlike = torch.cat([self.lengths(), self._unlike()]).tolist()
-        if min(lengths, default=0) < 0 or sum(lengths) != self._values.shape[0] or unlike:
-            raise ValueError(self._what_is_wrong(lengths))
-        return lengths
-
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """Values as [B, desired_length, ...], bags cut or filled with `padding_value`; differentiable, dtype kept.
 
@@ -167,40 +164,49 @@ class JaggedTensor(Bags):
         return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
 
     def _padded(self, values: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
-        if desired_length is not None and desired_length < 0:
+        if desired_length is None:
+            desired_length = self._read_longest()
+        elif desired_length < 0:
             raise ValueError(f"desired_length must be >= 0, got {desired_length}")
-        if desired_length is None or readable(self.lengths()):
-            longest = self._read_longest()
-            desired_length = longest if desired_length is None else desired_length
-        offsets = self.offsets().to(torch.int64)
-        slots = self._batch_size * desired_length
-        position = torch.arange(values.shape[0], device=self.device())  # [L]
-        bag = torch.searchsorted(offsets[1:].contiguous(), position, right=True)
-        column = position - offsets[bag.clamp(max=self._batch_size)]
-        kept = (bag < self._batch_size) & (column >= 0) & (column < desired_length)
-        # one slot more than asked for takes what is cut off
-        target = torch.where(kept, bag * desired_length + column, slots)
-        shape = values.shape[1:]
-        flat = values.new_full((slots + 1, *shape), padding_value).index_put((target,), values)
-        return flat[:slots].view(self._batch_size, desired_length, *shape)
+        offsets = self.offsets()
+        if offsets.dtype not in (torch.int64, torch.int32):
+            offsets = offsets.to(torch.int64)
+        try:
+            if readable(offsets) and (int(offsets[-1]) != values.shape[0] or self._unlike()):
+                raise ValueError("bags that do not fit the values")
+            return jagged_to_padded_dense(values, offsets, desired_length, padding_value)
+        except ValueError:
+            # host sync: on the way to an error
+            raise ValueError(self._what_is_wrong(self.lengths().tolist())) from None
+
+    def _read_lengths(self) -> list[int]:
+        # host sync: the size of each view is decided on the host
+        lengths: list[int] = self.lengths().tolist()
+        if min(lengths, default=0) < 0 or sum(lengths) != self._values.shape[0] or self._unlike():
+            raise ValueError(self._what_is_wrong(lengths))
+        return lengths
 
     def _read_longest(self) -> int:
         """Size of the longest bag, in one host sync, with the checks of `to_dense`."""
         if self._batch_size == 0:
             return 0
         lengths = self.lengths()
-        facts = [fact.reshape(1) for fact in (lengths.max(), lengths.min(), lengths.sum(), self._unlike())]
+        facts = [fact.to(torch.int64) for fact in (lengths.max(), lengths.min(), lengths.sum())]
         # host sync: the longest bag is the size of the result; what is to be checked comes along
-        longest, shortest, total, unlike = torch.cat(facts).tolist()
-        if shortest < 0 or total != self._values.shape[0] or unlike:
+        longest, shortest, total = torch.stack(facts).tolist()
+        if shortest < 0 or total != self._values.shape[0] or self._unlike():
             # host sync: on the way to an error
             raise ValueError(self._what_is_wrong(lengths.tolist()))
         return int(longest)
 
-    def _unlike(self) -> Tensor:
-        """Whether lengths and offsets, where both are known, contradict each other: [1] of 0 or 1."""
-        lengths = self.lengths()
-        return lengths.new_zeros(1) if self._offsets is None else contradict(lengths, self._offsets)
+    def _unlike(self) -> bool:
+        """Whether offsets do not begin at 0, or are not those of the lengths where a caller gave both."""
+        if self._offsets is None:
+            return False
+        if not self._both:
+            return int(self._offsets[0]) != 0
+        # host sync: beside one that was made already
+        return bool(contradict(self.lengths(), self._offsets))
 
     def _what_is_wrong(self, lengths: list[int]) -> str:
         text = f"lengths {_first(lengths)} sum to {sum(lengths)}, values has {self._values.shape[0]}"

@@ -66,8 +66,6 @@ class KeyedJaggedTensor(Bags):
     _length_per_key: list[int] | None = None
     # False: the sizes of from_jt_dict's members on a device, which nobody compared with the lengths yet
     _checked: bool = True
-    # True: lengths and offsets both come from the caller, and nobody compared them yet
-    _both: bool = False
     _offset_per_key: list[int] | None = None
     _jt_dict: dict[str, JaggedTensor] | None = None
 

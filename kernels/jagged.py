@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from . import cpu_segments
 from ._op import INTERPRETED, direct, gather_tile, multiple, register, register_autograd, runs_kernel, tl, triton
-from .features import bag_of_position
+from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .segments import INDEX_DTYPES, check_index, gather_rows, locate, positions_of, unit_of
 
 _BLOCK = 64 if INTERPRETED else 512
@@ -326,7 +326,7 @@ register_autograd(
 
 
 def pack_segments(values: Tensor, lengths: Tensor, max_length: int) -> Tensor:
-    """Segments side by side, cut to `max_length` or padded with zeros to it; differentiable. torch's own ops.
+    """Segments side by side, cut to `max_length` or padded with zeros to it; differentiable.
 
     Shapes: values [N, ...], lengths [B] (int32 or int64), N = sum(lengths). FBGEMM has the op by this name.
 
@@ -341,18 +341,11 @@ def pack_segments(values: Tensor, lengths: Tensor, max_length: int) -> Tensor:
     if max_length < 0:
         raise ValueError(f"max_length must be >= 0, got {max_length}")
     _check_lengths(lengths, values.shape[0])
-    place = torch.arange(max_length, device=values.device)
-    at = (lengths.cumsum(0) - lengths)[:, None] + place
-    inside = (place < lengths[:, None]) & (at < values.shape[0])
-    shape = (lengths.shape[0], max_length, *values.shape[1:])
-    if values.shape[0] == 0:
-        return values.new_zeros(shape)
-    rows = values.index_select(0, torch.where(inside, at, 0).flatten()).view(shape)
-    return torch.where(_beside(inside, rows), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+    return jagged_to_padded_dense(values, complete_cumsum(lengths), max_length)
 
 
 def unpack_segments(packed: Tensor, lengths: Tensor, *, total: int | None = None) -> Tensor:
-    """The segments that `pack_segments` packed, one after another: its inverse, and its gradient. torch's own ops.
+    """The segments that `pack_segments` packed, one after another: its inverse, and its gradient.
 
     Shapes: packed [B, max_length, ...], lengths [B] (int32 or int64). `total` is their sum where it is known: a GPU
     then need not be waited for. Differentiable.
@@ -371,19 +364,7 @@ def unpack_segments(packed: Tensor, lengths: Tensor, *, total: int | None = None
         # host sync: nobody told how many values there will be
         total = int(lengths.sum())
     _check_lengths(lengths, total)
-    longest = packed.shape[1]
-    if packed.shape[0] == 0 or longest == 0:
-        return packed.new_zeros(total, *packed.shape[2:])
-    offsets = F.pad(lengths.cumsum(0, dtype=torch.int64), (1, 0))
-    bag = bag_of_position(offsets, total).clamp(max=lengths.shape[0] - 1)
-    place = torch.arange(total, device=packed.device) - offsets[bag]
-    inside = (place >= 0) & (place < longest)
-    rows = packed.flatten(0, 1).index_select(0, torch.where(inside, bag * longest + place, 0))
-    return torch.where(_beside(inside, rows), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
-
-
-def _beside(mask: Tensor, rows: Tensor) -> Tensor:
-    return mask.view(*mask.shape, *[1] * (rows.dim() - mask.dim()))
+    return padded_dense_to_jagged(packed, complete_cumsum(lengths), total)
 
 
 def _check_lengths(lengths: Tensor, total: int) -> None:

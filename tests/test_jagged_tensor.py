@@ -274,13 +274,6 @@ def test_bad_input_is_refused_with_its_numbers(case: str) -> None:
         make()
 
 
-def test_padding_on_a_device_survives_bags_that_do_not_fit_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not reading the lengths it cannot refuse them: what is in no bag is left out, nothing is overwritten."""
-    monkeypatch.setattr("shardwise.jagged.jagged_tensor.readable", lambda _: False)
-    assert JaggedTensor(V, offsets=tensor([1, 2])).to_padded_dense(2).tolist() == [[2, 0]]
-    assert JaggedTensor(V, lengths=tensor([1, 5])).to_padded_dense(3).tolist() == [[1, 0, 0], [2, 3, 0]]
-
-
 # bags of three values, and what is said of them
 MISFITS = {
     "too long": ({"lengths": [1, 4]}, r"lengths \[1, 4\] sum to 5, values has 3"),
