@@ -118,10 +118,11 @@ def jagged_tensor() -> str:
     """Bags of a JaggedTensor, a colour each."""
     jt = JaggedTensor(torch.tensor([11, 12, 13, 14, 15, 16]), lengths=torch.tensor([2, 0, 1, 3]))
     picture = Picture()
+    picture.text(MARGIN, 32, "bag", "l s")
     picture.text(MARGIN, 63, "values", "l")
     found = draw_bags(picture, LEFT, 44, jt.values().tolist(), jt.lengths().tolist(), COLOURS[:4])
     for i, (begin, end) in enumerate(found):
-        picture.text((begin + end) / 2, 32, f"bag {i}" if end - begin > SLOT else i, "s")
+        picture.text((begin + end) / 2, 32, i, "s")
     draw_sizes(picture, 74, found, jt)
     return picture.svg("A JaggedTensor: values in bags, with lengths under the bags and offsets under their edges")
 
@@ -132,7 +133,7 @@ def keyed_jagged_tensor() -> str:
     picture, stride = Picture(), kjt.stride()
     column = 3 * CELL + 24
     for sample in range(stride):
-        picture.text(LEFT + sample * column + 1.5 * CELL, 32, f"sample {sample}", "s")
+        picture.text(LEFT + sample * column, 32, f"sample {sample}", "l s")
     for row, (key, jt) in enumerate(kjt.to_dict().items()):
         y = 44 + row * (HEIGHT + 10)
         picture.text(MARGIN, y + 19, key, "l b")
@@ -150,8 +151,8 @@ def keyed_jagged_tensor() -> str:
         begin, end = found[starts[i]][0], found[starts[i + 1] - 1][1]
         picture.bracket(begin, end, y - 12, key)
         picture.text((begin + end) / 2, y + 112, kjt.length_per_key()[i])
-        picture.text(begin, y + 138, kjt.offset_per_key()[i])
-    picture.text(found[-1][1], y + 138, kjt.offset_per_key()[-1])
+        picture.text(begin - GAP / 2, y + 138, kjt.offset_per_key()[i])
+    picture.text(found[-1][1] + GAP / 2, y + 138, kjt.offset_per_key()[-1])
     return picture.svg("A KeyedJaggedTensor: all bags of the first key, then all bags of the second")
 
 
