@@ -43,7 +43,9 @@ class Picture:
         self._add(f'<text x="{x:g}" y="{y:g}"{_class(kind)}>{escaped}</text>', right, y + 4)
 
     def box(self, x: float, y: float, width: float, colour: str, words: object = "") -> None:
-        self._add(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{HEIGHT}" fill="{colour}"/>', x + width, y + HEIGHT)
+        self._add(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{HEIGHT}" fill="{colour}"/>', x + width, y + HEIGHT
+        )
         if words != "":
             self.text(x + width / 2, y + 19, words)
 
