@@ -7,7 +7,7 @@ is drawn value by value; a bag without values is a narrow slot. All measures are
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -158,7 +158,7 @@ def keyed_jagged_tensor() -> str:
     return picture.svg("A KeyedJaggedTensor: all bags of the first key, then all bags of the second")
 
 
-def draw_keyed(picture: Picture, x: float, y: float, kjt: KeyedJaggedTensor, colours: dict[str, str]) -> float:
+def draw_keyed(picture: Picture, x: float, y: float, kjt: KeyedJaggedTensor, colours: Mapping[str, str]) -> float:
     """A row of bags under the names of their keys, a colour for each key; returns where it ends."""
     strides = zip(kjt.keys(), kjt.stride_per_key(), strict=True)
     per_bag = [colours[key] for key, stride in strides for _ in range(stride)]

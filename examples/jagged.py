@@ -78,8 +78,9 @@ def load() -> Batch:
 def without_repeats(lists: KeyedJaggedTensor, key: str) -> KeyedJaggedTensor:
     """The same with each bag of one key sorted and free of repeats."""
     jts: dict[str, JaggedTensor] = ComputeKJTToJTDict()(lists)
-    jts[key] = JaggedTensor.from_dense([bag.unique() for bag in jts[key].to_dense()])
-    return ComputeJTDictToKJT()(jts)
+    jts[key] = JaggedTensor.from_dense([torch.unique(bag) for bag in jts[key].to_dense()])
+    joined: KeyedJaggedTensor = ComputeJTDictToKJT()(jts)
+    return joined
 
 
 def main() -> None:
