@@ -228,8 +228,10 @@ class TableGroup:
 
     def raise_pending(self) -> None:
         """Raise what an earlier batch left in the guard on CUDA; nothing of that batch was written."""
+        if self._unread is None:
+            return
         unread, self._unread = self._unread, None
-        if unread is None or not unread.is_raised():
+        if not unread.is_raised():
             return
         fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
         self.guard.copy_(new_guard())
@@ -389,6 +391,9 @@ class _FlatOfParameters(torch.autograd.Function):
 def _flat_of_parameters(group: TableGroup, keep_rows: bool = False) -> Tensor:
     if not torch.is_grad_enabled() or not any(p.requires_grad for p in group.parameters):
         return group.flat
+    if torch.compiler.is_exporting():
+        # an exported program looks up and does not train: the buffer is one of its constants
+        return group.flat.detach()
     # gradients of tables need no rows, so an optimizer may step between forward and backward, as it may with
     # nn.Embedding: `.data` counts its changes apart. With `keep_rows` autograd refuses the backward after such a step
     flat = group.flat if keep_rows else group.flat.data

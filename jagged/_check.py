@@ -59,6 +59,13 @@ def check_values(values: Tensor, weights: Tensor | None) -> None:
     _check_device("weights", weights, values)
 
 
+def check_one_dim(keys: Sequence[str], values: Tensor, weights: Tensor | None) -> None:
+    """What belongs to keys has one dim."""
+    for name, tensor in (("values", values), ("weights", weights)):
+        if tensor is not None and tensor.dim() != 1:
+            raise ValueError(f"{name} of {names(keys)} must be 1-D, got shape {list(tensor.shape)}")
+
+
 def check_capacity(values: Tensor, capacity: int | None) -> None:
     """Values are as many as the capacity says, if it says anything."""
     if capacity is None:
@@ -70,12 +77,16 @@ def check_capacity(values: Tensor, capacity: int | None) -> None:
 
 
 def check_bags(
-    values: Tensor, lengths: Tensor | None, offsets: Tensor | None, capacity: int | None = None
+    values: Tensor,
+    lengths: Tensor | None,
+    offsets: Tensor | None,
+    capacity: int | None = None,
+    keys: Sequence[str] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, int]:
     """Lengths and offsets as they are kept, and the number of bags they speak of."""
     bags = 0
     if lengths is not None:
-        lengths = _check_integers("lengths", lengths, values)
+        lengths = _check_integers("lengths", lengths, values, keys)
         bags = lengths.shape[0]
     elif offsets is None:
         raise ValueError("lengths or offsets must be given, got neither")
@@ -172,7 +183,7 @@ def check_inverse(
         raise TypeError(f"inverse_indices must be integers (int32 or int64), got {indices.dtype}")
     _check_device("inverse_indices", indices, values)
     if rows != keys:
-        known = set(rows)
+        known = set(check_keys(rows))
         lacking = [key for key in keys if key not in known]
         if lacking:
             raise ValueError(f"inverse_indices lack the keys {names(lacking)}: they have {names(rows)}")
@@ -218,12 +229,12 @@ def _check_stride(name: str, stride: object) -> None:
         raise ValueError(f"{name} must be an integer >= 0, got {stride!r}")
 
 
-def _check_integers(name: str, tensor: Tensor, values: Tensor) -> Tensor:
+def _check_integers(name: str, tensor: Tensor, values: Tensor, keys: Sequence[str] | None = None) -> Tensor:
     check_tensor(name, tensor)
     if tensor.dim() != 1:
-        if tensor.dim() != 2 or name != "lengths":
-            raise ValueError(f"{name} must be 1-D, got shape {list(tensor.shape)}")
-        # [keys, batch] is another way to write them
+        if tensor.dim() != 2 or keys is None or tensor.shape[0] != len(keys):
+            shapes = "1-D" if keys is None else f"1-D or [{len(keys)} keys, batch]"
+            raise ValueError(f"{name} must be {shapes}, got shape {list(tensor.shape)}")
         tensor = tensor.reshape(-1)
     _check_device(name, tensor, values)
     if tensor.dtype in INTEGER_DTYPES:

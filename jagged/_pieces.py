@@ -58,9 +58,9 @@ def split(kjt: KeyedJaggedTensor, segments: Sequence[int]) -> list[KeyedJaggedTe
     if count in segments:
         nothing = permute(kjt, []) if 0 in segments else kjt
         return [kjt if segment == count else nothing for segment in segments]
-    known, starts = kjt.length_per_key(), strides.starts
+    known, starts = kjt._sizes(), strides.starts
     cuts = starts_of(segments)
-    offsets = kjt.offset_per_key()
+    offsets = kjt._ends()
     all_values, all_weights = kjt._in_bags()
     sizes = [offsets[b] - offsets[a] for a, b in zip(cuts, cuts[1:], strict=False)]
     values = torch.split_with_sizes(all_values, sizes)
@@ -90,7 +90,7 @@ def permute(kjt: KeyedJaggedTensor, indices: Sequence[int], indices_tensor: Tens
     if not indices:
         nothing = None if kjt._weights is None else kjt._weights[:0]
         return like(kjt, strides, kjt._values[:0], nothing, kjt.lengths()[:0], [], True, inverse)
-    known = kjt.length_per_key()
+    known = kjt._sizes()
     values, weights = kjt._in_bags()
     moved = permute_segments([values] if weights is None else [values, weights], known, order.indices)
     return like(
@@ -121,7 +121,7 @@ def get_item(kjt: KeyedJaggedTensor, key: str) -> JaggedTensor:
     i = kjt._strides.keys.index.get(key)
     if i is None:
         raise KeyError(f"unknown key {key!r}, keys are {names(kjt._strides.keys.names)}")
-    offsets, starts = kjt.offset_per_key(), kjt._strides.starts
+    offsets, starts = kjt._ends(), kjt._strides.starts
     begin, end = offsets[i], offsets[i + 1]
     weights = None if kjt._weights is None else kjt._weights[begin:end]
     return JaggedTensor._of(kjt._values[begin:end], weights, kjt.lengths()[starts[i] : starts[i + 1]])
@@ -132,7 +132,7 @@ def to_dict(kjt: KeyedJaggedTensor, compute_offsets: bool) -> dict[str, JaggedTe
     found = kjt._jt_dict
     if found is None:
         keys, per_key = kjt._strides.keys.names, kjt._strides.per_key
-        sizes = kjt.length_per_key()
+        sizes = kjt._sizes()
         all_values, all_weights = kjt._in_bags()
         # one split has one gradient, the concatenation
         values = torch.split_with_sizes(all_values, sizes)
@@ -230,7 +230,7 @@ def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
 def _check_members(kjt: KeyedJaggedTensor, sizes: Sequence[int]) -> None:
     """ValueError, with the key, unless the lengths of each sum to its size. Reads them on the host."""
     strides = kjt._strides
-    _, totals = sum_per_key(strides, kjt._lengths, None if strides.per_rank is None else kjt.offsets())
+    _, totals = sum_per_key(strides, kjt._lengths, None)
     compare_sizes(strides, totals, sizes)
 
 

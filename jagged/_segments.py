@@ -17,13 +17,19 @@ from ._check import INTEGER_DTYPES, names, readable
 from ._strides import Strides
 
 _LARGEST = {dtype: torch.iinfo(dtype).max for dtype in INTEGER_DTYPES}
+# lengths up to which one more copy is faster than three more calls
+_FEW = 1 << 14
 _WIDE = (torch.int64, torch.int32)
 
 
 def offsets_of(lengths: Tensor, num_values: int) -> Tensor:
     """Offsets [..., N + 1] of lengths [..., N], in the dtype of lengths unless `num_values` does not fit in it."""
-    dtype = lengths.dtype if num_values <= _LARGEST[lengths.dtype] else torch.int64
-    if not readable(lengths):
+    if torch.compiler.is_compiling():
+        # a size that is not known yet cannot be compared
+        dtype = lengths.dtype if lengths.dtype in _WIDE else torch.int64
+    else:
+        dtype = lengths.dtype if num_values <= _LARGEST[lengths.dtype] else torch.int64
+    if not readable(lengths) or lengths.shape[-1] < _FEW:
         return torch.nn.functional.pad(lengths.cumsum(-1, dtype=dtype), (1, 0))
     # summed in place: a padded copy would move everything once more
     offsets = lengths.new_empty((*lengths.shape[:-1], lengths.shape[-1] + 1), dtype=dtype)
@@ -82,6 +88,8 @@ def read_length_per_key(
     Raises ValueError, with numbers and the key, unless each is >= 0 and they add up to `num_values` (with `padded`, to
     less). What is wrong within a key only `check_bags_in_full` sees.
     """
+    if torch.compiler.is_compiling():
+        return _traced_length_per_key(strides, lengths, offsets, num_values, padded)
     first, sizes = sum_per_key(strides, lengths, offsets)
     total = sum(sizes)
     if first != 0 or min(sizes, default=0) < 0 or total > num_values or (total != num_values and not padded):
@@ -91,19 +99,39 @@ def read_length_per_key(
     return sizes
 
 
+def _traced_length_per_key(
+    strides: Strides, lengths: Tensor | None, offsets: Tensor | None, num_values: int, padded: bool
+) -> list[int]:
+    """Numbers that a compiler does not know: the checks go into the graph."""
+    # of two sources the one whose sums need no first value
+    sizes = sum_per_key(strides, lengths, offsets if lengths is None or strides.per_rank is not None else None)[1]
+    for size in sizes:
+        torch._check(size >= 0)
+        torch._check(size <= num_values)
+    if padded:
+        torch._check(sum(sizes) <= num_values)
+    else:
+        torch._check(sum(sizes) == num_values)
+    return sizes
+
+
 def sum_per_key(strides: Strides, lengths: Tensor | None, offsets: Tensor | None) -> tuple[int, list[int]]:
     """Where the first bag begins and how many values each key has, unchecked. One host sync, none without bags."""
     if strides.starts[-1] == 0:
         return 0, [0] * len(strides.keys.names)
+    if offsets is None and strides.per_rank is not None:
+        assert lengths is not None
+        # in int64, where bad lengths do not wrap around to a good sum
+        offsets = offsets_of(lengths, 2**62)
     if offsets is not None:
         # host sync: sizes of pieces are decided on the host
         ends = edges(strides, offsets).tolist()
         return ends[0], [end - start for start, end in pairwise(ends)]
-    assert lengths is not None and strides.per_rank is None
-    # summed in their own type, which is the faster: what wraps around does not add up to the number of values
-    own = lengths.dtype if lengths.dtype in _WIDE else torch.int64
+    assert lengths is not None
+    # a cast and a sum are faster than a sum that casts
+    table = lengths.view(len(strides.keys.names), strides.stride).to(torch.int64)
     # host sync: sizes of pieces are decided on the host
-    return 0, lengths.view(len(strides.keys.names), strides.stride).sum(1, dtype=own).tolist()
+    return 0, table.sum(1).tolist()
 
 
 def compare_sizes(strides: Strides, found: Sequence[int], known: Sequence[int]) -> None:

@@ -118,6 +118,19 @@ def keys_of(names: Sequence[str]) -> Keys:
     return _keep(_BY_LIST, id(names), found)
 
 
+_JOINED: dict[tuple[Keys, ...], Keys] = {}
+
+
+def _join_keys(members: tuple[Keys, ...]) -> Keys:
+    """All keys of these, in order; ValueError where two have one key."""
+    found = None if torch.compiler.is_compiling() else _JOINED.get(members)
+    if found is None:
+        found = keys_of([name for keys in members for name in keys.names])
+        if not torch.compiler.is_compiling():
+            _keep(_JOINED, members, found)
+    return found
+
+
 def _again(names: list[str]) -> Keys:
     """Keys from a pickle; names may repeat there, as an order of keys may repeat them."""
     return keys_of(names) if len(set(names)) == len(names) else Keys(names)
@@ -175,7 +188,7 @@ class Strides:
 
         Raises ValueError where a key is in two members, fixed batch sizes differ, or numbers of ranks differ.
         """
-        keys = keys_of([name for m in members for name in m.keys.names])
+        keys = _join_keys(tuple(m.keys for m in members))
         stride = max(m.stride for m in members)
         if all(m.per_rank is None for m in members):
             if any(m.stride != stride for m in members):

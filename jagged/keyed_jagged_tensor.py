@@ -20,6 +20,7 @@ from ._check import (
     check_inverse,
     check_known,
     check_length_per_key,
+    check_one_dim,
     check_stride,
     check_validate,
     check_values,
@@ -92,15 +93,13 @@ class KeyedJaggedTensor(Bags):
     ) -> None:
         found = keys_of(keys)
         check_values(values, weights)
-        if values.dim() != 1 or (weights is not None and weights.dim() != 1):
-            name, tensor = ("values", values) if values.dim() != 1 or weights is None else ("weights", weights)
-            raise ValueError(f"{name} of {names(found.names)} must be 1-D, got shape {list(tensor.shape)}")
+        check_one_dim(found.names, values, weights)
         if capacity is not None:
             check_capacity(values, capacity)
             self._capacity = capacity
         self._both = lengths is not None and offsets is not None
         self._values, self._weights = values, weights
-        self._lengths, self._offsets, bags = check_bags(values, lengths, offsets, capacity)
+        self._lengths, self._offsets, bags = check_bags(values, lengths, offsets, capacity, found.names)
         if inverse_indices is not None:
             self._inverse = check_inverse(found.names, inverse_indices, values)
         if stride_per_key_per_rank is None and stride_per_key is None:
@@ -298,10 +297,10 @@ class KeyedJaggedTensor(Bags):
         """
         if self._inverse is None:
             raise ValueError("this KeyedJaggedTensor has no inverse indices; inverse_indices_or_none() does not fail")
-        return self._inverse
+        return list(self._inverse[0]), self._inverse[1]
 
     def inverse_indices_or_none(self) -> InverseIndices | None:
-        return self._inverse
+        return None if self._inverse is None else (list(self._inverse[0]), self._inverse[1])
 
     def index_per_key(self) -> dict[str, int]:
         """Position of each key."""
@@ -316,6 +315,10 @@ class KeyedJaggedTensor(Bags):
 
         Raises ValueError, with numbers and the key, if lengths or offsets do not fit the values.
         """
+        return list(self._sizes())
+
+    def _sizes(self) -> list[int]:
+        """`length_per_key`, not copied."""
         if self._length_per_key is None:
             self._length_per_key = self._read_length_per_key()
             self._checked = True
@@ -325,37 +328,39 @@ class KeyedJaggedTensor(Bags):
         if self._both:
             self._check_in_full()
             self._both = False
-        # lengths of different batch sizes are summed through their offsets, which are kept
-        offsets = self.offsets() if self._strides.per_rank is not None else self._offsets
         padded = self._capacity is not None
-        return read_length_per_key(self._strides, self._lengths, offsets, self._values.shape[0], padded=padded)
+        return read_length_per_key(self._strides, self._lengths, self._offsets, self._values.shape[0], padded=padded)
 
     def _check_in_full(self) -> None:
         padded = self._capacity is not None
         check_bags_in_full(self._strides, self._lengths, self._offsets, self._values.shape[0], padded=padded)
 
     def length_per_key_or_none(self) -> list[int] | None:
-        return self._length_per_key
+        return None if self._length_per_key is None else list(self._length_per_key)
 
     def offset_per_key(self) -> list[int]:
         """First value of each key, then the end of the last. Syncs as `length_per_key` does."""
+        return list(self._ends())
+
+    def _ends(self) -> list[int]:
+        """`offset_per_key`, not copied."""
         if self._offset_per_key is None:
-            self._offset_per_key = starts_of(self.length_per_key())
+            self._offset_per_key = starts_of(self._sizes())
         return self._offset_per_key
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        return self._offset_per_key
+        return None if self._offset_per_key is None else list(self._offset_per_key)
 
     def sync(self) -> KeyedJaggedTensor:
         """Read what the host must know, and check it; returns itself."""
         if not self._checked and self._length_per_key is not None:
             known, self._length_per_key = self._length_per_key, None
             try:
-                compare_sizes(self._strides, self.length_per_key(), known)
+                compare_sizes(self._strides, self._sizes(), known)
             except ValueError:
                 self._length_per_key, self._checked = known, False
                 raise
-        self.offset_per_key()
+        self._ends()
         return self
 
     def unsync(self) -> KeyedJaggedTensor:
@@ -413,7 +418,7 @@ class KeyedJaggedTensor(Bags):
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         """Where to cut each of `dist_tensors` so that piece i has the next `key_splits[i]` keys."""
-        return _dist.splits(self._strides.per_key, self.length_per_key(), self.dist_labels(), key_splits)
+        return _dist.splits(self._strides.per_key, self._sizes(), self.dist_labels(), key_splits)
 
     def dist_tensors(self) -> list[Tensor]:
         """Lengths, values, batch sizes [keys] if they differ, weights if there are any: what an exchange sends."""
@@ -446,7 +451,7 @@ class KeyedJaggedTensor(Bags):
         """Values and weights without padding; reads `length_per_key` if there may be any."""
         if self._capacity is None:
             return self._values, self._weights
-        end = sum(self.length_per_key())
+        end = sum(self._sizes())
         return self._values[:end], None if self._weights is None else self._weights[:end]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:

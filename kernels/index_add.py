@@ -23,11 +23,10 @@ _BLOCK = 64 if INTERPRETED else 512
 
 def jagged_index_add_ref(values: Tensor, lengths: Tensor, indices: Tensor, output_lengths: Tensor) -> Tensor:
     """Zeros, to which bag j is added at bag indices[j], one after another."""
-    out = values.new_zeros((int(output_lengths.sum()), *values.shape[1:]))
-    bags = torch.split(out, output_lengths.tolist())
+    sums = [values.new_zeros((length, *values.shape[1:])) for length in output_lengths.tolist()]
     for bag, i in zip(torch.split(values, lengths.tolist()), indices.tolist(), strict=True):
-        bags[i].add_(bag)
-    return out
+        sums[i] = sums[i] + bag
+    return torch.cat([values[:0], *sums])
 
 
 @triton.jit
@@ -40,7 +39,7 @@ def _owners_kernel(O, owner, N, BAGS, STEPS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _index_add_kernel(G, SO, A, C, O, owner, X, M, N, S, B, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _index_add_kernel(G, SO, A, C, O, owner, X, M, N, S, B, D, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = row < N
     bag = tl.load(owner + row, mask=here, other=-1)
@@ -54,8 +53,7 @@ def _index_add_kernel(G, SO, A, C, O, owner, X, M, N, S, B, D, BLOCK_N: tl.const
     D = multiple(D, ALIGN)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_row = d < D
-    SUM: tl.constexpr = tl.float64 if G.dtype.element_ty == tl.float64 else tl.float32
-    total = tl.zeros((BLOCK_N, BLOCK_D), SUM)
+    total = tl.zeros((BLOCK_N, BLOCK_D), tl.float64 if WIDE else tl.float32)
     for c in range(0, tl.max(copies, 0)):
         live = c < copies
         selected = before + tl.load(A + copy + c, mask=live, other=0)
@@ -63,7 +61,7 @@ def _index_add_kernel(G, SO, A, C, O, owner, X, M, N, S, B, D, BLOCK_N: tl.const
         # a copy shorter than its bag ends before, and no row is read outside G
         live = live & (source < tl.load(SO + selected + 1, mask=live, other=0)) & (source >= 0) & (source < M)
         g = tl.load(G + (source * D)[:, None] + d[None, :], mask=live[:, None] & in_row[None, :], other=0.0)
-        total += g.to(SUM)
+        total += g.to(total.dtype)
     tl.store(X + (row * D)[:, None] + d[None, :], total.to(X.dtype.element_ty), mask=here[:, None] & in_row[None, :])
 
 
@@ -128,7 +126,7 @@ def _add(
     tiles = (triton.cdiv(num_rows, block_n), triton.cdiv(dim, block_d))
     _index_add_kernel[tiles](
         values, offsets, order, begins, output_offsets, owner, out, values.shape[0], num_rows, indices.shape[0],
-        batch_size, dim, block_n, block_d, align, num_warps=warps,
+        batch_size, dim, values.dtype == torch.float64, block_n, block_d, align, num_warps=warps,
     )  # fmt: skip
     return out
 

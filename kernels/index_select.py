@@ -202,8 +202,8 @@ def _select(
     begins = torch.empty(bags, dtype=torch.int64, device=device)
     values, offsets, indices = values.contiguous(), offsets.contiguous(), indices.contiguous()
     if bags:
-        grid = (triton.cdiv(samples, _BLOCK), keys)
-        _bags_kernel[grid](offsets, indices, lengths, begins, samples, batch_size, _BLOCK)
+        blocks = (triton.cdiv(samples, _BLOCK), keys)
+        _bags_kernel[blocks](offsets, indices, lengths, begins, samples, batch_size, _BLOCK)
     ends = offsets_of(lengths)
     # host sync: the size of the output, unless the caller knew it
     count = int(ends[-1]) if selected_lengths_sum is None else selected_lengths_sum

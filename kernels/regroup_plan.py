@@ -8,8 +8,8 @@ there in that order; tensor -1 stands for nothing, and is last.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -31,51 +31,23 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class RegroupPlan:
-    """Inputs of `widths` columns to outputs that each hold `pieces` side by side, neighbours joined."""
+    """Inputs of `widths` columns to outputs that each hold `pieces` side by side, neighbours joined.
+
+    The rest follows from these: the same as runs; and how to split each input into `sizes` so that pieces are made of
+    whole parts, numbered through all inputs, and the `parts` of each output in order; whether one of them `repeats`.
+    """
 
     widths: tuple[int, ...]
     pieces: tuple[tuple[Piece, ...], ...]
+    runs: Runs = field(repr=False)
+    sizes: tuple[tuple[int, ...], ...] = field(repr=False)
+    parts: tuple[tuple[int, ...], ...] = field(repr=False)
+    repeats: bool = field(repr=False)
 
-    @cached_property
+    @property
     def output_widths(self) -> tuple[int, ...]:
         """Columns of each output."""
-        return tuple(sum(columns for _, _, columns in pieces) for pieces in self.pieces)
-
-    @cached_property
-    def runs(self) -> Runs:
-        """What each output holds: one piece a run."""
-        flat: list[int] = []
-        for output, pieces in enumerate(self.pieces):
-            column = 0
-            for tensor, first, columns in pieces:
-                flat += (output, column, columns, tensor, first)
-                column += columns
-        return Runs(tuple(flat), 1, self.output_widths)
-
-    @cached_property
-    def repeats(self) -> bool:
-        """Whether a column is in two places, so that gradients add."""
-        parts = [part for output in self.splits[1] for part in output]
-        return len(set(parts)) < len(parts)
-
-    @cached_property
-    def splits(self) -> tuple[list[list[int]], list[list[int]]]:
-        """How to split each input so that pieces are made of whole parts, and the parts of each output in order.
-
-        Parts are numbered through all inputs.
-        """
-        cuts = _cuts(self.widths, [piece for pieces in self.pieces for piece in pieces])
-        number, parts = {}, 0
-        for tensor, borders in enumerate(cuts):
-            for border in borders[:-1]:
-                number[tensor, border] = parts
-                parts += 1
-            number[tensor, borders[-1]] = parts
-        outputs = [
-            [part for t, first, n in pieces for part in range(number[t, first], number[t, first + n])]
-            for pieces in self.pieces
-        ]
-        return [[high - low for low, high in pairwise(borders)] for borders in cuts], outputs
+        return self.runs.widths
 
 
 def plan_regroup(
@@ -127,7 +99,40 @@ def plan_pieces(widths: Sequence[int], pieces: Sequence[Sequence[Piece]]) -> Reg
                     f"output {output}: columns {first} to {first + columns} are outside tensor {tensor}, "
                     f"which has {widths[tensor]}"
                 )
-    return RegroupPlan(tuple(widths), tuple(tuple(_joined(listed)) for listed in pieces))
+    joined = tuple(tuple(_joined(listed)) for listed in pieces)
+    sizes, parts = _split(widths, joined)
+    used = [part for output in parts for part in output]
+    return RegroupPlan(tuple(widths), joined, _runs(joined), sizes, parts, len(set(used)) < len(used))
+
+
+def _runs(pieces: Sequence[Sequence[Piece]]) -> Runs:
+    """What each output holds: one piece a run."""
+    flat: list[int] = []
+    widths = []
+    for output, listed in enumerate(pieces):
+        column = 0
+        for tensor, first, columns in listed:
+            flat += (output, column, columns, tensor, first)
+            column += columns
+        widths.append(column)
+    return Runs(tuple(flat), 1, tuple(widths))
+
+
+def _split(
+    widths: Sequence[int], pieces: Sequence[Sequence[Piece]]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Sizes of the parts of each input, and the parts of each output."""
+    cuts = _cuts(widths, [piece for listed in pieces for piece in listed])
+    number: dict[tuple[int, int], int] = {}
+    parts = 0
+    for tensor, borders in enumerate(cuts):
+        number |= {(tensor, border): parts + i for i, border in enumerate(borders)}
+        parts += len(borders) - 1
+    outputs = tuple(
+        tuple(part for t, first, n in listed for part in range(number[t, first], number[t, first + n]))
+        for listed in pieces
+    )
+    return tuple(tuple(high - low for low, high in pairwise(borders)) for borders in cuts), outputs
 
 
 def transposed(runs: Runs, widths: Sequence[int]) -> Runs:

@@ -1,11 +1,12 @@
 """Columns of several tensors put together anew in several others, in one launch; and its transpose, which adds.
 
 Shapes: X_i [B, D_i] inputs, Y_g [B, E_g] outputs; runs of columns as in regroup_plan.py. A vector is 16 bytes of a row
-or what alignment leaves of them; a table [2 + 1 + 2 * repeats + ..., V] int32 says for each of the V vectors of an
-output row where it lies and where it comes from. The gradient is the same op with the transposed runs.
-Bytes moved: each column of the outputs once, the columns that they come from once for each use, and the table (8 + 12
+or what alignment leaves of them; a table [3 + 3 * repeats, V] int32 says for each of the V vectors of the outputs' rows
+where it lies and where it comes from. The gradient is the same op with the transposed runs.
+Bytes moved: each column of the outputs once, the columns that they come from once for each use, and the table (12 + 12
 repeats bytes a vector, kept on the device) once for every BLOCK_B rows.
-The torch path is one split per input and one `torch.cat` per output, and their gradients.
+The torch path is one split per input and one `torch.cat` per output, and their gradients; with numba, cpu_select.py
+moves many narrow columns row by row.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import cpu_select
 from ._op import INTERPRETED, direct, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .regroup_plan import Piece, RegroupPlan, Runs, plan_pieces, transposed
 
 # tensors of one launch: a pointer each among its arguments, and a comparison for each vector
 _MOST = 16
 # vectors of a program: four for each thread of four warps
-_VECTORS = 32 if INTERPRETED else 512
+_VECTORS = 128 if INTERPRETED else 512
 
 
 def regroup_ref(tensors: Sequence[Tensor], pieces: Sequence[Sequence[Piece]]) -> list[Tensor]:
@@ -37,16 +39,17 @@ def regroup_ref(tensors: Sequence[Tensor], pieces: Sequence[Sequence[Piece]]) ->
 
 
 @triton.jit
-def _of(tensors, which, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pointer of tensor number `which`, for each vector."""
-    chosen = tensors[0] + which * 0
+def _begins(tensors, which, COUNT: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where tensor number `which` begins, for each vector, in bytes that BYTES divides."""
+    # AMD's compiler fails at a choice among pointers, not at one among numbers
+    chosen = tensors[0].to(tl.int64) + which * 0
     for i in tl.static_range(1, COUNT):
-        chosen = tl.where(which == i, tensors[i], chosen)
-    return chosen
+        chosen = tl.where(which == i, tensors[i].to(tl.int64), chosen)
+    return tl.multiple_of(chosen.to(tl.pointer_type(tensors[0].dtype.element_ty)), BYTES)
 
 
 @triton.jit
-def _regroup_kernel(X, Y, table, B, V, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _regroup_kernel(X, Y, table, B, V, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, REPEATS: tl.constexpr, WIDE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     # neighbours in the grid are neighbours in a row
     blocks = tl.cdiv(V, BLOCK_V)
     v = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -59,19 +62,18 @@ def _regroup_kernel(X, Y, table, B, V, INPUTS: tl.constexpr, OUTPUTS: tl.constex
     output = tl.load(table + v, mask=here, other=0)
     to = rows * tl.load(table + 2 * V + v, mask=here, other=0)[None, :]
     to = (to + tl.load(table + V + v, mask=here, other=0)[None, :]) * ALIGN
-    TYPE: tl.constexpr = X[0].dtype.element_ty
-    SUM: tl.constexpr = tl.float64 if tl.float64 == TYPE else tl.float32
-    total = tl.zeros((BLOCK_B, BLOCK_V, ALIGN), TYPE if REPEATS == 1 else SUM)
+    # one input alone is moved as it is
+    total = tl.zeros((BLOCK_B, BLOCK_V, ALIGN), tl.float64 if WIDE else tl.float32)
     for r in tl.static_range(REPEATS):
         source = table + (3 + 3 * r) * V + v
         which = tl.load(source, mask=here, other=-1)
         at = rows * tl.load(source + 2 * V, mask=here, other=0)[None, :]
         at = (at + tl.load(source + V, mask=here, other=0)[None, :]) * ALIGN
-        begin = _of(X, which, INPUTS)[None, :] + at
+        begin = _begins(X, which, INPUTS, BYTES)[None, :] + at
         x = tl.load(begin[:, :, None] + lane, mask=(mask & (which >= 0)[None, :])[:, :, None], other=0)
-        total = x if REPEATS == 1 else total + x.to(SUM)
-    begin = _of(Y, output, OUTPUTS)[None, :] + to
-    tl.store(begin[:, :, None] + lane, total.to(TYPE), mask=mask[:, :, None])
+        total = x if REPEATS == 1 else total + x.to(total.dtype)
+    begin = _begins(Y, output, OUTPUTS, BYTES)[None, :] + to
+    tl.store(begin[:, :, None] + lane, total.to(Y[0].dtype.element_ty), mask=mask[:, :, None])
 
 
 def regroup(tensors: Sequence[Tensor], plan: RegroupPlan | Sequence[Sequence[Piece]]) -> list[Tensor]:
@@ -92,12 +94,14 @@ def regroup(tensors: Sequence[Tensor], plan: RegroupPlan | Sequence[Sequence[Pie
         plan = plan_pieces([tensor.shape[1] for tensor in tensors], plan)
     _check(tensors, plan)
     if _is_plain(tensors, plan):
+        if cpu_select.pays(tensors, plan.runs):
+            return list(_Rows.apply(plan.runs, *tensors))  # type: ignore[no-untyped-call]
         parts: list[Tensor] = []
-        sizes, outputs = plan.splits
-        for tensor, size in zip(tensors, sizes, strict=True):
-            parts += tensor.split_with_sizes(size, 1)
-        nothing = tensors[0].narrow(1, 0, 0)
-        return [torch.cat([parts[i] for i in output], 1) if output else nothing for output in outputs]
+        for tensor, sizes in zip(tensors, plan.sizes, strict=True):
+            parts += tensor.split_with_sizes(sizes, 1)
+        return [
+            torch.cat([parts[i] for i in output], 1) if output else tensors[0].narrow(1, 0, 0) for output in plan.parts
+        ]
     flat, repeats, widths = plan.runs
     return torch.ops.shardwise.regroup_columns(list(tensors), flat, repeats, widths)  # type: ignore[no-any-return]
 
@@ -113,7 +117,9 @@ def permute_pooled(pooled: Tensor, dims: Sequence[int], order: Sequence[int]) ->
     Raises:
         ValueError: `dims` do not sum to the columns of `pooled`. IndexError: `order` has a table that does not exist.
     """
-    return regroup([pooled], _plan_order(tuple(dims), tuple(order)))[0]
+    # a compiler would trace what is kept, and warn
+    plan_order = _plan_order.__wrapped__ if torch.compiler.is_compiling() else _plan_order
+    return regroup([pooled], plan_order(tuple(dims), tuple(order)))[0]
 
 
 @lru_cache(maxsize=128)
@@ -179,15 +185,19 @@ def _launch(tensors: list[Tensor], outs: list[Tensor], runs: Runs) -> None:
     if batch == 0 or not runs.flat:
         return
     itemsize = tensors[0].itemsize
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (*tensors, *outs))
+    aligned = all(map(_is_aligned, (*tensors, *outs)))
     align = _alignment(runs, widths, 16 // itemsize) if aligned else 1
     table = _table(runs, widths, align, tensors[0].device)
     block_b, block_v = regroup_tile(table.shape[1], align * itemsize)
     grid = (triton.cdiv(table.shape[1], block_v) * triton.cdiv(batch, block_b),)
     _regroup_kernel[grid](
         tuple(tensors), tuple(outs), table, batch, table.shape[1], len(tensors), len(outs), runs.repeats,
-        block_b, block_v, align, num_warps=4,
+        tensors[0].dtype == torch.float64, block_b, block_v, align, align * itemsize, num_warps=4,
     )  # fmt: skip
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % 16 == 0
 
 
 def regroup_tile(vectors: int, vector_bytes: int) -> tuple[int, int]:
@@ -246,8 +256,24 @@ def _of_outputs(runs: Runs, low: int, high: int) -> Runs:
     return Runs(tuple(number for row in rows for number in row), runs.repeats, runs.widths[low:high])
 
 
+class _Rows(torch.autograd.Function):
+    """Eager calls on the CPU, row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, runs: Runs, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.runs, ctx.widths = runs, tuple(tensor.shape[1] for tensor in tensors)
+        return tuple(cpu_select.regroup_rows(tensors, runs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        back = _transposed(ctx.runs, ctx.widths)
+        return None, *torch.ops.shardwise.regroup_columns(list(grads), back.flat, back.repeats, back.widths)
+
+
 def _regroup_torch(tensors: Sequence[Tensor], runs: Runs) -> list[Tensor]:
     """What the kernel does, by torch's ops, run by run."""
+    if not tensors[0].is_cuda and cpu_select.pays(tensors, runs):
+        return cpu_select.regroup_rows(tensors, runs)
     parts: list[list[Tensor]] = [[_nothing(tensors)] for _ in runs.widths]
     wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     for output, _, columns, *pairs in runs.rows():

@@ -170,8 +170,12 @@ class _Recorder:
         addresses = pointers.data[live].astype(np.int64)
         if addresses.size:
             launch = self.launches[-1]
-            low, high = int(addresses.min()), int(addresses.max()) + itemsize
-            if not any(begin <= low and high <= end for begin, end in map(span, launch.tensors.values())):
+            inside = np.zeros(addresses.shape, np.bool_)
+            # lanes may lie in several of the arguments
+            for begin, end in map(span, launch.tensors.values()):
+                inside |= (addresses >= begin) & (addresses + itemsize <= end)
+            if not inside.all():
+                low, high = int(addresses.min()), int(addresses.max()) + itemsize
                 self.fault(f"{kind} from {launch.place(low)} to {launch.place(high - 1)}")
             launch.accesses.append(Access(self.program, kind, addresses, itemsize))
 

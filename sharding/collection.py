@@ -28,6 +28,7 @@ from shardwise.embeddings.collection import move_tables, require_batch
 from shardwise.embeddings.optimizers import mark_optimizer, optimizer_of, optimizer_spec
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.kernels import BoundsCheckMode, Feature, check_ids, new_guard, pack_features, raise_from_guard
+from shardwise.kernels.cpu_lookup import offsets_are_good
 
 from . import header
 from .env import ShardingEnv
@@ -183,11 +184,15 @@ class ShardedCollection(nn.Module):
                 "gradients of per-id weights are not exchanged: detach the weights before a sharded lookup"
             )
         outbound = route(features, self._routes, weighted=self._weighted, update=update)
-        if self._routes.lookups and self._policy.bounds_check is not BoundsCheckMode.IGNORE:
-            fatal = self._policy.bounds_check is BoundsCheckMode.FATAL
-            guard = new_guard(self.device)
+        if self._routes.lookups:
+            mode = self._policy.bounds_check
             ids, offsets = outbound.kjt.values(), outbound.kjt.offsets()
             padded = outbound.kjt.capacity() is not None
+            if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
+                # it speaks of ids: bags that do not fit are an error on the CPU, before they leave
+                return outbound
+            fatal = mode is BoundsCheckMode.FATAL
+            guard = new_guard(self.device)
             check_ids(ids, offsets, self._features, guard, names=self._feature_names, fatal=fatal, padded=padded)
             if ids.is_cuda:
                 # before the ids leave: begin waits for the device anyway

@@ -26,6 +26,11 @@ def _at(home: str, *names: str) -> dict[str, str]:
 
 
 _JAGGED = _at("shardwise.jagged", "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor")
+_ON_JAGGED = _at(
+    "shardwise.jagged", "ComputeJTDictToKJT", "ComputeKJTToJTDict", "flatten_kjt_list", "jt_is_equal", "kjt_is_equal",
+    "permute_multi_embedding", "regroup_kts", "unflatten_kjt_list",
+)  # fmt: skip
+_STREAMABLE = _at("shardwise.jagged", "Multistreamable", "Pipelineable")
 _DATA_TYPE = _at("shardwise.embeddings", "DataType")
 _CONFIGS = _DATA_TYPE | _at("shardwise.embeddings", "EmbeddingBagConfig", "EmbeddingConfig", "PoolingType")
 _COLLECTIONS = _at("shardwise.embeddings", "EmbeddingBagCollection", "EmbeddingCollection")
@@ -40,7 +45,7 @@ _PLAN = _at("shardwise.sharding.plan", "ShardingPlan")
 
 # TorchRec's module -> its name -> where ours is, as module:name
 TABLE: Mapping[str, Mapping[str, str]] = {
-    "torchrec": _JAGGED | _CONFIGS | _COLLECTIONS,
+    "torchrec": _JAGGED | _STREAMABLE | _CONFIGS | _COLLECTIONS,
     "torchrec.datasets.utils": _at("shardwise.data", "Batch"),
     "torchrec.distributed": _DMP | _ENV | _PARAMETER,
     "torchrec.distributed.embedding": _at("shardwise.sharding.collection", "ShardedEmbeddingCollection"),
@@ -68,13 +73,17 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "shardwise.embeddings", "FusedEmbeddingBagCollection", "FusedEmbeddingCollection", "fuse_embedding_optimizer"
     ),
     "torchrec.modules.mlp": _at("shardwise.models", "MLP", "Perceptron"),
+    "torchrec.modules.regroup": _at("shardwise.jagged", "KTRegroupAsDict"),
     "torchrec.optim": _IN_BACKWARD | _KEYED | _ROWWISE,
     "torchrec.optim.apply_optimizer_in_backward": _IN_BACKWARD,
     "torchrec.optim.fused": _at("shardwise.embeddings", "FusedOptimizer"),
     "torchrec.optim.keyed": _KEYED,
     "torchrec.optim.optimizers": _at("shardwise.embeddings", "in_backward_optimizer_filter"),
     "torchrec.optim.rowwise_adagrad": _ROWWISE,
-    "torchrec.sparse.jagged_tensor": _JAGGED,
+    "torchrec.sparse.jagged_tensor": _JAGGED | _ON_JAGGED,
+    "torchrec.sparse.jagged_tensor_validator": _at("shardwise.jagged", "validate_keyed_jagged_tensor"),
+    "torchrec.sparse.tensor_dict": _at("shardwise.jagged", "maybe_td_to_kjt"),
+    "torchrec.streamable": _STREAMABLE,
     "torchrec.types": _DATA_TYPE,
 }
 

@@ -76,13 +76,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Form:
-    """How a batch is written as tensors; `padding` None gives no capacity, any number that many values in no bag."""
+    """How a batch is written as tensors; `padding` None gives no capacity, any number that many values in no bag.
+
+    With `knows` the number of ids of each key is given as well.
+    """
 
     ids: torch.dtype = torch.int64
     lengths: torch.dtype = torch.int64
     given: str = "lengths"
     padding: int | None = None
     says_stride: bool = False
+    knows: bool = False
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
@@ -175,6 +179,8 @@ def build(batch: Batch, form: Form | None = None, *, values: Tensor | None = Non
         given["inverse_indices"] = (list(batch.inverse), rows)
     if batch.ranks is None and (form.says_stride or not batch.features):
         given["stride"] = batch.stride
+    if form.knows:
+        given["length_per_key"] = batch.counts
     return KeyedJaggedTensor(
         batch.keys,
         torch.tensor([*batch.ids, *[-7] * extra], dtype=form.ids) if values is None else values,
@@ -261,7 +267,7 @@ def forms(*, padding: bool = True) -> st.SearchStrategy[Form]:
     dtypes = st.sampled_from([torch.int64, torch.int32])
     given = st.sampled_from(["lengths", "offsets", "both"])
     extra = st.sampled_from([None, None, 0, 2]) if padding else st.none()
-    return st.builds(Form, dtypes, dtypes, given, extra, st.booleans())
+    return st.builds(Form, dtypes, dtypes, given, extra, st.booleans(), st.booleans())
 
 
 @st.composite

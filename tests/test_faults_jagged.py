@@ -34,11 +34,12 @@ TESTED: dict[int, dict[str, list[str]]] = {
         (6, 7, 8, 9),
         {
             "test_faults_jagged": [
-                "test_6_8_9_bags_that_do_not_fit_are_refused_by_whoever_reads_them",
+                "test_6_7_8_9_bags_that_do_not_fit_are_refused_by_whoever_reads_them",
                 "test_6_7_8_9_full_validation_refuses_at_construction",
                 "test_6_7_8_9_bags_of_one_key_are_refused",
             ],
             "test_faults": ["test_6_7_8_offsets_out_of_order", "test_offsets_out_of_order_raise_in_every_mode"],
+            "test_faults_jagged_ranks": ["test_6_7_8_9_bags_of_a_rank_that_do_not_fit_raise_on_all_in_every_mode"],
             "test_sharding_faults": ["test_a_bad_batch_of_one_rank_raises_on_all_and_leaves_no_trace"],
         },
     ),
@@ -47,7 +48,7 @@ TESTED: dict[int, dict[str, list[str]]] = {
         {
             "test_faults_jagged": ["test_10_11_12_what_does_not_go_together_is_refused"],
             "test_faults": ["test_9_10_11_12_batches_that_cannot_be_made", "test_11_missing_and_unknown_keys"],
-            "test_keyed_jagged_tensor": ["test_bad_input_is_refused_with_its_keys_and_numbers"],
+            "test_jagged_refusals": ["test_bad_input_is_refused_with_its_keys_and_numbers"],
             "test_sharding_faults": ["test_wrong_weights_of_one_rank_raise_on_all"],
         },
     ),
@@ -68,7 +69,11 @@ TESTED: dict[int, dict[str, list[str]]] = {
         "test_sharding_faults": ["test_empty_and_uneven_batches_train_as_their_union"],
     },
     22: {
-        "test_faults_jagged": ["test_22_keys_beyond_the_reach_of_int32", "test_22_bags_beyond_the_reach_of_int32"],
+        "test_faults_jagged": [
+            "test_22_keys_beyond_the_reach_of_int32",
+            "test_22_lengths_whose_sum_wraps_to_the_number_of_values",
+            "test_22_bags_beyond_the_reach_of_int32",
+        ],
         "test_faults_sizes": ["test_22_more_ids_than_int32_counts_are_looked_up"],
         "test_keyed_jagged_tensor": ["test_offsets_of_int32_lengths_widen_past_their_range"],
     },
@@ -121,7 +126,8 @@ def test_5_bags_are_counted_in_integers(name: str) -> None:
             make()
 
 
-# Bags of the ids of tests/test_faults.py, by their numbers, and what is said of them.
+# Bags of the ids of tests/test_faults.py, by their numbers, and what is said of them. What is wrong within a key is
+# seen by who reads bags: a lookup, `validate="full"` and JaggedTensor, but not by who cuts and joins keys.
 START = "offsets must start at 0, got 1"
 MISFITS: dict[str, tuple[dict[str, list[int]], str]] = {
     "6 start": ({"offsets": [1, 2, 2, 4, 5, 8, 8]}, START),
@@ -130,6 +136,10 @@ MISFITS: dict[str, tuple[dict[str, list[int]], str]] = {
         r"key 'u', sample 1: length -1 \(offsets go from 2 to 1\)",
     ),
     "7 between keys": (
+        {"offsets": [0, 2, 2, 9, 9, 8, 8]},
+        "lengths sum to 8, values has 8: key 'u', sample 2 ends at 9",
+    ),
+    "7 first of a key": (
         {"offsets": [0, 2, 2, 4, 3, 8, 8]},
         r"key 'i', sample 0: length -1 \(offsets go from 4 to 3\)",
     ),
@@ -143,6 +153,7 @@ MISFITS: dict[str, tuple[dict[str, list[int]], str]] = {
         r"key 'i', sample 0: length 1, but its offsets go from 4 to 4",
     ),
 }
+WITHIN_A_KEY = ("7 decreasing", "7 first of a key", "7 negative length")
 READERS: dict[str, Callable[[KeyedJaggedTensor], object]] = {
     "sync": lambda kjt: kjt.sync(),
     "length_per_key": lambda kjt: kjt.length_per_key(),
@@ -160,12 +171,9 @@ def misfit(name: str, **given: Any) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["u", "i"], torch.tensor(IDS), **bags, **given)
 
 
-@pytest.mark.parametrize("name", [name for name in MISFITS if name[0] != "7"])
-def test_6_8_9_bags_that_do_not_fit_are_refused_by_whoever_reads_them(name: str) -> None:
-    """Every time that they are read: a batch that was refused once is not taken the second time.
-
-    What is wrong within a key only a lookup sees (test_faults.py), or full validation.
-    """
+@pytest.mark.parametrize("name", [name for name in MISFITS if name not in WITHIN_A_KEY])
+def test_6_7_8_9_bags_that_do_not_fit_are_refused_by_whoever_reads_them(name: str) -> None:
+    """Every time that they are read: a batch that was refused once is not taken the second time."""
     for read in READERS.values():
         kjt = misfit(name)
         for _ in range(2):
@@ -178,7 +186,7 @@ def test_6_7_8_9_full_validation_refuses_at_construction(name: str) -> None:
     with pytest.raises(ValueError, match=MISFITS[name][1]):
         misfit(name, validate="full")
     good = KeyedJaggedTensor(["u", "i"], torch.tensor(IDS), offsets=torch.tensor(OFFSETS), validate="full")
-    assert good.length_per_key_or_none() == [4, 4]
+    assert good.length_per_key() == [4, 4]
     # what is past the last bag of a batch with a capacity is no fault
     assert KeyedJaggedTensor(["u"], V, offsets=torch.tensor([0, 3]), capacity=4, validate="full").length_per_key() == [
         3
@@ -197,11 +205,12 @@ def test_6_7_8_9_bags_of_one_key_are_refused(name: str) -> None:
         lambda: jt.to_padded_dense(),
         lambda: jt.to_padded_dense(3),
         lambda: jt.to_padded_dense_weights(3),
-        # which goes by the sum of the lengths
-        lambda: jt.to_dense() if name[0] == "7" or "contra" in name else KeyedJaggedTensor.from_jt_dict({"u": jt}),
     ):
-        with pytest.raises(ValueError, match=r"\[.*\] (sum to|contradict)|key 'u': lengths"):
+        with pytest.raises(ValueError, match=r"\[.*\] (sum to|contradict)"):
             read()
+    if name[0] in "89" and name != "9 contradiction":
+        with pytest.raises(ValueError, match=r"key 'u': lengths sum to \d+, values has 8"):
+            KeyedJaggedTensor.from_jt_dict({"u": jt})
 
 
 def make(keys: Any = ("u", "i"), values: Tensor = V, **given: Any) -> KeyedJaggedTensor:
@@ -227,7 +236,9 @@ BESIDE: dict[str, tuple[Callable[[], object], str]] = {
     "10 offsets": (lambda: make(offsets=torch.tensor([0, 1, 3, 4])), "3 bags is not a multiple of 2 keys"),
     "10 stride": (lambda: make(stride=3), "stride 3 and 2 keys .*: expected 6 bags, got 4"),
     "10 sizes per rank": (lambda: make(stride_per_key_per_rank=[[2], [3]]), r"expected 5 bags \('u': 2, 'i': 3\), got"),
-    "10 sizes per key": (lambda: make(stride_per_key=[1, 1]), "stride_per_key"),
+    "10 sizes per key": (lambda: make(stride_per_key=[1, 1]), r"stride_per_key must be \[2, 2\], got \[1, 1\]"),
+    "10 sizes per key that differ": (lambda: make(stride_per_key=[1, 2]), r"expected 3 bags \('u': 1, 'i': 2\), got 4"),
+    "10 lengths [bags, keys]": (lambda: make(lengths=torch.ones(4, 1).long()), r"\[4, 1\]"),
     "10 counts per key": (lambda: make(length_per_key=[2]), "length_per_key.* 1 .*2 keys"),
     "10 counts of other values": (lambda: make(length_per_key=[2, 3]), "length_per_key.*5.*4"),
     "11 twice": (lambda: make(["u", "u"]), r"keys must be unique, repeated: \['u'\]"),
@@ -247,6 +258,7 @@ BESIDE: dict[str, tuple[Callable[[], object], str]] = {
     "11 inverse of an unknown": (lambda: inverse(["u", "x"], [[0, 1], [0, 1]]), "'x'"),
     "11 inverse missing": (lambda: inverse(["u"], [[0, 1]]), "'i'"),
     "11 inverse twice": (lambda: inverse(["u", "u"], [[0, 1], [0, 1]]), "'u'"),
+    "11 inverse with one twice": (lambda: inverse(["u", "i", "u"], [[0, 1], [0, 1], [1, 0]]), "'u'"),
     "11 inverse of other rows": (lambda: inverse(["u", "i"], [[0, 1]]), "inverse"),
     "12 weights": (lambda: make(weights=torch.ones(3)), r"weights must be as many as values: got shape \[3\] for 4"),
     "12 of one key": (lambda: bags(3, weights=torch.ones(2)), r"got shape \[2\] for 3 values"),
@@ -330,8 +342,9 @@ def test_22_keys_beyond_the_reach_of_int32(dtype: torch.dtype) -> None:
 
     for given in ({"lengths": lengths}, {"offsets": torch.tensor([0, FAR - 1, FAR, FAR + 60, FAR + 64])}):
         kjt = KeyedJaggedTensor(["far", "near"], ids, **given)
-        assert kjt.offsets().tolist() == [0, FAR - 1, FAR, FAR + 60, FAR + 64]
+        # before anybody computed offsets
         assert (kjt.length_per_key(), kjt.offset_per_key()) == ([FAR, 64], [0, FAR, FAR + 64])
+        assert kjt.offsets().tolist() == [0, FAR - 1, FAR, FAR + 60, FAR + 64]
         assert kjt.lengths().tolist() == lengths.tolist()
         assert kjt.dist_splits([1, 1])[:2] == [[2, 2], [FAR, 64]]
         for one in (kjt, kjt.split([1, 1])[1], kjt.permute([1])):
@@ -341,6 +354,22 @@ def test_22_keys_beyond_the_reach_of_int32(dtype: torch.dtype) -> None:
         assert jts["near"].offsets().tolist() == [0, 60, 64]
         with pytest.raises(ValueError, match=rf"lengths sum to {FAR + 64}, values has {FAR + 63}"):
             KeyedJaggedTensor(["far", "near"], ids[:-1], **given).sync()
+
+
+def test_22_lengths_whose_sum_wraps_to_the_number_of_values() -> None:
+    """2^32 more ids than there are: as int32 the lengths add up."""
+    lengths = torch.tensor([FAR - 1, FAR - 1, 2, 4], dtype=torch.int32)
+    for kjt in (
+        KeyedJaggedTensor(["u"], V, lengths=lengths),
+        KeyedJaggedTensor(["u", "i"], V, lengths=torch.cat([lengths, lengths * 0])),
+        KeyedJaggedTensor(["u", "i"], V, lengths=torch.cat([lengths, lengths[:0]]), stride_per_key_per_rank=[[4], [0]]),
+    ):
+        with pytest.raises(ValueError, match=rf"lengths sum to {2 * FAR + 4}, values has 4"):
+            kjt.sync()
+    with pytest.raises(ValueError, match=rf"sum to {2 * FAR + 4}, values has 4"):
+        KeyedJaggedTensor.from_jt_dict({"u": JaggedTensor(V, lengths=lengths)})
+    with pytest.raises(ValueError, match=rf"sum to {2 * FAR + 4}, values has 4"):
+        JaggedTensor(V, lengths=lengths).to_padded_dense(2)
 
 
 def test_22_bags_beyond_the_reach_of_int32() -> None:

@@ -1,4 +1,4 @@
-"""Faults 15, 17 and 27 over real gloo ranks: batches without ids on one of them, keys in another order on one of them.
+"""Faults 6-9, 15, 17 and 27 over real gloo ranks: bags that do not fit, no ids, keys in another order on one of them.
 
 A sharded collection finds a feature by its name on the rank that has the batch, before anything is sent; tables and
 their features travel as numbers, so ranks must agree on their order, which construction compares.
@@ -17,12 +17,14 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from shardwise import (
+    BoundsCheckMode,
     DistributedModelParallel,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
+    LookupPolicy,
     RowWiseAdagrad,
     ShardingPlan,
     apply_optimizer_in_backward,
@@ -43,14 +45,17 @@ ORDERS = {
 }
 
 
-def collection(kind: str, features: dict[str, list[str]] | None = None) -> Any:
+def collection(
+    kind: str, features: dict[str, list[str]] | None = None, mode: BoundsCheckMode = BoundsCheckMode.FATAL
+) -> Any:
     config: Any = EmbeddingConfig if kind == "rows" else EmbeddingBagConfig
     torch.manual_seed(3)
     named = (features or FEATURES).items()
     configs = [config(ROWS, 4, name, feature_names=list(own)) for name, own in named]
+    policy = LookupPolicy(mode)
     if kind == "rows":
-        return EmbeddingCollection(configs)
-    return EmbeddingBagCollection(configs, is_weighted=kind == "weighted bags")
+        return EmbeddingCollection(configs, policy=policy)
+    return EmbeddingBagCollection(configs, is_weighted=kind == "weighted bags", policy=policy)
 
 
 def sharded(module: Any) -> DistributedModelParallel:
@@ -187,3 +192,40 @@ def test_15_17_sequences_of_a_rank_without_ids(samples: tuple[int, ...], longest
             # nobody named a row
             whole = [table for table in tables if table.numel()]
             assert all(any(torch.equal(table, value) for value in start.values()) for table in whole)
+
+
+# of three samples of four features, an id each
+MISFITS: dict[str, dict[str, list[int]]] = {
+    "6 start": {"offsets": [1, *range(2, 13), 12]},
+    "7 within a key": {"offsets": [0, 1, 2, 3, 4, 7, 6, *range(7, 13)]},
+    "7 negative length": {"lengths": [1, 1, 1, 4, -1, 0, *[1] * 6]},
+    "8 short": {"offsets": [*range(12), 11]},
+    "9 long": {"lengths": [*[1] * 11, 2]},
+}
+
+
+def unfit(kind: str, mode: BoundsCheckMode) -> dict[str, tuple[str, str]]:
+    dmp, found = sharded(collection(kind, mode=mode)), {}
+    good = KeyedJaggedTensor(KEYS, torch.arange(12) % ROWS, lengths=torch.ones(12, dtype=torch.int64))
+    before = [value.clone() for value in dmp.state_dict().values()]
+    for name, bags in MISFITS.items():
+        given: dict[str, Any] = {what: torch.tensor(numbers) for what, numbers in bags.items()}
+        bad = KeyedJaggedTensor(KEYS, torch.arange(12) % ROWS, **given)
+        found[name] = ("nothing", "")
+        try:
+            values_of(dmp(bad if dist.get_rank() == 1 else good)).sum().backward()
+        except (ValueError, RuntimeError) as error:
+            found[name] = (type(error).__name__, str(error))
+        if not all(map(torch.equal, before, dmp.state_dict().values())):
+            return {**found, name: ("trained", str(found[name]))}
+    values_of(dmp(good)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bags", "rows"])
+@pytest.mark.parametrize("mode", list(BoundsCheckMode), ids=lambda mode: mode.name)
+def test_6_7_8_9_bags_of_a_rank_that_do_not_fit_raise_on_all_in_every_mode(mode: BoundsCheckMode, kind: str) -> None:
+    """Modes speak of ids: with IGNORE nobody looked at bags, and a length of -1 would travel to the other ranks."""
+    for found in run_ranks(2, unfit, kind, mode):
+        for name, (error, text) in found.items():
+            assert (error, text[:7]) == ("ValueError", "rank 1:"), name

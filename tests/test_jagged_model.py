@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ def test_concat_joins_batches_of_any_make(
     kinds = {"samples": samples, "weighted": weighted, "world": 1}
     left, right = (data.draw(batches(keys=keys, **kinds)) for keys in (KEYS[:2], KEYS[2:]))
     joined = KeyedJaggedTensor.concat([build(left, form), build(right, other)])
-    check(joined, concat([left, right]))
+    check(joined.sync(), concat([left, right]))
     if left.items and right.items:
         assert joined.values().dtype == torch.promote_types(form.ids, other.ids)
 
@@ -269,7 +270,8 @@ LINKS = [permuted, a_piece, rejoined, through_dict, through_keys]
 def warm(kjt: KeyedJaggedTensor) -> None:
     """Fill every cache there is."""
     kjt.sync().to_dict()
-    kjt.lengths(), kjt.offsets(), kjt.index_per_key(), kjt.lengths_offset_per_key(), kjt.stride_per_key_per_rank()
+    for ask in (kjt.lengths, kjt.offsets, kjt.index_per_key, kjt.lengths_offset_per_key, kjt.stride_per_key_per_rank):
+        ask()
 
 
 @given(any_batches(), forms(), st.data())
@@ -362,6 +364,35 @@ def test_a_batch_keeps_nothing_of_the_lists_it_was_made_of() -> None:
     ranks[0][0] = 5
     counts[0] = 7
     check(kjt, Batch(OWN.features, 2, True, OWN.ranks))
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_lists_that_a_batch_hands_out_are_the_callers(how: str) -> None:
+    """Whatever is done to them, the batch and its copies stay what they were."""
+    kjt = build(OWN)
+    warm(kjt)
+    copied = TAKEN[how](kjt)
+    for one in (kjt, copied):
+        lists: list[list[Any]] = [
+            one.keys(), one.stride_per_key(), one.stride_per_key_per_rank(), one.stride_per_key_per_rank()[0],
+            one.length_per_key(), one.offset_per_key(), one.lengths_offset_per_key(), one.inverse_indices()[0],
+            one.length_per_key_or_none() or [], one.offset_per_key_or_none() or [],
+        ]  # fmt: skip
+        for handed in lists:
+            handed[0] = handed[-1]
+            handed.append(handed[0])
+        one.index_per_key().clear()
+    check(copied, OWN)
+    check(kjt, OWN)
+
+
+@given(any_batches(), forms())
+@same
+def test_forgetting_what_was_given_is_to_read_it(batch: Batch, form: Form) -> None:
+    kjt = build(batch, replace(form, knows=True))
+    assert kjt.length_per_key_or_none() == batch.counts
+    check(kjt.unsync().sync(), batch, form)
+    check(build(batch, replace(form, knows=True)).sync(), batch, form)
 
 
 @given(any_batches(), forms(padding=False))

@@ -7,6 +7,7 @@ ranks. Here the ranks are a loop; real ones are in tests/test_sharding_*.py.
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -21,15 +22,18 @@ same = settings(max_examples=50, deadline=None)
 
 
 @st.composite
-def worlds(draw: st.DrawFn, *, variable: bool | None = None) -> tuple[list[Batch], list[list[str]]]:
-    """The batches of one to four ranks, which have the same keys in the same order, and the keys of each owner."""
+def worlds(draw: st.DrawFn, kind: str) -> tuple[list[Batch], list[list[str]]]:
+    """The batches of one to four ranks, which have the same keys in the same order, and the keys of each owner.
+
+    Fixed batches of one size on all ranks ("even") or of any ("uneven"), or keys with batch sizes of their own.
+    """
     world = draw(st.integers(1, 4))
-    weighted = draw(st.booleans())
-    variable = draw(st.booleans()) if variable is None else variable
+    variable = kind == "own sizes"
     keys = KEYS[: draw(st.integers(1 if variable else 0, len(KEYS)))]
-    ranks = [
-        draw(batches(keys=keys, fewest=len(keys), weighted=weighted, variable=variable, world=1)) for _ in range(world)
-    ]
+    same: dict[str, Any] = {"weighted": draw(st.booleans()), "samples": draw(st.integers(0, 3))}
+    if kind != "even":
+        del same["samples"]
+    ranks = [draw(batches(keys=keys, fewest=len(keys), variable=variable, world=1, **same)) for _ in range(world)]
     edges = [0, *sorted(draw(st.lists(st.integers(0, len(keys)), min_size=world - 1, max_size=world - 1))), len(keys)]
     return ranks, [list(keys[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
 
@@ -73,12 +77,11 @@ def send_and_join(
     return received
 
 
-@given(worlds(), forms(), st.data())
+@pytest.mark.parametrize("kind", ["even", "uneven", "own sizes"])
+@given(forms(), st.data())
 @same
-def test_owners_get_their_keys_of_every_rank(
-    world: tuple[list[Batch], list[list[str]]], form: Form, data: st.DataObject
-) -> None:
-    ranks, owners = world
+def test_owners_get_their_keys_of_every_rank(kind: str, form: Form, data: st.DataObject) -> None:
+    ranks, owners = data.draw(worlds(kind))
     stagger = data.draw(st.sampled_from([n for n in (1, 2) if len(ranks) % n == 0]))
     order = order_of(len(ranks), stagger)
     received = send_and_join([build(batch, form) for batch in ranks], owners, order, stagger)

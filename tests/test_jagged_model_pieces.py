@@ -27,6 +27,7 @@ from jagged_model import (
     forms,
     from_bags,
     padded,
+    pick,
     starts,
 )
 
@@ -36,7 +37,6 @@ from shardwise.jagged import (
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
-    kjt_is_equal,
 )
 
 same = settings(max_examples=40, deadline=None)
@@ -130,7 +130,8 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 def test_a_copy_has_the_same_bags(how: str, bags: Bags, weighted: bool, given: str) -> None:
     jt = jagged(bags, weighted, given)
     check_bags(COPIES.get(how, filled)(jt), bags, weighted)
-    jt.lengths(), jt.offsets()
+    jt.lengths()
+    jt.offsets()
     check_bags(COPIES.get(how, filled)(jt), bags, weighted)
 
 
@@ -143,18 +144,22 @@ def test_copying_into_a_batch_replaces_what_it_had_computed(
     items = [(number + 1, weight) for bag in bags for number, weight in bag]
     other = [[items.pop(0) for _ in range(n)] for n in data.draw(st.permutations([len(bag) for bag in bags]))]
     jt = jagged(bags, weighted, given)
-    jt.lengths(), jt.offsets()
+    jt.lengths()
+    jt.offsets()
     jt.copy_(jagged(other, weighted, data.draw(GIVEN)))
     check_bags(jt, other, weighted)
 
 
-def test_empty_has_no_bags_and_the_dtypes_asked_for() -> None:
+def test_empty_has_no_bags_of_the_dtypes_asked_for() -> None:
     for made in (JaggedTensor.empty(), JaggedTensor.empty_like(jagged([[(1, 1.0)]], weighted=False))):
         check_bags(made, [], weighted=False)
     assert made.values().dtype == torch.int64
     assert JaggedTensor.empty().lengths().dtype == torch.int32
     made = JaggedTensor.empty(True, torch.device("cpu"), torch.int32, torch.half, torch.int64)
     assert (made.values().dtype, made.weights().dtype, made.lengths().dtype) == (torch.int32, torch.half, torch.int64)
+    rows = JaggedTensor(torch.ones(2, 3), torch.ones(2), torch.tensor([2]))
+    assert JaggedTensor.empty_like(rows, torch.device("meta")).values().shape == (2, 3)
+    check_bags(JaggedTensor.empty_like(rows), [], weighted=True)
 
 
 # Between the types.
@@ -181,23 +186,48 @@ def test_nested_tensors_of_each_key_and_back(batch: Batch, dtype: torch.dtype, o
     check(KeyedJaggedTensor.from_nested(nested), from_bags(dict(batch.features), False))
 
 
-@given(batches(), forms())
+@given(batches(fewest=1, variable=False), forms())
 @same
 def test_arrow_lists_of_each_key_and_back(batch: Batch, form: Form) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    kjt = build(batch, form)
-    if len(set(batch.batch_sizes)) > 1:
-        with pytest.raises(ValueError, match="one number of rows, but batch sizes are"):
-            kjt.to_arrow()
-        return
-    table = kjt.to_arrow()
-    assert isinstance(table, pyarrow.Table)
-    assert [name for name in table.column_names if not name.endswith(".weights")] == batch.keys
+    """Weights are a column of their own beside the key's."""
+    pytest.importorskip("pyarrow")
+    table = build(batch, form).to_arrow()
+    wanted: dict[str, Any] = {}
     for key, bags in batch.features:
-        assert table[key].to_pylist() == ids_of(bags)
+        wanted[key] = ids_of(bags)
+        if batch.weighted:
+            wanted[f"{key}.weights"] = weights_of(bags)
+    assert {name: table[name].to_pylist() for name in table.column_names} == wanted
     check(KeyedJaggedTensor.from_arrow(table), from_bags(dict(batch.features), batch.weighted))
     columns = {name: table[name].combine_chunks() for name in table.column_names}
-    assert kjt_is_equal(KeyedJaggedTensor.from_arrow(columns), KeyedJaggedTensor.from_arrow(table.slice(0)))
+    check(KeyedJaggedTensor.from_arrow(columns), from_bags(dict(batch.features), batch.weighted))
+    last = pick(batch, [len(batch.features) - 1])
+    check(KeyedJaggedTensor.from_arrow(table, last.keys), last)
+
+
+def test_arrow_tables_have_one_number_of_rows() -> None:
+    pytest.importorskip("pyarrow")
+    uneven = build(from_bags({"a": [], "b": [[(1, 1.0)]]}))
+    with pytest.raises(ValueError, match=r"one number of rows, but batch sizes are \[0, 1\] for \['a', 'b'\]"):
+        uneven.to_arrow()
+
+
+@given(st.lists(st.none() | BAGS, max_size=6), st.integers(0, 6), st.integers(0, 6), st.sampled_from([32, 64]))
+@same
+def test_arrow_lists_in_chunks_cut_out_of_others(rows: list[Any], cut: int, start: int, bits: int) -> None:
+    """What a file reader hands over: chunks of any size, slices that begin within a chunk, lists that are missing."""
+    pyarrow = pytest.importorskip("pyarrow")
+    kind = {32: pyarrow.list_, 64: pyarrow.large_list}[bits]
+
+    def column(dtype: Any, numbers: Callable[[Bags], Any]) -> Any:
+        lists = [None if row is None else numbers([row])[0] for row in rows]
+        return pyarrow.chunked_array([lists[:cut], lists[cut:]], type=kind(dtype))
+
+    table = pyarrow.table(
+        {"a": column(pyarrow.int64(), ids_of), "a.weights": column(pyarrow.float32(), weights_of)}
+    ).slice(start)
+    bags = [row or [] for row in rows[start:]]
+    check(KeyedJaggedTensor.from_arrow(table), from_bags({"a": bags}, weighted=True))
 
 
 # KeyedTensor: the columns of each key, as one list of rows.

@@ -69,8 +69,8 @@ def test_regroup_is_a_concatenation_of_parts(
         got_grads = torch.autograd.grad(grouped, leaves, upstream, allow_unused=True)
         for leaf, got_grad, want_grad in zip(leaves, got_grads, want_grads, strict=True):
             # an input of which nothing is taken may have no gradient or one of zeros
-            nothing = torch.zeros_like(leaf)
-            assert torch.allclose(nothing if got_grad is None else got_grad, nothing if want_grad is None else want_grad)
+            got, want = (torch.zeros_like(leaf) if grad is None else grad for grad in (got_grad, want_grad))
+            assert torch.allclose(got, want)
 
 
 def test_regroup_as_dict_names_the_groups() -> None:
