@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise import EmbeddingBagCollection, EmbeddingBagConfig
-from shardwise.jagged import (
+from shardwise import (
     ComputeJTDictToKJT,
     ComputeKJTToJTDict,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
