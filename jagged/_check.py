@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 INTEGER_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+
+# of a batch size, which a traced program may not know yet
+_WHOLE = {int, torch.SymInt}
 
 
 def names(keys: Sequence[str]) -> str:
@@ -116,16 +119,20 @@ def check_ranks(keys: list[str], per_rank: Sequence[Sequence[int]] | Tensor | No
             raise ValueError(f"stride_per_key_per_rank must be [keys, ranks], got shape {list(per_rank.shape)}")
         # not a host sync: it lives on the host
         per_rank = per_rank.tolist()
-    rows = [list(row) for row in per_rank]
+    rows = list(map(list, per_rank))
     if len(rows) != len(keys):
         raise ValueError(f"stride_per_key_per_rank has {len(rows)} rows for {len(keys)} keys {names(keys)}")
-    for key, row in zip(keys, rows, strict=True):
-        if len(row) != len(rows[0]):
-            raise ValueError(
-                f"stride_per_key_per_rank: {len(row)} ranks for key {key!r}, {len(rows[0])} for {keys[0]!r}"
-            )
-        if any(not isinstance(n, int) or n < 0 for n in row):
-            raise ValueError(f"stride_per_key_per_rank: batch sizes of key {key!r} must be integers >= 0, got {row}")
+    flat = list(chain.from_iterable(rows))
+    if len(set(map(len, rows))) > 1 or not set(map(type, flat)) <= _WHOLE or min(flat, default=0) < 0:
+        for key, row in zip(keys, rows, strict=True):
+            if len(row) != len(rows[0]):
+                raise ValueError(
+                    f"stride_per_key_per_rank: {len(row)} ranks for key {key!r}, {len(rows[0])} for {keys[0]!r}"
+                )
+            if any(type(n) not in _WHOLE or n < 0 for n in row):
+                raise ValueError(
+                    f"stride_per_key_per_rank: batch sizes of key {key!r} must be integers >= 0, got {row}"
+                )
     return rows
 
 
@@ -146,10 +153,9 @@ def check_stride(keys: list[str], bags: int, stride: int | None) -> int:
 
 
 def check_variable_stride(
-    keys: list[str], bags: int, stride: int | None, per_rank: list[list[int]], full_batch: int | None
+    keys: list[str], bags: int, stride: int | None, per_key: list[int], full_batch: int | None
 ) -> int:
     """The batch size of the whole where each key has its own: the full batch if it is known, else the largest."""
-    per_key = [sum(row) for row in per_rank]
     if sum(per_key) != bags:
         sizes = ", ".join(f"{key!r}: {n}" for key, n in zip(keys[:10], per_key, strict=False))
         raise ValueError(f"expected {sum(per_key)} bags ({sizes}), got {bags}")

@@ -78,9 +78,12 @@ def from_nested(nested: Mapping[str, Tensor]) -> KeyedJaggedTensor:
             raise TypeError(f"key {key!r}: expected a nested tensor of layout torch.jagged, got {_kind(tensor)}")
         if tensor.dim() != 2:
             raise ValueError(f"key {key!r}: a nested tensor of ids must be [batch, ids], got {tensor.dim()} dims")
-        # without holes between the bags
-        flat: Any = tensor if tensor.lengths() is None else tensor.contiguous()
-        jts[key] = JaggedTensor(flat.values(), offsets=flat.offsets())
+        # torch's own fields: its methods go through a dispatch in Python each
+        flat: Any = tensor
+        if flat._lengths is not None:
+            # with holes between the bags
+            flat = flat.contiguous()
+        jts[key] = JaggedTensor(flat._values, offsets=flat._offsets)
     return from_jt_dict(jts)
 
 

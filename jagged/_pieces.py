@@ -140,16 +140,12 @@ def to_dict(kjt: KeyedJaggedTensor, compute_offsets: bool) -> dict[str, JaggedTe
         weights = [None] * len(keys) if all_weights is None else torch.split_with_sizes(all_weights, sizes)
         made = map(JaggedTensor._of, values, weights, lengths)
         found = kjt._jt_dict = dict(zip(keys, made, strict=True))
-    if compute_offsets and found and any(jt._offsets is None for jt in found.values()):
-        if kjt._strides.per_rank is not None:
-            for jt in found.values():
-                jt.offsets()
-        else:
-            # one running sum for all keys instead of one each
-            keys = kjt._strides.keys.names
-            rows = offsets_of(kjt.lengths().view(len(keys), kjt._strides.stride), kjt._values.shape[0])
-            for key, row in zip(keys, rows.unbind(), strict=True):
-                found[key]._offsets = row
+    if compute_offsets and kjt._strides.per_rank is None and any(jt._offsets is None for jt in found.values()):
+        # one running sum for all keys instead of one each, which batches of different sizes would need
+        keys = kjt._strides.keys.names
+        rows = offsets_of(kjt.lengths().view(len(keys), kjt._strides.stride), kjt._values.shape[0])
+        for key, row in zip(keys, rows.unbind(), strict=True):
+            found[key]._offsets = row
     return found
 
 

@@ -19,6 +19,8 @@ from ._strides import Strides
 _LARGEST = {dtype: torch.iinfo(dtype).max for dtype in INTEGER_DTYPES}
 # lengths up to which one more copy is faster than three more calls
 _FEW = 1 << 14
+# bags a key from which a sum for each key is faster than a running sum of all
+_MANY = 1 << 10
 _WIDE = (torch.int64, torch.int32)
 
 
@@ -54,8 +56,7 @@ def join_tensors(what: str, label: Callable[[int], str], parts: Sequence[Tensor]
 
     `label(i)` names part i. Raises ValueError where non-empty parts mix integers and floats, or devices differ.
     """
-    first = parts[0]
-    if all(part.dtype is first.dtype and part.device == first.device for part in parts):
+    if len({part.dtype for part in parts}) == 1 and len({part.device for part in parts}) == 1:
         return torch.cat(list(parts))
     devices = {str(part.device): label(i) for i, part in enumerate(parts)}
     if len(devices) > 1:
@@ -92,7 +93,8 @@ def read_length_per_key(
         return _traced_length_per_key(strides, lengths, offsets, num_values, padded)
     first, sizes = sum_per_key(strides, lengths, offsets)
     total = sum(sizes)
-    if first != 0 or min(sizes, default=0) < 0 or total > num_values or (total != num_values and not padded):
+    fits = first == 0 and (total == num_values or (padded and total < num_values))
+    if not fits or min(sizes, default=0) < 0:
         lengths, offsets = _both(lengths, offsets)
         # host sync: on the way to an error
         raise ValueError(_what_is_wrong(strides, lengths.tolist(), offsets.tolist(), num_values))
@@ -117,10 +119,14 @@ def _traced_length_per_key(
 
 def sum_per_key(strides: Strides, lengths: Tensor | None, offsets: Tensor | None) -> tuple[int, list[int]]:
     """Where the first bag begins and how many values each key has, unchecked. One host sync, none without bags."""
-    if strides.starts[-1] == 0:
+    if strides.bags == 0:
         return 0, [0] * len(strides.keys.names)
     if offsets is None and strides.per_rank is not None:
         assert lengths is not None
+        if strides.bags > _MANY * len(strides.per_rank):
+            parts = torch.split_with_sizes(lengths, strides.per_key)
+            # host sync: sizes of pieces are decided on the host
+            return 0, torch.stack([part.sum() for part in parts]).tolist()
         # in int64, where bad lengths do not wrap around to a good sum
         offsets = offsets_of(lengths, 2**62)
     if offsets is not None:
@@ -149,14 +155,20 @@ def check_bags_in_full(
 
     With `padded` they may end before. Lengths and offsets, where both are given, must agree.
     """
-    if strides.starts[-1] == 0:
+    if strides.bags == 0:
         return
-    unlike = None if lengths is None or offsets is None else contradict(lengths, offsets)
-    lengths, offsets = _both(lengths, offsets)
-    unlike = lengths.new_zeros(1) if unlike is None else unlike
-    # host sync: the caller asked for it
-    first, end, smallest, differ = torch.cat([offsets[:1], offsets[-1:], lengths.min().reshape(1), unlike]).tolist()
+    if offsets is None:
+        assert lengths is not None
+        # host sync: the caller asked for it
+        facts = torch.stack([lengths.min().to(torch.int64), lengths.sum()]).tolist()
+        first, (smallest, end), differ = 0, facts, 0
+    else:
+        own = lengths_of(offsets)
+        unlike = own.new_zeros(1) if lengths is None else contradict(lengths, offsets).to(own.dtype)
+        # host sync: the caller asked for it
+        first, end, smallest, differ = torch.cat([offsets[:1], offsets[-1:], own.min().reshape(1), unlike]).tolist()
     if first != 0 or smallest < 0 or differ or end > num_values or (end != num_values and not padded):
+        lengths, offsets = _both(lengths, offsets)
         # host sync: on the way to an error
         raise ValueError(_what_is_wrong(strides, lengths.tolist(), offsets.tolist(), num_values))
 

@@ -166,8 +166,13 @@ class Strides:
             if self.per_rank is None:
                 self._per_key = [self.stride] * len(self.keys.names)
             else:
-                self._per_key = [sum(row) for row in self.per_rank]
+                self._per_key = list(map(sum, self.per_rank))
         return self._per_key
+
+    @property
+    def bags(self) -> int:
+        """Of all keys."""
+        return self.stride * len(self.keys.names) if self.per_rank is None else self.starts[-1]
 
     @property
     def starts(self) -> list[int]:
@@ -227,14 +232,17 @@ def strides_of(
     """Batch sizes as a caller gives them; a table without entries says that all keys have one batch size."""
     rows = check_ranks(keys.names, per_rank)
     if rows is not None:
-        check_known("stride_per_key", per_key, [sum(row) for row in rows])
+        check_known("stride_per_key", per_key, list(map(sum, rows)))
     elif per_key is not None and len(set(per_key)) > 1:
         rows = check_ranks(keys.names, [[n] for n in per_key])
     if rows is None:
         fixed = keys.fixed(check_stride(keys.names, bags, stride))
         check_known("stride_per_key", per_key, fixed.per_key)
         return fixed
-    return Strides(keys, check_variable_stride(keys.names, bags, stride, rows, full_batch), rows)
+    sizes = list(map(sum, rows))
+    strides = Strides(keys, check_variable_stride(keys.names, bags, stride, sizes, full_batch), rows)
+    strides._per_key = sizes
+    return strides
 
 
 class Columns:

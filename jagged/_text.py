@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -15,15 +16,13 @@ def summary(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {tensor.device}"
 
 
-def rows_text(values: Tensor, offsets: Sequence[int]) -> str:
+def rows_text(values: Sequence[Any], offsets: Sequence[int]) -> str:
     """One list per bag: `[[1, 2], [], [3]]`."""
-    # host sync: text is made on the host
-    host = values.tolist()
-    return str([host[start:end] for start, end in zip(offsets, offsets[1:], strict=False)])
+    return str([values[start:end] for start, end in zip(offsets, offsets[1:], strict=False)])
 
 
-def bags_text(values: Tensor, weights: Tensor | None, offsets: Sequence[int], indent: str) -> str:
-    """The bags, or the bags and their weights in braces that close at `indent`."""
+def bags_text(values: Sequence[Any], weights: Sequence[Any] | None, offsets: Sequence[int], indent: str) -> str:
+    """The bags, or the bags and their weights in braces that close at `indent`; of what was read on the host."""
     if weights is None:
         return rows_text(values, offsets)
     inner = indent + " " * 4

@@ -214,7 +214,8 @@ class JaggedTensor(Bags):
 
     def __str__(self) -> str:
         # host sync: text is made on the host
-        text = bags_text(self._values, self._weights, self.offsets().tolist(), "")
+        weights = None if self._weights is None else self._weights.tolist()
+        text = bags_text(self._values.tolist(), weights, self.offsets().tolist(), "")
         if self._weights is None:
             text = f"{{\n    {text}\n}}"
         return f"JaggedTensor({text})\n"

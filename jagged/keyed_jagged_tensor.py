@@ -284,7 +284,7 @@ class KeyedJaggedTensor(Bags):
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
         """Batch sizes [keys][ranks] where keys differ, else an empty list."""
-        return [list(row) for row in self._strides.per_rank or ()]
+        return list(map(list, self._strides.per_rank or ()))
 
     def variable_stride_per_key(self) -> bool:
         """Whether keys have batch sizes of their own."""
@@ -385,7 +385,6 @@ class KeyedJaggedTensor(Bags):
 
     def flatten_lengths(self) -> KeyedJaggedTensor:
         """The same with 1-D lengths, which they are here; shares all tensors."""
-        self.lengths()
         return self._map(lambda tensor: tensor)
 
     def __getitem__(self, key: str) -> JaggedTensor:
@@ -395,7 +394,7 @@ class KeyedJaggedTensor(Bags):
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """A JaggedTensor per key, as views; made once, so later calls return the same dict.
 
-        With `compute_offsets` they know their offsets already.
+        With `compute_offsets` they know their offsets already, unless batch sizes differ.
         """
         return _pieces.to_dict(self, compute_offsets)
 
@@ -489,12 +488,13 @@ class KeyedJaggedTensor(Bags):
 
     def __str__(self) -> str:
         # host sync: text is made on the host
-        offsets = self.offsets().tolist()
+        values, offsets = self._values.tolist(), self.offsets().tolist()
+        weights = None if self._weights is None else self._weights.tolist()
         starts = self._strides.starts
         return keyed_text(
             "KeyedJaggedTensor",
             [
-                (key, bags_text(self._values, self._weights, offsets[starts[i] : starts[i + 1] + 1], " " * 4))
+                (key, bags_text(values, weights, offsets[starts[i] : starts[i + 1] + 1], " " * 4))
                 for i, key in enumerate(self._strides.keys.names)
             ],
         )

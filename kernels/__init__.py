@@ -5,6 +5,14 @@ Every op is a Triton kernel beside a torch twin; importing this package register
 
 from . import rules as _built_in
 from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_guard, require_ids
+from .bucketize import Bucketized, block_bucketize
+from .calibration import (
+    Calibrated,
+    generic_histogram_binning_calibration_by_feature,
+    histogram_binning_calibration,
+    histogram_binning_calibration_by_feature,
+)
+from .elementwise import jagged_dense_add, jagged_dense_add_jagged, jagged_dense_mul, jagged_jagged_mul
 from .features import Feature, Segment, flatten_segments, pack_features, table_rows
 from .finite import check_gradient, describe_gradient, describe_weight
 from .index_add import jagged_index_add
@@ -18,24 +26,38 @@ from .jagged import (
     segment_sum,
     unpack_segments,
 )
+from .jagged_bmm import jagged_dense_bmm, jagged_jagged_bmm
 from .keyed_select import keyed_jagged_index_select
+from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .permute import expand_into_jagged_permute, permute_1d, permute_2d, permute_segments
 from .pooled import pooled_lookup
 from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
 from .regrouping import permute_pooled, regroup
 from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup
+from .softmax import jagged_softmax
+from .unary_embeddings import batched_unary_embeddings
+from .unique import JaggedUnique, Unique, jagged_unique, unique_ids
 from .update import DECAYS, fused_update
+from .vector_product import jagged_vector_product
 from .weight_gradient import per_id_weight_gradient
 
 __all__ = [
     "DECAYS",
     "RULES",
     "BoundsCheckMode",
+    "Bucketized",
+    "Calibrated",
     "Feature",
+    "JaggedUnique",
     "RegroupPlan",
     "Rule",
+    "Rule",
     "Segment",
+    "Segment",
+    "Unique",
+    "batched_unary_embeddings",
+    "block_bucketize",
     "check_gradient",
     "check_ids",
     "complete_cumsum",
@@ -45,16 +67,31 @@ __all__ = [
     "expand_into_jagged_permute",
     "flatten_segments",
     "fused_update",
+    "generic_histogram_binning_calibration_by_feature",
+    "histogram_binning_calibration",
+    "histogram_binning_calibration_by_feature",
     "invert_permute",
     "is_clean",
+    "is_clean",
+    "jagged_dense_add",
+    "jagged_dense_add_jagged",
+    "jagged_dense_bmm",
+    "jagged_dense_mul",
     "jagged_index_add",
     "jagged_index_select",
+    "jagged_jagged_bmm",
+    "jagged_jagged_mul",
+    "jagged_softmax",
+    "jagged_to_padded_dense",
+    "jagged_unique",
+    "jagged_vector_product",
     "keyed_jagged_index_select",
     "new_guard",
     "offsets_range",
     "offsets_to_lengths",
     "pack_features",
     "pack_segments",
+    "padded_dense_to_jagged",
     "per_id_weight_gradient",
     "permute_1d",
     "permute_2d",
@@ -70,6 +107,7 @@ __all__ = [
     "segment_sum",
     "sequence_lookup",
     "table_rows",
+    "unique_ids",
     "unpack_segments",
 ]
 

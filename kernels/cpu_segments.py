@@ -149,24 +149,31 @@ def row_sums(lengths: Tensor) -> Tensor | None:
 
 
 def segment_sum(offsets: Tensor, values: Tensor, each: int) -> Tensor | None:
-    """Sums [S, ...] of segments of values [N, ...] in fp32, fp64 or int64; offsets [S + 1] were checked before."""
+    """Sums [S, ...] of segments of values [N, ...], raising as the op says; None without numba, or in other dtypes."""
     compiled = loops()
-    kind = None if compiled is None else _KINDS.get(values.dtype)
-    if kind is None:
+    if compiled is None or values.dtype not in KINDS:
         return None
     offsets, values = offsets.contiguous(), values.contiguous()
-    S = offsets.shape[0] - 1
-    out = values.new_empty(S, *values.shape[1:])
-    task = partial(
-        compiled.segment_sum, offsets.data_ptr(), offsets.itemsize, each, values.data_ptr(), kind, out.data_ptr(),
-        _row_bytes(values) // values.itemsize,
+    S, N = offsets.shape[0] - 1, values.shape[0]
+    if values.dim() == 1:
+        out, columns = values.new_empty(S), 1
+    else:
+        out, columns = values.new_empty(S, *values.shape[1:]), prod(values.shape[1:])
+    where = (
+        offsets.data_ptr(), offsets.itemsize, each, N // each, values.data_ptr(), KINDS[values.dtype], out.data_ptr(),
+        columns,
     )  # fmt: skip
-    _divided(task, S, values.numel() * values.itemsize)
+    if (nbytes := values.numel() * values.itemsize) <= _ALONE:
+        bad = compiled.segment_sum(*where, 0, S)
+    else:
+        bad = min(_divided(partial(compiled.segment_sum, *where), S, nbytes), default=0)
+    if bad:
+        check_ends(offsets, N // each)
     return out
 
 
 # as the loops number them
-_KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
+KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
 
 
 def _row_bytes(values: Tensor) -> int:
@@ -221,14 +228,17 @@ def check_offsets(name: str, offsets: Tensor, end: int) -> None:
 
 
 def complete_cumsum(lengths: Tensor) -> Tensor | None:
-    """Offsets [..., N + 1] of int32 or int64 lengths [..., N] on the CPU; None without numba or without lengths."""
+    """Offsets [..., N + 1] of int32 or int64 lengths [..., N] on the CPU; None without numba."""
     compiled = loops()
-    if compiled is None or lengths.numel() == 0:
+    if compiled is None:
         return None
     lengths = lengths.contiguous()
-    *rows, n = lengths.shape
-    out = lengths.new_empty(*rows, n + 1)
-    compiled.cumsum(lengths.data_ptr(), lengths.itemsize, lengths.numel() // n, n, out.data_ptr())
+    n = lengths.shape[-1]
+    if lengths.dim() == 1:
+        rows, out = 1, lengths.new_empty(n + 1)
+    else:
+        rows, out = prod(lengths.shape[:-1]), lengths.new_empty(*lengths.shape[:-1], n + 1)
+    compiled.cumsum(lengths.data_ptr(), lengths.itemsize, rows, n, out.data_ptr())
     return out
 
 
@@ -266,14 +276,9 @@ def check_begins(offsets: Tensor, size: int) -> None:
 
 def check_ends(offsets: Tensor, most: int) -> None:
     """ValueError where offsets on the CPU decrease, or leave [0, most]."""
-    compiled = loops()
-    if compiled is not None:
-        offsets = offsets.contiguous()
-        bad = compiled.wrong_offset(offsets.data_ptr(), offsets.itemsize, offsets.shape[0], most) < 0
-    else:
-        bad = offsets.numel() > 0 and bool(
-            (int(offsets[0]) < 0) or (int(offsets[-1]) > most) or (offsets[1:] < offsets[:-1]).any()
-        )
+    bad = offsets.numel() > 0 and bool(
+        (int(offsets[0]) < 0) or (int(offsets[-1]) > most) or (offsets[1:] < offsets[:-1]).any()
+    )
     if bad:
         low, high = (int(n) for n in offsets.aminmax())
         raise ValueError(f"offsets must not decrease nor leave 0 ... {most}, got {low} ... {high}")

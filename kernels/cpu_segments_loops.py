@@ -22,9 +22,12 @@ from numba.extending import intrinsic
 # to type checkers this is a function of fewer arguments, and types without voidptr
 _intrinsic: Any = intrinsic
 types: Any = numba_types
+_carray: Any = numba.carray
 
 # bytes that are copied at once, and up to which that is faster than a call of memcpy
 _CHUNK, _FEW = 64, 512
+# segments whose memory is asked for before they are needed
+_AHEAD = 16
 
 FLOAT32, FLOAT64, INT64 = 0, 1, 2
 # what `plan` finds wrong
@@ -58,24 +61,40 @@ def _pointer(typing: Any, address: Any) -> Any:
 def _memcpy(typing: Any, to: Any, source: Any, nbytes: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = cgutils.ir.IntType(8).as_pointer()
-        cgutils.raw_memcpy(builder, *(builder.inttoptr(arg, byte) for arg in args[:2]), args[2], 1)
+        to, source = (builder.inttoptr(arg, byte) for arg in args[:2])
+        cgutils.raw_memcpy(builder, to, source, args[2], 1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
 
 
+@_intrinsic
+def _prefetch(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        ir = cgutils.ir
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        call = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        )
+        # to read, to keep in all caches, data
+        builder.call(call, [builder.inttoptr(args[0], byte), *(ir.Constant(number, value) for value in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 @_compiled(inline=True)
 def _i8(address: int, n: int) -> Any:
-    return numba.carray(_pointer(address), (n,), np.int64)
+    return _carray(_pointer(address), (n,), np.int64)
 
 
 @_compiled(inline=True)
 def _i4(address: int, n: int) -> Any:
-    return numba.carray(_pointer(address), (n,), np.int32)
+    return _carray(_pointer(address), (n,), np.int32)
 
 
 @_compiled()
-def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: Any) -> int:
+def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: Any) -> Any:
     S, T = order.shape[0], sizes.shape[0]
     begins = np.empty(T + 1, np.int64)
     begin, beyond = np.int64(0), np.int64(0)
@@ -107,7 +126,7 @@ def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: An
 
 
 @_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64))
-def plan(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int, values: int, room: int, moved: int) -> int:  # fmt: skip  # noqa: E501
+def plan(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int, values: int, room: int, moved: int) -> Any:  # fmt: skip  # noqa: E501
     """Fill the plan, starts and then outs at `room`, of segments order [S] of sizes [T], and their sizes at `moved`.
 
     Returns how many values they have, or what is wrong: -(4 s + BAD_ORDER) where order[s] is no segment,
@@ -126,7 +145,7 @@ def plan(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int
 
 
 @_compiled()
-def _row_sums(lengths: Any, B: int, sums: Any, lo: int, hi: int) -> int:
+def _row_sums(lengths: Any, B: int, sums: Any, lo: int, hi: int) -> Any:
     for t in range(lo, hi):
         total, below = np.int64(0), np.int64(0)
         for i in range(t * B, (t + 1) * B):
@@ -141,7 +160,7 @@ def _row_sums(lengths: Any, B: int, sums: Any, lo: int, hi: int) -> int:
 
 
 @_compiled(int64(int64, int64, int64, int64, int64, int64))
-def row_sums(lengths: int, item: int, B: int, sums: int, lo: int, hi: int) -> int:
+def row_sums(lengths: int, item: int, B: int, sums: int, lo: int, hi: int) -> Any:
     """Sums of rows lo ... hi - 1 of lengths [T, B]; -1 - i if length i is negative, else 0."""
     if item == 8:
         return _row_sums(_i8(lengths, hi * B), B, _i8(sums, hi), lo, hi)
@@ -149,7 +168,7 @@ def row_sums(lengths: int, item: int, B: int, sums: int, lo: int, hi: int) -> in
 
 
 @_compiled()
-def _first(outs: Any, position: int) -> int:
+def _first(outs: Any, position: int) -> Any:
     """The last segment that begins at or before `position`."""
     low, high = 0, outs.shape[0] - 1
     while high - low > 1:
@@ -172,6 +191,7 @@ def move(room: int, S: int, source: int, values: int, out: int, item: int, lo: i
     while s < S and outs[s] < hi:
         begin, end = max(outs[s], lo), min(outs[s + 1], hi)
         back = starts[s] - outs[s]
+        _prefetch(source + starts[min(s + _AHEAD, S - 1)] * item)
         s += 1
         # segments that follow each other in the source too move as one
         while s < S and starts[s] - outs[s] == back and end < hi:
@@ -191,7 +211,7 @@ def move(room: int, S: int, source: int, values: int, out: int, item: int, lo: i
 
 @_compiled()
 def _collect(starts: Any, outs: Any, grad: int, out: int, item: int, D: int, kind: Any, lo: int, hi: int) -> None:
-    target = numba.carray(_pointer(out + lo * D * item), ((hi - lo) * D,), kind)
+    target = _carray(_pointer(out + lo * D * item), ((hi - lo) * D,), kind)
     for i in range((hi - lo) * D):
         target[i] = 0
     for s in range(starts.shape[0]):
@@ -199,8 +219,8 @@ def _collect(starts: Any, outs: Any, grad: int, out: int, item: int, D: int, kin
         if begin < end:
             n = (end - begin) * D
             # arrays that begin where a loop does: no index may be negative, so none is looked at
-            total = numba.carray(_pointer(out + begin * D * item), (n,), kind)
-            moved = numba.carray(_pointer(grad + (begin + outs[s] - starts[s]) * D * item), (n,), kind)
+            total = _carray(_pointer(out + begin * D * item), (n,), kind)
+            moved = _carray(_pointer(grad + (begin + outs[s] - starts[s]) * D * item), (n,), kind)
             for i in range(n):
                 total[i] += moved[i]
 
@@ -223,18 +243,18 @@ def _count_up(out: int, item: int, kind: Any, begin: int, end: int, last: int, f
     """
     i = begin
     while i < end and i + 8 <= last:
-        eight = numba.carray(_pointer(out + i * item), (8,), kind)
+        eight = _carray(_pointer(out + i * item), (8,), kind)
         for j in range(8):
             eight[j] = first + (i - begin) + j
         i += 8
     if i < end:
-        rest = numba.carray(_pointer(out + i * item), (end - i,), kind)
+        rest = _carray(_pointer(out + i * item), (end - i,), kind)
         for j in range(end - i):
             rest[j] = first + (i - begin) + j
 
 
 @_compiled()
-def _expand(order: Any, begins: Any, ends: Any, out: int, item: int, kind: Any, total: int) -> int:
+def _expand(order: Any, begins: Any, ends: Any, out: int, item: int, kind: Any, total: int) -> Any:
     S, T = order.shape[0], begins.shape[0] - 1
     if ends[0] != 0 or ends[S] != total:
         return -BAD_TOTAL
@@ -251,7 +271,7 @@ def _expand(order: Any, begins: Any, ends: Any, out: int, item: int, kind: Any, 
 
 
 @_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64))
-def expand(order: int, item: int, S: int, begins: int, T: int, ends: int, out: int, total: int) -> int:
+def expand(order: int, item: int, S: int, begins: int, T: int, ends: int, out: int, total: int) -> Any:
     """Source position of each output position: 0, or what is wrong as `plan` has it (ends: output offsets [S + 1])."""
     if item == 8:
         return _expand(_i8(order, S), _i8(begins, T + 1), _i8(ends, S + 1), out, 8, np.int64, total)
@@ -259,7 +279,7 @@ def expand(order: int, item: int, S: int, begins: int, T: int, ends: int, out: i
 
 
 @_compiled()
-def _places(offsets: Any, out: int, item: int, kind: Any, N: int) -> int:
+def _places(offsets: Any, out: int, item: int, kind: Any, N: int) -> Any:
     B = offsets.shape[0]
     if B == 0 or offsets[0] != 0:
         return -1 if N or B else 0
@@ -274,7 +294,7 @@ def _places(offsets: Any, out: int, item: int, kind: Any, N: int) -> int:
 
 
 @_compiled(int64(int64, int64, int64, int64, int64))
-def places(offsets: int, item: int, B: int, out: int, N: int) -> int:
+def places(offsets: int, item: int, B: int, out: int, N: int) -> Any:
     """Place of each of N positions in its bag: 0; -1 where offsets do not begin with 0, -2 - b where bag b is wrong."""
     if item == 8:
         return _places(_i8(offsets, B), out, 8, np.int64, N)
@@ -282,7 +302,7 @@ def places(offsets: int, item: int, B: int, out: int, N: int) -> int:
 
 
 @_compiled()
-def _invert(order: Any, out: Any) -> int:
+def _invert(order: Any, out: Any) -> Any:
     n = order.shape[0]
     for i in range(n):
         out[i] = -1
@@ -295,7 +315,7 @@ def _invert(order: Any, out: Any) -> int:
 
 
 @_compiled(int64(int64, int64, int64, int64))
-def invert(order: int, item: int, n: int, out: int) -> int:
+def invert(order: int, item: int, n: int, out: int) -> Any:
     """Inverse of a permutation: 0, or -1 - i where order[i] is out of range or was there before."""
     if item == 8:
         return _invert(_i8(order, n), _i8(out, n))
@@ -303,78 +323,70 @@ def invert(order: int, item: int, n: int, out: int) -> int:
 
 
 @_compiled()
-def _wrong_offset(offsets: Any, most: int) -> int:
-    before = np.int64(0)
-    for s in range(offsets.shape[0]):
-        if offsets[s] < before or offsets[s] > most:
-            return -s - 1
-        before = np.int64(offsets[s])
-    return 0
-
-
-@_compiled(int64(int64, int64, int64, int64))
-def wrong_offset(offsets: int, item: int, n: int, most: int) -> int:
-    """-1 - s where offsets [n] decrease at s or leave [0, most], else 0."""
-    if item == 8:
-        return _wrong_offset(_i8(offsets, n), most)
-    return _wrong_offset(_i4(offsets, n), most)
-
-
-@_compiled()
-def _sum(offsets: Any, each: int, values: int, out: int, item: int, kind: Any, D: int, lo: int, hi: int) -> None:
-    sums = numba.carray(_pointer(out + lo * D * item), ((hi - lo) * D,), kind)
-    for i in range((hi - lo) * D):
-        sums[i] = 0
+def _sum(offsets: Any, each: int, most: int, values: int, out: int, item: int, kind: Any, D: int, lo: int, hi: int) -> Any:  # fmt: skip  # noqa: E501
+    last = np.int64(offsets[lo])
+    if last < 0 or last > most:
+        return -1
     for s in range(lo, hi):
-        begin = np.int64(offsets[s]) * each
-        rows = np.int64(offsets[s + 1]) * each - begin
-        row = numba.carray(_pointer(values + begin * D * item), (rows * D,), kind)
-        total = numba.carray(_pointer(out + s * D * item), (D,), kind)
+        begin = last * each
+        if offsets[s + 1] < last or offsets[s + 1] > most:
+            return -1
+        last = np.int64(offsets[s + 1])
+        end = last * each
+        total = _carray(_pointer(out + s * D * item), (D,), kind)
         if D == 1:
-            one = total[0]
-            for i in range(rows):
+            row = _carray(_pointer(values + begin * item), (end - begin,), kind)
+            one = kind(0)
+            for i in range(end - begin):
                 one += row[i]
             total[0] = one
         else:
-            for r in range(rows):
-                row = numba.carray(_pointer(values + (begin + r) * D * item), (D,), kind)
+            for d in range(D):
+                total[d] = 0
+            for r in range(begin, end):
+                row = _carray(_pointer(values + r * D * item), (D,), kind)
                 for d in range(D):
                     total[d] += row[d]
+    return 0
 
 
 @_compiled()
-def _sum_of(offsets: Any, each: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> None:
+def _sum_of(offsets: Any, each: int, most: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> Any:
     if kind == FLOAT32:
-        _sum(offsets, each, values, out, 4, np.float32, D, lo, hi)
-    elif kind == FLOAT64:
-        _sum(offsets, each, values, out, 8, np.float64, D, lo, hi)
-    else:
-        _sum(offsets, each, values, out, 8, np.int64, D, lo, hi)
+        return _sum(offsets, each, most, values, out, 4, np.float32, D, lo, hi)
+    if kind == FLOAT64:
+        return _sum(offsets, each, most, values, out, 8, np.float64, D, lo, hi)
+    return _sum(offsets, each, most, values, out, 8, np.int64, D, lo, hi)
 
 
-@_compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64, int64))
-def segment_sum(offsets: int, item: int, each: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> None:
-    """Sums of segments lo ... hi - 1 of values [N, D], offsets counted in `each` positions and checked before."""
+@_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64))
+def segment_sum(offsets: int, item: int, each: int, most: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> Any:  # fmt: skip  # noqa: E501
+    """Sums of segments lo ... hi - 1 of values [N, D], offsets counted in `each` positions.
+
+    0, or -1 where offsets decrease or leave [0, most].
+    """
     if item == 8:
-        _sum_of(_i8(offsets, hi + 1), each, values, kind, out, D, lo, hi)
-    else:
-        _sum_of(_i4(offsets, hi + 1), each, values, kind, out, D, lo, hi)
+        return _sum_of(_i8(offsets, hi + 1), each, most, values, kind, out, D, lo, hi)
+    return _sum_of(_i4(offsets, hi + 1), each, most, values, kind, out, D, lo, hi)
 
 
 @_compiled()
-def _cumsum(lengths: Any, offsets: Any, N: int) -> None:
-    for row in range(lengths.shape[0] // N if N else 0):
-        total = offsets[0] * 0
-        offsets[row * (N + 1)] = total
+def _cumsum(lengths: int, offsets: int, item: int, kind: Any, rows: int, N: int) -> None:
+    for row in range(rows):
+        # arrays that begin where a loop does: no index may be negative, so none is looked at
+        each = _carray(_pointer(lengths + row * N * item), (N,), kind)
+        ends = _carray(_pointer(offsets + row * (N + 1) * item), (N + 1,), kind)
+        total = kind(0)
+        ends[0] = total
         for i in range(N):
-            total += lengths[row * N + i]
-            offsets[row * (N + 1) + i + 1] = total
+            total += each[i]
+            ends[i + 1] = total
 
 
 @_compiled(types.void(int64, int64, int64, int64, int64))
 def cumsum(lengths: int, item: int, rows: int, N: int, offsets: int) -> None:
-    """Offsets [rows, N + 1] of lengths [rows, N], N > 0."""
+    """Offsets [rows, N + 1] of lengths [rows, N]."""
     if item == 8:
-        _cumsum(_i8(lengths, rows * N), _i8(offsets, rows * (N + 1)), N)
+        _cumsum(lengths, offsets, 8, np.int64, rows, N)
     else:
-        _cumsum(_i4(lengths, rows * N), _i4(offsets, rows * (N + 1)), N)
+        _cumsum(lengths, offsets, 4, np.int32, rows, N)

@@ -137,7 +137,7 @@ def _invert_permute(permute: Tensor) -> Tensor:
     if found is None:
         cpu_segments.check_order(permute, n)
         found = torch.full_like(permute, -1)
-        found[permute.long()] = torch.arange(n, dtype=permute.dtype)
+        found.scatter_(0, permute.long(), torch.arange(n, dtype=permute.dtype))
         if n and int(found.min()) < 0:
             raise ValueError(f"permute lacks {int((found < 0).int().argmax())}, it is no permutation")
     return found
@@ -235,8 +235,7 @@ def _segment_sum(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
         return out
     wide = {torch.float64: tl.float64}.get(values.dtype, tl.float32 if values.is_floating_point() else tl.int64)
     if D == 1:
-        grid = (triton.cdiv(S, _SUM_SEGMENTS),)
-        _segment_sum_kernel[grid](
+        _segment_sum_kernel[(triton.cdiv(S, _SUM_SEGMENTS),)](
             values, offsets, out, S, values.shape[0], batch_size, wide, _SUM_SEGMENTS, _SUM_POSITIONS
         )
         return out
@@ -250,10 +249,10 @@ def _segment_sum(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
 
 
 def _sum_cpu(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
-    cpu_segments.check_ends(offsets, values.shape[0] // batch_size)
-    wide = _wide(values)
+    wide = values if values.dtype in cpu_segments.KINDS else _wide(values)
     found = cpu_segments.segment_sum(offsets, wide, batch_size)
     if found is None:
+        cpu_segments.check_ends(offsets, values.shape[0] // batch_size)
         begin, end = int(offsets[0]) * batch_size, int(offsets[-1]) * batch_size
         sizes = offsets.diff() * batch_size
         if wide.dim() == 2 and wide.is_floating_point() and end > begin:
@@ -262,7 +261,7 @@ def _sum_cpu(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
         else:
             bag = torch.arange(sizes.shape[0]).repeat_interleave(sizes, output_size=end - begin)
             found = wide.new_zeros(sizes.shape[0], *wide.shape[1:]).index_add_(0, bag, wide[begin:end])
-    return found.to(values.dtype)
+    return found if found.dtype == values.dtype else found.to(values.dtype)
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from .rule import RULES
 
 _MODULES = (bounds, finite, pooled, sequence, update, weight_gradient, *launched_jagged.MODULES)
 _TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+    torch.float64: "fp64", torch.int16: "i16", torch.uint8: "u8",
 }  # fmt: skip
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)

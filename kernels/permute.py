@@ -19,7 +19,7 @@ from ._op import INTERPRETED, register, runs_kernel
 from .segments import INDEX_DTYPES, bad_index, eager, locate, move_by, positions_of, positions_ref
 
 # values a segment from which one copy for each segment beats one index for each value
-_LONG_SEGMENT = 200
+_LONG_SEGMENT = 500
 
 
 def permute_1d(
@@ -124,10 +124,13 @@ def permute_segments(tensors: Sequence[Tensor], sizes: Sequence[int], order: Seq
         return [_joined([part[s] for s in order], tensor) for part, tensor in zip(parts, tensors, strict=True)]
     _check_known(sizes, order, values)
     ends = list(accumulate((sizes[s] for s in order), initial=0))
-    numbers = torch.frombuffer(array("q", [*order, *accumulate(sizes, initial=0), *ends]), dtype=torch.int64)
+    known = [*order, *accumulate(sizes, initial=0), *ends]
+    # a mode, of fake tensors say, sees only what torch itself makes, ten times as slowly
+    seen = torch._C._len_torch_dispatch_stack() > 0
+    numbers = torch.tensor(known) if seen else torch.frombuffer(array("q", known), dtype=torch.int64)
     S, T = len(order), len(sizes)
     # not blocking, since a blocking copy from the host would be a host sync
-    where = numbers.to(tensors[0].device, non_blocking=True).split([S, T + 1, S + 1])
+    where = torch.split_with_sizes(numbers.to(tensors[0].device, non_blocking=True), [S, T + 1, S + 1])
     return torch.ops.shardwise.move_segments(list(tensors), *where, ends[-1])  # type: ignore[no-any-return]
 
 
@@ -276,13 +279,17 @@ def _on_torch(tensors: Sequence[Tensor], sizes: Sequence[int], order: Sequence[i
     """By whichever of torch's ops needs less time: a view for each segment, or an index for each value."""
     if not order:
         return [tensor[:0] for tensor in tensors]
+    if sizes.count(sizes[0]) == len(sizes):
+        rows = torch.frombuffer(array("q", order), dtype=torch.int64)
+        each = [tensor.reshape(len(sizes), sizes[0], *tensor.shape[1:]) for tensor in tensors]
+        return [_selected(tensor, rows).flatten(0, 1) for tensor in each]
     total = sum(sizes[s] for s in order)
     halves = any(tensor.requires_grad and tensor.itemsize == 2 for tensor in tensors)
     if not halves and (total >= _LONG_SEGMENT * len(order) or len(order) <= 32):
         parts = [torch.split_with_sizes(tensor, sizes) for tensor in tensors]
         return [_joined([part[s] for s in order], tensor) for part, tensor in zip(parts, tensors, strict=True)]
     numbers = torch.frombuffer(array("q", [*sizes, *order]), dtype=torch.int64)
-    counts, at = numbers.split([len(sizes), len(order)])
+    counts, at = torch.split_with_sizes(numbers, [len(sizes), len(order)])
     at = positions_of((counts.cumsum(0) - counts).index_select(0, at), counts.index_select(0, at), total)
     return [_selected(tensor, at) for tensor in tensors]
 
@@ -294,5 +301,5 @@ def _selected(values: Tensor, at: Tensor) -> Tensor:
     return values.index_select(0, at)
 
 
-def _joined(parts: Sequence[Tensor], whole: Tensor) -> Tensor:
+def _joined(parts: list[Tensor], whole: Tensor) -> Tensor:
     return torch.cat(parts) if parts else whole[:0]

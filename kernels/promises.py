@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .compiled import TARGETS, Report
 from .launched import Case
 
-_BYTES = {"*fp64": 8, "*fp32": 4, "*fp16": 2, "*bf16": 2}
+_BYTES = {"*fp64": 8, "*fp32": 4, "*fp16": 2, "*bf16": 2, "*i64": 8, "*i32": 4}
 _WIDEST = 16
 
 
@@ -37,6 +37,8 @@ MOVES = {
     "gather": (Move("load", "W", "ALIGN"), Move("store", "Y", "ALIGN")),
     "collect": (Move("load", "G", "ALIGN"), Move("store", "Q", "ALIGN")),
     "segment_rows": (Move("load", "V", "ALIGN", 2), Move("store", "Y", "ALIGN")),
+    "to_padded": (Move("load", "V", "ALIGN"), Move("store", "Y", "OUT_ALIGN")),
+    "to_jagged": (Move("load", "X", "ALIGN"), Move("store", "Y", "ALIGN")),
     "weight_gradient": (Move("load", "W", "ALIGN", 2), Move("load", "G", "G_ALIGN")),
     "update": (
         Move("load", "grad", "SRC_ALIGN", 4), Move("load", "W", "ALIGN"), Move("load", "states", "ALIGN"),
@@ -53,6 +55,9 @@ REGISTERS = {
     r"update ": 128,
     r"pooled_lookup ": 80,
     r"weight_gradient |check_ids ": 96,
+    r"dense_bmm |jagged_bmm ": 200,
+    r"softmax |softmax_gradient |vector_product |by_rows |by_vectors ": 96,
+    r"unary_chunk ": 96,
     r"": 64,
 }
 # of a lookup whose rows are aligned to 16 bytes, whatever its case is called
@@ -113,7 +118,8 @@ def promised_moves(case: Case, target: str) -> Iterator[tuple[str, int, int]]:
 
 def _elements(case: Case, target: str) -> int:
     """Elements of a tile that a thread holds."""
-    rows: int = next(size for name, size in case.constants.items() if name in ("BLOCK_B", "BLOCK_C", "BLOCK_N"))
+    blocks = ("BLOCK_B", "BLOCK_C", "BLOCK_N", "BLOCK_R")
+    rows: int = next(size for name, size in case.constants.items() if name in blocks)
     columns: int = case.constants.get("BLOCK_D", 0) or case.constants["BLOCK_V"] * case.constants["ALIGN"]
     return max(1, rows * columns // (case.num_warps * TARGETS[target][2]))
 

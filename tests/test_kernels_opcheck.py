@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import bucket_inputs
 import pytest
 import torch
 from kernel_inputs import (
@@ -97,6 +98,7 @@ def op_calls(device: torch.device, *, padded: bool = False) -> dict[str, tuple[A
         ),
     )
     calls["check_gradient"] = (OPS.check_gradient.default, (grad, new_guard(device)))
+    calls |= bucket_inputs.op_calls(device)
     return calls
 
 
@@ -123,6 +125,9 @@ def test_opcheck_covers_every_op() -> None:
     listed = {name.split()[0] for name in op_calls(torch.device("cpu"))}
     # test_kernels_select.py and test_kernels_regroup.py
     listed |= {"jagged_index_select", "jagged_index_add", "regroup_columns"}
+    # test_kernels_padded.py
+    listed |= {"jagged_to_padded_dense", "padded_dense_to_jagged", "padded_jagged_product"}
+    listed |= {"jagged_dense_add", "jagged_dense_add_jagged", "jagged_dense_mul"}
     registered = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "shardwise::" in name
     }

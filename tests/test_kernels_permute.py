@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_inputs import DEVICES, assert_close, assert_same_bits, torch_device
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.kernels import (
     cpu_segments,
@@ -29,7 +30,7 @@ Bags = list[list[int]]
 
 
 @pytest.fixture(params=["torch", "numba"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The CPU's two ways: torch's ops, and the loops that numba compiles."""
     if request.param == "torch":
         monkeypatch.setattr(cpu_segments, "loops", lambda: None)
@@ -49,7 +50,7 @@ def orders(draw: st.DrawFn, most: int = 9) -> tuple[int, list[int]]:
     return count, order
 
 
-def bags_of(draw: st.DrawFn, count: int, longest: int = 20) -> Bags:
+def bags_of(draw: Callable[..., Any], count: int, longest: int = 20) -> Bags:
     return draw(st.lists(st.lists(st.integers(-9, 99), max_size=longest), min_size=count, max_size=count))
 
 
@@ -122,9 +123,8 @@ def test_expand_names_the_place_of_each_value(path: str, data: st.DataObject) ->
     sizes = data.draw(st.lists(st.integers(0, 20), min_size=count, max_size=count))
     dtype = data.draw(INDICES)
     begins, ends = ([*accumulate(some, initial=0)] for some in (sizes, [sizes[p] for p in order]))
-    got = expand_into_jagged_permute(
-        *(torch.tensor(numbers, dtype=dtype) for numbers in (order, begins, ends)), ends[-1]
-    )
+    permute, starts, outs = (torch.tensor(numbers, dtype=dtype) for numbers in (order, begins, ends))
+    got = expand_into_jagged_permute(permute, starts, outs, ends[-1])
     assert got.tolist() == [begins[p] + i for p in order for i in range(sizes[p])]
     assert got.dtype == dtype
 
@@ -161,11 +161,12 @@ def test_gradients_of_values_and_weights_pass_gradcheck_twice(path: str) -> None
     permute, lengths = torch.tensor([2, 0, 2, 3]), torch.tensor([1, 2, 3, 0])
     values = torch.randn(6, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
-    for moves in (
+    ways: list[Callable[..., Any]] = [
         lambda v, w: permute_1d(permute, lengths, v, w)[1:],
         lambda v, w: permute_2d(permute, lengths[:, None], v, w)[1:],
         lambda v, w: tuple(permute_segments([v, w], [1, 2, 3, 0], [2, 0, 2, 3])),
-    ):
+    ]
+    for moves in ways:
         assert torch.autograd.gradcheck(moves, (values, weights))
         assert torch.autograd.gradgradcheck(moves, (values, weights))
 
@@ -378,6 +379,16 @@ def test_on_a_gpu_what_is_no_segment_moves_nothing(device: str) -> None:
     assert at.tolist() == [1, 2, -1, -1, -1, 0]
     # lengths that promise more than there is
     assert permute_1d(permute[:1], torch.tensor([2, 9], device=place), values)[1].tolist() == [2] + [0] * 8
+
+
+def test_fake_tensors_show_that_nothing_waits_for_a_gpu_where_the_sum_is_known() -> None:
+    with FakeTensorMode():
+        values, lengths = (torch.empty(n, dtype=torch.int64, device="cuda") for n in (6, 3))
+        assert [moved.shape for moved in permute_segments([values, values], [1, 2, 3], [2, 0])] == [(4,), (4,)]
+        got = permute_1d(lengths[:2], lengths, values, permuted_lengths_sum=5)
+        assert (got[0].shape, got[1].shape) == ((2,), (5,))
+        got = permute_2d(lengths[:2], lengths[:, None], values, values, permuted_lengths_sum=5)
+        assert (got[0].shape, got[1].shape) == ((2, 1), (5,))
 
 
 def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:

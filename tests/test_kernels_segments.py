@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -32,7 +32,7 @@ SIZES = st.lists(st.integers(0, 20), max_size=9)
 
 
 @pytest.fixture(params=["torch", "numba"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The CPU's two ways: torch's ops, and the loops that numba compiles."""
     if request.param == "torch":
         monkeypatch.setattr(cpu_segments, "loops", lambda: None)

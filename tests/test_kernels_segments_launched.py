@@ -124,7 +124,7 @@ MATRIX = [
     *(("move segments i64", target) for target in compiled.TARGETS),
     *(("collect segments D=128 fp32", target) for target in ("sm_80", "gfx942")),
     *(("segment_rows segments D=128 fp32", target) for target in ("sm_100", "gfx942")),
-    ("segment_sum segments fp32", "sm_90"), ("locate sources i32", "sm_90"), ("locate places i64", "gfx942"),
+    ("segment_sum segments D=1 fp32", "sm_90"), ("locate sources i32", "sm_90"), ("locate places i64", "gfx942"),
     ("collect segments D=1023 bf16", "sm_90"),
 ]  # fmt: skip
 
