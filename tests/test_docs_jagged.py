@@ -26,15 +26,6 @@ LOOKUPS = {
     *("pack_features", "per_id_weight_gradient", "pooled_lookup", "raise_from_guard", "require_ids", "rule_named"),
     *("sequence_lookup", "table_rows"),
 }
-# in the table ahead of their merge
-COMING = {
-    *("batched_unary_embeddings", "block_bucketize", "generic_histogram_binning_calibration_by_feature"),
-    *("histogram_binning_calibration", "histogram_binning_calibration_by_feature", "jagged_dense_add"),
-    *("jagged_dense_add_jagged", "jagged_dense_bmm", "jagged_dense_mul", "jagged_jagged_bmm", "jagged_jagged_mul"),
-    *("jagged_softmax", "jagged_to_padded_dense", "jagged_unique", "jagged_vector_product", "padded_dense_to_jagged"),
-    *("unique_ids", "Bucketized", "Calibrated", "JaggedUnique", "Unique"),
-}
-
 # line of the page, statement, what is said of it: None where nothing is
 Step = tuple[int, ast.stmt, str | None]
 
@@ -111,7 +102,7 @@ def test_every_public_name_is_on_the_page() -> None:
 def test_the_table_has_the_jagged_ops_and_no_others() -> None:
     rows = re.findall(r"^\| (`\w+`.*?) \| (.*?) \| .*? \|$", PAGE.read_text(), re.MULTILINE)
     named = {name for first, does in rows for name in re.findall(r"`(\w+)`", first + does)}
-    assert named - COMING == set(kernels.__all__) - LOOKUPS - COMING
+    assert named == set(kernels.__all__) - LOOKUPS
 
 
 def test_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
