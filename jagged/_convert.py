@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from ._check import names
@@ -150,8 +151,8 @@ def _flat(name: str, column: Any, what: str) -> tuple[Tensor, Tensor]:
 def _tensor(array: Any) -> Tensor:
     """A tensor of its own: Arrow's memory must not be written."""
     if len(array) == 0:
-        return torch.from_dlpack(array.slice(0, 0)).clone() if array.buffers()[1] else _nothing(array)
-    return torch.from_dlpack(array).clone()
+        return _nothing(array)
+    return torch.utils.dlpack.from_dlpack(array).clone()
 
 
 def _nothing(array: Any) -> Tensor:
@@ -184,7 +185,7 @@ def _array(tensor: Tensor) -> Any:
     tensor = tensor.contiguous()
     kind = {"float32": "float", "float64": "double", "float16": "halffloat"}
     name = str(tensor.dtype).removeprefix("torch.")
-    buffer = pa.py_buffer(memoryview(tensor.numpy()).cast("B")) if tensor.numel() else pa.py_buffer(b"")
+    buffer = pa.py_buffer(tensor.numpy()) if tensor.numel() else pa.py_buffer(b"")
     return pa.Array.from_buffers(pa.type_for_alias(kind.get(name, name)), tensor.numel(), [None, buffer])
 
 

@@ -107,13 +107,13 @@ def _traced_length_per_key(
     """Numbers that a compiler does not know: the checks go into the graph."""
     # of two sources the one whose sums need no first value
     sizes = sum_per_key(strides, lengths, offsets if lengths is None or strides.per_rank is not None else None)[1]
-    for size in sizes:
-        torch._check(size >= 0)
-        torch._check(size <= num_values)
-    if padded:
-        torch._check(sum(sizes) <= num_values)
-    else:
-        torch._check(sum(sizes) == num_values)
+    total = sum(sizes)
+    for fact in (
+        *(size >= 0 for size in sizes),
+        *(size <= num_values for size in sizes),
+        total <= num_values if padded else total == num_values,
+    ):
+        torch._check(fact)  # type: ignore[no-untyped-call]
     return sizes
 
 

@@ -169,11 +169,17 @@ def unary_lookup_cpu(weight: Tensor, table_offsets: Tensor, offsets: Tensor, ids
         return out
     linear = require_unary(table_offsets, offsets, ids, total)
     wide = accumulator(weight.dtype)
-    # for rows of one number embedding_bag is slow; in one dimension index_add_ adds one after another
-    bag = torch.arange(tables * batch, device=ids.device).repeat_interleave(offsets.diff(), output_size=linear.shape[0])
-    sums = torch.zeros(tasks, tables * batch, dtype=wide, device=weight.device)
-    for task, total_of in zip(weight, sums, strict=True):
-        total_of.index_add_(0, bag, task.index_select(0, linear).to(wide))
+    sums, lengths = torch.zeros(tasks, tables * batch, dtype=wide, device=weight.device), offsets.diff()
+    # many ids a table at a time, which stays in the cache
+    step = 1 if linear.shape[0] > _ALONE else max(tables, 1)
+    bounds = [*_first_ids(offsets, tables)[::step].tolist(), linear.shape[0]]
+    for part, low in enumerate(range(0, tables * batch, max(step * batch, 1))):
+        rows, counts = linear[bounds[part] : bounds[part + 1]], lengths[low : low + step * batch]
+        bag = torch.arange(low, low + counts.shape[0], device=ids.device)
+        bag = bag.repeat_interleave(counts, output_size=rows.shape[0])
+        # for rows of one number embedding_bag is slow; in one dimension index_add_ adds one after another
+        for task, total_of in zip(weight, sums, strict=True):
+            total_of.index_add_(0, bag, task.index_select(0, rows).to(wide))
     return sums.view(tasks, tables, batch).transpose(1, 2).to(weight.dtype, memory_format=torch.contiguous_format)
 
 

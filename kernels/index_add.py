@@ -88,16 +88,45 @@ def jagged_index_add(
         check_integers(name, numbers, values)
     if lengths.shape != indices.shape:
         raise ValueError(f"{lengths.shape[0]} lengths but {indices.shape[0]} indices")
-    offsets, output_offsets = offsets_of(lengths), offsets_of(output_lengths)
     bags = output_lengths.shape[0]
+    if is_plain(values, lengths, indices, output_lengths) and values.dtype in (torch.float32, torch.float64):
+        return _add_plain(values, lengths, indices, output_lengths, num_rows)
+    offsets, output_offsets = offsets_of(lengths), offsets_of(output_lengths)
     if num_rows is None:
         # host sync: the size of the output, unless the caller knew it
         num_rows = int(output_offsets[-1])
-    elif values.device.type == "cpu" and not torch.compiler.is_compiling() and num_rows != int(output_offsets[-1]):
+    elif values.is_cpu and not torch.compiler.is_compiling() and num_rows != int(output_offsets[-1]):
         raise ValueError(f"num_rows is {num_rows}, but output_lengths sum to {int(output_offsets[-1])}")
-    if is_plain(values, lengths, indices, output_lengths) and values.dtype in (torch.float32, torch.float64):
-        return _add_torch(values, offsets, indices, output_offsets, bags, num_rows)
     return torch.ops.shardwise.jagged_index_add(values, offsets, indices, output_offsets, bags, num_rows)  # type: ignore[no-any-return]
+
+
+def _add_plain(
+    values: Tensor, lengths: Tensor, indices: Tensor, output_lengths: Tensor, num_rows: int | None
+) -> Tensor:
+    """On the CPU, with gradients of torch's own; lengths are checked here."""
+    with torch.no_grad():
+        bags, ends = output_lengths.shape[0], output_lengths.cumsum(0)
+        rows = int(ends[-1]) if bags else 0
+        if num_rows is not None and num_rows != rows:
+            raise ValueError(f"num_rows is {num_rows}, but output_lengths sum to {rows}")
+        if bags and int(output_lengths.min()) < 0:
+            bag = int(output_lengths.argmin())
+            raise ValueError(f"output_lengths must be >= 0, bag {bag} has {int(output_lengths[bag])}")
+        _check_alike(lengths, pick(output_lengths, indices, bags), indices)
+        at = positions(pick(ends - output_lengths, indices, bags), lengths, None)
+        if at.shape[0] != values.shape[0]:
+            raise ValueError(f"lengths sum to {at.shape[0]}, values has {values.shape[0]} rows")
+    # torch adds in the order of `at`
+    return values.new_zeros((rows, *values.shape[1:])).index_add(0, at, values)
+
+
+def _check_alike(lengths: Tensor, expected: Tensor, indices: Tensor) -> None:
+    if not bool((lengths == expected).all()):
+        j = int((lengths != expected).nonzero()[0])
+        raise ValueError(
+            f"bag {j} of length {int(lengths[j])} cannot be added to bag {int(indices[j % indices.shape[0]])} "
+            f"of length {int(expected[j])}"
+        )
 
 
 def _add(
@@ -146,13 +175,8 @@ def _add_torch(
         check_offsets(output_offsets, num_rows)
         if int(offsets[-1]) != values.shape[0]:
             raise ValueError(f"lengths sum to {int(offsets[-1])}, values has {values.shape[0]} rows")
-        lengths, expected = offsets.diff(), pick(output_offsets.diff(), indices, batch_size)
-        if not torch.equal(lengths, expected):
-            j = int((lengths != expected).nonzero()[0])
-            raise ValueError(
-                f"bag {j} of length {int(lengths[j])} cannot be added to bag {int(indices[j % indices.shape[0]])} "
-                f"of length {int(expected[j])}"
-            )
+        lengths = offsets.diff()
+        _check_alike(lengths, pick(output_offsets.diff(), indices, batch_size), indices)
         at = positions(pick(output_offsets[:-1], indices, batch_size), lengths, None)
     # torch adds in the order of `at`
     return values.new_zeros((num_rows, *values.shape[1:])).index_add(0, at, values[: at.shape[0]])

@@ -57,7 +57,6 @@ _NAMES = {
 Launch = tuple[Callable[[], object], str, str]
 
 # a run, its label, and what rows it reads where the order of a sum over a row is promised ("" where it is not)
-Launch = tuple[Callable[[], Any], str, str]
 
 
 def launches() -> Iterator[Launch]:

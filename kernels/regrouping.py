@@ -5,8 +5,7 @@ or what alignment leaves of them; a table [3 + 3 * repeats, V] int32 says for ea
 where it lies and where it comes from. The gradient is the same op with the transposed runs.
 Bytes moved: each column of the outputs once, the columns that they come from once for each use, and the table (12 + 12
 repeats bytes a vector, kept on the device) once for every BLOCK_B rows.
-The torch path is one split per input and one `torch.cat` per output, and their gradients; with numba, cpu_select.py
-moves many narrow columns row by row.
+The torch path is one split per input and one `torch.cat` per output, and their gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu_select
 from ._op import INTERPRETED, direct, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .regroup_plan import Piece, RegroupPlan, Runs, plan_pieces, transposed
 
@@ -94,8 +92,6 @@ def regroup(tensors: Sequence[Tensor], plan: RegroupPlan | Sequence[Sequence[Pie
         plan = plan_pieces([tensor.shape[1] for tensor in tensors], plan)
     _check(tensors, plan)
     if _is_plain(tensors, plan):
-        if cpu_select.pays(tensors, plan.runs):
-            return list(_Rows.apply(plan.runs, *tensors))  # type: ignore[no-untyped-call]
         parts: list[Tensor] = []
         for tensor, sizes in zip(tensors, plan.sizes, strict=True):
             parts += tensor.split_with_sizes(sizes, 1)
@@ -256,24 +252,8 @@ def _of_outputs(runs: Runs, low: int, high: int) -> Runs:
     return Runs(tuple(number for row in rows for number in row), runs.repeats, runs.widths[low:high])
 
 
-class _Rows(torch.autograd.Function):
-    """Eager calls on the CPU, row by row."""
-
-    @staticmethod
-    def forward(ctx: Any, runs: Runs, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.runs, ctx.widths = runs, tuple(tensor.shape[1] for tensor in tensors)
-        return tuple(cpu_select.regroup_rows(tensors, runs))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        back = _transposed(ctx.runs, ctx.widths)
-        return None, *torch.ops.shardwise.regroup_columns(list(grads), back.flat, back.repeats, back.widths)
-
-
 def _regroup_torch(tensors: Sequence[Tensor], runs: Runs) -> list[Tensor]:
     """What the kernel does, by torch's ops, run by run."""
-    if not tensors[0].is_cuda and cpu_select.pays(tensors, runs):
-        return cpu_select.regroup_rows(tensors, runs)
     parts: list[list[Tensor]] = [[_nothing(tensors)] for _ in runs.widths]
     wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     for output, _, columns, *pairs in runs.rows():

@@ -383,11 +383,11 @@ def test_on_a_gpu_what_is_no_segment_moves_nothing(device: str) -> None:
 
 def test_fake_tensors_show_that_nothing_waits_for_a_gpu_where_the_sum_is_known() -> None:
     with FakeTensorMode():
-        values, lengths = (torch.empty(n, dtype=torch.int64, device="cuda") for n in (6, 3))
+        values, lengths, permute = (torch.empty(n, dtype=torch.int64, device="cuda") for n in (6, 3, 2))
         assert [moved.shape for moved in permute_segments([values, values], [1, 2, 3], [2, 0])] == [(4,), (4,)]
-        got = permute_1d(lengths[:2], lengths, values, permuted_lengths_sum=5)
+        got = permute_1d(permute, lengths, values, permuted_lengths_sum=5)
         assert (got[0].shape, got[1].shape) == ((2,), (5,))
-        got = permute_2d(lengths[:2], lengths[:, None], values, values, permuted_lengths_sum=5)
+        got = permute_2d(permute, lengths.unsqueeze(1), values, values, permuted_lengths_sum=5)
         assert (got[0].shape, got[1].shape) == ((2, 1), (5,))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_inputs import DEVICES, assert_close, assert_same_bits, torch_device
 from torch import Tensor
 
-from shardwise.kernels import RegroupPlan, cpu_select, permute_pooled, plan_pieces, plan_regroup, regroup, regrouping
+from shardwise.kernels import RegroupPlan, permute_pooled, plan_pieces, plan_regroup, regroup, regrouping
 from shardwise.kernels.regroup_plan import Piece, transposed
 from shardwise.kernels.regrouping import regroup_ref
 
@@ -290,29 +290,3 @@ def test_the_same_bits_with_one_tensor_a_launch(device: str, monkeypatch: pytest
     again = op_regroup(tensors, pieces)
     for one, other in zip([*once, *grads], [*again, *gradients(again, tensors)], strict=True):
         assert_same_bits(one, other)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("case", CASES)
-def test_rows_by_numba_equal_the_reference(case: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba")
-    torch_device("cpu")
-    monkeypatch.setattr(cpu_select, "_SMALL", 1)
-    monkeypatch.setattr(cpu_select, "_NARROW", 10**6)
-    widths, pieces = CASES[case]
-    tensors = [tensor.detach().requires_grad_(grad) for tensor in inputs(widths, torch.device("cpu"), 37)]
-    assert cpu_select.pays(tensors, plan_pieces(widths, pieces).runs) == any(pieces)
-    got, want = regroup(tensors, pieces), regroup_ref(tensors, pieces)
-    for one, other in zip(got, want, strict=True):
-        assert_same_bits(one, other)
-    for one, other in zip(gradients(got, tensors), gradients(want, tensors), strict=True):
-        assert_close(one, other)
-
-
-def test_many_narrow_columns_go_by_rows_and_wide_ones_by_columns() -> None:
-    pytest.importorskip("numba")
-    narrow, wide = ([[(0, n * (k ^ 1), n) for k in range(26)]] for n in (16, 128))
-    for pieces, n, expected in ((narrow, 16, True), (wide, 128, False)):
-        tensor = torch.zeros(1024, 26 * n)
-        assert cpu_select.pays([tensor], plan_pieces([26 * n], pieces).runs) == expected
-    assert not cpu_select.pays([torch.zeros(2, 416)], plan_pieces([416], narrow).runs)

@@ -328,6 +328,8 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "add sum": (lambda: jagged_index_add(torch.rand(4), L[I], I, L), ValueError, "lengths sum to 3, values has 4"),
     "add rows": (lambda: jagged_index_add(V, L[I], I, L, num_rows=7), ValueError,
                  "num_rows is 7, but output_lengths sum to 3"),
+    "add negative": (lambda: jagged_index_add(V, L[I], I, torch.tensor([4, -1, 0])), ValueError,
+                     "output_lengths must be >= 0, bag 1 has -1"),
     "add index": (lambda: jagged_index_add(V, L[I], I + 3, L), IndexError, r"5 is outside \[0, 3\)"),
     "sample": (lambda: keyed_call(indices=torch.tensor([1, 3])), IndexError, r"3 is outside \[0, 3\)"),
     "decreasing offsets": (lambda: keyed_call(offsets=torch.tensor([0, 1, 0, 3, 4, 5, 5])), ValueError,
