@@ -39,6 +39,14 @@ def test_every_optimizer_of_the_example_learns() -> None:
     assert all(float(last) < 0.3 * float(first) for _, first, last in found)
 
 
+def test_jagged_takes_a_batch_apart_and_puts_it_together() -> None:
+    printed = run("examples/jagged.py")
+    assert '"clicked": [[11, 12], [], [13]]' in printed
+    said = ["fits its tables: True", "same lists: True True", "arrived: [['clicked'], ['tag']]", "same batch: True"]
+    said += ["towers: {'item tower': (3, 5), 'query tower': (3, 4)}", "same columns: True"]
+    assert printed.splitlines()[-6:] == said
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sharded_learns_its_labels(ranks: int) -> None:

@@ -100,7 +100,7 @@ def _imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def files(pattern: str = "*.py") -> list[str]:
-    places = [ROOT / folder for folder in (*FOLDERS, "shardwise", "tests", "examples", ".ci")]
+    places = [ROOT / folder for folder in (*FOLDERS, "shardwise", "tests", "examples", "docs", ".ci")]
     # the links in shardwise/ are not followed
     below = [file for place in places for file in place.rglob(pattern) if not _linked(file)]
     return sorted(str(file.relative_to(ROOT)) for file in [*below, *ROOT.glob(pattern)] if file.is_file())
