@@ -49,14 +49,10 @@ MODULES: tuple[ModuleType, ...] = (
     vector_product,
 )
 
-_NAMES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-}  # fmt: skip
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 # a run, its label, and what rows it reads where the order of a sum over a row is promised ("" where it is not)
 Launch = tuple[Callable[[], object], str, str]
-
-# a run, its label, and what rows it reads where the order of a sum over a row is promised ("" where it is not)
 
 
 def launches() -> Iterator[Launch]:
@@ -71,18 +67,18 @@ def launches() -> Iterator[Launch]:
 def _segments() -> Iterator[Launch]:
     halves = [(dim, torch.float16) for dim in (1, 4, 128)] + [(dim, torch.bfloat16) for dim in (6, 1023)]
     for dim, dtype in [(dim, torch.float32) for dim in (1, 3, 4, 20, 64, 128, 1023, 4096)] + halves:
-        yield partial(_move_and_sum, (4, dim), dtype), f"segments D={dim} {_NAMES[dtype]}", ""
+        yield partial(_move_and_sum, (4, dim), dtype), f"segments D={dim} {_name(dtype)}", ""
     for dtype in (torch.float32, torch.float16, torch.int64, torch.int32):
-        yield partial(_move_and_sum, (4,), dtype), f"segments {_NAMES[dtype]}", ""
+        yield partial(_move_and_sum, (4,), dtype), f"segments {_name(dtype)}", ""
     yield partial(_move_and_sum, (16,), torch.int64), "segments 16 i64", ""
     yield partial(_move_and_sum, (4,), torch.int64, torch.int32), "segments i64 i32 offsets", ""
     yield partial(_move_and_sum, (4, 128), torch.float32, torch.int32), "segments D=128 fp32 i32 offsets", ""
     for dtype in (torch.int32, torch.int64):
         offsets = torch.arange(0, 5, 2, dtype=dtype)
         places, expand = partial(jagged.offsets_range, offsets, 4), permute.expand_into_jagged_permute
-        yield partial(jagged.invert_permute, offsets), _NAMES[dtype], ""
-        yield places, f"places {_NAMES[dtype]}", ""
-        yield partial(expand, offsets[:2], offsets, offsets, 4), f"sources {_NAMES[dtype]}", ""
+        yield partial(jagged.invert_permute, offsets), _name(dtype), ""
+        yield places, f"places {_name(dtype)}", ""
+        yield partial(expand, offsets[:2], offsets, offsets, 4), f"sources {_name(dtype)}", ""
 
 
 def _move_and_sum(shape: tuple[int, ...], dtype: torch.dtype, index: torch.dtype = torch.int64) -> None:
@@ -169,8 +165,7 @@ def _padded_run(
     mode: int = padded.MOVE,
     words: str = "",
 ) -> Launch:
-    name = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32", "int64": "i64"}
-    label = f"D={dim} {name[str(dtype)[6:]]}"
+    label = f"D={dim} {_name(dtype)}"
     label += f" {dims} jagged dims" * (dims > 1) + " i32 offsets" * (ends == torch.int32) + f" M={most}" * (most != 4)
     label += " filled" * (filling != 0) + f" {words}" * bool(words)
     return partial(_move_padded, dim, dtype, dims, ends, most, filling, mode), label, ""
@@ -239,26 +234,22 @@ def _regroup(dtype: torch.dtype, unit: int, inputs: int, outputs: int, repeats: 
         runs = runs._replace(flat=tuple(flat), repeats=repeats)
     tensors = [torch.zeros(8, width, dtype=dtype) for _ in range(inputs)]
     regrouping._regroup_columns(tensors, list(runs.flat), runs.repeats, list(runs.widths))
-    yield from ()
-
-
-_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def _bmm() -> Iterator[Launch]:
     """Products, softmax, pooling by weights and unary lookups of bags of rows; a bag has 8 rows, or 100 "long"."""
     sizes = [(64, 64), (3, 20), (128, 256), (64, 1023)]
-    for (left, right), dtype in product(sizes, _TYPES):
-        label = f"M={left} K={right} {_TYPES[dtype]}"
+    for (left, right), dtype in product(sizes, _FLOATS):
+        label = f"M={left} K={right} {_name(dtype)}"
         yield partial(_multiply, left, right, dtype), label, ""
         if left in (64, 128):
             yield partial(_multiply, left, right, dtype, 100), f"{label} long", ""
     yield partial(_multiply, 64, 64, torch.float32, 8, torch.int32), "M=64 K=64 fp32 i32 offsets", ""
-    for dim, dtype in product((1, 4, 20, 32, 128, 1023), _TYPES):
-        yield partial(_pool, dim, dtype), f"D={dim} {_TYPES[dtype]}", ""
+    for dim, dtype in product((1, 4, 20, 32, 128, 1023), _FLOATS):
+        yield partial(_pool, dim, dtype), f"D={dim} {_name(dtype)}", ""
     yield partial(_pool, 128, torch.float32, torch.int32), "D=128 fp32 i32 offsets", ""
-    for dtype in _TYPES:
-        yield partial(_look_up_unary, dtype), _TYPES[dtype], ""
+    for dtype in _FLOATS:
+        yield partial(_look_up_unary, dtype), _name(dtype), ""
     yield partial(_look_up_unary, torch.float32, torch.int32), "fp32 i32 ids i32 offsets", ""
     yield partial(_look_up_unary, torch.float32, torch.int64, 40), "fp32 two levels", ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import bucket_inputs
@@ -28,9 +29,21 @@ from shardwise.kernels import RULES, check_ids, fused_update, new_guard, pooled_
 
 OPS = torch.ops.shardwise
 # the jagged ops are checked beside their other tests
+# test file -> ops that are checked there
 JAGGED = {
-    "collect_segments", "expand_into_jagged_permute", "invert_permute", "move_segments", "offsets_range",
-    "segment_spread", "segment_sum",
+    "select": {"jagged_index_add", "jagged_index_select"},
+    "regroup": {"regroup_columns"},
+    "padded": {
+        "jagged_dense_add", "jagged_dense_add_jagged", "jagged_dense_mul", "jagged_to_padded_dense",
+        "padded_dense_to_jagged", "padded_jagged_product",
+    },
+    "bag_rows": {
+        "batched_unary_embeddings", "batched_unary_embeddings_gradient", "jagged_dense_bmm", "jagged_jagged_bmm",
+        "jagged_softmax", "jagged_softmax_gradient", "jagged_vector_product", "jagged_vector_product_by_rows",
+        "jagged_vector_product_by_vectors",
+    },
+    "segments": {"invert_permute", "offsets_range", "segment_spread", "segment_sum"},
+    "permute": {"collect_segments", "expand_into_jagged_permute", "move_segments"},
 }  # fmt: skip
 MIXED = next(case for case in CASES if case.name == "mixed dims")
 ALIKE = replace(MIXED, tables=((11, 8), (6, 8), (5, 8)), features=((0, False), (1, False), (2, False)), weighted=False)
@@ -123,15 +136,15 @@ def test_opcheck_of_a_batch_with_padding(device: str, name: str) -> None:
 
 def test_opcheck_covers_every_op() -> None:
     listed = {name.split()[0] for name in op_calls(torch.device("cpu"))}
-    # test_kernels_select.py and test_kernels_regroup.py
-    listed |= {"jagged_index_select", "jagged_index_add", "regroup_columns"}
-    # test_kernels_padded.py
-    listed |= {"jagged_to_padded_dense", "padded_dense_to_jagged", "padded_jagged_product"}
-    listed |= {"jagged_dense_add", "jagged_dense_add_jagged", "jagged_dense_mul"}
+    for name, ops in JAGGED.items():
+        source = (Path(__file__).parent / f"test_kernels_{name}.py").read_text()
+        assert "library.opcheck(" in source
+        assert [op for op in sorted(ops) if op not in source] == [], name
+        listed |= ops
     registered = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "shardwise::" in name
     }
-    assert listed | JAGGED == registered
+    assert listed == registered
 
 
 @dataclass(frozen=True)
