@@ -106,10 +106,12 @@ def check_bags(
     return lengths, offsets, bags
 
 
-def check_ranks(keys: list[str], per_rank: Sequence[Sequence[int]] | Tensor | None) -> list[list[int]] | None:
-    """Batch sizes [keys][ranks] as lists. None, or an empty list, says that all keys have one batch size."""
+def check_ranks(keys: list[str], per_rank: Sequence[Sequence[int]] | Tensor | None) -> tuple[list[int], int] | None:
+    """Batch sizes [keys][ranks], key after key, and the ranks. None, or nothing: all keys have one batch size."""
     if per_rank is None or len(per_rank) == 0:
         return None
+    if len(per_rank) != len(keys):
+        raise ValueError(f"stride_per_key_per_rank has {len(per_rank)} rows for {len(keys)} keys {names(keys)}")
     if isinstance(per_rank, Tensor):
         if per_rank.device.type != "cpu":
             raise ValueError(
@@ -119,21 +121,18 @@ def check_ranks(keys: list[str], per_rank: Sequence[Sequence[int]] | Tensor | No
             raise ValueError(f"stride_per_key_per_rank must be [keys, ranks], got shape {list(per_rank.shape)}")
         # not a host sync: it lives on the host
         per_rank = per_rank.tolist()
-    rows = list(map(list, per_rank))
-    if len(rows) != len(keys):
-        raise ValueError(f"stride_per_key_per_rank has {len(rows)} rows for {len(keys)} keys {names(keys)}")
-    flat = list(chain.from_iterable(rows))
-    if len(set(map(len, rows))) > 1 or not set(map(type, flat)) <= _WHOLE or min(flat, default=0) < 0:
-        for key, row in zip(keys, rows, strict=True):
-            if len(row) != len(rows[0]):
+    flat = list(chain.from_iterable(per_rank))
+    if len(set(map(len, per_rank))) > 1 or not set(map(type, flat)) <= _WHOLE or min(flat, default=0) < 0:
+        for key, row in zip(keys, per_rank, strict=True):
+            if len(row) != len(per_rank[0]):
                 raise ValueError(
-                    f"stride_per_key_per_rank: {len(row)} ranks for key {key!r}, {len(rows[0])} for {keys[0]!r}"
+                    f"stride_per_key_per_rank: {len(row)} ranks for key {key!r}, {len(per_rank[0])} for {keys[0]!r}"
                 )
             if any(type(n) not in _WHOLE or n < 0 for n in row):
                 raise ValueError(
-                    f"stride_per_key_per_rank: batch sizes of key {key!r} must be integers >= 0, got {row}"
+                    f"stride_per_key_per_rank: batch sizes of key {key!r} must be integers >= 0, got {list(row)}"
                 )
-    return rows
+    return flat, len(per_rank[0])
 
 
 def check_stride(keys: list[str], bags: int, stride: int | None) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ._check import names
 from ._pieces import from_jt_dict
+from ._segments import join_tensors
 from .jagged_tensor import JaggedTensor
 
 if TYPE_CHECKING:
@@ -73,19 +74,37 @@ def _check_weights(keys: list[str], sizes: list[list[int]], weights: Mapping[str
 
 def from_nested(nested: Mapping[str, Tensor]) -> KeyedJaggedTensor:
     """KeyedJaggedTensor.from_nested."""
-    jts = {}
+    from .keyed_jagged_tensor import KeyedJaggedTensor
+
+    if not nested:
+        return KeyedJaggedTensor.empty()
+    values, offsets = [], []
     for key, tensor in nested.items():
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.jagged:
-            raise TypeError(f"key {key!r}: expected a nested tensor of layout torch.jagged, got {_kind(tensor)}")
-        if tensor.dim() != 2:
-            raise ValueError(f"key {key!r}: a nested tensor of ids must be [batch, ids], got {tensor.dim()} dims")
         # torch's own fields: its methods go through a dispatch in Python each
         flat: Any = tensor
+        ends = getattr(tensor, "_offsets", None)
+        if ends is None:
+            raise TypeError(f"key {key!r}: expected a nested tensor of layout torch.jagged, got {_kind(tensor)}")
         if flat._lengths is not None:
             # with holes between the bags
             flat = flat.contiguous()
-        jts[key] = JaggedTensor(flat._values, offsets=flat._offsets)
-    return from_jt_dict(jts)
+        if flat._values.dim() != 1:
+            raise ValueError(f"key {key!r}: a nested tensor of ids must be [batch, ids], got {tensor.dim()} dims")
+        values.append(flat._values)
+        offsets.append(flat._offsets)
+    keys = list(nested)
+    per_key = [ends.shape[0] - 1 for ends in offsets]
+    same = len(set(per_key)) == 1
+    lengths = torch.stack(offsets).diff().view(-1) if same else torch.cat([ends.diff() for ends in offsets])
+    return KeyedJaggedTensor(
+        keys,
+        join_tensors("values", lambda i: repr(keys[i]), values),
+        None,
+        lengths,
+        stride=per_key[0] if same else None,
+        stride_per_key=None if same else per_key,
+        length_per_key=[value.shape[0] for value in values],
+    )
 
 
 def to_nested(kjt: KeyedJaggedTensor) -> dict[str, Tensor]:

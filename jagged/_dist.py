@@ -63,17 +63,19 @@ def init(
     total = values.shape[0]
     if variable:
         strides = tensors[2]
-        # host sync: batch sizes are known on the host of every batch
-        per_segment: list[int] = strides.tolist()
-        rows = [per_segment[k :: len(keys)] for k in range(len(keys))] if per_segment else [[0] for _ in keys]
+        table = strides.view(ranks, len(keys)).T if strides.numel() else strides.new_zeros(len(keys), 1)
+        sizes = None
+        if strides.numel():
+            ends = complete_cumsum(lengths)[complete_cumsum(strides)].diff()
+            sizes = ends.view(ranks, len(keys)).sum(0)
+            if recat is not None:
+                _, values, weights = permute_1d(recat, ends, values, weights, permuted_lengths_sum=total)
+                _, lengths, _ = permute_1d(recat, strides, lengths, permuted_lengths_sum=lengths.shape[0])
         if stagger > 1:
-            turned = torch.arange(ranks).view(stagger, -1).T.flatten().tolist()
-            rows = [[row[rank] for rank in turned] for row in rows]
-        if recat is not None and per_segment:
-            edges = complete_cumsum(lengths)[complete_cumsum(strides)]
-            _, values, weights = permute_1d(recat, edges.diff(), values, weights, permuted_lengths_sum=total)
-            _, lengths, _ = permute_1d(recat, strides, lengths, permuted_lengths_sum=lengths.shape[0])
-        return KeyedJaggedTensor(keys, values, weights, lengths, stride_per_key_per_rank=rows or None).sync()
+            table = table[:, torch.arange(ranks, device=table.device).view(stagger, -1).T.flatten()]
+        # host sync: batch sizes and counts are known on the host of every batch
+        per_rank, known = table.cpu(), None if sizes is None else sizes.tolist()
+        return KeyedJaggedTensor(keys, values, weights, lengths, stride_per_key_per_rank=per_rank, length_per_key=known)
     if stride_per_rank is None:
         raise ValueError("dist_init needs stride_per_rank, the batch size of each rank")
     if recat is not None and lengths.shape[0]:

@@ -102,7 +102,7 @@ def permute(kjt: KeyedJaggedTensor, indices: Sequence[int], indices_tensor: Tens
 def _lengths_at(kjt: KeyedJaggedTensor, order: Order) -> Tensor:
     """Lengths of the keys of an order, copied."""
     lengths = kjt.lengths()
-    if kjt._strides.per_rank is not None:
+    if kjt._strides.sizes is not None:
         return permute_segments([lengths], kjt._strides.per_key, order.indices)[0]
     rows = lengths.view(len(kjt._strides.keys.names), kjt._strides.stride)
     return rows.index_select(0, order.tensor(lengths)).view(-1)
@@ -140,7 +140,7 @@ def to_dict(kjt: KeyedJaggedTensor, compute_offsets: bool) -> dict[str, JaggedTe
         weights = [None] * len(keys) if all_weights is None else torch.split_with_sizes(all_weights, sizes)
         made = map(JaggedTensor._of, values, weights, lengths)
         found = kjt._jt_dict = dict(zip(keys, made, strict=True))
-    if compute_offsets and kjt._strides.per_rank is None and any(jt._offsets is None for jt in found.values()):
+    if compute_offsets and kjt._strides.sizes is None and any(jt._offsets is None for jt in found.values()):
         # one running sum for all keys instead of one each, which batches of different sizes would need
         keys = kjt._strides.keys.names
         rows = offsets_of(kjt.lengths().view(len(keys), kjt._strides.stride), kjt._values.shape[0])
@@ -204,7 +204,7 @@ def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
         lengths.append(length := jt.lengths())
         batches.append(length.shape[0])
     same = len(set(batches)) == 1
-    strides = keys.fixed(batches[0]) if same else Strides(keys, max(batches), [[n] for n in batches])
+    strides = keys.fixed(batches[0]) if same else Strides(keys, max(batches), batches)
     joined_values = join_tensors("values", lambda i: repr(keys.names[i]), values)
     joined = torch.cat(lengths)
     made = like(
@@ -226,7 +226,7 @@ def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
 def _check_members(kjt: KeyedJaggedTensor, sizes: Sequence[int]) -> None:
     """ValueError, with the key, unless the lengths of each sum to its size. Reads them on the host."""
     strides = kjt._strides
-    _, totals = sum_per_key(strides, kjt._lengths, None)
+    _, totals, _ = sum_per_key(strides, kjt._lengths, None)
     compare_sizes(strides, totals, sizes)
 
 
@@ -236,7 +236,7 @@ def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None) -> Key
     if device is not None:
         return kjt._map(lambda tensor: torch.empty_like(tensor, device=device))
     strides, inverse = kjt._strides, kjt._inverse
-    nothing = Strides(Keys([]), strides.stride, None)
+    nothing = Strides(Keys([]), strides.stride)
     return like(
         kjt,
         nothing,

@@ -14,7 +14,7 @@ from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from ._pieces import like
-from ._strides import Keys, Strides, keys_of
+from ._strides import Columns, Keys, Strides, keys_of
 from .jagged_tensor import JaggedTensor
 from .keyed_jagged_tensor import KeyedJaggedTensor
 from .keyed_tensor import KeyedTensor
@@ -22,8 +22,37 @@ from .keyed_tensor import KeyedTensor
 _BAGS = ("values", "weights", "lengths", "offsets")
 _KEYED = (*_BAGS, "inverse_indices")
 
-# keys, batch size where lengths do not tell it, batch sizes [keys][ranks], capacity, keys of the inverse indices
-_Context = tuple[tuple[str, ...], int | None, tuple[tuple[int, ...], ...] | None, int | None, tuple[str, ...] | None]
+
+class _Structure:
+    """What a keyed batch is besides its tensors: keys, batch sizes that lengths do not tell, capacity, and the keys
+    of the inverse indices. Two of them are equal whatever the common batch size, which lengths tell."""
+
+    __slots__ = ("capacity", "inverse", "strides", "told")
+
+    def __init__(self, strides: Strides, capacity: int | None, inverse: list[str] | None) -> None:
+        self.strides, self.capacity, self.inverse = strides, capacity, inverse
+        self.told = bool(strides.keys.names) and strides.sizes is None
+
+    def facts(self) -> list[Any]:
+        """As JSON has it."""
+        strides = self.strides
+        stride = None if self.told else strides.stride
+        return [strides.keys.names, stride, strides.sizes, strides.ranks, self.capacity, self.inverse]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and self.facts() == other.facts()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.strides.keys.names))
+
+    def __repr__(self) -> str:
+        return f"KeyedJaggedTensor structure {self.facts()}"
+
+
+def _structure(facts: list[Any]) -> _Structure:
+    keys, stride, sizes, ranks, capacity, inverse = facts
+    known = keys_of(keys) if len(set(keys)) == len(keys) else Keys(keys)
+    return _Structure(Strides(known, 0 if stride is None else stride, sizes, ranks), capacity, inverse)
 
 
 def _flatten_jt(jt: JaggedTensor) -> tuple[list[Tensor | None], None]:
@@ -37,67 +66,52 @@ def _unflatten_jt(leaves: Iterable[Any], context: None) -> JaggedTensor:
     return jt
 
 
-def _flatten_kjt(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], _Context]:
-    strides, inverse = kjt._strides, kjt._inverse
-    told = bool(strides.keys.names) and strides.per_rank is None
-    context = (
-        tuple(strides.keys.names),
-        None if told else strides.stride,
-        None if strides.per_rank is None else tuple(map(tuple, strides.per_rank)),
-        kjt._capacity,
-        None if inverse is None else tuple(inverse[0]),
+def _flatten_kjt(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], _Structure]:
+    inverse = kjt._inverse
+    keys, indices = (None, None) if inverse is None else inverse
+    return [kjt._values, kjt._weights, kjt._lengths, kjt._offsets, indices], _Structure(
+        kjt._strides, kjt._capacity, keys
     )
-    leaves = [kjt._values, kjt._weights, kjt._lengths, kjt._offsets, None if inverse is None else inverse[1]]
-    return leaves, context
 
 
-def _unflatten_kjt(leaves: Iterable[Any], context: _Context) -> KeyedJaggedTensor:
+def _unflatten_kjt(leaves: Iterable[Any], context: _Structure) -> KeyedJaggedTensor:
     values, weights, lengths, offsets, inverse = leaves
-    names, stride, per_rank, capacity, inverse_keys = context
-    keys = keys_of(list(names)) if len(set(names)) == len(names) else Keys(list(names))
-    if stride is None:
+    strides = context.strides
+    if context.told:
         # a tree may hold anything in the place of tensors
         bags = lengths.shape[0] if isinstance(lengths, Tensor) else 0
         bags = offsets.shape[0] - 1 if lengths is None and isinstance(offsets, Tensor) else bags
-        strides = Strides(keys, bags // len(names), None)
-    else:
-        strides = Strides(keys, stride, None if per_rank is None else [list(row) for row in per_rank])
-    both = None if inverse_keys is None else (list(inverse_keys), inverse)
+        strides = Strides(strides.keys, bags // len(strides.keys.names))
+    both = None if context.inverse is None else (context.inverse, inverse)
     kjt = like(KeyedJaggedTensor, strides, values, weights, lengths, None, True, both)
-    kjt._offsets, kjt._capacity = offsets, capacity
+    kjt._offsets, kjt._capacity = offsets, context.capacity
     return kjt
 
 
-def _flatten_kt(kt: KeyedTensor) -> tuple[list[Tensor], tuple[tuple[str, ...], tuple[int, ...], int]]:
-    columns = kt._columns
-    return [kt._values], (tuple(columns.keys.names), tuple(columns.widths), kt._key_dim)
+def _flatten_kt(kt: KeyedTensor) -> tuple[list[Tensor], tuple[Columns, int]]:
+    return [kt._values], (kt._columns, kt._key_dim)
 
 
-def _unflatten_kt(leaves: Iterable[Any], context: tuple[Sequence[str], Sequence[int], int]) -> KeyedTensor:
-    names, widths, key_dim = context
+def _unflatten_kt(leaves: Iterable[Any], context: tuple[Columns, int]) -> KeyedTensor:
     (values,) = leaves
-    return KeyedTensor._of(keys_of(list(names)).columns(list(widths)), values, key_dim)
-
-
-def _to_lists(context: Any) -> Any:
-    return [_to_lists(part) for part in context] if isinstance(context, tuple) else context
-
-
-def _to_tuples(context: Any) -> Any:
-    return tuple(_to_tuples(part) for part in context) if isinstance(context, list) else context
+    return KeyedTensor._of(context[0], values, context[1])
 
 
 def register() -> None:
     """Make torch know the three types; once a process."""
-    for cls, flatten, unflatten, fields in (
-        (JaggedTensor, _flatten_jt, _unflatten_jt, _BAGS),
-        (KeyedJaggedTensor, _flatten_kjt, _unflatten_kjt, _KEYED),
-        (KeyedTensor, _flatten_kt, _unflatten_kt, ("values",)),
-    ):
-        _register(cls, flatten, unflatten, fields)
+    for cls, flatten, unflatten, fields, dump, load in (
+        (JaggedTensor, _flatten_jt, _unflatten_jt, _BAGS, lambda none: none, lambda none: none),
+        (KeyedJaggedTensor, _flatten_kjt, _unflatten_kjt, _KEYED, _Structure.facts, _structure),
+        (
+            KeyedTensor, _flatten_kt, _unflatten_kt, ("values",),
+            lambda context: [context[0].keys.names, context[0].widths, context[1]],
+            lambda facts: (keys_of(facts[0]).columns(facts[1]), facts[2]),
+        ),
+    ):  # fmt: skip
+        _register(cls, flatten, unflatten, fields, dump, load)
 
 
-def _register(cls: Any, flatten: Any, unflatten: Any, fields: Sequence[str]) -> None:
+def _register(cls: Any, flatten: Any, unflatten: Any, fields: Sequence[str], dump: Any, load: Any) -> None:
     def with_keys(tree: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
         leaves, context = flatten(tree)
         return [(GetAttrKey(field), leaf) for field, leaf in zip(fields, leaves, strict=True)], context
@@ -107,14 +121,14 @@ def _register(cls: Any, flatten: Any, unflatten: Any, fields: Sequence[str]) -> 
         flatten,
         unflatten,
         serialized_type_name=f"shardwise.jagged.{cls.__name__}",
-        to_dumpable_context=_to_lists,
-        from_dumpable_context=_to_tuples,
+        to_dumpable_context=dump,
+        from_dumpable_context=load,
         flatten_with_keys_fn=with_keys,
     )
     register_pytree_flatten_spec(cls, lambda tree, spec: flatten(tree)[0])
 
 
-def flatten_kjt_list(kjt_arr: list[KeyedJaggedTensor]) -> tuple[list[Tensor | None], list[_Context]]:
+def flatten_kjt_list(kjt_arr: list[KeyedJaggedTensor]) -> tuple[list[Tensor | None], list[_Structure]]:
     """All tensors of several batches in one list, and for each batch what they do not say.
 
     The inverse is `unflatten_kjt_list`.
@@ -123,7 +137,7 @@ def flatten_kjt_list(kjt_arr: list[KeyedJaggedTensor]) -> tuple[list[Tensor | No
     return [leaf for leaves, _ in flat for leaf in leaves], [context for _, context in flat]
 
 
-def unflatten_kjt_list(values: list[Tensor | None], contexts: list[_Context]) -> list[KeyedJaggedTensor]:
+def unflatten_kjt_list(values: list[Tensor | None], contexts: list[_Structure]) -> list[KeyedJaggedTensor]:
     """The batches that `flatten_kjt_list` took apart. Raises ValueError where the numbers of tensors do not fit."""
     each = len(_KEYED)
     if len(values) != each * len(contexts):

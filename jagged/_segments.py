@@ -8,7 +8,6 @@ tensors on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -91,10 +90,10 @@ def read_length_per_key(
     """
     if torch.compiler.is_compiling():
         return _traced_length_per_key(strides, lengths, offsets, num_values, padded)
-    first, sizes = sum_per_key(strides, lengths, offsets)
+    first, sizes, smallest = sum_per_key(strides, lengths, offsets)
     total = sum(sizes)
-    fits = first == 0 and (total == num_values or (padded and total < num_values))
-    if not fits or min(sizes, default=0) < 0:
+    fits = first == 0 and smallest >= 0 and (total == num_values or (padded and total < num_values))
+    if not fits:
         lengths, offsets = _both(lengths, offsets)
         # host sync: on the way to an error
         raise ValueError(_what_is_wrong(strides, lengths.tolist(), offsets.tolist(), num_values))
@@ -106,7 +105,7 @@ def _traced_length_per_key(
 ) -> list[int]:
     """Numbers that a compiler does not know: the checks go into the graph."""
     # of two sources the one whose sums need no first value
-    sizes = sum_per_key(strides, lengths, offsets if lengths is None or strides.per_rank is not None else None)[1]
+    sizes = sum_per_key(strides, lengths, offsets if lengths is None or strides.sizes is not None else None)[1]
     total = sum(sizes)
     for fact in (
         *(size >= 0 for size in sizes),
@@ -117,27 +116,36 @@ def _traced_length_per_key(
     return sizes
 
 
-def sum_per_key(strides: Strides, lengths: Tensor | None, offsets: Tensor | None) -> tuple[int, list[int]]:
-    """Where the first bag begins and how many values each key has, unchecked. One host sync, none without bags."""
+def sum_per_key(strides: Strides, lengths: Tensor | None, offsets: Tensor | None) -> tuple[int, list[int], int]:
+    """Where the first bag begins, how many values each key has, and the least of these, unchecked.
+
+    One host sync on a device; none without bags.
+    """
     if strides.bags == 0:
-        return 0, [0] * len(strides.keys.names)
-    if offsets is None and strides.per_rank is not None:
+        return 0, [0] * len(strides.keys.names), 0
+    if offsets is None and strides.sizes is not None:
         assert lengths is not None
-        if strides.bags > _MANY * len(strides.per_rank):
-            parts = torch.split_with_sizes(lengths, strides.per_key)
-            # host sync: sizes of pieces are decided on the host
-            return 0, torch.stack([part.sum() for part in parts]).tolist()
+        if strides.bags > _MANY * len(strides.keys.names):
+            sums = torch.stack([part.sum() for part in torch.split_with_sizes(lengths, strides.per_key)])
+            return _read(None, sums)
         # in int64, where bad lengths do not wrap around to a good sum
         offsets = offsets_of(lengths, 2**62)
     if offsets is not None:
-        # host sync: sizes of pieces are decided on the host
-        ends = edges(strides, offsets).tolist()
-        return ends[0], [end - start for start, end in pairwise(ends)]
+        ends = edges(strides, offsets)
+        return _read(ends, ends.diff())
     assert lengths is not None
     # a cast and a sum are faster than a sum that casts
-    table = lengths.view(len(strides.keys.names), strides.stride).to(torch.int64)
-    # host sync: sizes of pieces are decided on the host
-    return 0, table.sum(1).tolist()
+    return _read(None, lengths.view(len(strides.keys.names), strides.stride).to(torch.int64).sum(1))
+
+
+def _read(ends: Tensor | None, sizes: Tensor) -> tuple[int, list[int], int]:
+    """The first of `ends`, all sizes and the least of them."""
+    if torch.compiler.is_compiling():
+        return 0, sizes.tolist(), 0
+    first = () if ends is None else (ends[:1].to(sizes.dtype),)
+    # host sync: sizes of pieces are decided on the host; what is to be checked comes along
+    least, *found = torch.cat((sizes.min().view(1), *first, sizes)).tolist()
+    return (0 if ends is None else found.pop(0)), found, least
 
 
 def compare_sizes(strides: Strides, found: Sequence[int], known: Sequence[int]) -> None:
@@ -183,7 +191,7 @@ def _both(lengths: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tenso
 
 def edges(strides: Strides, offsets: Tensor) -> Tensor:
     """First value of each key, then the end of the last: [keys + 1], from the offsets of bags."""
-    if strides.per_rank is None:
+    if strides.sizes is None:
         return offsets[:: strides.stride] if strides.stride else offsets[:1]
     return offsets[torch.tensor(strides.starts).to(offsets.device, non_blocking=True)]
 

@@ -45,11 +45,10 @@ class Keys:
 
     def fixed(self, stride: int) -> Strides:
         """All keys with one batch size."""
+        if torch.compiler.is_compiling():
+            return Strides(self, stride)
         if self._fixed is None or self._fixed.stride != stride:
-            strides = Strides(self, stride, None)
-            if torch.compiler.is_compiling():
-                return strides
-            self._fixed = strides
+            self._fixed = Strides(self, stride)
         return self._fixed
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -146,24 +145,34 @@ def _keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> _Value:
 class Strides:
     """Which keys there are and how many bags each owns.
 
-    `stride` is the batch size of the whole: the common one, or the largest where keys differ; pieces keep it.
-    `per_rank` is [keys][ranks]; None says that every key has batch size `stride`. Lists are shared: hand out copies.
+    `stride` is the batch size of the whole: the common one, or the largest where keys differ; pieces keep it. `sizes`
+    are batch sizes [keys][ranks] in one list, key after key; None says that every key has batch size `stride`.
+    Lists are shared: hand out copies.
     """
 
-    __slots__ = ("_per_key", "_starts", "keys", "per_rank", "stride")
+    __slots__ = ("_per_key", "_starts", "keys", "ranks", "sizes", "stride")
 
-    def __init__(self, keys: Keys, stride: int, per_rank: list[list[int]] | None) -> None:
+    def __init__(self, keys: Keys, stride: int, sizes: list[int] | None = None, ranks: int = 1) -> None:
         self.keys = keys
         self.stride = stride
-        self.per_rank = per_rank
-        self._per_key: list[int] | None = None
+        self.sizes = sizes
+        self.ranks = ranks
+        self._per_key: list[int] | None = sizes if ranks == 1 else None
         self._starts: list[int] | None = None
+
+    @property
+    def per_rank(self) -> list[list[int]]:
+        """Batch sizes [keys][ranks], of one rank where all keys have the same; a list of the caller's."""
+        sizes, ranks = self.per_key if self.sizes is None else self.sizes, self.ranks
+        if ranks == 1:
+            return [[n] for n in sizes]
+        return [sizes[i * ranks : (i + 1) * ranks] for i in range(len(self.keys.names))]
 
     @property
     def per_key(self) -> list[int]:
         """Batch size of each key."""
         if self._per_key is None:
-            if self.per_rank is None:
+            if self.sizes is None:
                 self._per_key = [self.stride] * len(self.keys.names)
             else:
                 self._per_key = list(map(sum, self.per_rank))
@@ -172,7 +181,7 @@ class Strides:
     @property
     def bags(self) -> int:
         """Of all keys."""
-        return self.stride * len(self.keys.names) if self.per_rank is None else self.starts[-1]
+        return self.stride * len(self.keys.names) if self.sizes is None else self.starts[-1]
 
     @property
     def starts(self) -> list[int]:
@@ -183,9 +192,10 @@ class Strides:
 
     def pick(self, order: Order) -> Strides:
         """The keys of an order."""
-        if self.per_rank is None:
+        if self.sizes is None:
             return order.keys.fixed(self.stride)
-        return Strides(order.keys, self.stride, [self.per_rank[i] for i in order.indices])
+        rows = self.per_rank
+        return Strides(order.keys, self.stride, [n for i in order.indices for n in rows[i]], self.ranks)
 
     @staticmethod
     def join(members: Sequence[Strides]) -> Strides:
@@ -195,30 +205,29 @@ class Strides:
         """
         keys = _join_keys(tuple(m.keys for m in members))
         stride = max(m.stride for m in members)
-        if all(m.per_rank is None for m in members):
+        if all(m.sizes is None for m in members):
             if any(m.stride != stride for m in members):
                 sizes = ", ".join(f"{m.stride} for {names(m.keys.names)}" for m in members)
                 raise ValueError(f"cannot join different batch sizes: {sizes}")
             return keys.fixed(stride)
-        # a fixed batch beside a variable one is a batch of one rank
-        rows = [row for m in members for row in (m.per_rank or [[n] for n in m.per_key])]
-        if len({len(row) for row in rows}) > 1:
-            counts = ", ".join(f"{len(row)} for {key!r}" for key, row in zip(keys.names, rows, strict=True))
+        if len({m.ranks for m in members}) > 1:
+            # a fixed batch beside a variable one is a batch of one rank
+            counts = ", ".join(f"{m.ranks} for {key!r}" for m in members for key in m.keys.names)
             raise ValueError(f"cannot join different numbers of ranks: {counts}")
-        return Strides(keys, stride, rows)
+        joined = [n for m in members for n in (m.per_key if m.sizes is None else m.sizes)]
+        return Strides(keys, stride, joined, members[0].ranks)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Strides)
             and self.keys.names == other.keys.names
-            and self.stride == other.stride
-            and self.per_rank == other.per_rank
+            and (self.stride, self.sizes, self.ranks) == (other.stride, other.sizes, other.ranks)
         )
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Strides, (self.keys, self.stride, self.per_rank)
+        return Strides, (self.keys, self.stride, self.sizes, self.ranks)
 
 
 def strides_of(
@@ -230,18 +239,16 @@ def strides_of(
     full_batch: int | None,
 ) -> Strides:
     """Batch sizes as a caller gives them; a table without entries says that all keys have one batch size."""
-    rows = check_ranks(keys.names, per_rank)
-    if rows is not None:
-        check_known("stride_per_key", per_key, list(map(sum, rows)))
-    elif per_key is not None and len(set(per_key)) > 1:
-        rows = check_ranks(keys.names, [[n] for n in per_key])
-    if rows is None:
-        fixed = keys.fixed(check_stride(keys.names, bags, stride))
-        check_known("stride_per_key", per_key, fixed.per_key)
-        return fixed
-    sizes = list(map(sum, rows))
-    strides = Strides(keys, check_variable_stride(keys.names, bags, stride, sizes, full_batch), rows)
-    strides._per_key = sizes
+    found = check_ranks(keys.names, per_rank)
+    if found is None and per_key is not None and len(set(per_key)) > 1:
+        found = check_ranks(keys.names, [[n] for n in per_key])
+    if found is None:
+        strides = keys.fixed(check_stride(keys.names, bags, stride))
+    else:
+        strides = Strides(keys, 0, *found)
+        strides.stride = check_variable_stride(keys.names, bags, stride, strides.per_key, full_batch)
+    if per_key is not None:
+        check_known("stride_per_key", per_key, strides.per_key)
     return strides
 
 
@@ -259,6 +266,11 @@ class Columns:
         self.keys = keys
         self.widths = widths
         self.starts = starts_of(widths)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Columns) and (self.widths, self.keys.names) == (other.widths, other.keys.names)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[object, ...]:
         return Columns, (self.keys, self.widths)

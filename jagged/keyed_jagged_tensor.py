@@ -282,11 +282,11 @@ class KeyedJaggedTensor(Bags):
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
         """Batch sizes [keys][ranks] where keys differ, else an empty list."""
-        return list(map(list, self._strides.per_rank or ()))
+        return [] if self._strides.sizes is None else self._strides.per_rank
 
     def variable_stride_per_key(self) -> bool:
         """Whether keys have batch sizes of their own."""
-        return self._strides.per_rank is not None
+        return self._strides.sizes is not None
 
     def inverse_indices(self) -> InverseIndices:
         """Keys and, for each, the sample of its own batch that each sample of the full batch is: [keys, full batch].

@@ -78,17 +78,17 @@ def operations(count: int) -> dict[str, Callable[[], Any]]:
 # Python calls and torch calls for 26 keys, at most, conftest's poison and the path without numba included; and both
 # for one more key
 BOUNDS: dict[str, tuple[int, int, int, int]] = {
-    "construct": (16, 8, 0, 0),
-    "from_lengths_sync": (26, 12, 0, 0),
-    "split": (46, 14, 0, 0),
-    "permute": (79, 30, 2, 1),
-    "permute weighted": (85, 48, 2, 1),
-    "to_dict": (66, 20, 1, 0),
-    "from_jt_dict": (77, 32, 3, 1),
-    "concat": (75, 18, 0, 0),
-    "getitem": (30, 12, 0, 0),
-    "regroup": (29, 13, 0, 0),
-    "KTRegroupAsDict": (28, 14, 0, 0),
+    "construct": (18, 8, 0, 0),
+    "from_lengths_sync": (31, 15, 0, 0),
+    "split": (55, 17, 0, 0),
+    "permute": (70, 33, 0, 0),
+    "permute weighted": (89, 51, 0, 0),
+    "to_dict": (71, 23, 1, 0),
+    "from_jt_dict": (58, 35, 1, 1),
+    "concat": (80, 18, 0, 0),
+    "getitem": (35, 15, 0, 0),
+    "regroup": (28, 13, 0, 0),
+    "KTRegroupAsDict": (27, 14, 0, 0),
 }
 
 
