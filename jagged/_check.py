@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -211,7 +211,7 @@ def check_length_per_key(
 ) -> list[int] | None:
     """Number of values of each key as a caller knows it, from counts or from their running sum."""
     if given is None and offset_per_key is not None:
-        given = [end - start for start, end in zip(offset_per_key, offset_per_key[1:], strict=False)]
+        given = [end - start for start, end in pairwise(offset_per_key)]
     if given is None:
         return None
     given = list(given)

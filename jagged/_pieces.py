@@ -7,6 +7,7 @@ inverse indices. Pieces are made without checks: `like` fills the fields of an o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,10 +63,10 @@ def split(kjt: KeyedJaggedTensor, segments: Sequence[int]) -> list[KeyedJaggedTe
     cuts = starts_of(segments)
     offsets = kjt._ends()
     all_values, all_weights = kjt._in_bags()
-    sizes = [offsets[b] - offsets[a] for a, b in zip(cuts, cuts[1:], strict=False)]
+    sizes = [offsets[b] - offsets[a] for a, b in pairwise(cuts)]
     values = torch.split_with_sizes(all_values, sizes)
     weights = None if all_weights is None else torch.split_with_sizes(all_weights, sizes)
-    bags = [starts[b] - starts[a] for a, b in zip(cuts, cuts[1:], strict=False)]
+    bags = [starts[b] - starts[a] for a, b in pairwise(cuts)]
     lengths = torch.split_with_sizes(kjt.lengths(), bags)
     pieces = []
     for i, a in enumerate(cuts[:-1]):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ def summary(tensor: Tensor) -> str:
 
 def rows_text(values: Sequence[Any], offsets: Sequence[int]) -> str:
     """One list per bag: `[[1, 2], [], [3]]`."""
-    return str([values[start:end] for start, end in zip(offsets, offsets[1:], strict=False)])
+    return str([values[start:end] for start, end in pairwise(offsets)])
 
 
 def bags_text(values: Sequence[Any], weights: Sequence[Any] | None, offsets: Sequence[int], indent: str) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_buckets
-from ._op import INTERPRETED, direct, register, runs_kernel, tl, triton
+from ._op import INTERPRETED, direct, launch_options, register, runs_kernel, tl, triton
 
 _BLOCK = 64 if INTERPRETED else 256
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -313,6 +313,7 @@ def _histogram_binning(
         logit, value, lengths, starts, examples, positives, examples if boundaries is None else boundaries,
         out, bin_ids, n, value.shape[0], num_segments, num_bins, shift, lower, step, after, weight,
         num_bins.bit_length() + 1, segment_value is not None, boundaries is not None, _BLOCK,
+        **launch_options(4, 96),
     )  # fmt: skip
     return out, bin_ids
 

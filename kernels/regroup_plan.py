@@ -74,7 +74,8 @@ def _plan_regroup(
     for tensor, (names, columns) in enumerate(zip(keys, dims, strict=True)):
         if len(names) != len(columns):
             raise ValueError(f"input {tensor} has {len(names)} keys {_listed(names)} but {len(columns)} dims")
-        for name, first, dim in zip(names, accumulate(columns, initial=0), columns, strict=False):
+        for name, end, dim in zip(names, accumulate(columns), columns, strict=True):
+            first = end - dim
             owners.setdefault(name, []).append((tensor, first, dim))
     for name in (name for group in groups for name in group):
         found = len(owners.get(name, ()))

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 LISTS = {"a": [[1, 2], [], [3]], "b": [[4], [5, 6], []]}
 OTHERS = {"a": [[7], [1, 2], [3], []], "b": [[4], [], [2, 2], [1]]}
 
@@ -85,7 +86,14 @@ def test_pieces_are_exported(strict: bool) -> None:
     assert_same(program(batch()), Pieces()(batch()))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "strict",
+    [
+        False,
+        # torch 2.9 writes guards on sizes of strictly exported programs that it cannot read itself (NameError: 'L')
+        pytest.param(True, marks=pytest.mark.skipif(TORCH < (2, 10), reason="torch 2.9 cannot run it")),
+    ],
+)
 def test_a_model_is_exported_and_takes_batches_of_any_size(strict: bool) -> None:
     model = Model()
     program = exported(model, strict)
