@@ -119,10 +119,13 @@ def check_ranks(keys: list[str], per_rank: Sequence[Sequence[int]] | Tensor | No
             )
         if per_rank.dim() != 2:
             raise ValueError(f"stride_per_key_per_rank must be [keys, ranks], got shape {list(per_rank.shape)}")
+        ranks, same = per_rank.shape[1], True
         # not a host sync: it lives on the host
-        per_rank = per_rank.tolist()
-    flat = list(chain.from_iterable(per_rank))
-    if len(set(map(len, per_rank))) > 1 or not set(map(type, flat)) <= _WHOLE or min(flat, default=0) < 0:
+        flat = per_rank.reshape(-1).tolist()
+    else:
+        flat, ranks, same = list(chain.from_iterable(per_rank)), len(per_rank[0]), len(set(map(len, per_rank))) == 1
+    if not same or not set(map(type, flat)) <= _WHOLE or min(flat, default=0) < 0:
+        per_rank = per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank
         for key, row in zip(keys, per_rank, strict=True):
             if len(row) != len(per_rank[0]):
                 raise ValueError(
@@ -132,7 +135,7 @@ def check_ranks(keys: list[str], per_rank: Sequence[Sequence[int]] | Tensor | No
                 raise ValueError(
                     f"stride_per_key_per_rank: batch sizes of key {key!r} must be integers >= 0, got {list(row)}"
                 )
-    return flat, len(per_rank[0])
+    return flat, ranks
 
 
 def check_stride(keys: list[str], bags: int, stride: int | None) -> int:

@@ -15,8 +15,9 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from ._check import names
-from ._pieces import from_jt_dict
+from ._pieces import from_jt_dict, like
 from ._segments import join_tensors
+from ._strides import Strides, keys_of
 from .jagged_tensor import JaggedTensor
 
 if TYPE_CHECKING:
@@ -96,14 +97,17 @@ def from_nested(nested: Mapping[str, Tensor]) -> KeyedJaggedTensor:
     per_key = [ends.shape[0] - 1 for ends in offsets]
     same = len(set(per_key)) == 1
     lengths = torch.stack(offsets).diff().view(-1) if same else torch.cat([ends.diff() for ends in offsets])
-    return KeyedJaggedTensor(
-        keys,
+    known = keys_of(keys)
+    return like(
+        KeyedJaggedTensor,
+        known.fixed(per_key[0]) if same else Strides(known, max(per_key), per_key),
         join_tensors("values", lambda i: repr(keys[i]), values),
         None,
         lengths,
-        stride=per_key[0] if same else None,
-        stride_per_key=None if same else per_key,
-        length_per_key=[value.shape[0] for value in values],
+        [value.shape[0] for value in values],
+        # the sizes of the values, until somebody reads the lengths
+        False,
+        None,
     )
 
 

@@ -18,7 +18,7 @@ from ._check import check_keys, check_known, check_ranks, check_stride, check_va
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 # entries of each cache; a program has a few, one that makes up keys as it goes must not fill the memory
-_MOST = 256
+_MOST = 4096
 
 
 class Keys:
@@ -194,8 +194,10 @@ class Strides:
         """The keys of an order."""
         if self.sizes is None:
             return order.keys.fixed(self.stride)
-        rows = self.per_rank
-        return Strides(order.keys, self.stride, [n for i in order.indices for n in rows[i]], self.ranks)
+        sizes, ranks = self.sizes, self.ranks
+        return Strides(
+            order.keys, self.stride, [n for i in order.indices for n in sizes[i * ranks : (i + 1) * ranks]], ranks
+        )
 
     @staticmethod
     def join(members: Sequence[Strides]) -> Strides:

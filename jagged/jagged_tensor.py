@@ -172,7 +172,7 @@ class JaggedTensor(Bags):
         if offsets.dtype not in (torch.int64, torch.int32):
             offsets = offsets.to(torch.int64)
         try:
-            if readable(offsets) and (int(offsets[-1]) != values.shape[0] or self._unlike()):
+            if readable(offsets) and (int(offsets[-1]) != values.shape[0] or (self._both and self._unlike())):
                 raise ValueError("bags that do not fit the values")
             return jagged_to_padded_dense(values, offsets, desired_length, padding_value)
         except ValueError:
@@ -191,6 +191,9 @@ class JaggedTensor(Bags):
         if self._batch_size == 0:
             return 0
         lengths = self.lengths()
+        if readable(lengths):
+            # what else is wrong with them the padding notices
+            return max(int(lengths.max()), 0)
         facts = [fact.to(torch.int64) for fact in (lengths.max(), lengths.min(), lengths.sum())]
         # host sync: the longest bag is the size of the result; what is to be checked comes along
         longest, shortest, total = torch.stack(facts).tolist()

