@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ._check import INTEGER_DTYPES, names, readable
+from shardwise.kernels import complete_cumsum
+
+from ._check import INTEGER_DTYPES, names
 from ._strides import Strides
 
 _LARGEST = {dtype: torch.iinfo(dtype).max for dtype in INTEGER_DTYPES}
-# lengths up to which one more copy is faster than three more calls
-_FEW = 1 << 14
 # bags a key from which a sum for each key is faster than a running sum of all
 _MANY = 1 << 10
 _WIDE = (torch.int64, torch.int32)
@@ -30,13 +30,9 @@ def offsets_of(lengths: Tensor, num_values: int) -> Tensor:
         dtype = lengths.dtype if lengths.dtype in _WIDE else torch.int64
     else:
         dtype = lengths.dtype if num_values <= _LARGEST[lengths.dtype] else torch.int64
-    if not readable(lengths) or lengths.shape[-1] < _FEW:
-        return torch.nn.functional.pad(lengths.cumsum(-1, dtype=dtype), (1, 0))
-    # summed in place: a padded copy would move everything once more
-    offsets = lengths.new_empty((*lengths.shape[:-1], lengths.shape[-1] + 1), dtype=dtype)
-    offsets.select(-1, 0).zero_()
-    torch.cumsum(lengths, -1, dtype=dtype, out=offsets.narrow(-1, 1, lengths.shape[-1]))
-    return offsets
+    if dtype is lengths.dtype:
+        return complete_cumsum(lengths)
+    return torch.nn.functional.pad(lengths.cumsum(-1, dtype=dtype), (1, 0))
 
 
 def lengths_of(offsets: Tensor) -> Tensor:
