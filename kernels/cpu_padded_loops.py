@@ -250,6 +250,14 @@ def to_jagged(dense: int, total: int, item: int, out: int, every: int, ends: int
     return -1
 
 
+@_compiled(inline=True)
+def _add_zero(x: int, z: int, n: int, kind: Any) -> None:
+    """z = 0 + x, which is not x where that is -0."""
+    left, right = _carray(_pointer(z), (n,), kind), _carray(_pointer(x), (n,), kind)
+    for i in range(n):
+        left[i] = kind(0) + right[i]
+
+
 @_compiled()
 def _calculate(dense: int, values: int, total: int, width: int, size: int, kind: Any, out: int, how: int, every: int, ends: int, of: int, begins: int, stops: int, columns: int, most: int, parents: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
     if low == 0 and _at(ends, of, 0) != 0:
@@ -268,15 +276,13 @@ def _calculate(dense: int, values: int, total: int, width: int, size: int, kind:
                 return bag
             n = min(end - begin, most) * width
             # arrays that begin where a loop does: no index may be negative, so none is looked at
-            x = _carray(_pointer(dense + at * size), (leaf,), kind)
+            x = _carray(_pointer(dense + at * size), (n,), kind)
             y = _carray(_pointer(values + begin * item), (n,), kind)
             if how == ADD_TO_DENSE:
-                z = _carray(_pointer(out + at * size), (leaf,), kind)
+                z = _carray(_pointer(out + at * size), (n,), kind)
                 for i in range(n):
                     z[i] = y[i] + x[i]
-                # a sum with 0 is not the number itself where that is -0
-                for i in range(n, leaf):
-                    z[i] = kind(0) + x[i]
+                _add_zero(dense + (at + n) * size, out + (at + n) * size, leaf - n, kind)
             else:
                 z = _carray(_pointer(out + begin * item), (n,), kind)
                 if how == ADD:
@@ -289,11 +295,7 @@ def _calculate(dense: int, values: int, total: int, width: int, size: int, kind:
                     _leave(out, values, (begin + most) * item, (end - begin - most) * item, how)
             at += leaf
         if how == ADD_TO_DENSE:
-            n = (columns - held) * leaf
-            x = _carray(_pointer(dense + at * size), (n,), kind)
-            z = _carray(_pointer(out + at * size), (n,), kind)
-            for i in range(n):
-                z[i] = kind(0) + x[i]
+            _add_zero(dense + at * size, out + at * size, (columns - held) * leaf, kind)
         elif held < bags:
             begin, end = _at(ends, of, first + held), _at(ends, of, first + bags)
             _leave(out, values, begin * item, (end - begin) * item, how)
