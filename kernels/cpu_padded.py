@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from itertools import pairwise
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,13 +21,11 @@ from .cpu_compiled import run
 from .huge_pages import REUSED_BYTES, in_huge_pages
 
 # bytes that one thread moves before another can have been woken
-_ALONE = 1 << 19
-# what is moved as it is, and what all else of so many bytes is moved as
-_FLOATS = frozenset({torch.float32, torch.float64})
-_NUMPYS = _FLOATS | {torch.int64, torch.int32, torch.int16, torch.int8}
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-# types that the loops calculate in
-_CALCULATED = (torch.float32, torch.float64, torch.int32, torch.int64)
+_ALONE = 1 << 22
+# types that the loops calculate in, as they number them
+_KINDS = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
+# what they calculate
+_MULTIPLY, _ADD, _ADD_TO_DENSE = 0, 1, 2
 
 
 @cache
@@ -47,65 +46,109 @@ def _loops() -> Any:
 
 def to_padded(values: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[int], padding_value: float) -> Tensor:
     """X of values."""
-    loops = _loops()
-    if loops is None or not _has_numbers(values):
+    loops, size = _loops(), values.itemsize
+    if loops is None or size > 8 or values.is_complex():
         return _to_padded_torch(values, offsets, max_lengths, padding_value)
-    total, most = values.shape[0], max_lengths[-1]
-    begins, ends = _leaves(offsets, max_lengths, total)
-    out = _new((offsets[0].shape[0] - 1, *max_lengths, *values.shape[1:]), values.dtype)
-    target = _array(out)
-    if not len(target):
+    shape = values.shape
+    total, row = shape[0], shape[1:]
+    out = _new((offsets[0].shape[0] - 1, *max_lengths, *row), values.dtype)
+    nbytes = out.numel() * size
+    if nbytes == 0:
         require_offsets(offsets, total)
         return out
-    width = len(target) // (len(begins) * most)
-    filling = float(padding_value) if values.dtype in _FLOATS else _bits(padding_value, values.dtype)
-    arguments = (_array(values), begins, ends, total, filling, target, most, width)
-    if _run(loops.to_padded, arguments, len(begins), target.nbytes) >= 0:
+    if not values.is_contiguous():
+        values = values.contiguous()
+    fill = _pattern(padding_value, math.copysign(1.0, padding_value), values.dtype)
+    bags = _bags(loops, offsets, max_lengths, total)
+    arguments = (values.data_ptr(), total, size * prod(row), out.data_ptr(), fill, *bags.numbers)
+    if _run(loops.to_padded, arguments, bags.numbers[-1], nbytes) >= 0:
         _refuse(offsets, total)
     return out
 
 
 def to_jagged(dense: Tensor, offsets: Sequence[Tensor], total_length: int | None) -> Tensor:
     """V of a dense."""
-    loops = _loops()
-    total = _total(offsets) if total_length is None else total_length
-    if loops is None or not _has_numbers(dense):
-        return _to_jagged_torch(dense, offsets, total)
-    n = len(offsets)
-    extents, rest = dense.shape[1 : n + 1], dense.shape[n + 1 :]
-    begins, ends = _leaves(offsets, extents, total)
-    out = _new((total, *rest), dense.dtype)
-    width = prod(rest)
-    if width == 0:
-        require_offsets(offsets, total)
+    loops, size = _loops(), dense.itemsize
+    if loops is None or size > 8 or dense.is_complex():
+        return _to_jagged_torch(dense, offsets, _total(offsets) if total_length is None else total_length)
+    if total_length is None:
+        ends = offsets[-1]
+        total_length = int(loops.entry(ends.data_ptr(), ends.itemsize, (ends.shape[0] - 1) * ends.stride(0)))
+        if total_length < 0:
+            _refuse(offsets, total_length)
+    n, shape = len(offsets), dense.shape
+    row = shape[n + 1 :]
+    out = _new((total_length, *row), dense.dtype)
+    item = size * prod(row)
+    if item == 0:
+        require_offsets(offsets, total_length)
         return out
-    _fill_what_loops_leave(out, offsets)
-    filling = 0.0 if dense.dtype in _FLOATS else 0
-    target = _array(out)
-    arguments = (_array(dense), begins, ends, total, filling, target, extents[-1], width)
-    if _run(loops.to_jagged, arguments, len(begins), target.nbytes) >= 0:
-        _refuse(offsets, total)
+    if not dense.is_contiguous():
+        dense = dense.contiguous()
+    bags = _bags(loops, offsets, shape[1 : n + 1], total_length)
+    if not bags.every:
+        out.zero_()
+    arguments = (dense.data_ptr(), total_length, item, out.data_ptr(), bags.every, *bags.numbers)
+    if _run(loops.to_jagged, arguments, bags.numbers[-1], total_length * item) >= 0:
+        _refuse(offsets, total_length)
     return out
 
 
 def jagged_with_dense(values: Tensor, offsets: Sequence[Tensor], dense: Tensor, multiply: bool) -> Tensor:
     """V plus what the dense holds for it, or times that."""
-    n, total = len(offsets), values.shape[0]
     loops = _loops()
-    if loops is None or values.dtype not in _CALCULATED or not values.numel():
+    if loops is None or values.dtype not in _KINDS or not values.numel():
+        total = values.shape[0]
         found = to_jagged(dense, offsets, total)
         if not multiply:
             return found.add_(values)
         found.mul_(values)
         return found if _is_whole(offsets, dense, total) else found.masked_fill_(~_held(offsets, dense, values), 0)
-    begins, ends = _leaves(offsets, dense.shape[1 : n + 1], total)
-    out = _new(values.shape, values.dtype)
-    _fill_what_loops_leave(out, offsets, None if multiply else values)
-    target = _array(out)
-    arguments = (_array(dense), _array(values), begins, ends, total, target, dense.shape[n], len(target) // total)
-    if _run(loops.multiply if multiply else loops.add, arguments, len(begins), target.nbytes) >= 0:
+    return _calculated(loops, values, offsets, dense, _MULTIPLY if multiply else _ADD)
+
+
+def dense_with_jagged(values: Tensor, offsets: Sequence[Tensor], dense: Tensor) -> Tensor:
+    """X of values plus the dense."""
+    loops = _loops()
+    if loops is None or values.dtype not in _KINDS or not dense.numel():
+        return to_padded(values, offsets, dense.shape[1 : len(offsets) + 1], 0.0).add_(dense)
+    return _calculated(loops, values, offsets, dense, _ADD_TO_DENSE)
+
+
+def _calculated(loops: Any, values: Tensor, offsets: Sequence[Tensor], dense: Tensor, how: int) -> Tensor:
+    """Values with what a dense holds for them, or the dense with the values; what comes out has elements."""
+    total, extents = values.shape[0], dense.shape[1 : len(offsets) + 1]
+    if not values.is_contiguous():
+        values = values.contiguous()
+    if not dense.is_contiguous():
+        dense = dense.contiguous()
+    bags = _bags(loops, offsets, extents, total)
+    if how == _ADD_TO_DENSE:
+        out = _new(dense.shape, dense.dtype)
+    else:
+        out = _new(values.shape, values.dtype)
+        if not bags.every and how == _ADD:
+            out.copy_(values)
+        elif not bags.every:
+            out.zero_()
+    arguments = (
+        dense.data_ptr(), values.data_ptr(), total, prod(values.shape[1:]), _KINDS[values.dtype], out.data_ptr(), how,
+        bags.every, *bags.numbers,
+    )  # fmt: skip
+    if _run(loops.calculate, arguments, bags.numbers[-1], out.numel() * out.itemsize) >= 0:
         _refuse(offsets, total)
     return out
+
+
+def offsets_of(lengths: Tensor, total: int) -> Tensor | None:
+    """Offsets [B + 1] int64 of lengths; None without numba, or where these are no lengths of `total` values."""
+    loops = _loops()
+    if loops is None:
+        return None
+    lengths = lengths.contiguous()
+    bags = lengths.shape[0]
+    out = torch.empty(bags + 1, dtype=torch.int64)
+    return out if loops.offsets_of(lengths.data_ptr(), lengths.itemsize, bags, total, out.data_ptr()) else None
 
 
 def require_offsets_on_cpu(offsets: Sequence[Tensor], total: int) -> None:
@@ -146,15 +189,47 @@ def _total(offsets: Sequence[Tensor]) -> int:
     return total
 
 
-def _leaves(offsets: Sequence[Tensor], max_lengths: Sequence[int], total: int) -> tuple[Any, Any]:
-    """First value of each leaf and the end of its values, as arrays; offsets that only the loop can judge are left."""
-    if len(offsets) == 1:
-        ends = _array(offsets[0] if offsets[0].dtype is torch.int64 else offsets[0].long())
-        if ends[0] != 0:
+class _Bags(NamedTuple):
+    """Bags as the loops take them: ends, bytes of one, begins, stops, columns, most, parents."""
+
+    numbers: tuple[int, ...]
+    # whether parents have all bags, in order
+    every: bool
+    # what owns the memory
+    owners: tuple[Tensor, ...]
+
+
+def _bags(loops: Any, offsets: Sequence[Tensor], max_lengths: Sequence[int], total: int) -> _Bags:
+    """Raises ValueError for bad offsets, but leaves those of one dim alone to the loop."""
+    ends = offsets[-1]
+    if not ends.is_contiguous():
+        ends = ends.contiguous()
+    n, of = len(offsets), ends.itemsize
+    if n == 1:
+        return _Bags((ends.data_ptr(), of, 0, 0, 1, max_lengths[0], ends.shape[0] - 1), True, (ends,))
+    _require_offsets_compiled(loops, offsets, total)
+    parents, first = offsets[0].shape[0] - 1, offsets[0].long().contiguous()
+    owners: tuple[Tensor, ...] = (ends, first)
+    begins = first.data_ptr()
+    stops = begins + 8
+    for columns, following in zip(max_lengths[: n - 2], offsets[1:-1], strict=True):
+        following = following.contiguous()
+        child = torch.empty(2, parents * columns, dtype=torch.int64)
+        # memory of no element may have no address, which says that there is one dim alone
+        low = child.data_ptr() or begins
+        high = low + 8 * parents * columns
+        loops.descend(begins, stops, parents, columns, following.data_ptr(), following.itemsize, low, high)
+        parents, begins, stops = parents * columns, low, high
+        owners = (*owners, child)
+    return _Bags((ends.data_ptr(), of, begins, stops, max_lengths[-2], max_lengths[-1], parents), n == 2, owners)
+
+
+def _require_offsets_compiled(loops: Any, offsets: Sequence[Tensor], total: int) -> None:
+    for k, ends in enumerate(offsets):
+        most = offsets[k + 1].shape[0] - 1 if k + 1 < len(offsets) else total
+        ends = ends.contiguous()
+        if not loops.ordered(ends.data_ptr(), ends.itemsize, ends.shape[0] - 1, most):
             _refuse(offsets, total)
-        return ends[:-1], ends[1:]
-    begins, ends = leaf_bounds(offsets, max_lengths, total)
-    return begins.numpy(), ends.numpy()
 
 
 def leaf_bounds(offsets: Sequence[Tensor], max_lengths: Sequence[int], total: int) -> tuple[Tensor, Tensor]:
@@ -171,16 +246,6 @@ def leaf_bounds(offsets: Sequence[Tensor], max_lengths: Sequence[int], total: in
         begins = following[bag].long()
         ends = torch.where(live.flatten(), following[bag + 1].long(), begins)
     return begins.contiguous(), ends.contiguous()
-
-
-def _fill_what_loops_leave(out: Tensor, offsets: Sequence[Tensor], values: Tensor | None = None) -> None:
-    """Zeros, or `values`, past the last offset; everywhere where whole bags have no leaf."""
-    begin = 0 if len(offsets) > 1 else int(offsets[0][-1])
-    if 0 <= begin < out.shape[0]:
-        if values is None:
-            out[begin:].zero_()
-        else:
-            out[begin:].copy_(values[begin:])
 
 
 def _to_padded_torch(
@@ -280,33 +345,21 @@ def _new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return in_huge_pages(out) if out.nbytes >= REUSED_BYTES else out
 
 
-def _has_numbers(tensor: Tensor) -> bool:
-    return tensor.dtype in _NUMPYS or (tensor.itemsize in _BITS and not tensor.is_complex())
-
-
-def _array(tensor: Tensor) -> Any:
-    """A tensor as a flat array, a copy where it is not contiguous; the bits of what numpy or the loops do not know."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    if tensor.dtype not in _NUMPYS:
-        tensor = tensor.view(_BITS[tensor.itemsize])
-    array = tensor.numpy()
-    return array if array.ndim == 1 else array.reshape(-1)
-
-
 @lru_cache(maxsize=64)
-def _bits(padding_value: float, dtype: torch.dtype) -> int:
-    """The padding value as `_array` shows it."""
-    return int(torch.full((1,), padding_value, dtype=dtype).view(_BITS[dtype.itemsize]))
+def _pattern(padding_value: float, sign: float, dtype: torch.dtype) -> int:
+    """Eight bytes of the padding value over and over; its sign, because 0 equals -0."""
+    if dtype in (torch.float32, torch.float64):
+        element = torch.tensor([padding_value], dtype=torch.float64).to(dtype)
+    else:
+        element = torch.full((1,), padding_value, dtype=dtype)
+    return int(element.repeat(8 // dtype.itemsize).view(torch.int64))
 
 
-def _run(loop: Callable[..., int], arguments: tuple[Any, ...], leaves: int, nbytes: int) -> int:
-    """Run a loop over all leaves, on some threads if that pays: a bad leaf, -1 if there is none."""
+def _run(loop: Callable[..., int], arguments: tuple[Any, ...], parents: int, nbytes: int) -> int:
+    """Run a loop over all parents, on some threads if that pays: a bad bag, -1 if there is none."""
     threads = torch.get_num_threads() if nbytes > _ALONE else 1
     if threads == 1:
-        return int(loop(*arguments, 0, leaves))
-    parts = max(1, min(4 * threads, leaves))
-    borders = [leaves * part // parts for part in range(parts + 1)]
+        return loop(*arguments, 0, parents)
+    parts = max(1, min(4 * threads, parents))
+    borders = [parents * part // parts for part in range(parts + 1)]
     return int(max(run([partial(loop, *arguments, *bounds) for bounds in pairwise(borders)])))

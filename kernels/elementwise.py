@@ -72,8 +72,7 @@ def jagged_dense_add(values: Tensor, offsets: Sequence[Tensor] | Tensor, dense: 
     if direct(values, dense, *offsets):
         return _jagged_dense_add(values, offsets, dense)
     if eager(values, dense, *offsets):
-        # torch adds and differentiates what two ops on a CPU do as well as one
-        return jagged_to_padded_dense(values, offsets, dense.shape[1 : len(offsets) + 1]) + dense
+        return _AddDense.apply(values, offsets, dense)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.shardwise.jagged_dense_add(values, offsets, dense)  # type: ignore[no-any-return]
 
 
@@ -172,7 +171,7 @@ def _jagged_dense_add(values: Tensor, offsets: Sequence[Tensor], dense: Tensor) 
         return launch_to_padded(values, dense, offsets, extents, mode=ADD)
     if values.is_cuda:
         return jagged_dense_add_ref(values, offsets, dense)
-    return cpu_padded.to_padded(values, offsets, extents, 0.0).add_(dense)
+    return cpu_padded.dense_with_jagged(values, offsets, dense)
 
 
 def _jagged_dense_add_jagged(values: Tensor, offsets: Sequence[Tensor], dense: Tensor) -> Tensor:
@@ -200,6 +199,18 @@ def _padded_jagged_product(x: Tensor, y: Tensor, offsets: Sequence[Tensor], max_
     if x.is_cuda:
         return padded_jagged_product_ref(x, y, offsets, max_lengths)
     return cpu_padded.to_padded(x * y, offsets, max_lengths, 0.0)
+
+
+class _AddDense(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, offsets: Sequence[Tensor], dense: Tensor) -> Tensor:
+        ctx.save_for_backward(*offsets)
+        ctx.total = values.shape[0]
+        return cpu_padded.dense_with_jagged(values, offsets, dense)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _backward_add(ctx, grads[0])
 
 
 class _AddJagged(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import cpu_segments
+from . import cpu_padded, cpu_segments
 from ._op import INTERPRETED, direct, gather_tile, multiple, register, register_autograd, runs_kernel, tl, triton
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .segments import INDEX_DTYPES, check_index, gather_rows, locate, positions_of, unit_of
@@ -340,8 +340,7 @@ def pack_segments(values: Tensor, lengths: Tensor, max_length: int) -> Tensor:
     check_index("lengths", lengths, 1)
     if max_length < 0:
         raise ValueError(f"max_length must be >= 0, got {max_length}")
-    _check_lengths(lengths, values.shape[0])
-    return jagged_to_padded_dense(values, complete_cumsum(lengths), max_length)
+    return jagged_to_padded_dense(values, _offsets_of(lengths, values.shape[0]), max_length)
 
 
 def unpack_segments(packed: Tensor, lengths: Tensor, *, total: int | None = None) -> Tensor:
@@ -363,14 +362,17 @@ def unpack_segments(packed: Tensor, lengths: Tensor, *, total: int | None = None
     if total is None:
         # host sync: nobody told how many values there will be
         total = int(lengths.sum())
-    _check_lengths(lengths, total)
-    return padded_dense_to_jagged(packed, complete_cumsum(lengths), total)
+    return padded_dense_to_jagged(packed, _offsets_of(lengths, total), total)
 
 
-def _check_lengths(lengths: Tensor, total: int) -> None:
-    if not lengths.is_cpu or not direct(lengths):
-        return
-    if lengths.numel() and (least := int(lengths.min())) < 0:
-        raise ValueError(f"lengths must be >= 0, got {least}")
-    if int(lengths.sum()) != total:
-        raise ValueError(f"lengths sum to {int(lengths.sum())}, expected {total} values")
+def _offsets_of(lengths: Tensor, total: int) -> Tensor:
+    """Offsets of lengths; on the CPU lengths that are negative or do not add up to `total` raise."""
+    if direct(lengths) and lengths.is_cpu:
+        found = cpu_padded.offsets_of(lengths, total)
+        if found is not None:
+            return found
+        if lengths.numel() and (least := int(lengths.min())) < 0:
+            raise ValueError(f"lengths must be >= 0, got {least}")
+        if int(lengths.sum()) != total:
+            raise ValueError(f"lengths sum to {int(lengths.sum())}, expected {total} values")
+    return complete_cumsum(lengths)

@@ -298,7 +298,13 @@ def padded_dense_to_jagged(
 
 def eager(*tensors: Tensor) -> bool:
     """Whether these are plain CPU tensors, some of which want a gradient: then autograd's own Function costs least."""
-    return direct(*(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors))
+    others = []
+    for tensor in tensors:
+        if not tensor.requires_grad:
+            others.append(tensor)
+        elif type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_cpu:
+            return False
+    return direct(*others)
 
 
 def check_offsets(name: str, tensor: Tensor, offsets: Sequence[Tensor]) -> None:
