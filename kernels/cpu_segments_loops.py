@@ -26,6 +26,8 @@ _carray: Any = numba.carray
 
 # bytes that are copied at once, and up to which that is faster than a call of memcpy
 _CHUNK, _FEW = 64, 512
+# numbers from which a loop over all of them is as wide as registers are
+_MANY = 32
 # segments whose memory is asked for before they are needed
 _AHEAD = 16
 
@@ -237,12 +239,12 @@ def collect(room: int, S: int, grad: int, out: int, values: int, D: int, kind: i
 
 @_compiled(inline=True)
 def _count_up(out: int, item: int, kind: Any, begin: int, end: int, last: int, first: int) -> None:
-    """Elements begin ... end - 1 are first, first + 1, ...: eight at a time, the next call overwrites what is too much.
+    """Elements begin ... end - 1 are first, first + 1, ...: a few eight at a time, the next call overwrites too many.
 
     None from `last` on is written.
     """
     i = begin
-    while i < end and i + 8 <= last:
+    while i < end and i + 8 <= last and end - begin <= _MANY:
         eight = _carray(_pointer(out + i * item), (8,), kind)
         for j in range(8):
             eight[j] = first + (i - begin) + j
@@ -308,15 +310,24 @@ def _invert(order: Any, out: Any) -> Any:
         out[i] = -1
     for i in range(n):
         p = order[i]
-        if p < 0 or p >= n or out[p] >= 0:
+        if p < 0 or p >= n:
             return -i - 1
         out[p] = i
+    # n entries leave no place out unless one of them is there twice
+    left = out.dtype.type(0)
+    for i in range(n):
+        left |= out[i]
+    if left < 0:
+        for i in range(n):
+            if out[order[i]] != i:
+                # a later entry is the same
+                return -i - 1
     return 0
 
 
 @_compiled(int64(int64, int64, int64, int64))
 def invert(order: int, item: int, n: int, out: int) -> Any:
-    """Inverse of a permutation: 0, or -1 - i where order[i] is out of range or was there before."""
+    """Inverse of a permutation: 0, or -1 - i where order[i] is out of range or comes again."""
     if item == 8:
         return _invert(_i8(order, n), _i8(out, n))
     return _invert(_i4(order, n), _i4(out, n))
