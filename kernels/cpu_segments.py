@@ -117,6 +117,33 @@ def moved_by(plan: Plan, values: Tensor) -> Tensor:
     return out
 
 
+def reordered(
+    permute: Tensor, lengths: Tensor, values: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Lengths, values and weights [N] of segments in another order, by one call of a loop that plans and moves.
+
+    None without numba, where a plan and threads are better, where anything is wrong, and where the order is none of all
+    segments: then `plan_of` tells.
+    """
+    compiled, S, N = loops(), permute.numel(), values.numel()
+    if compiled is None or lengths.numel() != S or values.dim() != 1 or N * values.itemsize > _ALONE:
+        return None
+    permute, lengths, values = permute.contiguous(), lengths.contiguous(), values.contiguous()
+    moved, out, other = torch.empty_like(lengths), torch.empty_like(values), None
+    second = 0, 0, 0
+    if weights is not None:
+        if weights.dim() != 1:
+            return None
+        weights = weights.contiguous()
+        other = torch.empty_like(weights)
+        second = weights.data_ptr(), weights.itemsize, other.data_ptr()
+    found = compiled.reorder(
+        permute.data_ptr(), permute.itemsize, S, lengths.data_ptr(), lengths.itemsize, S, moved.data_ptr(), N,
+        values.data_ptr(), values.itemsize, out.data_ptr(), *second,
+    )  # fmt: skip
+    return (moved, out, other) if found == N else None
+
+
 def collected_by(plan: Plan, grad: Tensor) -> Tensor:
     """The sums of the rows [values, ...] of a gradient [total, ...] that come from one position, in their order."""
     compiled = loops()

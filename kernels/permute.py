@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_segments
-from ._op import INTERPRETED, register, runs_kernel
+from ._op import INTERPRETED, direct, register, runs_kernel
 from .segments import INDEX_DTYPES, bad_index, eager, locate, move_by, positions_of, positions_ref
 
 # values a segment from which one copy for each segment beats one index for each value
@@ -45,6 +45,10 @@ def permute_1d(
         TypeError: permute or lengths are neither int32 nor int64, or values are complex.
     """
     _check(permute, lengths, 1, values, weights)
+    if direct(permute, lengths, values, weights):
+        found = cpu_segments.reordered(permute, lengths, values, weights)
+        if found is not None and permuted_lengths_sum in (None, values.shape[0]):
+            return found
     if not eager(permute, lengths, values, weights):
         return _on_device(permute, lengths, lengths, values, weights, permuted_lengths_sum)
     moved = lengths.new_empty(permute.shape[0])
