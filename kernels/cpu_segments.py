@@ -181,16 +181,16 @@ def segment_sum(offsets: Tensor, values: Tensor, each: int) -> Tensor | None:
     if compiled is None or values.dtype not in KINDS:
         return None
     offsets, values = offsets.contiguous(), values.contiguous()
-    S, N = offsets.shape[0] - 1, values.shape[0]
+    S = offsets.numel() - 1
     if values.dim() == 1:
-        out, columns = values.new_empty(S), 1
+        N, out, columns = values.numel(), torch.empty(S, dtype=values.dtype), 1
     else:
-        out, columns = values.new_empty(S, *values.shape[1:]), prod(values.shape[1:])
+        N, out, columns = values.shape[0], values.new_empty(S, *values.shape[1:]), prod(values.shape[1:])
     where = (
         offsets.data_ptr(), offsets.itemsize, each, N // each, values.data_ptr(), KINDS[values.dtype], out.data_ptr(),
         columns,
     )  # fmt: skip
-    if (nbytes := values.numel() * values.itemsize) <= _ALONE:
+    if (nbytes := N * columns * values.itemsize) <= _ALONE:
         bad = compiled.segment_sum(*where, 0, S)
     else:
         bad = min(_divided(partial(compiled.segment_sum, *where), S, nbytes), default=0)
@@ -222,9 +222,9 @@ def expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, total
     if compiled is None:
         return None
     order, begins, ends = permute.contiguous(), input_offsets.contiguous(), output_offsets.contiguous()
-    out = order.new_empty(total)
+    out = torch.empty(total, dtype=order.dtype)
     found = compiled.expand(
-        order.data_ptr(), order.itemsize, order.shape[0], begins.data_ptr(), begins.shape[0] - 1, ends.data_ptr(),
+        order.data_ptr(), order.itemsize, order.numel(), begins.data_ptr(), begins.numel() - 1, ends.data_ptr(),
         out.data_ptr(), total,
     )  # fmt: skip
     if found < 0:
@@ -260,10 +260,11 @@ def complete_cumsum(lengths: Tensor) -> Tensor | None:
     if compiled is None:
         return None
     lengths = lengths.contiguous()
-    n = lengths.shape[-1]
     if lengths.dim() == 1:
-        rows, out = 1, lengths.new_empty(n + 1)
+        rows, n = 1, lengths.numel()
+        out = torch.empty(n + 1, dtype=lengths.dtype)
     else:
+        n = lengths.shape[-1]
         rows, out = prod(lengths.shape[:-1]), lengths.new_empty(*lengths.shape[:-1], n + 1)
     compiled.cumsum(lengths.data_ptr(), lengths.itemsize, rows, n, out.data_ptr())
     return out
@@ -275,8 +276,8 @@ def places(offsets: Tensor, size: int) -> Tensor | None:
     if compiled is None:
         return None
     offsets = offsets.contiguous()
-    out = offsets.new_empty(size)
-    found = compiled.places(offsets.data_ptr(), offsets.itemsize, offsets.shape[0], out.data_ptr(), size)
+    out = torch.empty(size, dtype=offsets.dtype)
+    found = compiled.places(offsets.data_ptr(), offsets.itemsize, offsets.numel(), out.data_ptr(), size)
     if found < 0:
         check_begins(offsets, size)
     return out
@@ -289,7 +290,7 @@ def invert_permute(permute: Tensor) -> Tensor | None:
         return None
     permute = permute.contiguous()
     out = torch.empty_like(permute)
-    found = compiled.invert(permute.data_ptr(), permute.itemsize, permute.shape[0], out.data_ptr())
+    found = compiled.invert(permute.data_ptr(), permute.itemsize, permute.numel(), out.data_ptr())
     if found < 0:
         check_order(permute, permute.shape[0])
         raise ValueError(f"permute has {int(permute[-found - 1])} twice, it is no permutation")
