@@ -80,7 +80,7 @@ def plan_of(permute: Tensor, sizes: Tensor, values: int, moved: Tensor | None = 
         return None
     S = permute.shape[0]
     permute, sizes = permute.contiguous(), sizes.contiguous()
-    room = torch.empty(2 * S + 1, dtype=torch.int64)
+    room = permute.new_empty(2 * S + 1, dtype=torch.int64)
     total = compiled.plan(
         permute.data_ptr(), permute.itemsize, S, sizes.data_ptr(), sizes.itemsize, sizes.shape[0], values,
         room.data_ptr(), 0 if moved is None else moved.data_ptr(),
@@ -166,7 +166,7 @@ def row_sums(lengths: Tensor) -> Tensor | None:
         return None
     lengths = lengths.contiguous()
     T, B = lengths.shape
-    out = torch.empty(T, dtype=torch.int64)
+    out = lengths.new_empty(T, dtype=torch.int64)
     task = partial(compiled.row_sums, lengths.data_ptr(), lengths.itemsize, B, out.data_ptr())
     for found in _divided(task, T, lengths.numel() * lengths.itemsize):
         if found < 0:
@@ -183,7 +183,7 @@ def segment_sum(offsets: Tensor, values: Tensor, each: int) -> Tensor | None:
     offsets, values = offsets.contiguous(), values.contiguous()
     S = offsets.numel() - 1
     if values.dim() == 1:
-        N, out, columns = values.numel(), torch.empty(S, dtype=values.dtype), 1
+        N, out, columns = values.numel(), values.new_empty(S), 1
     else:
         N, out, columns = values.shape[0], values.new_empty(S, *values.shape[1:]), prod(values.shape[1:])
     where = (
@@ -222,7 +222,7 @@ def expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, total
     if compiled is None:
         return None
     order, begins, ends = permute.contiguous(), input_offsets.contiguous(), output_offsets.contiguous()
-    out = torch.empty(total, dtype=order.dtype)
+    out = order.new_empty(total)
     found = compiled.expand(
         order.data_ptr(), order.itemsize, order.numel(), begins.data_ptr(), begins.numel() - 1, ends.data_ptr(),
         out.data_ptr(), total,
@@ -262,7 +262,7 @@ def complete_cumsum(lengths: Tensor) -> Tensor | None:
     lengths = lengths.contiguous()
     if lengths.dim() == 1:
         rows, n = 1, lengths.numel()
-        out = torch.empty(n + 1, dtype=lengths.dtype)
+        out = lengths.new_empty(n + 1)
     else:
         n = lengths.shape[-1]
         rows, out = prod(lengths.shape[:-1]), lengths.new_empty(*lengths.shape[:-1], n + 1)
@@ -276,7 +276,7 @@ def places(offsets: Tensor, size: int) -> Tensor | None:
     if compiled is None:
         return None
     offsets = offsets.contiguous()
-    out = torch.empty(size, dtype=offsets.dtype)
+    out = offsets.new_empty(size)
     found = compiled.places(offsets.data_ptr(), offsets.itemsize, offsets.numel(), out.data_ptr(), size)
     if found < 0:
         check_begins(offsets, size)

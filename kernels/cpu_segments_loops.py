@@ -95,6 +95,11 @@ def _i4(address: int, n: int) -> Any:
     return _carray(_pointer(address), (n,), np.int32)
 
 
+@_compiled(inline=True)
+def _f4(address: int, n: int) -> Any:
+    return _carray(_pointer(address), (n,), np.float32)
+
+
 @_compiled()
 def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: Any) -> Any:
     S, T = order.shape[0], sizes.shape[0]
