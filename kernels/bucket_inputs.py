@@ -48,10 +48,12 @@ def ends_of_features(batch_sizes: Tensor | Sequence[int], lengths: Tensor, block
     ends = sizes.cumsum(0)
     # values on a device are not looked at: the kernel keeps to the features there are
     if sizes.is_cpu and not torch.compiler.is_compiling():
-        if bool((sizes < 0).any()):
-            raise ValueError(f"batch_sizes must not be negative, got {sizes.tolist()}")
-        if int(sizes.sum()) != lengths.shape[0]:
-            raise ValueError(f"batch_sizes add up to {int(sizes.sum())}, but there are {lengths.shape[0]} lengths")
+        # few numbers: Python adds them sooner than torch begins to
+        numbers = sizes.tolist()
+        if min(numbers, default=0) < 0:
+            raise ValueError(f"batch_sizes must not be negative, got {numbers}")
+        if sum(numbers) != lengths.shape[0]:
+            raise ValueError(f"batch_sizes add up to {sum(numbers)}, but there are {lengths.shape[0]} lengths")
     return ends
 
 

@@ -455,20 +455,24 @@ def calibrate(
 
     Returns where the segments end, or BAD_LENGTHS.
     """
-    F8 = LIKE_FLOAT64
     logits, predictions = _view(logits_at, last, logits_like), _view(predictions_at, last, logits_like)
     value = _view(value_at, values, value_like)
     lengths = _view(lengths_at, last if lengths_at else 0, lengths_like)
-    total = (segments + 1) * bins
-    examples, positives = _view(examples_at, total, F8), _view(positives_at, total, F8)
-    borders, bin_ids = _view(borders_at, bins - 1 if borders_at else 0, F8), _view(bins_at, last, LIKE_INT64)
-    at = int64(begin)
+    total, at = (segments + 1) * bins, int64(begin)
+    examples, positives = _view(examples_at, total, LIKE_FLOAT64), _view(positives_at, total, LIKE_FLOAT64)
+    borders = _view(borders_at, bins - 1 if borders_at else 0, LIKE_FLOAT64)
+    bin_ids = _view(bins_at, last, LIKE_INT64)
     for i in range(first, last):
         # storing it rounds to the logit's own type
         predictions[i] = float64(logits[i]) + shift
         predictions[i] = math.exp(-predictions[i])
+    # divisions by themselves, so that they vectorise
+    known, places = np.empty(last - first, np.float64), np.empty(last - first, np.float64)
+    for j in range(last - first):
+        known[j] = 1.0 / (1.0 + float64(predictions[uint64(first + j)]))
+        places[j] = (known[j] - lower) / step
     for i in range(first, last):
-        p = 1.0 / (1.0 + float64(predictions[i]))
+        p = known[uint64(i - first)]
         b = int64(0)
         if borders_at:
             high = int64(bins - 1)
@@ -479,7 +483,7 @@ def calibrate(
                 else:
                     high = middle
         else:
-            steps = min((p - lower) / step, float64(bins))
+            steps = min(places[uint64(i - first)], float64(bins))
             b = int64(steps)
             # bins contain their upper end; of a NaN this is the least integer
             b = max(min(b - int64(float64(b) == steps), int64(bins - 1)), int64(0))

@@ -157,16 +157,23 @@ def vector_product_by_vectors_cpu(grad: Tensor, values: Tensor, offsets: Tensor,
 
 
 def unary_lookup_cpu(weight: Tensor, table_offsets: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-    """[tasks, B, T] for weight [tasks, S]."""
-    tasks, total, tables = *weight.shape, table_offsets.shape[0] - 1
-    batch = (offsets.shape[0] - 1) // max(tables, 1)
+    """[tasks, B, T] for weight [tasks, S, 1] or [tasks, S]."""
+    (tasks, total, *_), tables = weight.shape, table_offsets.numel() - 1
+    batch = (offsets.numel() - 1) // max(tables, 1)
     loops = _loops_for(weight)
     if loops is not None and batch:
         out = weight.new_empty(tasks, batch, tables)
-        arguments = (*map(_flat, (weight, table_offsets, offsets, ids, out)), tasks, total, batch)
-        if _over_tables(loops.unary_lookup, arguments, tables, ids.shape[0] * tasks) or int(offsets[0]) != 0:
+        # kept by these names as long as the loop has their addresses
+        weight, table_offsets, begins, numbers = weight.contiguous(), _long(table_offsets), _long(offsets), _long(ids)
+        count = ids.numel()
+        arguments = (
+            weight.data_ptr(), table_offsets.data_ptr(), begins.data_ptr(), numbers.data_ptr(), out.data_ptr(),
+            tables, count, tasks, total, batch,
+        )  # fmt: skip
+        if _over_tables(loops.unary_lookup, arguments, tables, count * tasks):
             require_unary(table_offsets, offsets, ids, total)
         return out
+    weight = weight.reshape(tasks, total)
     linear = require_unary(table_offsets, offsets, ids, total)
     wide = accumulator(weight.dtype)
     sums, lengths = torch.zeros(tasks, tables * batch, dtype=wide, device=weight.device), offsets.diff()
@@ -242,6 +249,10 @@ def _flat(tensor: Tensor) -> Any:
     return (flat.long() if flat.dtype == torch.int32 else flat).numpy()
 
 
+def _long(tensor: Tensor) -> Tensor:
+    return (tensor if tensor.dtype == torch.int64 else tensor.long()).contiguous()
+
+
 def _over_bags(
     op: str, loop: Callable[..., int], arguments: tuple[Any, ...], offsets: Tensor, rows: int, columns: int
 ) -> int:
@@ -263,7 +274,7 @@ def _over_bags(
 
 def _over_tables(loop: Callable[..., int], arguments: tuple[Any, ...], tables: int, ids: int) -> bool:
     """Run a loop over all tables, shared among threads. Returns whether it found anything wrong."""
-    parts = min(4 * torch.get_num_threads(), tables, 4 * ids // _ALONE + 1)
+    parts = 1 if 4 * ids < _ALONE else min(4 * torch.get_num_threads(), tables, 4 * ids // _ALONE + 1)
     if parts <= 1:
         return bool(loop(*arguments, 0, tables) >= 0)
     borders = pairwise([tables * part // parts for part in range(parts + 1)])

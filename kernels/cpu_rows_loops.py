@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, int32, int64
+from numba import float32, int32, int64, uint64
 
 from .cpu_loops import F1, I1, compiled
+from .cpu_segments_loops import _f4, _i8
 
 _F: Any = float32
 LOG2_E = _F(1.4426950408889634)
@@ -196,32 +197,46 @@ def vector_product_by_vectors(
 
 @compiled()
 def _first_bad(TO: Any, O: Any, I: Any, S: int, B: int, t: int) -> Any:
-    """-1, or a number where table t, its bags or one of its ids lie outside of what they name."""
-    if TO[t] < 0 or TO[t + 1] < TO[t] or TO[t + 1] > S:
+    """-1, or 0 where table t, its bags or one of its ids lie outside of what they name."""
+    if (t == 0 and O[0] != 0) or TO[t] < 0 or TO[t + 1] < TO[t] or TO[t + 1] > S:
         return 0
     if _in_order(O, t * B, (t + 1) * B, len(I)) >= 0:
         return 0
-    for i in range(O[t * B], O[(t + 1) * B]):
-        if I[i] < 0 or I[i] >= TO[t + 1] - TO[t]:
-            return i
-    return -1
+    beyond, last = int64(0), TO[t + 1] - TO[t] - 1
+    # no branch, so that it vectorises
+    for i in range(uint64(O[t * B]), uint64(O[(t + 1) * B])):
+        beyond |= I[i] | (last - I[i])
+    return 0 if beyond < 0 else -1
 
 
-@compiled(int64(F1, I1, I1, I1, F1, int64, int64, int64, int64, int64))
-def unary_lookup(W: Any, TO: Any, O: Any, I: Any, Y: Any, tasks: int, S: int, B: int, low: int, high: int) -> Any:
-    """Of tables [low, high)."""
-    T = len(TO) - 1
+@compiled(int64(*[int64] * 12))
+def unary_lookup(weight: int, tables: int, offsets: int, ids: int, out: int, T: int, N: int, tasks: int, S: int, B: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
+    """Of tables [low, high); tensors as addresses, which cost a small batch less than arrays do."""
+    TO, O, I = _i8(tables, T + 1), _i8(offsets, T * B + 1), _i8(ids, N)
+    W, Y = _f4(weight, tasks * S), _f4(out, tasks * B * T)
+    # what is counted without a sign is not looked at for whether it counts from the end
+    step, each = uint64(S), uint64(B * T)
     for t in range(low, high):
         bad = _first_bad(TO, O, I, S, B, t)
         if bad >= 0:
             return bad
-        for n in range(tasks):
-            w, y = W[n * S + TO[t] : n * S + TO[t + 1]], Y[n * B * T : (n + 1) * B * T]
-            for b in range(B):
-                total = _F(0.0)
-                for i in range(O[t * B + b], O[t * B + b + 1]):
-                    total += w[I[i]]
-                y[b * T + t] = total
+        for n in range(0, tasks, 2):
+            # two tasks at a time: ends of bags are what a core guesses wrong
+            two, w = n + 1 < tasks, uint64(n * S + TO[t])
+            y = uint64(n * B * T + t)
+            for b in range(t * B, (t + 1) * B):
+                first = second = _F(0.0)
+                if two:
+                    for i in range(uint64(O[b]), uint64(O[b + 1])):
+                        at = w + uint64(I[i])
+                        first += W[at]
+                        second += W[at + step]
+                    Y[y + each] = second
+                else:
+                    for i in range(uint64(O[b]), uint64(O[b + 1])):
+                        first += W[w + uint64(I[i])]
+                Y[y] = first
+                y += uint64(T)
     return -1
 
 

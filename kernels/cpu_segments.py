@@ -80,7 +80,7 @@ def plan_of(permute: Tensor, sizes: Tensor, values: int, moved: Tensor | None = 
         return None
     S = permute.shape[0]
     permute, sizes = permute.contiguous(), sizes.contiguous()
-    room = torch.empty(2 * S + 1, dtype=torch.int64)
+    room = permute.new_empty(2 * S + 1, dtype=torch.int64)
     total = compiled.plan(
         permute.data_ptr(), permute.itemsize, S, sizes.data_ptr(), sizes.itemsize, sizes.shape[0], values,
         room.data_ptr(), 0 if moved is None else moved.data_ptr(),
@@ -117,6 +117,33 @@ def moved_by(plan: Plan, values: Tensor) -> Tensor:
     return out
 
 
+def reordered(
+    permute: Tensor, lengths: Tensor, values: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Lengths, values and weights [N] of segments in another order, by one call of a loop that plans and moves.
+
+    None without numba, where a plan and threads are better, where anything is wrong, and where the order is none of all
+    segments: then `plan_of` tells.
+    """
+    compiled, S, N = loops(), permute.numel(), values.numel()
+    if compiled is None or lengths.numel() != S or values.dim() != 1 or N * values.itemsize > _ALONE:
+        return None
+    permute, lengths, values = permute.contiguous(), lengths.contiguous(), values.contiguous()
+    moved, out, other = torch.empty_like(lengths), torch.empty_like(values), None
+    second = 0, 0, 0
+    if weights is not None:
+        if weights.dim() != 1:
+            return None
+        weights = weights.contiguous()
+        other = torch.empty_like(weights)
+        second = weights.data_ptr(), weights.itemsize, other.data_ptr()
+    found = compiled.reorder(
+        permute.data_ptr(), permute.itemsize, S, lengths.data_ptr(), lengths.itemsize, S, moved.data_ptr(), N,
+        values.data_ptr(), values.itemsize, out.data_ptr(), *second,
+    )  # fmt: skip
+    return (moved, out, other) if found == N else None
+
+
 def collected_by(plan: Plan, grad: Tensor) -> Tensor:
     """The sums of the rows [values, ...] of a gradient [total, ...] that come from one position, in their order."""
     compiled = loops()
@@ -139,7 +166,7 @@ def row_sums(lengths: Tensor) -> Tensor | None:
         return None
     lengths = lengths.contiguous()
     T, B = lengths.shape
-    out = torch.empty(T, dtype=torch.int64)
+    out = lengths.new_empty(T, dtype=torch.int64)
     task = partial(compiled.row_sums, lengths.data_ptr(), lengths.itemsize, B, out.data_ptr())
     for found in _divided(task, T, lengths.numel() * lengths.itemsize):
         if found < 0:
@@ -154,16 +181,16 @@ def segment_sum(offsets: Tensor, values: Tensor, each: int) -> Tensor | None:
     if compiled is None or values.dtype not in KINDS:
         return None
     offsets, values = offsets.contiguous(), values.contiguous()
-    S, N = offsets.shape[0] - 1, values.shape[0]
+    S = offsets.numel() - 1
     if values.dim() == 1:
-        out, columns = values.new_empty(S), 1
+        N, out, columns = values.numel(), values.new_empty(S), 1
     else:
-        out, columns = values.new_empty(S, *values.shape[1:]), prod(values.shape[1:])
+        N, out, columns = values.shape[0], values.new_empty(S, *values.shape[1:]), prod(values.shape[1:])
     where = (
         offsets.data_ptr(), offsets.itemsize, each, N // each, values.data_ptr(), KINDS[values.dtype], out.data_ptr(),
         columns,
     )  # fmt: skip
-    if (nbytes := values.numel() * values.itemsize) <= _ALONE:
+    if (nbytes := N * columns * values.itemsize) <= _ALONE:
         bad = compiled.segment_sum(*where, 0, S)
     else:
         bad = min(_divided(partial(compiled.segment_sum, *where), S, nbytes), default=0)
@@ -197,7 +224,7 @@ def expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, total
     order, begins, ends = permute.contiguous(), input_offsets.contiguous(), output_offsets.contiguous()
     out = order.new_empty(total)
     found = compiled.expand(
-        order.data_ptr(), order.itemsize, order.shape[0], begins.data_ptr(), begins.shape[0] - 1, ends.data_ptr(),
+        order.data_ptr(), order.itemsize, order.numel(), begins.data_ptr(), begins.numel() - 1, ends.data_ptr(),
         out.data_ptr(), total,
     )  # fmt: skip
     if found < 0:
@@ -233,10 +260,11 @@ def complete_cumsum(lengths: Tensor) -> Tensor | None:
     if compiled is None:
         return None
     lengths = lengths.contiguous()
-    n = lengths.shape[-1]
     if lengths.dim() == 1:
-        rows, out = 1, lengths.new_empty(n + 1)
+        rows, n = 1, lengths.numel()
+        out = lengths.new_empty(n + 1)
     else:
+        n = lengths.shape[-1]
         rows, out = prod(lengths.shape[:-1]), lengths.new_empty(*lengths.shape[:-1], n + 1)
     compiled.cumsum(lengths.data_ptr(), lengths.itemsize, rows, n, out.data_ptr())
     return out
@@ -249,7 +277,7 @@ def places(offsets: Tensor, size: int) -> Tensor | None:
         return None
     offsets = offsets.contiguous()
     out = offsets.new_empty(size)
-    found = compiled.places(offsets.data_ptr(), offsets.itemsize, offsets.shape[0], out.data_ptr(), size)
+    found = compiled.places(offsets.data_ptr(), offsets.itemsize, offsets.numel(), out.data_ptr(), size)
     if found < 0:
         check_begins(offsets, size)
     return out
@@ -262,7 +290,7 @@ def invert_permute(permute: Tensor) -> Tensor | None:
         return None
     permute = permute.contiguous()
     out = torch.empty_like(permute)
-    found = compiled.invert(permute.data_ptr(), permute.itemsize, permute.shape[0], out.data_ptr())
+    found = compiled.invert(permute.data_ptr(), permute.itemsize, permute.numel(), out.data_ptr())
     if found < 0:
         check_order(permute, permute.shape[0])
         raise ValueError(f"permute has {int(permute[-found - 1])} twice, it is no permutation")

@@ -26,6 +26,8 @@ _carray: Any = numba.carray
 
 # bytes that are copied at once, and up to which that is faster than a call of memcpy
 _CHUNK, _FEW = 64, 512
+# numbers from which a loop over all of them is as wide as registers are
+_MANY = 32
 # segments whose memory is asked for before they are needed
 _AHEAD = 16
 
@@ -91,6 +93,11 @@ def _i8(address: int, n: int) -> Any:
 @_compiled(inline=True)
 def _i4(address: int, n: int) -> Any:
     return _carray(_pointer(address), (n,), np.int32)
+
+
+@_compiled(inline=True)
+def _f4(address: int, n: int) -> Any:
+    return _carray(_pointer(address), (n,), np.float32)
 
 
 @_compiled()
@@ -209,6 +216,78 @@ def move(room: int, S: int, source: int, values: int, out: int, item: int, lo: i
             _memcpy(to, to + ahead, left)
 
 
+@_compiled(inline=True)
+def _copy(to: int, source: int, left: int, last_to: int, last_from: int) -> None:
+    """`left` bytes, by chunks while no chunk begins behind the last places: the first one even where nothing is left.
+
+    What is too much the next segment overwrites: that costs less than a branch on the length.
+    """
+    if to <= last_to and source <= last_from:
+        _memcpy(to, source, _CHUNK)
+        if left <= _CHUNK:
+            return
+        to, source, left = to + _CHUNK, source + _CHUNK, left - _CHUNK
+        if left <= _FEW:
+            while left > 0 and to <= last_to and source <= last_from:
+                _memcpy(to, source, _CHUNK)
+                to, source, left = to + _CHUNK, source + _CHUNK, left - _CHUNK
+    if left > 0:
+        _memcpy(to, source, left)
+
+
+@_compiled()
+def _reorder(order: Any, sizes: Any, moved: Any, values: int, source: int, item: int, out: int, source2: int, item2: int, out2: int) -> Any:  # fmt: skip  # noqa: E501
+    S, T = order.shape[0], sizes.shape[0]
+    begins = np.empty(T + 1, np.int64)
+    begin, beyond = np.int64(0), np.int64(0)
+    for t in range(T):
+        size = np.int64(sizes[t])
+        begins[t] = begin
+        begin += size
+        # sums that pass 2**63 come back too small, or negative
+        beyond |= size | (values - begin)
+    begins[T] = begin
+    for s in range(S):
+        beyond |= np.int64(order[s]) | (T - 1 - np.int64(order[s]))
+    if beyond < 0 or begin != values:
+        return -1
+    last_to, last_from = out + values * item - _CHUNK, source + values * item - _CHUNK
+    last_to2, last_from2 = out2 + values * item2 - _CHUNK, source2 + values * item2 - _CHUNK
+    place = np.int64(0)
+    for s in range(S):
+        p, ahead = np.uint64(order[s]), begins[np.uint64(order[min(s + _AHEAD, S - 1)])]
+        _prefetch(source + ahead * item)
+        begin = begins[p]
+        size = begins[p + np.uint64(1)] - begin
+        if size > values - place:
+            # more than there is room for: repeats
+            return -1
+        moved[s] = size
+        _copy(out + place * item, source + begin * item, size * item, last_to, last_from)
+        if item2:
+            _copy(out2 + place * item2, source2 + begin * item2, size * item2, last_to2, last_from2)
+        place += size
+    return place
+
+
+@_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64))
+def reorder(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int, moved: int, values: int, source: int, item: int, out: int, source2: int, item2: int, out2: int) -> Any:  # fmt: skip  # noqa: E501
+    """Plan and move in one: segments order [S] of sizes [T] of `values` values come to out, their sizes to `moved` [S].
+
+    Source and out have `item` bytes a value and room for `values`, and so have source2 and out2, unless item2 is 0.
+    Returns how many values came, or -1 where something is wrong or they are more than there is room for.
+    """
+    if order_item == 8:
+        if size_item == 8:
+            return _reorder(
+                _i8(order, S), _i8(sizes, T), _i8(moved, S), values, source, item, out, source2, item2, out2
+            )
+        return _reorder(_i8(order, S), _i4(sizes, T), _i4(moved, S), values, source, item, out, source2, item2, out2)
+    if size_item == 8:
+        return _reorder(_i4(order, S), _i8(sizes, T), _i8(moved, S), values, source, item, out, source2, item2, out2)
+    return _reorder(_i4(order, S), _i4(sizes, T), _i4(moved, S), values, source, item, out, source2, item2, out2)
+
+
 @_compiled()
 def _collect(starts: Any, outs: Any, grad: int, out: int, item: int, D: int, kind: Any, lo: int, hi: int) -> None:
     target = _carray(_pointer(out + lo * D * item), ((hi - lo) * D,), kind)
@@ -237,12 +316,12 @@ def collect(room: int, S: int, grad: int, out: int, values: int, D: int, kind: i
 
 @_compiled(inline=True)
 def _count_up(out: int, item: int, kind: Any, begin: int, end: int, last: int, first: int) -> None:
-    """Elements begin ... end - 1 are first, first + 1, ...: eight at a time, the next call overwrites what is too much.
+    """Elements begin ... end - 1 are first, first + 1, ...: a few eight at a time, the next call overwrites too many.
 
     None from `last` on is written.
     """
     i = begin
-    while i < end and i + 8 <= last:
+    while i < end and i + 8 <= last and end - begin <= _MANY:
         eight = _carray(_pointer(out + i * item), (8,), kind)
         for j in range(8):
             eight[j] = first + (i - begin) + j
@@ -308,15 +387,24 @@ def _invert(order: Any, out: Any) -> Any:
         out[i] = -1
     for i in range(n):
         p = order[i]
-        if p < 0 or p >= n or out[p] >= 0:
+        if p < 0 or p >= n:
             return -i - 1
         out[p] = i
+    # n entries leave no place out unless one of them is there twice
+    left = out.dtype.type(0)
+    for i in range(n):
+        left |= out[i]
+    if left < 0:
+        for i in range(n):
+            if out[order[i]] != i:
+                # a later entry is the same
+                return -i - 1
     return 0
 
 
 @_compiled(int64(int64, int64, int64, int64))
 def invert(order: int, item: int, n: int, out: int) -> Any:
-    """Inverse of a permutation: 0, or -1 - i where order[i] is out of range or was there before."""
+    """Inverse of a permutation: 0, or -1 - i where order[i] is out of range or comes again."""
     if item == 8:
         return _invert(_i8(order, n), _i8(out, n))
     return _invert(_i4(order, n), _i4(out, n))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import cpu_segments
 from ._op import INTERPRETED, direct, gather_tile, register, register_autograd, runs_kernel, tl, triton
 from .features import feature_of_position, row_alignment
 from .sequence import _gather_kernel
@@ -93,6 +94,10 @@ def jagged_index_select(
     check_values("values", values)
     check_integers("lengths", lengths, values)
     check_integers("indices", indices, values)
+    if direct(values, lengths, indices):
+        moved = _moved(values, lengths, indices, selected_lengths_sum)
+        if moved is not None:
+            return moved
     if is_plain(values, lengths, indices):
         with torch.no_grad():
             bags, ends = lengths.shape[0], lengths.cumsum(0)
@@ -105,6 +110,18 @@ def jagged_index_select(
         values, None, offsets_of(lengths), indices, lengths.shape[0], lengths.dtype, selected_lengths_sum
     )
     return selected, chosen
+
+
+def _moved(values: Tensor, lengths: Tensor, indices: Tensor, total: int | None) -> tuple[Tensor, Tensor] | None:
+    """The selection as a move of segments; None without numba, and where something is wrong: torch's path says what."""
+    chosen = lengths.new_empty(indices.numel())
+    try:
+        plan = cpu_segments.plan_of(indices, lengths, values.shape[0], chosen)
+    except (IndexError, ValueError):
+        return None
+    if plan is None or total not in (None, plan.total):
+        return None
+    return cpu_segments.moved_by(plan, values), chosen
 
 
 def check_values(name: str, values: Tensor) -> None:

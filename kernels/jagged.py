@@ -120,21 +120,24 @@ def invert_permute(permute: Tensor) -> Tensor:
     """
     check_index("permute", permute, 1)
     if direct(permute):
-        return _invert_permute(permute)
+        return _invert_cpu(permute)
     return torch.ops.shardwise.invert_permute(permute)  # type: ignore[no-any-return]
 
 
 def _invert_permute(permute: Tensor) -> Tensor:
-    n = permute.shape[0]
     if runs_kernel(permute):
+        n = permute.shape[0]
         out = torch.full_like(permute, -1, memory_format=torch.contiguous_format)
         if n:
             _invert_kernel[(triton.cdiv(n, _BLOCK),)](permute.contiguous(), out, n, _BLOCK)
         return out
-    if permute.is_cuda:
-        return invert_permute_ref(permute)
+    return invert_permute_ref(permute) if permute.is_cuda else _invert_cpu(permute)
+
+
+def _invert_cpu(permute: Tensor) -> Tensor:
     found = cpu_segments.invert_permute(permute)
     if found is None:
+        n = permute.shape[0]
         cpu_segments.check_order(permute, n)
         found = torch.full_like(permute, -1)
         found.scatter_(0, permute.long(), torch.arange(n, dtype=permute.dtype))
@@ -214,14 +217,14 @@ def segment_sum(offsets: Tensor, values: Tensor, *, batch_size: int = 1) -> Tens
         TypeError: offsets are neither int32 nor int64.
     """
     check_index("offsets", offsets, 1)
-    if offsets.shape[0] == 0:
+    if offsets.numel() == 0:
         raise ValueError("offsets must have at least one entry, got none")
     if batch_size < 1:
         raise ValueError(f"batch_size must be positive, got {batch_size}")
     if values.dim() == 0:
         raise ValueError("values must have a first dimension, got shape []")
     if direct(offsets, values):
-        return _segment_sum(offsets, values, batch_size)
+        return _sum_cpu(offsets, values, batch_size)
     return torch.ops.shardwise.segment_sum(offsets, values, batch_size)  # type: ignore[no-any-return]
 
 

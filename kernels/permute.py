@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_segments
-from ._op import INTERPRETED, register, runs_kernel
+from ._op import INTERPRETED, direct, register, runs_kernel
 from .segments import INDEX_DTYPES, bad_index, eager, locate, move_by, positions_of, positions_ref
 
 # values a segment from which one copy for each segment beats one index for each value
@@ -45,6 +45,10 @@ def permute_1d(
         TypeError: permute or lengths are neither int32 nor int64, or values are complex.
     """
     _check(permute, lengths, 1, values, weights)
+    if direct(permute, lengths, values, weights):
+        found = cpu_segments.reordered(permute, lengths, values, weights)
+        if found is not None and permuted_lengths_sum in (None, values.shape[0]):
+            return found
     if not eager(permute, lengths, values, weights):
         return _on_device(permute, lengths, lengths, values, weights, permuted_lengths_sum)
     moved = lengths.new_empty(permute.shape[0])
@@ -151,20 +155,22 @@ def expand_into_jagged_permute(
         ValueError: shapes do not fit; on the CPU, output_offsets decrease or do not go from 0 to output_size.
         TypeError: dtypes differ or are neither int32 nor int64.
     """
+    dtype = permute.dtype
     for name, tensor in (("permute", permute), ("input_offsets", input_offsets), ("output_offsets", output_offsets)):
-        if tensor.dtype not in INDEX_DTYPES or tensor.dtype != permute.dtype:
+        if tensor.dtype != dtype or dtype not in INDEX_DTYPES:
             raise TypeError(f"{name} must be int32 or int64 as permute is ({permute.dtype}), got {tensor.dtype}")
         if tensor.dim() != 1:
             raise ValueError(f"{name} must be 1-D, got shape {list(tensor.shape)}")
-    if output_offsets.shape[0] != permute.shape[0] + 1:
+    # 1-D tensors say their number of elements much sooner than their shape
+    if output_offsets.numel() != permute.numel() + 1:
         raise ValueError(
             f"output_offsets must have one entry more than permute has, {permute.shape[0] + 1}, "
             f"got {output_offsets.shape[0]}"
         )
-    if input_offsets.shape[0] < 1:
+    if input_offsets.numel() < 1:
         raise ValueError("input_offsets must have an entry more than there are segments, got none")
-    if eager(permute, input_offsets, output_offsets):
-        return _expand(permute, input_offsets, output_offsets, output_size)
+    if direct(permute, input_offsets, output_offsets):
+        return _expand_cpu(permute, input_offsets, output_offsets, output_size)
     return torch.ops.shardwise.expand_into_jagged_permute(  # type: ignore[no-any-return]
         permute, input_offsets, output_offsets, output_size
     )
@@ -184,8 +190,11 @@ def _expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, outp
         return locate(
             "source", output_offsets, output_size, permute.dtype, 1, permute, input_offsets, everything
         )  # fmt: skip
-    if permute.is_cuda:
-        return expand_into_jagged_permute_ref(permute, input_offsets, output_offsets, output_size)
+    expand = expand_into_jagged_permute_ref if permute.is_cuda else _expand_cpu
+    return expand(permute, input_offsets, output_offsets, output_size)
+
+
+def _expand_cpu(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, output_size: int) -> Tensor:
     found = cpu_segments.expand(permute, input_offsets, output_offsets, output_size)
     if found is not None:
         return found
@@ -215,7 +224,7 @@ def _check(permute: Tensor, lengths: Tensor, dims: int, values: Tensor, weights:
             raise _bad_values("weights", weights)
         if weights.shape[0] != values.shape[0]:
             raise ValueError(f"weights has {weights.shape[0]} entries, values has {values.shape[0]}")
-    if lengths.shape[0] == 0 and permute.shape[0]:
+    if permute.numel() and lengths.shape[0] == 0:
         raise IndexError(f"permute has {permute.shape[0]} entries, there are 0 segments")
 
 

@@ -93,14 +93,13 @@ def batched_unary_embeddings(weight: Tensor, table_offsets: Tensor, offsets: Ten
         IndexError: on the CPU, an id outside its table; elsewhere it counts as 0.
     """
     op = "batched_unary_embeddings"
-    if weight.dim() not in (2, 3) or (weight.dim() == 3 and weight.shape[2] != 1):
+    if (dims := weight.dim()) != 2 and (dims != 3 or weight.shape[2] != 1):
         raise ValueError(f"{op}: weight must be [tasks, rows, 1], got shape {list(weight.shape)}")
     if weight.dtype not in FLOATS:
         raise TypeError(f"{op}: weight must be float32, float16, bfloat16 or float64, got {weight.dtype}")
-    check_offsets(op, offsets, weight, like="weight")
-    check_offsets(op, table_offsets, weight, like="weight", name="table_offsets")
-    check_offsets(op, ids, weight, like="weight", name="ids", least=0)
-    tables, bags = table_offsets.shape[0] - 1, offsets.shape[0] - 1
+    for name, tensor, least in (("offsets", offsets, 1), ("table_offsets", table_offsets, 1), ("ids", ids, 0)):
+        check_offsets(op, tensor, weight, like="weight", name=name, least=least)
+    tables, bags = table_offsets.numel() - 1, offsets.numel() - 1
     if bags % tables if tables else bags:
         raise ValueError(f"{op}: {bags + 1} offsets do not divide among {tables} tables: expected T*B + 1")
     if direct(weight, table_offsets, offsets, ids):
@@ -111,9 +110,9 @@ def batched_unary_embeddings(weight: Tensor, table_offsets: Tensor, offsets: Ten
 
 
 def _lookup(weight: Tensor, table_offsets: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-    matrix = weight.reshape(weight.shape[:2])
     if not (adds_in_fp32(weight) and runs_kernel(weight)):
-        return unary_lookup_cpu(matrix, table_offsets, offsets, ids)
+        return unary_lookup_cpu(weight, table_offsets, offsets, ids)
+    matrix = weight.reshape(weight.shape[:2])
     (tasks, total), tables, bags = matrix.shape, table_offsets.shape[0] - 1, offsets.shape[0] - 1
     out = weight.new_empty(tasks, bags // max(tables, 1), tables)
     if out.numel() == 0:
