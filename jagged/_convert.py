@@ -45,15 +45,16 @@ def from_lists(
     if not keys:
         # of which nobody can say whether they are weighted
         weights = weights or None
+    flat: Tensor | None = None
     if weights is not None:
         _check_weights(keys, sizes, weights)
-        flat = torch.tensor(list(chain.from_iterable(chain.from_iterable(weights[key] for key in keys))))
-        flat = flat.to(torch.float32)
+        numbers = list(chain.from_iterable(chain.from_iterable(weights[key] for key in keys)))
+        flat = torch.tensor(numbers, dtype=torch.float32, device=device)
     per_key = [len(bags) for bags in sizes]
     return KeyedJaggedTensor(
         keys,
         torch.tensor(ids, dtype=dtype, device=device),
-        None if weights is None else flat.to(device),
+        flat,
         torch.tensor(list(chain.from_iterable(sizes)), dtype=torch.int64, device=device),
         stride=0 if not keys else None,
         stride_per_key=per_key if len(set(per_key)) > 1 else None,

@@ -30,7 +30,7 @@ def like(
     strides: Strides,
     values: Tensor,
     weights: Tensor | None,
-    lengths: Tensor,
+    lengths: Tensor | None,
     length_per_key: list[int] | None,
     checked: bool,
     inverse: InverseIndices | None,

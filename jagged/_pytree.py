@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx._pytree import register_pytree_flatten_spec
-from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from ._pieces import like
 from ._strides import Columns, Keys, Strides, keys_of
@@ -112,9 +112,10 @@ def register() -> None:
 
 
 def _register(cls: Any, flatten: Any, unflatten: Any, fields: Sequence[str], dump: Any, load: Any) -> None:
-    def with_keys(tree: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
+    def with_keys(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
         leaves, context = flatten(tree)
-        return [(GetAttrKey(field), leaf) for field, leaf in zip(fields, leaves, strict=True)], context
+        named: list[tuple[Any, Any]] = [(GetAttrKey(f), leaf) for f, leaf in zip(fields, leaves, strict=True)]
+        return named, context
 
     register_pytree_node(
         cls,

@@ -5,36 +5,22 @@ Results do not depend on the number of threads. Letters as in bucketize.py, uniq
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import warnings
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import numba_loops
 from .cpu_compiled import run
 
 # ids that one thread moves before another can have been woken
 _ALONE = 1 << 15
 
 
-@cache
-def loops() -> Any:
-    """The compiled loops; None where numba is missing or does not work: then everything runs on the torch path."""
-    if importlib.util.find_spec("numba") is None:
-        return None
-    try:
-        with warnings.catch_warnings():
-            # numba speaks of caches and of its own deprecations
-            warnings.simplefilter("ignore")
-            return importlib.import_module(".cpu_buckets_loops", __package__)
-    except Exception as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        warnings.warn(f"shardwise: numba does not work here, bucketing runs on torch: {line}", stacklevel=2)
-        return None
+# the compiled loops; None where numba is missing or does not work
+loops = partial(numba_loops.loops, "cpu_buckets_loops")
 
 
 def parts_of(ids: int, most: int) -> int:

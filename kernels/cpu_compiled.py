@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import numba_loops
 from .features import Segment
 from .rule import Rule
 from .transpose import CHUNK
@@ -32,19 +33,8 @@ _ELEMENTS_AN_ID = 16
 _LONG = 1 << 13
 
 
-@cache
-def _loops() -> Any:
-    """The compiled loops; None where numba is missing or does not work: then everything runs on the torch path."""
-    if importlib.util.find_spec("numba") is None:
-        return None
-    try:
-        with warnings.catch_warnings():
-            # numba speaks of caches and of its own deprecations
-            warnings.simplefilter("ignore")
-            return importlib.import_module(".cpu_loops", __package__)
-    except Exception as error:
-        warnings.warn(f"shardwise: numba does not work here, updates run on torch: {_line(error)}", stacklevel=2)
-        return None
+# the compiled loops; None where numba is missing or does not work
+_loops = partial(numba_loops.loops, "cpu_loops")
 
 
 @cache
@@ -57,14 +47,11 @@ def _update_loop(rule: Rule) -> Callable[..., int] | None:
         return found
     except Exception as error:
         warnings.warn(
-            f"shardwise: numba does not compile the optimizer rule {rule.name!r}, it runs on torch: {_line(error)}",
+            f"shardwise: numba does not compile the optimizer rule {rule.name!r}, it runs on torch:"
+            f" {numba_loops.line(error)}",
             stacklevel=2,
         )
         return None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def update(

@@ -4,12 +4,9 @@ it is missing, by few torch ops. Letters and shapes as in padded.py; unlike ther
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
-import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -17,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from . import numba_loops
 from .cpu_compiled import run
 from .huge_pages import REUSED_BYTES, in_huge_pages
 
@@ -28,20 +26,8 @@ _KINDS = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 _MULTIPLY, _ADD, _ADD_TO_DENSE = 0, 1, 2
 
 
-@cache
-def _loops() -> Any:
-    """The compiled loops; None where numba is missing or does not work: then everything runs on torch."""
-    if importlib.util.find_spec("numba") is None:
-        return None
-    try:
-        with warnings.catch_warnings():
-            # numba speaks of caches and of its own deprecations
-            warnings.simplefilter("ignore")
-            return importlib.import_module(".cpu_padded_loops", __package__)
-    except Exception as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        warnings.warn(f"shardwise: numba does not work here, padded tensors run on torch: {line}", stacklevel=2)
-        return None
+# the compiled loops; None where numba is missing or does not work
+_loops = partial(numba_loops.loops, "cpu_padded_loops")
 
 
 def to_padded(values: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[int], padding_value: float) -> Tensor:

@@ -10,7 +10,6 @@ it. Loops release the GIL and never raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -19,6 +18,8 @@ from numba import int64
 from numba.core import cgutils
 from numba.core import types as numba_types
 from numba.extending import intrinsic
+
+from .numba_parts import compiled, memcpy, pointer
 
 # to type checkers this is a function of fewer arguments, and types without voidptr
 _intrinsic: Any = intrinsic
@@ -30,41 +31,6 @@ _CHUNK, _FEW = 64, 1024
 
 FLOAT32, FLOAT64, INT32, INT64 = 0, 1, 2, 3
 MULTIPLY, ADD, ADD_TO_DENSE = 0, 1, 2
-
-
-def _compiled(*signature: Any, inline: bool = False) -> Callable[[Any], Any]:
-    """numba.njit without the GIL; with a signature compiled at once and kept on disk where that can be written."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-
-    def decorate(function: Any) -> Any:
-        if not signature:
-            return numba.njit(forceinline=inline, **options)(function)
-        try:
-            return numba.njit(*signature, cache=True, **options)(function)
-        except RuntimeError:
-            # no place to keep it: neither beside this file nor in the home of the user can anything be written
-            return numba.njit(*signature, **options)(function)
-
-    return decorate
-
-
-@_intrinsic
-def _pointer(typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
-
-
-@_intrinsic
-def _memcpy(typing: Any, to: Any, source: Any, nbytes: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = cgutils.ir.IntType(8).as_pointer()
-        to, source = (builder.inttoptr(arg, byte) for arg in args[:2])
-        cgutils.raw_memcpy(builder, to, source, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @_intrinsic
@@ -83,28 +49,28 @@ def _store_chunk(typing: Any, to: Any, pattern: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@_compiled(inline=True)
+@compiled(inline=True)
 def _at(offsets: int, of: int, i: int) -> Any:
     if of == 8:
-        return _carray(_pointer(offsets + 8 * i), (1,), np.int64)[0]
-    return np.int64(_carray(_pointer(offsets + 4 * i), (1,), np.int32)[0])
+        return _carray(pointer(offsets + 8 * i), (1,), np.int64)[0]
+    return np.int64(_carray(pointer(offsets + 4 * i), (1,), np.int32)[0])
 
 
-@_compiled(inline=True)
+@compiled(inline=True)
 def _copy(to: int, source: int, nbytes: int, last_to: int, last_source: int) -> None:
     """Bytes, and up to a chunk too many: what follows is written later. Nothing is touched a chunk past the lasts."""
     if nbytes <= _FEW:
         # a chunk too long costs less than a branch on its length
         while nbytes > 0 and to <= last_to and source <= last_source:
-            _memcpy(to, source, _CHUNK)
+            memcpy(to, source, _CHUNK)
             to += _CHUNK
             source += _CHUNK
             nbytes -= _CHUNK
     if nbytes > 0:
-        _memcpy(to, source, nbytes)
+        memcpy(to, source, nbytes)
 
 
-@_compiled(inline=True)
+@compiled(inline=True)
 def _fill(to: int, nbytes: int, pattern: int, last_to: int) -> None:
     """The pattern over and over; up to a chunk too many as in `_copy`."""
     while nbytes > 0 and to <= last_to:
@@ -116,12 +82,12 @@ def _fill(to: int, nbytes: int, pattern: int, last_to: int) -> None:
         while to + _CHUNK <= end:
             _store_chunk(to, pattern)
             to += _CHUNK
-        rest = _carray(_pointer(to), (end - to,), np.uint8)
+        rest = _carray(pointer(to), (end - to,), np.uint8)
         for i in range(end - to):
             rest[i] = np.uint8((pattern >> (8 * (i & 7))) & 255)
 
 
-@_compiled(int64(int64, int64, int64, int64))
+@compiled(int64(int64, int64, int64, int64))
 def ordered(ends: int, of: int, bags: int, most: int) -> Any:
     """Whether offsets [bags + 1] begin at 0, do not fall and end at `most` or before: 1 or 0."""
     last = _at(ends, of, 0)
@@ -135,16 +101,16 @@ def ordered(ends: int, of: int, bags: int, most: int) -> Any:
     return 1 if wrong >= 0 and _at(ends, of, 0) == 0 and last <= most else 0
 
 
-@_compiled(int64(int64, int64, int64))
+@compiled(int64(int64, int64, int64))
 def entry(offsets: int, of: int, i: int) -> Any:
     """offsets[i]."""
     return _at(offsets, of, i)
 
 
-@_compiled(int64(int64, int64, int64, int64, int64))
+@compiled(int64(int64, int64, int64, int64, int64))
 def offsets_of(lengths: int, of: int, bags: int, total: int, out: int) -> Any:
     """Offsets [bags + 1] int64 of lengths: 1, or 0 where one is negative or they do not add up to `total`."""
-    ends = _carray(_pointer(out), (bags + 1,), np.int64)
+    ends = _carray(pointer(out), (bags + 1,), np.int64)
     end, wrong = np.int64(0), np.int64(0)
     ends[0] = 0
     for i in range(bags):
@@ -158,12 +124,12 @@ def offsets_of(lengths: int, of: int, bags: int, total: int, out: int) -> Any:
     return 1 if end == total else 0
 
 
-@_compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64))
+@compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64))
 def descend(begins: int, stops: int, parents: int, columns: int, ends: int, of: int, child: int, stop: int) -> None:
     """First thing of each of the parents' `columns` bags at `child`, the end of its things at `stop`: 0 for none."""
-    first, last = _carray(_pointer(begins), (parents,), np.int64), _carray(_pointer(stops), (parents,), np.int64)
-    low = _carray(_pointer(child), (parents * columns,), np.int64)
-    high = _carray(_pointer(stop), (parents * columns,), np.int64)
+    first, last = _carray(pointer(begins), (parents,), np.int64), _carray(pointer(stops), (parents,), np.int64)
+    low = _carray(pointer(child), (parents * columns,), np.int64)
+    high = _carray(pointer(stop), (parents * columns,), np.int64)
     for p in range(parents):
         for column in range(columns):
             here = first[p] + column < last[p]
@@ -171,7 +137,7 @@ def descend(begins: int, stops: int, parents: int, columns: int, ends: int, of: 
             high[p * columns + column] = _at(ends, of, first[p] + column + 1) if here else 0
 
 
-@_compiled(int64(*[int64] * 14))
+@compiled(int64(*[int64] * 14))
 def to_padded(values: int, total: int, item: int, out: int, fill: int, ends: int, of: int, begins: int, stops: int, columns: int, most: int, parents: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
     """Write leaves of the dense `out`: values, and then `fill`, a pattern of eight bytes."""
     if low == 0 and _at(ends, of, 0) != 0:
@@ -198,7 +164,7 @@ def to_padded(values: int, total: int, item: int, out: int, fill: int, ends: int
     return -1
 
 
-@_compiled(inline=True)
+@compiled(inline=True)
 def _value_ends(ends: int, of: int, begins: int, stops: int, parents: int, p: int) -> Any:
     """Where the values of parent p begin."""
     if begins == 0:
@@ -208,7 +174,7 @@ def _value_ends(ends: int, of: int, begins: int, stops: int, parents: int, p: in
     return _at(ends, of, _at(stops, 8, parents - 1)) if parents else int64(0)
 
 
-@_compiled(int64(*[int64] * 14))
+@compiled(int64(*[int64] * 14))
 def to_jagged(dense: int, total: int, item: int, out: int, every: int, ends: int, of: int, begins: int, stops: int, columns: int, most: int, parents: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
     """Write the values `out` of leaves: what the dense holds for them, 0 for what it does not hold.
 
@@ -250,15 +216,15 @@ def to_jagged(dense: int, total: int, item: int, out: int, every: int, ends: int
     return -1
 
 
-@_compiled(inline=True)
+@compiled(inline=True)
 def _add_zero(x: int, z: int, n: int, kind: Any) -> None:
     """z = 0 + x, which is not x where that is -0."""
-    left, right = _carray(_pointer(z), (n,), kind), _carray(_pointer(x), (n,), kind)
+    left, right = _carray(pointer(z), (n,), kind), _carray(pointer(x), (n,), kind)
     for i in range(n):
         left[i] = kind(0) + right[i]
 
 
-@_compiled()
+@compiled()
 def _calculate(dense: int, values: int, total: int, width: int, size: int, kind: Any, out: int, how: int, every: int, ends: int, of: int, begins: int, stops: int, columns: int, most: int, parents: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
     if low == 0 and _at(ends, of, 0) != 0:
         return 0
@@ -276,15 +242,15 @@ def _calculate(dense: int, values: int, total: int, width: int, size: int, kind:
                 return bag
             n = min(end - begin, most) * width
             # arrays that begin where a loop does: no index may be negative, so none is looked at
-            x = _carray(_pointer(dense + at * size), (n,), kind)
-            y = _carray(_pointer(values + begin * item), (n,), kind)
+            x = _carray(pointer(dense + at * size), (n,), kind)
+            y = _carray(pointer(values + begin * item), (n,), kind)
             if how == ADD_TO_DENSE:
-                z = _carray(_pointer(out + at * size), (n,), kind)
+                z = _carray(pointer(out + at * size), (n,), kind)
                 for i in range(n):
                     z[i] = y[i] + x[i]
                 _add_zero(dense + (at + n) * size, out + (at + n) * size, leaf - n, kind)
             else:
-                z = _carray(_pointer(out + begin * item), (n,), kind)
+                z = _carray(pointer(out + begin * item), (n,), kind)
                 if how == ADD:
                     for i in range(n):
                         z[i] = x[i] + y[i]
@@ -307,17 +273,17 @@ def _calculate(dense: int, values: int, total: int, width: int, size: int, kind:
     return -1
 
 
-@_compiled(inline=True)
+@compiled(inline=True)
 def _leave(out: int, values: int, at: int, nbytes: int, how: int) -> None:
     """What the dense has no place for: values of a sum, 0 of a product."""
     if nbytes > 0:
         if how == ADD:
-            _memcpy(out + at, values + at, nbytes)
+            memcpy(out + at, values + at, nbytes)
         else:
             _fill(out + at, nbytes, 0, int64(-1))
 
 
-@_compiled(int64(*[int64] * 17))
+@compiled(int64(*[int64] * 17))
 def calculate(dense: int, values: int, total: int, width: int, kind: int, out: int, how: int, every: int, ends: int, of: int, begins: int, stops: int, columns: int, most: int, parents: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
     """The values of leaves, `width` elements each, times or plus what the dense holds for them; or the dense plus them.
 

@@ -6,11 +6,8 @@ before they follow them.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +15,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from . import numba_loops
 from .cpu_bmm import blocks_of, leave_padding, lengths_of, padded_rows, rows_beyond
 from .cpu_compiled import run
 from .jagged_rows import accumulator, limit_of, require_offsets
@@ -26,20 +24,8 @@ from .jagged_rows import accumulator, limit_of, require_offsets
 _ALONE = 1 << 16
 
 
-@cache
-def _loops() -> Any:
-    """The compiled loops; None where numba is missing or does not work: then everything runs on the torch path."""
-    if importlib.util.find_spec("numba") is None:
-        return None
-    try:
-        with warnings.catch_warnings():
-            # numba speaks of caches and of its own deprecations
-            warnings.simplefilter("ignore")
-            return importlib.import_module(".cpu_rows_loops", __package__)
-    except Exception as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        warnings.warn(f"shardwise: numba does not work here, ops on bags of rows run on torch: {line}", stacklevel=2)
-        return None
+# the compiled loops; None where numba is missing or does not work
+_loops = partial(numba_loops.loops, "cpu_rows_loops")
 
 
 def softmax_cpu(values: Tensor, offsets: Tensor, max_length: int | None) -> Tensor:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, uint64
 
-from .cpu_loops import F1, I1, compiled
-from .cpu_segments_loops import _f4, _i8
+from .numba_parts import compiled, f4, i8
+
+F1, I1 = float32[::1], int64[::1]
 
 _F: Any = float32
 LOG2_E = _F(1.4426950408889634)
@@ -25,7 +26,7 @@ ROUND = _F(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to an inte
 INFINITE = _F(np.inf)
 
 
-@compiled()
+@compiled(inline=True)
 def _exp(x: Any) -> Any:
     """exp of x <= 0, to 2 units in the last place; 0 below the smallest normal number; of NaN NaN.
 
@@ -48,7 +49,7 @@ def _exp(x: Any) -> Any:
     return x if x != x else y
 
 
-@compiled()
+@compiled(inline=True)
 def _in_order(O: Any, low: int, high: int, rows: int) -> Any:
     """-1, or the first bag of these that does not lie within the rows."""
     for b in range(low, high):
@@ -195,7 +196,7 @@ def vector_product_by_vectors(
     return -1
 
 
-@compiled()
+@compiled(inline=True)
 def _first_bad(TO: Any, O: Any, I: Any, S: int, B: int, t: int) -> Any:
     """-1, or 0 where table t, its bags or one of its ids lie outside of what they name."""
     if (t == 0 and O[0] != 0) or TO[t] < 0 or TO[t + 1] < TO[t] or TO[t + 1] > S:
@@ -212,8 +213,8 @@ def _first_bad(TO: Any, O: Any, I: Any, S: int, B: int, t: int) -> Any:
 @compiled(int64(*[int64] * 12))
 def unary_lookup(weight: int, tables: int, offsets: int, ids: int, out: int, T: int, N: int, tasks: int, S: int, B: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
     """Of tables [low, high); tensors as addresses, which cost a small batch less than arrays do."""
-    TO, O, I = _i8(tables, T + 1), _i8(offsets, T * B + 1), _i8(ids, N)
-    W, Y = _f4(weight, tasks * S), _f4(out, tasks * B * T)
+    TO, O, I = i8(tables, T + 1), i8(offsets, T * B + 1), i8(ids, N)
+    W, Y = f4(weight, tasks * S), f4(out, tasks * B * T)
     # what is counted without a sign is not looked at for whether it counts from the end
     step, each = uint64(S), uint64(B * T)
     for t in range(low, high):

@@ -6,18 +6,16 @@ Results do not depend on the number of threads.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import warnings
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import numba_loops
 from .cpu_compiled import run
 from .huge_pages import in_huge_pages
 
@@ -25,20 +23,8 @@ from .huge_pages import in_huge_pages
 _ALONE = 1 << 22
 
 
-@cache
-def loops() -> Any:
-    """The compiled loops; None where numba is missing or does not work: then everything runs on the torch path."""
-    if importlib.util.find_spec("numba") is None:
-        return None
-    try:
-        with warnings.catch_warnings():
-            # numba speaks of caches and of its own deprecations
-            warnings.simplefilter("ignore")
-            return importlib.import_module(".cpu_segments_loops", __package__)
-    except Exception as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        warnings.warn(f"shardwise: numba does not work here, segments move on torch: {line}", stacklevel=2)
-        return None
+# the compiled loops; None where numba is missing or does not work
+loops = partial(numba_loops.loops, "cpu_segments_loops")
 
 
 class Plan(NamedTuple):

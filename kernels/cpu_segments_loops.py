@@ -9,7 +9,6 @@ Loops release the GIL and never raise: what is wrong is returned as a negative n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -18,6 +17,8 @@ from numba import int64
 from numba.core import cgutils
 from numba.core import types as numba_types
 from numba.extending import intrinsic
+
+from .numba_parts import compiled, i4, i8, memcpy, pointer
 
 # to type checkers this is a function of fewer arguments, and types without voidptr
 _intrinsic: Any = intrinsic
@@ -36,40 +37,6 @@ FLOAT32, FLOAT64, INT64 = 0, 1, 2
 BAD_ORDER, BAD_SIZE, BAD_TOTAL = 1, 2, 3
 
 
-def _compiled(*signature: Any, inline: bool = False) -> Callable[[Any], Any]:
-    """numba.njit without the GIL; with a signature compiled at once and kept on disk where that can be written."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-
-    def decorate(function: Any) -> Any:
-        if not signature:
-            return numba.njit(forceinline=inline, **options)(function)
-        try:
-            return numba.njit(*signature, cache=True, **options)(function)
-        except RuntimeError:
-            return numba.njit(*signature, **options)(function)
-
-    return decorate
-
-
-@_intrinsic
-def _pointer(typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
-
-
-@_intrinsic
-def _memcpy(typing: Any, to: Any, source: Any, nbytes: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = cgutils.ir.IntType(8).as_pointer()
-        to, source = (builder.inttoptr(arg, byte) for arg in args[:2])
-        cgutils.raw_memcpy(builder, to, source, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
 @_intrinsic
 def _prefetch(typing: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -85,22 +52,7 @@ def _prefetch(typing: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
-@_compiled(inline=True)
-def _i8(address: int, n: int) -> Any:
-    return _carray(_pointer(address), (n,), np.int64)
-
-
-@_compiled(inline=True)
-def _i4(address: int, n: int) -> Any:
-    return _carray(_pointer(address), (n,), np.int32)
-
-
-@_compiled(inline=True)
-def _f4(address: int, n: int) -> Any:
-    return _carray(_pointer(address), (n,), np.float32)
-
-
-@_compiled()
+@compiled()
 def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: Any) -> Any:
     S, T = order.shape[0], sizes.shape[0]
     begins = np.empty(T + 1, np.int64)
@@ -132,7 +84,7 @@ def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: An
     return out
 
 
-@_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64))
+@compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64))
 def plan(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int, values: int, room: int, moved: int) -> Any:  # fmt: skip  # noqa: E501
     """Fill the plan, starts and then outs at `room`, of segments order [S] of sizes [T], and their sizes at `moved`.
 
@@ -140,18 +92,18 @@ def plan(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int
     -(4 t + BAD_SIZE) where sizes[t] is negative, -BAD_TOTAL where sizes do not add up to `values`. No sizes where
     `moved` is 0.
     """
-    starts, outs = _i8(room, S), _i8(room + 8 * S, S + 1)
+    starts, outs = i8(room, S), i8(room + 8 * S, S + 1)
     n = S if moved else 0
     if order_item == 8:
         if size_item == 8:
-            return _plan(_i8(order, S), _i8(sizes, T), values, starts, outs, _i8(moved, n))
-        return _plan(_i8(order, S), _i4(sizes, T), values, starts, outs, _i4(moved, n))
+            return _plan(i8(order, S), i8(sizes, T), values, starts, outs, i8(moved, n))
+        return _plan(i8(order, S), i4(sizes, T), values, starts, outs, i4(moved, n))
     if size_item == 8:
-        return _plan(_i4(order, S), _i8(sizes, T), values, starts, outs, _i8(moved, n))
-    return _plan(_i4(order, S), _i4(sizes, T), values, starts, outs, _i4(moved, n))
+        return _plan(i4(order, S), i8(sizes, T), values, starts, outs, i8(moved, n))
+    return _plan(i4(order, S), i4(sizes, T), values, starts, outs, i4(moved, n))
 
 
-@_compiled()
+@compiled()
 def _row_sums(lengths: Any, B: int, sums: Any, lo: int, hi: int) -> Any:
     for t in range(lo, hi):
         total, below = np.int64(0), np.int64(0)
@@ -166,15 +118,15 @@ def _row_sums(lengths: Any, B: int, sums: Any, lo: int, hi: int) -> Any:
     return 0
 
 
-@_compiled(int64(int64, int64, int64, int64, int64, int64))
+@compiled(int64(int64, int64, int64, int64, int64, int64))
 def row_sums(lengths: int, item: int, B: int, sums: int, lo: int, hi: int) -> Any:
     """Sums of rows lo ... hi - 1 of lengths [T, B]; -1 - i if length i is negative, else 0."""
     if item == 8:
-        return _row_sums(_i8(lengths, hi * B), B, _i8(sums, hi), lo, hi)
-    return _row_sums(_i4(lengths, hi * B), B, _i8(sums, hi), lo, hi)
+        return _row_sums(i8(lengths, hi * B), B, i8(sums, hi), lo, hi)
+    return _row_sums(i4(lengths, hi * B), B, i8(sums, hi), lo, hi)
 
 
-@_compiled()
+@compiled()
 def _first(outs: Any, position: int) -> Any:
     """The last segment that begins at or before `position`."""
     low, high = 0, outs.shape[0] - 1
@@ -187,10 +139,10 @@ def _first(outs: Any, position: int) -> Any:
     return low
 
 
-@_compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64))
+@compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64))
 def move(room: int, S: int, source: int, values: int, out: int, item: int, lo: int, hi: int) -> None:
     """Output positions lo ... hi - 1 of a plan at `room` by `plan`; source [values] and out have `item` bytes each."""
-    starts, outs = _i8(room, S), _i8(room + 8 * S, S + 1)
+    starts, outs = i8(room, S), i8(room + 8 * S, S + 1)
     if S == 0 or hi <= lo:
         return
     last_to, last_from = out + hi * item - _CHUNK, source + values * item - _CHUNK
@@ -209,33 +161,33 @@ def move(room: int, S: int, source: int, values: int, out: int, item: int, lo: i
         if left <= _FEW:
             # a chunk too long costs less than a branch on its length; the next segment overwrites what is too much
             while left > 0 and to <= last_to and to + ahead <= last_from:
-                _memcpy(to, to + ahead, _CHUNK)
+                memcpy(to, to + ahead, _CHUNK)
                 to += _CHUNK
                 left -= _CHUNK
         if left > 0:
-            _memcpy(to, to + ahead, left)
+            memcpy(to, to + ahead, left)
 
 
-@_compiled(inline=True)
+@compiled(inline=True)
 def _copy(to: int, source: int, left: int, last_to: int, last_from: int) -> None:
     """`left` bytes, by chunks while no chunk begins behind the last places: the first one even where nothing is left.
 
     What is too much the next segment overwrites: that costs less than a branch on the length.
     """
     if to <= last_to and source <= last_from:
-        _memcpy(to, source, _CHUNK)
+        memcpy(to, source, _CHUNK)
         if left <= _CHUNK:
             return
         to, source, left = to + _CHUNK, source + _CHUNK, left - _CHUNK
         if left <= _FEW:
             while left > 0 and to <= last_to and source <= last_from:
-                _memcpy(to, source, _CHUNK)
+                memcpy(to, source, _CHUNK)
                 to, source, left = to + _CHUNK, source + _CHUNK, left - _CHUNK
     if left > 0:
-        _memcpy(to, source, left)
+        memcpy(to, source, left)
 
 
-@_compiled()
+@compiled()
 def _reorder(order: Any, sizes: Any, moved: Any, values: int, source: int, item: int, out: int, source2: int, item2: int, out2: int) -> Any:  # fmt: skip  # noqa: E501
     S, T = order.shape[0], sizes.shape[0]
     begins = np.empty(T + 1, np.int64)
@@ -270,7 +222,7 @@ def _reorder(order: Any, sizes: Any, moved: Any, values: int, source: int, item:
     return place
 
 
-@_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64))
+@compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64))
 def reorder(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int, moved: int, values: int, source: int, item: int, out: int, source2: int, item2: int, out2: int) -> Any:  # fmt: skip  # noqa: E501
     """Plan and move in one: segments order [S] of sizes [T] of `values` values come to out, their sizes to `moved` [S].
 
@@ -279,18 +231,16 @@ def reorder(order: int, order_item: int, S: int, sizes: int, size_item: int, T: 
     """
     if order_item == 8:
         if size_item == 8:
-            return _reorder(
-                _i8(order, S), _i8(sizes, T), _i8(moved, S), values, source, item, out, source2, item2, out2
-            )
-        return _reorder(_i8(order, S), _i4(sizes, T), _i4(moved, S), values, source, item, out, source2, item2, out2)
+            return _reorder(i8(order, S), i8(sizes, T), i8(moved, S), values, source, item, out, source2, item2, out2)
+        return _reorder(i8(order, S), i4(sizes, T), i4(moved, S), values, source, item, out, source2, item2, out2)
     if size_item == 8:
-        return _reorder(_i4(order, S), _i8(sizes, T), _i8(moved, S), values, source, item, out, source2, item2, out2)
-    return _reorder(_i4(order, S), _i4(sizes, T), _i4(moved, S), values, source, item, out, source2, item2, out2)
+        return _reorder(i4(order, S), i8(sizes, T), i8(moved, S), values, source, item, out, source2, item2, out2)
+    return _reorder(i4(order, S), i4(sizes, T), i4(moved, S), values, source, item, out, source2, item2, out2)
 
 
-@_compiled()
+@compiled()
 def _collect(starts: Any, outs: Any, grad: int, out: int, item: int, D: int, kind: Any, lo: int, hi: int) -> None:
-    target = _carray(_pointer(out + lo * D * item), ((hi - lo) * D,), kind)
+    target = _carray(pointer(out + lo * D * item), ((hi - lo) * D,), kind)
     for i in range((hi - lo) * D):
         target[i] = 0
     for s in range(starts.shape[0]):
@@ -298,23 +248,23 @@ def _collect(starts: Any, outs: Any, grad: int, out: int, item: int, D: int, kin
         if begin < end:
             n = (end - begin) * D
             # arrays that begin where a loop does: no index may be negative, so none is looked at
-            total = _carray(_pointer(out + begin * D * item), (n,), kind)
-            moved = _carray(_pointer(grad + (begin + outs[s] - starts[s]) * D * item), (n,), kind)
+            total = _carray(pointer(out + begin * D * item), (n,), kind)
+            moved = _carray(pointer(grad + (begin + outs[s] - starts[s]) * D * item), (n,), kind)
             for i in range(n):
                 total[i] += moved[i]
 
 
-@_compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64, int64))
+@compiled(types.void(int64, int64, int64, int64, int64, int64, int64, int64, int64))
 def collect(room: int, S: int, grad: int, out: int, values: int, D: int, kind: int, lo: int, hi: int) -> None:
     """out [values, D], rows lo ... hi - 1: the sum of the rows of grad that a plan moved them to, in their order."""
-    starts, outs = _i8(room, S), _i8(room + 8 * S, S + 1)
+    starts, outs = i8(room, S), i8(room + 8 * S, S + 1)
     if kind == FLOAT32:
         _collect(starts, outs, grad, out, 4, D, np.float32, lo, hi)
     else:
         _collect(starts, outs, grad, out, 8, D, np.float64, lo, hi)
 
 
-@_compiled(inline=True)
+@compiled(inline=True)
 def _count_up(out: int, item: int, kind: Any, begin: int, end: int, last: int, first: int) -> None:
     """Elements begin ... end - 1 are first, first + 1, ...: a few eight at a time, the next call overwrites too many.
 
@@ -322,17 +272,17 @@ def _count_up(out: int, item: int, kind: Any, begin: int, end: int, last: int, f
     """
     i = begin
     while i < end and i + 8 <= last and end - begin <= _MANY:
-        eight = _carray(_pointer(out + i * item), (8,), kind)
+        eight = _carray(pointer(out + i * item), (8,), kind)
         for j in range(8):
             eight[j] = first + (i - begin) + j
         i += 8
     if i < end:
-        rest = _carray(_pointer(out + i * item), (end - i,), kind)
+        rest = _carray(pointer(out + i * item), (end - i,), kind)
         for j in range(end - i):
             rest[j] = first + (i - begin) + j
 
 
-@_compiled()
+@compiled()
 def _expand(order: Any, begins: Any, ends: Any, out: int, item: int, kind: Any, total: int) -> Any:
     S, T = order.shape[0], begins.shape[0] - 1
     if ends[0] != 0 or ends[S] != total:
@@ -349,15 +299,15 @@ def _expand(order: Any, begins: Any, ends: Any, out: int, item: int, kind: Any, 
     return 0
 
 
-@_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64))
+@compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64))
 def expand(order: int, item: int, S: int, begins: int, T: int, ends: int, out: int, total: int) -> Any:
     """Source position of each output position: 0, or what is wrong as `plan` has it (ends: output offsets [S + 1])."""
     if item == 8:
-        return _expand(_i8(order, S), _i8(begins, T + 1), _i8(ends, S + 1), out, 8, np.int64, total)
-    return _expand(_i4(order, S), _i4(begins, T + 1), _i4(ends, S + 1), out, 4, np.int32, total)
+        return _expand(i8(order, S), i8(begins, T + 1), i8(ends, S + 1), out, 8, np.int64, total)
+    return _expand(i4(order, S), i4(begins, T + 1), i4(ends, S + 1), out, 4, np.int32, total)
 
 
-@_compiled()
+@compiled()
 def _places(offsets: Any, out: int, item: int, kind: Any, N: int) -> Any:
     B = offsets.shape[0]
     if B == 0 or offsets[0] != 0:
@@ -372,15 +322,15 @@ def _places(offsets: Any, out: int, item: int, kind: Any, N: int) -> Any:
     return 0
 
 
-@_compiled(int64(int64, int64, int64, int64, int64))
+@compiled(int64(int64, int64, int64, int64, int64))
 def places(offsets: int, item: int, B: int, out: int, N: int) -> Any:
     """Place of each of N positions in its bag: 0; -1 where offsets do not begin with 0, -2 - b where bag b is wrong."""
     if item == 8:
-        return _places(_i8(offsets, B), out, 8, np.int64, N)
-    return _places(_i4(offsets, B), out, 4, np.int32, N)
+        return _places(i8(offsets, B), out, 8, np.int64, N)
+    return _places(i4(offsets, B), out, 4, np.int32, N)
 
 
-@_compiled()
+@compiled()
 def _invert(order: Any, out: Any) -> Any:
     n = order.shape[0]
     for i in range(n):
@@ -402,15 +352,15 @@ def _invert(order: Any, out: Any) -> Any:
     return 0
 
 
-@_compiled(int64(int64, int64, int64, int64))
+@compiled(int64(int64, int64, int64, int64))
 def invert(order: int, item: int, n: int, out: int) -> Any:
     """Inverse of a permutation: 0, or -1 - i where order[i] is out of range or comes again."""
     if item == 8:
-        return _invert(_i8(order, n), _i8(out, n))
-    return _invert(_i4(order, n), _i4(out, n))
+        return _invert(i8(order, n), i8(out, n))
+    return _invert(i4(order, n), i4(out, n))
 
 
-@_compiled()
+@compiled()
 def _sum(offsets: Any, each: int, most: int, values: int, out: int, item: int, kind: Any, D: int, lo: int, hi: int) -> Any:  # fmt: skip  # noqa: E501
     last = np.int64(offsets[lo])
     if last < 0 or last > most:
@@ -421,9 +371,9 @@ def _sum(offsets: Any, each: int, most: int, values: int, out: int, item: int, k
             return -1
         last = np.int64(offsets[s + 1])
         end = last * each
-        total = _carray(_pointer(out + s * D * item), (D,), kind)
+        total = _carray(pointer(out + s * D * item), (D,), kind)
         if D == 1:
-            row = _carray(_pointer(values + begin * item), (end - begin,), kind)
+            row = _carray(pointer(values + begin * item), (end - begin,), kind)
             one = kind(0)
             for i in range(end - begin):
                 one += row[i]
@@ -432,13 +382,13 @@ def _sum(offsets: Any, each: int, most: int, values: int, out: int, item: int, k
             for d in range(D):
                 total[d] = 0
             for r in range(begin, end):
-                row = _carray(_pointer(values + r * D * item), (D,), kind)
+                row = _carray(pointer(values + r * D * item), (D,), kind)
                 for d in range(D):
                     total[d] += row[d]
     return 0
 
 
-@_compiled()
+@compiled()
 def _sum_of(offsets: Any, each: int, most: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> Any:
     if kind == FLOAT32:
         return _sum(offsets, each, most, values, out, 4, np.float32, D, lo, hi)
@@ -447,23 +397,23 @@ def _sum_of(offsets: Any, each: int, most: int, values: int, kind: int, out: int
     return _sum(offsets, each, most, values, out, 8, np.int64, D, lo, hi)
 
 
-@_compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64))
+@compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64))
 def segment_sum(offsets: int, item: int, each: int, most: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> Any:  # fmt: skip  # noqa: E501
     """Sums of segments lo ... hi - 1 of values [N, D], offsets counted in `each` positions.
 
     0, or -1 where offsets decrease or leave [0, most].
     """
     if item == 8:
-        return _sum_of(_i8(offsets, hi + 1), each, most, values, kind, out, D, lo, hi)
-    return _sum_of(_i4(offsets, hi + 1), each, most, values, kind, out, D, lo, hi)
+        return _sum_of(i8(offsets, hi + 1), each, most, values, kind, out, D, lo, hi)
+    return _sum_of(i4(offsets, hi + 1), each, most, values, kind, out, D, lo, hi)
 
 
-@_compiled()
+@compiled()
 def _cumsum(lengths: int, offsets: int, item: int, kind: Any, rows: int, N: int) -> None:
     for row in range(rows):
         # arrays that begin where a loop does: no index may be negative, so none is looked at
-        each = _carray(_pointer(lengths + row * N * item), (N,), kind)
-        ends = _carray(_pointer(offsets + row * (N + 1) * item), (N + 1,), kind)
+        each = _carray(pointer(lengths + row * N * item), (N,), kind)
+        ends = _carray(pointer(offsets + row * (N + 1) * item), (N + 1,), kind)
         total = kind(0)
         ends[0] = total
         for i in range(N):
@@ -471,7 +421,7 @@ def _cumsum(lengths: int, offsets: int, item: int, kind: Any, rows: int, N: int)
             ends[i + 1] = total
 
 
-@_compiled(types.void(int64, int64, int64, int64, int64))
+@compiled(types.void(int64, int64, int64, int64, int64))
 def cumsum(lengths: int, item: int, rows: int, N: int, offsets: int) -> None:
     """Offsets [rows, N + 1] of lengths [rows, N]."""
     if item == 8:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shardwise.kernels import cpu_compiled
+from shardwise.kernels import numba_loops
 
 from . import beside_ops, beside_types
 from .beside import SIZES, Case, Library, Row, compare
@@ -197,13 +197,13 @@ def without_numba() -> Iterator[None]:
     modules: dict[str, Any] = sys.modules
     numba = {name: module for name, module in modules.items() if name.split(".")[0] == "numba"}
     modules.update(dict.fromkeys(["numba", *numba]))
-    cpu_compiled._loops.cache_clear()
+    numba_loops.loops.cache_clear()
     try:
         yield
     finally:
         del modules["numba"]
         modules.update(numba)
-        cpu_compiled._loops.cache_clear()
+        numba_loops.loops.cache_clear()
 
 
 def load_ours() -> Library:
@@ -273,7 +273,7 @@ def _main(names: Sequence[str], options: argparse.Namespace) -> int:
     except ImportError as error:
         print(f"perf/beside_torchrec.py needs TorchRec ({error}): docs/beside_torchrec.md tells how", file=sys.stderr)
         return 2
-    compiled = cpu_compiled._loops() is not None
+    compiled = numba_loops.loops("cpu_loops") is not None
     said, good = report(
         sections(names, compiled), load_ours(), theirs, options.only, lambda line: print(line, file=sys.stderr)
     )
