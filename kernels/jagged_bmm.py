@@ -211,10 +211,14 @@ def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int |
     block_l = max(16, min(_TILE, next_power_of_2(rows // bags)))
     block_m, block_k = _block(inner, 64 // values.itemsize), _block(columns, _TILE)
     grid = (triton.cdiv(rows, block_l), triton.cdiv(columns, block_k))
+    align, warps = _align(out, columns), _warps(block_l, block_m, block_k, values.itemsize)
+    if warps == 4 and align * values.itemsize < 16 and block_l * block_k == _TILE**2:
+        # an address for each element of a tile is too much for the registers of few threads
+        warps = 8
     _dense_bmm_kernel[grid](
         values, offsets, dense, out, rows, bags, inner, columns, limit_of(max_length, rows),
         INTERPRETED, transposed, bags.bit_length() + 1, block_l, block_m, block_k,
-        _align(values, inner), _align(out, columns), num_warps=_warps(block_l, block_m, block_k, values.itemsize),
+        _align(values, inner), align, num_warps=warps,
     )  # fmt: skip
     return out
 

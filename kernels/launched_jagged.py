@@ -75,10 +75,11 @@ def _segments() -> Iterator[Launch]:
     yield partial(_move_and_sum, (4, 128), torch.float32, torch.int32), "segments D=128 fp32 i32 offsets", ""
     for dtype in (torch.int32, torch.int64):
         offsets = torch.arange(0, 5, 2, dtype=dtype)
-        places, expand = partial(jagged.offsets_range, offsets, 4), permute.expand_into_jagged_permute
-        yield partial(jagged.invert_permute, offsets), _name(dtype), ""
-        yield places, f"places {_name(dtype)}", ""
-        yield partial(expand, offsets[:2], offsets, offsets, 4), f"sources {_name(dtype)}", ""
+        ops = torch.ops.shardwise
+        yield partial(ops.invert_permute, offsets), _name(dtype), ""
+        yield partial(ops.offsets_range, offsets, 4), f"places {_name(dtype)}", ""
+        expand = partial(ops.expand_into_jagged_permute, offsets[:2], offsets, offsets, 4)
+        yield expand, f"sources {_name(dtype)}", ""
 
 
 def _move_and_sum(shape: tuple[int, ...], dtype: torch.dtype, index: torch.dtype = torch.int64) -> None:
@@ -90,7 +91,7 @@ def _move_and_sum(shape: tuple[int, ...], dtype: torch.dtype, index: torch.dtype
     if dtype.is_floating_point:
         torch.ops.shardwise.collect_segments(both, order, offsets, offsets, shape[0])
         torch.ops.shardwise.segment_spread(offsets, values[: shape[0] // 2], shape[0], 1)
-    jagged.segment_sum(offsets, values)
+    torch.ops.shardwise.segment_sum(offsets, values, 1)
 
 
 def _buckets() -> Iterator[Launch]:

@@ -17,7 +17,18 @@ import torch
 from torch import Tensor
 
 from . import cpu_segments
-from ._op import INTERPRETED, direct, gather_tile, multiple, register, register_autograd, runs_kernel, tl, triton
+from ._op import (
+    INTERPRETED,
+    direct,
+    gather_tile,
+    launch_options,
+    multiple,
+    register,
+    register_autograd,
+    runs_kernel,
+    tl,
+    triton,
+)
 from .features import feature_of_position, row_alignment
 from .sequence import _gather_kernel
 
@@ -231,7 +242,7 @@ def _collect_segments(
         grid = (triton.cdiv(size, block_n), triton.cdiv(D, block_d))
         _collect_kernel[grid](
             grad, out, segment, order, first, starts, offsets, size, grad.shape[0], D, wide, block_n, block_d, align,
-            num_warps=warps,
+            **launch_options(warps, 96),
         )  # fmt: skip
     return outs
 
