@@ -2,7 +2,8 @@
 
 Nothing spills. Rows move by as many bytes at a time as their alignment and the tile allow, 16 at most. A lookup waits
 at no barrier, or at one after its loop where its output cannot be stored as its rows are held. Only the checks have
-atomics, integer minima, which have no order, and on sm_100 what the compiler adds to products of matrices. A row's columns are added in an order that the row alone decides.
+atomics, integer minima, which have no order, beside what sm_100's compiler adds to products of matrices. A row's
+columns are added in an order that the row alone decides.
 """
 
 from __future__ import annotations
