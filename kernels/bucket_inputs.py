@@ -34,7 +34,7 @@ def check_bags(lengths: Tensor, ids: Tensor, block_sizes: Tensor, buckets: int, 
 
 def of_features(numbers: Tensor | Sequence[int], name: str, block_sizes: Tensor) -> Tensor:
     """Integers [F] of features, int64 on the device of the block sizes."""
-    tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64)
+    tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(f"{name} must be integers, got {tensor.dtype}")
     if tensor.shape != block_sizes.shape:

@@ -366,7 +366,7 @@ def _block_bucketize_torch(
     loop = cpu_buckets.loops() if ids.is_cpu and ids.shape[0] < 2**31 and num_buckets < 2**31 else None
     if loop is not None:
         new_ids, new_weights, positions, permute = _outputs(ids, weights, with_positions, with_permute)
-        new_lengths = torch.empty(num_buckets * lengths.shape[0], dtype=lengths.dtype)
+        new_lengths = torch.empty(num_buckets * lengths.shape[0], dtype=lengths.dtype, device="cpu")
         found = cpu_buckets.bucketize(
             loop, lengths, ids, block_sizes.long(), num_buckets, weights, ends, totals, borders, keep_all, keep,
             new_lengths, new_ids, new_weights, positions, permute,

@@ -73,7 +73,7 @@ def bucketize(
         positions.data_ptr(), permute.data_ptr(),
     )  # fmt: skip
     parts = parts_of(n, bags)
-    scratch = torch.empty(parts * buckets + (n + 1) // 2, dtype=torch.int64)
+    scratch = torch.empty(parts * buckets + (n + 1) // 2, dtype=torch.int64, device="cpu")
     at = scratch.data_ptr()
     if parts == 1:
         done: int = loop.bucketize(*source, new_lengths.data_ptr(), at, *target)
@@ -117,8 +117,8 @@ def unique(loop: Any, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tenso
     rows = largest - least + 1
     if not _sortable(rows, n):
         return None
-    scratch = torch.empty(2 * n + loop.DIGITS, dtype=torch.int64)
-    found, inverse = torch.empty_like(ids), torch.empty(n, dtype=torch.int64)
+    scratch = torch.empty(2 * n + loop.DIGITS, dtype=torch.int64, device="cpu")
+    found, inverse = torch.empty_like(ids), torch.empty(n, dtype=torch.int64, device="cpu")
     size = loop.unique_run(
         ids.data_ptr(), 0, n, like(loop, ids), least, rows, 0, scratch.data_ptr(), found.data_ptr(),
         inverse.data_ptr(), _address(counts),
@@ -140,12 +140,15 @@ def unique_per_table(
     batch = bags // features
     parts = parts_of(n, tables)
     cuts = [tables * part // parts for part in range(parts + 1)]
-    found, inverse = torch.empty_like(ids), torch.empty(n, dtype=torch.int64)
-    lengths, ends = torch.empty(bags, dtype=offsets.dtype), torch.empty_like(offsets)
-    numbers = torch.empty(tables, dtype=torch.int64)
+    found, inverse = torch.empty_like(ids), torch.empty(n, dtype=torch.int64, device="cpu")
+    lengths, ends = torch.empty(bags, dtype=offsets.dtype, device="cpu"), torch.empty_like(offsets)
+    numbers = torch.empty(tables, dtype=torch.int64, device="cpu")
     begins = [0, n] if parts == 1 else offsets[first_features[cuts] * batch].tolist()
     # what these are worth where offsets go back is found by the loop before it writes
-    memory = [torch.empty(2 * max(high - low, 0) + loop.DIGITS, dtype=torch.int64) for low, high in pairwise(begins)]
+    memory = [
+        torch.empty(2 * max(high - low, 0) + loop.DIGITS, dtype=torch.int64, device="cpu")
+        for low, high in pairwise(begins)
+    ]
     places = offsets.long()
     tasks = [
         partial(
@@ -198,7 +201,7 @@ def calibrate(
     n, dtype = logit.numel(), logit.dtype
     # halves are calibrated as fp32
     wide = logit if logit.itemsize > 2 else logit.float()
-    predictions, bin_ids = torch.empty_like(wide), torch.empty(n, dtype=torch.int64)
+    predictions, bin_ids = torch.empty_like(wide), torch.empty(n, dtype=torch.int64, device="cpu")
     value = None if segment_value is None else segment_value.contiguous()
     lengths = None if segment_lengths is None else segment_lengths.contiguous()
     parts = parts_of(n, n) if lengths is None else 1

@@ -81,16 +81,19 @@ def update(
     gradient = _array(grad.float().flatten())
     batch = _sort(indices, offsets, per_id_weights, features, grad, segments[-1].end_row, pooling)
     tables = (_array(weights), tuple(_array(state) for state in states), _array(numbers), decay)
-    cut, total, widest = _array(torch.tensor(segments)), len(batch.entries), max(dims)
+    cut, total, widest = _array(torch.tensor(segments, device="cpu")), len(batch.entries), max(dims)
     # each row belongs to one bucket, so tasks share none
     parts = _parts(total * widest, total)
-    borders = torch.searchsorted(_tensor(batch.starts), torch.arange(parts + 1) * total // parts, right=True) - 1
+    borders = (
+        torch.searchsorted(_tensor(batch.starts), torch.arange(parts + 1, device="cpu") * total // parts, right=True)
+        - 1
+    )
     borders[0], borders[-1] = 0, len(batch.starts) - 1
     long = _LONG if parts > 1 else total
     largest = int(_tensor(batch.starts).diff().max())
     tasks, left = [], []
     for low, high in pairwise(borders.tolist()):
-        left.append(torch.empty(total // (long + 1) + 1, 2, dtype=torch.int64))
+        left.append(torch.empty(total // (long + 1) + 1, 2, dtype=torch.int64, device="cpu"))
         where = (batch.entries, batch.starts, low, high, batch.bits, long, _array(left[-1]))
         tasks.append(
             partial(loop, *tables, gradient, batch.source, batch.scale, cut, *where, *_scratch(largest, widest))
@@ -101,9 +104,9 @@ def update(
             dim = next(segment.dim for segment in segments if row < segment.end_row)
             summed = _sum_long(batch, gradient, begin, end, dim)
             # what is left is an update of one row by one gradient
-            none, one = (_array(torch.empty(0, dtype=dtype)) for dtype in (torch.int64, torch.float32))
+            none, one = (_array(torch.empty(0, dtype=dtype, device="cpu")) for dtype in (torch.int64, torch.float32))
             entry = batch.entries[begin : begin + 1] >> 32 << 32
-            where = (entry, _array(torch.tensor([0, 1])), 0, 1, 0, 1, _array(found))
+            where = (entry, _array(torch.tensor([0, 1], device="cpu")), 0, 1, 0, 1, _array(found))
             loop(*tables, summed, none, one, cut, *where, *_scratch(1, widest))
     return True
 
@@ -131,11 +134,13 @@ def _sort(
     loops, n = _loops(), indices.shape[0]
     bags = offsets.shape[0] - 1
     scaled = per_id_weights is not None or pooling == "mean"
-    source, scale = (_array(torch.empty(n if scaled else 0, dtype=dtype)) for dtype in (torch.int64, torch.float32))
+    source, scale = (
+        _array(torch.empty(n if scaled else 0, dtype=dtype, device="cpu")) for dtype in (torch.int64, torch.float32)
+    )
     bits = max(0, (rows - 1).bit_length() - min(_BUCKET_BITS, (n // _BUCKET).bit_length()))
     parts = _parts(_ELEMENTS_AN_ID * n, bags)
-    counts = _array(torch.zeros(parts, ((rows - 1) >> bits) + 1, dtype=torch.int64))
-    shares = (torch.arange(parts + 1) * n // parts).to(offsets.dtype)
+    counts = _array(torch.zeros(parts, ((rows - 1) >> bits) + 1, dtype=torch.int64, device="cpu"))
+    shares = (torch.arange(parts + 1, device="cpu") * n // parts).to(offsets.dtype)
     borders = torch.searchsorted(offsets[:bags].contiguous(), shares)
     borders[0], borders[-1] = 0, bags
     ids, ends, p, ft = _ids(indices), _ids(offsets), _weights(per_id_weights), _array(features)
@@ -158,7 +163,7 @@ def _sum_long(batch: _Sorted, gradient: Any, begin: int, end: int, dim: int) -> 
     """The summed gradient [dim] of one row that entries begin ... end - 1 name, by all threads."""
     loops, entries = _loops(), batch.entries[begin:end]
     blocks = -(-len(entries) // CHUNK**2)
-    sums, total = _array(torch.empty(blocks, dim)), _array(torch.empty(dim))
+    sums, total = _array(torch.empty(blocks, dim, device="cpu")), _array(torch.empty(dim, device="cpu"))
     parts = _parts(len(entries) * dim, blocks)
     borders = [blocks * part // parts for part in range(parts + 1)]
     of_run = (entries, gradient, batch.source, batch.scale, sums)
@@ -170,8 +175,12 @@ def _sum_long(batch: _Sorted, gradient: Any, begin: int, end: int, dim: int) -> 
 def _scratch(entries: int, dim: int) -> tuple[Any, Any, Any]:
     """Memory that a loop works in."""
     levels: int = _loops().LEVELS
-    other = _array(torch.empty(entries, dtype=torch.int64)).view("uint64")
-    return other, _array(torch.empty(levels, dim)), _array(torch.empty(levels, dtype=torch.int64))
+    other = _array(torch.empty(entries, dtype=torch.int64, device="cpu")).view("uint64")
+    return (
+        other,
+        _array(torch.empty(levels, dim, device="cpu")),
+        _array(torch.empty(levels, dtype=torch.int64, device="cpu")),
+    )
 
 
 def _flat(tensor: Tensor) -> bool:
@@ -191,7 +200,7 @@ def _ids(tensor: Tensor) -> Any:
 
 
 def _weights(per_id_weights: Tensor | None) -> Any:
-    return _array(torch.empty(0) if per_id_weights is None else per_id_weights.float())
+    return _array(torch.empty(0, device="cpu") if per_id_weights is None else per_id_weights.float())
 
 
 def _parts(elements: int, most: int) -> int:

@@ -133,7 +133,7 @@ def offsets_of(lengths: Tensor, total: int) -> Tensor | None:
         return None
     lengths = lengths.contiguous()
     bags = lengths.shape[0]
-    out = torch.empty(bags + 1, dtype=torch.int64)
+    out = torch.empty(bags + 1, dtype=torch.int64, device="cpu")
     return out if loops.offsets_of(lengths.data_ptr(), lengths.itemsize, bags, total, out.data_ptr()) else None
 
 
@@ -200,7 +200,7 @@ def _bags(loops: Any, offsets: Sequence[Tensor], max_lengths: Sequence[int], tot
     stops = begins + 8
     for columns, following in zip(max_lengths[: n - 2], offsets[1:-1], strict=True):
         following = following.contiguous()
-        child = torch.empty(2, parents * columns, dtype=torch.int64)
+        child = torch.empty(2, parents * columns, dtype=torch.int64, device="cpu")
         # memory of no element may have no address, which says that there is one dim alone
         low = child.data_ptr() or begins
         high = low + 8 * parents * columns
@@ -223,7 +223,7 @@ def leaf_bounds(offsets: Sequence[Tensor], max_lengths: Sequence[int], total: in
     require_offsets(offsets, total)
     begins, ends = offsets[0][:-1].long(), offsets[0][1:].long()
     for most, following in zip(max_lengths[:-1], offsets[1:], strict=True):
-        bag = begins[:, None] + torch.arange(most)
+        bag = begins[:, None] + torch.arange(most, device="cpu")
         live = bag < ends[:, None]
         bag = torch.where(live, bag, 0).flatten()
         if following.shape[0] == 1:
@@ -241,7 +241,7 @@ def _to_padded_torch(
     shape, most = (offsets[0].shape[0] - 1, *max_lengths, *values.shape[1:]), max_lengths[-1]
     if values.dim() == 1 and begins.shape[0] and int((ends - begins).max()) > most > 0:
         # of single numbers that are cut it costs least to look up one for each place
-        index = begins[:, None] + torch.arange(most)
+        index = begins[:, None] + torch.arange(most, device="cpu")
         vacant = index >= ends[:, None]
         found = values.take(index.clamp_(max=values.shape[0] - 1))
         return found.masked_fill_(vacant, values.new_full((), padding_value)).view(shape)
@@ -291,12 +291,12 @@ def _moves(
         lengths = lengths.clamp(max=most)
     source = place = mask = None
     if numbers:
-        mask = torch.arange(most) < lengths[:, None]
+        mask = torch.arange(most, device="cpu") < lengths[:, None]
     if cut or not numbers or not _is_dense(begins, ends):
         before = lengths.cumsum(0) - lengths
-        k = torch.arange(int(lengths.sum()))
+        k = torch.arange(int(lengths.sum()), device="cpu")
         if not numbers:
-            starts = torch.arange(0, most * lengths.shape[0], most) if most else torch.zeros_like(before)
+            starts = torch.arange(0, most * lengths.shape[0], most, device="cpu") if most else torch.zeros_like(before)
             place = (starts - before).repeat_interleave(lengths, output_size=k.shape[0]) + k
         if cut or not _is_dense(begins, ends):
             source = (begins - before).repeat_interleave(lengths, output_size=k.shape[0]) + k
@@ -322,12 +322,12 @@ def _is_whole(offsets: Sequence[Tensor], dense: Tensor, total: int) -> bool:
 
 def _held(offsets: Sequence[Tensor], dense: Tensor, values: Tensor) -> Tensor:
     """Which values have a place in the dense: [N] bool, with dims of 1 for those of a value."""
-    everywhere = torch.ones(dense.shape[: len(offsets) + 1], dtype=torch.bool)
+    everywhere = torch.ones(dense.shape[: len(offsets) + 1], dtype=torch.bool, device="cpu")
     return to_jagged(everywhere, offsets, values.shape[0]).view(-1, *[1] * (values.dim() - 1))
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype, device="cpu")
     return in_huge_pages(out) if out.nbytes >= REUSED_BYTES else out
 
 
@@ -335,9 +335,9 @@ def _new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _pattern(padding_value: float, sign: float, dtype: torch.dtype) -> int:
     """Eight bytes of the padding value over and over; its sign, because 0 equals -0."""
     if dtype in (torch.float32, torch.float64):
-        element = torch.tensor([padding_value], dtype=torch.float64).to(dtype)
+        element = torch.tensor([padding_value], dtype=torch.float64, device="cpu").to(dtype)
     else:
-        element = torch.full((1,), padding_value, dtype=dtype)
+        element = torch.full((1,), padding_value, dtype=dtype, device="cpu")
     return int(element.repeat(8 // dtype.itemsize).view(torch.int64))
 
 

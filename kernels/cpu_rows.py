@@ -248,7 +248,7 @@ def _over_bags(
     if parts <= 1:
         found = (loop(*arguments, 0, bags),)
     else:
-        shares = torch.arange(parts + 1) * end // parts
+        shares = torch.arange(parts + 1, device="cpu") * end // parts
         borders = torch.searchsorted(offsets, shares.to(offsets.dtype)).clamp_(max=bags)
         borders[0], borders[-1] = 0, bags
         # sorted, so that every bag is looked at whatever the offsets say

@@ -30,7 +30,9 @@ def transpose_index_cpu(indices: Tensor, offsets: Tensor, features: Tensor, segm
     if not bool(valid.all()):
         keys = torch.where(valid, keys, rows_total)
     keys, position = torch.sort(keys.to(key_dtype(rows_total)), stable=True)
-    bag = torch.arange(lengths.shape[0], dtype=torch.int32).repeat_interleave(lengths, output_size=ids.shape[0])
+    bag = torch.arange(lengths.shape[0], dtype=torch.int32, device="cpu").repeat_interleave(
+        lengths, output_size=ids.shape[0]
+    )
     return Transposed(keys, position, bag[position])
 
 

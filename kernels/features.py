@@ -134,7 +134,7 @@ def linear_rows(
 
     ids are those before offsets[-1]. Unlike `locate_ids` it does not search, and waits for a device.
     """
-    per_feature = offsets[::batch].diff() if batch else torch.zeros(features.shape[0], dtype=torch.int64)
+    per_feature = offsets[::batch].diff() if batch else torch.zeros(features.shape[0], dtype=torch.int64, device="cpu")
     valid = (ids >= 0) & (ids < features[:, ROWS].repeat_interleave(per_feature))
     return ids + ((features[:, BASE] - base) // dim).repeat_interleave(per_feature), valid
 

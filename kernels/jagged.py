@@ -140,7 +140,7 @@ def _invert_cpu(permute: Tensor) -> Tensor:
         n = permute.shape[0]
         cpu_segments.check_order(permute, n)
         found = torch.full_like(permute, -1)
-        found.scatter_(0, permute.long(), torch.arange(n, dtype=permute.dtype))
+        found.scatter_(0, permute.long(), torch.arange(n, dtype=permute.dtype, device="cpu"))
         if n and int(found.min()) < 0:
             raise ValueError(f"permute lacks {int((found < 0).int().argmax())}, it is no permutation")
     return found
@@ -166,7 +166,9 @@ def segment_spread_ref(offsets: Tensor, sums: Tensor, size: int, batch_size: int
     bag = torch.searchsorted(offsets * batch_size, torch.arange(size, device=sums.device), right=True) - 1
     inside = (bag >= 0) & (bag < sums.shape[0])
     rows = sums[bag.clamp(0, sums.shape[0] - 1)] if sums.shape[0] else sums.new_zeros(size, *sums.shape[1:])
-    return torch.where(inside.view(-1, *[1] * (sums.dim() - 1)), rows, torch.zeros((), dtype=sums.dtype))
+    return torch.where(
+        inside.view(-1, *[1] * (sums.dim() - 1)), rows, torch.zeros((), dtype=sums.dtype, device=sums.device)
+    )
 
 
 @triton.jit
@@ -260,9 +262,9 @@ def _sum_cpu(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
         sizes = offsets.diff() * batch_size
         if wide.dim() == 2 and wide.is_floating_point() and end > begin:
             starts = (offsets[:-1] * batch_size - begin).long()
-            found = F.embedding_bag(torch.arange(begin, end), wide, starts, mode="sum")
+            found = F.embedding_bag(torch.arange(begin, end, device="cpu"), wide, starts, mode="sum")
         else:
-            bag = torch.arange(sizes.shape[0]).repeat_interleave(sizes, output_size=end - begin)
+            bag = torch.arange(sizes.shape[0], device="cpu").repeat_interleave(sizes, output_size=end - begin)
             found = wide.new_zeros(sizes.shape[0], *wide.shape[1:]).index_add_(0, bag, wide[begin:end])
     return found if found.dtype == values.dtype else found.to(values.dtype)
 

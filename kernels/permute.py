@@ -131,7 +131,7 @@ def permute_segments(tensors: Sequence[Tensor], sizes: Sequence[int], order: Seq
     known = [*order, *accumulate(sizes, initial=0), *ends]
     # a mode, of fake tensors say, sees only what torch itself makes, ten times as slowly
     seen = torch._C._len_torch_dispatch_stack() > 0
-    numbers = torch.tensor(known) if seen else torch.frombuffer(array("q", known), dtype=torch.int64)
+    numbers = torch.tensor(known, device="cpu") if seen else torch.frombuffer(array("q", known), dtype=torch.int64)
     S, T = len(order), len(sizes)
     # not blocking, since a blocking copy from the host would be a host sync
     where = torch.split_with_sizes(numbers.to(tensors[0].device, non_blocking=True), [S, T + 1, S + 1])

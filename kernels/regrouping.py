@@ -216,12 +216,12 @@ def _alignment(runs: Runs, widths: tuple[int, ...], most: int) -> int:
 @lru_cache(maxsize=256)
 def _table(runs: Runs, widths: tuple[int, ...], align: int, device: torch.device) -> Tensor:
     """[3 + 3 * repeats, V] int32: for each vector of the outputs where it lies, then where each of its sources lies."""
-    rows = torch.tensor(runs.rows(), dtype=torch.int64)
+    rows = torch.tensor(runs.rows(), dtype=torch.int64, device="cpu")
     counts = rows[:, 2] // align
-    run = torch.repeat_interleave(torch.arange(len(rows)), counts)
-    within = torch.arange(len(run)) - (counts.cumsum(0) - counts)[run]
+    run = torch.repeat_interleave(torch.arange(len(rows), device="cpu"), counts)
+    within = torch.arange(len(run), device="cpu") - (counts.cumsum(0) - counts)[run]
     # what is not there has no width
-    strides = [torch.tensor([*each, 0]) // align for each in (runs.widths, widths)]
+    strides = [torch.tensor([*each, 0], device="cpu") // align for each in (runs.widths, widths)]
     lines = []
     for i in range(1 + runs.repeats):
         which, column = rows[run, 0 if i == 0 else 1 + 2 * i], rows[run, 1 if i == 0 else 2 + 2 * i]

@@ -61,7 +61,9 @@ def move_segments_ref(
     for v in values:
         good = (at >= 0) & (at < v.shape[0])
         rows = v[torch.where(good, at, 0)] if v.shape[0] else v.new_zeros(total, *v.shape[1:])
-        found.append(torch.where(good.view(-1, *[1] * (v.dim() - 1)), rows, torch.zeros((), dtype=v.dtype)))
+        found.append(
+            torch.where(good.view(-1, *[1] * (v.dim() - 1)), rows, torch.zeros((), dtype=v.dtype, device=v.device))
+        )
     return found
 
 
@@ -362,5 +364,5 @@ def positions_of(starts: Tensor, sizes: Tensor, total: int) -> Tensor:
     jumps = starts.to(torch.int64, copy=True)
     jumps[1:] -= (starts + sizes)[:-1]
     jumps[0] -= 1
-    steps = torch.ones(total + 1, dtype=torch.int64).index_add_(0, ends - sizes, jumps)
+    steps = torch.ones(total + 1, dtype=torch.int64, device="cpu").index_add_(0, ends - sizes, jumps)
     return steps[:total].cumsum_(0)

@@ -137,7 +137,7 @@ def _sequence_lookup_cpu(
     linear, valid = linear_rows(ids, offsets, batch_size(offsets, features.shape[0]), features, base, dim)
     if bool(valid.all()) and ids.shape[0] == indices.shape[0]:
         return matrix.index_select(0, linear).float()
-    out = torch.zeros(indices.shape[0], dim)
+    out = torch.zeros(indices.shape[0], dim, device="cpu")
     out[: ids.shape[0]][valid] = matrix.index_select(0, linear[valid]).float()
     return out
 

@@ -66,10 +66,10 @@ def unique_ids(ids: Tensor, *, return_counts: bool = False) -> Unique:
 def _unique_ids(ids: Tensor, return_counts: bool) -> tuple[Tensor, Tensor, Tensor]:
     loop = cpu_buckets.loops() if ids.is_cpu and ids.shape[0] else None
     if loop is not None:
-        counts = torch.empty(ids.shape[0], dtype=torch.int64) if return_counts else None
+        counts = torch.empty(ids.shape[0], dtype=torch.int64, device="cpu") if return_counts else None
         done = cpu_buckets.unique(loop, ids.contiguous(), counts)
         if done is not None:
-            return *done, torch.empty(0, dtype=torch.int64) if counts is None else counts
+            return *done, torch.empty(0, dtype=torch.int64, device="cpu") if counts is None else counts
     if return_counts:
         return torch.unique(ids, return_inverse=True, return_counts=True)  # type: ignore[no-any-return]
     return *torch.unique(ids, return_inverse=True), torch.empty(0, dtype=torch.int64, device=ids.device)

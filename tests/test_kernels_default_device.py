@@ -1,0 +1,102 @@
+"""CPU tensors stay CPU tensors where a program has set another default device.
+
+Memory of a loop that lies elsewhere is written at an address of another device: the process died.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+CALLS = """
+import sys
+import torch
+from torch import tensor as t
+
+if sys.argv[1] == "torch":
+    sys.modules["numba"] = None
+
+from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad, apply_optimizer_in_backward
+from shardwise import KeyedJaggedTensor
+from shardwise import kernels as k
+
+lengths, offsets, both, other = t([2, 1]), t([0, 2, 3]), t([0, 1, 1, 3]), t([0, 1, 3])
+turn, straight, ids = t([1, 0]), t([0, 1]), t([1, 0, 3])
+v, rows, padded = torch.arange(3.0), torch.rand(3, 4), torch.rand(2, 2, 4)
+blocks, bins = t([2, 2]), torch.ones(4, dtype=torch.float64)
+vectors, matrices, unary = torch.rand(2, 3), torch.rand(2, 4, 3), torch.rand(1, 4, 1)
+kjt = KeyedJaggedTensor(["a", "b"], ids, torch.rand(3), t([1, 0, 1, 1]))
+table = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=5, feature_names=["a", "b"])
+tables = EmbeddingBagCollection(tables=[table], device="cpu")
+trained = EmbeddingBagCollection(tables=[table], device="cpu")
+apply_optimizer_in_backward(RowWiseAdagrad, trained.parameters(), {"lr": 0.0})
+
+
+def step():
+    out = trained(kjt).values()
+    out.backward(torch.ones_like(out))
+    return next(trained.parameters())
+
+
+calls = {
+    "cumsum": lambda: k.complete_cumsum(lengths),
+    "range": lambda: k.offsets_range(offsets, 3),
+    "invert": lambda: k.invert_permute(turn),
+    "1d": lambda: k.permute_1d(turn, lengths, v),
+    "2d": lambda: k.permute_2d(turn, lengths.view(2, 1), v, rows[:, 0]),
+    "segments": lambda: k.permute_segments([v], [2, 1], [1, 0]),
+    "expand": lambda: k.expand_into_jagged_permute(turn, offsets, other, 3),
+    "sum": lambda: k.segment_sum(offsets, rows),
+    "pack": lambda: k.pack_segments(rows, lengths, 2),
+    "unpack": lambda: k.unpack_segments(padded, lengths),
+    "pad": lambda: k.jagged_to_padded_dense(rows, offsets, 2),
+    "pad ids": lambda: k.jagged_to_padded_dense(ids, offsets, 2),
+    "pad twice": lambda: k.jagged_to_padded_dense(rows, [offsets, both], [2, 2]),
+    "unpad": lambda: k.padded_dense_to_jagged(padded, offsets),
+    "add": lambda: k.jagged_dense_add(rows, offsets, padded),
+    "multiply": lambda: k.jagged_dense_mul(rows, offsets, padded),
+    "dense bmm": lambda: k.jagged_dense_bmm(rows, offsets, matrices),
+    "jagged bmm": lambda: k.jagged_jagged_bmm(rows, rows, offsets),
+    "softmax": lambda: k.jagged_softmax(rows, offsets),
+    "vectors": lambda: k.jagged_vector_product(vectors, rows, offsets),
+    "unary": lambda: k.batched_unary_embeddings(unary, t([0, 4], device="cpu"), offsets, ids),
+    "select": lambda: k.jagged_index_select(rows, lengths, turn),
+    "index add": lambda: k.jagged_index_add(rows, lengths, straight, lengths),
+    "keyed": lambda: k.keyed_jagged_index_select(v, lengths, offsets, straight[:1], 1),
+    "pooled": lambda: k.permute_pooled(rows, [2, 2], [1, 0]),
+    "buckets": lambda: k.block_bucketize(lengths, ids, blocks, 2, bucketize_pos=True, sequence=True),
+    "batches": lambda: k.block_bucketize(lengths, ids, blocks, 2, batch_sizes=lengths - lengths + 1),
+    "unique": lambda: k.unique_ids(ids),
+    "tables": lambda: k.jagged_unique(ids, offsets, [9, 9]),
+    "calibrate": lambda: k.histogram_binning_calibration(v, bins, bins, positive_weight=1.0),
+    "permute": lambda: kjt.unsync().permute([1, 0]).weights(),
+    "dict": lambda: [jt.offsets() for jt in kjt.to_dict().values()],
+    "lookup": lambda: tables(kjt).values().detach(),
+    "update": step,
+}
+
+
+def tensors(found):
+    found = found if isinstance(found, (tuple, list)) else [found]
+    return [tensor.detach().clone() for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+wanted = {name: tensors(call()) for name, call in calls.items()}
+torch.set_default_device("meta")
+for name, call in calls.items():
+    found = tensors(call())
+    assert all(tensor.is_cpu for tensor in found), name
+    assert len(found) == len(wanted[name]) and all(map(torch.equal, found, wanted[name])), name
+print("all", len(calls))
+"""
+
+
+@pytest.mark.parametrize("path", ["torch", "numba"])
+def test_ops_on_the_cpu_leave_the_default_device_alone(path: str) -> None:
+    if path == "numba" and importlib.util.find_spec("numba") is None:
+        pytest.skip("numba is not installed")
+    result = subprocess.run([sys.executable, "-c", CALLS, path], capture_output=True, text=True, timeout=300)
+    assert (result.returncode, result.stdout) == (0, "all 34\n"), result.stderr[-2000:]
