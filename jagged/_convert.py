@@ -183,7 +183,7 @@ def _nothing(array: Any) -> Tensor:
     dtype = getattr(torch, {"float": "float32", "double": "float64", "halffloat": "float16"}.get(
         str(array.type), str(array.type)
     ))  # fmt: skip
-    return torch.empty(0, dtype=dtype)
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 def to_arrow(kjt: KeyedJaggedTensor, weights_suffix: str) -> Any:

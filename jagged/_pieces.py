@@ -113,7 +113,7 @@ def _inverse_of(inverse: InverseIndices, order: Order) -> InverseIndices:
     """The rows of inverse indices that the keys of an order have; what is left of repeated keys is one row."""
     at = {key: row for row, key in enumerate(inverse[0])}
     picked = list(dict.fromkeys(order.keys.names))
-    rows = torch.tensor([at[key] for key in picked], dtype=torch.int64)
+    rows = torch.tensor([at[key] for key in picked], dtype=torch.int64, device="cpu")
     return picked, inverse[1][rows.to(inverse[1].device, non_blocking=True)]
 
 

@@ -191,7 +191,7 @@ def edges(strides: Strides, offsets: Tensor) -> Tensor:
     """First value of each key, then the end of the last: [keys + 1], from the offsets of bags."""
     if strides.sizes is None:
         return offsets[:: strides.stride] if strides.stride else offsets[:1]
-    return offsets.index_select(0, torch.tensor(strides.starts).to(offsets.device, non_blocking=True))
+    return offsets.index_select(0, torch.tensor(strides.starts, device="cpu").to(offsets.device, non_blocking=True))
 
 
 def _what_is_wrong(strides: Strides, lengths: list[int], offsets: list[int], num_values: int) -> str:

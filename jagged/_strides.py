@@ -88,7 +88,7 @@ class Order:
         found = self._on.get(like.device) if plain else None
         if found is None:
             # non_blocking, since a blocking copy from the host would be a host sync
-            found = torch.tensor(self.indices, dtype=torch.int64).to(like.device, non_blocking=True)
+            found = torch.tensor(self.indices, dtype=torch.int64, device="cpu").to(like.device, non_blocking=True)
             if plain:
                 _keep(self._on, like.device, found)
         return found

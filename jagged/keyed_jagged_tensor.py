@@ -421,7 +421,7 @@ class KeyedJaggedTensor(Bags):
         """Lengths, values, batch sizes [keys] if they differ, weights if there are any: what an exchange sends."""
         tensors = [self.lengths(), self._in_bags()[0]]
         if self.variable_stride_per_key():
-            strides = torch.tensor(self._strides.per_key)
+            strides = torch.tensor(self._strides.per_key, device="cpu")
             tensors.append(strides.to(self._values.device, non_blocking=True))
         weights = self._in_bags()[1]
         return tensors if weights is None else [*tensors, weights]
