@@ -7,19 +7,18 @@ tensors on the host.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.kernels import complete_cumsum
+from shardwise.kernels import complete_cumsum, segment_sum
 
-from ._check import INTEGER_DTYPES, names
+from ._check import INTEGER_DTYPES, names, readable
 from ._strides import Strides
 
 _LARGEST = {dtype: torch.iinfo(dtype).max for dtype in INTEGER_DTYPES}
-# bags a key from which a sum for each key is faster than a running sum of all
-_MANY = 1 << 10
 _WIDE = (torch.int64, torch.int32)
 
 
@@ -121,9 +120,10 @@ def sum_per_key(strides: Strides, lengths: Tensor | None, offsets: Tensor | None
         return 0, [0] * len(strides.keys.names), 0
     if offsets is None and strides.sizes is not None:
         assert lengths is not None
-        if strides.bags > _MANY * len(strides.keys.names):
-            sums = torch.stack([part.sum() for part in torch.split_with_sizes(lengths, strides.per_key)])
-            return _read(None, sums)
+        if readable(lengths):
+            # of Python's numbers the fastest tensor
+            starts = torch.frombuffer(array("q", strides.starts), dtype=torch.int64)
+            return _read(None, segment_sum(starts, lengths.to(torch.int64)))
         # in int64, where bad lengths do not wrap around to a good sum
         offsets = offsets_of(lengths, 2**62)
     if offsets is not None:
