@@ -25,8 +25,11 @@ int64: Any = numba.int64
 uint64: Any = numba.uint64
 _inline: Any = numba.njit(forceinline=True)
 
-# what an empty array says of elements: the tensors' own types, and by their size those that are only moved
-LIKE = {name: np.empty(0, name) for name in ("int8", "int16", "int32", "int64", "float32", "float64")}
+# what a number says of elements, at a tenth of what an array costs: the tensors' own types, and by their size those
+# that are only moved
+LIKE: dict[str, Any] = {
+    name: np.dtype(name).type(0) for name in ("int8", "int16", "int32", "int64", "float32", "float64")
+}
 MOVED = {1: LIKE["int8"], 2: LIKE["int16"], 4: LIKE["int32"], 8: LIKE["int64"]}
 
 # ids below this many, and their quotients, are exact as float64
@@ -54,7 +57,7 @@ def _pointer(typing: Any, address: Any, like: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(like.dtype)(types.int64, like), generate
+    return types.CPointer(like)(types.int64, like), generate
 
 
 @_inline
