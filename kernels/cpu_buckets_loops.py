@@ -25,11 +25,8 @@ int64: Any = numba.int64
 uint64: Any = numba.uint64
 _inline: Any = numba.njit(forceinline=True)
 
-# what a number says of elements, at a tenth of what an array costs: the tensors' own types, and by their size those
-# that are only moved
-LIKE: dict[str, Any] = {
-    name: np.dtype(name).type(0) for name in ("int8", "int16", "int32", "int64", "float32", "float64")
-}
+# what a number says of elements: the tensors' own types, and by their size those that are only moved
+LIKE: Any = {name: np.dtype(name).type(0) for name in ("int8", "int16", "int32", "int64", "float32", "float64")}
 MOVED = {1: LIKE["int8"], 2: LIKE["int16"], 4: LIKE["int32"], 8: LIKE["int64"]}
 
 # ids below this many, and their quotients, are exact as float64
