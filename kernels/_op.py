@@ -71,6 +71,17 @@ def direct(*tensors: Tensor | None) -> bool:
     return True
 
 
+def eager(*tensors: Tensor | None) -> bool:
+    """As `direct`, but gradients may be wanted: then autograd's own Function costs least."""
+    others = []
+    for tensor in tensors:
+        if tensor is None or not tensor.requires_grad:
+            others.append(tensor)
+        elif type(tensor) not in _PLAIN or not tensor.is_cpu:
+            return False
+    return direct(*others)
+
+
 def register(
     schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
 ) -> torch._ops.OpOverload[..., Any]:

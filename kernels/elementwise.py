@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_padded
-from ._op import direct, register, register_autograd, runs_kernel
+from ._op import direct, eager, register, register_autograd, runs_kernel
 from .padded import (
     ADD,
     MULTIPLY,
@@ -23,7 +23,6 @@ from .padded import (
     check_extents,
     check_offsets,
     dense_shape,
-    eager,
     for_each_offset,
     jagged_to_padded_dense,
     jagged_to_padded_dense_ref,
@@ -134,7 +133,7 @@ def _padded_product(x: Tensor, y: Tensor, offsets: Sequence[Tensor], max_lengths
     """The products of two jagged values of the same bags as a padded dense: what the gradient of a dense factor is."""
     offsets, max_lengths = list(offsets), list(max_lengths)
     check_extents(offsets, max_lengths)
-    if direct(x, y, *offsets) or eager(x, y, *offsets):
+    if eager(x, y, *offsets):
         return jagged_to_padded_dense(x * y, offsets, max_lengths)
     return torch.ops.shardwise.padded_jagged_product(x, y, offsets, max_lengths)  # type: ignore[no-any-return]
 

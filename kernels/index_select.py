@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_segments
-from ._op import INTERPRETED, direct, gather_tile, register, register_autograd, runs_kernel, tl, triton
+from ._op import INTERPRETED, direct, eager, gather_tile, register, register_autograd, runs_kernel, tl, triton
 from .features import feature_of_position, row_alignment
 from .sequence import _gather_kernel
 
@@ -142,13 +142,9 @@ def check_integers(name: str, tensor: Tensor, values: Tensor) -> None:
 
 def is_plain(values: Tensor, *others: Tensor | None) -> bool:
     """Whether torch's own ops, gradient included, may be called on CPU values past the dispatcher."""
-    if not values.requires_grad:
-        return direct(values, *others)
-    if values.dtype not in (torch.float32, torch.float64):
-        # torch would add up the gradients of halves in halves
-        return False
-    with torch.no_grad():
-        return direct(values, *others)
+    # torch would add up the gradients of halves in halves
+    in_full = not values.requires_grad or values.dtype in (torch.float32, torch.float64)
+    return in_full and eager(values, *others)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

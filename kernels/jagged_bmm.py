@@ -21,6 +21,7 @@ from torch import Tensor
 from ._op import (
     INTERPRETED,
     direct,
+    eager,
     multiple,
     next_power_of_2,
     register,
@@ -36,7 +37,6 @@ from .jagged_rows import (
     adds_in_fp32,
     check_bags,
     check_like,
-    eager,
     function_of,
     limit_of,
     require_offsets,

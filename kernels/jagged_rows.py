@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import direct
 from .cpu_lookup import offsets_are_good
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -83,12 +82,6 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def limit_of(max_length: int | None, rows: int) -> int:
     """Rows of a bag that take part, at most."""
     return rows if max_length is None else min(max_length, rows)
-
-
-def eager(*tensors: Tensor) -> bool:
-    """As `_op.direct`, but gradients may be wanted: an op may be called past torch's dispatcher with a Function."""
-    with torch.no_grad():
-        return direct(*tensors)
 
 
 def function_of(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_padded
-from ._op import INTERPRETED, direct, gather_tile, multiple, register, register_autograd, runs_kernel, tl, triton
+from ._op import INTERPRETED, direct, eager, gather_tile, multiple, register, register_autograd, runs_kernel, tl, triton
 from .features import row_alignment
 
 MOST_DIMS = 5
@@ -294,17 +294,6 @@ def padded_dense_to_jagged(
     if eager(dense, *offsets):
         return _ToJagged.apply(dense, offsets, total_length)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.shardwise.padded_dense_to_jagged(dense, offsets, total_length)  # type: ignore[no-any-return]
-
-
-def eager(*tensors: Tensor) -> bool:
-    """Whether these are plain CPU tensors, some of which want a gradient: then autograd's own Function costs least."""
-    others = []
-    for tensor in tensors:
-        if not tensor.requires_grad:
-            others.append(tensor)
-        elif type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_cpu:
-            return False
-    return direct(*others)
 
 
 def check_offsets(name: str, tensor: Tensor, offsets: Sequence[Tensor]) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import cpu_segments
-from ._op import INTERPRETED, direct, register, runs_kernel
-from .segments import INDEX_DTYPES, bad_index, eager, locate, move_by, positions_of, positions_ref
+from ._op import INTERPRETED, direct, eager, register, runs_kernel
+from .segments import INDEX_DTYPES, bad_index, locate, move_by, positions_of, positions_ref
 
 # values a segment from which one copy for each segment beats one index for each value
 _LONG_SEGMENT = 500

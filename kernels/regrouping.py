@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, direct, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from ._op import INTERPRETED, direct, eager, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .regroup_plan import Piece, RegroupPlan, Runs, plan_pieces, transposed
 
 # tensors of one launch: a pointer each among its arguments, and a comparison for each vector
@@ -152,8 +152,7 @@ def _is_plain(tensors: Sequence[Tensor], plan: RegroupPlan) -> bool:
     # torch would add up the gradients of halves in halves
     if plan.repeats and tensors[0].dtype not in (torch.float32, torch.float64):
         return direct(*tensors)
-    with torch.no_grad():
-        return direct(*tensors)
+    return eager(*tensors)
 
 
 def _nothing(tensors: Sequence[Tensor]) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 from . import cpu_segments
 from ._op import (
     INTERPRETED,
-    direct,
     gather_tile,
     launch_options,
     multiple,
@@ -301,16 +300,6 @@ register_autograd(
     _backward_of_collect,
     _setup_collect,
 )
-
-
-def eager(*tensors: Tensor | None) -> bool:
-    """Whether these are plain CPU tensors that nothing traces or wraps: as `direct` says, gradients aside."""
-    if direct(*tensors):
-        return True
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    with torch.no_grad():
-        return direct(*tensors)
 
 
 def move_by(plan: cpu_segments.Plan, values: Tensor) -> Tensor:

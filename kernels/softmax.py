@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from ._op import direct, eager, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .cpu_rows import softmax_cpu, softmax_gradient_cpu
 from .features import row_alignment
-from .jagged_rows import accumulator, adds_in_fp32, check_bags, eager, function_of, limit_of
+from .jagged_rows import accumulator, adds_in_fp32, check_bags, function_of, limit_of
 
 # elements of a tile, at two warps
 _TILE = 1024

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, direct, register, register_autograd, runs_kernel, tl, triton
+from ._op import INTERPRETED, direct, eager, register, register_autograd, runs_kernel, tl, triton
 from .cpu_rows import unary_gradient_cpu, unary_lookup_cpu
 from .features import bag_of_position
-from .jagged_rows import FLOATS, accumulator, adds_in_fp32, check_offsets, eager, function_of
+from .jagged_rows import FLOATS, accumulator, adds_in_fp32, check_offsets, function_of
 from .transpose import CHUNK, chunks_of, key_dtype, levels_for
 
 _BLOCK = 16 if INTERPRETED else 128

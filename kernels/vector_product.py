@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from ._op import direct, eager, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .cpu_rows import vector_product_by_rows_cpu, vector_product_by_vectors_cpu, vector_product_cpu
 from .features import row_alignment
-from .jagged_rows import accumulator, adds_in_fp32, check_bags, check_like, eager, function_of
+from .jagged_rows import accumulator, adds_in_fp32, check_bags, check_like, function_of
 
 # elements of a tile, at two warps
 _TILE = 1024
