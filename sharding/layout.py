@@ -2,15 +2,23 @@
 
 A plan is a list of shards. A strategy is a function from a table to its shards and nothing else: routing, exchange and
 assembly read shards, never strategies. Row shards add, column shards sit side by side, replicas hold the same cells.
+Ranks r of one host share r // local_size.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
 
 Span = tuple[int, int]
+
+# Where no width is asked for, column shards are at least this wide.
+MIN_COLUMNS = 32
+REDUCTIONS = ("partial", "ordered")
+ROW_STATES = ("shard", "table")
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,31 @@ class Shard:
     replica: bool = False
 
 
+@dataclass(frozen=True)
+class TableOptions:
+    """How the shards of one table work together.
+
+    Args:
+        reduction: how row shards add up: "partial" (each owner pools its rows and partial sums travel) or "ordered"
+            (rows travel and the source pools them in the order of the bag: the bits of one process).
+        row_state: what a rule that keeps one number a row (rowwise Adagrad, LAMB) sees of a table cut by columns:
+            "shard" (each column shard has its own number) or "table" (one number over all columns, that of the uncut
+            table).
+
+    Raises:
+        ValueError: a value is not one of these.
+    """
+
+    reduction: str = "partial"
+    row_state: str = "shard"
+
+    def __post_init__(self) -> None:
+        for field, known in zip(fields(self), (REDUCTIONS, ROW_STATES), strict=True):
+            value = getattr(self, field.name)
+            if value not in known:
+                raise ValueError(f"{field.name} must be one of {list(known)}, got {value!r}")
+
+
 def table_wise(table: str, rows: int, dim: int, rank: int) -> list[Shard]:
     """The whole table on one rank."""
     return [Shard(table, rank, (0, rows), (0, dim))]
@@ -34,8 +67,86 @@ def data_parallel(table: str, rows: int, dim: int, world_size: int) -> list[Shar
     return [Shard(table, rank, (0, rows), (0, dim), replica=True) for rank in range(world_size)]
 
 
+def row_wise(table: str, rows: int, dim: int, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Shard]:
+    """A block of rows on each of `ranks`: `sizes` rows, or `split_rows` of them. A rank may get none.
+
+    Raises:
+        ValueError: the sizes are not one for each rank or do not add up to `rows`.
+    """
+    cuts = _spans(table, "rows", rows, len(ranks), split_rows(rows, len(ranks)) if sizes is None else sizes)
+    return [Shard(table, rank, cut, (0, dim)) for rank, cut in zip(ranks, cuts, strict=True)]
+
+
+def column_wise(
+    table: str, rows: int, dim: int, ranks: Sequence[int], widths: Sequence[int] | None = None
+) -> list[Shard]:
+    """A block of columns on each of `ranks` (which may repeat): `widths` columns, or the same number on each.
+
+    Raises:
+        ValueError: the widths are not one for each rank or do not add up to `dim`, or `dim` does not divide.
+    """
+    cuts = _spans(table, "columns", dim, len(ranks), _even(table, dim, len(ranks)) if widths is None else widths)
+    return [Shard(table, rank, (0, rows), cut) for rank, cut in zip(ranks, cuts, strict=True)]
+
+
+def table_row_wise(table: str, rows: int, dim: int, ranks_of_host: Sequence[int]) -> list[Shard]:
+    """A block of rows on each rank of one host."""
+    return row_wise(table, rows, dim, ranks_of_host)
+
+
+def table_column_wise(
+    table: str, rows: int, dim: int, ranks_of_host: Sequence[int], widths: Sequence[int] | None = None
+) -> list[Shard]:
+    """A block of columns on each of `ranks_of_host`, ranks of one host (which may repeat). Raises as `column_wise`."""
+    return column_wise(table, rows, dim, ranks_of_host, widths)
+
+
+def grid(
+    table: str, rows: int, dim: int, hosts: Sequence[Sequence[int]], widths: Sequence[int] | None = None
+) -> list[Shard]:
+    """A block of columns on each host, given as its ranks, and of it a block of rows on each rank.
+
+    Raises:
+        ValueError: the widths are not one for each host or do not add up to `dim`, or `dim` does not divide.
+    """
+    cuts = _spans(table, "columns", dim, len(hosts), _even(table, dim, len(hosts)) if widths is None else widths)
+    return [
+        Shard(table, shard.rank, shard.rows, cut)
+        for ranks, cut in zip(hosts, cuts, strict=True)
+        for shard in row_wise(table, rows, dim, ranks)
+    ]
+
+
+def split_rows(rows: int, parts: int) -> list[int]:
+    """Blocks of ceil(rows / parts) rows; the last that is not empty has the remainder, those after it have none."""
+    block = -(-rows // parts) if parts else 0
+    return [max(0, min(block, rows - block * part)) for part in range(parts)]
+
+
+def split_columns(dim: int, min_partition: int = MIN_COLUMNS) -> list[int]:
+    """Equal widths, as narrow as they can be at `min_partition` columns or more and multiples of 4; else one of `dim`.
+
+    Raises:
+        ValueError: `min_partition` is not positive.
+    """
+    if min_partition < 1:
+        raise ValueError(f"min_partition must be positive, got {min_partition}")
+    width = next((w for w in range(-(-min_partition // 4) * 4, dim, 4) if dim % w == 0), dim)
+    return [width] * (dim // width)
+
+
+def host_of(rank: int, local_size: int) -> int:
+    """The host of a rank: `local_size` consecutive ranks are one."""
+    return rank // local_size
+
+
+def ranks_of(host: int, local_size: int) -> range:
+    """The ranks of a host."""
+    return range(host * local_size, (host + 1) * local_size)
+
+
 def validate(shards: Iterable[Shard], sizes: Mapping[str, tuple[int, int]], world_size: int) -> None:
-    """Check that the shards cover each table of `sizes` (name -> (rows, dim)) exactly.
+    """Check that the shards cover each table of `sizes` (name -> (rows, dim)) exactly; empty shards are fine.
 
     Raises:
         ValueError: a shard names an unknown table or rank or leaves its table; cells are missing or held twice.
@@ -61,10 +172,10 @@ def validate(shards: Iterable[Shard], sizes: Mapping[str, tuple[int, int]], worl
                     f"table {name!r}: a replicated table needs one whole replica on each of {world_size} ranks"
                 )
             continue
-        cells = sum((s.rows[1] - s.rows[0]) * (s.cols[1] - s.cols[0]) for s in mine)
-        overlap = any(_overlap(a, b) for i, a in enumerate(mine) for b in mine[:i])
-        if overlap or cells != rows * dim:
-            raise ValueError(f"table {name!r}: shards hold {cells} of {rows * dim} cells{', some twice' * overlap}")
+        fault = _fault(mine, rows, dim)
+        if fault:
+            cells = sum((s.rows[1] - s.rows[0]) * (s.cols[1] - s.cols[0]) for s in mine)
+            raise ValueError(f"table {name!r}: shards hold {cells} of {rows * dim} cells, {fault}")
 
 
 def fingerprint(shards: Iterable[Shard], tables: Iterable[object]) -> int:
@@ -73,5 +184,51 @@ def fingerprint(shards: Iterable[Shard], tables: Iterable[object]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _overlap(a: Shard, b: Shard) -> bool:
-    return all(max(x[0], y[0]) < min(x[1], y[1]) for x, y in ((a.rows, b.rows), (a.cols, b.cols)))
+def _fault(shards: Sequence[Shard], rows: int, dim: int) -> str | None:
+    """The first cells that two shards hold or that none does, by a sweep down the rows; None if there are none."""
+    full = [s for s in shards if s.rows[0] < s.rows[1] and s.cols[0] < s.cols[1]]
+    begins = sorted(full, key=lambda s: s.rows[0], reverse=True)
+    ends = sorted(full, key=lambda s: s.rows[1], reverse=True)
+    # what holds row `at`, by columns; starts has their first columns alone, for bisect
+    here: list[Shard] = []
+    starts: list[int] = []
+    edges = sorted({0, *(edge for s in full for edge in s.rows)})
+    for at, below in zip(edges, [*edges[1:], rows], strict=True):
+        while ends and ends[-1].rows[1] == at:
+            place = bisect_left(starts, ends.pop().cols[0])
+            del here[place], starts[place]
+        while begins and begins[-1].rows[0] == at:
+            shard = begins.pop()
+            place = bisect_left(starts, shard.cols[0])
+            for other in here[max(0, place - 1) : place + 1]:
+                low, high = max(other.cols[0], shard.cols[0]), min(other.cols[1], shard.cols[1])
+                if low < high:
+                    end = min(other.rows[1], shard.rows[1])
+                    cells = f"rows [{at}, {end}) of columns [{low}, {high})"
+                    return f"some twice: {cells} are on ranks {other.rank} and {shard.rank}"
+            here.insert(place, shard)
+            starts.insert(place, shard.cols[0])
+        # gaps can only be where the row is new to a shard, so this walk is paid for by those that begin or end here
+        gaps = zip([0, *(s.cols[1] for s in here)], [*starts, dim], strict=True)
+        gap = next(((low, high) for low, high in gaps if low < high), None)
+        if gap and at < below:
+            return f"none holds rows [{at}, {below}) of columns [{gap[0]}, {gap[1]})"
+    return None
+
+
+def _spans(table: str, what: str, size: int, parts: int, sizes: Sequence[int]) -> list[Span]:
+    """[lo, hi) of consecutive blocks."""
+    if not parts:
+        raise ValueError(f"table {table!r}: there are no ranks for its {what}")
+    if len(sizes) != parts or sum(sizes) != size or min(sizes) < 0:
+        raise ValueError(
+            f"table {table!r}: {list(sizes)} {what} must be {parts} numbers, one for each part, that add up to {size}"
+        )
+    edges = list(accumulate(sizes, initial=0))
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def _even(table: str, dim: int, parts: int) -> list[int]:
+    if parts and dim % parts:
+        raise ValueError(f"table {table!r}: {dim} columns do not divide by {parts}: say the width of each part")
+    return [dim // parts] * parts if parts else []

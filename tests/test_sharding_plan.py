@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
@@ -24,7 +20,7 @@ from shardwise import (
     ShardingPlan,
     construct_module_sharding_plan,
 )
-from shardwise.sharding import Shard, data_parallel, layout, table_wise
+from shardwise.sharding import Shard, data_parallel, table_wise
 from shardwise.sharding.plan import shards_of
 
 EBC = EmbeddingBagCollection(
@@ -169,71 +165,6 @@ def test_a_parameter_sharding_that_cannot_be_placed_is_refused(
     """The dense kernel of a table on one rank was passed over: the table trained by the fused default instead."""
     with pytest.raises(ValueError, match=message):
         shards_of("t", ParameterSharding("table_wise", kernel, [0], spec(placement)), 7, 4, 2)
-
-
-WHOLE = Shard("t", 0, (0, 7), (0, 4))
-
-
-@pytest.mark.parametrize(
-    ("shards", "message"),
-    [
-        ([], "table 't': shards hold 0 of 28 cells$"),
-        ([Shard("t", 0, (0, 5), (0, 4))], "table 't': shards hold 20 of 28 cells$"),
-        ([WHOLE, Shard("t", 1, (6, 7), (3, 4))], "table 't': shards hold 29 of 28 cells, some twice"),
-        ([Shard("t", 0, (0, 4), (0, 4)), Shard("t", 1, (3, 6), (0, 4))], "28 of 28 cells, some twice"),
-        ([WHOLE, Shard("u", 0, (0, 7), (0, 4))], r"the plan places table 'u', the module has \['t'\]"),
-        ([Shard("t", 2, (0, 7), (0, 4))], "table 't': rank 2 is not one of 2"),
-        ([Shard("t", -1, (0, 7), (0, 4))], "table 't': rank -1 is not one of 2"),
-        ([Shard("t", 0, (0, 8), (0, 4))], r"table 't': rows \[0, 8\) leave the table's 7"),
-        ([Shard("t", 0, (0, 7), (-1, 4))], r"table 't': columns \[-1, 4\) leave the table's 4"),
-        (
-            layout.data_parallel("t", 7, 4, 1),
-            "a replicated table needs one whole replica on each of 2 ranks",
-        ),
-        ([*layout.data_parallel("t", 7, 4, 2), WHOLE], "table 't': a replicated table needs one whole replica"),
-        (layout.data_parallel("t", 5, 4, 2), "table 't': a replicated table needs one whole replica"),
-    ],
-)
-def test_a_layout_with_gaps_overlaps_or_strangers_is_refused(shards: list[Shard], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        layout.validate(shards, {"t": (7, 4)}, 2)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 9), st.integers(1, 9), st.data())
-def test_a_table_cut_anywhere_is_covered_until_one_part_is_missing(rows: int, dim: int, data: st.DataObject) -> None:
-    row_cuts = [0, *sorted(data.draw(st.sets(st.integers(1, rows)))), rows]
-    col_cuts = [0, *sorted(data.draw(st.sets(st.integers(1, dim)))), dim]
-    shards = [
-        Shard("t", (r + c) % 3, rows_span, cols_span)
-        for r, rows_span in enumerate(zip(row_cuts, row_cuts[1:], strict=False))
-        for c, cols_span in enumerate(zip(col_cuts, col_cuts[1:], strict=False))
-    ]
-    layout.validate(shards, {"t": (rows, dim)}, 3)
-    full = [s for s in shards if s.rows[0] < s.rows[1] and s.cols[0] < s.cols[1]]
-    lost = data.draw(st.sampled_from(full))
-    with pytest.raises(ValueError, match="table 't': shards hold"):
-        layout.validate([shard for shard in shards if shard is not lost], {"t": (rows, dim)}, 3)
-
-
-def test_a_fingerprint_is_stable_over_processes_and_orders_and_tells_plans_apart() -> None:
-    shards = [WHOLE, Shard("u", 1, (0, 5), (0, 4))]
-    mine = layout.fingerprint(shards, ["a", 1])
-    code = (
-        "from shardwise.sharding.layout import Shard, fingerprint\n"
-        "print(fingerprint([Shard('u', 1, (0, 5), (0, 4)), Shard('t', 0, (0, 7), (0, 4))], ['a', 1]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == mine
-    assert 0 <= mine < 2**63
-    others = [
-        layout.fingerprint(shards, [1, "a"]),
-        layout.fingerprint(shards, ["a"]),
-        layout.fingerprint(shards[:1], ["a", 1]),
-        layout.fingerprint([WHOLE, Shard("u", 0, (0, 5), (0, 4))], ["a", 1]),
-        layout.fingerprint([WHOLE, Shard("u", 1, (0, 5), (0, 4), replica=True)], ["a", 1]),
-    ]
-    assert len({mine, *others}) == 6
 
 
 def test_a_plan_without_a_process_group_needs_a_world_size() -> None:
