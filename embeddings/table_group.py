@@ -266,6 +266,23 @@ class TableGroup:
         self.store.release(lease)
         return out
 
+    def look_up(self, slots: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str) -> Tensor:
+        """The rows of slots, pooled or, where `pooling` is "sequence", each by itself; no gradient."""
+        dtype = self.policy.output_dtype
+        if pooling == "sequence":
+            return sequence_lookup(
+                self.flat, slots, offsets, self.features, self.dims[0], self._segment_numbers, dtype
+            )  # fmt: skip
+        return pooled_lookup(
+            self.flat, slots, offsets, per_id_weights, self.features, self.dims, self._segment_numbers, pooling, dtype
+        )
+
+    def weight_gradient(self, grad: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+        """The gradient [N] of a pooled lookup by its per-id weights, of the rows as they are now."""
+        cut = None if self.optimizer is None else self.optimizer.max_gradient
+        clipped = grad if cut is None else grad.clamp(-cut, cut)
+        return per_id_weight_gradient(clipped, self.flat, slots, offsets, self.features, self.dims)
+
     def _updates(self) -> bool:
         """Whether the backward of a lookup made now trains a table."""
         return self.optimizer is not None and torch.is_grad_enabled() and not all(self._frozen)
@@ -351,10 +368,7 @@ class _LookupWithUpdate(torch.autograd.Function):
         ctx.save_for_backward(ids, offsets, per_id_weights)
         # not saved: updates of other lookups may come between this forward and its backward
         ctx.group, ctx.pooling, ctx.lease = group, pooling, lease
-        args, out = (group._segment_numbers, pooling, group.policy.output_dtype), group.policy.output_dtype
-        if pooling == "sequence":
-            return sequence_lookup(group.flat, ids, offsets, group.features, group.dims[0], args[0], out)
-        return pooled_lookup(group.flat, ids, offsets, per_id_weights, group.features, group.dims, *args)
+        return group.look_up(ids, offsets, per_id_weights, pooling)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
@@ -364,9 +378,7 @@ class _LookupWithUpdate(torch.autograd.Function):
         grad_p = None
         if ctx.needs_input_grad[1]:
             # before the update: this gradient is of the rows that were looked up
-            cut = None if group.optimizer is None else group.optimizer.max_gradient
-            clipped = grad if cut is None else grad.clamp(-cut, cut)
-            grad_p = per_id_weight_gradient(clipped, group.flat, ids, offsets, group.features, group.dims)
+            grad_p = group.weight_gradient(grad, ids, offsets)
         group.update(grad, ids, offsets, per_id_weights, pooling=ctx.pooling)
         group.store.release(ctx.lease)
         return (None, grad_p, *[None] * 5)

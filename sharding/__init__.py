@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .collection import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
     from .dmp import DistributedModelParallel
     from .env import ShardingEnv
     from .layout import Shard
+    from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
     from .plan import (
         EmbeddingComputeKernel,
         EmbeddingModuleShardingPlan,
@@ -43,8 +43,8 @@ __all__ = [
 _HOME = {
     "DistributedModelParallel": "dmp",
     "Shard": "layout",
-    "ShardedEmbeddingBagCollection": "collection",
-    "ShardedEmbeddingCollection": "collection",
+    "ShardedEmbeddingBagCollection": "modules",
+    "ShardedEmbeddingCollection": "modules",
     "ShardingEnv": "env",
 }
 

@@ -1,56 +1,36 @@
 """Sharded collections: one engine for pooled and sequence lookups, whatever the plan.
 
-forward: `begin` routes the ids and exchanges headers and ids; `finish` looks up, exchanges rows and assembles them.
-backward: row gradients travel back, and every rank applies the fused update to the tables that it holds. Four
-collectives a step, whatever the number of tables. All ranks must run forward, and backward, the same number of times.
+forward: `begin` routes the ids and exchanges headers and ids; `look_up` finds the rows and sends them off; `finish`
+takes what came and assembles it. backward: gradients of rows travel back, and every rank applies the fused update to
+the tables that it holds. Four collectives a step, whatever the number of tables and strategies; one more each way where
+hosts add their rows first, one more back for gradients of per-id weights. All ranks must run forward, and backward, the
+same number of times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    FusedOptimizer,
-    GradientCheckMode,
-    LookupFeature,
-    OptimizerSpec,
-    TableGroup,
-    TableShape,
-)
-from shardwise.embeddings.collection import move_tables, require_batch
-from shardwise.embeddings.optimizers import mark_optimizer, optimizer_of, optimizer_spec
-from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from shardwise.kernels import BoundsCheckMode, Feature, check_ids, new_guard, pack_features, raise_from_guard
+from shardwise.embeddings import FusedOptimizer, GradientCheckMode
+from shardwise.embeddings.collection import require_batch
+from shardwise.jagged import KeyedJaggedTensor
+from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
 from shardwise.kernels.cpu_lookup import offsets_are_good
 
 from . import header
 from .env import ShardingEnv
-from .exchange import Exchange, unpack
-from .layout import Shard, fingerprint, validate
-from .route import Group, Inbound, Outbound, Routes, Table, arrange, block_layout, plan_routes, route
-
-# an optimizer class and its keyword arguments
-Mark: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
-
-
-@dataclass
-class InFlight:
-    """A batch between `begin` and `finish`."""
-
-    outbound: Outbound
-    inbound: Inbound
-    # [W] ids from each rank, and of those the ids whose rows go back
-    ids_from: list[int]
-    rows_to: list[int]
-    # whether a backward may follow: replicated tables then know every rank's ids
-    update: bool
+from .exchange import Exchange
+from .held import Collection, Held, Mark, Stores, tables_of
+from .id_map import IdMap
+from .layout import Shard, TableOptions, fingerprint, validate
+from .owner import InFlight, Owner
+from .results import Columns, Rows, pool_in_order
+from .route import Home, Inbound, Outbound, Receiving, Sending, arrange, in_order, route
+from .routes import REPLICA, ROWS, Routes, plan_routes
 
 
 class ShardedCollection(nn.Module):
@@ -61,17 +41,20 @@ class ShardedCollection(nn.Module):
 
     def __init__(
         self,
-        module: EmbeddingBagCollection | EmbeddingCollection,
+        module: Collection,
         shards: Sequence[Shard],
         env: ShardingEnv,
         device: torch.device,
         *,
         default_optimizer: Mark,
+        options: dict[str, TableOptions] | None = None,
+        stores: Stores | None = None,
+        id_maps: Mapping[str, IdMap] | None = None,
     ) -> None:
         super().__init__()
-        self._pooled = isinstance(module, EmbeddingBagCollection)
-        self._children_name = "embedding_bags" if self._pooled else "embeddings"
-        self._weighted = isinstance(module, EmbeddingBagCollection) and module.is_weighted()
+        self._pooled = hasattr(module, "embedding_bags")
+        self._children_name = module._children_name
+        self._weighted = bool(getattr(module, "is_weighted", bool)())
         self._policy = module._policy
         if self._policy.gradient_check is GradientCheckMode.RAISE:
             # one rank alone would raise, while the others wait for it
@@ -80,19 +63,36 @@ class ShardedCollection(nn.Module):
         self._env, self._exchange = env, Exchange(env.process_group)
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss
         self.gradient_division = True
-        (self._routes, marks), self._fingerprint = header.agree(
-            self._exchange, device, lambda: _routes_of(module, shards, env.world_size, default_optimizer)
-        )
-        self._dense_lookups = {n for group in self._routes.dense for n in group.lookups}
-        tables = self._routes.tables
-        self._groups = [self._table_group(group, device) for group in self._routes.groups[env.rank]]
-        self._dense_groups = [self._table_group(group, device) for group in self._routes.dense]
-        self._adopt_weights(module, marks, device)
-        spec = [Feature(0, tables[t].rows, tables[t].dim, 0) for _, t in self._routes.lookups]
-        self._features = pack_features(spec, device)
-        self._feature_names = [f"feature {f!r} (table {tables[t].name!r})" for f, t in self._routes.lookups]
+        self._id_maps = dict(id_maps or {})
+
+        def plan() -> tuple[tuple[Routes, list[Mark | None]], int]:
+            chosen, mapped = options or {}, frozenset(self._id_maps)
+            tables, marks = tables_of(module, shards, default_optimizer, chosen, mapped)
+            validate(shards, {table.name: (table.rows, table.dim) for table in tables}, env.world_size)
+            routes = plan_routes(
+                tables, shards, env.world_size, pooled=self._pooled, weighted=self._weighted,
+                local_size=env.local_world_size,
+            )  # fmt: skip
+            return (routes, marks), fingerprint(shards, (*tables, self._weighted, self._pooled, routes.local_size))
+
+        (self._routes, marks), self._fingerprint = header.agree(self._exchange, device, plan)
+        routes, me = self._routes, env.rank
+        self._most_groups = max(len(serving.groups) for serving in routes.serving)
+        self._local = Exchange(env.local_group()) if routes.has_host_sums else None
+        self._held = Held(routes, me, device, self._policy, stores)
+        self._held.adopt(module, marks, self._exchange)
+        self._owner = Owner(routes, me, self._held, self._exchange, self._local)
+        self.add_module(self._children_name, self._held.children())
+        self._columns = Columns(routes, me) if self._pooled else None
+        self._rows = Rows(routes)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
-        self._fused_optimizer = FusedOptimizer(self._groups, self._children_name)
+        self._forget()
+        self._fused_optimizer = FusedOptimizer(self._held.groups, self._children_name)
+
+    def _forget(self) -> None:
+        """Begin anew what is made of the routes for a device."""
+        self._receiving = [Receiving(self._routes, self._env.rank, update, self.device) for update in (False, True)]
+        self._sending: dict[tuple[tuple[str, ...], bool], Sending] = {}
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -102,16 +102,16 @@ class ShardedCollection(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where this rank's tables are."""
-        return self._features.device
+        return self._held.device
 
     @property
     def collectives(self) -> int:
         """Collectives called so far."""
-        return self._exchange.calls
+        return self._exchange.calls + (0 if self._local is None else self._local.calls)
 
     def fused_parameter_names(self) -> list[str]:
         """Parameters that the backward trains or that other ranks hold: no gradient of theirs is to be reduced."""
-        dense = {table.name for group in self._dense_groups for table in group.tables}
+        dense = {shard.table for group in self._routes.dense for shard in group.shards}
         return [
             f"{self._children_name}.{table.name}.weight" for table in self._routes.tables if table.name not in dense
         ]
@@ -125,326 +125,207 @@ class ShardedCollection(nn.Module):
             RuntimeError: a rank failed otherwise, or ranks disagree on the plan or on gradients being enabled.
         """
         update = torch.is_grad_enabled()
-        for group in self._groups:
+        for group in self._held.groups:
             group.freeze([not param.requires_grad for param in group.parameters])
         outbound: Outbound | None = None
-        told: Any
+        told: Sequence[header.Sizes] | Exception
         try:
             outbound = self._prepare(features, update)
-            told = (outbound.batch, outbound.ids_to_groups)
+            told = self._sizes(outbound)
         except Exception as error:
             told = error
-        most_groups = max(len(groups) for groups in self._routes.groups)
+        learned = outbound is not None and outbound.weights is not None and outbound.weights.requires_grad
         heads = header.tell(
-            self._exchange, self.device, told, update=update, fingerprint=self._fingerprint, groups=most_groups
-        )
+            self._exchange, self.device, told, wants=header.Wants(update, learned), fingerprint=self._fingerprint,
+            groups=self._most_groups,
+        )  # fmt: skip
         # where it is missing every rank has raised
         assert outbound is not None
+        flight = InFlight(outbound, self._receive(outbound, heads, update), heads, update, features)
+        if self._id_maps:
+            self._owner.translate(flight, self._id_maps)
+        return flight
 
-        served = len(self._routes.served(self._env.rank, update))
-        sizes = [
-            block_layout(served, head.batch, sum(head.ids_to_groups), self._routes.id_dtype, self._weighted)
-            for head in heads
-        ]
-        received = self._exchange.ids(outbound.blocks, [size for *_, size in sizes])
-        blocks = [unpack(block, *layout[:2]) for block, layout in zip(received, sizes, strict=True)]
-        groups = len(self._groups)
-        per_group = [sum(head.ids_to_groups[g] for head in heads) for g in range(groups)]
-        batches = [head.batch for head in heads]
-        inbound = arrange(blocks, batches, served, per_group, keep_arrival=not self._pooled)
-        owned = [g for g, group in enumerate(self._routes.groups[self._env.rank]) if not group.replica]
-        return InFlight(
-            outbound,
-            inbound,
-            ids_from=[sum(head.ids_to_groups) for head in heads],
-            rows_to=[sum(head.ids_to_groups[g] for g in owned) for head in heads],
-            update=update,
-        )
+    def look_up(self, flight: InFlight) -> None:
+        """Find the rows that were asked for and send them off; `finish` takes them. Does nothing the second time."""
+        if flight.pending is None:
+            with torch.no_grad():
+                self._owner.look_up(flight)
 
-    def finish_values(self, flight: InFlight) -> list[Tensor]:
-        """Rows of each lookup in output order: [B, dim] pooled, [ids of the lookup, dim] otherwise."""
-        exchanged = [n for n in range(len(self._routes.lookups)) if n not in self._dense_lookups]
-        pieces: dict[int, Tensor] = {}
+    def _exchanged(self, flight: InFlight) -> Tensor:
+        """Rows of all lookups that are not trained by their gradient: [B, columns], or one lookup after another."""
+        self.look_up(flight)
+        weights = (flight.outbound.weights, *(home.weights for home in self._home(flight, dense=False)))
         # a batch that began without gradients gets none: replicated tables do not know the other ranks' ids
         with torch.set_grad_enabled(flight.update and torch.is_grad_enabled()):
-            if exchanged:
-                values = _Finish.apply(self._anchor, self, flight, exchanged)  # type: ignore[no-untyped-call]
-                pieces.update(zip(exchanged, self._split(values, flight, exchanged), strict=True))
-            for group, tables in zip(self._routes.dense, self._dense_groups, strict=True):
-                pieces.update(self._look_up_at_home(flight, group, tables))
-        return [pieces[n] for n in range(len(self._routes.lookups))]
+            return _Finish.apply(self._anchor, self, flight, *weights)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _dense_pieces(self, flight: InFlight) -> dict[int, Tensor]:
+        """Rows of each lookup in a table that is trained by its gradient."""
+        with torch.set_grad_enabled(flight.update and torch.is_grad_enabled()):
+            return self._at_home(flight, dense=True)
+
+    def _home(self, flight: InFlight, *, dense: bool) -> list[Home]:
+        replicas = len(self._routes.replicas)
+        return flight.outbound.home[replicas:] if dense else flight.outbound.home[:replicas]
+
+    def _at_home(self, flight: InFlight, *, dense: bool) -> dict[int, Tensor]:
+        """Rows of this rank's own batch in tables that every rank holds, by lookup."""
+        found: dict[int, Tensor] = {}
+        parts, groups = (
+            (self._routes.dense, self._held.dense) if dense else (self._routes.replicas, self._held.replicas)
+        )
+        for part, group, home in zip(parts, groups, self._home(flight, dense=dense), strict=True):
+            if self._pooled:
+                rows = group.pooled(home.ids, home.offsets, home.weights)
+                pieces = rows.split([slot.width for slot in part.slots], dim=1)
+            else:
+                pieces = group.sequence(home.ids, home.offsets).split(home.sizes)
+            found.update(zip([slot.lookup for slot in part.slots], pieces, strict=True))
+        return found
+
+    def _assemble(self, flight: InFlight) -> Tensor:
+        """What came from all ranks and from tables at home as the output of `_exchanged`."""
+        assert flight.pending is not None
+        received = flight.pending.wait()
+        blocks = received.split(self._owner.result_sizes(flight))
+        home = self._at_home(flight, dense=False)
+        if self._columns is None:
+            return self._rows.put_together(flight.outbound, blocks, home)
+        matrices, rest = self._columns.cut(blocks, flight.outbound.batch)
+        if self._columns.ordered:
+            for lookup, rows in self._rows.by_lookup(flight.outbound, rest).items():
+                cut = self._columns.ordered[lookup]
+                matrices[ROWS, lookup] = pool_in_order(flight.outbound, self._routes, cut, rows)
+        matrices.update({(REPLICA, lookup): piece for lookup, piece in home.items()})
+        return self._columns.put_together(matrices, flight.outbound)
+
+    def _update(self, flight: InFlight, grad: Tensor, *, learned: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The transpose of `_assemble` and the fused update; gradients of the weights that were sent and used at home."""
+        out, world = flight.outbound, self._env.world_size
+        grad = grad.float()
+        if self._columns is None:
+            blocks = self._rows.gradients(out, grad, [self._ids_of(flight, n) for n in self._rows.lookups])
+            sent, sizes = torch.cat(blocks), [block.shape[0] for block in blocks]
+        else:
+            grad = self._columns.divided_gradient(grad, out)
+            sent, sizes = self._columns.gradients(grad)
+        at_home: list[Tensor | None] = [None] * len(self._routes.replicas)
+        if learned:
+            at_home = self._home_weight_gradients(flight, grad)
+        divides = self.gradient_division and world > 1
+        if divides:
+            sent.div_(world)
+        sizes_back = self._owner.gradient_sizes(flight)
+        received = self._exchange.rows_transpose(sent, sizes, sizes_back).wait()
+        back = self._owner.update(flight, received, weight_gradients=learned)
+        return None if back is None else self._weight_gradients(flight, back, world if divides else 1), at_home
+
+    def _weight_gradients(self, flight: InFlight, back: Sequence[Tensor], factor: int) -> Tensor:
+        """Gradients of the weights that this rank sent, from what it found for those of others."""
+        out = flight.outbound
+        mine = self._sizes(out)
+        sizes = [head.sizes.returned for head in flight.heads]
+        received = self._exchange.rows_transpose(torch.cat(list(back)), sizes, [one.returned for one in mine]).wait()
+        pieces = received.split([one.returned for one in mine])
+        # weights of ids that went to replicas count where they were looked up
+        padded = [
+            torch.cat([piece, piece.new_zeros(one.ids - one.returned)]) for piece, one in zip(pieces, mine, strict=True)
+        ]
+        return torch.cat(padded) * factor
+
+    def _home_weight_gradients(self, flight: InFlight, grad: Tensor) -> list[Tensor | None]:
+        assert self._columns is not None
+        found: list[Tensor | None] = []
+        for part, group, home in zip(
+            self._routes.replicas, self._held.replicas, self._home(flight, dense=False), strict=True
+        ):
+            mine = torch.cat([self._columns.of_lookup(grad, slot.lookup) for slot in part.slots], dim=1)
+            found.append(group.weight_gradient(mine, home.ids, home.offsets))
+        return found
+
+    def _sizes(self, out: Outbound) -> list[header.Sizes]:
+        first, found = out.sending.first_stream, []
+        for rank, groups in enumerate(out.ids_to_groups):
+            counts = out.counts[first[rank] : first[rank + 1]]
+            returned = sum(counts[: self._routes.serving[rank].returned])
+            found.append(header.Sizes(out.batch, sum(counts), returned, groups))
+        return found
+
+    def _receive(self, out: Outbound, heads: Sequence[header.Head], update: bool) -> Inbound:
+        receiving = self._receiving[update]
+        batches, ids_from = [head.sizes.batch for head in heads], [head.sizes.ids for head in heads]
+        groups = [sum([head.sizes.ids_to_groups[g] for head in heads]) for g in range(receiving.groups)]
+        if self._exchange.world_size == 1:
+            weights = None if out.weights is None else out.weights.detach()
+            return in_order(out.ids, [out.lengths], weights, receiving, batches, groups)
+        sizes = [receiving.elements(batch, ids) for batch, ids in zip(batches, ids_from, strict=True)]
+        return arrange(self._exchange.ids(out.blocks(), sizes), receiving, batches, ids_from, groups)
 
     def _prepare(self, features: KeyedJaggedTensor, update: bool) -> Outbound:
         require_batch(features, "a sharded collection", self._weighted)
         if features.device() != self.device:
             raise ValueError(f"ids are on {features.device()}, the tables on {self.device}")
+        sending = self._sending_of(features, update)
+        lenient = self._check(features, sending)
         weights = features.weights_or_none() if self._weighted else None
-        if weights is not None and weights.requires_grad:
-            raise ValueError(
-                "gradients of per-id weights are not exchanged: detach the weights before a sharded lookup"
-            )
-        outbound = route(features, self._routes, weighted=self._weighted, update=update)
-        if self._routes.lookups:
-            mode = self._policy.bounds_check
-            ids, offsets = outbound.kjt.values(), outbound.kjt.offsets()
-            padded = outbound.kjt.capacity() is not None
-            if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
-                # it speaks of ids: bags that do not fit are an error on the CPU, before they leave
-                return outbound
-            fatal = mode is BoundsCheckMode.FATAL
-            guard = new_guard(self.device)
-            check_ids(ids, offsets, self._features, guard, names=self._feature_names, fatal=fatal, padded=padded)
-            if ids.is_cuda:
-                # before the ids leave: begin waits for the device anyway
-                raise_from_guard(guard, ids, offsets, self._features, self._feature_names, fatal=fatal)
-        return outbound
+        if weights is not None and not update:
+            weights = weights.detach()
+        return route(features, self._routes, sending, weights, lenient=lenient)
 
-    def _serve(self, flight: InFlight) -> list[Tensor]:
-        """Look up what other ranks asked for and exchange the rows: flat fp32 from each rank."""
-        owned = [(g, group) for g, group in enumerate(self._groups) if not self._my_groups()[g].replica]
-        rows = [self._look_up(group, *self._inputs(flight, g)) for g, group in owned]
-        batches = flight.inbound.batches
-        if self._pooled:
-            table = torch.cat(rows, dim=1) if rows else torch.empty(sum(batches), 0, device=self.device)
-            blocks = [block.flatten() for block in torch.split(table, batches)]
-            dims = [sum(self._routes.dims(self._routes.served(rank, False))) for rank in range(self._env.world_size)]
-            sizes = [flight.outbound.batch * dim for dim in dims]
-        else:
-            blocks = self._rows_by_arrival(flight, rows)
-            sizes = [count * self._sequence_dim() for count in flight.outbound.rows_from]
-        return self._exchange.rows(blocks, sizes)
+    def _sending_of(self, features: KeyedJaggedTensor, update: bool) -> Sending:
+        keys = features.keys()
+        found = self._sending.get((tuple(keys), update))
+        if found is None:
+            missing = [name for name in dict.fromkeys(self._routes.features) if name not in keys]
+            if missing:
+                raise KeyError(f"features {missing} are not in the batch, which has {keys}")
+            found = self._sending[tuple(keys), update] = Sending(self._routes, keys, update, self.device)
+        return found
 
-    def _rows_by_arrival(self, flight: InFlight, rows: list[Tensor]) -> list[Tensor]:
-        """Rows in global order, back in the order in which their ids came, per rank and flat."""
-        dim = self._sequence_dim()
-        mine = torch.cat(rows) if rows else torch.empty(0, dim, device=self.device)
-        arrival = flight.inbound.arrival
-        if arrival is None:
-            return [mine.flatten()]
-        came = torch.empty(arrival.shape[0], dim, device=self.device)
-        came[arrival[: mine.shape[0]]] = mine
-        blocks = torch.split(came, flight.ids_from)
-        return [block[:count].flatten() for block, count in zip(blocks, flight.rows_to, strict=True)]
+    def _check(self, features: KeyedJaggedTensor, sending: Sending) -> bool:
+        """Raise for ids outside their tables; True where they may pass and count as none."""
+        require_ids("feature ids", features.values())
+        if not sending.used:
+            return False
+        mode = self._policy.bounds_check
+        picked = features if sending.all_used else features.permute(sending.used)
+        ids, offsets, padded = picked.values(), picked.offsets(), picked.capacity() is not None
+        if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
+            # it speaks of ids: bags that do not fit are an error on the CPU, before they leave
+            return True
+        fatal, guard = mode is BoundsCheckMode.FATAL, new_guard(self.device)
+        names = sending.checked_names
+        check_ids(ids, offsets, sending.checked, guard, names=names, fatal=fatal, padded=padded)
+        if ids.is_cuda:
+            # before the ids leave: begin waits for the device anyway
+            raise_from_guard(guard, ids, offsets, sending.checked, names, fatal=fatal)
+        return not fatal
 
-    def _assemble(self, flight: InFlight, received: list[Tensor], lookups: Sequence[int]) -> Tensor:
-        """The rows of all ranks and of replicated tables, side by side (or one after another) in output order."""
-        pieces: dict[int, Tensor] = {}
-        for rank, rows in enumerate(received):
-            served = self._routes.served(rank, False)
-            width = sum(self._routes.dims(served)) if self._pooled else self._sequence_dim()
-            if served:
-                pieces.update(zip(served, self._split(rows.view(-1, width), flight, served), strict=True))
-        for g, group in enumerate(self._my_groups()):
-            if group.replica:
-                pieces.update(self._look_up_at_home(flight, group, self._groups[g]))
-        return torch.cat([pieces[n] for n in lookups], dim=1 if self._pooled else 0)
+    def _ids_of(self, flight: InFlight, lookup: int) -> int:
+        """Ids of a lookup in this rank's batch."""
+        return flight.features.length_per_key()[self._key_of(flight, lookup)]
 
-    def _update(self, flight: InFlight, grad: Tensor, lookups: Sequence[int]) -> None:
-        """The transpose of `_serve` and `_assemble`, and the fused update of what this rank holds."""
-        if self.gradient_division:
-            grad = grad / self._env.world_size
-        pieces = dict(zip(lookups, self._split(grad, flight, lookups), strict=True))
-        blocks, me, world = [], self._env.rank, range(self._env.world_size)
-        for rank in world:
-            served = [pieces[n] for n in self._routes.served(rank, True)]
-            block = torch.cat(served, dim=1 if self._pooled else 0) if served else grad.new_empty(0)
-            blocks.append(block.flatten())
-        columns = sum(self._routes.dims(self._routes.served(me, True)))
-        if self._pooled:
-            received = self._exchange.rows_transpose(blocks, [batch * columns for batch in flight.inbound.batches])
-            if columns == 0:
-                return
-            mine = torch.cat([g.view(-1, columns) for g in received])
-            widths = [sum(self._routes.dims(group.lookups)) for group in self._my_groups()]
-            gradients = torch.split(mine, widths, dim=1)
-        else:
-            dim = self._sequence_dim()
-            received = self._exchange.rows_transpose(blocks, [count * dim for count in flight.ids_from])
-            mine = torch.cat(received).view(-1, dim)
-            if flight.inbound.arrival is not None:
-                mine = mine[flight.inbound.arrival]
-            gradients = torch.split(mine, flight.inbound.group_ids)
-        for g, group in enumerate(self._groups):
-            if group.optimizer is None:
-                continue
-            pooling = group.pooling if self._pooled else "sequence"
-            group.update(gradients[g], *self._inputs(flight, g), pooling=pooling)
-
-    def _inputs(self, flight: InFlight, g: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Ids, offsets and weights that group `g` of this rank serves in this step."""
-        inbound, groups = flight.inbound, self._my_groups()
-        first = sum(len(group.lookups) for group in groups[:g])
-        samples = sum(inbound.batches)
-        offsets = inbound.offsets[first * samples : (first + len(groups[g].lookups)) * samples + 1]
-        begin = sum(inbound.group_ids[:g])
-        ids = slice(begin, begin + inbound.group_ids[g])
-        return inbound.ids[ids], offsets - offsets[0], None if inbound.weights is None else inbound.weights[ids]
-
-    def _look_up(self, group: TableGroup, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        return group.pooled(ids, offsets, weights) if self._pooled else group.sequence(ids, offsets)
-
-    def _look_up_at_home(self, flight: InFlight, group: Group, tables: TableGroup) -> Iterator[tuple[int, Tensor]]:
-        """Rows of this rank's own batch in tables that every rank holds."""
-        kjt = flight.outbound.kjt.permute(list(group.lookups))
-        rows = self._look_up(tables, kjt.values(), kjt.offsets(), kjt.weights().float() if self._weighted else None)
-        return zip(group.lookups, self._split(rows, flight, group.lookups), strict=True)
-
-    def _split(self, values: Tensor, flight: InFlight, lookups: Sequence[int]) -> tuple[Tensor, ...]:
-        if self._pooled:
-            return tuple(torch.split(values, self._routes.dims(lookups), dim=1))
-        return tuple(torch.split(values, self._counts(flight, lookups)))
-
-    def _counts(self, flight: InFlight, lookups: Sequence[int]) -> list[int]:
-        counts = flight.outbound.kjt.length_per_key()
-        return [counts[n] for n in lookups]
-
-    def _sequence_dim(self) -> int:
-        return self._routes.tables[0].dim if self._routes.tables else 0
-
-    def _my_groups(self) -> tuple[Group, ...]:
-        return self._routes.groups[self._env.rank]
-
-    def _table_group(self, group: Group, device: torch.device) -> TableGroup:
-        tables = [self._routes.tables[t] for t in group.tables]
-        number = {t: k for k, t in enumerate(group.tables)}
-        lookups = [self._routes.lookups[n] for n in group.lookups]
-        return TableGroup(
-            [TableShape(table.name, table.rows, table.dim) for table in tables],
-            [LookupFeature(feature, number[t], self._routes.tables[t].mean) for feature, t in lookups],
-            dtype=tables[0].dtype,
-            device=device,
-            optimizer=tables[0].optimizer,
-            # rows travel as fp32; what arrives is cast
-            policy=replace(self._policy, output_dtype=torch.float32),
-        )
-
-    @torch.no_grad()
-    def _adopt_weights(
-        self,
-        module: EmbeddingBagCollection | EmbeddingCollection,
-        marks: Sequence[Mark | None],
-        device: torch.device,
-    ) -> None:
-        """Take over the module's weights (or initialise what was on meta); replicas become rank 0's."""
-        configs = {config.name: config for config in module._configs}
-        old = dict(zip(configs, module._table_parameters(), strict=True))
-        params = {
-            name: nn.Parameter(torch.empty(0, device=device), before.requires_grad) for name, before in old.items()
-        }
-        for group in (*self._groups, *self._dense_groups):
-            for number, shape in enumerate(group.tables):
-                view, before, init_fn = group.view(number), old[shape.name], configs[shape.name].init_fn
-                if not before.is_meta:
-                    view.copy_(before)
-                elif init_fn is not None:
-                    init_fn(view)
-                params[shape.name].data = view
-                group.parameters.append(params[shape.name])
-        replicated = {t for group in (*self._my_groups(), *self._routes.dense) if group.replica for t in group.tables}
-        for number in sorted(replicated):
-            self._exchange.broadcast(params[self._routes.tables[number].name].data)
-        children = nn.ModuleDict()
-        for table, mark in zip(self._routes.tables, marks, strict=True):
-            if mark is not None:
-                mark_optimizer(params[table.name], *mark)
-            children[table.name] = nn.Module()
-            children[table.name].register_parameter("weight", params[table.name])
-        self.add_module(self._children_name, children)
+    def _key_of(self, flight: InFlight, lookup: int) -> int:
+        return flight.outbound.sending.place[self._routes.lookups[lookup][0]]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
-        children = self._modules[self._children_name]
-        assert isinstance(children, nn.ModuleDict)
-        move_tables([*self._groups, *self._dense_groups], children, fn)
-        self._features = self._features.to(fn(torch.empty(0, device=self._features.device)).device)
+        self._held.move(fn)
         self._anchor = torch.zeros(1, device=self.device, requires_grad=True)
+        self._forget()
         return self
-
-
-class ShardedEmbeddingBagCollection(ShardedCollection):
-    """An `EmbeddingBagCollection` over several ranks: same inputs, same `KeyedTensor`, same parameter names."""
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
-        return self.finish(self.begin(features))
-
-    def finish(self, flight: InFlight) -> KeyedTensor:
-        """The second half of a forward."""
-        names = [name for names in self._names_by_table for name in names]
-        dims = self._routes.dims(range(len(names)))
-        values = self.finish_values(flight)
-        empty = torch.empty(flight.outbound.batch, 0, device=self.device)
-        return KeyedTensor(names, dims, (torch.cat(values, dim=1) if values else empty).to(self._policy.output_dtype))
-
-
-class ShardedEmbeddingCollection(ShardedCollection):
-    """An `EmbeddingCollection` over several ranks: same inputs, same dict of `JaggedTensor`, same parameter names."""
-
-    def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
-        self._need_indices = module.need_indices()
-
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
-        return self.finish(self.begin(features))
-
-    def finish(self, flight: InFlight) -> dict[str, JaggedTensor]:
-        """The second half of a forward."""
-        names = [name for names in self._names_by_table for name in names]
-        kjt, found = flight.outbound.kjt, {}
-        lengths = kjt.lengths().view(len(names), flight.outbound.batch) if names else kjt.lengths()
-        begin = kjt.offset_per_key()
-        for n, (name, rows) in enumerate(zip(names, self.finish_values(flight), strict=True)):
-            ids = kjt.values()[begin[n] : begin[n + 1]] if self._need_indices else None
-            found[name] = JaggedTensor(rows.to(self._policy.output_dtype), weights=ids, lengths=lengths[n])
-        return found
 
 
 class _Finish(torch.autograd.Function):
     """Rows of the exchanged lookups; its backward is the exchange back and the fused update."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, collection: ShardedCollection, flight: InFlight, lookups: list[int]
-    ) -> Tensor:
-        ctx.collection, ctx.flight, ctx.lookups = collection, flight, lookups
-        return collection._assemble(flight, collection._serve(flight), lookups)
+    def forward(ctx: Any, anchor: Tensor, collection: ShardedCollection, flight: InFlight, *weights: Any) -> Tensor:
+        ctx.collection, ctx.flight = collection, flight
+        return collection._assemble(flight)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, ...]:
-        ctx.collection._update(ctx.flight, *grad_outputs, ctx.lookups)
-        return None, None, None, None
-
-
-def _routes_of(
-    module: EmbeddingBagCollection | EmbeddingCollection,
-    shards: Sequence[Shard],
-    world_size: int,
-    default_optimizer: Mark,
-) -> tuple[tuple[Routes, list[Mark | None]], int]:
-    """Routes and the optimizer marks of the tables, and a fingerprint of what ranks must share."""
-    tables, marks = _tables_of(module, shards, default_optimizer)
-    validate(shards, {table.name: (table.rows, table.dim) for table in tables}, world_size)
-    pooled = isinstance(module, EmbeddingBagCollection)
-    weighted = isinstance(module, EmbeddingBagCollection) and module.is_weighted()
-    return (plan_routes(tables, shards, world_size), marks), fingerprint(shards, (*tables, weighted, pooled))
-
-
-def _tables_of(
-    module: EmbeddingBagCollection | EmbeddingCollection, shards: Sequence[Shard], default_optimizer: Mark
-) -> tuple[list[Table], list[Mark | None]]:
-    """Tables and the optimizer marks they will carry; a frozen table has none, a cut one always has one otherwise."""
-    replicated = {shard.table for shard in shards if shard.replica}
-    tables, marks = [], []
-    for config, param in zip(module._configs, module._table_parameters(), strict=True):
-        mark = optimizer_of(param) if param.requires_grad else None
-        if mark is None and param.requires_grad and config.name not in replicated:
-            mark = default_optimizer
-        spec: OptimizerSpec | None = None if mark is None else optimizer_spec(*mark, table=config.name)
-        tables.append(
-            Table(
-                config.name, config.num_embeddings, config.embedding_dim, param.dtype, spec,
-                tuple(config.feature_names), module._is_averaged(config),
-            )
-        )  # fmt: skip
-        marks.append(mark)
-    return tables, marks
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        learned = any(ctx.needs_input_grad[3:])
+        sent, at_home = ctx.collection._update(ctx.flight, *grad_outputs, learned=learned)
+        return None, None, None, sent, *at_home

@@ -15,11 +15,12 @@ from shardwise._version import __version__
 from shardwise.embeddings import CombinedOptimizer, EmbeddingBagCollection, EmbeddingCollection, optimizer_of
 from shardwise.planner import balanced_table_wise
 
-from .collection import ShardedCollection, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from .collection import ShardedCollection
 from .env import ShardingEnv
 from .exchange import Exchange
 from .header import agree
 from .layout import Shard, fingerprint
+from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from .plan import (
     ShardingPlan,
     construct_module_sharding_plan,

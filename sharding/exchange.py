@@ -9,61 +9,82 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# blocks of a packed buffer begin on this boundary, so that a view as int64 is aligned
-_PAD = 8
-
 
 class Exchange:
-    """The collectives between the ranks of a process group; `calls` counts them."""
+    """The collectives between the ranks of a process group; `calls` counts them, `sent` the bytes that left this rank.
+
+    One rank exchanges nothing: everything comes back as it was.
+    """
 
     def __init__(self, pg: dist.ProcessGroup | None) -> None:
         self._pg = pg
         self.world_size = 1 if pg is None else dist.get_world_size(pg)
-        self.calls = 0
+        self.rank = 0 if pg is None else dist.get_rank(pg)
+        self.calls = self.sent = 0
 
     def headers(self, mine: Tensor) -> Tensor:
         """Row d of `mine` [W, H] int64 goes to rank d; row r of the result came from rank r."""
-        return self._all_to_all(mine.flatten(), None, None).view_as(mine)
+        return self._all_to_all(mine.flatten(), None, None).wait().view_as(mine)
 
     def ids(self, blocks: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
-        """Send the tensors `blocks[d]` to rank d as one run of bytes; `sizes[r]` bytes come from rank r.
+        """Send the int32 tensors `blocks[d]` to rank d, one after another; `sizes[r]` numbers come from rank r.
 
-        Returns the received bytes per rank; `packed_size` tells their number and `unpack` cuts them.
+        Returns what came from each rank.
         """
-        send = [_pack(block) for block in blocks]
-        received = self._all_to_all(torch.cat(send), [len(s) for s in send], list(sizes))
-        return list(torch.split(received, list(sizes)))
+        send_sizes = [sum([tensor.shape[0] for tensor in block]) for block in blocks]
+        send = torch.cat([tensor for block in blocks for tensor in block])
+        return list(self._all_to_all(send, send_sizes, list(sizes)).wait().split(list(sizes)))
 
-    def rows(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send the flat fp32 tensor `blocks[d]` to rank d; `sizes[r]` elements come from rank r."""
-        send = torch.cat(list(blocks))
-        received = self._all_to_all(send, [b.shape[0] for b in blocks], list(sizes))
-        return list(torch.split(received, list(sizes)))
+    def rows(self, send: Tensor, send_sizes: Sequence[int], sizes: Sequence[int]) -> Pending:
+        """Send `send_sizes[d]` numbers of the flat fp32 tensor to each rank d; `sizes[r]` come from rank r.
 
-    def rows_transpose(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        The result of `wait` has what came, rank after rank.
+        """
+        return self._all_to_all(send, list(send_sizes), list(sizes))
+
+    def rows_transpose(self, send: Tensor, send_sizes: Sequence[int], sizes: Sequence[int]) -> Pending:
         """The transpose of `rows`: gradients travel against the rows, from who received to who sent."""
-        return self.rows(blocks, sizes)
+        return self.rows(send, send_sizes, sizes)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` by rank 0's, so that replicas begin equal."""
-        if self._pg is not None:
+        if self.world_size > 1:
+            assert self._pg is not None
             self.calls += 1
-            with _Lent(tensor) as (lent,):
-                dist.broadcast(lent, dist.get_global_rank(self._pg, 0), group=self._pg)
+            lent = _Lent(tensor)
+            dist.broadcast(lent.aliases[0], dist.get_global_rank(self._pg, 0), group=self._pg)
+            lent.take_back()
 
-    def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None) -> Tensor:
-        if self._pg is None:
-            return send
+    def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None) -> Pending:
+        if self.world_size == 1:
+            return Pending(send, None, None)
         self.calls += 1
+        self.sent += send.numel() * send.element_size()
         received = send.new_empty(send.shape[0] if sizes is None else sum(sizes))
-        with _Lent(received, send) as (lent_received, lent_send):
-            dist.all_to_all_single(lent_received, lent_send, sizes, send_sizes, group=self._pg)
-        return received
+        lent = _Lent(received, send)
+        work = dist.all_to_all_single(*lent.aliases, sizes, send_sizes, group=self._pg, async_op=True)
+        return Pending(received, work, lent)
+
+
+class Pending:
+    """Numbers on their way to this rank."""
+
+    def __init__(self, received: Tensor, work: Any, lent: _Lent | None) -> None:
+        self._received, self._work, self._lent = received, work, lent
+
+    def wait(self) -> Tensor:
+        """What came, once it is here."""
+        if self._lent is not None:
+            self._work.wait()
+            self._lent.take_back()
+            self._work = self._lent = None
+        return self._received
 
 
 class _Lent:
@@ -77,18 +98,16 @@ class _Lent:
     _out: list[Tensor] = []
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._mine = [
+        self.aliases = [
             t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride()) for t in tensors
         ]
+        _Lent._out += self.aliases
 
-    def __enter__(self) -> list[Tensor]:
-        return self._mine
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:  # the transfer is over: what is left to wait for needs no memory
-            for tensor in self._mine:
-                tensor.set_(tensor.new_empty(0).untyped_storage())
-        _Lent._out = _held([*_Lent._out, *self._mine])
+    def take_back(self) -> None:
+        """Once the transfer is over: what is left to wait for needs no memory."""
+        for tensor in self.aliases:
+            tensor.set_(tensor.new_empty(0).untyped_storage())
+        _Lent._out = _held(_Lent._out)
 
     @staticmethod
     def settle(seconds: float = 10) -> bool:
@@ -107,31 +126,3 @@ def _held(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 atexit.register(_Lent.settle)
-
-
-def packed_size(elements: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:
-    """Bytes that tensors of these lengths and dtypes take in a packed block."""
-    return sum(_padded(n * dtype.itemsize) for n, dtype in zip(elements, dtypes, strict=True))
-
-
-def unpack(block: Tensor, elements: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """The 1-D tensors that were packed into `block`, as views of it."""
-    # the block begins at a multiple of 8 bytes inside its buffer: every packed block is a multiple of 8
-    tensors, at = [], 0
-    for n, dtype in zip(elements, dtypes, strict=True):
-        tensors.append(block[at : at + n * dtype.itemsize].view(dtype))
-        at += _padded(n * dtype.itemsize)
-    return tensors
-
-
-def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    device = tensors[0].device
-    pieces = []
-    for tensor in tensors:
-        data = tensor.contiguous().view(torch.uint8)
-        pieces += [data, torch.zeros(_padded(len(data)) - len(data), dtype=torch.uint8, device=device)]
-    return torch.cat(pieces)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _PAD) * _PAD

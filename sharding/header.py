@@ -1,7 +1,8 @@
 """What ranks tell each other at construction and before any id travels: sizes, the plan, and whether all is well.
 
-One int64 row per pair of ranks: fingerprint of the plan, batch, whether gradients are on, status, ids for each group of
-the receiver, and the text of an error. A rank that fails sends its status, so all ranks raise in that step.
+One int64 row per pair of ranks: fingerprint of the plan, batch, what the step wants, status, ids of the receiver's
+streams, those whose results come back, and ids for each group of the receiver. A rank that fails sends its status, so
+all ranks raise in that step; the text of the error follows in an exchange of its own, which a good step does not need.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from .exchange import Exchange
 
@@ -20,7 +20,28 @@ T = TypeVar("T")
 _TEXT = 64  # int64 numbers: 512 bytes of UTF-8
 _WELL = -1
 # status -> what all ranks raise
-_ERRORS: tuple[type[Exception], ...] = (RuntimeError, IndexError, ValueError, KeyError, TypeError)
+_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError, IndexError, ValueError, KeyError, TypeError, OverflowError, FloatingPointError,
+)  # fmt: skip
+_FIELDS = 6
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What a rank's step asks of the others: a backward, and in it gradients of per-id weights."""
+
+    update: bool = False
+    weight_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one rank sends to another: samples, ids of all streams, those whose results travel back, and of each group."""
+
+    batch: int
+    ids: int
+    returned: int
+    ids_to_groups: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -28,11 +49,9 @@ class Head:
     """What one rank told this one."""
 
     fingerprint: int
-    batch: int
-    update: bool
+    wants: Wants
     status: int
-    ids_to_groups: list[int]
-    text: str
+    sizes: Sizes
 
 
 # how many agreements this process has seen; ranks take the largest, so that each has a number of its own
@@ -56,10 +75,10 @@ def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, 
         failure = error
     global _agreements
     mine = 0 if made is None else made[1]
-    told: tuple[int, list[list[int]]] = (_agreements, [[]] * exchange.world_size)
-    heads = tell(exchange, device, failure or told, update=False, fingerprint=mine, groups=0)
+    told = [Sizes(_agreements, 0, 0, ())] * exchange.world_size
+    heads = tell(exchange, device, failure or told, wants=Wants(), fingerprint=mine, groups=0)
     assert made is not None
-    number = max(head.batch for head in heads)
+    number = max(head.sizes.batch for head in heads)
     _agreements = number + 1
     return made[0], (mine + number) % 2**63
 
@@ -67,72 +86,96 @@ def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, 
 def tell(
     exchange: Exchange,
     device: torch.device,
-    mine: tuple[int, Sequence[Sequence[int]]] | Exception,
+    mine: Sequence[Sizes] | Exception,
     *,
-    update: bool,
+    wants: Wants,
     fingerprint: int,
     groups: int,
 ) -> list[Head]:
-    """Tell every rank this one's batch and ids per group (`pack`), or why it cannot go on, and hear theirs.
+    """Tell every rank what it will get from this one, or that this one cannot go on, and hear the same from them.
+
+    `groups` is the most groups that any rank has.
 
     Raises:
         As `raise_failures`.
     """
     failure = mine if isinstance(mine, Exception) else None
-    if isinstance(mine, Exception):
-        sent = pack_failure(mine, exchange.world_size, update=update, fingerprint=fingerprint, groups=groups)
-    else:
-        sent = pack(*mine, update=update, fingerprint=fingerprint, groups=groups)
-    # host sync, the only one of a step: the sizes of what comes, and whether all ranks are well
-    heads = unpack(exchange.headers(sent.to(device)).tolist())
-    raise_failures(heads, failure, update=update, fingerprint=fingerprint)
+    if exchange.world_size == 1 and failure is not None:
+        raise failure
+    sizes = [Sizes(0, 0, 0, ())] * exchange.world_size if isinstance(mine, Exception) else mine
+    sent = pack(
+        sizes, _WELL if failure is None else _status(failure), wants=wants, fingerprint=fingerprint, groups=groups
+    )
+    # host sync, the only one that waits for other ranks: the sizes of what comes, and whether all are well
+    heads = unpack(exchange.headers(torch.tensor(sent, device="cpu").to(device)).tolist())
+    if any(head.status != _WELL for head in heads):
+        said = pack_text(failure, exchange.world_size)
+        texts = unpack_texts(exchange.headers(torch.tensor(said, device="cpu").to(device)).tolist())
+        raise_failures(heads, texts, failure)
+    raise_differences(heads, wants=wants, fingerprint=fingerprint)
     return heads
 
 
-def pack(batch: int, ids_to_groups: Sequence[Sequence[int]], *, update: bool, fingerprint: int, groups: int) -> Tensor:
-    """The rows of a rank that is well, [W, H] int64 on CPU; `groups` is the most groups that any rank has."""
-    rows = []
-    for ids in ids_to_groups:
-        padding = [0] * (groups - len(ids) + _TEXT)
-        rows.append([fingerprint, batch, int(update), _WELL, *ids, *padding])
-    return torch.tensor(rows)
-
-
-def pack_failure(failure: Exception, world_size: int, *, update: bool, fingerprint: int, groups: int) -> Tensor:
-    """The rows of a rank that cannot go on, same shape as `pack`."""
-    kind = next((number for number, error in enumerate(_ERRORS) if type(failure) is error), 0)
-    data = _message(failure).encode(errors="backslashreplace")[: _TEXT * 8].ljust(_TEXT * 8, b"\0")
-    text = [int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8)]
-    return torch.tensor([[fingerprint, 0, int(update), kind, *[0] * groups, *text]]).repeat(world_size, 1)
+def pack(sizes: Sequence[Sizes], status: int, *, wants: Wants, fingerprint: int, groups: int) -> list[list[int]]:
+    """The rows [W][H] that a rank sends."""
+    flags = wants.update + 2 * wants.weight_gradients
+    return [
+        [fingerprint, one.batch, flags, status, one.ids, one.returned, *one.ids_to_groups]
+        + [0] * (groups - len(one.ids_to_groups))
+        for one in sizes
+    ]
 
 
 def unpack(rows: Sequence[Sequence[int]]) -> list[Head]:
     """What came from each rank."""
-    heads = []
-    for row in rows:
-        text = b"".join(number.to_bytes(8, "little", signed=True) for number in row[-_TEXT:]).rstrip(b"\0")
-        heads.append(Head(row[0], row[1], bool(row[2]), row[3], list(row[4:-_TEXT]), text.decode(errors="replace")))
-    return heads
+    return [
+        Head(row[0], Wants(bool(row[2] & 1), bool(row[2] & 2)), row[3], Sizes(row[1], row[4], row[5], row[_FIELDS:]))
+        for row in rows
+    ]
 
 
-def raise_failures(heads: Sequence[Head], failure: Exception | None, *, update: bool, fingerprint: int) -> None:
+def pack_text(failure: Exception | None, world_size: int) -> list[list[int]]:
+    """The text of an error, or of none, as rows [W][64]."""
+    data = b"" if failure is None else _message(failure).encode(errors="backslashreplace")
+    data = data[: _TEXT * 8].ljust(_TEXT * 8, b"\0")
+    return [[int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8)]] * world_size
+
+
+def unpack_texts(rows: Sequence[Sequence[int]]) -> list[str]:
+    """The text of each rank."""
+    texts = [b"".join(number.to_bytes(8, "little", signed=True) for number in row) for row in rows]
+    return [text.rstrip(b"\0").decode(errors="replace") for text in texts]
+
+
+def raise_failures(heads: Sequence[Head], texts: Sequence[str], failure: Exception | None) -> None:
     """Raise on every rank what the first failing rank reported; `failure` is this rank's own.
 
     Raises:
-        The failing rank's exception type with its number and message; RuntimeError where ranks disagree.
+        The failing rank's exception type with its number and message.
     """
-    if failure is not None and len(heads) == 1:
-        raise failure
-    for rank, head in enumerate(heads):
+    for rank, (head, text) in enumerate(zip(heads, texts, strict=True)):
         if head.status != _WELL:
-            raise _ERRORS[head.status](f"rank {rank}: {head.text}") from failure
+            raise _ERRORS[head.status](f"rank {rank}: {text}") from failure
+
+
+def raise_differences(heads: Sequence[Head], *, wants: Wants, fingerprint: int) -> None:
+    """Raise RuntimeError where ranks disagree on what all must share."""
     for what, values, mine in (
         ("their plans, table configs or order of lookups", [head.fingerprint for head in heads], fingerprint),
-        ("whether gradients are enabled", [head.update for head in heads], update),
+        ("whether gradients are enabled", [head.wants.update for head in heads], wants.update),
+        (
+            "whether per-id weights have gradients",
+            [head.wants.weight_gradients for head in heads],
+            wants.weight_gradients,
+        ),
     ):
-        other = [rank for rank, value in enumerate(values) if value != mine]
-        if other:
+        if values.count(mine) < len(values):
+            other = [rank for rank, value in enumerate(values) if value != mine]
             raise RuntimeError(f"ranks {other} differ from this one in {what}")
+
+
+def _status(failure: Exception) -> int:
+    return next((number for number, error in enumerate(_ERRORS) if type(failure) is error), 0)
 
 
 def _message(failure: Exception) -> str:

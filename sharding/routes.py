@@ -82,9 +82,19 @@ class Group:
     slots: tuple[Slot, ...]
 
     @property
+    def is_replica(self) -> bool:
+        """Whether every rank holds it."""
+        return self.kind == REPLICA
+
+    @property
     def width(self) -> int:
         """Columns of all slots together."""
         return sum(slot.width for slot in self.slots)
+
+    @property
+    def row_width(self) -> int:
+        """Columns of each row, where rows travel: then all slots have the same."""
+        return self.slots[0].width if self.slots else 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,11 @@ class Serving:
     def streams_for(self, update: bool) -> tuple[Stream, ...]:
         """Those that ids are sent for: replicas want them for an update alone."""
         return self.streams if update else self.streams[: self.returned]
+
+    @property
+    def gradient_widths(self) -> tuple[int, int]:
+        """Columns of a pooled gradient that this rank wants for itself, and for its host."""
+        return self.width(POOLED, ROWS, REPLICA), self.width(HOST)
 
     def width(self, *kinds: str) -> int:
         """Columns of all slots in groups of these kinds."""
@@ -135,6 +150,11 @@ class Routes:
     def dims(self) -> list[int]:
         """Output columns of each lookup."""
         return [self.tables[table].dim for _, table in self.lookups]
+
+    @property
+    def dense_lookups(self) -> frozenset[int]:
+        """Lookups in tables that are trained through their gradient."""
+        return frozenset(slot.lookup for group in self.dense for slot in group.slots)
 
     @property
     def id_dtype(self) -> torch.dtype:
@@ -191,10 +211,10 @@ def plan_routes(
                 for rank in range(world_size):
                     placed[rank] += whole
             continue
-        strips = _strips(mine)
+        strips = _strips(table, mine)
         kind = _kind_of(table, strips, pooled, local_size, world_size)
         for strip in strips:
-            if len(strip) == 1:
+            if len(strip) == 1 and not (pooled and kind == ROWS):
                 streams = [[Stream(n) for n in lookups_of[number]]]
             else:
                 borders = (0, *(shard.rows[1] for shard in strip))
@@ -202,7 +222,9 @@ def plan_routes(
                 numbers = {n: cuts.setdefault(Cut(n, borders), len(cuts)) for n in lookups_of[number]}
                 streams = [[Stream(n, cut, k) for n, cut in numbers.items()] for k in range(len(strip))]
             for shard, mine_of in zip(strip, streams, strict=True):
-                placed[shard.rank].append(_Placed(kind, table, shard, tuple(mine_of)))
+                # nobody asks for a shard without rows; inside a host its zeros are added as any others
+                asked = kind == HOST or shard.rows[0] < shard.rows[1]
+                placed[shard.rank].append(_Placed(kind, table, shard, tuple(mine_of) if asked else ()))
     serving = tuple(_serving(mine, pooled) for mine in placed)
     replicas = tuple(group for group in serving[0].groups if group.kind == REPLICA)
     return Routes(
@@ -221,11 +243,22 @@ class _Placed:
     streams: tuple[Stream, ...]
 
 
-def _strips(shards: Sequence[Shard]) -> list[list[Shard]]:
-    """Shards by their columns, each strip from its first row to its last."""
+def _strips(table: Table, shards: Sequence[Shard]) -> list[list[Shard]]:
+    """Shards by their columns, each strip from its first row to its last.
+
+    Raises:
+        ValueError: columns are cut differently for different rows.
+    """
     strips: dict[tuple[int, int], list[Shard]] = {}
     for shard in sorted(shards, key=lambda s: (s.cols, s.rows, s.rank)):
         strips.setdefault(shard.cols, []).append(shard)
+    for cols, strip in strips.items():
+        ends = [(0, 0), *(shard.rows for shard in strip), (table.rows, table.rows)]
+        if any(before[1] != after[0] for before, after in pairwise(ends)):
+            raise ValueError(
+                f"table {table.name!r}: columns {cols} are held for some rows only, other rows are cut at"
+                " other columns; cut the table into columns first, and those into rows"
+            )
     return list(strips.values())
 
 

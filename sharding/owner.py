@@ -1,0 +1,256 @@
+"""What a rank does with its own shards in a step: look rows up and send them off, take their gradients and update.
+
+Letters as in routes.py. A flight has what belongs to one step; two may be under way at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exchange import Exchange, Pending
+from .header import Head
+from .held import Held
+from .id_map import IdMap
+from .results import by_slot, by_source
+from .route import Inbound, Outbound
+from .routes import HOST, POOLED, ROWS, Routes
+
+
+@dataclass
+class InFlight:
+    """A batch between `begin` and the end of its backward."""
+
+    outbound: Outbound
+    inbound: Inbound
+    heads: list[Head]
+    # whether a backward may follow: replicated tables then know every rank's ids
+    update: bool
+    # the batch as it was given, for the output's lengths
+    features: Any
+    # rows on their way
+    pending: Pending | None = None
+    # for each group the slots of its ids, and what holds them until the update
+    leases: list[tuple[Tensor, Any] | None] = field(default_factory=list)
+
+
+class Owner:
+    """This rank's shards; `local` is the exchange among the ranks of its host, where sums are added there first."""
+
+    def __init__(self, routes: Routes, rank: int, held: Held, exchange: Exchange, local: Exchange | None) -> None:
+        self.routes, self.rank, self.held = routes, rank, held
+        self.parts = routes.serving[rank].groups
+        self._exchange, self._local = exchange, local
+        # slots of each group
+        self._first_slot = list(accumulate((len(part.slots) for part in self.parts), initial=0))
+
+    def translate(self, flight: InFlight, id_maps: Mapping[str, IdMap]) -> None:
+        """Replace the ids that came for tables with an id map by their rows."""
+        inbound, at = flight.inbound, 0
+        # host sync on CUDA: where the ids of each slot begin
+        ends = [0, *inbound.lengths.sum(1).cumsum(0).tolist()]
+        for group, part in zip(self.held.groups, self.parts, strict=True):
+            for slot in part.slots if flight.update or not part.is_replica else ():
+                table = part.shards[slot.shard].table
+                if table in id_maps:
+                    mine = inbound.ids[ends[at] : ends[at + 1]]
+                    mine.copy_(id_maps[table].translate(table, mine, group.step))
+                at += 1
+
+    def look_up(self, flight: InFlight) -> None:
+        """Find the rows that were asked for and send them off."""
+        found: dict[int, Tensor] = {}
+        for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):
+            if not part.slots or (part.is_replica and not flight.update):
+                flight.leases.append(None)
+                continue
+            ids, offsets, weights = self._inputs(flight, g)
+            slots, lease = group.store.resolve(ids, offsets, group.step)
+            flight.leases.append((slots, lease))
+            if not part.is_replica:
+                found[g] = group.look_up(slots, offsets, weights, self._pooling(g, forward=True))
+            if not flight.update:
+                group.store.release(lease)
+        sent, sizes = self._results(flight, found)
+        flight.pending = self._exchange.rows(sent, sizes, self.result_sizes(flight))
+
+    def _pooling(self, g: int, *, forward: bool) -> str:
+        group, rows = self.held.groups[g], self.parts[g].kind == ROWS
+        if not self.routes.pooled or (rows and forward):
+            return "sequence"
+        return group.pooling
+
+    def _inputs(self, flight: InFlight, g: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ids, offsets and weights that group `g` serves in this step."""
+        inbound, part = flight.inbound, self.parts[g]
+        weighted = self.routes.weighted or (part.kind == ROWS and inbound.weights is not None)
+        weights = inbound.weights if weighted and self.routes.pooled else None
+        if len(inbound.first_id) == 2:
+            return inbound.ids, inbound.offsets, weights
+        samples, begin, end = inbound.lengths.shape[1], inbound.first_id[g], inbound.first_id[g + 1]
+        offsets = inbound.offsets[self._first_slot[g] * samples : self._first_slot[g + 1] * samples + 1]
+        return inbound.ids[begin:end], offsets - begin, None if weights is None else weights[begin:end]
+
+    def _bags(self, flight: InFlight, g: int) -> Tensor:
+        """Lengths [slots of the group, samples of all ranks]."""
+        return flight.inbound.lengths[self._first_slot[g] : self._first_slot[g + 1]]
+
+    def _ids_of_sources(self, flight: InFlight, g: int) -> Tensor:
+        """Ids of each slot from each source, [slots of the group, W]."""
+        lengths = self._bags(flight, g)
+        if not self.routes.pooled:
+            return lengths
+        return torch.stack([part.sum(1) for part in lengths.split(flight.inbound.batches, dim=1)], dim=1)
+
+    def _results(self, flight: InFlight, found: Mapping[int, Tensor]) -> tuple[Tensor, list[int]]:
+        """What goes to each rank, flat, one after another, and its sizes."""
+        batches = flight.inbound.batches
+        parts: list[list[Tensor]] = [[] for _ in batches]
+        sums = [found[g] for g in found if self.parts[g].kind == POOLED]
+        if sums:
+            table = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
+            if len(found) == len(sums) and self._local is None:
+                return table.flatten(), [batch * table.shape[1] for batch in batches]
+            for mine, block in zip(parts, table.split(batches), strict=True):
+                mine.append(block.flatten())
+        if self._local is not None:
+            host = [found[g] for g in found if self.parts[g].kind == HOST]
+            table = torch.cat(host, dim=1) if host else self._nothing(sum(batches), 0)
+            for rank, block in self._add_in_host(table, batches):
+                parts[rank].append(block.flatten())
+        for g in found:
+            if self.parts[g].kind == ROWS:
+                ids_from = [head.sizes.ids_to_groups[g] for head in flight.heads]
+                sizes = self._ids_of_sources(flight, g)
+                for mine, block in zip(parts, by_source(found[g], sizes, ids_from), strict=True):
+                    mine.append(block)
+        flat = [tensor for mine in parts for tensor in mine]
+        return torch.cat(flat) if flat else self._nothing(0), [sum(t.numel() for t in mine) for mine in parts]
+
+    def result_sizes(self, flight: InFlight) -> list[int]:
+        """Numbers that come back from each rank: its sums, those of its host through it, and rows."""
+        out, sizes = flight.outbound, []
+        for rank, serving in enumerate(self.routes.serving):
+            columns = serving.width(POOLED) + (serving.width(HOST) if self.is_counterpart(rank) else 0)
+            rows = [
+                out.ids_to_groups[rank][g] * part.row_width
+                for g, part in enumerate(serving.groups)
+                if part.kind == ROWS
+            ]
+            sizes.append(out.batch * columns + sum(rows))
+        return sizes
+
+    def is_counterpart(self, rank: int) -> bool:
+        """Whether a rank has the number on its host that this one has on its own."""
+        return (rank - self.rank) % self.routes.local_size == 0
+
+    def _add_in_host(self, table: Tensor, batches: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Sums over the ranks of this host, of [samples of all ranks, columns], for the sources it answers: [B, columns]."""
+        assert self._local is not None
+        each, me, world = self.routes.local_size, self.rank % self.routes.local_size, len(batches)
+        columns, blocks = table.shape[1], table.split(list(batches))
+        answers = [range(m, world, each) for m in range(each)]
+        sizes = [sum(batches[m::each]) * columns for m in range(each)]
+        sent = torch.cat([blocks[rank].flatten() for mine in answers for rank in mine])
+        parts = self._local.rows(sent, sizes, [sizes[me]] * each).wait().view(each, sum(batches[me::each]), columns)
+        total = parts[0]
+        # in the order of the ranks
+        for part in parts[1:]:
+            total = total + part
+        yield from zip(answers[me], total.split(batches[me::each]), strict=True)
+
+    def _give_to_host(self, mine: Tensor, batches: Sequence[int]) -> Tensor:
+        """The transpose: gradients of the sources it answers, [their samples, columns], become those of all samples."""
+        assert self._local is not None
+        each, columns = self.routes.local_size, mine.shape[1]
+        sizes = [sum(batches[m::each]) * columns for m in range(each)]
+        parts = (
+            self._local.rows_transpose(mine.flatten().repeat(each), [mine.numel()] * each, sizes).wait().split(sizes)
+        )
+        blocks: dict[int, Tensor] = {}
+        for m, part in enumerate(parts):
+            of_sources = part.view(-1, columns) if columns else self._nothing(sum(batches[m::each]), 0)
+            blocks.update(zip(range(m, len(batches), each), of_sources.split(list(batches[m::each])), strict=True))
+        return torch.cat([blocks[rank] for rank in range(len(batches))])
+
+    def gradient_sizes(self, flight: InFlight) -> list[int]:
+        """Numbers of the gradient that come from each rank."""
+        if not self.routes.pooled:
+            return [
+                sum(count * part.row_width for count, part in zip(head.sizes.ids_to_groups, self.parts, strict=False))
+                for head in flight.heads
+            ]
+        columns, host = self.routes.serving[self.rank].gradient_widths
+        batches = enumerate(flight.inbound.batches)
+        return [batch * (columns + (host if self.is_counterpart(rank) else 0)) for rank, batch in batches]
+
+    def update(self, flight: InFlight, received: Tensor, *, weight_gradients: bool) -> list[Tensor] | None:
+        """Apply the fused update for the gradients of all ranks; the gradients of per-id weights for each, if wanted."""
+        gradients = self._gradients(flight, received)
+        found: list[Tensor] = []
+        for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):
+            lease = flight.leases[g]
+            if lease is None:
+                continue
+            _, offsets, weights = self._inputs(flight, g)
+            grad = gradients[g]
+            if weight_gradients and not part.is_replica:
+                # before the update: this gradient is of the rows that were looked up
+                found.append(group.weight_gradient(grad, lease[0], offsets))
+            if group.optimizer is not None:
+                group.update(grad, lease[0], offsets, weights, pooling=self._pooling(g, forward=False))
+            group.store.release(lease[1])
+        return self._weights_by_source(flight, found) if weight_gradients else None
+
+    def _gradients(self, flight: InFlight, received: Tensor) -> list[Tensor]:
+        """The gradient of each group's lookup."""
+        sizes, batches = self.gradient_sizes(flight), flight.inbound.batches
+        if not self.routes.pooled:
+            return self._row_gradients(flight, received.split(sizes))
+        columns, host = self.routes.serving[self.rank].gradient_widths
+        if self._local is None:
+            mine = received.view(sum(batches), columns)
+            host_columns = self._nothing(0)
+        else:
+            blocks = received.split(sizes)
+            mine = torch.cat([block[: batch * columns] for block, batch in zip(blocks, batches, strict=True)])
+            mine = mine.view(sum(batches), columns)
+            answered = [r for r in range(len(batches)) if self.is_counterpart(r)]
+            rest = torch.cat([blocks[r][batches[r] * columns :] for r in answered])
+            host_columns = self._give_to_host(rest.view(sum(batches[r] for r in answered), host), batches)
+        found, at = [], {True: 0, False: 0}
+        for part in self.parts:
+            is_host = part.kind == HOST
+            begin, at[is_host] = at[is_host], at[is_host] + part.width
+            found.append((host_columns if is_host else mine)[:, begin : begin + part.width])
+        return found
+
+    def _row_gradients(self, flight: InFlight, blocks: Sequence[Tensor]) -> list[Tensor]:
+        by_group: list[list[Tensor]] = [[] for _ in self.parts]
+        for head, block in zip(flight.heads, blocks, strict=True):
+            sizes = [n * part.row_width for n, part in zip(head.sizes.ids_to_groups, self.parts, strict=False)]
+            for mine, piece in zip(by_group, block.split(sizes), strict=True):
+                mine.append(piece)
+        return [
+            by_slot(mine, self._ids_of_sources(flight, g), part.row_width) if part.slots else mine[0]
+            for g, (mine, part) in enumerate(zip(by_group, self.parts, strict=True))
+        ]
+
+    def _weights_by_source(self, flight: InFlight, found: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the weights of each source's ids, flat, in the order in which those came."""
+        inbound = flight.inbound
+        came, at = sum(head.sizes.ids for head in flight.heads), torch.cat([*found, self._nothing(0)])
+        grads = self._nothing(came).zero_()
+        # an id that several column shards of this rank looked up has a gradient from each
+        places = inbound.places(came)[: at.shape[0]]
+        grads.index_put_((places,), at, accumulate=True)
+        blocks = grads.split([head.sizes.ids for head in flight.heads])
+        return [block[: head.sizes.returned] for block, head in zip(blocks, flight.heads, strict=True)]
+
+    def _nothing(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, device=self.held.device)
