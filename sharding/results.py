@@ -209,6 +209,8 @@ class Rows:
 
     def put_together(self, out: Outbound, received: Sequence[Tensor], home: Mapping[int, Tensor]) -> Tensor:
         """Rows of all lookups [n, dim] from the flat rows of each rank, and of tables at home by lookup."""
+        if not self.lookups:
+            return torch.empty(0, 0, device=out.ids.device)
         if self._as_they_come or self._by_bucket:
             rows = torch.cat(list(received)).view(-1, self._width)
             return rows if out.places is None else rows.index_select(0, out.places)

@@ -234,7 +234,7 @@ def _divide(out: Outbound, cutting: Cutting, ids: Tensor, weights: Tensor | None
         assert places is not None
         bucketed = bucketed.clone()
         bucketed[places.long()] = torch.where(outside, -1, bucketed[places.long()])
-    by_segment = found.lengths.view(-1, out.batch)
+    by_segment = found.lengths.view(cutting.buckets * len(out.cut_lengths), out.batch)
     # host sync on CUDA: the sizes that leave
     counts = by_segment.sum(1).tolist()
     cuts = len(out.cut_lengths)
