@@ -12,6 +12,14 @@ from .config import (
     dtype_to_data_type,
     embedding_names_by_table,
 )
+from .feature_processors import (
+    FeatureProcessedEmbeddingBagCollection,
+    FeatureProcessor,
+    FeatureProcessorDictWrapper,
+    FeatureProcessorsCollection,
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
 from .fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection, fuse_embedding_optimizer
 from .keyed_optimizer import (
     CombinedOptimizer,
@@ -44,6 +52,10 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "FeatureProcessedEmbeddingBagCollection",
+    "FeatureProcessor",
+    "FeatureProcessorDictWrapper",
+    "FeatureProcessorsCollection",
     "FusedEmbeddingBagCollection",
     "FusedEmbeddingCollection",
     "FusedOptimizer",
@@ -57,6 +69,8 @@ __all__ = [
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "PoolingType",
+    "PositionWeightedModule",
+    "PositionWeightedModuleCollection",
     "ResidentRows",
     "RowStore",
     "RowWiseAdagrad",

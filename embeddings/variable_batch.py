@@ -142,8 +142,8 @@ def select_rows(values: Tensor, indices: Tensor) -> Tensor:
         return values.index_select(0, indices)
     rows, dim = values.shape
     # the columns that `pack_features` fills, without its wait for the copy
-    feature = _on([[0, rows, dim, 0, 0, 0, 0]], values.device)
-    ends = _on([0, indices.shape[0]], values.device)
+    feature = on_device([[0, rows, dim, 0, 0, 0, 0]], values.device)
+    ends = on_device([0, indices.shape[0]], values.device)
     return sequence_lookup(values.reshape(-1), indices, ends, feature, dim, [dim, 0, rows, 0], values.dtype)
 
 
@@ -156,9 +156,9 @@ def _column(numbers: Sequence[int], like: Tensor) -> int | Tensor:
     """The numbers [n, 1] where `like` is, or the one that all of them are."""
     if len(set(numbers)) == 1:
         return numbers[0]
-    return _on(numbers, like.device)[:, None]
+    return on_device(numbers, like.device)[:, None]
 
 
-def _on(numbers: Sequence[Any], device: torch.device) -> Tensor:
+def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """int64 numbers on a device, without a wait for the copy."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
