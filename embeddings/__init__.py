@@ -41,6 +41,7 @@ from .row_store import ResidentRows, RowStore
 from .rule_optimizer import FTRL, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RuleOptimizer, define_optimizer
 from .sequence_collection import EmbeddingCollection
 from .table_group import LookupFeature, TableGroup, TableShape
+from .towers import EmbeddingTower, EmbeddingTowerCollection, tower_input_params
 
 __all__ = [
     "FTRL",
@@ -52,6 +53,8 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "EmbeddingTower",
+    "EmbeddingTowerCollection",
     "FeatureProcessedEmbeddingBagCollection",
     "FeatureProcessor",
     "FeatureProcessorDictWrapper",
@@ -88,4 +91,5 @@ __all__ = [
     "optimizer_of",
     "optimizer_spec",
     "pick_features",
+    "tower_input_params",
 ]

@@ -224,7 +224,7 @@ def test_a_processor_of_ones_own_may_change_values() -> None:
     first, second = module.split()
     assert first(kjt(BAGS))["f"].values().tolist() == [3, 2, 1, 4]
     assert torch.equal(second(first(kjt(BAGS))).values(), module(kjt(BAGS)).values())
-    table = module._embedding_bag_collection.embedding_bags["a"].weight
+    table = table_a(module)
     assert_close(module(kjt(BAGS))["f"][0], 2 * table[[1, 2, 3]].sum(0))
 
 
@@ -274,14 +274,14 @@ def test_tables_train_in_the_backward_and_weights_beside_them() -> None:
     apply_optimizer_in_backward(RowWiseAdagrad, module._embedding_bag_collection.parameters(), {"lr": 0.1})
     before = {name: value.clone() for name, value in module.state_dict().items()}
     module(kjt(BAGS)).values().sum().backward()
-    assert not torch.equal(before["_embedding_bag_collection.embedding_bags.a.weight"], ebc_weight(module))
+    assert not torch.equal(before["_embedding_bag_collection.embedding_bags.a.weight"], table_a(module))
     # the gradient is that of the rows before their update
     table = before["_embedding_bag_collection.embedding_bags.a.weight"]
     first = torch.stack([table[1], table[4], torch.zeros(4)]).sum()
     assert_close(gradient_of(made["f"].position_weight)[0], first)
 
 
-def ebc_weight(module: FeatureProcessedEmbeddingBagCollection) -> Tensor:
+def table_a(module: FeatureProcessedEmbeddingBagCollection) -> Tensor:
     weight = module._embedding_bag_collection.embedding_bags["a"].weight
     assert isinstance(weight, Tensor)
     return weight.detach()
