@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.kernels import offsets_range
-from shardwise.kernels.features import bag_of_position
 
 from .bag_collection import EmbeddingBagCollection
-from .variable_batch import inverse_or_none, is_readable, on_device, select_rows
+from .variable_batch import inverse_or_none, is_readable, select_rows
 
 
 class FeatureProcessor(nn.Module, abc.ABC):
@@ -68,7 +67,7 @@ class PositionWeightedModule(FeatureProcessor):
         longest = self.position_weight.shape[0]
         _check_lengths(lengths, [longest], [lengths.shape[0]])
         position = offsets_range(features.offsets(), values.shape[0])
-        weights = select_rows(self.position_weight[:, None], position)[:, 0]
+        weights = select_rows(self.position_weight, position)
         return JaggedTensor(values, weights, lengths=lengths)
 
 
@@ -77,7 +76,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
 
     Ids of features that `max_feature_lengths` does not list get weight 1. Weights that the batch had are replaced.
     Gradients reach `position_weights` in a fixed order. Batch sizes, inverse indices and the capacity stay what they
-    are; on CUDA nothing is read on the host.
+    are. One host sync, where the batch does not know its `length_per_key` yet.
 
     Raises:
         ValueError: a maximum is not positive, or a parameter cannot have the feature's name.
@@ -112,31 +111,26 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
                 maximum. On CUDA, where a look would be a host sync, a device-side assertion, as torch's own indexing
                 has it.
         """
-        keys, offsets, count = features.keys(), features.offsets(), features.values().shape[0]
+        keys, sizes = features.keys(), features.length_per_key()
+        count, padded = sum(sizes), features.values().shape[0]
         listed = [key for key in keys if key in self.max_feature_lengths]
         if not listed:
-            return _with_weights(features, torch.ones(count, device=features.device()))
+            return _with_weights(features, torch.ones(padded, device=features.device()))
         most = [self.max_feature_lengths.get(key, _NO_MAXIMUM) for key in keys]
         _check_lengths(features.lengths(), most, features.stride_per_key(), keys)
-        padded = features.capacity() is not None
-        # the feature of each id
-        ends = offsets.index_select(0, on_device(features.lengths_offset_per_key(), offsets.device))
-        owner = bag_of_position(ends, count)
-        place = offsets_range(offsets, count)
-        if padded:
-            # padding belongs to no feature, and its weight is never read
-            owner = owner.clamp(max=len(keys) - 1)
-        # the weights of all features one after another, then a 1 for features that have none
+        # the weights of all features one after another, then a 1 for those that have none
         rows = [self.position_weights[key] for key in listed]
         table = torch.cat([*rows, rows[0].new_ones(1)])
-        if len(listed) < len(keys):
-            place = place * on_device([int(key in self.max_feature_lengths) for key in keys], place.device)[owner]
-        begins = accumulate((self.max_feature_lengths.get(key, 0) for key in keys), initial=0)
-        last = table.shape[0] - 1
-        first = [begin if key in self.max_feature_lengths else last for key, begin in zip(keys, begins, strict=False)]
-        row = on_device(first, place.device)[owner] + place
-        weights = select_rows(table[:, None], row.clamp(max=last) if padded else row)[:, 0]
-        return _with_weights(features, weights)
+        begin, row = 0, offsets_range(features.offsets(), count)
+        for key, part in zip(keys, row.split(sizes), strict=True):
+            if key in self.max_feature_lengths:
+                part += begin
+                begin += self.max_feature_lengths[key]
+            else:
+                part.fill_(table.shape[0] - 1)
+        weights = select_rows(table, row)
+        # padding belongs to nobody, and its weight is never read
+        return _with_weights(features, nn.functional.pad(weights, (0, padded - count)) if padded > count else weights)
 
 
 class FeatureProcessorDictWrapper(FeatureProcessorsCollection):

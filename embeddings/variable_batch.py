@@ -133,18 +133,19 @@ def own_lengths(batch: KeyedJaggedTensor, picked: KeyedJaggedTensor) -> list[Ten
 
 
 def select_rows(values: Tensor, indices: Tensor) -> Tensor:
-    """Rows `indices` [N] of `values` [R, D], as [N, D], in fp32, fp16, bf16 or (on the CPU) float64.
+    """Rows `indices` [N] of `values` [R, D] or [R], as [N, D] or [N]: fp32, fp16, bf16 or (on the CPU) float64.
 
     Gradients of one row are added in a fixed order, in fp32 at least. `indices` are inside [0, R).
     """
     if values.is_cpu and not runs_kernel(values) and values.dtype in (torch.float32, torch.float64):
         # torch's own gradient adds in the order of `indices` on the CPU
         return values.index_select(0, indices)
-    rows, dim = values.shape
+    rows, dim = values.shape if values.dim() == 2 else (values.shape[0], 1)
     # the columns that `pack_features` fills, without its wait for the copy
     feature = on_device([[0, rows, dim, 0, 0, 0, 0]], values.device)
     ends = on_device([0, indices.shape[0]], values.device)
-    return sequence_lookup(values.reshape(-1), indices, ends, feature, dim, [dim, 0, rows, 0], values.dtype)
+    found = sequence_lookup(values.reshape(-1), indices, ends, feature, dim, [dim, 0, rows, 0], values.dtype)
+    return found.view(indices.shape[0], *values.shape[1:])
 
 
 def is_readable(tensor: Tensor) -> bool:
