@@ -84,14 +84,14 @@ class EmbeddingBagCollection(TableCollection):
         require_full_batch(features, who)
         inverse = inverse_or_none(features, self._feature_names)
         found = self._lookup(pad_strides(features), self._pooled)
-        if inverse is not None:
-            values = expand_pooled(self._columns_in_config_order([pooled for _, pooled in found]), inverse)
-        elif len(found) == 1:
+        if len(found) == 1:
             values = found[0][1]
         elif found:
             values = torch.cat(self._columns_in_config_order([pooled for _, pooled in found]), dim=1)
         else:
             values = torch.empty(features.stride(), 0, device=features.device())
+        if inverse is not None:
+            values = expand_pooled(values, self._embedding_dims, inverse)
         return KeyedTensor(self._embedding_names, self._embedding_dims, values)
 
     def is_weighted(self) -> bool:

@@ -6,9 +6,7 @@ Shapes: JaggedTensor values [N] in B bags; KJT of F features; a weight of each i
 from __future__ import annotations
 
 import abc
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.kernels import offsets_range
 
 from .bag_collection import EmbeddingBagCollection
-from .variable_batch import inverse_or_none, is_readable, select_rows
+from .variable_batch import inverse_or_none, is_readable, on_device, pad_strides, select_rows
 
 
 class FeatureProcessor(nn.Module, abc.ABC):
@@ -65,7 +63,7 @@ class PositionWeightedModule(FeatureProcessor):
         """
         values, lengths = features.values(), features.lengths()
         longest = self.position_weight.shape[0]
-        _check_lengths(lengths, [longest], [lengths.shape[0]])
+        _check_lengths(lengths[None], [longest])
         position = offsets_range(features.offsets(), values.shape[0])
         weights = select_rows(self.position_weight, position)
         return JaggedTensor(values, weights, lengths=lengths)
@@ -117,7 +115,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         if not listed:
             return _with_weights(features, torch.ones(padded, device=features.device()))
         most = [self.max_feature_lengths.get(key, _NO_MAXIMUM) for key in keys]
-        _check_lengths(features.lengths(), most, features.stride_per_key(), keys)
+        _check_lengths(pad_strides(features).lengths().view(len(keys), -1), most, keys)
         # the weights of all features one after another, then a 1 for those that have none
         rows = [self.position_weights[key] for key in listed]
         table = torch.cat([*rows, rows[0].new_ones(1)])
@@ -236,23 +234,16 @@ def _check_names(features: Sequence[str], owner: nn.Module) -> None:
             )
 
 
-def _check_lengths(
-    lengths: Tensor, most: Sequence[int], strides: Sequence[int], keys: Sequence[str] | None = None
-) -> None:
-    """Refuse bags of feature k, `strides[k]` of them, that are longer than `most[k]`."""
-    limits = torch.tensor(most, dtype=lengths.dtype, device="cpu").repeat_interleave(
-        torch.tensor(strides, device="cpu")
-    )
-    fits = lengths <= limits.to(lengths.device, non_blocking=True)
+def _check_lengths(lengths: Tensor, most: Sequence[int], keys: Sequence[str] | None = None) -> None:
+    """Refuse bags of lengths [F, B] that are longer than `most` [F] allows."""
+    fits = lengths <= on_device(most, lengths.device)[:, None]
     if is_readable(lengths):
         if not bool(fits.all()):
-            bag = int(fits.logical_not().nonzero()[0])
-            begins = list(accumulate(strides))
-            k = bisect_right(begins, bag)
+            k, sample = fits.logical_not().nonzero()[0].tolist()
             feature = "" if keys is None else f"feature {keys[k]!r}, "
             raise IndexError(
-                f"{feature}sample {bag - begins[k] + strides[k]}: {int(lengths[bag])} ids, but there are weights for"
-                f" {most[k]} positions: give a larger maximum, or cut the bag before"
+                f"{feature}sample {sample}: {int(lengths[k, sample])} ids, but there are weights for {most[k]}"
+                " positions: give a larger maximum, or cut the bag before"
             )
     elif not lengths.is_meta:
         torch._assert_async(fits.all(), "a bag has more ids than there are position weights")

@@ -9,6 +9,7 @@ Shapes: F features, B_k samples of feature k, B the largest of them, B_full samp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,13 +94,21 @@ def require_full_batch(kjt: KeyedJaggedTensor, who: str) -> None:
         )
 
 
-def expand_pooled(pooled: Sequence[Tensor], inverse: Tensor) -> Tensor:
-    """Each feature's rows [>= B_k, D_k] as the full batch has them, side by side: [B_full, sum of D_k].
+def expand_pooled(pooled: Tensor, dims: Sequence[int], inverse: Tensor) -> Tensor:
+    """The samples of the full batch, [B_full, sum of D_k], from those that features kept, [B, sum of D_k].
 
-    `inverse` [F, B_full] is that of `inverse_of`. Differentiable; the gradients of a row are added in a fixed order.
+    Feature k has the next `dims[k]` columns; `inverse` [F, B_full] is that of `inverse_of`. Differentiable; gradients
+    of a row are added in a fixed order.
     """
-    columns = [select_rows(values, index) for values, index in zip(pooled, inverse, strict=True)]
-    return torch.cat(columns, dim=1) if columns else inverse.new_empty((inverse.shape[1], 0), dtype=torch.float32)
+    if not dims:
+        return pooled.new_empty(inverse.shape[1], 0)
+    # one gather of pieces of columns, of the widest width that divides every feature's
+    width = math.gcd(*dims)
+    pieces = sum(dims) // width
+    feature = torch.tensor([k for k, dim in enumerate(dims) for _ in range(dim // width)], device="cpu")
+    piece = torch.arange(pieces, device=inverse.device)
+    at = inverse.t()[:, feature.to(inverse.device, non_blocking=True)] * pieces + piece
+    return select_rows(pooled.reshape(-1, width), at.flatten()).view(inverse.shape[1], sum(dims))
 
 
 def expand_bags(
