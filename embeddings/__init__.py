@@ -21,6 +21,7 @@ from .feature_processors import (
     PositionWeightedModuleCollection,
 )
 from .fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection, fuse_embedding_optimizer
+from .interfaces import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from .keyed_optimizer import (
     CombinedOptimizer,
     FusedOptimizer,
@@ -50,8 +51,10 @@ __all__ = [
     "CombinedOptimizer",
     "DataType",
     "EmbeddingBagCollection",
+    "EmbeddingBagCollectionInterface",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
+    "EmbeddingCollectionInterface",
     "EmbeddingConfig",
     "EmbeddingTower",
     "EmbeddingTowerCollection",

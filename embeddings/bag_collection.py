@@ -13,12 +13,13 @@ from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
 from .collection import TableCollection, require_features
 from .config import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
+from .interfaces import EmbeddingBagCollectionInterface
 from .policy import DEFAULT_POLICY, LookupPolicy
 from .table_group import TableGroup
 from .variable_batch import expand_pooled, inverse_or_none, pad_strides, require_full_batch
 
 
-class EmbeddingBagCollection(TableCollection):
+class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
     """Tables looked up by a `KeyedJaggedTensor`, the rows of each sample added or averaged.
 
     Output keys follow the order of `tables`, feature by feature; a feature that several tables share appears as

@@ -16,7 +16,7 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.kernels import offsets_range
 
 from .bag_collection import EmbeddingBagCollection
-from .variable_batch import inverse_or_none, is_readable, on_device, pad_strides, select_rows
+from .variable_batch import inverse_or_none, is_readable, known_sizes, on_device, pad_strides, select_rows
 
 
 class FeatureProcessor(nn.Module, abc.ABC):
@@ -120,7 +120,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         rows = [self.position_weights[key] for key in listed]
         table = torch.cat([*rows, rows[0].new_ones(1)])
         begin, row = 0, offsets_range(features.offsets(), count)
-        for key, part in zip(keys, row.split(sizes), strict=True):
+        for key, part in zip(keys, torch.split(row, sizes), strict=True):
             if key in self.max_feature_lengths:
                 part += begin
                 begin += self.max_feature_lengths[key]
@@ -271,7 +271,7 @@ def _process(features: KeyedJaggedTensor, processors: nn.ModuleDict, keys: Seque
         return batch
     return KeyedJaggedTensor(
         batch.keys(), batch.values(), batch.weights_or_none(), batch.lengths(), stride_per_key=batch.stride_per_key(),
-        length_per_key=batch.length_per_key(), inverse_indices=(batch.keys(), inverse),
+        length_per_key=known_sizes(batch), inverse_indices=(batch.keys(), inverse),
     )  # fmt: skip
 
 
@@ -281,6 +281,6 @@ def _with_weights(kjt: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         kjt.keys(), kjt.values(), weights, offsets=kjt.offsets(), stride=kjt.stride(),
         stride_per_key_per_rank=kjt.stride_per_key_per_rank() if variable else None,
-        length_per_key=kjt.length_per_key_or_none(), inverse_indices=kjt.inverse_indices_or_none(),
+        length_per_key=known_sizes(kjt), inverse_indices=kjt.inverse_indices_or_none(),
         capacity=kjt.capacity(),
     )  # fmt: skip

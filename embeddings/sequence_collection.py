@@ -14,12 +14,13 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
 from .collection import TableCollection, require_features
 from .config import BaseEmbeddingConfig, EmbeddingConfig
+from .interfaces import EmbeddingCollectionInterface
 from .policy import DEFAULT_POLICY, LookupPolicy
 from .table_group import TableGroup
 from .variable_batch import expand_bags, inverse_of, own_lengths, pad_strides
 
 
-class EmbeddingCollection(TableCollection):
+class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
     """Tables looked up by a `KeyedJaggedTensor`, one row per id.
 
     The output is a dict in the order of `tables`, feature by feature (`feature@table` where tables share a feature);

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from shardwise.jagged import KeyedJaggedTensor
 
-from .bag_collection import EmbeddingBagCollection
 from .feature_processors import FeatureProcessedEmbeddingBagCollection
-from .sequence_collection import EmbeddingCollection
+from .interfaces import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 
 
 def tower_input_params(module: nn.Module) -> tuple[bool, bool]:
@@ -24,9 +23,9 @@ def tower_input_params(module: nn.Module) -> tuple[bool, bool]:
     A collection takes the one or the other. Of a module that is not ours nothing is known: it is given both, in this
     order. A `FeatureProcessedEmbeddingBagCollection` makes its own weights and takes those without.
     """
-    if isinstance(module, (EmbeddingCollection, FeatureProcessedEmbeddingBagCollection)):
+    if isinstance(module, (EmbeddingCollectionInterface, FeatureProcessedEmbeddingBagCollection)):
         return True, False
-    if isinstance(module, EmbeddingBagCollection):
+    if isinstance(module, EmbeddingBagCollectionInterface):
         return not module.is_weighted(), module.is_weighted()
     return True, True
 

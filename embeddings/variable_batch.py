@@ -39,7 +39,7 @@ def pad_strides(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     ]
     return KeyedJaggedTensor(
         kjt.keys(), kjt.values(), kjt.weights_or_none(), torch.cat([lengths[:0], *pieces]), stride=longest,
-        length_per_key=kjt.length_per_key_or_none(), inverse_indices=kjt.inverse_indices_or_none(),
+        length_per_key=known_sizes(kjt), inverse_indices=kjt.inverse_indices_or_none(),
         capacity=kjt.capacity(),
     )  # fmt: skip
 
@@ -155,6 +155,12 @@ def select_rows(values: Tensor, indices: Tensor) -> Tensor:
     ends = on_device([0, indices.shape[0]], values.device)
     found = sequence_lookup(values.reshape(-1), indices, ends, feature, dim, [dim, 0, rows, 0], values.dtype)
     return found.view(indices.shape[0], *values.shape[1:])
+
+
+def known_sizes(kjt: KeyedJaggedTensor) -> list[int] | None:
+    """The numbers of values of each key, if a batch with other lengths or weights can be told them."""
+    # a traced batch's are no numbers, and its constructor cannot check them
+    return None if torch.compiler.is_compiling() else kjt.length_per_key_or_none()
 
 
 def is_readable(tensor: Tensor) -> bool:

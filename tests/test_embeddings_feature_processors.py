@@ -285,3 +285,19 @@ def table_a(module: FeatureProcessedEmbeddingBagCollection) -> Tensor:
     weight = module._embedding_bag_collection.embedding_bags["a"].weight
     assert isinstance(weight, Tensor)
     return weight.detach()
+
+
+def test_one_graph_gives_what_eager_does() -> None:
+    torch._dynamo.reset()
+    module = FeatureProcessedEmbeddingBagCollection(ebc(), processors("collection"))
+    batch = kjt(BAGS)
+
+    def look_up(values: Tensor, lengths: Tensor) -> Tensor:
+        out = module(KeyedJaggedTensor(list(BAGS), values, lengths=lengths)).values()
+        assert isinstance(out, Tensor)
+        return out
+
+    out = torch.compile(look_up, backend="aot_eager", fullgraph=True)(batch.values(), batch.lengths())
+    assert torch.equal(out, module(batch).values())
+    out.sum().backward()
+    assert all(gradient_of(param).any() for param in module.parameters())

@@ -279,3 +279,26 @@ def test_a_full_batch_of_no_samples(kept: int) -> None:
     )  # fmt: skip
     assert EmbeddingBagCollection(bag_configs("a"))(batch).values().shape == (0, 4)
     assert EmbeddingCollection(row_configs()[:1])(batch)["f"].values().shape == (0, 4)
+
+
+def test_one_graph_gives_what_eager_does_and_refuses_what_it_refuses() -> None:
+    torch._dynamo.reset()
+    ebc, bags = EmbeddingBagCollection(bag_configs()), kept_bags()
+    batch = short(bags)
+
+    def look_up(values: Tensor, lengths: Tensor, inverse: Tensor) -> Tensor:
+        return ebc(
+            KeyedJaggedTensor(
+                list(KEPT), values, lengths=lengths, stride_per_key_per_rank=[[n] for n in KEPT.values()],
+                inverse_indices=(list(KEPT), inverse),
+            )
+        ).values()  # fmt: skip
+
+    inverse = batch.inverse_indices()[1]
+    compiled = torch.compile(look_up, backend="aot_eager", fullgraph=True)
+    out = compiled(batch.values(), batch.lengths(), inverse)
+    assert torch.equal(out, ebc(batch).values())
+    out.sum().backward()
+    assert gradient(ebc, "a").any()
+    with pytest.raises(RuntimeError, match="inverse_indices are outside of their feature's batch"):
+        compiled(batch.values(), batch.lengths(), torch.full_like(inverse, 4))
