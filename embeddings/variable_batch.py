@@ -26,6 +26,9 @@ def pad_strides(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
     Only lengths are made anew, [F * B]; inverse indices and the capacity stay what they are. A batch of one batch size
     is returned as it is.
+
+    Raises:
+        ValueError: a key repeats, as `permute` may make it do: pad before that.
     """
     if not kjt.variable_stride_per_key():
         return kjt

@@ -46,7 +46,8 @@ def test_collections_are_what_their_interfaces_say() -> None:
 
 
 def test_an_interface_alone_cannot_be_made() -> None:
-    for kind in (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface):
+    kinds: list[Any] = [EmbeddingBagCollectionInterface, EmbeddingCollectionInterface]
+    for kind in kinds:
         with pytest.raises(TypeError, match="abstract"):
             kind()
 
