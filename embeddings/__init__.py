@@ -12,7 +12,16 @@ from .config import (
     dtype_to_data_type,
     embedding_names_by_table,
 )
+from .feature_processors import (
+    FeatureProcessedEmbeddingBagCollection,
+    FeatureProcessor,
+    FeatureProcessorDictWrapper,
+    FeatureProcessorsCollection,
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
 from .fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection, fuse_embedding_optimizer
+from .interfaces import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from .keyed_optimizer import (
     CombinedOptimizer,
     FusedOptimizer,
@@ -33,6 +42,7 @@ from .row_store import ResidentRows, RowStore
 from .rule_optimizer import FTRL, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RuleOptimizer, define_optimizer
 from .sequence_collection import EmbeddingCollection
 from .table_group import LookupFeature, TableGroup, TableShape
+from .towers import EmbeddingTower, EmbeddingTowerCollection, tower_input_params
 
 __all__ = [
     "FTRL",
@@ -41,9 +51,17 @@ __all__ = [
     "CombinedOptimizer",
     "DataType",
     "EmbeddingBagCollection",
+    "EmbeddingBagCollectionInterface",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
+    "EmbeddingCollectionInterface",
     "EmbeddingConfig",
+    "EmbeddingTower",
+    "EmbeddingTowerCollection",
+    "FeatureProcessedEmbeddingBagCollection",
+    "FeatureProcessor",
+    "FeatureProcessorDictWrapper",
+    "FeatureProcessorsCollection",
     "FusedEmbeddingBagCollection",
     "FusedEmbeddingCollection",
     "FusedOptimizer",
@@ -57,6 +75,8 @@ __all__ = [
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "PoolingType",
+    "PositionWeightedModule",
+    "PositionWeightedModuleCollection",
     "ResidentRows",
     "RowStore",
     "RowWiseAdagrad",
@@ -74,4 +94,5 @@ __all__ = [
     "optimizer_of",
     "optimizer_spec",
     "pick_features",
+    "tower_input_params",
 ]

@@ -1,6 +1,7 @@
 """Pooled lookups of many tables as one module: `EmbeddingBagCollection`.
 
-Shapes: KJT of F features and B samples in, KeyedTensor [B, sum of dims] out, one column block per feature.
+Shapes: KJT of F features and B samples in, KeyedTensor [B, sum of dims] out, one column block per feature. Where the
+batch has inverse indices [F, B_full] the output is [B_full, sum of dims].
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ from torch import Tensor, nn
 
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
-from .collection import TableCollection
+from .collection import TableCollection, require_features
 from .config import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
+from .interfaces import EmbeddingBagCollectionInterface
 from .policy import DEFAULT_POLICY, LookupPolicy
 from .table_group import TableGroup
+from .variable_batch import expand_pooled, inverse_or_none, pad_strides, require_full_batch
 
 
-class EmbeddingBagCollection(TableCollection):
+class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
     """Tables looked up by a `KeyedJaggedTensor`, the rows of each sample added or averaged.
 
     Output keys follow the order of `tables`, feature by feature; a feature that several tables share appears as
     `feature@table` for each. Output is fp32 whatever the tables' dtype, unless `policy` says otherwise;
     an empty bag gives zeros. Features of the batch that no table uses, and the padding of a capacity, are ignored.
+
+    A batch with inverse indices comes out as the full batch that they describe, whatever batch size each feature has;
+    without them all features need one batch size.
 
     With `is_weighted` the batch must carry per-id weights, which scale the rows (and are differentiable); without it
     weights in the batch are ignored. After `apply_optimizer_in_backward` on the parameters the backward trains them.
@@ -56,6 +62,7 @@ class EmbeddingBagCollection(TableCollection):
         super().__init__(tables, device, policy)
         self._is_weighted = is_weighted
         self._embedding_names = [name for names in self._names_by_table for name in names]
+        self._feature_names = [feature for config in self._configs for feature in config.feature_names]
         self._embedding_dims = [
             config.embedding_dim
             for config, names in zip(self._configs, self._names_by_table, strict=True)
@@ -67,17 +74,25 @@ class EmbeddingBagCollection(TableCollection):
 
         Raises:
             KeyError: a feature is missing.
-            IndexError: an id is outside its table (names feature, table, sample, id and rows).
-            ValueError: weights are missing, offsets are out of order, or ids are on another device.
+            IndexError: an id is outside its table (names feature, table, sample, id and rows), or an inverse index is
+                outside of its feature's batch.
+            ValueError: weights are missing, offsets are out of order, ids are on another device, or batch sizes differ
+                and there are no inverse indices.
             TypeError: ids are not int32 or int64.
         """
-        found = self._lookup(features, self._pooled, self._is_weighted)
+        who = type(self).__name__
+        require_features(features, who, self._is_weighted)
+        require_full_batch(features, who)
+        inverse = inverse_or_none(features, self._feature_names)
+        found = self._lookup(pad_strides(features), self._pooled)
         if len(found) == 1:
             values = found[0][1]
         elif found:
             values = torch.cat(self._columns_in_config_order([pooled for _, pooled in found]), dim=1)
         else:
             values = torch.empty(features.stride(), 0, device=features.device())
+        if inverse is not None:
+            values = expand_pooled(values, self._embedding_dims, inverse)
         return KeyedTensor(self._embedding_names, self._embedding_dims, values)
 
     def is_weighted(self) -> bool:

@@ -84,10 +84,8 @@ class TableCollection(nn.Module):
         self,
         features: KeyedJaggedTensor,
         look_up: Callable[[TableGroup, KeyedJaggedTensor], Tensor],
-        weighted: bool = False,
     ) -> list[tuple[KeyedJaggedTensor, Tensor]]:
-        """Pick, check and look up the features of each group."""
-        require_batch(features, type(self).__name__, weighted)
+        """Pick, check and look up the features of each group, of a batch of one batch size."""
         if not torch.compiler.is_compiling():
             self._settle()
         elif self._seen != [_facts(param) for param in self._table_parameters()]:
@@ -358,14 +356,20 @@ def require_batch(features: object, who: str, weighted: bool) -> None:
         TypeError: it is no KeyedJaggedTensor.
         ValueError: features differ in batch size, or a weighted collection got no weights.
     """
-    if not isinstance(features, KeyedJaggedTensor):
-        raise TypeError(f"{who} takes a KeyedJaggedTensor, got {type(features).__name__}")
+    features = require_features(features, who, weighted)
     if features.variable_stride_per_key():
         raise ValueError(
             f"{who} takes one batch size for all features, got {features.stride_per_key()} for {features.keys()}"
         )
+
+
+def require_features(features: object, who: str, weighted: bool) -> KeyedJaggedTensor:
+    """As `require_batch`, but features may differ in batch size; returns them."""
+    if not isinstance(features, KeyedJaggedTensor):
+        raise TypeError(f"{who} takes a KeyedJaggedTensor, got {type(features).__name__}")
     if weighted and features.weights_or_none() is None:
         raise ValueError("this collection is weighted: the batch must carry per-id weights")
+    return features
 
 
 def pick_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:

@@ -66,15 +66,28 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     raise ValueError(f"no trainable table type for {dtype}")
 
 
+# TorchRec's fields that we take in their places and that nothing reads
+_NOT_SERVED = {
+    "input_dim": None,
+    "total_num_buckets": None,
+    "use_virtual_table": False,
+    "virtual_table_eviction_policy": None,
+    "enable_embedding_update": False,
+    "stash_weights": False,
+}
+
+
 @dataclass
 class BaseEmbeddingConfig:
     """One table: `num_embeddings` rows of `embedding_dim`, looked up by the ids of `feature_names`.
 
     `feature_names` defaults to the table's name. Without `init_fn` rows begin uniform in
-    [`weight_init_min`, `weight_init_max`], by default +-sqrt(1 / num_embeddings) as in TorchRec.
+    [`weight_init_min`, `weight_init_max`], by default +-sqrt(1 / num_embeddings) as in TorchRec. `need_pos`, which
+    TorchRec wants for rows split over ranks beneath position weights, changes nothing: weights travel with their ids.
 
     Raises:
-        ValueError: a size is not positive, the bounds cross, or a feature is listed twice.
+        ValueError: a size is not positive, the bounds cross, a feature is listed twice, or a field is set that nothing
+            serves: `input_dim` and those after it.
     """
 
     num_embeddings: int
@@ -86,6 +99,13 @@ class BaseEmbeddingConfig:
     weight_init_min: float | None = None
     num_embeddings_post_pruning: int | None = None
     init_fn: Callable[[Tensor], Tensor | None] | None = None
+    need_pos: bool = False
+    input_dim: int | None = None
+    total_num_buckets: int | None = None
+    use_virtual_table: bool = False
+    virtual_table_eviction_policy: Any = None
+    enable_embedding_update: bool = False
+    stash_weights: bool = False
 
     def __post_init__(self) -> None:
         for what in ("num_embeddings", "embedding_dim"):
@@ -101,6 +121,9 @@ class BaseEmbeddingConfig:
             raise ValueError(
                 f"table {self.name!r}: data_type must be a DataType, DataType.FP16 say, got {self.data_type!r}"
             )
+        for what, default in _NOT_SERVED.items():
+            if (given := getattr(self, what)) != default:
+                raise ValueError(f"table {self.name!r}: {what}={given!r} is not supported, leave it {default}")
         if len(set(self.feature_names)) != len(self.feature_names):
             raise ValueError(f"table {self.name!r}: feature_names repeat: {self.feature_names}")
         low, high = self.get_weight_init_min(), self.get_weight_init_max()

@@ -5,23 +5,30 @@ Shapes: KJT of F features and B samples in; per feature a JaggedTensor with valu
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor, nn
 
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
-from .collection import TableCollection
+from .collection import TableCollection, require_features
 from .config import BaseEmbeddingConfig, EmbeddingConfig
+from .interfaces import EmbeddingCollectionInterface
 from .policy import DEFAULT_POLICY, LookupPolicy
 from .table_group import TableGroup
+from .variable_batch import expand_bags, inverse_of, own_lengths, pad_strides
 
 
-class EmbeddingCollection(TableCollection):
+class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
     """Tables looked up by a `KeyedJaggedTensor`, one row per id.
 
     The output is a dict in the order of `tables`, feature by feature (`feature@table` where tables share a feature);
     each JaggedTensor has fp32 values [n, dim] and the feature's lengths. With `need_indices` it carries the ids as its
     weights. Per-id weights of the batch are ignored; padding of a batch with a capacity is left out.
+
+    Of a batch with inverse indices every feature comes out as the full batch that they describe, rows, lengths and ids;
+    without them each keeps its own batch size.
 
     Raises:
         ValueError: tables differ in `embedding_dim`, share a name, or a config is inconsistent.
@@ -58,20 +65,21 @@ class EmbeddingCollection(TableCollection):
         Raises:
             KeyError, IndexError, ValueError, TypeError: as `EmbeddingBagCollection.forward`.
         """
-        found = self._lookup(features, self._rows)
-        by_table: dict[int, dict[str, JaggedTensor]] = {}
+        require_features(features, type(self).__name__, False)
+        found = self._lookup(pad_strides(features), self._rows)
+        by_name: dict[str, JaggedTensor] = {}
         for (_, tables), (picked, rows) in zip(self._grouped(), found, strict=True):
-            begin = picked.offset_per_key()
-            lengths = picked.lengths().view(len(picked.keys()), -1)
-            number = 0
-            for t in tables:
-                by_table[t] = {}
-                for name in self._names_by_table[t]:
-                    ids = slice(begin[number], begin[number + 1])
-                    indices = picked.values()[ids] if self._need_indices else None
-                    by_table[t][name] = JaggedTensor(rows[ids], weights=indices, lengths=lengths[number])
-                    number += 1
-        return {name: jagged for t in sorted(by_table) for name, jagged in by_table[t].items()}
+            per_id = [rows, picked.values()] if self._need_indices else [rows]
+            if features.inverse_indices_or_none() is None:
+                lengths, sizes = own_lengths(features, picked), picked.length_per_key()
+            else:
+                per_id, lengths, sizes = expand_bags(picked, per_id, inverse_of(features, picked.keys()))
+            ends = list(accumulate(sizes, initial=0))
+            names = [name for t in tables for name in self._names_by_table[t]]
+            for number, name in enumerate(names):
+                values, *ids = [tensor[ends[number] : ends[number + 1]] for tensor in per_id]
+                by_name[name] = JaggedTensor(values, weights=ids[0] if ids else None, lengths=lengths[number])
+        return {name: by_name[name] for names in self._names_by_table for name in names}
 
     def need_indices(self) -> bool:
         """Whether outputs carry their ids as weights."""
