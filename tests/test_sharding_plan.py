@@ -109,8 +109,11 @@ def spec(placement: str | None = "rank:0/cpu") -> EnumerableShardingSpec:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("row_by_row", "fused"), r"sharding_type 'row_by_row' is not one of \['data_parallel', 'table_wise'\]"),
-        (("table_wise", "quick", [0], spec()), r"compute_kernel 'quick' is not one of \['dense', 'fused'\]"),
+        (
+            ("row_by_row", "fused"),
+            r"sharding_type 'row_by_row' is not one of \['data_parallel', 'table_wise', 'column_",
+        ),
+        (("table_wise", "quick", [0], spec()), r"compute_kernel 'quick' is not one of \['dense', 'fused', 'fused_uvm'"),
         (("table_wise", "fused", [0]), "a table_wise table needs a sharding_spec"),
     ],
 )
