@@ -24,6 +24,8 @@ from .sharders import ModuleSharder, get_default_sharders, require_sharder
 
 # (parameter, local_size, world_size, device_type, sharder) -> its place
 ParameterShardingGenerator = Callable[[nn.Parameter, int, int, str, ModuleSharder[Any]], ParameterSharding]
+# ranks of each host
+Hosts = Sequence[Sequence[int]]
 
 
 def data_parallel() -> ParameterShardingGenerator:
@@ -47,18 +49,13 @@ def table_wise(rank: int, device: str | None = None, compute_kernel: str | None 
     Raises (from the generator):
         ValueError: there is no such rank.
     """
-    kind = ShardingType.TABLE_WISE
 
-    def generate(
-        param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: ModuleSharder[Any]
-    ) -> ParameterSharding:
-        shards = layout.table_wise("", *param.shape, rank)
-        devices = [device or device_type]
-        if device and _for_inference(compute_kernel):
-            return _placed(kind, shards, [placement_helper(device, rank, rank)], world_size, compute_kernel)
-        return _placed(kind, shards, _placements(shards, devices, local_size), world_size, compute_kernel)
+    def cut(rows: int, dim: int, hosts: Hosts) -> list[Shard]:
+        return layout.table_wise("", rows, dim, rank)
 
-    return generate
+    devices = None if device is None else [device]
+    placements = None if device is None else [placement_helper(device, rank, rank)]
+    return _generator(ShardingType.TABLE_WISE, cut, compute_kernel, devices, placements)
 
 
 def row_wise(
@@ -78,40 +75,33 @@ def row_wise(
             more.
         reduction: as `TableOptions`.
 
-    Raises (from the generator):
-        ValueError: the sizes do not hold the table, or the buckets do not divide it or are fewer than the ranks.
+    Raises:
+        ValueError: there are sizes and buckets, or device types that are not as many as sizes; from the generator: the
+            sizes do not hold the table, or the buckets do not divide it or are fewer than the ranks.
     """
-    if sizes_placement is not None and num_buckets is not None:
+    kind = ShardingType.ROW_WISE
+    if sizes_placement is None:
+
+        def cut_evenly(rows: int, dim: int, hosts: Hosts) -> list[Shard]:
+            ranks = [rank for host in hosts for rank in host]
+            heights = None if num_buckets is None else _buckets(rows, len(ranks), num_buckets)
+            return layout.row_wise("", rows, dim, ranks, heights)
+
+        return _generator(kind, cut_evenly, compute_kernel, reduction=reduction)
+    if num_buckets is not None:
         raise ValueError("row_wise: sizes_placement and num_buckets both say where to cut: give one of them")
-    if sizes_placement is not None:
-        sizes, devices = sizes_placement
-        if not isinstance(devices, str) and len(devices) != len(sizes):
-            raise ValueError(f"row_wise: {len(sizes)} sizes need as many device types, got {len(devices)}")
-    kernel = compute_kernel or ("quant" if sizes_placement else None)
+    sizes, asked = sizes_placement
+    devices = [asked] * len(sizes) if isinstance(asked, str) else list(asked)
+    if len(devices) != len(sizes):
+        raise ValueError(f"row_wise: {len(sizes)} sizes need as many device types, got {len(devices)}")
+    # one process serves the shards of quantized tables: its GPUs are numbered
+    placements = [placement_helper(one, devices[:n].count("cuda"), n) for n, one in enumerate(devices)]
 
-    def generate(
-        param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: ModuleSharder[Any]
-    ) -> ParameterSharding:
-        rows, dim = param.shape
-        if sizes_placement is None:
-            cut = (
-                layout.split_rows(rows, world_size) if num_buckets is None else _buckets(rows, world_size, num_buckets)
-            )
-            kinds = [device_type] * world_size
-        else:
-            cut = _fitted(rows, sizes_placement[0], "row_wise: sizes_placement", "rows")
-            asked = sizes_placement[1]
-            kinds = [asked] * len(cut) if isinstance(asked, str) else list(asked)
-        shards = layout.row_wise("", rows, dim, range(len(cut)), cut)
-        if sizes_placement is not None and _for_inference(kernel):
-            # one process serves all shards: devices are counted, and rank 0 has what is on the CPU
-            number = [sum(kind == "cuda" for kind in kinds[:n]) for n in range(len(kinds))]
-            placements = [placement_helper(kind, number[n], n) for n, kind in enumerate(kinds)]
-        else:
-            placements = _placements(shards, kinds, local_size)
-        return _placed(ShardingType.ROW_WISE, shards, placements, world_size, kernel, reduction=reduction)
+    def cut(rows: int, dim: int, hosts: Hosts) -> list[Shard]:
+        heights = _fitted(rows, sizes, "row_wise: sizes_placement", "rows")
+        return layout.row_wise("", rows, dim, range(len(sizes)), heights)
 
-    return generate
+    return _generator(kind, cut, compute_kernel or "quant", devices, placements, reduction=reduction)
 
 
 def column_wise(
@@ -141,22 +131,17 @@ def column_wise(
     for what, given in (("size_per_rank", size_per_rank), ("device_types", device_types)):
         if given is not None and len(given) != len(places):
             raise ValueError(f"column_wise: {len(places)} ranks need as many {what}, got {len(given)}")
+    placements = None
+    if device_types is not None:
+        numbers = [n - device_types[:n].count("cpu") for n in range(len(device_types))]
+        placements = [placement_helper(kind, n, n) for kind, n in zip(device_types, numbers, strict=True)]
 
-    def generate(
-        param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: ModuleSharder[Any]
-    ) -> ParameterSharding:
-        rows, dim = param.shape
+    def cut(rows: int, dim: int, hosts: Hosts) -> list[Shard]:
         widths = None if size_per_rank is None else _fitted(dim, size_per_rank, "column_wise: size_per_rank", "columns")
-        shards = layout.column_wise("", rows, dim, places, widths)
-        if device_types is not None and _for_inference(compute_kernel):
-            number = [sum(kind != "cpu" for kind in device_types[:n]) for n in range(len(device_types))]
-            placements = [placement_helper(kind, n, n) for kind, n in zip(device_types, number, strict=True)]
-        else:
-            placements = _placements(shards, device_types or [device_type] * len(shards), local_size)
-        kind = ShardingType.COLUMN_WISE
-        return _placed(kind, shards, placements, world_size, compute_kernel, row_state=row_state)
+        return layout.column_wise("", rows, dim, places, widths)
 
-    return generate
+    kind = ShardingType.COLUMN_WISE
+    return _generator(kind, cut, compute_kernel, device_types, placements, row_state=row_state)
 
 
 def table_row_wise(host_index: int, *, reduction: str | None = None) -> ParameterShardingGenerator:
@@ -166,15 +151,10 @@ def table_row_wise(host_index: int, *, reduction: str | None = None) -> Paramete
         ValueError: there is no such host.
     """
 
-    def generate(
-        param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: ModuleSharder[Any]
-    ) -> ParameterSharding:
-        (ranks,) = _hosts([host_index], local_size, world_size, "table_row_wise")
-        shards = layout.table_row_wise("", *param.shape, ranks)
-        placements = _placements(shards, [device_type] * len(shards), local_size)
-        return _placed(ShardingType.TABLE_ROW_WISE, shards, placements, world_size, reduction=reduction)
+    def cut(rows: int, dim: int, hosts: Hosts) -> list[Shard]:
+        return layout.table_row_wise("", rows, dim, _host(hosts, host_index))
 
-    return generate
+    return _generator(ShardingType.TABLE_ROW_WISE, cut, reduction=reduction)
 
 
 def table_column_wise(
@@ -182,24 +162,21 @@ def table_column_wise(
 ) -> ParameterShardingGenerator:
     """A generator that puts a block of columns on each rank of one host. TorchRec has the type but no generator.
 
+    `size_per_rank` are the columns of each shard (default the same number for each rank); when there are more than
+    ranks, the first ranks have more than one.
+
     Raises (from the generator):
         ValueError: there is no such host, the columns do not divide, or the sizes do not hold the table.
     """
 
-    def generate(
-        param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: ModuleSharder[Any]
-    ) -> ParameterSharding:
-        rows, dim = param.shape
-        (ranks,) = _hosts([host_index], local_size, world_size, "table_column_wise")
-        widths = None
-        if size_per_rank is not None:
-            widths = _fitted(dim, size_per_rank, "table_column_wise: size_per_rank", "columns")
-            ranks = [ranks[n % local_size] for n in range(len(widths))]
-        shards = layout.table_column_wise("", rows, dim, ranks, widths)
-        placements = _placements(shards, [device_type] * len(shards), local_size)
-        return _placed(ShardingType.TABLE_COLUMN_WISE, shards, placements, world_size, row_state=row_state)
+    def cut(rows: int, dim: int, hosts: Hosts) -> list[Shard]:
+        ranks = _host(hosts, host_index)
+        if size_per_rank is None:
+            return layout.table_column_wise("", rows, dim, ranks)
+        widths = _fitted(dim, size_per_rank, "table_column_wise: size_per_rank", "columns")
+        return layout.table_column_wise("", rows, dim, [ranks[n % len(ranks)] for n in range(len(widths))], widths)
 
-    return generate
+    return _generator(ShardingType.TABLE_COLUMN_WISE, cut, row_state=row_state)
 
 
 def grid_shard(
@@ -211,15 +188,10 @@ def grid_shard(
         ValueError: there is no such host, or the columns do not divide.
     """
 
-    def generate(
-        param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: ModuleSharder[Any]
-    ) -> ParameterSharding:
-        shards = layout.grid("", *param.shape, _hosts(host_indexes, local_size, world_size, "grid_shard"))
-        placements = _placements(shards, [device_type] * len(shards), local_size)
-        kind = ShardingType.GRID_SHARD
-        return _placed(kind, shards, placements, world_size, reduction=reduction, row_state=row_state)
+    def cut(rows: int, dim: int, hosts: Hosts) -> list[Shard]:
+        return layout.grid("", rows, dim, [_host(hosts, index) for index in host_indexes])
 
-    return generate
+    return _generator(ShardingType.GRID_SHARD, cut, reduction=reduction, row_state=row_state)
 
 
 _GENERATORS: dict[ShardingType, Callable[..., ParameterShardingGenerator]] = {
@@ -286,8 +258,6 @@ def construct_module_sharding_plan(
         world_size = dist.get_world_size()
     if local_size is None:
         local_size = get_local_size(world_size)
-    if local_size < 1 or world_size % local_size:
-        raise ValueError(f"hosts of local_size {local_size} do not make up a world_size of {world_size}")
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     found = require_sharder(module, sharder)
@@ -363,50 +333,55 @@ def placement_helper(device_type: str, index: int = 0, rank: int = 0) -> str:
     return "rank:0/cpu" if device_type == "cpu" else f"rank:{rank}/{device_type}:{index}"
 
 
-def _placed(
+def _generator(
     kind: ShardingType,
-    shards: Sequence[Shard],
-    placements: Sequence[str],
-    world_size: int,
+    cut: Callable[[int, int, Hosts], list[Shard]],
     kernel: str | None = None,
+    devices: Sequence[str] | None = None,
+    placements: Sequence[str] | None = None,
     *,
     reduction: str | None = None,
     row_state: str | None = None,
-) -> ParameterSharding:
-    ranks = [shard.rank for shard in shards]
-    for rank in ranks:
-        # a plan for inference numbers the devices of one process
-        if not (0 <= rank < world_size or _for_inference(kernel)):
-            raise ValueError(f"{kind.value}: rank {rank} is not one of {world_size}")
-    cuts = [
-        ShardMetadata([s.rows[0], s.cols[0]], [s.rows[1] - s.rows[0], s.cols[1] - s.cols[0]], where)
-        for s, where in zip(shards, placements, strict=True)
-    ]
-    spec = EnumerableShardingSpec(cuts)
-    return ParameterSharding(kind.value, kernel or "fused", ranks, spec, reduction=reduction, row_state=row_state)
+) -> ParameterShardingGenerator:
+    """The generator of a cut: (rows, dim, hosts) -> shards.
+
+    `devices` are the shards' device types where they are not the plan's, `placements` those of a quantized table.
+    """
+    quantized = kernel is not None and kernel.startswith("quant")
+
+    def generate(
+        param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: ModuleSharder[Any]
+    ) -> ParameterSharding:
+        if local_size < 1 or world_size % local_size:
+            raise ValueError(f"hosts of local_size {local_size} do not make up a world_size of {world_size}")
+        rows, dim = param.shape
+        shards = cut(rows, dim, [layout.ranks_of(host, local_size) for host in range(world_size // local_size)])
+        for shard in shards:
+            if not (0 <= shard.rank < world_size or quantized):
+                raise ValueError(f"{kind.value}: rank {shard.rank} is not one of {world_size}")
+        types = devices or [device_type] * len(shards)
+        where = [placement(one, shard.rank, local_size) for one, shard in zip(types, shards, strict=True)]
+        cuts = [
+            ShardMetadata([s.rows[0], s.cols[0]], [s.rows[1] - s.rows[0], s.cols[1] - s.cols[0]], at)
+            for s, at in zip(shards, placements if placements and quantized else where, strict=True)
+        ]
+        ranks, spec = [shard.rank for shard in shards], EnumerableShardingSpec(cuts)
+        return ParameterSharding(kind.value, kernel or "fused", ranks, spec, reduction=reduction, row_state=row_state)
+
+    return generate
 
 
-def _placements(shards: Sequence[Shard], devices: Sequence[str], local_size: int) -> list[str]:
-    return [placement(device, shard.rank, local_size) for shard, device in zip(shards, devices, strict=True)]
-
-
-def _for_inference(kernel: str | None) -> bool:
-    return kernel is not None and kernel.startswith("quant")
-
-
-def _hosts(indexes: Sequence[int], local_size: int, world_size: int, who: str) -> list[list[int]]:
-    hosts = world_size // local_size
-    for index in indexes:
-        if not 0 <= index < hosts:
-            raise ValueError(f"{who}: host {index} is not one of {hosts} ({world_size} ranks, {local_size} a host)")
-    return [list(layout.ranks_of(index, local_size)) for index in indexes]
+def _host(hosts: Hosts, index: int) -> Sequence[int]:
+    if not 0 <= index < len(hosts):
+        raise ValueError(f"host {index} is not one of {len(hosts)} of {len(hosts[0])} ranks each")
+    return hosts[index]
 
 
 def _fitted(size: int, asked: Sequence[int], who: str, what: str) -> list[int]:
     """Sizes cut off where the table ends."""
     if sum(asked) < size:
         raise ValueError(f"{who} {list(asked)} hold {sum(asked)} of {size} {what}")
-    found = []
+    found: list[int] = []
     for one in asked:
         found.append(min(one, size - sum(found)))
     return found

@@ -121,12 +121,12 @@ class ParameterSharding:
             needs = "has no cut: its sharding_spec is None" if replicated else "needs a sharding_spec"
             raise ValueError(f"a {self.sharding_type} table {needs}")
         options_of(self)
-        for what, value, types in (
+        for what, option, types in (
             ("reduction", self.reduction, _CUT_BY_ROWS),
             ("row_state", self.row_state, _CUT_BY_COLUMNS),
         ):
-            if value is not None and self.sharding_type not in types:
-                raise ValueError(f"{what}={value!r} is for {', '.join(types)}: this table is {self.sharding_type}")
+            if option is not None and self.sharding_type not in types:
+                raise ValueError(f"{what}={option!r} is for {', '.join(types)}: this table is {self.sharding_type}")
 
     def __repr__(self) -> str:
         # TorchRec's text, to which our own fields are added where they say something

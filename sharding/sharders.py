@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -200,13 +200,13 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         dedup: bool = False,
     ) -> ShardedCollection:
         pooled = isinstance(module, EmbeddingBagCollection)
-        make: Callable[..., ShardedCollection]
-        make = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
-        return make(
+        make: Any = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
+        made: ShardedCollection = make(
             module, shards, env, device,
             default_optimizer=self._default_optimizer, options=dict(options), codecs=self.qcomm_codecs_registry,
             dedup=dedup,
         )  # fmt: skip
+        return made
 
 
 class EmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollection]):
