@@ -352,7 +352,7 @@ def optimizer_from(fused_params: Mapping[str, Any]) -> Mark:
         kind, reads = _OPTIMIZERS[name]
         unread = sorted(set(given) - {*reads, *_COMMON})
         if unread:
-            warnings.warn(f"fused_params: {', '.join(unread)} have no effect with {name}", stacklevel=4)
+            warnings.warn(f"fused_params: {', '.join(unread)} have no effect with {name}", stacklevel=3)
         mark = (kind, {name: value for name, value in given.items() if name not in unread})
     mark[1].setdefault("lr", DEFAULT_OPTIMIZER[1]["lr"])
     optimizer_spec(*mark, table="(fused_params)")
