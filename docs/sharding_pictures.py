@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from shardwise.sharding import layout
@@ -64,7 +65,10 @@ def colour_of(shard: Shard) -> str:
 def draw(title: str, shards: Sequence[Shard]) -> str:
     """The cut table with the edges of its shards in numbers, and what each rank holds."""
     layout.validate(shards, {"t": (ROWS, DIM)}, WORLD_SIZE)
-    shapes = [text(LEFT - 8, TOP - 8, "rows", "r s"), text(LEFT + DIM * CELL + 8, TOP - 8, "columns", "l s")]
+    shapes = [
+        text(LEFT - 26, TOP + ROWS * CELL / 2 + 4, "rows", "r s"),
+        text(LEFT + DIM * CELL + 8, TOP - 8, "columns", "l s"),
+    ]
     for edge in sorted({edge for shard in shards for edge in shard.rows}):
         shapes.append(text(LEFT - 8, TOP + edge * CELL + 4, edge, "r"))
     for edge in sorted({edge for shard in shards for edge in shard.cols}):
@@ -88,7 +92,7 @@ def draw(title: str, shards: Sequence[Shard]) -> str:
         shapes.append(rect(begin - 12, TOP, x - begin + 4, ROWS * CELL - 22, "h"))
         shapes.append(text((begin + x - GAP) / 2, TOP - 8, f"host {host}", "b"))
         x += GAP
-    return svg(title, x - GAP, TOP + ROWS * CELL + MARGIN, shapes)
+    return svg(title, x - GAP + 8, TOP + ROWS * CELL + MARGIN, shapes)
 
 
 # strategy -> what it says of the table "t", in two hosts of two ranks
@@ -173,7 +177,7 @@ def _arrow(x: float, y: float, to_x: float, to_y: float) -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    **{f"sharding_{name}.svg": (lambda what=what: draw(*what)) for name, what in STRATEGIES.items()},
+    **{f"sharding_{name}.svg": partial(draw, *what) for name, what in STRATEGIES.items()},
     "sharding_step.svg": step,
     "sharding_hierarchical.svg": hierarchical,
 }
