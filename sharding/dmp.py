@@ -18,16 +18,11 @@ from shardwise.planner import balanced_table_wise
 from .collection import ShardedCollection
 from .env import ShardingEnv
 from .exchange import Exchange
+from .generators import construct_module_sharding_plan, table_wise
 from .header import agree
 from .layout import Shard, fingerprint
 from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from .plan import (
-    ShardingPlan,
-    construct_module_sharding_plan,
-    shards_of,
-    table_wise,
-    tables_of,
-)
+from .plan import ShardingPlan, shards_of, tables_of
 
 Collection = EmbeddingBagCollection | EmbeddingCollection
 

@@ -2,51 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
-from shardwise.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from shardwise.embeddings import (
+    DataType,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
+from shardwise.kernels import BoundsCheckMode
 
-from .layout import Shard
+from .layout import Shard, TableOptions
 from .layout import data_parallel as data_parallel_shards
 
 
 class ShardingType(Enum):
-    """How a table is cut over ranks."""
+    """How a table is cut over ranks; `shardwise.sharding.layout` has a function for each."""
 
     DATA_PARALLEL = "data_parallel"
     TABLE_WISE = "table_wise"
+    COLUMN_WISE = "column_wise"
+    ROW_WISE = "row_wise"
+    TABLE_ROW_WISE = "table_row_wise"
+    TABLE_COLUMN_WISE = "table_column_wise"
+    GRID_SHARD = "grid_shard"
 
 
 class EmbeddingComputeKernel(Enum):
-    """How a table is trained: by the optimizer in the backward, or through a dense gradient."""
+    """How a table is stored and trained. All of TorchRec's names are known; a plan may use `SERVED_KERNELS`."""
 
     DENSE = "dense"
     FUSED = "fused"
+    FUSED_UVM = "fused_uvm"
+    FUSED_UVM_CACHING = "fused_uvm_caching"
+    QUANT = "quant"
+    QUANT_UVM = "quant_uvm"
+    QUANT_UVM_CACHING = "quant_uvm_caching"
+    KEY_VALUE = "key_value"
+    CUSTOMIZED_KERNEL = "customized_kernel"
+    SSD_VIRTUAL_TABLE = "ssd_virtual_table"
+    DRAM_VIRTUAL_TABLE = "dram_virtual_table"
+    DRAM_SSD_VIRTUAL_TABLE = "dram_ssd_virtual_table"
+    FUSED_TRITON = "fused_triton"
 
 
+# "dense": a gradient for an ordinary optimizer, of replicated tables. "fused": the optimizer in the backward, by Triton
+# kernels where there is a GPU, so "fused_triton" is the same.
+SERVED_KERNELS = ("dense", "fused", "fused_triton")
 # spellings that older plans and tutorials use
 _KERNEL_ALIASES = {"batched_fused": "fused", "batched_dense": "dense"}
+# types whose shards add up, and those whose shards have some of a row's columns
+_CUT_BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
+_CUT_BY_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
+class CacheParams:
+    """How TorchRec caches a table whose rows are on the host. Plans keep it; a warning says that it has no effect."""
+
+    algorithm: Any = None
+    load_factor: float | None = None
+    reserved_memory: float | None = None
+    precision: DataType | None = None
+    prefetch_pipeline: bool | None = None
+    stats: Any = field(default=None, hash=False)
+    multipass_prefetch_config: Any = None
+
+
+@dataclass(repr=False)
 class ParameterSharding:
     """Where one table goes: its sharding type and kernel by value, its ranks, and the exact cut.
 
+    Args:
+        sharding_type, compute_kernel: values of `ShardingType` and `EmbeddingComputeKernel`.
+        ranks: the rank of each shard.
+        sharding_spec: the shards; None for data_parallel alone.
+        cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode, output_dtype, key_value_params: as TorchRec
+            has them; `shards_of` says which are served.
+        reduction, row_state: as `TableOptions`, for tables cut by rows and by columns; None is the default.
+
     Raises:
-        ValueError: the type or the kernel is unknown, or a cut table has no `sharding_spec`.
+        ValueError: the type, the kernel or an option is unknown, a cut table has no `sharding_spec` or a replicated one
+            has, or an option says something of a cut that the type does not make.
     """
 
     sharding_type: str
     compute_kernel: str
     ranks: list[int] | None = None
     sharding_spec: EnumerableShardingSpec | None = None
+    cache_params: CacheParams | None = None
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
+    bounds_check_mode: BoundsCheckMode | None = None
+    output_dtype: DataType | None = None
+    key_value_params: object | None = None
+    reduction: str | None = field(default=None, kw_only=True)
+    row_state: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.compute_kernel = _KERNEL_ALIASES.get(self.compute_kernel, self.compute_kernel)
@@ -56,8 +116,22 @@ class ParameterSharding:
         ):
             if value not in {member.value for member in known}:
                 raise ValueError(f"{what} {value!r} is not one of {[member.value for member in known]}")
-        if self.sharding_spec is None and self.sharding_type != ShardingType.DATA_PARALLEL.value:
-            raise ValueError(f"a {self.sharding_type} table needs a sharding_spec")
+        replicated = self.sharding_type == ShardingType.DATA_PARALLEL.value
+        if replicated != (self.sharding_spec is None):
+            needs = "has no cut: its sharding_spec is None" if replicated else "needs a sharding_spec"
+            raise ValueError(f"a {self.sharding_type} table {needs}")
+        options_of(self)
+        for what, option, types in (
+            ("reduction", self.reduction, _CUT_BY_ROWS),
+            ("row_state", self.row_state, _CUT_BY_COLUMNS),
+        ):
+            if option is not None and self.sharding_type not in types:
+                raise ValueError(f"{what}={option!r} is for {', '.join(types)}: this table is {self.sharding_type}")
+
+    def __repr__(self) -> str:
+        # TorchRec's text, to which our own fields are added where they say something
+        shown = [f.name for f in fields(self) if not f.kw_only or getattr(self, f.name) is not None]
+        return f"ParameterSharding({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
@@ -73,6 +147,10 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
         tables = _columns(("param", "sharding type", "compute kernel", "ranks"), where)
         return f"\n\n{tables}\n\n{_columns(('param', 'shard offsets', 'shard sizes', 'placement'), cuts)}"
 
+    def _serialize(self) -> dict[str, Any]:
+        """The plan as dicts, lists, strings and numbers."""
+        return {name: _plain(one) for name, one in self.items()}
+
 
 @dataclass
 class ShardingPlan:
@@ -87,65 +165,9 @@ class ShardingPlan:
     def __str__(self) -> str:
         return "\n\n".join(f"module: {path}{plan}" for path, plan in self.plan.items())
 
-
-ParameterShardingGenerator = Callable[[int, int, int, str], ParameterSharding]
-
-
-def table_wise(rank: int, device: str | None = None, compute_kernel: str | None = None) -> ParameterShardingGenerator:
-    """A generator that puts a table whole on `rank`.
-
-    Raises (from the generator):
-        ValueError: there is no such rank.
-    """
-
-    def generate(rows: int, dim: int, world_size: int, device_type: str) -> ParameterSharding:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"table_wise: rank {rank} is not one of {world_size}")
-        kind = device or device_type
-        # local device numbers follow ranks; hosts come with the hierarchical strategies
-        placement = f"rank:{rank}/{kind}" if kind == "cpu" else f"rank:{rank}/{kind}:{rank}"
-        spec = EnumerableShardingSpec([ShardMetadata([0, 0], [rows, dim], placement)])
-        return ParameterSharding(ShardingType.TABLE_WISE.value, compute_kernel or "fused", [rank], spec)
-
-    return generate
-
-
-def data_parallel() -> ParameterShardingGenerator:
-    """A generator that puts a table whole on every rank.
-
-    A table with an optimizer in its backward keeps it: every replica applies the same update. Without one its gradient
-    is averaged with those of the dense layers.
-    """
-
-    def generate(rows: int, dim: int, world_size: int, device_type: str) -> ParameterSharding:
-        return ParameterSharding(ShardingType.DATA_PARALLEL.value, "dense", list(range(world_size)))
-
-    return generate
-
-
-def construct_module_sharding_plan(
-    module: nn.Module,
-    per_param_sharding: dict[str, ParameterShardingGenerator],
-    *,
-    world_size: int | None = None,
-    device_type: str = "cpu",
-) -> EmbeddingModuleShardingPlan:
-    """The plan of one collection from a generator per table; `world_size` is that of the default process group.
-
-    Raises:
-        ValueError: the names do not match the module's tables, or `world_size` is missing without a process group.
-    """
-    if world_size is None:
-        if not dist.is_initialized():
-            raise ValueError("world_size is missing: there is no process group to take it from")
-        world_size = dist.get_world_size()
-    sizes = {config.name: (config.num_embeddings, config.embedding_dim) for config in tables_of(module)}
-    if set(sizes) != set(per_param_sharding):
-        missing, unknown = set(sizes) - set(per_param_sharding), set(per_param_sharding) - set(sizes)
-        raise ValueError(f"the plan misses tables {sorted(missing)} and names unknown tables {sorted(unknown)}")
-    return EmbeddingModuleShardingPlan(
-        {name: per_param_sharding[name](*size, world_size, device_type) for name, size in sizes.items()}
-    )
+    def _serialize(self) -> dict[str, Any]:
+        """The plan as dicts, lists, strings and numbers."""
+        return {"plan": {path: plan._serialize() for path, plan in self.plan.items()}}
 
 
 def tables_of(module: nn.Module) -> Sequence[EmbeddingBagConfig | EmbeddingConfig]:
@@ -161,19 +183,32 @@ def tables_of(module: nn.Module) -> Sequence[EmbeddingBagConfig | EmbeddingConfi
     raise TypeError(f"{type(module).__name__} holds no tables: expected a collection")
 
 
-def shards_of(name: str, one: ParameterSharding, rows: int, dim: int, world_size: int) -> list[Shard]:
-    """The shards that a `ParameterSharding` describes.
+def options_of(one: ParameterSharding) -> TableOptions:
+    """How the shards that a `ParameterSharding` describes work together.
 
     Raises:
-        ValueError: a placement names no rank, or a table that is not replicated asks for the dense kernel.
+        ValueError: `reduction` or `row_state` is unknown.
     """
+    default = TableOptions()
+    return TableOptions(
+        default.reduction if one.reduction is None else one.reduction,
+        default.row_state if one.row_state is None else one.row_state,
+    )
+
+
+def shards_of(name: str, one: ParameterSharding, rows: int, dim: int, world_size: int) -> list[Shard]:
+    """The shards that a `ParameterSharding` describes, empty ones included; `layout.validate` checks the cut.
+
+    `cache_params` and `key_value_params` only say where rows are kept: a warning says that they stay on the device.
+
+    Raises:
+        ValueError: a shard's placement names no rank, `ranks` says otherwise than the shards, the kernel is none of
+            `SERVED_KERNELS`, a table that is not replicated asks for the dense one, or the plan sets
+            `bounds_check_mode`, `output_dtype` or `stochastic_rounding=False`, which are said elsewhere.
+    """
+    _require_served(name, one)
     if one.sharding_spec is None:
         return data_parallel_shards(name, rows, dim, world_size)
-    if one.compute_kernel == EmbeddingComputeKernel.DENSE.value:
-        raise ValueError(
-            f"table {name!r}: only data_parallel tables have a dense gradient; a {one.sharding_type} table trains by"
-            " the optimizer in its backward, so its compute_kernel is 'fused'"
-        )
     shards = []
     for cut in one.sharding_spec.shards:
         (row, col), (height, width) = cut.shard_offsets, cut.shard_sizes
@@ -186,6 +221,52 @@ def shards_of(name: str, one: ParameterSharding, rows: int, dim: int, world_size
     if one.ranks is not None and sorted(set(one.ranks)) != placed:
         raise ValueError(f"table {name!r}: the plan says ranks {one.ranks}, its shards are on {placed}")
     return shards
+
+
+def _require_served(name: str, one: ParameterSharding) -> None:
+    if one.compute_kernel not in SERVED_KERNELS:
+        raise ValueError(
+            f"table {name!r}: compute_kernel {one.compute_kernel!r} is not served: a plan to train with has 'fused'"
+            " (or 'dense' for a data_parallel table)"
+        )
+    if one.compute_kernel == EmbeddingComputeKernel.DENSE.value and one.sharding_spec is not None:
+        raise ValueError(
+            f"table {name!r}: only data_parallel tables have a dense gradient; a {one.sharding_type} table trains by"
+            " the optimizer in its backward, so its compute_kernel is 'fused'"
+        )
+    for what, asked, instead in (
+        ("bounds_check_mode", one.bounds_check_mode is not None, "collection policy=LookupPolicy(bounds_check=...)"),
+        ("output_dtype", one.output_dtype is not None, "collection policy=LookupPolicy(output_dtype=...)"),
+        ("stochastic_rounding", one.stochastic_rounding is False, "table's optimizer stochastic_rounding=False"),
+    ):
+        if asked:
+            raise ValueError(
+                f"table {name!r}: a plan does not set {what} (here {getattr(one, what)!r}): give the {instead}"
+            )
+    for what in ("cache_params", "key_value_params"):
+        if getattr(one, what) is not None:
+            warnings.warn(
+                f"the plan's {what} (table {name!r}) has no effect: rows are kept in the memory of the device",
+                stacklevel=3,
+            )
+
+
+def _plain(one: ParameterSharding) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "sharding_type": one.sharding_type, "compute_kernel": one.compute_kernel, "ranks": one.ranks,
+    }  # fmt: skip
+    if one.sharding_spec is not None:
+        found["shards"] = [_plain_shard(shard) for shard in one.sharding_spec.shards]
+    ours = {"reduction": one.reduction, "row_state": one.row_state}
+    return {**found, **{what: value for what, value in ours.items() if value is not None}}
+
+
+def _plain_shard(shard: ShardMetadata) -> dict[str, Any]:
+    return {
+        "shard_offsets": list(shard.shard_offsets),
+        "shard_sizes": list(shard.shard_sizes),
+        "placement": str(shard.placement),
+    }
 
 
 def _columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

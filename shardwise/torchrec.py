@@ -55,7 +55,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.model_parallel": _DMP,
     "torchrec.distributed.planner.types": _PLAN,
     "torchrec.distributed.sharding_plan": _at(
-        "shardwise.sharding.plan", "construct_module_sharding_plan", "data_parallel", "table_wise"
+        "shardwise.sharding.generators", "construct_module_sharding_plan", "data_parallel", "table_wise"
     ),
     "torchrec.distributed.types": {
         **_at("shardwise.kernels.bounds", "BoundsCheckMode"),

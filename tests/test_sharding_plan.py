@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import time
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +15,8 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
 from shardwise import (
+    BoundsCheckMode,
+    DataType,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -20,8 +26,19 @@ from shardwise import (
     ShardingPlan,
     construct_module_sharding_plan,
 )
-from shardwise.sharding import Shard, data_parallel, table_wise
-from shardwise.sharding.plan import shards_of
+from shardwise.sharding import (
+    CacheParams,
+    EmbeddingComputeKernel,
+    Shard,
+    TableOptions,
+    apply_to_all,
+    data_parallel,
+    grid_shard,
+    layout,
+    row_wise,
+    table_wise,
+)
+from shardwise.sharding.plan import options_of, shards_of
 
 EBC = EmbeddingBagCollection(
     [
@@ -83,15 +100,60 @@ def test_plans_print_as_torchrec_prints_them() -> None:
 
 def test_plans_show_their_parts_as_a_dict_and_survive_pickling() -> None:
     mixed = plan(MIXED)
-    assert repr(mixed).startswith(
-        "{'product_table': ParameterSharding(sharding_type='table_wise', compute_kernel='fused', ranks=[1], "
-        "sharding_spec=EnumerableShardingSpec(shards=[ShardMetadata(shard_offsets=[0, 0], shard_sizes=[4096, 64], "
-        "placement=rank:1/cpu)])"
+    # printed by torchrec 1.8.0
+    nothing = (
+        "cache_params=None, enforce_hbm=None, stochastic_rounding=None, bounds_check_mode=None, output_dtype=None, "
+        "key_value_params=None"
     )
+    product = (
+        "ParameterSharding(sharding_type='table_wise', compute_kernel='fused', ranks=[1], sharding_spec="
+        "EnumerableShardingSpec(shards=[ShardMetadata(shard_offsets=[0, 0], shard_sizes=[4096, 64], "
+        f"placement=rank:1/cpu)]), {nothing})"
+    )
+    user = (
+        "ParameterSharding(sharding_type='data_parallel', compute_kernel='dense', ranks=[0, 1], sharding_spec=None, "
+        f"{nothing})"
+    )
+    two = EmbeddingModuleShardingPlan({name: mixed[name] for name in ("product_table", "user")})
+    assert repr(two) == f"{{'product_table': {product}, 'user': {user}}}"
+    assert repr(ShardingPlan({"": two})) == f"ShardingPlan(plan={{'': {two!r}}})"
     again = pickle.loads(pickle.dumps(ShardingPlan({"ebc": mixed})))
     assert again == ShardingPlan({"ebc": mixed})
     assert again.get_plan_for_module("ebc")["t"].ranks == [0]
     assert again.get_plan_for_module("elsewhere") is None
+
+
+def test_what_torchrec_does_not_have_shows_where_it_says_something() -> None:
+    one = construct_module_sharding_plan(
+        EBC, {**MIXED, "t": grid_shard([0], reduction="ordered", row_state="table")}, None, 2, 2, "cpu"
+    )["t"]
+    assert repr(one).endswith("key_value_params=None, reduction='ordered', row_state='table')")
+    assert options_of(one) == TableOptions("ordered", "table")
+
+
+def test_a_plan_is_plain_data() -> None:
+    """As torchrec 1.8.0's, and with our own options where they are set."""
+    shards = [{"shard_offsets": [0, 0], "shard_sizes": [4096, 64], "placement": "rank:1/cpu"}]
+    mixed = plan({**MIXED, "t": row_wise(reduction="ordered")})
+    assert ShardingPlan({"a.b": mixed})._serialize() == {
+        "plan": {
+            "a.b": {
+                "product_table": {
+                    "sharding_type": "table_wise", "compute_kernel": "fused", "ranks": [1], "shards": shards,
+                },
+                "user": {"sharding_type": "data_parallel", "compute_kernel": "dense", "ranks": [0, 1]},
+                "t": {
+                    "sharding_type": "row_wise", "compute_kernel": "fused", "ranks": [0, 1],
+                    "shards": [
+                        {"shard_offsets": [0, 0], "shard_sizes": [4, 4], "placement": "rank:0/cpu"},
+                        {"shard_offsets": [4, 0], "shard_sizes": [3, 4], "placement": "rank:1/cpu"},
+                    ],
+                    "reduction": "ordered",
+                },
+            }
+        }
+    }  # fmt: skip
+    assert json.loads(json.dumps(mixed._serialize())) == mixed._serialize()
 
 
 @pytest.mark.parametrize(
@@ -109,14 +171,86 @@ def spec(placement: str | None = "rank:0/cpu") -> EnumerableShardingSpec:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("row_by_row", "fused"), r"sharding_type 'row_by_row' is not one of \['data_parallel', 'table_wise'\]"),
-        (("table_wise", "quick", [0], spec()), r"compute_kernel 'quick' is not one of \['dense', 'fused'\]"),
+        (
+            ("row_by_row", "fused"),
+            r"sharding_type 'row_by_row' is not one of \['data_parallel', 'table_wise', 'column_",
+        ),
+        (("table_wise", "quick", [0], spec()), r"compute_kernel 'quick' is not one of \['dense', 'fused', 'fused_uvm'"),
         (("table_wise", "fused", [0]), "a table_wise table needs a sharding_spec"),
+        (("data_parallel", "dense", [0], spec()), "a data_parallel table has no cut: its sharding_spec is None"),
+        (("row_wise", "fused", [0], spec(), {"reduction": "sum"}), r"reduction must be one of .*, got 'sum'"),
+        (
+            ("row_wise", "fused", [0], spec(), {"row_state": "shard"}),
+            "row_state='shard' is for column_wise, table_c",
+        ),
+        (("column_wise", "fused", [0], spec(), {"reduction": "ordered"}), ".* this table is column_wise"),
+        (
+            ("data_parallel", "dense", [0], None, {"reduction": "partial"}),
+            "reduction='partial' is for row_wise, ta",
+        ),
     ],
 )
 def test_a_parameter_sharding_that_means_nothing_is_refused(arguments: Any, message: str) -> None:
+    options = arguments[4] if len(arguments) > 4 else {}
     with pytest.raises(ValueError, match=message):
-        ParameterSharding(*arguments)
+        ParameterSharding(*arguments[:4], **options)
+
+
+def test_names_of_torchrec_that_we_do_not_serve_can_be_written_and_not_used() -> None:
+    assert {kind.value for kind in EmbeddingComputeKernel} >= {"quant", "key_value", "dram_ssd_virtual_table"}
+    for kernel in EmbeddingComputeKernel:
+        one = ParameterSharding("table_wise", kernel.value, [0], spec())
+        if kernel.value in ("fused", "fused_triton"):
+            assert shards_of("t", one, 7, 4, 2) == [Shard("t", 0, (0, 7), (0, 4))]
+        elif kernel.value != "dense":
+            with pytest.raises(
+                ValueError, match=f"table 't': compute_kernel '{kernel.value}' is not served: a plan to"
+            ):
+                shards_of("t", one, 7, 4, 2)
+    with pytest.raises(ValueError, match="table 't': compute_kernel 'quant' is not served"):
+        shards_of("t", ParameterSharding("data_parallel", "quant"), 7, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "instead"),
+    [
+        ("bounds_check_mode", BoundsCheckMode.WARNING, r"give the collection policy=LookupPolicy\(bounds_check=...\)"),
+        ("output_dtype", DataType.FP16, r"give the collection policy=LookupPolicy\(output_dtype=...\)"),
+        ("stochastic_rounding", False, "give the table's optimizer stochastic_rounding=False"),
+    ],
+)
+def test_a_setting_that_a_plan_does_not_make_is_refused_where_shards_are_made(
+    what: str, value: object, instead: str
+) -> None:
+    one = ParameterSharding("table_wise", "fused", [0], spec())
+    setattr(one, what, value)
+    with pytest.raises(ValueError, match=f"table 't': a plan does not set {what} .*{instead}"):
+        shards_of("t", one, 7, 4, 2)
+
+
+def test_settings_of_storage_are_said_to_have_no_effect() -> None:
+    one = ParameterSharding("table_wise", "fused", [0], spec(), CacheParams(load_factor=0.1))
+    with pytest.warns(UserWarning, match=r"the plan's cache_params \(table 't'\) has no effect: rows are kept in"):
+        shards_of("t", one, 7, 4, 2)
+    with pytest.warns(UserWarning, match="key_value_params"):
+        shards_of("t", replace(one, cache_params=None, key_value_params=object()), 7, 4, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # what they ask for is so
+        one = replace(one, cache_params=None, enforce_hbm=True, stochastic_rounding=True)
+        assert len(shards_of("t", one, 7, 4, 2)) == 1
+    assert hash(CacheParams(load_factor=0.1, stats={})) == hash(CacheParams(load_factor=0.1))
+
+
+def test_a_plan_of_hundreds_of_ranks_is_made_at_once() -> None:
+    names = [f"t{n}" for n in range(26)]
+    ebc = EmbeddingBagCollection([EmbeddingBagConfig(10**6, 64, name) for name in names], device="meta")
+    begin = time.perf_counter()
+    made = construct_module_sharding_plan(ebc, apply_to_all(ebc, row_wise()), None, 8, 512, "cuda")
+    shards = [shard for name in names for shard in shards_of(name, made[name], 10**6, 64, 512)]
+    layout.validate(shards, dict.fromkeys(names, (10**6, 64)), 512)
+    assert len(shards) == 26 * 512
+    assert time.perf_counter() - begin < 5
 
 
 @pytest.mark.parametrize(
