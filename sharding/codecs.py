@@ -115,8 +115,8 @@ class FormatCodec(Codec):
         for n in sizes:
             used = _payload(format, n)
             parts += [used, _rows(format, n) * format.row * format.bits // 8 - used]
-        used_and_filling = payload.split(parts)
-        scales_of = scales.split([_rows(format, n) * format.row_bytes for n in sizes])
+        used_and_filling = torch.split(payload, parts)
+        scales_of = torch.split(scales, [_rows(format, n) * format.row_bytes for n in sizes])
         zeros = payload.new_zeros(3)
         pieces: list[Tensor] = []
         for used_part, scale in zip(used_and_filling[::2], scales_of, strict=True):
@@ -141,7 +141,7 @@ class FormatCodec(Codec):
         for n in sizes:
             for size in (_payload(format, n), _rows(format, n) * format.row_bytes):
                 parts += [size, -size % 4]
-        pieces = data.split(parts)
+        pieces = torch.split(data, parts)
         zeros = data.new_zeros(format.row * format.bits // 8)
         payload: list[Tensor] = [data[:0]]
         for n, piece in zip(sizes, pieces[::4], strict=True):
@@ -182,7 +182,7 @@ def _whole_rows(flat: Tensor, sizes: Sequence[int], row: int) -> Tensor:
     """[R, row]: each block's last row filled up with its last value, which changes neither extreme of the row."""
     if any(n % row for n in sizes):
         pieces: list[Tensor] = []
-        for block in flat.split(list(sizes)):
+        for block in torch.split(flat, list(sizes)):
             pieces += [block, block[-1:].expand(-block.shape[0] % row)] if block.shape[0] else []
         flat = torch.cat(pieces)
     return flat.reshape(-1, row)
@@ -195,7 +195,7 @@ def _cut(flat: Tensor, sizes: Sequence[int], row: int) -> Tensor:
     parts: list[int] = []
     for n in sizes:
         parts += [n, -n % row]
-    return torch.cat(flat.split(parts)[::2])
+    return torch.cat(torch.split(flat, parts)[::2])
 
 
 def check_values(flat: Tensor, elements: int) -> None:
@@ -248,7 +248,7 @@ def fp8(*, row: int = DEFAULT_ROW, exponent_bits: int = 4) -> Format:
 
 
 def int8(*, row: int = DEFAULT_ROW) -> Format:
-    """1 byte a value: of the 256 equal steps from a row's least to its largest value the nearest; error: half a step."""
+    """1 byte a value: the nearest of 256 values evenly from a row's least to its largest; error: half a step."""
     _check_row("int8", row, 4)
 
     def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,7 +259,7 @@ def int8(*, row: int = DEFAULT_ROW) -> Format:
         return steps.nan_to_num(0.0).to(torch.uint8), torch.cat([scale, low], 1).view(torch.uint8)
 
     def dequantize(payload: Tensor, scales: Tensor) -> Tensor:
-        scale, low = scales.view(torch.float32).split(1, 1)
+        scale, low = torch.split(scales.view(torch.float32), 1, 1)
         return payload.to(torch.float32) * scale + low
 
     return Format(f"int8/{row}", 8, row, 8, quantize, dequantize)

@@ -21,18 +21,18 @@ class ForeignCodec(Codec):
     """
 
     def __init__(self, codec: Any) -> None:
-        self._codec = codec
+        self.codec = codec
         # one for all blocks: what FBGEMM's codecs note in it while encoding, they need for decoding
         self._context = codec.create_context() if hasattr(codec, "create_context") else None
         self.name = f"{type(codec).__module__}.{type(codec).__qualname__}"
         missing = [n for n in ("encode", "decode", "calc_quantized_size", "quantized_dtype") if not hasattr(codec, n)]
         if missing:
             raise ValueError(f"codec {self.name} has no {', '.join(missing)}: see QuantizedCommCodec")
-        found = codec.quantized_dtype
         # TorchRec's NoOp codec has it as a method
-        self._dtype: torch.dtype = found() if callable(found) else found
-        if not isinstance(self._dtype, torch.dtype):
-            raise ValueError(f"codec {self.name}: quantized_dtype must be a torch.dtype, got {self._dtype!r}")
+        dtype = codec.quantized_dtype() if callable(codec.quantized_dtype) else codec.quantized_dtype
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"codec {self.name}: quantized_dtype must be a torch.dtype, got {dtype!r}")
+        self._dtype: torch.dtype = dtype
         self._row = self._whole_row()
 
     def encoded_bytes(self, elements: int) -> int:
@@ -42,7 +42,7 @@ class ForeignCodec(Codec):
     def encode_blocks(self, flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
         check_values(flat, sum(sizes))
         pieces = [flat[:0].view(torch.uint8)]
-        for block in flat.split(list(sizes)):
+        for block in torch.split(flat, list(sizes)):
             if block.shape[0]:
                 data = self._encode(torch.nn.functional.pad(block, (0, -block.shape[0] % self._row)))
                 pieces.append(torch.nn.functional.pad(data, (0, -data.shape[0] % 4)))
@@ -52,7 +52,7 @@ class ForeignCodec(Codec):
         bytes_per_block = [self.encoded_bytes(n) for n in sizes]
         check_bytes(data, sum(bytes_per_block))
         values = [data.new_empty(0, dtype=torch.float32)]
-        for n, block in zip(sizes, data.split(bytes_per_block), strict=True):
+        for n, block in zip(sizes, torch.split(data, bytes_per_block), strict=True):
             if n:
                 size = self._filled(n)
                 values.append(self._decode(block[: self._size(size) * self._dtype.itemsize], size)[:n])
@@ -66,10 +66,10 @@ class ForeignCodec(Codec):
         return -(-elements // self._row) * self._row
 
     def _size(self, elements: int) -> int:
-        return int(self._codec.calc_quantized_size(elements, self._context))
+        return int(self.codec.calc_quantized_size(elements, self._context))
 
     def _encode(self, values: Tensor) -> Tensor:
-        data = self._codec.encode(values, self._context)
+        data = self.codec.encode(values, self._context)
         size = self._size(values.shape[0])
         if not isinstance(data, Tensor) or data.dtype != self._dtype or data.shape != (size,):
             got = f"{data.dtype} of shape {list(data.shape)}" if isinstance(data, Tensor) else repr(data)
@@ -80,7 +80,7 @@ class ForeignCodec(Codec):
         return data.contiguous().view(torch.uint8)
 
     def _decode(self, data: Tensor, elements: int) -> Tensor:
-        values = self._codec.decode(data.view(self._dtype), self._context)
+        values = self.codec.decode(data.view(self._dtype), self._context)
         if not isinstance(values, Tensor) or values.numel() != elements:
             got = list(values.shape) if isinstance(values, Tensor) else repr(values)
             raise ValueError(f"codec {self.name}: decode of {elements} values returned {got}")

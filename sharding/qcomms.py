@@ -238,7 +238,7 @@ def codecs_of(registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: boo
         ops = [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER]
     given = [registry[op.name] for op in ops if registry and op.name in registry]
     pairs = [(_codec(codecs.forward), _codec(codecs.backward)) for codecs in given]
-    if len({tuple(codec.name for codec in pair) for pair in pairs}) > 1:
+    if len({(_identity(forward), _identity(backward)) for forward, backward in pairs}) > 1:
         raise ValueError(
             f"qcomm_codecs_registry: the rows of all plans travel in one exchange, but {ops[0].name} has {pairs[0]} "
             f"and {ops[1].name} {pairs[1]}; give both the same"
@@ -252,6 +252,11 @@ def _codec(codec: QuantizedCommCodec[Any]) -> Codec:
     if isinstance(codec, NoOpQuantizedCommCodec):
         return FormatCodec(FP32)
     return ForeignCodec(codec)
+
+
+def _identity(codec: Codec) -> object:
+    # two codecs of a user's class may be set up differently
+    return id(codec.codec) if isinstance(codec, ForeignCodec) else codec.name
 
 
 def _side(config: QCommsConfig, *, backward: bool) -> QuantizedCommCodec[Any]:
