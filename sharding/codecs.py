@@ -105,10 +105,12 @@ class FormatCodec(Codec):
     def encode_blocks(self, flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
         check_values(flat, sum(sizes))
         format, bytes_per_block = self.format, [self.encoded_bytes(n) for n in sizes]
+        if flat.shape[0] == 0:
+            return flat.new_empty(0, dtype=torch.uint8), bytes_per_block
         scaled = flat if self.loss_scale is None else flat * self.loss_scale
         payload, scales = format.quantize(_whole_rows(scaled, sizes, format.row))
         payload, scales = payload.flatten(), scales.flatten()
-        if payload.shape[0] == sum(bytes_per_block):
+        if _is_payload_alone(format, sizes):
             return payload, bytes_per_block
         # of each block the payload of its values and, where there was a tail row, what filled that up
         parts: list[int] = []
@@ -127,10 +129,12 @@ class FormatCodec(Codec):
     def decode_blocks(self, data: Tensor, sizes: Sequence[int]) -> Tensor:
         format = self.format
         check_bytes(data, sum(self.encoded_bytes(n) for n in sizes))
-        exact = format.row == 1 and all(_payload(format, n) % 4 == 0 for n in sizes)
-        payload, scales = (data, data[:0]) if exact else self._parts(data, sizes)
+        if data.shape[0] == 0:
+            return data.new_empty(0, dtype=torch.float32)
+        alone = _is_payload_alone(format, sizes)
+        payload, scales = (data, data[:0]) if alone else self._parts(data, sizes)
         rows = payload.shape[0] * 8 // (format.bits * format.row)
-        values = format.dequantize(payload.view(rows, -1), scales.view(rows, -1) if rows else scales.view(0, 0))
+        values = format.dequantize(payload.view(rows, -1), scales.view(rows, -1))
         flat = _cut(values.flatten(), sizes, format.row)
         return flat if self.loss_scale is None else flat / self.loss_scale
 
@@ -168,6 +172,11 @@ class FormatCodec(Codec):
 
 def _payload(format: Format, n: int) -> int:
     return -(-n * format.bits // 8)
+
+
+def _is_payload_alone(format: Format, sizes: Sequence[int]) -> bool:
+    """Whether nothing lies between the payloads of the blocks."""
+    return format.row == 1 and all(_payload(format, n) % 4 == 0 for n in sizes)
 
 
 def _rows(format: Format, n: int) -> int:
