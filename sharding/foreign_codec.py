@@ -25,7 +25,9 @@ class ForeignCodec(Codec):
         # one for all blocks: what FBGEMM's codecs note in it while encoding, they need for decoding
         self._context = codec.create_context() if hasattr(codec, "create_context") else None
         self.name = f"{type(codec).__module__}.{type(codec).__qualname__}"
-        missing = [n for n in ("encode", "decode", "calc_quantized_size", "quantized_dtype") if not hasattr(codec, n)]
+        missing = [
+            name for name in ("encode", "decode", "calc_quantized_size", "quantized_dtype") if not _offers(codec, name)
+        ]
         if missing:
             raise ValueError(f"codec {self.name} has no {', '.join(missing)}: see QuantizedCommCodec")
         # TorchRec's NoOp codec has it as a method
@@ -103,3 +105,11 @@ class ForeignCodec(Codec):
             f"codec {self.name} cannot run in the exchange: it must take any number of values, or the multiples of "
             f"row_dim in its context. Tried " + "; ".join(failures)
         )
+
+
+def _offers(codec: Any, name: str) -> bool:
+    try:
+        return hasattr(codec, name)
+    except NotImplementedError:
+        # a property that the protocol declares
+        return False
