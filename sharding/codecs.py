@@ -154,7 +154,7 @@ class FormatCodec(Codec):
 
     def overflows(self, flat: Tensor) -> Tensor:
         format = self.format
-        if flat.shape[0] == 0:
+        if flat.shape[0] == 0 or not self.compresses:
             return flat.new_zeros((), dtype=torch.bool)
         check_values(flat, flat.shape[0])
         if format.row == 1:
@@ -162,7 +162,7 @@ class FormatCodec(Codec):
         else:
             rows = _whole_rows(flat, [flat.shape[0]], format.row)
         # a row's scale depends on its extremes alone, and they are the first to leave the range
-        edges = torch.stack(torch.aminmax(rows, dim=1), 1)
+        edges = torch.stack([rows.amin(1), rows.amax(1)], 1)
         back = edges if self.loss_scale is None else edges * self.loss_scale
         back = format.dequantize(*format.quantize(back))
         if self.loss_scale is not None:
@@ -261,7 +261,8 @@ def int8(*, row: int = DEFAULT_ROW) -> Format:
     _check_row("int8", row, 4)
 
     def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-        low, high = torch.aminmax(rows, dim=1, keepdim=True)
+        # aminmax of rows is ten times slower than both on CPU
+        low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
         scale = ((high - low) / 255).clamp(min=_LEAST_SCALE)
         steps = ((rows - low) / scale).round().clamp(max=255)
         # casting NaN to an integer is undefined
