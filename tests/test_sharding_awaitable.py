@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from shardwise import KeyedTensor
@@ -334,3 +337,30 @@ def test_a_method_of_the_result_costs_two_python_calls_and_the_first_one_five() 
 
     # __getattr__ and values; at first also _wait_impl and the _first_wait of two classes
     assert [calls(), calls()] == [5, 2]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"out": LazyNoWait(KeyedTensor(["a"], [3], x * self.weight))}
+
+
+def gradient_under_ddp() -> Tensor:
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(Layer(), static_graph=True)
+    for _ in range(2):
+        model.zero_grad()
+        out = model(torch.full((1, 3), dist.get_rank() + 1.0))["out"]
+        out["a"].sum().backward()
+    assert model.module.weight.grad is not None
+    return model.module.weight.grad
+
+
+@pytest.mark.ranks
+def test_ddp_with_a_static_graph_finds_the_tensors_of_lazy_outputs() -> None:
+    """It hooks the output's tensors, which it looks for by pytree, to know when backward begins."""
+    for gradient in run_ranks(2, gradient_under_ddp):
+        assert torch.equal(gradient, torch.full((3,), 1.5))
