@@ -17,10 +17,10 @@ _TRIED = (1, 2, 3, 5, 64)
 class ForeignCodec(Codec):
     """Encodes block by block. Blocks are filled up with zeros where the codec takes whole rows only.
 
-    Raises ValueError when it is made: the codec, tried on a few lengths, does not return what it announces.
+    Raises ValueError when it is made: the codec, tried on a few lengths on `device`, does not return what it announces.
     """
 
-    def __init__(self, codec: Any) -> None:
+    def __init__(self, codec: Any, device: torch.device | None = None) -> None:
         self.codec = codec
         # one for all blocks: what FBGEMM's codecs note in it while encoding, they need for decoding
         self._context = codec.create_context() if hasattr(codec, "create_context") else None
@@ -35,7 +35,9 @@ class ForeignCodec(Codec):
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"codec {self.name}: quantized_dtype must be a torch.dtype, got {dtype!r}")
         self._dtype: torch.dtype = dtype
-        self._row = self._whole_row()
+        self._row = self._whole_row(device)
+        # FBGEMM's formats are one class
+        self.name += f"[{dtype}/{self._row}]"
 
     def encoded_bytes(self, elements: int) -> int:
         size = self._filled(elements)
@@ -88,7 +90,7 @@ class ForeignCodec(Codec):
             raise ValueError(f"codec {self.name}: decode of {elements} values returned {got}")
         return values.reshape(-1).to(torch.float32)
 
-    def _whole_row(self) -> int:
+    def _whole_row(self, device: torch.device | None) -> int:
         """1, or how many values the context says belong together if the codec does not take any number."""
         rows = [1, *(getattr(self._context, name, 0) for name in ("row_dim", "mx_group_size"))]
         failures: list[str] = []
@@ -97,7 +99,7 @@ class ForeignCodec(Codec):
                 continue
             try:
                 for n in _TRIED:
-                    self._decode(self._encode(torch.zeros(n * row)), n * row)
+                    self._decode(self._encode(torch.zeros(n * row, device=device)), n * row)
                 return row
             except Exception as error:
                 failures.append(f"with multiples of {row} values: {type(error).__name__}: {error}")

@@ -216,11 +216,13 @@ def get_qcomm_codecs_registry(
     return {op.name: codecs for op in (list(CommOp) if comm_ops is None else comm_ops)}
 
 
-def codecs_of(registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: bool = True) -> tuple[Codec, Codec]:
+def codecs_of(
+    registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: bool = True, device: torch.device | None = None
+) -> tuple[Codec, Codec]:
     """The codecs of a collection's rows and of their gradients, from a sharder's registry.
 
     A pooled collection is told by the two pooled collectives, a sequence one by its own; without any of them values
-    travel as fp32.
+    travel as fp32. A codec of one's own is tried on `device`, by default the CPU.
 
     Raises:
         ValueError: an unknown collective, a value that is no QuantizedCommCodecs, pooled collectives that differ
@@ -237,7 +239,7 @@ def codecs_of(registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: boo
     if pooled:
         ops = [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER]
     given = [registry[op.name] for op in ops if registry and op.name in registry]
-    pairs = [(_codec(codecs.forward), _codec(codecs.backward)) for codecs in given]
+    pairs = [(_codec(codecs.forward, device), _codec(codecs.backward, device)) for codecs in given]
     if len({(_identity(forward), _identity(backward)) for forward, backward in pairs}) > 1:
         raise ValueError(
             f"qcomm_codecs_registry: the rows of all plans travel in one exchange, but {ops[0].name} has {pairs[0]} "
@@ -246,12 +248,12 @@ def codecs_of(registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: boo
     return pairs[0] if pairs else (FormatCodec(FP32), FormatCodec(FP32))
 
 
-def _codec(codec: QuantizedCommCodec[Any]) -> Codec:
+def _codec(codec: QuantizedCommCodec[Any], device: torch.device | None) -> Codec:
     if isinstance(codec, FormatCommCodec):
         return codec.codec
     if isinstance(codec, NoOpQuantizedCommCodec):
         return FormatCodec(FP32)
-    return ForeignCodec(codec)
+    return ForeignCodec(codec, device)
 
 
 def _identity(codec: Codec) -> object:

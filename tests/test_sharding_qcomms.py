@@ -245,6 +245,11 @@ def test_a_codec_of_ones_own_runs_on_blocks(own: QuantizedCommCodec[Any]) -> Non
     assert codec.decode_blocks(*codec.encode_blocks(x[:0], [0, 0])[:1], [0, 0]).shape == (0,)
 
 
+def test_the_name_of_a_codec_of_ones_own_says_what_ranks_have_to_agree_on() -> None:
+    assert ForeignCodec(Halves()).name.endswith("Halves[torch.float16/1]")
+    assert ForeignCodec(Rows()).name.endswith("Rows[torch.float32/8]")
+
+
 def test_a_codec_of_ones_own_reports_what_does_not_fit() -> None:
     codec = ForeignCodec(Halves())
     assert codec.overflows(torch.tensor([1.0, 7e4]))
