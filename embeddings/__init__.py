@@ -13,11 +13,12 @@ from .config import (
     embedding_names_by_table,
 )
 from .fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection, fuse_embedding_optimizer
+from .fused_optimizer import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from .keyed_optimizer import (
     CombinedOptimizer,
-    FusedOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
+    OptimizerWrapper,
     in_backward_optimizer_filter,
 )
 from .optimizers import (
