@@ -1,6 +1,7 @@
 """Single-device modules: table configs, collections, and the optimizers that run in their backward."""
 
 from .bag_collection import EmbeddingBagCollection
+from .clipping import GradientClipping, GradientClippingOptimizer
 from .collection import pick_features
 from .config import (
     BaseEmbeddingConfig,
@@ -34,6 +35,7 @@ from .row_store import ResidentRows, RowStore
 from .rule_optimizer import FTRL, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RuleOptimizer, define_optimizer
 from .sequence_collection import EmbeddingCollection
 from .table_group import LookupFeature, TableGroup, TableShape
+from .warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "FTRL",
@@ -45,16 +47,21 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "EmptyFusedOptimizer",
     "FusedEmbeddingBagCollection",
     "FusedEmbeddingCollection",
     "FusedOptimizer",
+    "FusedOptimizerModule",
     "GradientCheckMode",
+    "GradientClipping",
+    "GradientClippingOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "LarsSGD",
     "LookupFeature",
     "LookupPolicy",
     "OptimizerSpec",
+    "OptimizerWrapper",
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "PoolingType",
@@ -64,6 +71,9 @@ __all__ = [
     "RuleOptimizer",
     "TableGroup",
     "TableShape",
+    "WarmupOptimizer",
+    "WarmupPolicy",
+    "WarmupStage",
     "WeightDecayMode",
     "apply_optimizer_in_backward",
     "data_type_to_dtype",
