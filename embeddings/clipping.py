@@ -126,17 +126,17 @@ class GradientClippingOptimizer(OptimizerWrapper):
         replicated = [param for param in params if self._kind(param) is None]
         local = self._local_gradients(replicated)
         norms = [self._norm(local)] if local else []
-        meshes: dict[Any, list[Tensor]] = {}
+        meshes: dict[Any, list[Any]] = {}
         spread: dict[tuple[Any, ...], list[Tensor]] = {}
         for param in params:
             kind = self._kind(param)
             if isinstance(kind, tuple):
                 spread.setdefault(kind, []).append(param)
             elif kind is not None and param.grad is not None:
-                meshes.setdefault(kind, []).append(param.grad)
-        for members in meshes.values():
-            norm: Any = self._norm(members)
-            norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+                grad: Any = param.grad
+                meshes.setdefault((kind, tuple(grad.placements), grad.dim()), []).append(grad)
+        for distributed in meshes.values():
+            norms.append(self._norm_over_mesh(distributed))
         for groups, members in spread.items():
             # a rank without a gradient takes part too: the others wait for its number
             norm = self._norm(self._local_gradients(members), members[0].device)
@@ -168,6 +168,18 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if not grads:
             return torch.zeros((), device=device)
         return get_total_norm(grads, self._norm_type)
+
+    def _norm_over_mesh(self, grads: Sequence[Any]) -> Tensor:
+        """The norm of DTensors that are cut alike over one mesh."""
+        first = grads[0]
+        if any(placement.is_partial() for placement in first.placements):
+            return self._norm([grad.full_tensor() for grad in grads])
+        pieces = [grad.to_local() for grad in grads]
+        # torch's own norm of a DTensor fails for "inf" where a rank holds none of it. A rank's number stands for its
+        # pieces, cut as they are: gathered, it is there once for every piece and once for copies of one
+        number = self._norm([piece for piece in pieces if piece.numel()], pieces[0].device)
+        cut = type(first).from_local(number.reshape([1] * first.dim()), first.device_mesh, first.placements)
+        return torch.linalg.vector_norm(cut.full_tensor(), self._norm_type)
 
     def _local_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The rank's pieces of the gradients, empty ones left out; writing to them writes to the gradients."""

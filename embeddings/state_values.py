@@ -6,6 +6,7 @@ DTensor of several pieces per rank holds). Nothing here talks to another rank: a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -107,11 +108,13 @@ def _require_fits(what: str, mine: Tensor, loaded: Any) -> None:
         return
     if given is not None:
         raise ValueError(f"{what} is whole, loaded one is sharded: gather it first, by full_tensor() say")
+    # a ShardedTensor has no other way to tell its size
+    size = tuple(mine.size())
     if not isinstance(loaded, Tensor):
-        if mine.numel() != 1 or own is not None or not isinstance(loaded, (int, float)):
-            raise ValueError(f"{what} is a tensor of shape {tuple(mine.shape)}, loaded {loaded!r}")
-    elif mine.shape != loaded.shape:
-        raise ValueError(f"{what} has shape {tuple(mine.shape)}, loaded {tuple(loaded.shape)}")
+        if own is not None or math.prod(size) != 1 or not isinstance(loaded, (int, float)):
+            raise ValueError(f"{what} is a tensor of shape {size}, loaded {loaded!r}")
+    elif size != tuple(loaded.shape):
+        raise ValueError(f"{what} has shape {size}, loaded {tuple(loaded.shape)}")
     elif own is not None and own.regions is None:
         raise ValueError(f"{what} is a DTensor, loaded a plain tensor: distribute it first, by distribute_tensor() say")
 
