@@ -1,4 +1,4 @@
-"""Keyed optimizers over two ranks: states that are DTensor or ShardedTensor, and the norm of gradients held in parts."""
+"""Keyed optimizers over two ranks: states that are DTensor or ShardedTensor, norms of gradients held in parts."""
 
 from __future__ import annotations
 
