@@ -139,7 +139,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             norms.append(self._norm_over_mesh(distributed))
         for groups, members in spread.items():
             # a rank without a gradient takes part too: the others wait for its number
-            norm = self._norm(self._local_gradients(members), members[0].device)
+            norm = _at_least_fp32(self._norm(self._local_gradients(members), members[0].device))
             number = norm if largest else norm**self._norm_type
             for group in groups:
                 assert self._reduce_norm is not None
@@ -177,9 +177,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
         pieces = [grad.to_local() for grad in grads]
         # torch's own norm of a DTensor fails for "inf" where a rank holds none of it. A rank's number stands for its
         # pieces, cut as they are: gathered, it is there once for every piece and once for copies of one
-        number = self._norm([piece for piece in pieces if piece.numel()], pieces[0].device)
+        number = _at_least_fp32(self._norm([piece for piece in pieces if piece.numel()], pieces[0].device))
         cut = type(first).from_local(number.reshape([1] * first.dim()), first.device_mesh, first.placements)
-        return torch.linalg.vector_norm(cut.full_tensor(), self._norm_type)
+        norm: Tensor = torch.linalg.vector_norm(cut.full_tensor(), self._norm_type)
+        return norm
 
     def _local_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The rank's pieces of the gradients, empty ones left out; writing to them writes to the gradients."""
@@ -197,3 +198,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
             if grad.numel():
                 found.append(grad)
         return found
+
+
+def _at_least_fp32(number: Tensor) -> Tensor:
+    # a rank without gradients has fp32: all must send the same type
+    return number.float() if number.dtype in (torch.float16, torch.bfloat16) else number

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedding_batches import kjt, upstream
+from embedding_batches import kjt, tables_of, upstream
 from torch import Tensor, nn
 
 from shardwise.embeddings import (
@@ -330,11 +330,11 @@ def test_fused_settings_go_with_every_class_that_torchrec_has_for_them(name: str
     def after(scale: float, **more: Any) -> Tensor:
         torch.manual_seed(0)
         ebc = EmbeddingBagCollection([EmbeddingBagConfig(6, 4, "a", feature_names=["f"])])
-        before = ebc.embedding_bags["a"].weight.detach().clone()
+        before = tables_of(ebc)["a"].clone()
         apply_optimizer_in_backward(kind, ebc.parameters(), {**common, **more})
         for row in (1, 3):
             ebc(kjt({"f": [[row], [0]]})).values().mul(scale).sum().backward()
-        weight = ebc.embedding_bags["a"].weight.detach()
+        weight = tables_of(ebc)["a"].clone()
         assert not torch.equal(weight[:2], before[:2]) and torch.equal(weight[4:], before[4:])
         return weight
 

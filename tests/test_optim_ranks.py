@@ -16,6 +16,7 @@ from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from shardwise.embeddings import (
     CombinedOptimizer,
@@ -44,15 +45,26 @@ def by_placement(whole: Tensor, placement: Any) -> DTensor:
     return distribute_tensor(whole.clone(), init_device_mesh("cpu", (2,)), [placement])
 
 
+def by_pieces(whole: Tensor) -> DTensor:
+    """A DTensor as TorchRec has it: rank 0 holds the outer columns as two pieces, rank 1 the one between."""
+    columns = [(0, 1), (2, 3)] if dist.get_rank() == 0 else [(1, 2)]
+    local = LocalShardsWrapper([whole[:, lo:hi].clone() for lo, hi in columns], [(0, lo) for lo, _ in columns])
+    mesh = init_device_mesh("cpu", (2,))
+    return DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=whole.size(), stride=whole.stride())
+
+
 def keyed(value: Any) -> tuple[KeyedOptimizer, nn.Parameter]:
     param = nn.Parameter(torch.zeros(4, 3))
     return KeyedOptimizer({"w": param}, {param: {"sum": value, "inner": {"sum": value}}}, []), param
 
 
 def my_part(value: Any) -> Tensor:
-    if hasattr(value, "to_local"):
-        return value.to_local().clone()
-    shards = value.local_shards()
+    local = value.to_local() if hasattr(value, "to_local") else value
+    if isinstance(local, LocalShardsWrapper):
+        return torch.cat(local.local_shards(), dim=1)
+    if not hasattr(local, "local_shards"):
+        return local.clone()
+    shards = local.local_shards()
     return shards[0].tensor.clone() if shards else torch.zeros(0, 3)
 
 
@@ -62,6 +74,7 @@ MAKE: dict[str, Callable[[Tensor], Any]] = {
     "dtensor of rows": lambda whole: by_placement(whole, Shard(0)),
     "dtensor of columns": lambda whole: by_placement(whole, Shard(1)),
     "replicated dtensor": lambda whole: by_placement(whole, Replicate()),
+    "dtensor of pieces": by_pieces,
 }
 
 
@@ -84,21 +97,26 @@ def test_sharded_states_are_loaded_in_place_piece_by_piece(kind: str) -> None:
         "dtensor of rows": [WHOLE[:2], WHOLE[2:]],
         "dtensor of columns": [WHOLE[:, :2], WHOLE[:, 2:]],
         "replicated dtensor": [WHOLE, WHOLE],
+        "dtensor of pieces": [WHOLE[:, [0, 2]], WHOLE[:, 1:2]],
     }[kind]
     for (same, loaded, fresh), part in zip(run_ranks(2, load_a_like_one, kind), expected, strict=True):
         assert same
         assert torch.equal(loaded, part) and torch.equal(fresh, part)
 
 
-def load_a_whole_one() -> Tensor:
-    optimizer, param = keyed(by_shards(torch.zeros(4, 3), [0, 1, 4]))
+def load_a_whole_one(kind: str) -> Tensor:
+    optimizer, param = keyed(MAKE[kind](torch.zeros(4, 3)))
     optimizer.load_state_dict({"state": {"w": {"sum": WHOLE, "inner": {"sum": WHOLE}}}})
     return my_part(optimizer.state[param]["sum"])
 
 
-def test_a_whole_tensor_fills_the_shards_of_each_rank() -> None:
-    first, second = run_ranks(2, load_a_whole_one)
-    assert torch.equal(first, WHOLE[:1]) and torch.equal(second, WHOLE[1:])
+PARTS = {"even shards": [WHOLE[:2], WHOLE[2:]], "dtensor of pieces": [WHOLE[:, [0, 2]], WHOLE[:, 1:2]]}
+
+
+@pytest.mark.parametrize("kind, parts", PARTS.items(), ids=PARTS)
+def test_a_whole_tensor_fills_the_pieces_of_each_rank(kind: str, parts: list[Tensor]) -> None:
+    found = run_ranks(2, load_a_whole_one, kind)
+    assert all(torch.equal(mine, part) for mine, part in zip(found, parts, strict=True))
 
 
 def refused() -> dict[str, str]:
