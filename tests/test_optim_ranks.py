@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from embedding_batches import upstream
+from embedding_batches import kjt, upstream
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed._shard import sharded_tensor
@@ -18,13 +18,21 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
+from shardwise import DistributedModelParallel, ShardingPlan
 from shardwise.embeddings import (
     CombinedOptimizer,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
     GradientClipping,
     GradientClippingOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
+    WarmupOptimizer,
+    WarmupPolicy,
+    WarmupStage,
+    apply_optimizer_in_backward,
 )
+from shardwise.sharding import construct_module_sharding_plan, table_wise
 
 pytestmark = pytest.mark.ranks
 
@@ -238,3 +246,31 @@ def few_rows(norm_type: float) -> float:
 @pytest.mark.parametrize("norm_type, expected", [(2.0, 5.0), (math.inf, 4.0)])
 def test_a_rank_may_hold_no_row_of_a_dtensor(norm_type: float, expected: float) -> None:
     assert run_ranks(2, few_rows, norm_type, timeout=30.0) == pytest.approx([expected, expected])
+
+
+def rates_of_sharded_tables() -> list[float]:
+    """By how much a gradient of one moves row 1 of each rank's table, step by step."""
+    tables = [EmbeddingBagConfig(6, 4, name, feature_names=[name]) for name in ("a", "b")]
+    ebc = EmbeddingBagCollection(tables)
+    apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 9.0})
+    plan = ShardingPlan({"": construct_module_sharding_plan(ebc, {"a": table_wise(rank=0), "b": table_wise(rank=1)})})
+    model = DistributedModelParallel(ebc, plan=plan)
+    stages = [WarmupStage(WarmupPolicy.LINEAR, 2, 0.5), WarmupStage(WarmupPolicy.CONSTANT, 3, 0.25)]
+    optimizer = WarmupOptimizer(CombinedOptimizer([model.fused_optimizer]), stages, lr=1.0)
+    found = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        # gradients of the ranks are averaged
+        before = model(kjt({"a": [[1]], "b": [[1]]})).values()
+        before.sum().backward()
+        with torch.no_grad():
+            moved = before - model(kjt({"a": [[1]], "b": [[1]]})).values()
+        found.append(moved.mean().item())
+        assert moved.max() - moved.min() < 1e-5
+        optimizer.step()
+    return found
+
+
+def test_the_schedule_steers_tables_of_every_rank() -> None:
+    for found in run_ranks(2, rates_of_sharded_tables):
+        assert found == pytest.approx([0.5, 0.75, 1.0, 0.25, 1.0], rel=1e-4)
