@@ -1,6 +1,7 @@
 """Single-device modules: table configs, collections, and the optimizers that run in their backward."""
 
 from .bag_collection import EmbeddingBagCollection
+from .clipping import GradientClipping, GradientClippingOptimizer
 from .collection import pick_features
 from .config import (
     BaseEmbeddingConfig,
@@ -21,12 +22,13 @@ from .feature_processors import (
     PositionWeightedModuleCollection,
 )
 from .fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection, fuse_embedding_optimizer
+from .fused_optimizer import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from .interfaces import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from .keyed_optimizer import (
     CombinedOptimizer,
-    FusedOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
+    OptimizerWrapper,
     in_backward_optimizer_filter,
 )
 from .optimizers import (
@@ -43,6 +45,7 @@ from .rule_optimizer import FTRL, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowW
 from .sequence_collection import EmbeddingCollection
 from .table_group import LookupFeature, TableGroup, TableShape
 from .towers import EmbeddingTower, EmbeddingTowerCollection, tower_input_params
+from .warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "FTRL",
@@ -58,6 +61,7 @@ __all__ = [
     "EmbeddingConfig",
     "EmbeddingTower",
     "EmbeddingTowerCollection",
+    "EmptyFusedOptimizer",
     "FeatureProcessedEmbeddingBagCollection",
     "FeatureProcessor",
     "FeatureProcessorDictWrapper",
@@ -65,13 +69,17 @@ __all__ = [
     "FusedEmbeddingBagCollection",
     "FusedEmbeddingCollection",
     "FusedOptimizer",
+    "FusedOptimizerModule",
     "GradientCheckMode",
+    "GradientClipping",
+    "GradientClippingOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "LarsSGD",
     "LookupFeature",
     "LookupPolicy",
     "OptimizerSpec",
+    "OptimizerWrapper",
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "PoolingType",
@@ -83,6 +91,9 @@ __all__ = [
     "RuleOptimizer",
     "TableGroup",
     "TableShape",
+    "WarmupOptimizer",
+    "WarmupPolicy",
+    "WarmupStage",
     "WeightDecayMode",
     "apply_optimizer_in_backward",
     "data_type_to_dtype",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.jagged import KeyedJaggedTensor
 
 from .config import BaseEmbeddingConfig, embedding_names_by_table, named_tables, table_dtype
-from .keyed_optimizer import FusedOptimizer
+from .fused_optimizer import FusedOptimizer
 from .optimizers import OptimizerSpec, mark_optimizer, optimizer_of, optimizer_spec
 from .policy import DEFAULT_POLICY, LookupPolicy
 from .table_group import LookupFeature, TableGroup, TableShape

@@ -1,12 +1,8 @@
-"""Optimizers whose state is keyed by parameter name, and the optimizer that fused tables present to the outside.
-
-A fused optimizer's `step` changes no weight: the backward did. It passes each group's learning rate on to the tables,
-which is how a schedule reaches them.
-"""
+"""Optimizers whose state is keyed by parameter name: one over named parameters, and several as one."""
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -14,11 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .table_group import TableGroup
+from .state_values import fresh_value, load_values, plain_values, require_same_states
 
 
 class KeyedOptimizer(torch.optim.Optimizer):
-    """An optimizer over named parameters; `state_dict` is keyed by those names instead of by numbers."""
+    """An optimizer over named parameters; `state_dict` is keyed by those names instead of by numbers.
+
+    Raises:
+        ValueError: `state` has a key that is none of the parameters.
+    """
+
+    params: Mapping[str, Tensor]
+    _saves_param_groups: bool = True
 
     def __init__(
         self,
@@ -27,17 +30,26 @@ class KeyedOptimizer(torch.optim.Optimizer):
         param_groups: Collection[Mapping[str, Any]],
     ) -> None:
         # not Optimizer.__init__: the state is already there, and an optimizer of no parameter is an ordinary one here
+        known = {id(param) for param in params.values()}
+        strange = [key if isinstance(key, str) else type(key).__name__ for key in state if id(key) not in known]
+        if strange:
+            raise ValueError(f"optimizer state is kept per parameter; these keys are none of the parameters: {strange}")
         self.params = params
         self.defaults = {}
         self.__setstate__({"state": state, "param_groups": list(param_groups)})
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"state": {name: {state name: tensor}}, "param_groups": [...]}`; tensors are the live ones."""
+        """`{"state": {name: {state name: value}}, "param_groups": [...]}`; tensors are the live ones.
+
+        After `save_param_groups(False)` there are no `param_groups`.
+        """
         by_tensor = {id(param): name for name, param in self.params.items()}
-        state = {by_tensor[id(param)]: dict(values) for param, values in self.state.items() if id(param) in by_tensor}
+        state = {by_tensor[id(p)]: plain_values(values) for p, values in self.state.items() if id(p) in by_tensor}
+        if not self._saves_param_groups:
+            return {"state": state}
         groups = [
-            {**{k: v for k, v in group.items() if k != "params"},
-             "params": sorted(by_tensor[id(param)] for param in group["params"] if id(param) in by_tensor)}
+            {"params": sorted(by_tensor[id(param)] for param in group["params"] if id(param) in by_tensor),
+             **{k: deepcopy(v) for k, v in group.items() if k != "params"}}
             for group in self.param_groups
         ]  # fmt: skip
         return {"state": state, "param_groups": groups}
@@ -45,109 +57,103 @@ class KeyedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy states in place and take the groups' hyper-parameters, if the dict has groups.
 
-        A parameter that has no state yet (its optimizer never stepped) takes the loaded one.
+        A parameter that has no state yet (its optimizer never stepped) takes the loaded one. A DTensor or
+        ShardedTensor takes the pieces of one that is cut alike, or its part of a whole tensor where it knows which
+        that is. After `save_param_groups(False)` groups of the dict are passed over.
 
         Raises:
-            ValueError: parameters, state names or shapes differ, in either direction, or saved groups disagree on a
-                hyper-parameter of one group here. Nothing is changed then.
+            ValueError: parameters, state names, shapes or cuts differ, in either direction, or saved groups disagree
+                on a hyper-parameter of one group here. Nothing is changed then.
         """
-        mine, theirs = self.state_dict(), state_dict["state"]
-        unknown, missing = set(theirs) - set(self.params), set(mine["state"]) - set(theirs)
+        self._prepare_load(state_dict)()
+        self.post_load_state_dict()
+
+    def _prepare_load(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a state dict; what is returned loads it, and cannot fail for its content."""
+        mine, theirs = self.state_dict()["state"], state_dict["state"]
+        unknown, missing = set(theirs) - set(self.params), set(mine) - set(theirs)
         if unknown or missing:
             raise ValueError(
                 f"parameters of the optimizer state differ: missing {sorted(missing)}, unexpected {sorted(unknown)}"
             )
-        for name, values in mine["state"].items():
-            _require_same_states(name, values, theirs[name])
-        hyper = [_hyper_of(group["params"], state_dict.get("param_groups", [])) for group in mine["param_groups"]]
-        for name, loaded in theirs.items():
-            param = self.params[name]
-            if name not in mine["state"]:
-                self.state[param] = {key: _fresh_state(key, value, param) for key, value in loaded.items()}
-                continue
-            for key, value in mine["state"][name].items():
-                if isinstance(value, Tensor):
-                    value.detach().copy_(loaded[key])
+        for name, values in mine.items():
+            require_same_states(name, values, theirs[name])
+        saved = state_dict.get("param_groups", []) if self._saves_param_groups else []
+        names = {id(param): name for name, param in self.params.items()}
+        hyper = [_hyper_of([names.get(id(p), "") for p in group["params"]], saved) for group in self.param_groups]
+
+        def load() -> None:
+            for name, loaded in theirs.items():
+                param = self.params[name]
+                if name in mine:
+                    load_values(self.state[param], loaded)
                 else:
-                    self.state[param][key] = deepcopy(loaded[key])
-        for group, values in zip(self.param_groups, hyper, strict=True):
-            group.update(values)
+                    self.state[param] = {key: fresh_value(key, value, param.device) for key, value in loaded.items()}
+            for group, values in zip(self.param_groups, hyper, strict=True):
+                group.update(values)
+
+        return load
+
+    def post_load_state_dict(self) -> None:
+        """Called after a state dict was loaded; for derived classes."""
+
+    def save_param_groups(self, save: bool) -> None:
+        """Whether `state_dict` has `param_groups` and `load_state_dict` reads them; they do unless told otherwise."""
+        self._saves_param_groups = save
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Have every state made that a first step makes, by a step with gradients of zeros.
+
+        The parameters keep their values, weight decay or not; they are left with those gradients, sparse ones for
+        `sparse_grad_parameter_names`. Loading needs no such call: a fresh optimizer takes the loaded state.
+        """
+        sparse = sparse_grad_parameter_names or set()
+        trained = {name: param for name, param in self.params.items() if param.requires_grad}
+        before = {name: param.detach().clone() for name, param in trained.items()}
+        for name, param in trained.items():
+            zeros = torch.zeros_like(param)
+            param.grad = zeros.to_sparse() if name in sparse else zeros
+        self.step(closure=None)
+        with torch.no_grad():
+            for name, param in trained.items():
+                param.copy_(before[name])
 
     def add_param_group(self, param_group: Any) -> None:
         """Not offered: parameters are fixed at construction.
 
         Raises:
-            TypeError: always.
+            NotImplementedError: always.
         """
-        raise TypeError("a keyed optimizer's parameters are fixed when it is made")
+        raise NotImplementedError("a keyed optimizer's parameters are fixed when it is made")
 
+    def _put_rates_in_effect(self) -> None:
+        """Learning rates were written to the groups; an ordinary optimizer reads them at its next step."""
 
-class FusedOptimizer(KeyedOptimizer):
-    """The optimizer that some tables run in their backward, seen from outside: learning rates and states by name.
-
-    Collections make it; its parameters are named `<prefix>.<table>.weight`.
-    """
-
-    def __init__(self, groups: Sequence[TableGroup], prefix: str) -> None:
-        self.groups = [group for group in groups if group.optimizer is not None]
-        self._names = [[f"{prefix}.{table.name}.weight" for table in group.tables] for group in self.groups]
-        super().__init__({}, {}, [{"params": [], "lr": group.lr} for group in self.groups])
-        self._follow()
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `KeyedOptimizer.state_dict`, of the tables where they are now."""
-        self._follow()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As `KeyedOptimizer.load_state_dict`; learning rates reach the tables at once."""
-        super().load_state_dict(state_dict)
-        self.step()
-
-    def _follow(self) -> None:
-        """Look the tables' parameters and states up again: `.to()` and `to_empty()` make others."""
-        params: dict[str, Tensor] = {}
-        state: dict[Tensor, dict[str, Tensor]] = {}
-        for group, names, param_group in zip(self.groups, self._names, self.param_groups, strict=True):
-            for t, (name, param) in enumerate(zip(names, group.parameters, strict=True)):
-                params[name] = param
-                views = group.state_views(t)
-                state[param] = {f"{group.tables[t].name}.{key}": view for key, view in views.items()}
-            param_group["params"] = list(group.parameters)
-        self.params = params
-        # the same dict, which a combined optimizer reads too
-        self.state.clear()
-        self.state.update(state)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Tables have no gradients; passes the learning rates on, as `step` does."""
-        self.step()
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Pass each group's `lr` to its tables, from the next backward on."""
-        for group, param_group in zip(self.groups, self.param_groups, strict=True):
-            lr = float(param_group["lr"])
-            if not 0 <= lr < math.inf:
-                raise ValueError(
-                    f"tables {[t.name for t in group.tables]}: lr must be finite and not negative, got {lr}"
-                )
-            group.set_lr(lr)
+    def __getstate__(self) -> dict[str, Any]:
+        # hooks stay behind, as in torch.optim, and so does the `step` that a scheduler puts in place of the method
+        return {k: v for k, v in self.__dict__.items() if k != "step" and not k.endswith("_hooks")}
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
     """An ordinary optimizer over named parameters: `optim_factory` gets the list of them.
 
+    With `pass_params_dict` it gets the dict itself.
+
     Example: `KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: torch.optim.SGD(params, lr=0.1))`.
     """
 
     def __init__(
-        self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], torch.optim.Optimizer]
+        self,
+        params: Mapping[str, Tensor],
+        optim_factory: Callable[[Any], torch.optim.Optimizer],
+        pass_params_dict: bool = False,
     ) -> None:
         if not isinstance(params, Mapping):
             raise TypeError(
                 f"a dict of named parameters is wanted, dict(model.named_parameters()) say, got {type(params).__name__}"
             )
-        self._optimizer = optim_factory(list(params.values())) if params else None
+        given: Any = params if pass_params_dict else list(params.values())
+        self._optimizer = optim_factory(given) if params else None
         inner = self._optimizer
         super().__init__(params, inner.state if inner else {}, inner.param_groups if inner else [])
         if inner is not None:
@@ -163,76 +169,223 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         """One step of the wrapped optimizer."""
         return self._optimizer.step(closure) if self._optimizer is not None else None
 
+    def set_optimizer_step(self, step: int) -> None:
+        """Ask the wrapped optimizer to; warns if it has no such method."""
+        _ask(self._optimizer, "set_optimizer_step", step)
+
+    def update_hyper_parameters(self, params_dict: Mapping[str, Any]) -> None:
+        """Ask the wrapped optimizer to; warns if it has no such method."""
+        _ask(self._optimizer, "update_hyper_parameters", params_dict)
+
 
 class CombinedOptimizer(KeyedOptimizer):
     """Several keyed optimizers as one; a pair (prefix, optimizer) puts `prefix.` before its names.
 
+    Parameters, states and groups are those of the optimizers, live: what a schedule writes is what each of them reads.
+
     Raises:
-        ValueError: two parameters would get the same name.
+        ValueError: two parameters would get the same name, or some optimizers save their `param_groups` and some not.
     """
 
     def __init__(self, optims: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
-        self.optimizers = [optim if isinstance(optim, tuple) else ("", optim) for optim in optims]
-        params: dict[str, Tensor] = {}
-        for prefix, optimizer in self.optimizers:
-            if not isinstance(optimizer, KeyedOptimizer):
-                kind = type(optimizer).__name__
-                raise TypeError(
-                    f"{kind} has no named parameters: wrap it in KeyedOptimizerWrapper(named_parameters, factory)"
-                )
-            for name, param in optimizer.params.items():
-                full = _join(prefix, name)
-                if full in params:
+        self._optims = [optim if isinstance(optim, tuple) else ("", optim) for optim in optims]
+        seen: set[str] = set()
+        for prefix, optimizer in self._optims:
+            _require_keyed(optimizer)
+            for name in optimizer.params:
+                full = self.prepend_opt_key(name, prefix)
+                if full in seen:
                     raise ValueError(f"two combined optimizers hold a parameter named {full!r}")
-                params[full] = param
-        super().__init__(params, {}, [])
-        # shared, not copied: what a schedule writes is what each optimizer reads
-        self.param_groups = [group for _, optimizer in self.optimizers for group in optimizer.param_groups]
-        self.state = _ChainedState([optimizer.state for _, optimizer in self.optimizers])  # type: ignore[assignment]
+                seen.add(full)
+        saves = [optimizer._saves_param_groups for _, optimizer in self._optims]
+        if len(set(saves)) > 1:
+            raise ValueError(
+                f"combined optimizers must agree on save_param_groups, got {saves}: call it on the combined one"
+            )
+        self._saves_param_groups = all(saves)
+        self.__setstate__({"defaults": {}})
+
+    @property
+    def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
+        """Pairs (prefix, optimizer)."""
+        return self._optims
+
+    @staticmethod
+    def prepend_opt_key(name: str, opt_key: str) -> str:
+        """`opt_key.name`, or the one of both that is not empty."""
+        return f"{opt_key}.{name}" if opt_key and name else opt_key or name
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:  # type: ignore[override]
+        """Parameters of all optimizers by prefixed names."""
+        return {
+            self.prepend_opt_key(name, prefix): param
+            for prefix, optimizer in self._optims
+            for name, param in optimizer.params.items()
+        }
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Groups of all optimizers."""
+        return [group for _, optimizer in self._optims for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
+        """States of all optimizers by parameter."""
+        return ChainedState([optimizer.state for _, optimizer in self._optims])
 
     def state_dict(self) -> dict[str, Any]:
         """States and groups of all optimizers, by prefixed names."""
-        state: dict[str, Any] = {}
-        groups: list[dict[str, Any]] = []
-        for prefix, optimizer in self.optimizers:
+        found: dict[str, Any] = {"state": {}, "param_groups": []}
+        for prefix, optimizer in self._optims:
             part = optimizer.state_dict()
-            state.update({_join(prefix, name): values for name, values in part["state"].items()})
-            for group in part["param_groups"]:
-                groups.append({**group, "params": [_join(prefix, name) for name in group["params"]]})
-        return {"state": state, "param_groups": groups}
+            found["state"].update({self.prepend_opt_key(name, prefix): one for name, one in part["state"].items()})
+            for group in part.get("param_groups", []):
+                names = [self.prepend_opt_key(name, prefix) for name in group["params"]]
+                found["param_groups"].append({**group, "params": names})
+        return found if self._saves_param_groups else {"state": found["state"]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Give each optimizer its part.
-
-        Raises:
-            ValueError: as `KeyedOptimizer.load_state_dict`, or a name belongs to none of the optimizers.
-        """
+    def _prepare_load(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         theirs = state_dict["state"]
         unknown = set(theirs) - set(self.params)
         if unknown:
             raise ValueError(f"parameters of the optimizer state differ: missing [], unexpected {sorted(unknown)}")
-        for prefix, optimizer in self.optimizers:
-            names = {_join(prefix, name): name for name in optimizer.params}
+        loads = []
+        for prefix, optimizer in self._optims:
+            names = {self.prepend_opt_key(name, prefix): name for name in optimizer.params}
             part: dict[str, Any] = {"state": {names[full]: theirs[full] for full in theirs if full in names}}
             if "param_groups" in state_dict:
                 part["param_groups"] = [
                     {**group, "params": [names[full] for full in group["params"] if full in names]}
                     for group in state_dict["param_groups"]
                 ]
-            optimizer.load_state_dict(part)
+            loads.append(optimizer._prepare_load(part))
+
+        def load() -> None:
+            # only once every part was found to fit
+            for one in loads:
+                one()
+
+        return load
+
+    def post_load_state_dict(self) -> None:
+        """Of each optimizer."""
+        for _, optimizer in self._optims:
+            optimizer.post_load_state_dict()
+
+    def save_param_groups(self, save: bool) -> None:
+        """Of each optimizer."""
+        super().save_param_groups(save)
+        for _, optimizer in self._optims:
+            optimizer.save_param_groups(save)
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Of each optimizer; names come with their prefixes."""
+        wanted = sparse_grad_parameter_names or set()
+        for prefix, optimizer in self._optims:
+            optimizer.init_state({name for name in optimizer.params if self.prepend_opt_key(name, prefix) in wanted})
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Of each optimizer; warns of those that have no such method."""
+        for _, optimizer in self._optims:
+            _ask(optimizer, "set_optimizer_step", step)
+
+    def update_hyper_parameters(self, params_dict: Mapping[str, Any]) -> None:
+        """Of each optimizer; warns of those that have no such method."""
+        for _, optimizer in self._optims:
+            _ask(optimizer, "update_hyper_parameters", params_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of each optimizer."""
-        for _, optimizer in self.optimizers:
+        for _, optimizer in self._optims:
             optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Of each optimizer."""
-        for _, optimizer in self.optimizers:
+        for _, optimizer in self._optims:
             optimizer.step(closure)
 
+    def _put_rates_in_effect(self) -> None:
+        for _, optimizer in self._optims:
+            optimizer._put_rates_in_effect()
 
-class _ChainedState(Mapping[Any, Any]):
+    def __repr__(self) -> str:
+        return ", ".join(f"{prefix}: {optimizer!r}" for prefix, optimizer in self._optims)
+
+
+class OptimizerWrapper(KeyedOptimizer):
+    """A keyed optimizer around another: parameters, states, groups and every call are those of the inner one.
+
+    The base of `WarmupOptimizer` and `GradientClippingOptimizer`.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        _require_keyed(optimizer)
+        self._optimizer = optimizer
+        self.__setstate__({"defaults": {}})
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:  # type: ignore[override]
+        """Parameters by name."""
+        return self._optimizer.params
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups."""
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
+        """States by parameter."""
+        return self._optimizer.state
+
+    @property
+    def _saves_param_groups(self) -> bool:  # type: ignore[override]
+        return self._optimizer._saves_param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's."""
+        return self._optimizer.state_dict()
+
+    def _prepare_load(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        return self._optimizer._prepare_load(state_dict)
+
+    def post_load_state_dict(self) -> None:
+        """The inner optimizer's."""
+        self._optimizer.post_load_state_dict()
+
+    def save_param_groups(self, save: bool) -> None:
+        """The inner optimizer's."""
+        self._optimizer.save_param_groups(save)
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """The inner optimizer's."""
+        self._optimizer.init_state(sparse_grad_parameter_names)
+
+    def set_optimizer_step(self, step: int) -> None:
+        """The inner optimizer's; warns if it has no such method."""
+        _ask(self._optimizer, "set_optimizer_step", step)
+
+    def update_hyper_parameters(self, params_dict: Mapping[str, Any]) -> None:
+        """The inner optimizer's; warns if it has no such method."""
+        _ask(self._optimizer, "update_hyper_parameters", params_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The inner optimizer's."""
+        self._optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        """The inner optimizer's."""
+        return self._optimizer.step(closure)
+
+    def _put_rates_in_effect(self) -> None:
+        self._optimizer._put_rates_in_effect()
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)
+
+
+class ChainedState(Mapping[Any, Any]):
     """The states of several optimizers, live: an optimizer may create a parameter's state at its first step."""
 
     def __init__(self, parts: Sequence[Mapping[Any, Any]]) -> None:
@@ -260,17 +413,19 @@ def in_backward_optimizer_filter(
             yield name, param
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+def _require_keyed(optimizer: Any) -> None:
+    if not isinstance(optimizer, KeyedOptimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"{kind} has no named parameters: wrap it in KeyedOptimizerWrapper(named_parameters, factory)")
 
 
-def _require_same_states(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    missing, unexpected = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
-    if missing or unexpected:
-        raise ValueError(f"optimizer states of {name} differ: missing {missing}, unexpected {unexpected}")
-    for key, value in mine.items():
-        if isinstance(value, Tensor) and value.shape != theirs[key].shape:
-            raise ValueError(f"{name}: state {key} has shape {tuple(value.shape)}, loaded {tuple(theirs[key].shape)}")
+def _ask(optimizer: Any, method: str, value: Any) -> None:
+    if optimizer is None:
+        return
+    if hasattr(optimizer, method):
+        getattr(optimizer, method)(value)
+    else:
+        warnings.warn(f"{type(optimizer).__name__} has no {method}: it stays as it is", stacklevel=3)
 
 
 def _hyper_of(names: Sequence[str], saved: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -286,10 +441,3 @@ def _hyper_of(names: Sequence[str], saved: Iterable[Mapping[str, Any]]) -> dict[
                 raise ValueError(f"saved groups of {list(names)} disagree on {key}: {found[key]} and {value}")
             found[key] = value
     return deepcopy(found)
-
-
-def _fresh_state(key: str, value: Any, param: Tensor) -> Any:
-    """A loaded state of a parameter that had none; counts of steps stay where they are, as in torch.optim."""
-    if not isinstance(value, Tensor):
-        return deepcopy(value)
-    return value.detach().clone() if key == "step" else value.detach().to(param.device, copy=True)

@@ -1,0 +1,113 @@
+"""The optimizer that fused tables present to the outside.
+
+Its `step` changes no weight: the backward did. It passes each group's learning rate on to the tables, which is how a
+schedule reaches them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from .keyed_optimizer import KeyedOptimizer
+from .table_group import TableGroup
+
+
+class FusedOptimizer(KeyedOptimizer):
+    """The optimizer that some tables run in their backward, seen from outside: learning rates and states by name.
+
+    Collections make it; its parameters are named `<prefix>.<table>.weight`.
+    """
+
+    def __init__(self, groups: Sequence[TableGroup], prefix: str) -> None:
+        self.groups = [group for group in groups if group.optimizer is not None]
+        self._names = [[f"{prefix}.{table.name}.weight" for table in group.tables] for group in self.groups]
+        super().__init__({}, {}, [{"params": [], "lr": group.lr} for group in self.groups])
+        self._follow()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `KeyedOptimizer.state_dict`, of the tables where they are now."""
+        self._follow()
+        return super().state_dict()
+
+    def post_load_state_dict(self) -> None:
+        """Loaded learning rates reach the tables at once."""
+        self.step()
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Tables have their states from the start: nothing to do, and no gradient as large as a table is made."""
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Go on counting updates from `step`; rules that correct by it, Adam's say, read it."""
+        for group in self.groups:
+            group.step.fill_(step)
+
+    def update_hyper_parameters(self, params_dict: Mapping[str, Any]) -> None:
+        """Change hyper-parameters of all tables, at once: `lr`.
+
+        Raises:
+            ValueError: another one; those are fixed when the optimizer is applied.
+        """
+        fixed = sorted(set(params_dict) - {"lr"})
+        if fixed:
+            raise ValueError(f"fused tables: only lr can be changed later, got {fixed}")
+        if "lr" in params_dict:
+            for param_group in self.param_groups:
+                param_group["lr"] = params_dict["lr"]
+            self.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Tables have no gradients; passes the learning rates on, as `step` does."""
+        self.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Pass each group's `lr` to its tables, from the next backward on."""
+        for group, param_group in zip(self.groups, self.param_groups, strict=True):
+            lr = float(param_group["lr"])
+            if not 0 <= lr < math.inf:
+                raise ValueError(
+                    f"tables {[t.name for t in group.tables]}: lr must be finite and not negative, got {lr}"
+                )
+            group.set_lr(lr)
+
+    def _put_rates_in_effect(self) -> None:
+        self.step()
+
+    def _follow(self) -> None:
+        """Look the tables' parameters and states up again: `.to()` and `to_empty()` make others."""
+        params: dict[str, Tensor] = {}
+        state: dict[Tensor, dict[str, Tensor]] = {}
+        for group, names, param_group in zip(self.groups, self._names, self.param_groups, strict=True):
+            for t, (name, param) in enumerate(zip(names, group.parameters, strict=True)):
+                params[name] = param
+                views = group.state_views(t)
+                state[param] = {f"{group.tables[t].name}.{key}": view for key, view in views.items()}
+            param_group["params"] = list(group.parameters)
+        self.params = params
+        self.state.clear()
+        self.state.update(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # tables and states belong to the groups, and the copy finds them there again
+        groups = [{**group, "params": []} for group in self.param_groups]
+        return {**super().__getstate__(), "params": {}, "state": {}, "param_groups": groups}
+
+
+class EmptyFusedOptimizer(FusedOptimizer):
+    """The fused optimizer of a module without fused tables: no parameters, and steps that do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__([], "")
+
+
+@runtime_checkable
+class FusedOptimizerModule(Protocol):
+    """A module whose backward trains some of its weights: `fused_optimizer` is their optimizer seen from outside."""
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """Learning rates and states of what the backward trains."""
+        ...
