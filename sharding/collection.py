@@ -48,6 +48,8 @@ class ShardedCollection(nn.Module):
         *,
         default_optimizer: Mark,
         options: dict[str, TableOptions] | None = None,
+        codecs: Mapping[str, Any] | None = None,
+        dedup: bool = False,
         stores: Stores | None = None,
         id_maps: Mapping[str, IdMap] | None = None,
     ) -> None:
@@ -201,7 +203,7 @@ class ShardedCollection(nn.Module):
         return self._columns.put_together(matrices, flight.outbound)
 
     def _update(self, flight: InFlight, grad: Tensor, *, learned: bool) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The transpose of `_assemble` and the fused update; gradients of the weights that were sent and used at home."""
+        """The transpose of `_assemble`, and the fused update. Gradients of weights that were sent, and used at home."""
         out, world = flight.outbound, self._env.world_size
         grad = grad.float()
         if self._columns is None:
