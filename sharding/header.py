@@ -36,7 +36,7 @@ class Wants:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one rank sends to another: samples, ids of all streams, those whose results travel back, and of each group."""
+    """What a rank sends to another: samples, ids of all streams, those whose results come back, ids of each group."""
 
     batch: int
     ids: int

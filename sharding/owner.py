@@ -150,7 +150,7 @@ class Owner:
         return (rank - self.rank) % self.routes.local_size == 0
 
     def _add_in_host(self, table: Tensor, batches: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Sums over the ranks of this host, of [samples of all ranks, columns], for the sources it answers: [B, columns]."""
+        """Sums over the ranks of this host of [samples, columns], for each source that this one answers: [B, columns]."""
         assert self._local is not None
         each, me, world = self.routes.local_size, self.rank % self.routes.local_size, len(batches)
         columns, blocks = table.shape[1], table.split(list(batches))
@@ -190,7 +190,7 @@ class Owner:
         return [batch * (columns + (host if self.is_counterpart(rank) else 0)) for rank, batch in batches]
 
     def update(self, flight: InFlight, received: Tensor, *, weight_gradients: bool) -> list[Tensor] | None:
-        """Apply the fused update for the gradients of all ranks; the gradients of per-id weights for each, if wanted."""
+        """Apply the fused update for the gradients of all ranks. Gradients of per-id weights for each, if wanted."""
         gradients = self._gradients(flight, received)
         found: list[Tensor] = []
         for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):

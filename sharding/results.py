@@ -29,7 +29,7 @@ from shardwise.kernels import (
 from .route import Outbound
 from .routes import HOST, POOLED, REPLICA, ROWS, Routes, Serving, Slot, Stream
 
-# a matrix of columns: sums of a rank, or of a host through a rank (by rank); rows pooled here, tables at home (by lookup)
+# a matrix of columns: sums of a rank, or of a host through it; rows pooled here, or tables at home, by lookup
 Key = tuple[str, int]
 
 

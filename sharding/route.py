@@ -1,8 +1,8 @@
 """The way of a batch's ids to the ranks that serve them, and into their order there.
 
-A rank keeps (slot, global sample, position), global samples being rank 0's batch, then rank 1's, and so on; so gradients
-reach a row in the order of one process that saw the whole batch. Where nothing is pooled samples do not matter: then
-all ids of a lookup count as one bag.
+A rank keeps (slot, global sample, position), global samples being rank 0's batch, then rank 1's, and so on; so
+gradients reach a row in the order of one process that saw the whole batch. Where nothing is pooled samples do not
+matter: then all ids of a lookup count as one bag.
 
 Letters: W ranks, L lookups, B samples of one rank (1 where nothing is pooled), S streams, N ids, C cuts, K buckets.
 """

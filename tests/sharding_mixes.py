@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -154,8 +155,9 @@ def batch_of(mix: Mix, samples: int, step: int) -> KeyedJaggedTensor:
 def samples_of(kjt: KeyedJaggedTensor, begin: int, end: int) -> KeyedJaggedTensor:
     """Samples [begin, end) of a batch."""
     ids, weights, lengths = [], [], []
-    for key in kjt.keys():
+    for key in list(kjt.keys()):
         one = kjt[key]
+        given = one.weights_or_none()
         offsets = one.offsets().tolist() if kjt.stride() else [0]
         ids.append(one.values()[offsets[begin] : offsets[end]])
         weights.append(
