@@ -37,9 +37,6 @@ class Awaitable(abc.ABC, Generic[W]):
 
     _callbacks: list[Callable[[W], W]] | None = None
 
-    def __init__(self) -> None:
-        pass
-
     @abc.abstractmethod
     def _wait_impl(self) -> W: ...
 
@@ -136,7 +133,6 @@ class LazyAwaitable(Traceable, Awaitable[W]):
     _modes: tuple[bool, bool] | None = None
 
     def __init__(self) -> None:
-        Awaitable.__init__(self)
         # whoever waits first may be printing under no_grad; the result must not lose its gradient by that
         self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
