@@ -180,9 +180,9 @@ class ShardedCollection(nn.Module):
         for part, group, home in zip(parts, groups, self._home(flight, dense=dense), strict=True):
             if self._pooled:
                 rows = group.pooled(home.ids, home.offsets, home.weights)
-                pieces = rows.split([slot.width for slot in part.slots], dim=1)
+                pieces = torch.split(rows, [slot.width for slot in part.slots], dim=1)
             else:
-                pieces = group.sequence(home.ids, home.offsets).split(home.sizes)
+                pieces = torch.split(group.sequence(home.ids, home.offsets), home.sizes)
             found.update(zip([slot.lookup for slot in part.slots], pieces, strict=True))
         return found
 
@@ -190,7 +190,7 @@ class ShardedCollection(nn.Module):
         """What came from all ranks and from tables at home as the output of `_exchanged`."""
         assert flight.pending is not None
         received = flight.pending.wait()
-        blocks = received.split(self._owner.result_sizes(flight))
+        blocks = torch.split(received, self._owner.result_sizes(flight))
         home = self._at_home(flight, dense=False)
         if self._columns is None:
             return self._rows.put_together(flight.outbound, blocks, home)
@@ -229,7 +229,7 @@ class ShardedCollection(nn.Module):
         mine = self._sizes(out)
         sizes = [head.sizes.returned for head in flight.heads]
         received = self._exchange.rows_transpose(torch.cat(list(back)), sizes, [one.returned for one in mine]).wait()
-        pieces = received.split([one.returned for one in mine])
+        pieces = torch.split(received, [one.returned for one in mine])
         # weights of ids that went to replicas count where they were looked up
         padded = [
             torch.cat([piece, piece.new_zeros(one.ids - one.returned)]) for piece, one in zip(pieces, mine, strict=True)
@@ -306,7 +306,8 @@ class ShardedCollection(nn.Module):
 
     def _ids_of(self, flight: InFlight, lookup: int) -> int:
         """Ids of a lookup in this rank's batch."""
-        return flight.features.length_per_key()[self._key_of(flight, lookup)]
+        found: int = flight.features.length_per_key()[self._key_of(flight, lookup)]
+        return found
 
     def _key_of(self, flight: InFlight, lookup: int) -> int:
         return flight.outbound.sending.place[self._routes.lookups[lookup][0]]

@@ -39,7 +39,7 @@ class Exchange:
         """
         send_sizes = [sum([tensor.shape[0] for tensor in block]) for block in blocks]
         send = torch.cat([tensor for block in blocks for tensor in block])
-        return list(self._all_to_all(send, send_sizes, list(sizes)).wait().split(list(sizes)))
+        return list(torch.split(self._all_to_all(send, send_sizes, list(sizes)).wait(), list(sizes)))
 
     def rows(self, send: Tensor, send_sizes: Sequence[int], sizes: Sequence[int]) -> Pending:
         """Send `send_sizes[d]` numbers of the flat fp32 tensor to each rank d; `sizes[r]` come from rank r.
@@ -68,7 +68,8 @@ class Exchange:
         self.sent += send.numel() * send.element_size()
         received = send.new_empty(send.shape[0] if sizes is None else sum(sizes))
         lent = _Lent(received, send)
-        work = dist.all_to_all_single(*lent.aliases, sizes, send_sizes, group=self._pg, async_op=True)
+        into, out_of = lent.aliases
+        work = dist.all_to_all_single(into, out_of, sizes, send_sizes, group=self._pg, async_op=True)
         return Pending(received, work, lent)
 
 

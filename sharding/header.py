@@ -160,7 +160,7 @@ def raise_failures(heads: Sequence[Head], texts: Sequence[str], failure: Excepti
 
 def raise_differences(heads: Sequence[Head], *, wants: Wants, fingerprint: int) -> None:
     """Raise RuntimeError where ranks disagree on what all must share."""
-    for what, values, mine in (
+    facts: list[tuple[str, list[int], int]] = [
         ("their plans, table configs or order of lookups", [head.fingerprint for head in heads], fingerprint),
         ("whether gradients are enabled", [head.wants.update for head in heads], wants.update),
         (
@@ -168,7 +168,8 @@ def raise_differences(heads: Sequence[Head], *, wants: Wants, fingerprint: int) 
             [head.wants.weight_gradients for head in heads],
             wants.weight_gradients,
         ),
-    ):
+    ]
+    for what, values, mine in facts:
         if values.count(mine) < len(values):
             other = [rank for rank, value in enumerate(values) if value != mine]
             raise RuntimeError(f"ranks {other} differ from this one in {what}")

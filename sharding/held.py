@@ -1,4 +1,4 @@
-"""The tables that a rank holds: flat buffers of its shards, and their parameters, which take over a module's weights."""
+"""The tables that a rank holds: flat buffers of its shards, and their parameters."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         features: KeyedJaggedTensor = flight.features
         names = [name for names in self._names_by_table for name in names]
         order, values = self._rows.lookups, self._exchanged(flight).to(self._policy.output_dtype)
-        rows = dict(zip(order, values.split([self._ids_of(flight, n) for n in order]), strict=True))
+        rows = dict(zip(order, torch.split(values, [self._ids_of(flight, n) for n in order]), strict=True))
         rows.update({n: piece.to(values.dtype) for n, piece in self._dense_pieces(flight).items()})
         lengths, begin = features.lengths().view(len(features.keys()), features.stride()), features.offset_per_key()
         found = {}

@@ -105,7 +105,7 @@ class Owner:
         lengths = self._bags(flight, g)
         if not self.routes.pooled:
             return lengths
-        return torch.stack([part.sum(1) for part in lengths.split(flight.inbound.batches, dim=1)], dim=1)
+        return torch.stack([part.sum(1) for part in torch.split(lengths, flight.inbound.batches, dim=1)], dim=1)
 
     def _results(self, flight: InFlight, found: Mapping[int, Tensor]) -> tuple[Tensor, list[int]]:
         """What goes to each rank, flat, one after another, and its sizes."""
@@ -116,7 +116,7 @@ class Owner:
             table = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
             if len(found) == len(sums) and self._local is None:
                 return table.flatten(), [batch * table.shape[1] for batch in batches]
-            for mine, block in zip(parts, table.split(batches), strict=True):
+            for mine, block in zip(parts, torch.split(table, batches), strict=True):
                 mine.append(block.flatten())
         if self._local is not None:
             host = [found[g] for g in found if self.parts[g].kind == HOST]
@@ -150,10 +150,10 @@ class Owner:
         return (rank - self.rank) % self.routes.local_size == 0
 
     def _add_in_host(self, table: Tensor, batches: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Sums over the ranks of this host of [samples, columns], for each source that this one answers: [B, columns]."""
+        """Sums over this host's ranks of [samples, columns], for each source that this one answers: [B, columns]."""
         assert self._local is not None
         each, me, world = self.routes.local_size, self.rank % self.routes.local_size, len(batches)
-        columns, blocks = table.shape[1], table.split(list(batches))
+        columns, blocks = table.shape[1], torch.split(table, list(batches))
         answers = [range(m, world, each) for m in range(each)]
         sizes = [sum(batches[m::each]) * columns for m in range(each)]
         sent = torch.cat([blocks[rank].flatten() for mine in answers for rank in mine])
@@ -162,20 +162,22 @@ class Owner:
         # in the order of the ranks
         for part in parts[1:]:
             total = total + part
-        yield from zip(answers[me], total.split(batches[me::each]), strict=True)
+        yield from zip(answers[me], torch.split(total, list(batches[me::each])), strict=True)
 
     def _give_to_host(self, mine: Tensor, batches: Sequence[int]) -> Tensor:
         """The transpose: gradients of the sources it answers, [their samples, columns], become those of all samples."""
         assert self._local is not None
         each, columns = self.routes.local_size, mine.shape[1]
         sizes = [sum(batches[m::each]) * columns for m in range(each)]
-        parts = (
-            self._local.rows_transpose(mine.flatten().repeat(each), [mine.numel()] * each, sizes).wait().split(sizes)
+        parts = self._local.rows_transpose(mine.flatten().repeat(each), [mine.numel()] * each, sizes).torch.split(
+            wait(), sizes
         )
         blocks: dict[int, Tensor] = {}
         for m, part in enumerate(parts):
             of_sources = part.view(-1, columns) if columns else self._nothing(sum(batches[m::each]), 0)
-            blocks.update(zip(range(m, len(batches), each), of_sources.split(list(batches[m::each])), strict=True))
+            blocks.update(
+                zip(range(m, len(batches), each), torch.split(of_sources, list(batches[m::each])), strict=True)
+            )
         return torch.cat([blocks[rank] for rank in range(len(batches))])
 
     def gradient_sizes(self, flight: InFlight) -> list[int]:
@@ -211,13 +213,13 @@ class Owner:
         """The gradient of each group's lookup."""
         sizes, batches = self.gradient_sizes(flight), flight.inbound.batches
         if not self.routes.pooled:
-            return self._row_gradients(flight, received.split(sizes))
+            return self._row_gradients(flight, torch.split(received, sizes))
         columns, host = self.routes.serving[self.rank].gradient_widths
         if self._local is None:
             mine = received.view(sum(batches), columns)
             host_columns = self._nothing(0)
         else:
-            blocks = received.split(sizes)
+            blocks = torch.split(received, sizes)
             mine = torch.cat([block[: batch * columns] for block, batch in zip(blocks, batches, strict=True)])
             mine = mine.view(sum(batches), columns)
             answered = [r for r in range(len(batches)) if self.is_counterpart(r)]
@@ -234,7 +236,7 @@ class Owner:
         by_group: list[list[Tensor]] = [[] for _ in self.parts]
         for head, block in zip(flight.heads, blocks, strict=True):
             sizes = [n * part.row_width for n, part in zip(head.sizes.ids_to_groups, self.parts, strict=False)]
-            for mine, piece in zip(by_group, block.split(sizes), strict=True):
+            for mine, piece in zip(by_group, torch.split(block, sizes), strict=True):
                 mine.append(piece)
         return [
             by_slot(mine, self._ids_of_sources(flight, g), part.row_width) if part.slots else mine[0]
@@ -249,7 +251,7 @@ class Owner:
         # an id that several column shards of this rank looked up has a gradient from each
         places = inbound.places(came)[: at.shape[0]]
         grads.index_put_((places,), at, accumulate=True)
-        blocks = grads.split([head.sizes.ids for head in flight.heads])
+        blocks = torch.split(grads, [head.sizes.ids for head in flight.heads])
         return [block[: head.sizes.returned] for block, head in zip(blocks, flight.heads, strict=True)]
 
     def _nothing(self, *shape: int) -> Tensor:

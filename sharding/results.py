@@ -246,8 +246,8 @@ class Rows:
             grad = torch.empty_like(grad).index_copy_(0, out.places.long(), grad)
         if self._as_they_come or self._by_bucket:
             sizes = [sum(of_rank) * self._width for of_rank in out.ids_to_groups]
-            return list(grad.reshape(-1).split(sizes))
-        of_lookup = dict(zip(self.lookups, grad.split(list(counts)), strict=True))
+            return list(torch.split(grad.reshape(-1), sizes))
+        of_lookup = dict(zip(self.lookups, torch.split(grad, list(counts)), strict=True))
         in_buckets: dict[int, list[Tensor]] = {}
         blocks = []
         for rank in range(len(self._serving)):
@@ -309,7 +309,7 @@ def _places_of(out: Outbound, cut: int) -> Tensor:
 def _divided(out: Outbound, cut: int, rows: Tensor) -> list[Tensor]:
     """The rows [n, dim] of a cut lookup's ids, bucket by bucket."""
     moved = torch.empty_like(rows).index_copy_(0, _places_of(out, cut), rows)
-    return list(moved.split([counts[cut] for counts in out.cut_counts]))
+    return list(torch.split(moved, [counts[cut] for counts in out.cut_counts]))
 
 
 def by_source(rows: Tensor, sizes: Tensor, ids_from: Sequence[int]) -> list[Tensor]:
@@ -321,7 +321,7 @@ def by_source(rows: Tensor, sizes: Tensor, ids_from: Sequence[int]) -> list[Tens
     if world > 1 and slots > 1:
         order = torch.arange(slots * world, device=rows.device).view(slots, world).t().flatten()
         _, rows, _ = permute_1d(order, sizes.flatten().long(), rows, permuted_lengths_sum=rows.shape[0])
-    return [block.flatten() for block in rows.split(list(ids_from))]
+    return [block.flatten() for block in torch.split(rows, list(ids_from))]
 
 
 def by_slot(blocks: Sequence[Tensor], sizes: Tensor, width: int) -> Tensor:

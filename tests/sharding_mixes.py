@@ -108,9 +108,7 @@ def shards_of(table: TableCase, world: int, local: int) -> list[Shard]:
             # uneven blocks on ranks in any order
             rng.shuffle(ranks)
             ends = sorted(rng.randint(0, rows) for _ in range(world - 1))
-            return layout.row_wise(
-                name, rows, dim, ranks, [b - a for a, b in zip([0, *ends], [*ends, rows], strict=True)]
-            )
+            return layout.row_wise(name, rows, dim, ranks, [b - a for a, b in pairwise([0, *ends, rows])])
         return layout.row_wise(name, rows, dim, ranks)
     if table.strategy == "column_wise":
         return layout.column_wise(name, rows, dim, [rng.randrange(world) for _ in range(dim // 4)], [4] * (dim // 4))
@@ -160,9 +158,7 @@ def samples_of(kjt: KeyedJaggedTensor, begin: int, end: int) -> KeyedJaggedTenso
         given = one.weights_or_none()
         offsets = one.offsets().tolist() if kjt.stride() else [0]
         ids.append(one.values()[offsets[begin] : offsets[end]])
-        weights.append(
-            one.weights_or_none()[offsets[begin] : offsets[end]] if kjt.weights_or_none() is not None else None
-        )
+        weights.append(None if given is None else given[offsets[begin] : offsets[end]])
         lengths.append(one.lengths()[begin:end])
     learned = None if weights[0] is None else torch.cat(weights)  # type: ignore[arg-type]
     return KeyedJaggedTensor(kjt.keys(), torch.cat(ids), learned, torch.cat(lengths))
