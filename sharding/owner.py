@@ -169,9 +169,8 @@ class Owner:
         assert self._local is not None
         each, columns = self.routes.local_size, mine.shape[1]
         sizes = [sum(batches[m::each]) * columns for m in range(each)]
-        parts = self._local.rows_transpose(mine.flatten().repeat(each), [mine.numel()] * each, sizes).torch.split(
-            wait(), sizes
-        )
+        given = self._local.rows_transpose(mine.flatten().repeat(each), [mine.numel()] * each, sizes)
+        parts = torch.split(given.wait(), sizes)
         blocks: dict[int, Tensor] = {}
         for m, part in enumerate(parts):
             of_sources = part.view(-1, columns) if columns else self._nothing(sum(batches[m::each]), 0)
