@@ -7,6 +7,13 @@ import os
 import torch.distributed as dist
 
 
+def get_local_size(world_size: int) -> int:
+    """Ranks of a host: LOCAL_WORLD_SIZE, as torchrun sets it, if it divides `world_size`; else all ranks are one."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    size = int(said) if said.isdecimal() else 0
+    return size if size and world_size % size == 0 else world_size
+
+
 class ShardingEnv:
     """Rank and world size, and the process group of the exchanges; without a group one process holds everything.
 
@@ -22,9 +29,7 @@ class ShardingEnv:
         if pg is None and world_size != 1:
             raise ValueError(f"{world_size} ranks need a process group between them")
         if local_world_size is None:
-            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-            if not 0 < local_world_size <= world_size or world_size % local_world_size:
-                local_world_size = world_size
+            local_world_size = get_local_size(world_size)
         if local_world_size < 1 or world_size % local_world_size:
             raise ValueError(f"local_world_size {local_world_size} does not divide {world_size} ranks into hosts")
         self.world_size, self.rank, self.process_group = world_size, rank, pg

@@ -7,7 +7,6 @@ whether or not they have an optimizer yet; TorchRec gives those without one "den
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
 from . import layout
+from .env import get_local_size
 from .layout import Shard
 from .plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingType
 from .sharders import ModuleSharder, get_default_sharders, require_sharder
@@ -274,13 +274,6 @@ def construct_module_sharding_plan(
             unnamed = str(error).removeprefix("table '': ")
             raise ValueError(f"table {name!r}: {unnamed}") from error
     return plan
-
-
-def get_local_size(world_size: int) -> int:
-    """Ranks of a host: LOCAL_WORLD_SIZE, as torchrun sets it, if it divides `world_size`; else all ranks are one."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    size = int(said) if said.isdecimal() else 0
-    return size if size and world_size % size == 0 else world_size
 
 
 def calculate_shard_sizes_and_offsets(
