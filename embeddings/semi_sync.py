@@ -74,7 +74,7 @@ class SemisyncOptimizer(KeyedOptimizer):
             if optimizer.params.get(name, param) is not param:
                 raise ValueError(f"both optimizers hold a parameter {name!r}, but not the same one")
         # [local steps, global steps]; on the CPU, so that no step waits for a device
-        self._counts = {_LOCAL_COUNT: torch.tensor(0), _GLOBAL_COUNT: torch.tensor(0)}
+        self._counts = {name: torch.tensor(0, device="cpu") for name in (_LOCAL_COUNT, _GLOBAL_COUNT)}
         self.__setstate__({"defaults": {}})
 
     @property
@@ -149,7 +149,7 @@ class SemisyncOptimizer(KeyedOptimizer):
             for one in loads:
                 one()
             for name, count in self._counts.items():
-                count.copy_(torch.as_tensor(counts[0][name]))
+                count.fill_(int(counts[0][name]))
 
         return load
 

@@ -277,3 +277,12 @@ def test_init_state_does_not_move_the_schedule() -> None:
 def test_the_loss_of_a_closure_is_returned() -> None:
     optimizer = WarmupOptimizer(wrapped(), [])
     assert optimizer.step(lambda: upstream(1, seed=0).sum()) == upstream(1, seed=0).sum()
+
+
+def test_the_schedule_stays_on_the_cpu_under_another_default_device() -> None:
+    """On the default device, a GPU say, every step would wait for it; meta has no numbers at all."""
+    with torch.device("meta"):
+        inner = KeyedOptimizerWrapper({"p": nn.Parameter(torch.ones(2))}, lambda p: torch.optim.SGD(p, lr=7.0))
+        optimizer = WarmupOptimizer(inner, [S(P.CONSTANT, 1, 0.5)], lr=1.0)
+        assert rates(optimizer, 2) == [0.5, 0.5, 1.0]
+        optimizer.load_state_dict(optimizer.state_dict())
