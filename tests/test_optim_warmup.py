@@ -6,10 +6,12 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 from embedding_batches import draw, kjt, tables_of, upstream
 from torch import nn
 
@@ -207,6 +209,33 @@ def test_a_resumed_schedule_has_the_bits_of_the_uninterrupted_one(kind: Any, out
     resumed.load_state_dict(saved[0])
     again.load_state_dict(saved[1])
     assert next(iter(again.param_groups))["lr"] == 0.05 * 0.25
+    resumed.train_on(again, range(4, 8))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_written_into_the_live_tensors_resumes_too(tmp_path: Path) -> None:
+    """torch's reader fills the tensors of a state dict in place; what `init_state` has not made it cannot fill."""
+    kind = torch.optim.Adam
+
+    def make() -> tuple[Model, WarmupOptimizer]:
+        model = Model(kind)
+        return model, WarmupOptimizer(model.combined(kind), STAGES, lr=0.05)
+
+    whole, optimizer = make()
+    whole.train_on(optimizer, range(4))
+    checkpoint.save(
+        {"model": whole.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True
+    )
+    whole.train_on(optimizer, range(4, 8))
+
+    resumed, again = make()
+    again.init_state()
+    state = {"model": resumed.state_dict(), "optim": again.state_dict()}
+    checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
+    resumed.load_state_dict(state["model"])
+    again.load_state_dict(state["optim"])
     resumed.train_on(again, range(4, 8))
     for name, value in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
