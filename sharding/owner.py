@@ -64,6 +64,14 @@ class Owner:
         self._exchange, self._local = exchange, local
         # tables cut by columns whose rule looks at whole rows: their shards update together
         self._whole = WholeRows(routes)
+        mine = routes.serving[rank]
+        counterparts = [self.is_counterpart(r) for r in range(routes.world_size)]
+        # columns of sums that come back from each rank, and rows of which groups; columns of gradients that come
+        self._columns = [
+            serving.sums + serving.host_sums * near for serving, near in zip(routes.serving, counterparts, strict=True)
+        ]
+        self._row_groups = [(r, serving.row_groups) for r, serving in enumerate(routes.serving) if serving.row_groups]
+        self._gradient_columns = [mine.gradient_columns + mine.host_sums * near for near in counterparts]
         # slots of each group
         self._first_slot = list(accumulate((len(part.slots) for part in self.parts), initial=0))
 
@@ -170,15 +178,10 @@ class Owner:
 
     def result_sizes(self, flight: InFlight) -> list[int]:
         """Numbers that come back from each rank: its sums, those of its host through it, and rows."""
-        out, sizes = flight.outbound, []
-        for rank, serving in enumerate(self.routes.serving):
-            columns = serving.width(POOLED) + (serving.width(HOST) if self.is_counterpart(rank) else 0)
-            rows = [
-                out.ids_to_groups[rank][g] * part.row_width
-                for g, part in enumerate(serving.groups)
-                if part.kind == ROWS
-            ]
-            sizes.append(out.batch * columns + sum(rows))
+        out = flight.outbound
+        sizes = [out.batch * columns for columns in self._columns]
+        for rank, groups in self._row_groups:
+            sizes[rank] += sum([out.ids_to_groups[rank][g] * width for g, width in groups])
         return sizes
 
     def is_counterpart(self, rank: int) -> bool:
@@ -222,9 +225,8 @@ class Owner:
                 sum(count * part.row_width for count, part in zip(head.sizes.ids_to_groups, self.parts, strict=False))
                 for head in flight.heads
             ]
-        columns, host = self.routes.serving[self.rank].gradient_widths
-        batches = enumerate(flight.inbound.batches)
-        return [batch * (columns + (host if self.is_counterpart(rank) else 0)) for rank, batch in batches]
+        columns = self._gradient_columns
+        return [batch * width for batch, width in zip(flight.inbound.batches, columns, strict=True)]
 
     def update(self, flight: InFlight, received: Tensor, *, weight_gradients: bool) -> list[Tensor] | None:
         """Apply the fused update for the gradients of all ranks. Gradients of per-id weights for each, if wanted."""
@@ -255,7 +257,7 @@ class Owner:
         sizes, batches = self.gradient_sizes(flight), flight.inbound.batches
         if not self.routes.pooled:
             return self._row_gradients(flight, torch.split(received, sizes))
-        columns, host = self.routes.serving[self.rank].gradient_widths
+        columns, host = self.routes.serving[self.rank].gradient_columns, self.routes.serving[self.rank].host_sums
         if self._local is None:
             mine = received.view(sum(batches), columns)
             host_columns = self._nothing(0)
