@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.embeddings import EmbeddingCollection, pick_features
-from shardwise.embeddings.variable_batch import expand_bags, expand_pooled, inverse_of, inverse_or_none
+from shardwise.embeddings.variable_batch import expand_bags, expand_pooled, inverse_of
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from .awaitable import LazyAwaitable
@@ -73,9 +73,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             dense = self._dense_pieces(flight)
             pieces = [dense[n] if n in dense else self._columns.of_lookup(values, n) for n in range(len(dims))]
             values = torch.cat(pieces, dim=1)
-        inverse = inverse_or_none(flight.batch.given, self._routes.features)
-        if inverse is not None:
-            values = expand_pooled(values, dims, inverse)
+        given = flight.batch.given
+        if given.inverse_indices_or_none() is not None:
+            values = expand_pooled(values, dims, inverse_of(given, self._routes.features))
         return KeyedTensor(self._names, dims, values.to(self._policy.output_dtype))
 
 
