@@ -36,8 +36,10 @@ class Buffers:
         if tensor.device.type != "cpu" or tensor.numel() < _SMALL:
             return
         storage = tensor.untyped_storage()
-        others = [used.untyped_storage(), *self._free]
-        if all(storage.data_ptr() != other.data_ptr() for other in others):
-            self._free.append(storage)
+        for other in (used.untyped_storage(), *self._free):
+            if storage.data_ptr() == other.data_ptr():
+                return
+        self._free.append(storage)
+        if len(self._free) > _MOST:
             self._free.sort(key=lambda kept: kept.nbytes())
-            del self._free[:-_MOST]
+            del self._free[0]

@@ -21,7 +21,7 @@ from shardwise.embeddings.collection import require_features
 from shardwise.embeddings.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
-from shardwise.kernels.cpu_lookup import offsets_are_good
+from shardwise.kernels.cpu_lookup import ids_are_good, offsets_are_good
 
 from . import header
 from .dedup import once
@@ -336,19 +336,21 @@ class ShardedCollection(nn.Module):
 
     def _check(self, features: KeyedJaggedTensor, sending: Sending) -> bool:
         """Raise for ids outside their tables; True where they may pass and count as none."""
+        ids = features.values()
+        require_ids("feature ids", ids)
         if not sending.used:
-            require_ids("feature ids", features.values())
             return False
         mode = self._policy.bounds_check
         picked = features if sending.all_used else features.permute(sending.used)
-        ids, offsets, padded = picked.values(), picked.offsets(), picked.capacity() is not None
-        if mode is BoundsCheckMode.IGNORE:
-            require_ids("feature ids", ids)
+        offsets, padded = picked.offsets(), picked.capacity() is not None
+        ids = picked.values()
+        fatal = mode is BoundsCheckMode.FATAL
+        if ids.is_cpu and fatal and ids_are_good(ids, offsets, sending.checked, padded):
+            return False
         if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
             # it speaks of ids: bags that do not fit are an error on the CPU, before they leave
             return True
-        fatal, guard = mode is BoundsCheckMode.FATAL, new_guard(self._held.device)
-        names = sending.checked_names
+        guard, names = new_guard(self._held.device), sending.checked_names
         check_ids(ids, offsets, sending.checked, guard, names=names, fatal=fatal, padded=padded)
         if ids.is_cuda:
             # before the ids leave: begin waits for the device anyway
