@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -242,7 +242,10 @@ def by_lookup(mix: Mix, output: Any) -> list[Tensor]:
 
 def upstream_of(mix: Mix, batch: KeyedJaggedTensor, step: int) -> list[Tensor]:
     """A gradient for every row of the whole world's output."""
-    generator, counts = torch.Generator().manual_seed(step), dict(zip(batch.keys(), batch.length_per_key(), strict=True))
+    generator, counts = (
+        torch.Generator().manual_seed(step),
+        dict(zip(batch.keys(), batch.length_per_key(), strict=True)),
+    )
     return [
         torch.randn(mix.samples if mix.pooled else counts[feature], table.dim, generator=generator)
         for table, feature in mix.lookups
@@ -287,7 +290,7 @@ def train_strips(mix: Mix, optimizer: str, steps: int, table: TableCase, cuts: S
     strips = []
     for low, high in cuts:
         strip = TableCase(table.name, table.rows, high - low, table.features, "table_wise", table.mean, table.dtype)
-        alone = Mix((strip,), mix.pooled, mix.weighted, mix.batches, mix.empty_features)
+        alone = replace(mix, tables=(strip,))
         module = build(alone, optimizer)
         name = f"{module._children_name}.{table.name}.weight"
         module.load_state_dict({name: before[name][:, low:high]})
