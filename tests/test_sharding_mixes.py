@@ -280,6 +280,14 @@ def few_rows(pooled: bool, **more: Any) -> Mix:
     return Mix(tuple(tables), pooled, **more)
 
 
+@pytest.mark.parametrize("dtype", [DataType.FP16, DataType.FP32])
+def test_a_shard_without_rows_may_be_the_only_one_of_its_width(dtype: DataType) -> None:
+    """Nobody asks for it; the update of its group on torch failed: "torch.cat(): expected a non-empty list"."""
+    empty = TableCase("t0", 1, 8, ("f0",), "row_wise", dtype=dtype, seed=4)
+    whole = [TableCase(f"t{n}", 20, 12, ("f0", "f1"), "table_wise", dtype=dtype, seed=n) for n in (1, 2, 3, 4)]
+    expect_promises([Job(Mix((empty, *whole)), name, steps=3) for name in OPTIMIZERS], 2)
+
+
 ALL = ("f0", "f1", "f2", "f3", "f4")
 
 
