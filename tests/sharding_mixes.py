@@ -102,7 +102,7 @@ class Run:
     collectives: list[int] = field(default_factory=list)
 
 
-def mix_of(seed: int, *, pooled: bool, row_states: Sequence[str] = ("shard",)) -> Mix:
+def mix_of(seed: int, *, pooled: bool, row_states: Sequence[str] = ("shard", "table")) -> Mix:
     """A random mix of all strategies."""
     rng = random.Random(seed)
     names = [f"f{n}" for n in range(rng.randint(2, 5))]
@@ -129,7 +129,7 @@ def mix_for(strategy: str, *, pooled: bool, **more: Any) -> Mix:
     return Mix(
         (
             TableCase("t0", 23, dims[0], ("f0", "f1"), strategy, seed=1),
-            TableCase("t1", 41, dims[1], ("f2",), strategy, pooled, options=TableOptions("ordered"), seed=2),
+            TableCase("t1", 41, dims[1], ("f2",), strategy, pooled, options=TableOptions("ordered", "table"), seed=2),
             TableCase("t2", 17, dims[2], ("f1",), strategy, pooled, DataType.BF16, seed=4),
         ),
         pooled,

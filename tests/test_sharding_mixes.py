@@ -52,8 +52,8 @@ EVERYTHING = os.environ.get("SHARDWISE_ALL_MIXES") == "1"
 STEPS = 10
 SEEDS = range(20)
 WORLDS = (1, 2, 4)
-# what cut columns may see of a rule's number a row; "table" joins once the engine serves it
-ROW_STATES = ("shard",)
+# what cut columns may see of a rule's number a row
+ROW_STATES = ("shard", "table")
 # rules with one number a row
 OF_ROWS = {"rowwise_adagrad"}
 # of the largest number of a tensor, where bits are not promised; tables of few bits round at every step
@@ -257,7 +257,7 @@ def test_every_mix_trains_as_one_process(world: int, pooled: bool) -> None:
     expect_promises(jobs, world)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", WORLDS if EVERYTHING else [4])
 def test_the_same_run_twice_gives_the_same_bits(world: int) -> None:
     jobs = [Job(mix_of(seed, pooled=seed % 2 == 0), name) for seed, name in enumerate([*OPTIMIZERS] * 2)]
     for runs in run_ranks(world, train_all, [*jobs, *jobs]):
@@ -311,7 +311,7 @@ def odd_batches(pooled: bool) -> dict[str, Mix]:
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", WORLDS if EVERYTHING else [4])
 def test_empty_and_tiny_sizes_are_ordinary(world: int, pooled: bool) -> None:
     names = [*OPTIMIZERS]
     expect_promises([Job(mix, names[n % 3], steps=3) for n, mix in enumerate(odd_batches(pooled).values())], world)
