@@ -307,10 +307,10 @@ class Inbound:
     def places(self, came: int) -> Tensor:
         """For each id its place among the `came` ids as they came, one rank after another."""
         arrived = torch.arange(came, device=self.ids.device)
-        if self.order is None:
+        if self.order is None or not came:
             return arrived
-        streams = sum(mine.numel() for mine in self.came) // max(1, sum(self.batches))
-        sizes = [mine.view(streams, -1).sum(1) for mine in self.came]
+        streams = sum(mine.numel() for mine in self.came) // sum(self.batches)
+        sizes = [mine.view(streams, batch).sum(1) for mine, batch in zip(self.came, self.batches, strict=True)]
         return permute_1d(self.order, torch.cat(sizes), arrived)[1]
 
 
