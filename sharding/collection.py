@@ -118,8 +118,10 @@ class ShardedCollection(nn.Module):
             f"{self._children_name}.{table.name}.weight" for table in self._routes.tables if table.name not in dense
         ]
 
-    def begin(self, features: KeyedJaggedTensor) -> InFlight:
+    def begin(self, features: KeyedJaggedTensor | Exception) -> InFlight:
         """Send the batch's ids to the ranks that serve them, and take theirs.
+
+        An exception in the place of the batch, say of what prepares it on this rank, is raised on all ranks.
 
         Raises:
             KeyError, IndexError, ValueError, TypeError: a rank's batch is bad, as `EmbeddingBagCollection.forward`
@@ -264,7 +266,9 @@ class ShardedCollection(nn.Module):
         sizes = [receiving.elements(batch, ids) for batch, ids in zip(batches, ids_from, strict=True)]
         return arrange(self._exchange.ids(out.blocks(), sizes), receiving, batches, ids_from, groups)
 
-    def _prepare(self, features: KeyedJaggedTensor, update: bool) -> Outbound:
+    def _prepare(self, features: KeyedJaggedTensor | Exception, update: bool) -> Outbound:
+        if isinstance(features, Exception):
+            raise features
         require_batch(features, "a sharded collection", self._weighted)
         if features.device() != self.device:
             raise ValueError(f"ids are on {features.device()}, the tables on {self.device}")

@@ -16,7 +16,7 @@ from .owner import InFlight
 class ShardedEmbeddingBagCollection(ShardedCollection):
     """An `EmbeddingBagCollection` over several ranks: same inputs, same `KeyedTensor`, same parameter names."""
 
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+    def forward(self, features: KeyedJaggedTensor | Exception) -> KeyedTensor:
         """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
         return self.finish(self.begin(features))
 
@@ -41,7 +41,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         super().__init__(module, *args, **kwargs)
         self._need_indices = module.need_indices()
 
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+    def forward(self, features: KeyedJaggedTensor | Exception) -> dict[str, JaggedTensor]:
         """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
         return self.finish(self.begin(features))
 
