@@ -114,7 +114,7 @@ def agree_on_plan(
     def planned() -> tuple[ShardingPlan, int]:
         check()
         for pg in {id(env.process_group): env.process_group for env in (place.env for place in places)}.values():
-            _require_device(pg, device)
+            require_device(pg, device)
         chosen = plan if plan is not None else make_plan(places)
         unknown = set(chosen.plan) - {place.path for place in places}
         if unknown:
@@ -123,7 +123,7 @@ def agree_on_plan(
         cuts = [(place.path, _cuts_of(place, chosen, partial)) for place in places]
         return chosen, fingerprint((), (version, *cuts))
 
-    agreed, _ = agree(Exchange(group), _device_of(group, device), planned)
+    agreed, _ = agree(Exchange(group), exchange_device(group, device), planned)
     _warn_of_other_devices(agreed, device)
     return agreed
 
@@ -213,7 +213,8 @@ def _device_types(group: dist.ProcessGroup | None) -> list[str]:
     return [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
 
 
-def _require_device(group: dist.ProcessGroup | None, device: torch.device) -> None:
+def require_device(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Raise ValueError where a group cannot exchange tensors on a device, or there is no such device."""
     served = _device_types(group)
     if served and device.type not in served:
         raise ValueError(
@@ -224,7 +225,7 @@ def _require_device(group: dist.ProcessGroup | None, device: torch.device) -> No
         raise ValueError(f"device {str(device)!r}: there is no CUDA here: pass device='cpu'")
 
 
-def _device_of(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+def exchange_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     """A device on which the ranks can tell each other that `device` will not do."""
     served = _device_types(group)
     if device.type == "cuda" and not torch.cuda.is_available():

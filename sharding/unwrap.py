@@ -18,7 +18,7 @@ _DMP, _FSDP = "_dmp_wrapped_module", "_fsdp_wrapped_module"
 
 
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
-    """The module inside DistributedModelParallel, DistributedDataParallel and FullyShardedDataParallel, however nested."""
+    """The module inside DistributedModelParallel, DistributedDataParallel and FullyShardedDataParallel wrappers."""
     while True:
         if isinstance(module, DistributedDataParallel):
             inner = module.module
