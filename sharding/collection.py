@@ -125,8 +125,10 @@ class ShardedCollection(nn.Module):
             f"{self._children_name}.{table.name}.weight" for table in self._routes.tables if table.name not in dense
         ]
 
-    def begin(self, features: KeyedJaggedTensor) -> InFlight:
+    def begin(self, features: KeyedJaggedTensor | Exception) -> InFlight:
         """Send the batch's ids to the ranks that serve them, and take theirs.
+
+        An exception in the place of the batch, say of what prepares it on this rank, is raised on all ranks.
 
         Raises:
             KeyError, IndexError, ValueError, TypeError: a rank's batch is bad, as `EmbeddingBagCollection.forward`
@@ -290,7 +292,9 @@ class ShardedCollection(nn.Module):
             return in_order(out.ids, [out.lengths], weights, receiving, batches, to_groups)
         return arrange(self._exchange.ids(out.blocks(), sizes), receiving, batches, ids_from, to_groups)
 
-    def _prepare(self, features: KeyedJaggedTensor, update: bool) -> tuple[Batch, Outbound]:
+    def _prepare(self, features: KeyedJaggedTensor | Exception, update: bool) -> tuple[Batch, Outbound]:
+        if isinstance(features, Exception):
+            raise features
         given = require_features(features, "a sharded collection", self._weighted)
         features = given
         if given.variable_stride_per_key():

@@ -55,7 +55,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         super().__init__(*args, **kwargs)
         self._names = [name for names in self._names_by_table for name in names]
 
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
+    def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[KeyedTensor]:
         """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
         flight = self.begin(features)
         self.look_up(flight)
@@ -87,7 +87,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self._names = [name for names in self._names_by_table for name in names]
         self._need_indices = module.need_indices()
 
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
+    def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
         flight = self.begin(features)
         self.look_up(flight)
