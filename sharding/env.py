@@ -18,11 +18,18 @@ class ShardingEnv:
     """Rank and world size, and the process group of the exchanges; without a group one process holds everything.
 
     `local_world_size` consecutive ranks are one host, by default LOCAL_WORLD_SIZE of the environment where that divides
-    the world, else all ranks.
+    the world, else all ranks. With `output_dtensor` state dicts have DTensors of tables that are cut evenly over all
+    ranks, instead of ShardedTensors.
     """
 
     def __init__(
-        self, world_size: int, rank: int, pg: dist.ProcessGroup | None = None, *, local_world_size: int | None = None
+        self,
+        world_size: int,
+        rank: int,
+        pg: dist.ProcessGroup | None = None,
+        output_dtensor: bool = False,
+        *,
+        local_world_size: int | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size}")
@@ -33,13 +40,15 @@ class ShardingEnv:
         if local_world_size < 1 or world_size % local_world_size:
             raise ValueError(f"local_world_size {local_world_size} does not divide {world_size} ranks into hosts")
         self.world_size, self.rank, self.process_group = world_size, rank, pg
-        self.local_world_size = local_world_size
+        self.local_world_size, self.output_dtensor = local_world_size, output_dtensor
         self._local_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def from_process_group(cls, pg: dist.ProcessGroup, *, local_world_size: int | None = None) -> ShardingEnv:
+    def from_process_group(
+        cls, pg: dist.ProcessGroup, output_dtensor: bool = False, *, local_world_size: int | None = None
+    ) -> ShardingEnv:
         """The ranks of a process group, for example `dist.group.WORLD`."""
-        return cls(dist.get_world_size(pg), dist.get_rank(pg), pg, local_world_size=local_world_size)
+        return cls(dist.get_world_size(pg), dist.get_rank(pg), pg, output_dtensor, local_world_size=local_world_size)
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
