@@ -9,7 +9,7 @@ dimension, strip after strip, of rows x strips numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from .layout import Shard, Span
 from .routes import Routes, Table
 
 if TYPE_CHECKING:
+    from .collection import ShardedCollection
     from .held import Held
 
 Box = tuple[Span, ...]
@@ -235,6 +236,40 @@ def _sharded_tensor(value: Value, env: ShardingEnv) -> Tensor:
     )
 
 
+def publish_weights(collection: ShardedCollection, destination: dict[str, Any], prefix: str, _: Any) -> None:
+    """After `state_dict`: the cut tables of a collection as others see them, in place of this rank's parameters."""
+    states = collection.states
+    for name in states.tables:
+        key = f"{prefix}{collection.parameter_name(name)}"
+        if key in destination and not states.is_replicated(name):
+            destination[key] = publish(states.weight(name), states.env)
+
+
+def take_weights(collection: ShardedCollection, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before `load_state_dict`: fill this rank's tables, which then load what they have."""
+    filled = check_weights(collection, state_dict, prefix)
+    for name, fill in filled.items():
+        fill()
+        # the very parameter, also with assign=True
+        state_dict[f"{prefix}{collection.parameter_name(name)}"] = collection.parameter(name)
+
+
+def check_weights(
+    collection: ShardedCollection, state_dict: Mapping[str, Any], prefix: str
+) -> dict[str, Callable[[], None]]:
+    """What fills each table that a state dict has.
+
+    Raises:
+        ValueError: as `take`.
+    """
+    found, states = {}, collection.states
+    for name in states.tables:
+        key = f"{prefix}{collection.parameter_name(name)}"
+        if key in state_dict:
+            found[name] = take(f"table {name!r} ({key})", states.weight(name), state_dict[key], states.env)
+    return found
+
+
 @dataclass(frozen=True)
 class _Given:
     """What a rank has of a tensor that is to be loaded; `pieces` of all ranks, where that is known."""
@@ -298,13 +333,13 @@ def _fill(value: Value, sources: Sequence[tuple[Box, Tensor]]) -> None:
 
 
 def _given(given: Any, env: ShardingEnv) -> _Given:
-    size = tuple(given.size())
     if hasattr(given, "local_shards"):
         ranks = [0] if env.process_group is None else dist.get_process_group_ranks(env.process_group)
         local = [(_box_of(one.metadata.shard_offsets, one.tensor.shape), one.tensor) for one in given.local_shards()]
-        told = given.metadata().shards_metadata
+        size, told = tuple(given.metadata().size), given.metadata().shards_metadata
         placed = [(one.placement.rank(), _box_of(one.shard_offsets, one.shard_sizes)) for one in told]
         return _Given(size, local, [Piece(ranks.index(rank), box) for rank, box in placed if rank in ranks])
+    size = tuple(given.shape)
     if not hasattr(given, "to_local"):
         return _Given(size, [(tuple((0, n) for n in size), given)])
     here = given.to_local()
