@@ -48,7 +48,7 @@ class Value:
     """A tensor of `size` that lies in pieces over the ranks; `local` has this rank's, as views.
 
     Where it is `replicated` each rank has all of it, and `local` one or more copies. `rows` is the table's number of
-    rows where the value has rows x strips numbers.
+    rows where the value has numbers per row, and `alike` says that those of all strips are the same.
     """
 
     size: tuple[int, ...]
@@ -58,6 +58,7 @@ class Value:
     device: torch.device
     replicated: bool = False
     rows: int | None = None
+    alike: bool = False
 
 
 class States:
@@ -110,7 +111,8 @@ class States:
         pieces = tuple(Piece(shard.rank, place(shard)) for shard in self.shards[name])
         mine = tuple((Piece(shard.rank, place(shard)), view) for shard, view in local)
         rows = table.rows if one.dim() == 1 else None
-        return Value(size, pieces, mine, one.dtype, self._held.device, replicated, rows)
+        alike = table.options.row_state == "table"
+        return Value(size, pieces, mine, one.dtype, self._held.device, replicated, rows, alike)
 
     def strips(self, name: str) -> list[Span]:
         """A table's column blocks."""
@@ -301,7 +303,7 @@ def take(what: str, value: Value, given: Any, env: ShardingEnv, *, resplit: str 
     if found.size != value.size:
         if value.rows is None or found.size != (value.rows,) or not found.is_whole:
             raise ValueError(f"{what} has shape {value.size}, loaded {found.size}")
-        if resplit != "mean":
+        if not value.alike and resplit != "mean":
             raise ValueError(
                 f"{what} has a number for each row and column block, {value.size}, loaded one for each whole row,"
                 f" {found.size}: set resplit = 'mean' on the optimizer to give each block that number, or shard by"
