@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings import FusedOptimizer, GradientCheckMode
+from shardwise.embeddings import GradientCheckMode
 from shardwise.embeddings.collection import require_features
 from shardwise.embeddings.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
@@ -28,6 +28,7 @@ from .dedup import once
 from .env import ShardingEnv
 from .exchange import Exchange
 from .flags import flag_of, raise_flags
+from .fused_optimizer import ShardedFusedOptimizer
 from .held import Collection, Held, Mark, Stores, tables_of
 from .id_map import IdMap
 from .layout import Shard, TableOptions, fingerprint, validate
@@ -35,7 +36,8 @@ from .owner import Batch, InFlight, Owner
 from .qcomms import codecs_of
 from .results import Columns, Rows, pool_in_order
 from .route import Home, Inbound, Outbound, Receiving, Sending, arrange, in_order, route
-from .routes import REPLICA, ROWS, Routes, plan_routes
+from .routes import REPLICA, ROWS, Routes, Table, plan_routes
+from .state import States, publish_weights, take_weights
 
 
 class ShardedCollection(nn.Module):
@@ -72,31 +74,46 @@ class ShardedCollection(nn.Module):
         self._codec, self._codec_back = (
             codec if codec.compresses else None for codec in codecs_of(codecs, pooled=self._pooled, device=device)
         )
+        self._stores = stores
 
         def plan() -> tuple[tuple[Routes, list[Mark | None]], int]:
             chosen, mapped = options or {}, frozenset(self._id_maps)
             tables, marks = tables_of(module, shards, default_optimizer, chosen, mapped)
-            validate(shards, {table.name: (table.rows, table.dim) for table in tables}, env.world_size)
-            routes = plan_routes(
-                tables, shards, env.world_size, pooled=self._pooled, weighted=self._weighted,
-                local_size=env.local_world_size,
-            )  # fmt: skip
-            facts = (self._weighted, self._pooled, self._dedup, str(self._codec), str(self._codec_back))
-            return (routes, marks), fingerprint(shards, (*tables, *facts, routes.local_size))
+            routes, number = self._plan(tables, shards)
+            return (routes, marks), number
 
-        (self._routes, marks), self._fingerprint = header.agree(self._exchange, device, plan)
-        routes, me = self._routes, env.rank
+        (routes, marks), number = header.agree(self._exchange, device, plan)
+        held = Held(routes, env.rank, device, self._policy, stores)
+        held.adopt(module, marks, self._exchange)
+        self._settle(routes, number, held)
+        self.add_module(self._children_name, held.children())
+        self._anchor = torch.zeros(1, device=device, requires_grad=True)
+        self._fused_optimizer = ShardedFusedOptimizer(held, self.states, self._children_name)
+        self.register_state_dict_post_hook(publish_weights)
+        self.register_load_state_dict_pre_hook(take_weights)
+
+    def _plan(self, tables: Sequence[Table], shards: Sequence[Shard]) -> tuple[Routes, int]:
+        """Routes of a plan, and its fingerprint."""
+        validate(shards, {table.name: (table.rows, table.dim) for table in tables}, self._env.world_size)
+        routes = plan_routes(
+            tables, shards, self._env.world_size, pooled=self._pooled, weighted=self._weighted,
+            local_size=self._env.local_world_size,
+        )  # fmt: skip
+        facts = (self._weighted, self._pooled, self._dedup, str(self._codec), str(self._codec_back))
+        return routes, fingerprint(shards, (*tables, *facts, routes.local_size))
+
+    def _settle(self, routes: Routes, number: int, held: Held) -> None:
+        """Serve these routes, whose fingerprint is `number`, from now on."""
+        me = self._env.rank
+        self._routes, self._fingerprint, self._held = routes, number, held
         self._most_groups = max(len(serving.groups) for serving in routes.serving)
-        self._local = Exchange(env.local_group()) if routes.has_host_sums else None
-        self._held = Held(routes, me, device, self._policy, stores)
-        self._held.adopt(module, marks, self._exchange)
-        self._owner = Owner(routes, me, self._held, self._exchange, self._local, self._codec)
-        self.add_module(self._children_name, self._held.children())
+        self._local = Exchange(self._env.local_group()) if routes.has_host_sums else None
+        self._owner = Owner(routes, me, held, self._exchange, self._local, self._codec)
         self._columns = Columns(routes, me) if self._pooled else None
         self._rows = Rows(routes)
-        self._anchor = torch.zeros(1, device=device, requires_grad=True)
+        # what the state dicts of this rank's tables are made of
+        self.states = States(routes, held, self._env)
         self._forget()
-        self._fused_optimizer = FusedOptimizer(self._held.groups, self._children_name)
 
     def _forget(self) -> None:
         """Begin anew what is made of the routes for a device."""
@@ -104,7 +121,7 @@ class ShardedCollection(nn.Module):
         self._sending: dict[tuple[tuple[str, ...], bool], Sending] = {}
 
     @property
-    def fused_optimizer(self) -> FusedOptimizer:
+    def fused_optimizer(self) -> ShardedFusedOptimizer:
         """The optimizer that this rank's tables run in their backward."""
         return self._fused_optimizer
 
@@ -118,12 +135,18 @@ class ShardedCollection(nn.Module):
         """Collectives called so far."""
         return self._exchange.calls + (0 if self._local is None else self._local.calls)
 
+    def parameter_name(self, table: str) -> str:
+        """A table's parameter, by its name below this module."""
+        return f"{self._children_name}.{table}.weight"
+
+    def parameter(self, table: str) -> nn.Parameter:
+        """This rank's part of a table."""
+        return self._held.parameters[table]
+
     def fused_parameter_names(self) -> list[str]:
         """Parameters that the backward trains or that other ranks hold: no gradient of theirs is to be reduced."""
         dense = {shard.table for group in self._routes.dense for shard in group.shards}
-        return [
-            f"{self._children_name}.{table.name}.weight" for table in self._routes.tables if table.name not in dense
-        ]
+        return [self.parameter_name(table.name) for table in self._routes.tables if table.name not in dense]
 
     def begin(self, features: KeyedJaggedTensor | Exception) -> InFlight:
         """Send the batch's ids to the ranks that serve them, and take theirs.

@@ -27,6 +27,7 @@ from .planned import (
     warn_of_default_optimizer,
 )
 from .sharders import ModuleSharder, get_default_sharders
+from .state import check_weights
 from .unwrap import copy_to_device, get_unwrapped_module
 
 
@@ -166,9 +167,11 @@ class DistributedModelParallel(nn.Module):
     def state_dict(  # type: ignore[override]
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """This rank's part of the model by the names of the unsharded model.
+        """The model by the names of the unsharded model, the same on all ranks whatever the plan.
 
-        Each rank's dict holds its own tables whole, empty tensors for those of other ranks, and the dense layers.
+        A cut table is a `ShardedTensor` (or a DTensor, see `ShardingEnv`) whose local shards are this rank's live rows,
+        none on a rank without; replicated tables and dense layers are plain tensors. `torch.distributed.checkpoint`
+        saves and loads it, also across plans and numbers of ranks.
         """
         found: dict[str, Any] = {} if destination is None else destination
         return self.module.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
@@ -176,8 +179,15 @@ class DistributedModelParallel(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True
     ) -> Any:
-        """Copy in what `state_dict` of the same rank and plan gave, from the names that begin with `prefix`."""
+        """Copy in what begins with `prefix`: what `state_dict` gave under the same plan, or tensors of whole tables.
+
+        Raises:
+            ValueError: a table has another shape, or is in pieces that another plan cut; names it. Nothing is changed.
+            RuntimeError: keys are missing or unexpected (unless not `strict`), or a dense layer has another shape.
+        """
         mine = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        for path, sharded in self._sharded.items():
+            check_weights(sharded, mine, f"{path}." if path else "")
         return self.module.load_state_dict(mine, strict)
 
     def _env_of(self, kind: type[nn.Module]) -> ShardingEnv:

@@ -44,7 +44,8 @@ class ShardingEnv:
     """Rank and world size, and the process group of the exchanges; without a group one process holds everything.
 
     `local_world_size` consecutive ranks are one host, by default LOCAL_WORLD_SIZE of the environment where that divides
-    the world, else all ranks. `output_dtensor` asks for state dicts of DTensors instead of ShardedTensors.
+    the world, else all ranks. With `output_dtensor` state dicts have DTensors of tables that are cut evenly over all
+    ranks, instead of ShardedTensors.
     """
 
     def __init__(
@@ -70,9 +71,12 @@ class ShardingEnv:
         self._local_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def from_process_group(cls, pg: dist.ProcessGroup, *, local_world_size: int | None = None) -> ShardingEnv:
+    def from_process_group(
+        cls, pg: dist.ProcessGroup, output_dtensor: bool = False, *, local_world_size: int | None = None
+    ) -> ShardingEnv:
         """The ranks of a process group, for example `dist.group.WORLD`."""
-        return ShardingEnv(dist.get_world_size(pg), dist.get_rank(pg), pg, local_world_size=local_world_size)
+        size, rank = dist.get_world_size(pg), dist.get_rank(pg)
+        return ShardingEnv(size, rank, pg, output_dtensor, local_world_size=local_world_size)
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
