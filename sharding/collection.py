@@ -10,24 +10,29 @@ same number of times.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.embeddings import FusedOptimizer, GradientCheckMode
-from shardwise.embeddings.collection import require_batch
+from shardwise.embeddings.collection import require_features
+from shardwise.embeddings.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
 from shardwise.kernels.cpu_lookup import offsets_are_good
 
 from . import header
+from .dedup import once
 from .env import ShardingEnv
 from .exchange import Exchange
+from .flags import flag_of, raise_flags
 from .held import Collection, Held, Mark, Stores, tables_of
 from .id_map import IdMap
 from .layout import Shard, TableOptions, fingerprint, validate
-from .owner import InFlight, Owner
+from .owner import Batch, InFlight, Owner
+from .qcomms import codecs_of
 from .results import Columns, Rows, pool_in_order
 from .route import Home, Inbound, Outbound, Receiving, Sending, arrange, in_order, route
 from .routes import REPLICA, ROWS, Routes, plan_routes
@@ -58,14 +63,15 @@ class ShardedCollection(nn.Module):
         self._children_name = module._children_name
         self._weighted = bool(getattr(module, "is_weighted", bool)())
         self._policy = module._policy
-        if self._policy.gradient_check is GradientCheckMode.RAISE:
-            # one rank alone would raise, while the others wait for it
-            raise ValueError("GradientCheckMode.RAISE does not work sharded yet: use GradientCheckMode.SKIP")
         self._names_by_table = module._names_by_table
         self._env, self._exchange = env, Exchange(env.process_group)
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss
         self.gradient_division = True
         self._id_maps = dict(id_maps or {})
+        self._dedup = dedup and not self._pooled
+        self._codec, self._codec_back = (
+            codec if codec.compresses else None for codec in codecs_of(codecs, pooled=self._pooled, device=device)
+        )
 
         def plan() -> tuple[tuple[Routes, list[Mark | None]], int]:
             chosen, mapped = options or {}, frozenset(self._id_maps)
@@ -75,7 +81,8 @@ class ShardedCollection(nn.Module):
                 tables, shards, env.world_size, pooled=self._pooled, weighted=self._weighted,
                 local_size=env.local_world_size,
             )  # fmt: skip
-            return (routes, marks), fingerprint(shards, (*tables, self._weighted, self._pooled, routes.local_size))
+            facts = (self._weighted, self._pooled, self._dedup, str(self._codec), str(self._codec_back))
+            return (routes, marks), fingerprint(shards, (*tables, *facts, routes.local_size))
 
         (self._routes, marks), self._fingerprint = header.agree(self._exchange, device, plan)
         routes, me = self._routes, env.rank
@@ -83,7 +90,7 @@ class ShardedCollection(nn.Module):
         self._local = Exchange(env.local_group()) if routes.has_host_sums else None
         self._held = Held(routes, me, device, self._policy, stores)
         self._held.adopt(module, marks, self._exchange)
-        self._owner = Owner(routes, me, self._held, self._exchange, self._local)
+        self._owner = Owner(routes, me, self._held, self._exchange, self._local, self._codec)
         self.add_module(self._children_name, self._held.children())
         self._columns = Columns(routes, me) if self._pooled else None
         self._rows = Rows(routes)
@@ -130,9 +137,10 @@ class ShardedCollection(nn.Module):
         for group in self._held.groups:
             group.freeze([not param.requires_grad for param in group.parameters])
         outbound: Outbound | None = None
+        batch: Batch | None = None
         told: Sequence[header.Sizes] | Exception
         try:
-            outbound = self._prepare(features, update)
+            batch, outbound = self._prepare(features, update)
             told = self._sizes(outbound)
         except Exception as error:
             told = error
@@ -141,9 +149,9 @@ class ShardedCollection(nn.Module):
             self._exchange, self.device, told, wants=header.Wants(update, learned), fingerprint=self._fingerprint,
             groups=self._most_groups,
         )  # fmt: skip
-        # where it is missing every rank has raised
-        assert outbound is not None
-        flight = InFlight(outbound, self._receive(outbound, heads, update), heads, update, features)
+        # where they are missing every rank has raised
+        assert outbound is not None and batch is not None
+        flight = InFlight(outbound, self._receive(outbound, heads, update), heads, update, batch)
         if self._id_maps:
             self._owner.translate(flight, self._id_maps)
         return flight
@@ -190,6 +198,7 @@ class ShardedCollection(nn.Module):
         """What came from all ranks and from tables at home as the output of `_exchanged`."""
         assert flight.pending is not None
         received = flight.pending.wait()
+        raise_flags(flight.pending.flags, self._routes, self._codec)
         blocks = torch.split(received, self._owner.result_sizes(flight))
         home = self._at_home(flight, dense=False)
         if self._columns is None:
@@ -215,13 +224,16 @@ class ShardedCollection(nn.Module):
         at_home: list[Tensor | None] = [None] * len(self._routes.replicas)
         if learned:
             at_home = self._home_weight_gradients(flight, grad)
-        divides = self.gradient_division and world > 1
-        if divides:
-            sent.div_(world)
+        divisor = world if self.gradient_division else 1
+        if divisor > 1:
+            sent.div_(divisor)
+        flag = self._gradient_flag(flight, grad, sent, divisor)
         sizes_back = self._owner.gradient_sizes(flight)
-        received = self._exchange.rows_transpose(sent, sizes, sizes_back).wait()
+        pending = self._exchange.rows_transpose(sent, sizes, sizes_back, codec=self._codec_back, flag=flag)
+        received = pending.wait()
+        raise_flags(pending.flags, self._routes, self._codec_back)
         back = self._owner.update(flight, received, weight_gradients=learned)
-        return None if back is None else self._weight_gradients(flight, back, world if divides else 1), at_home
+        return None if back is None else self._weight_gradients(flight, back, divisor), at_home
 
     def _weight_gradients(self, flight: InFlight, back: Sequence[Tensor], factor: int) -> Tensor:
         """Gradients of the weights that this rank sent, from what it found for those of others."""
@@ -264,8 +276,11 @@ class ShardedCollection(nn.Module):
         sizes = [receiving.elements(batch, ids) for batch, ids in zip(batches, ids_from, strict=True)]
         return arrange(self._exchange.ids(out.blocks(), sizes), receiving, batches, ids_from, groups)
 
-    def _prepare(self, features: KeyedJaggedTensor, update: bool) -> Outbound:
-        require_batch(features, "a sharded collection", self._weighted)
+    def _prepare(self, features: KeyedJaggedTensor, update: bool) -> tuple[Batch, Outbound]:
+        given = require_features(features, "a sharded collection", self._weighted)
+        if self._pooled:
+            require_full_batch(given, "a sharded collection")
+        features = pad_strides(given)
         if features.device() != self.device:
             raise ValueError(f"ids are on {features.device()}, the tables on {self.device}")
         sending = self._sending_of(features, update)
@@ -273,7 +288,24 @@ class ShardedCollection(nn.Module):
         weights = features.weights_or_none() if self._weighted else None
         if weights is not None and not update:
             weights = weights.detach()
-        return route(features, self._routes, sending, weights, lenient=lenient)
+        batch = Batch(given, features, features)
+        if self._dedup and not lenient and not self._id_maps:
+            batch = once(given, features, sending.used, sending.rows)
+            sending = self._sending_of(batch.routed, update)
+        return batch, route(batch.routed, self._routes, sending, weights, lenient=lenient)
+
+    def _gradient_flag(self, flight: InFlight, grad: Tensor, sent: Tensor, divisor: int) -> int | None:
+        """What ranks are told of the gradient that this one sends; None tells nothing."""
+        checked = self._policy.gradient_check is GradientCheckMode.RAISE
+        if self._codec_back is None and not checked:
+            return None
+        if self._columns is not None:
+            pieces = [self._columns.of_lookup(grad, n) for n in range(len(self._routes.lookups))]
+        else:
+            by_lookup = torch.split(grad, [self._ids_of(flight, n) for n in self._rows.lookups])
+            pieces = [piece for _, piece in sorted(zip(self._rows.lookups, by_lookup, strict=True), key=itemgetter(0))]
+        weights = flight.outbound.weights if checked and self._weighted else None
+        return flag_of(pieces, weights, sent, divisor, self._codec_back, checked=checked)
 
     def _sending_of(self, features: KeyedJaggedTensor, update: bool) -> Sending:
         keys = features.keys()
@@ -305,9 +337,8 @@ class ShardedCollection(nn.Module):
         return not fatal
 
     def _ids_of(self, flight: InFlight, lookup: int) -> int:
-        """Ids of a lookup in this rank's batch."""
-        found: int = flight.features.length_per_key()[self._key_of(flight, lookup)]
-        return found
+        """Ids of a lookup that this rank sent."""
+        return flight.batch.routed.length_per_key()[self._key_of(flight, lookup)]
 
     def _key_of(self, flight: InFlight, lookup: int) -> int:
         return flight.outbound.sending.place[self._routes.lookups[lookup][0]]

@@ -66,9 +66,9 @@ class Columns:
         # lookups that are pooled here, and averaged ones whose sums are divided here; and one of their cuts
         self.ordered = {n: cut for n, cut in first_cut.items() if routes.is_ordered(n)}
         self.divided = {n: cut for n, cut in first_cut.items() if routes.table_of(n).mean and n not in self.ordered}
-        self.sums = [serving.width(POOLED) for serving in routes.serving]
+        self.sums = [serving.sums for serving in routes.serving]
         self.host_sums = [
-            serving.width(HOST) if (rank - me) % routes.local_size == 0 else 0
+            serving.host_sums if (rank - me) % routes.local_size == 0 else 0
             for rank, serving in enumerate(routes.serving)
         ]
         self._wanted = [self._gradient_runs(serving, POOLED, ROWS, REPLICA) for serving in routes.serving]

@@ -85,7 +85,8 @@ class Sending:
         # other keys may hold anything
         self.used = [number for number, key in enumerate(keys) if key in smallest]
         self.all_used = len(self.used) == len(keys)
-        spec = [Feature(0, smallest[keys[k]][0], 1, 0) for k in self.used]
+        self.rows = [smallest[keys[k]][0] for k in self.used]
+        spec = [Feature(0, rows_of, 1, 0) for rows_of in self.rows]
         self.checked = pack_features(spec, device)
         names = [(keys[k], routes.tables[smallest[keys[k]][1]].name) for k in self.used]
         self.checked_names = [f"feature {feature!r} (table {table!r})" for feature, table in names]
