@@ -23,7 +23,7 @@ _WELL = -1
 _ERRORS: tuple[type[Exception], ...] = (
     RuntimeError, IndexError, ValueError, KeyError, TypeError, OverflowError, FloatingPointError,
 )  # fmt: skip
-_FIELDS = 6
+FIELDS = 6
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def pack(sizes: Sequence[Sizes], status: int, *, wants: Wants, fingerprint: int,
 def unpack(rows: Sequence[Sequence[int]]) -> list[Head]:
     """What came from each rank."""
     return [
-        Head(row[0], Wants(bool(row[2] & 1), bool(row[2] & 2)), row[3], Sizes(row[1], row[4], row[5], row[_FIELDS:]))
+        Head(row[0], Wants(bool(row[2] & 1), bool(row[2] & 2)), row[3], Sizes(row[1], row[4], row[5], row[FIELDS:]))
         for row in rows
     ]
 
