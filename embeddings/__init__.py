@@ -42,6 +42,7 @@ from .optimizers import (
 from .policy import GradientCheckMode, LookupPolicy
 from .row_store import ResidentRows, RowStore
 from .rule_optimizer import FTRL, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RuleOptimizer, define_optimizer
+from .semi_sync import SemisyncOptimizer
 from .sequence_collection import EmbeddingCollection
 from .table_group import LookupFeature, TableGroup, TableShape
 from .towers import EmbeddingTower, EmbeddingTowerCollection, tower_input_params
@@ -89,6 +90,7 @@ __all__ = [
     "RowStore",
     "RowWiseAdagrad",
     "RuleOptimizer",
+    "SemisyncOptimizer",
     "TableGroup",
     "TableShape",
     "WarmupOptimizer",

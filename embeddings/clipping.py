@@ -96,7 +96,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         self._last_norm = None
-        if not any(param.is_meta for param in self._parameters()):
+        # asked of gradients: a table that began on meta may still be among the parameters
+        if not any(grad.is_meta for grad in self._local_gradients(self._parameters())):
             if self._clipping is GradientClipping.NORM:
                 self._last_norm = self.clip_grad_norm_()
             elif self._track:
@@ -115,8 +116,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if not grads and not self._is_reduced():
             return None
         factor = (self._max_gradient / (norm + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor.to(grad.device))
+        for device in {grad.device for grad in grads}:
+            torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
         return norm
 
     @torch.no_grad()
@@ -148,7 +149,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         grads = self._local_gradients(params)
         if len(norms) < 2:
             return (norms[0] if norms else torch.zeros(())), grads
-        device = params[0].device
+        device = norms[0].device
         return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self._norm_type), grads
 
     def _parameters(self) -> list[Tensor]:

@@ -145,6 +145,10 @@ class TableGroup:
             self._frozen = list(tables)
             self._pack_trained()
 
+    def is_frozen(self, table: int) -> bool:
+        """Whether updates leave a table alone."""
+        return self._frozen[table]
+
     def view(self, table: int) -> Tensor:
         """Table number `table` as [rows, dim] of the flat buffer."""
         return self._cut(self.flat, table)

@@ -93,8 +93,8 @@ class WarmupOptimizer(OptimizerWrapper):
         self._stages = _checked(stages)
         self._lr, self._lr_param, self._param_name = lr, lr_param, param_name
         # stands for the schedule where states go by parameter
-        self._marker = nn.Parameter(torch.empty(0), requires_grad=False)
-        self._place = torch.zeros(2, dtype=torch.int64)
+        self._marker = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
+        self._place = torch.zeros(2, dtype=torch.int64, device="cpu")
         self._set_rate()
 
     @property
@@ -115,7 +115,7 @@ class WarmupOptimizer(OptimizerWrapper):
         iteration += 1
         if iteration > self._stages[stage].max_iters and stage + 1 < len(self._stages):
             stage += 1
-        self._place.copy_(torch.tensor([iteration, stage]))
+        self._move_to(iteration, stage)
         self._set_rate()
         return loss
 
@@ -142,7 +142,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
         def load_and_place() -> None:
             load()
-            self._place.copy_(torch.tensor([iteration, stage]))
+            self._move_to(iteration, stage)
 
         return load_and_place
 
@@ -154,6 +154,10 @@ class WarmupOptimizer(OptimizerWrapper):
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """The inner optimizer's; the schedule stays where it is."""
         super().init_state(sparse_grad_parameter_names)
+
+    def _move_to(self, iteration: int, stage: int) -> None:
+        # in place: a checkpoint reader may hold the tensor
+        self._place[0], self._place[1] = iteration, stage
 
     def _set_rate(self) -> None:
         iteration, stage = self._place.tolist()

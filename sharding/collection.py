@@ -10,24 +10,29 @@ same number of times.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.embeddings import FusedOptimizer, GradientCheckMode
-from shardwise.embeddings.collection import require_batch
+from shardwise.embeddings.collection import require_features
+from shardwise.embeddings.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
-from shardwise.kernels.cpu_lookup import offsets_are_good
+from shardwise.kernels.cpu_lookup import ids_are_good, offsets_are_good
 
 from . import header
+from .dedup import once
 from .env import ShardingEnv
 from .exchange import Exchange
+from .flags import flag_of, raise_flags
 from .held import Collection, Held, Mark, Stores, tables_of
 from .id_map import IdMap
 from .layout import Shard, TableOptions, fingerprint, validate
-from .owner import InFlight, Owner
+from .owner import Batch, InFlight, Owner
+from .qcomms import codecs_of
 from .results import Columns, Rows, pool_in_order
 from .route import Home, Inbound, Outbound, Receiving, Sending, arrange, in_order, route
 from .routes import REPLICA, ROWS, Routes, plan_routes
@@ -58,14 +63,15 @@ class ShardedCollection(nn.Module):
         self._children_name = module._children_name
         self._weighted = bool(getattr(module, "is_weighted", bool)())
         self._policy = module._policy
-        if self._policy.gradient_check is GradientCheckMode.RAISE:
-            # one rank alone would raise, while the others wait for it
-            raise ValueError("GradientCheckMode.RAISE does not work sharded yet: use GradientCheckMode.SKIP")
         self._names_by_table = module._names_by_table
         self._env, self._exchange = env, Exchange(env.process_group)
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss
         self.gradient_division = True
         self._id_maps = dict(id_maps or {})
+        self._dedup = dedup and not self._pooled
+        self._codec, self._codec_back = (
+            codec if codec.compresses else None for codec in codecs_of(codecs, pooled=self._pooled, device=device)
+        )
 
         def plan() -> tuple[tuple[Routes, list[Mark | None]], int]:
             chosen, mapped = options or {}, frozenset(self._id_maps)
@@ -75,7 +81,8 @@ class ShardedCollection(nn.Module):
                 tables, shards, env.world_size, pooled=self._pooled, weighted=self._weighted,
                 local_size=env.local_world_size,
             )  # fmt: skip
-            return (routes, marks), fingerprint(shards, (*tables, self._weighted, self._pooled, routes.local_size))
+            facts = (self._weighted, self._pooled, self._dedup, str(self._codec), str(self._codec_back))
+            return (routes, marks), fingerprint(shards, (*tables, *facts, routes.local_size))
 
         (self._routes, marks), self._fingerprint = header.agree(self._exchange, device, plan)
         routes, me = self._routes, env.rank
@@ -83,7 +90,7 @@ class ShardedCollection(nn.Module):
         self._local = Exchange(env.local_group()) if routes.has_host_sums else None
         self._held = Held(routes, me, device, self._policy, stores)
         self._held.adopt(module, marks, self._exchange)
-        self._owner = Owner(routes, me, self._held, self._exchange, self._local)
+        self._owner = Owner(routes, me, self._held, self._exchange, self._local, self._codec)
         self.add_module(self._children_name, self._held.children())
         self._columns = Columns(routes, me) if self._pooled else None
         self._rows = Rows(routes)
@@ -129,23 +136,23 @@ class ShardedCollection(nn.Module):
             RuntimeError: a rank failed otherwise, or ranks disagree on the plan or on gradients being enabled.
         """
         update = torch.is_grad_enabled()
-        for group in self._held.groups:
-            group.freeze([not param.requires_grad for param in group.parameters])
+        self._held.follow_freezing()
         outbound: Outbound | None = None
+        batch: Batch | None = None
         told: Sequence[header.Sizes] | Exception
         try:
-            outbound = self._prepare(features, update)
+            batch, outbound = self._prepare(features, update)
             told = self._sizes(outbound)
         except Exception as error:
             told = error
         learned = outbound is not None and outbound.weights is not None and outbound.weights.requires_grad
         heads = header.tell(
-            self._exchange, self.device, told, wants=header.Wants(update, learned), fingerprint=self._fingerprint,
+            self._exchange, self._held.device, told, wants=header.Wants(update, learned), fingerprint=self._fingerprint,
             groups=self._most_groups,
         )  # fmt: skip
-        # where it is missing every rank has raised
-        assert outbound is not None
-        flight = InFlight(outbound, self._receive(outbound, heads, update), heads, update, features)
+        # where they are missing every rank has raised
+        assert outbound is not None and batch is not None
+        flight = InFlight(outbound, self._receive(outbound, heads, update), heads, update, batch)
         if self._id_maps:
             self._owner.translate(flight, self._id_maps)
         return flight
@@ -158,8 +165,11 @@ class ShardedCollection(nn.Module):
 
     def _exchanged(self, flight: InFlight) -> Tensor:
         """Rows of all lookups that are not trained by their gradient: [B, columns], or one lookup after another."""
-        self.look_up(flight)
-        weights = (flight.outbound.weights, *(home.weights for home in self._home(flight, dense=False)))
+        if flight.pending is None:
+            self.look_up(flight)
+        weights = [flight.outbound.weights]
+        if self._routes.replicas:
+            weights += [home.weights for home in self._home(flight, dense=False)]
         # a batch that began without gradients gets none: replicated tables do not know the other ranks' ids
         with torch.set_grad_enabled(flight.update and torch.is_grad_enabled()):
             return _Finish.apply(self._anchor, self, flight, *weights)  # type: ignore[no-any-return, no-untyped-call]
@@ -192,17 +202,24 @@ class ShardedCollection(nn.Module):
         """What came from all ranks and from tables at home as the output of `_exchanged`."""
         assert flight.pending is not None
         received = flight.pending.wait()
-        blocks = torch.split(received, self._owner.result_sizes(flight))
-        home = self._at_home(flight, dense=False)
+        if any(flight.pending.flags):
+            raise_flags(flight.pending.flags, self._routes, self._codec)
+        home = self._at_home(flight, dense=False) if self._routes.replicas else {}
         if self._columns is None:
-            return self._rows.put_together(flight.outbound, blocks, home)
+            found = self._rows.put_together(flight.outbound, received, flight.result_sizes, home)
+            self._exchange.buffers.give_unless(received, found)
+            return found
+        blocks = torch.split(received, flight.result_sizes)
         matrices, rest = self._columns.cut(blocks, flight.outbound.batch)
         if self._columns.ordered:
             for lookup, rows in self._rows.by_lookup(flight.outbound, rest).items():
                 cut = self._columns.ordered[lookup]
                 matrices[ROWS, lookup] = pool_in_order(flight.outbound, self._routes, cut, rows)
-        matrices.update({(REPLICA, lookup): piece for lookup, piece in home.items()})
-        return self._columns.put_together(matrices, flight.outbound)
+        for lookup, piece in home.items():
+            matrices[REPLICA, lookup] = piece
+        found = self._columns.put_together(matrices, flight.outbound)
+        self._exchange.buffers.give_unless(received, found)
+        return found
 
     def _update(self, flight: InFlight, grad: Tensor, *, learned: bool) -> tuple[Tensor | None, list[Tensor | None]]:
         """The transpose of `_assemble`, and the fused update. Gradients of weights that were sent, and used at home."""
@@ -213,17 +230,22 @@ class ShardedCollection(nn.Module):
             sent, sizes = torch.cat(blocks), [block.shape[0] for block in blocks]
         else:
             grad = self._columns.divided_gradient(grad, out)
-            sent, sizes = self._columns.gradients(grad)
+            sent, sizes = self._columns.gradients(grad, self._exchange.buffers)
         at_home: list[Tensor | None] = [None] * len(self._routes.replicas)
         if learned:
             at_home = self._home_weight_gradients(flight, grad)
-        divides = self.gradient_division and world > 1
-        if divides:
-            sent.div_(world)
+        divisor = world if self.gradient_division else 1
+        if divisor > 1:
+            sent.div_(divisor)
+        flag = self._gradient_flag(flight, grad, sent, divisor)
         sizes_back = self._owner.gradient_sizes(flight)
-        received = self._exchange.rows_transpose(sent, sizes, sizes_back).wait()
+        pending = self._exchange.rows_transpose(sent, sizes, sizes_back, codec=self._codec_back, flag=flag)
+        received = pending.wait()
+        raise_flags(pending.flags, self._routes, self._codec_back)
+        self._exchange.buffers.give_unless(sent, received)
         back = self._owner.update(flight, received, weight_gradients=learned)
-        return None if back is None else self._weight_gradients(flight, back, world if divides else 1), at_home
+        self._exchange.buffers.give_unless(received, grad)
+        return None if back is None else self._weight_gradients(flight, back, divisor), at_home
 
     def _weight_gradients(self, flight: InFlight, back: Sequence[Tensor], factor: int) -> Tensor:
         """Gradients of the weights that this rank sent, from what it found for those of others."""
@@ -258,26 +280,53 @@ class ShardedCollection(nn.Module):
 
     def _receive(self, out: Outbound, heads: Sequence[header.Head], update: bool) -> Inbound:
         receiving = self._receiving[update]
-        batches, ids_from = [head.sizes.batch for head in heads], [head.sizes.ids for head in heads]
-        groups = [sum([head.sizes.ids_to_groups[g] for head in heads]) for g in range(receiving.groups)]
+        batches, ids_from, sizes, groups = [], [], [], []
+        for head in heads:
+            batches.append(head.sizes.batch)
+            ids_from.append(head.sizes.ids)
+            groups.append(head.sizes.ids_to_groups)
+            sizes.append(head.sizes.ids * receiving.per_id + head.sizes.batch * receiving.streams)
+        to_groups = list(map(sum, zip(*groups, strict=True)))[: receiving.groups]
         if self._exchange.world_size == 1:
             weights = None if out.weights is None else out.weights.detach()
-            return in_order(out.ids, [out.lengths], weights, receiving, batches, groups)
-        sizes = [receiving.elements(batch, ids) for batch, ids in zip(batches, ids_from, strict=True)]
-        return arrange(self._exchange.ids(out.blocks(), sizes), receiving, batches, ids_from, groups)
+            return in_order(out.ids, [out.lengths], weights, receiving, batches, to_groups)
+        return arrange(self._exchange.ids(out.blocks(), sizes), receiving, batches, ids_from, to_groups)
 
-    def _prepare(self, features: KeyedJaggedTensor | Exception, update: bool) -> Outbound:
+    def _prepare(self, features: KeyedJaggedTensor | Exception, update: bool) -> tuple[Batch, Outbound]:
         if isinstance(features, Exception):
             raise features
-        require_batch(features, "a sharded collection", self._weighted)
-        if features.device() != self.device:
-            raise ValueError(f"ids are on {features.device()}, the tables on {self.device}")
+        given = require_features(features, "a sharded collection", self._weighted)
+        features = given
+        if given.variable_stride_per_key():
+            if self._pooled:
+                require_full_batch(given, "a sharded collection")
+            features = pad_strides(given)
+        device = features.device()
+        if device != self._held.device:
+            raise ValueError(f"ids are on {device}, the tables on {self._held.device}")
         sending = self._sending_of(features, update)
         lenient = self._check(features, sending)
         weights = features.weights_or_none() if self._weighted else None
         if weights is not None and not update:
             weights = weights.detach()
-        return route(features, self._routes, sending, weights, lenient=lenient)
+        batch = Batch(given, features, features)
+        if self._dedup and not lenient and not self._id_maps:
+            batch = once(given, features, sending.used, sending.rows)
+            sending = self._sending_of(batch.routed, update)
+        return batch, route(batch.routed, self._routes, sending, weights, lenient=lenient)
+
+    def _gradient_flag(self, flight: InFlight, grad: Tensor, sent: Tensor, divisor: int) -> int | None:
+        """What ranks are told of the gradient that this one sends; None tells nothing."""
+        checked = self._policy.gradient_check is GradientCheckMode.RAISE
+        if self._codec_back is None and not checked:
+            return None
+        if self._columns is not None:
+            pieces = [self._columns.of_lookup(grad, n) for n in range(len(self._routes.lookups))]
+        else:
+            by_lookup = torch.split(grad, [self._ids_of(flight, n) for n in self._rows.lookups])
+            pieces = [piece for _, piece in sorted(zip(self._rows.lookups, by_lookup, strict=True), key=itemgetter(0))]
+        weights = flight.outbound.weights if checked and self._weighted else None
+        return flag_of(pieces, weights, sent, divisor, self._codec_back, checked=checked)
 
     def _sending_of(self, features: KeyedJaggedTensor, update: bool) -> Sending:
         keys = features.keys()
@@ -291,17 +340,21 @@ class ShardedCollection(nn.Module):
 
     def _check(self, features: KeyedJaggedTensor, sending: Sending) -> bool:
         """Raise for ids outside their tables; True where they may pass and count as none."""
-        require_ids("feature ids", features.values())
+        ids = features.values()
+        require_ids("feature ids", ids)
         if not sending.used:
             return False
         mode = self._policy.bounds_check
         picked = features if sending.all_used else features.permute(sending.used)
-        ids, offsets, padded = picked.values(), picked.offsets(), picked.capacity() is not None
+        offsets, padded = picked.offsets(), picked.capacity() is not None
+        ids = picked.values()
+        fatal = mode is BoundsCheckMode.FATAL
+        if ids.is_cpu and fatal and ids_are_good(ids, offsets, sending.checked, padded):
+            return False
         if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
             # it speaks of ids: bags that do not fit are an error on the CPU, before they leave
             return True
-        fatal, guard = mode is BoundsCheckMode.FATAL, new_guard(self.device)
-        names = sending.checked_names
+        guard, names = new_guard(self._held.device), sending.checked_names
         check_ids(ids, offsets, sending.checked, guard, names=names, fatal=fatal, padded=padded)
         if ids.is_cuda:
             # before the ids leave: begin waits for the device anyway
@@ -309,9 +362,8 @@ class ShardedCollection(nn.Module):
         return not fatal
 
     def _ids_of(self, flight: InFlight, lookup: int) -> int:
-        """Ids of a lookup in this rank's batch."""
-        found: int = flight.features.length_per_key()[self._key_of(flight, lookup)]
-        return found
+        """Ids of a lookup that this rank sent."""
+        return flight.batch.routed.length_per_key()[self._key_of(flight, lookup)]
 
     def _key_of(self, flight: InFlight, lookup: int) -> int:
         return flight.outbound.sending.place[self._routes.lookups[lookup][0]]

@@ -9,11 +9,15 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .buffers import Buffers
+from .codecs import FP32, Codec, FormatCodec
 
 
 class Exchange:
@@ -27,6 +31,7 @@ class Exchange:
         self.world_size = 1 if pg is None else dist.get_world_size(pg)
         self.rank = 0 if pg is None else dist.get_rank(pg)
         self.calls = self.sent = 0
+        self.buffers = Buffers()
 
     def headers(self, mine: Tensor) -> Tensor:
         """Row d of `mine` [W, H] int64 goes to rank d; row r of the result came from rank r."""
@@ -37,20 +42,54 @@ class Exchange:
 
         Returns what came from each rank.
         """
-        send_sizes = [sum([tensor.shape[0] for tensor in block]) for block in blocks]
-        send = torch.cat([tensor for block in blocks for tensor in block])
-        return list(torch.split(self._all_to_all(send, send_sizes, list(sizes)).wait(), list(sizes)))
+        pieces: list[Tensor] = []
+        send_sizes = []
+        for block in blocks:
+            pieces += block
+            send_sizes.append(sum(map(len, block)))
+        came = self._all_to_all(torch.cat(pieces), send_sizes, list(sizes)).wait()
+        return list(torch.split(came, list(sizes)))
 
-    def rows(self, send: Tensor, send_sizes: Sequence[int], sizes: Sequence[int]) -> Pending:
+    def rows(
+        self,
+        send: Tensor,
+        send_sizes: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        codec: Codec | None = None,
+        flag: int | None = None,
+    ) -> Pending:
         """Send `send_sizes[d]` numbers of the flat fp32 tensor to each rank d; `sizes[r]` come from rank r.
 
-        The result of `wait` has what came, rank after rank.
+        The result of `wait` has what came, rank after rank, compressed on its way by `codec`. With a `flag` every rank
+        is told it, and `flags` of the result has those of all ranks: 0 says that all is well.
         """
-        return self._all_to_all(send, list(send_sizes), list(sizes))
+        if codec is None and flag is None:
+            return self._all_to_all(send, list(send_sizes), list(sizes))
+        if self.world_size == 1:
+            return Pending(send, flags=[flag or 0])
+        coding = codec or FormatCodec(FP32)
+        data, data_sizes = coding.encode_blocks(send, list(send_sizes))
+        came = [coding.encoded_bytes(size) for size in sizes]
+        if flag is not None:
+            said = torch.tensor([flag], dtype=torch.int32, device="cpu").to(send.device).view(torch.uint8)
+            data = torch.cat([part for block in torch.split(data, data_sizes) for part in (block, said)])
+            data_sizes, came = [size + 4 for size in data_sizes], [size + 4 for size in came]
+        pending = self._all_to_all(data, data_sizes, came)
+        pending.decoding = _Decoding(coding, list(sizes), came, flag is not None)
+        return pending
 
-    def rows_transpose(self, send: Tensor, send_sizes: Sequence[int], sizes: Sequence[int]) -> Pending:
+    def rows_transpose(
+        self,
+        send: Tensor,
+        send_sizes: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        codec: Codec | None = None,
+        flag: int | None = None,
+    ) -> Pending:
         """The transpose of `rows`: gradients travel against the rows, from who received to who sent."""
-        return self.rows(send, send_sizes, sizes)
+        return self.rows(send, send_sizes, sizes, codec=codec, flag=flag)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` by rank 0's, so that replicas begin equal."""
@@ -96,21 +135,50 @@ class Exchange:
 
     def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None) -> Pending:
         if self.world_size == 1:
-            return Pending(send, None, None)
+            return Pending(send)
         self.calls += 1
         self.sent += send.numel() * send.element_size()
-        received = send.new_empty(send.shape[0] if sizes is None else sum(sizes))
+        size = send.shape[0] if sizes is None else sum(sizes)
+        rows = send.dtype is torch.float32
+        received = self.buffers.take(size, send.device) if rows else send.new_empty(size)
         lent = _Lent(received, send)
         into, out_of = lent.aliases
         work = dist.all_to_all_single(into, out_of, sizes, send_sizes, group=self._pg, async_op=True)
         return Pending(received, work, lent)
 
 
-class Pending:
-    """Numbers on their way to this rank."""
+# aliases that are looked through at a time
+_MOST_LENT = 64
 
-    def __init__(self, received: Tensor, work: Any, lent: _Lent | None) -> None:
+
+@dataclass(frozen=True)
+class _Decoding:
+    """How the bytes of all ranks, `bytes_from[r]` of rank r, become `sizes[r]` numbers of each."""
+
+    codec: Codec
+    sizes: list[int]
+    bytes_from: list[int]
+    flagged: bool
+
+    def read(self, data: Tensor) -> tuple[Tensor, list[int]]:
+        """Numbers [sum(sizes)], and the flag of each rank."""
+        if not self.flagged:
+            return self.codec.decode_blocks(data, self.sizes), []
+        blocks = torch.split(data, self.bytes_from)
+        # host sync on CUDA: whether all ranks are well
+        flags = torch.cat([block[-4:] for block in blocks]).view(torch.int32).tolist()
+        return self.codec.decode_blocks(torch.cat([block[:-4] for block in blocks]), self.sizes), flags
+
+
+class Pending:
+    """Numbers on their way to this rank; `flags` of all ranks once they are here."""
+
+    def __init__(
+        self, received: Tensor, work: Any = None, lent: _Lent | None = None, flags: Sequence[int] = ()
+    ) -> None:
         self._received, self._work, self._lent = received, work, lent
+        self.flags = list(flags)
+        self.decoding: _Decoding | None = None
 
     def wait(self) -> Tensor:
         """What came, once it is here."""
@@ -118,6 +186,8 @@ class Pending:
             self._work.wait()
             self._lent.take_back()
             self._work = self._lent = None
+            if self.decoding is not None:
+                self._received, self.flags = self.decoding.read(self._received)
         return self._received
 
 
@@ -132,16 +202,17 @@ class _Lent:
     _out: list[Tensor] = []
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.aliases = [
-            t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride()) for t in tensors
-        ]
+        self.aliases: list[Tensor] = []
+        for t in tensors:
+            self.aliases.append(t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride()))
         _Lent._out += self.aliases
 
     def take_back(self) -> None:
         """Once the transfer is over: what is left to wait for needs no memory."""
         for tensor in self.aliases:
             tensor.set_(tensor.new_empty(0).untyped_storage())
-        _Lent._out = _held(_Lent._out)
+        if len(_Lent._out) > _MOST_LENT:
+            _Lent._out = _held(_Lent._out)
 
     @staticmethod
     def settle(seconds: float = 10) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.embeddings import (
     EmbeddingBagCollection,
     EmbeddingCollection,
+    GradientCheckMode,
     LookupFeature,
     LookupPolicy,
     OptimizerSpec,
@@ -67,8 +68,9 @@ class Held:
     def __init__(
         self, routes: Routes, rank: int, device: torch.device, policy: LookupPolicy, stores: Stores | None
     ) -> None:
-        # rows travel as fp32; what arrives is cast
-        self._policy = replace(policy, output_dtype=torch.float32)
+        # rows travel as fp32; what arrives is cast. Gradients that must raise do so on all ranks, before they travel
+        check = GradientCheckMode.IGNORE if policy.gradient_check is GradientCheckMode.RAISE else policy.gradient_check
+        self._policy = replace(policy, output_dtype=torch.float32, gradient_check=check)
         self._routes, self._stores = routes, stores
         serving = routes.serving[rank]
         self.groups = [self._table_group(group, serving, device) for group in serving.groups]
@@ -125,6 +127,14 @@ class Held:
         for table, mark in zip(self._routes.tables, marks, strict=True):
             if mark is not None:
                 mark_optimizer(self.parameters[table.name], *mark)
+
+    def follow_freezing(self) -> None:
+        """Updates leave the tables alone whose parameters want no gradient now."""
+        for group in self.groups:
+            frozen = []
+            for param in group.parameters:
+                frozen.append(not param.requires_grad)  # noqa: PERF401
+            group.freeze(frozen)
 
     def _place_parameters(self) -> None:
         """Make each parameter a view of its shards."""

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.jagged import KeyedJaggedTensor
+
+from .codecs import Codec
 from .exchange import Exchange, Pending
 from .header import Head
 from .held import Held
@@ -20,6 +23,18 @@ from .id_map import IdMap
 from .results import by_slot, by_source
 from .route import Inbound, Outbound
 from .routes import HOST, POOLED, ROWS, Routes
+from .row_state import Touched, WholeRows, touched_rows
+
+
+@dataclass
+class Batch:
+    """A batch as it was given, padded to one batch size, and as it was routed: that, or each id once."""
+
+    given: KeyedJaggedTensor
+    padded: KeyedJaggedTensor
+    routed: KeyedJaggedTensor
+    # where each id of the one lies in the other, if ids travel once
+    inverse: Tensor | None = None
 
 
 @dataclass
@@ -31,10 +46,10 @@ class InFlight:
     heads: list[Head]
     # whether a backward may follow: replicated tables then know every rank's ids
     update: bool
-    # the batch as it was given, for the output's lengths
-    features: Any
-    # rows on their way
+    batch: Batch
+    # rows on their way, and how many numbers come from each rank
     pending: Pending | None = None
+    result_sizes: list[int] = field(default_factory=list)
     # for each group the slots of its ids, and what holds them until the update
     leases: list[tuple[Tensor, Any] | None] = field(default_factory=list)
 
@@ -42,10 +57,22 @@ class InFlight:
 class Owner:
     """This rank's shards; `local` is the exchange among the ranks of its host, where sums are added there first."""
 
-    def __init__(self, routes: Routes, rank: int, held: Held, exchange: Exchange, local: Exchange | None) -> None:
-        self.routes, self.rank, self.held = routes, rank, held
+    def __init__(
+        self, routes: Routes, rank: int, held: Held, exchange: Exchange, local: Exchange | None, codec: Codec | None
+    ) -> None:
+        self.routes, self.rank, self.held, self._codec = routes, rank, held, codec
         self.parts = routes.serving[rank].groups
         self._exchange, self._local = exchange, local
+        # tables cut by columns whose rule looks at whole rows: their shards update together
+        self._whole = WholeRows(routes)
+        mine = routes.serving[rank]
+        counterparts = [self.is_counterpart(r) for r in range(routes.world_size)]
+        # columns of sums that come back from each rank, and rows of which groups; columns of gradients that come
+        self._columns = [
+            serving.sums + serving.host_sums * near for serving, near in zip(routes.serving, counterparts, strict=True)
+        ]
+        self._row_groups = [(r, serving.row_groups) for r, serving in enumerate(routes.serving) if serving.row_groups]
+        self._gradient_columns = [mine.gradient_columns + mine.host_sums * near for near in counterparts]
         # slots of each group
         self._first_slot = list(accumulate((len(part.slots) for part in self.parts), initial=0))
 
@@ -77,7 +104,26 @@ class Owner:
             if not flight.update:
                 group.store.release(lease)
         sent, sizes = self._results(flight, found)
-        flight.pending = self._exchange.rows(sent, sizes, self.result_sizes(flight))
+        flag = None if self._codec is None else self._overflow(flight, found, sent, self._codec)
+        flight.result_sizes = self._result_sizes(flight)
+        flight.pending = self._exchange.rows(sent, sizes, flight.result_sizes, codec=self._codec, flag=flag)
+
+    def _overflow(self, flight: InFlight, found: Mapping[int, Tensor], sent: Tensor, codec: Codec) -> int:
+        """0, or one more than the first lookup with a number that the codec cannot carry."""
+        # host sync on CUDA: compressed rows are looked at before they leave
+        if not bool(codec.overflows(sent)):
+            return 0
+        suspects = []
+        for g, rows in found.items():
+            slots = self.parts[g].slots
+            if self._pooling(g, forward=True) == "sequence":
+                pieces = torch.split(rows, self._bags(flight, g).sum(1).tolist())
+            else:
+                pieces = torch.split(rows, [slot.width for slot in slots], dim=1)
+            suspects += [s.lookup for s, piece in zip(slots, pieces, strict=True) if codec.overflows(piece.flatten())]
+            # what each rank of a host can carry may be too much together
+            suspects += [slot.lookup for slot in slots if self.parts[g].kind == HOST]
+        return min(suspects) + 1
 
     def _pooling(self, g: int, *, forward: bool) -> str:
         group, rows = self.held.groups[g], self.parts[g].kind == ROWS
@@ -132,17 +178,12 @@ class Owner:
         flat = [tensor for mine in parts for tensor in mine]
         return torch.cat(flat) if flat else self._nothing(0), [sum(t.numel() for t in mine) for mine in parts]
 
-    def result_sizes(self, flight: InFlight) -> list[int]:
+    def _result_sizes(self, flight: InFlight) -> list[int]:
         """Numbers that come back from each rank: its sums, those of its host through it, and rows."""
-        out, sizes = flight.outbound, []
-        for rank, serving in enumerate(self.routes.serving):
-            columns = serving.width(POOLED) + (serving.width(HOST) if self.is_counterpart(rank) else 0)
-            rows = [
-                out.ids_to_groups[rank][g] * part.row_width
-                for g, part in enumerate(serving.groups)
-                if part.kind == ROWS
-            ]
-            sizes.append(out.batch * columns + sum(rows))
+        out = flight.outbound
+        sizes = [out.batch * columns for columns in self._columns]
+        for rank, groups in self._row_groups:
+            sizes[rank] += sum([out.ids_to_groups[rank][g] * width for g, width in groups])
         return sizes
 
     def is_counterpart(self, rank: int) -> bool:
@@ -186,14 +227,14 @@ class Owner:
                 sum(count * part.row_width for count, part in zip(head.sizes.ids_to_groups, self.parts, strict=False))
                 for head in flight.heads
             ]
-        columns, host = self.routes.serving[self.rank].gradient_widths
-        batches = enumerate(flight.inbound.batches)
-        return [batch * (columns + (host if self.is_counterpart(rank) else 0)) for rank, batch in batches]
+        columns = self._gradient_columns
+        return [batch * width for batch, width in zip(flight.inbound.batches, columns, strict=True)]
 
     def update(self, flight: InFlight, received: Tensor, *, weight_gradients: bool) -> list[Tensor] | None:
         """Apply the fused update for the gradients of all ranks. Gradients of per-id weights for each, if wanted."""
         gradients = self._gradients(flight, received)
         found: list[Tensor] = []
+        together: list[Touched] = []
         for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):
             lease = flight.leases[g]
             if lease is None:
@@ -203,9 +244,14 @@ class Owner:
             if weight_gradients and not part.is_replica:
                 # before the update: this gradient is of the rows that were looked up
                 found.append(group.weight_gradient(grad, lease[0], offsets))
-            if group.optimizer is not None:
-                group.update(grad, lease[0], offsets, weights, pooling=self._pooling(g, forward=False))
+            pooling = self._pooling(g, forward=False)
+            if group.optimizer is not None and any(self._whole.has(shard) for shard in part.shards):
+                together += touched_rows(group, part, grad, lease[0], offsets, weights, pooling)
+            elif group.optimizer is not None:
+                group.update(grad, lease[0], offsets, weights, pooling=pooling)
             group.store.release(lease[1])
+        if self._whole.blocks:
+            self._whole.update(together, self._exchange, self.held.device)
         return self._weights_by_source(flight, found) if weight_gradients else None
 
     def _gradients(self, flight: InFlight, received: Tensor) -> list[Tensor]:
@@ -213,7 +259,7 @@ class Owner:
         sizes, batches = self.gradient_sizes(flight), flight.inbound.batches
         if not self.routes.pooled:
             return self._row_gradients(flight, torch.split(received, sizes))
-        columns, host = self.routes.serving[self.rank].gradient_widths
+        columns, host = self.routes.serving[self.rank].gradient_columns, self.routes.serving[self.rank].host_sums
         if self._local is None:
             mine = received.view(sum(batches), columns)
             host_columns = self._nothing(0)

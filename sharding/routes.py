@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -67,7 +68,7 @@ class Slot:
     shard: int
     columns: tuple[int, int]
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Columns of the shard."""
         return self.columns[1] - self.columns[0]
@@ -81,17 +82,17 @@ class Group:
     shards: tuple[Shard, ...]
     slots: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def is_replica(self) -> bool:
         """Whether every rank holds it."""
         return self.kind == REPLICA
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Columns of all slots together."""
         return sum(slot.width for slot in self.slots)
 
-    @property
+    @cached_property
     def row_width(self) -> int:
         """Columns of each row, where rows travel: then all slots have the same."""
         return self.slots[0].width if self.slots else 0
@@ -110,13 +111,27 @@ class Serving:
         """Those that ids are sent for: replicas want them for an update alone."""
         return self.streams if update else self.streams[: self.returned]
 
-    @property
-    def gradient_widths(self) -> tuple[int, int]:
-        """Columns of a pooled gradient that this rank wants for itself, and for its host."""
-        return self.width(POOLED, ROWS, REPLICA), self.width(HOST)
+    @cached_property
+    def sums(self) -> int:
+        """Columns of sums that travel back from here."""
+        return self._width(POOLED)
 
-    def width(self, *kinds: str) -> int:
-        """Columns of all slots in groups of these kinds."""
+    @cached_property
+    def host_sums(self) -> int:
+        """Columns of sums that are added inside the host first."""
+        return self._width(HOST)
+
+    @cached_property
+    def gradient_columns(self) -> int:
+        """Columns of a pooled gradient that this rank wants, besides those of `host_sums`."""
+        return self._width(POOLED, ROWS, REPLICA)
+
+    @cached_property
+    def row_groups(self) -> list[tuple[int, int]]:
+        """Groups whose rows travel back, and the columns of each."""
+        return [(g, group.row_width) for g, group in enumerate(self.groups) if group.kind == ROWS]
+
+    def _width(self, *kinds: str) -> int:
         return sum(group.width for group in self.groups if group.kind in kinds)
 
 
@@ -136,27 +151,27 @@ class Routes:
     dense: tuple[Group, ...]
     local_size: int
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Ranks."""
         return len(self.serving)
 
-    @property
+    @cached_property
     def features(self) -> list[str]:
         """Feature of each lookup."""
         return [feature for feature, _ in self.lookups]
 
-    @property
+    @cached_property
     def dims(self) -> list[int]:
         """Output columns of each lookup."""
         return [self.tables[table].dim for _, table in self.lookups]
 
-    @property
+    @cached_property
     def dense_lookups(self) -> frozenset[int]:
         """Lookups in tables that are trained through their gradient."""
         return frozenset(slot.lookup for group in self.dense for slot in group.slots)
 
-    @property
+    @cached_property
     def id_dtype(self) -> torch.dtype:
         """Ids travel as int32 where every row number fits: half the bytes."""
         small = all(table.rows < 2**31 and not table.mapped for table in self.tables)
@@ -170,13 +185,13 @@ class Routes:
         """Whether rows travel for this lookup and are pooled at their source, in the order of one process."""
         return self.pooled and self.table_of(lookup).options.reduction == "ordered"
 
-    @property
+    @cached_property
     def scaled(self) -> bool:
         """Whether a factor for each id travels with it: its weight, or what averages it where its bag is divided."""
         ordered_mean = any(self.is_ordered(cut.lookup) and self.table_of(cut.lookup).mean for cut in self.cuts)
         return self.weighted or ordered_mean
 
-    @property
+    @cached_property
     def has_host_sums(self) -> bool:
         """Whether some sums are added inside a host before they travel on."""
         return any(group.kind == HOST for serving in self.serving for group in serving.groups)

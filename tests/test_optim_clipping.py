@@ -154,6 +154,18 @@ def test_on_meta_nothing_is_cut() -> None:
     assert optimizer.last_total_grad_norm is None
 
 
+def test_a_table_that_was_on_meta_once_does_not_switch_the_cut_off() -> None:
+    """The fused optimizer was made before `to_empty`: its groups still named meta parameters, and nothing was cut."""
+    table = EmbeddingBagConfig(6, 4, "a", feature_names=["f"])
+    ebc = FusedEmbeddingBagCollection([table], torch.optim.SGD, {"lr": 1.0}, device="meta")
+    dense = wrapped({"p": torch.tensor([3.0, 4.0])})
+    optimizer = GradientClippingOptimizer(CombinedOptimizer([("ebc", ebc.fused_optimizer()), dense]), NORM, 1.0)
+    ebc.to_empty(device="cpu")
+    optimizer.step()
+    assert optimizer.last_total_grad_norm is not None and optimizer.last_total_grad_norm.item() == 5.0
+    torch.testing.assert_close(seen(dense)["p"], torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+
+
 def test_a_norm_over_mixed_dtypes() -> None:
     grads = {"half": torch.tensor([3.0]).bfloat16(), "whole": torch.tensor([4.0])}
     params = {name: nn.Parameter(torch.zeros(1, dtype=grad.dtype)) for name, grad in grads.items()}

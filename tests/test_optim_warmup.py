@@ -6,10 +6,12 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 from embedding_batches import draw, kjt, tables_of, upstream
 from torch import nn
 
@@ -212,6 +214,33 @@ def test_a_resumed_schedule_has_the_bits_of_the_uninterrupted_one(kind: Any, out
         assert torch.equal(resumed.state_dict()[name], value), name
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_written_into_the_live_tensors_resumes_too(tmp_path: Path) -> None:
+    """torch's reader fills the tensors of a state dict in place; what `init_state` has not made it cannot fill."""
+    kind = torch.optim.Adam
+
+    def make() -> tuple[Model, WarmupOptimizer]:
+        model = Model(kind)
+        return model, WarmupOptimizer(model.combined(kind), STAGES, lr=0.05)
+
+    whole, optimizer = make()
+    whole.train_on(optimizer, range(4))
+    checkpoint.save(
+        {"model": whole.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True
+    )
+    whole.train_on(optimizer, range(4, 8))
+
+    resumed, again = make()
+    again.init_state()
+    state = {"model": resumed.state_dict(), "optim": again.state_dict()}
+    checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
+    resumed.load_state_dict(state["model"])
+    again.load_state_dict(state["optim"])
+    resumed.train_on(again, range(4, 8))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
 def test_warm_ups_of_parts_are_saved_by_prefix() -> None:
     one, other = WarmupOptimizer(wrapped(), STAGES), WarmupOptimizer(wrapped(), STAGES)
     combined = CombinedOptimizer([("x", one), ("y", other)])
@@ -277,3 +306,12 @@ def test_init_state_does_not_move_the_schedule() -> None:
 def test_the_loss_of_a_closure_is_returned() -> None:
     optimizer = WarmupOptimizer(wrapped(), [])
     assert optimizer.step(lambda: upstream(1, seed=0).sum()) == upstream(1, seed=0).sum()
+
+
+def test_the_schedule_stays_on_the_cpu_under_another_default_device() -> None:
+    """On the default device, a GPU say, every step would wait for it; meta has no numbers at all."""
+    with torch.device("meta"):
+        inner = KeyedOptimizerWrapper({"p": nn.Parameter(torch.ones(2))}, lambda p: torch.optim.SGD(p, lr=7.0))
+        optimizer = WarmupOptimizer(inner, [S(P.CONSTANT, 1, 0.5)], lr=1.0)
+        assert rates(optimizer, 2) == [0.5, 0.5, 1.0]
+        optimizer.load_state_dict(optimizer.state_dict())
