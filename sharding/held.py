@@ -128,6 +128,14 @@ class Held:
             if mark is not None:
                 mark_optimizer(self.parameters[table.name], *mark)
 
+    def follow_freezing(self) -> None:
+        """Updates leave the tables alone whose parameters want no gradient now."""
+        for group in self.groups:
+            frozen = []
+            for param in group.parameters:
+                frozen.append(not param.requires_grad)  # noqa: PERF401
+            group.freeze(frozen)
+
     def _place_parameters(self) -> None:
         """Make each parameter a view of its shards."""
         views: dict[str, list[Tensor]] = {}

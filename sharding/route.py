@@ -283,10 +283,8 @@ class Receiving:
         self.slot_streams = torch.tensor(slots, dtype=torch.int64, device="cpu").to(device)
         self.first_slot = list(accumulate((len(group.slots) for group in groups), initial=0))
         self.scaled, self.id_dtype = routes.scaled, routes.id_dtype
-
-    def elements(self, batch: int, ids: int) -> int:
-        """int32 numbers of a block from one rank: ids, lengths and, where factors travel, those."""
-        return ids * (self.id_dtype.itemsize // 4 + self.scaled) + self.streams * batch
+        # int32 numbers that travel for an id: itself and, where those do, its factor
+        self.per_id = self.id_dtype.itemsize // 4 + self.scaled
 
 
 @dataclass
