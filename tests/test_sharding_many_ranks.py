@@ -30,7 +30,8 @@ from shardwise import (
     apply_optimizer_in_backward,
 )
 from shardwise.embeddings import OptimizerSpec
-from shardwise.sharding import collection, generators, layout
+from shardwise.sharding import collection, fused_optimizer, generators, layout
+from shardwise.sharding.buffers import Buffers
 from shardwise.sharding.exchange import Exchange, Pending
 from shardwise.sharding.layout import Shard
 from shardwise.sharding.modules import ShardedEmbeddingBagCollection
@@ -124,6 +125,8 @@ class Routed:
     batches: list[int]
     kjts: list[KeyedJaggedTensor]
     sent: list[Outbound]
+    # of each source, what goes to each target
+    blocks: list[list[list[Tensor]]]
     # seconds to make what a rank is made of, for every rank that was asked for
     seconds: float
 
@@ -158,7 +161,9 @@ def routed(world: int) -> Routed:
     kjts = [batch_of(rank, batch) for rank, batch in enumerate(batches)]
     nothing = route(batch_of(0, 0), routes, sending, None, lenient=False)
     sent = [route(kjt, routes, sending, None, lenient=False) if kjt.stride() else nothing for kjt in kjts]
-    return Routed(routes, sending, batches, kjts, sent, seconds)
+    empty = nothing.blocks()
+    blocks = [out.blocks() if out.batch else empty for out in sent]
+    return Routed(routes, sending, batches, kjts, sent, blocks, seconds)
 
 
 def batch_of(rank: int, samples: int, rows: Sequence[int] = ROWS) -> KeyedJaggedTensor:
@@ -177,7 +182,7 @@ def asked_of(kjt: KeyedJaggedTensor, shard: Shard) -> Tensor:
 
 def test_what_a_rank_expects_of_another_is_what_that_sends(world: int) -> None:
     found = routed(world)
-    first, blocks = found.sending.first_stream, [out.blocks() for out in found.sent]
+    first = found.sending.first_stream
     for rank in targets(world):
         receiving = Receiving(found.routes, rank, True, CPU)
         # streams: ids of a table's rows [low, high) travel once, however many of its columns are here
@@ -189,27 +194,25 @@ def test_what_a_rank_expects_of_another_is_what_that_sends(world: int) -> None:
         assert len(shards) == receiving.streams
         for source, out in enumerate(found.sent):
             ids = sum(out.counts[first[rank] : first[rank + 1]])
-            size = sum(piece.shape[0] for piece in blocks[source][rank])
-            assert size == receiving.elements(out.batch, ids)
-            if out.batch and source % 8 == 0:
+            size = sum(piece.shape[0] for piece in found.blocks[source][rank])
+            assert size == ids * receiving.per_id + out.batch * receiving.streams
+            # those of some, counted anew
+            if out.batch and source % (world // 4) == 0:
                 assert ids == sum(asked_of(found.kjts[source], shard).shape[0] for shard in shards.values())
-        # a whole shard is asked for by all ids of all ranks
-        came = inbound_of(found, rank, blocks)
-        assert sum(came.batches) == sum(found.batches)
 
 
-def inbound_of(found: Routed, rank: int, blocks: Sequence[Sequence[Sequence[Tensor]]]) -> Inbound:
+def inbound_of(found: Routed, rank: int) -> Inbound:
     first, receiving = found.sending.first_stream, Receiving(found.routes, rank, True, CPU)
     ids_from = [sum(out.counts[first[rank] : first[rank + 1]]) for out in found.sent]
     per_group = [sum(out.ids_to_groups[rank][g] for out in found.sent) for g in range(receiving.groups)]
-    return arrange([torch.cat(list(mine[rank])) for mine in blocks], receiving, found.batches, ids_from, per_group)
+    blocks = [torch.cat(mine[rank]) for mine in found.blocks]
+    return arrange(blocks, receiving, found.batches, ids_from, per_group)
 
 
 def test_ids_of_all_ranks_arrive_in_global_order(world: int) -> None:
     found = routed(world)
-    blocks = [out.blocks() for out in found.sent]
     for rank in targets(world)[::4]:
-        inbound = inbound_of(found, rank, blocks)
+        inbound = inbound_of(found, rank)
         slots = [(group.shards[s.shard], s) for group in found.routes.serving[rank].groups for s in group.slots]
         wanted = [asked_of(kjt, shard) for shard, _ in slots for kjt in found.kjts if kjt.stride()]
         assert torch.equal(inbound.ids, torch.cat(wanted).to(inbound.ids.dtype))
@@ -233,11 +236,11 @@ def test_bytes_between_ranks_are_those_that_the_plan_predicts(world: int) -> Non
     found, hotness = routed(world), dict(zip(NAMES, map(float, IDS), strict=True))
     first = found.sending.first_stream
     cut = {n for n, (kind, _) in enumerate(strategies(world)) if kind in ("row", "grid", "host")}
-    sources = [rank for rank in range(0, world, world // 64)][::4]
+    sources = range(0, world, world // 16)
     predicted = {rank: predicted_bytes(found.routes, rank, found.batches, hotness) for rank in sources}
     for rank in sources:
         out, ids = found.sent[rank], 0.0
-        for target, (pair, block) in enumerate(zip(predicted[rank], out.blocks(), strict=True)):
+        for target, (pair, block) in enumerate(zip(predicted[rank], found.blocks[rank], strict=True)):
             assert block[1].numel() * 4 == pair.lengths
             streams = found.routes.serving[target].streams
             if not any(stream.lookup in cut for stream in streams):
@@ -248,7 +251,7 @@ def test_bytes_between_ranks_are_those_that_the_plan_predicts(world: int) -> Non
         assert ids == pytest.approx(sum(pair.ids for pair in predicted[rank]))
     for target in targets(world)[::8]:
         # ids spread evenly over the rows of cut tables: six standard deviations
-        came = sum(found.sent[rank].blocks()[target][0].numel() for rank in sources)
+        came = sum(found.blocks[rank][target][0].numel() for rank in sources)
         mean = sum(predicted[rank][target].ids for rank in sources) / 4
         assert abs(came - mean) <= 6 * mean**0.5
 
@@ -260,13 +263,14 @@ def test_results_and_gradients_have_the_sizes_that_both_sides_expect(world: int)
         rank: predicted_bytes(found.routes, rank, found.batches, hotness) for rank in some
     }
     sizes = {
-        rank: Columns(found.routes, rank).gradients(torch.zeros(found.batches[rank], 26 * 128))[1] for rank in some
+        rank: Columns(found.routes, rank).gradients(torch.zeros(found.batches[rank], 26 * 128), Buffers())[1]
+        for rank in some
     }
     for rank in some:
         unused: Any = None
         owner = Owner(found.routes, rank, unused, unused, unused, None)
         flight: Any = SimpleNamespace(outbound=found.sent[rank], inbound=SimpleNamespace(batches=found.batches))
-        results, gradients = owner.result_sizes(flight), owner.gradient_sizes(flight)
+        results, gradients = owner._result_sizes(flight), owner.gradient_sizes(flight)
         for other in some:
             assert results[other] * 4 == traffic[other][rank].rows
             assert gradients[other] == sizes[other][rank]
@@ -382,6 +386,8 @@ def test_64_ranks_in_step_call_the_same_collectives_and_find_what_one_process_do
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(collection, "Exchange", Recorded)
+    # what others see of optimizer states wants a process for each rank
+    monkeypatch.setattr(fused_optimizer, "publish", lambda value, env: torch.empty(0))
     size = 64
     batches = [rank % 3 for rank in range(size)]
     everyone = Meeting(range(size))
