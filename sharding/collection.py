@@ -160,10 +160,10 @@ class ShardedCollection(nn.Module):
         """
         update = torch.is_grad_enabled()
         self._held.follow_freezing()
-        fingerprint = self._fingerprint
+        number = self._fingerprint
         if self._owner.updates_together:
             # a table that is frozen on one rank alone would leave the others waiting for its part
-            fingerprint = (fingerprint + self._held.frozen_tables()) % 2**63
+            number = (number + self._held.frozen_tables()) % 2**63
         outbound: Outbound | None = None
         batch: Batch | None = None
         told: Sequence[header.Sizes] | Exception
@@ -174,7 +174,7 @@ class ShardedCollection(nn.Module):
             told = error
         learned = outbound is not None and outbound.weights is not None and outbound.weights.requires_grad
         heads = header.tell(
-            self._exchange, self._held.device, told, wants=header.Wants(update, learned), fingerprint=fingerprint,
+            self._exchange, self._held.device, told, wants=header.Wants(update, learned), fingerprint=number,
             groups=self._most_groups,
         )  # fmt: skip
         # where they are missing every rank has raised
