@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.kernels.huge_pages import in_huge_pages
+
 from .codecs import FP32, Codec, FormatCodec
 
 
@@ -99,7 +101,7 @@ class Exchange:
             return Pending(send)
         self.calls += 1
         self.sent += send.numel() * send.element_size()
-        received = send.new_empty(send.shape[0] if sizes is None else sum(sizes))
+        received = in_huge_pages(send.new_empty(send.shape[0] if sizes is None else sum(sizes)))
         lent = _Lent(received, send)
         into, out_of = lent.aliases
         work = dist.all_to_all_single(into, out_of, sizes, send_sizes, group=self._pg, async_op=True)

@@ -25,6 +25,7 @@ from shardwise.kernels import (
     permute_1d,
     pooled_lookup,
 )
+from shardwise.kernels.huge_pages import in_huge_pages
 
 from .route import Outbound
 from .routes import HOST, POOLED, REPLICA, ROWS, Routes, Serving, Slot, Stream
@@ -106,7 +107,10 @@ class Columns:
         first, *others = self.layers
         pieces = [matrices[run.key][:, run.first : run.first + run.high - run.low] for run in first]
         # a single piece is a view of what was received
-        found = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
+        found = pieces[0]
+        if len(pieces) > 1:
+            found = in_huge_pages(found.new_empty(out.batch, sum(self.widths)))
+            torch.cat(pieces, dim=1, out=found)
         for layer in others:
             for run in layer:
                 found[:, run.low : run.high] += matrices[run.key][:, run.first : run.first + run.high - run.low]
@@ -136,7 +140,7 @@ class Columns:
         runs = [*zip(self._wanted, self._wanted_by_host, strict=True)]
         widths = [[sum(high - low for low, high in part) for part in both] for both in runs]
         sizes = [batch * sum(both) for both in widths]
-        sent = grad.new_empty(sum(sizes))
+        sent = in_huge_pages(grad.new_empty(sum(sizes)))
         at = 0
         for both, of_both in zip(runs, widths, strict=True):
             for part, width in zip(both, of_both, strict=True):
