@@ -23,10 +23,29 @@ class FusedOptimizer(KeyedOptimizer):
     """
 
     def __init__(self, groups: Sequence[TableGroup], prefix: str) -> None:
-        self.groups = [group for group in groups if group.optimizer is not None]
-        self._names = [[f"{prefix}.{table.name}.weight" for table in group.tables] for group in self.groups]
-        super().__init__({}, {}, [{"params": [], "lr": group.lr} for group in self.groups])
+        fused = [group for group in groups if group.optimizer is not None]
+        self._prefix = prefix
+        self._begin([([table.name for table in group.tables], [group], group.lr) for group in fused])
+
+    def _begin(self, steered: Sequence[tuple[list[str], list[TableGroup], float]]) -> None:
+        """Have one `param_group` for each: names of tables, the table groups that its `lr` reaches, and that."""
+        self._home = {
+            table.name: (group, n)
+            for _, groups, _ in steered
+            for group in groups
+            for n, table in enumerate(group.tables)
+        }
+        self._tables, self._steered = [names for names, _, _ in steered], [groups for _, groups, _ in steered]
+        super().__init__({}, {}, [{"params": [], "lr": lr} for _, _, lr in steered])
         self._follow()
+
+    @property
+    def groups(self) -> list[TableGroup]:
+        """Groups of tables that have an optimizer."""
+        return [group for groups in self._steered for group in groups]
+
+    def _name(self, table: str) -> str:
+        return f"{self._prefix}.{table}.weight"
 
     def state_dict(self) -> dict[str, Any]:
         """As `KeyedOptimizer.state_dict`, of the tables where they are now."""
@@ -65,13 +84,12 @@ class FusedOptimizer(KeyedOptimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Pass each group's `lr` to its tables, from the next backward on."""
-        for group, param_group in zip(self.groups, self.param_groups, strict=True):
+        for tables, groups, param_group in zip(self._tables, self._steered, self.param_groups, strict=True):
             lr = float(param_group["lr"])
             if not 0 <= lr < math.inf:
-                raise ValueError(
-                    f"tables {[t.name for t in group.tables]}: lr must be finite and not negative, got {lr}"
-                )
-            group.set_lr(lr)
+                raise ValueError(f"tables {tables}: lr must be finite and not negative, got {lr}")
+            for group in groups:
+                group.set_lr(lr)
 
     def _put_rates_in_effect(self) -> None:
         self.step()
@@ -79,16 +97,27 @@ class FusedOptimizer(KeyedOptimizer):
     def _follow(self) -> None:
         """Look the tables' parameters and states up again: `.to()` and `to_empty()` make others."""
         params: dict[str, Tensor] = {}
-        state: dict[Tensor, dict[str, Tensor]] = {}
-        for group, names, param_group in zip(self.groups, self._names, self.param_groups, strict=True):
-            for t, (name, param) in enumerate(zip(names, group.parameters, strict=True)):
-                params[name] = param
-                views = group.state_views(t)
-                state[param] = {f"{group.tables[t].name}.{key}": view for key, view in views.items()}
-            param_group["params"] = list(group.parameters)
+        state: dict[Tensor, dict[str, Any]] = {}
+        for tables, param_group in zip(self._tables, self.param_groups, strict=True):
+            param_group["params"] = []
+            for table in tables:
+                params[self._name(table)] = param = self._parameter(table)
+                param_group["params"].append(param)
+                values = self._states(table)
+                if values is not None:
+                    state[param] = {f"{table}.{key}": value for key, value in values.items()}
         self.params = params
         self.state.clear()
         self.state.update(state)
+
+    def _parameter(self, table: str) -> Tensor:
+        group, number = self._home[table]
+        return group.parameters[number]
+
+    def _states(self, table: str) -> dict[str, Any] | None:
+        """A table's states by name; None if it has none here."""
+        group, number = self._home[table]
+        return dict(group.state_views(number))
 
     def __getstate__(self) -> dict[str, Any]:
         # tables and states belong to the groups, and the copy finds them there again

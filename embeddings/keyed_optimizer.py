@@ -70,7 +70,21 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     def _prepare_load(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         """Check a state dict; what is returned loads it, and cannot fail for its content."""
-        mine, theirs = self.state_dict()["state"], state_dict["state"]
+        fill = self._prepare_states(state_dict["state"])
+        saved = state_dict.get("param_groups", []) if self._saves_param_groups else []
+        names = {id(param): name for name, param in self.params.items()}
+        hyper = [_hyper_of([names.get(id(p), "") for p in group["params"]], saved) for group in self.param_groups]
+
+        def load() -> None:
+            fill()
+            for group, values in zip(self.param_groups, hyper, strict=True):
+                group.update(values)
+
+        return load
+
+    def _prepare_states(self, theirs: Mapping[str, Any]) -> Callable[[], None]:
+        """`_prepare_load` for the states alone."""
+        mine = self.state_dict()["state"]
         unknown, missing = set(theirs) - set(self.params), set(mine) - set(theirs)
         if unknown or missing:
             raise ValueError(
@@ -78,21 +92,16 @@ class KeyedOptimizer(torch.optim.Optimizer):
             )
         for name, values in mine.items():
             require_same_states(name, values, theirs[name])
-        saved = state_dict.get("param_groups", []) if self._saves_param_groups else []
-        names = {id(param): name for name, param in self.params.items()}
-        hyper = [_hyper_of([names.get(id(p), "") for p in group["params"]], saved) for group in self.param_groups]
 
-        def load() -> None:
+        def fill() -> None:
             for name, loaded in theirs.items():
                 param = self.params[name]
                 if name in mine:
                     load_values(self.state[param], loaded)
                 else:
                     self.state[param] = {key: fresh_value(key, value, param.device) for key, value in loaded.items()}
-            for group, values in zip(self.param_groups, hyper, strict=True):
-                group.update(values)
 
-        return load
+        return fill
 
     def post_load_state_dict(self) -> None:
         """Called after a state dict was loaded; for derived classes."""

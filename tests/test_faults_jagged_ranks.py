@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from local_tensors import local_tensors
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -102,7 +103,7 @@ def train(kind: str, order: list[str] | None) -> list[Tensor]:
         values = values_of(out)
         values.backward(torch.arange(float(values.numel())).view(values.shape))
         found.append(values.detach())
-    return [*found, *dmp.state_dict().values()]
+    return [*found, *local_tensors(dmp.state_dict()).values()]
 
 
 @pytest.mark.parametrize("kind", ["bags", "weighted bags", "rows"])
@@ -144,11 +145,11 @@ def without(key: str) -> Callable[[KeyedJaggedTensor], KeyedJaggedTensor]:
 
 def missing(key: str) -> tuple[str, list[Tensor]]:
     dmp = sharded(collection("weighted bags"))
-    before = [value.clone() for value in dmp.state_dict().values()]
+    before = [value.clone() for value in local_tensors(dmp.state_dict()).values()]
     kjt = batch_of(0, dist.get_rank())
     with pytest.raises(KeyError) as caught:
         dmp(without(key)(kjt) if dist.get_rank() == 1 else kjt)
-    assert all(map(torch.equal, before, dmp.state_dict().values()))
+    assert all(map(torch.equal, before, local_tensors(dmp.state_dict()).values()))
     return str(caught.value.args[0]), [dmp(kjt).values().detach()]
 
 
@@ -173,7 +174,7 @@ def sequences(samples: tuple[int, ...], longest: tuple[int, ...]) -> tuple[list[
     parts = [batch_of(0, r, samples[r], longest[r]) for r in range(world)]
     wanted: Any = module(parts[rank])
     assert all(torch.equal(row, wanted[key].values()) for key, row in zip(sorted(out), rows, strict=False))
-    return rows, [value.clone() for value in dmp.state_dict().values()]
+    return rows, [value.clone() for value in local_tensors(dmp.state_dict()).values()]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ MISFITS: dict[str, dict[str, list[int]]] = {
 def unfit(kind: str, mode: BoundsCheckMode) -> dict[str, tuple[str, str]]:
     dmp, found = sharded(collection(kind, mode=mode)), {}
     good = KeyedJaggedTensor(KEYS, torch.arange(12) % ROWS, lengths=torch.ones(12, dtype=torch.int64))
-    before = [value.clone() for value in dmp.state_dict().values()]
+    before = [value.clone() for value in local_tensors(dmp.state_dict()).values()]
     for name, bags in MISFITS.items():
         given: dict[str, Any] = {what: torch.tensor(numbers) for what, numbers in bags.items()}
         bad = KeyedJaggedTensor(KEYS, torch.arange(12) % ROWS, **given)
@@ -216,7 +217,7 @@ def unfit(kind: str, mode: BoundsCheckMode) -> dict[str, tuple[str, str]]:
             values_of(dmp(bad if dist.get_rank() == 1 else good)).sum().backward()
         except (ValueError, RuntimeError) as error:
             found[name] = (type(error).__name__, str(error))
-        if not all(map(torch.equal, before, dmp.state_dict().values())):
+        if not all(map(torch.equal, before, local_tensors(dmp.state_dict()).values())):
             return {**found, name: ("trained", str(found[name]))}
     values_of(dmp(good)).sum().backward()
     return found

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from local_tensors import local_tensors
 from ranks import run_ranks
 from torch import Tensor
 
@@ -157,10 +158,12 @@ def upstream_of(output: Any, step: int) -> Tensor:
 
 def final_state(module: Any) -> dict[str, Tensor]:
     """Weights and optimizer states that this process holds, by name."""
-    state = {name: param.detach().clone() for name, param in module.state_dict().items() if param.numel()}
+    state = {
+        name: param.detach().clone() for name, param in local_tensors(module.state_dict()).items() if param.numel()
+    }
     fused = module.fused_optimizer if isinstance(module, DistributedModelParallel) else module.fused_optimizer()
     for name, states in fused.state_dict()["state"].items():
-        state.update({f"{name}/{key}": value.clone() for key, value in states.items()})
+        state.update({f"{name}/{key}": value.clone() for key, value in local_tensors(states).items()})
     return state
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from local_tensors import local_tensors
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -130,9 +131,9 @@ FAULTS: dict[str, tuple[Callable[[KeyedJaggedTensor], Any], str, str]] = {
 
 
 def state_of(dmp: DistributedModelParallel) -> dict[str, Tensor]:
-    state = {name: value.detach().clone() for name, value in dmp.state_dict().items()}
+    state = {name: value.detach().clone() for name, value in local_tensors(dmp.state_dict()).items()}
     for states in dmp.fused_optimizer.state_dict()["state"].values():
-        state.update({name: value.clone() for name, value in states.items()})
+        state.update({name: value.clone() for name, value in local_tensors(states).items()})
     return state
 
 
@@ -327,7 +328,7 @@ def union_of(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 def whole_state(dmp: DistributedModelParallel) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, dmp.state_dict())
+    dist.all_gather_object(parts, local_tensors(dmp.state_dict()))
     for part in parts:
         whole.update({name: value for name, value in part.items() if value.numel()})
     return whole

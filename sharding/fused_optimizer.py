@@ -1,0 +1,89 @@
+"""The optimizer of a sharded collection, seen from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.embeddings import FusedOptimizer, OptimizerSpec, TableGroup
+
+from .held import Held
+from .state import States, publish, take
+
+
+class ShardedFusedOptimizer(FusedOptimizer):
+    """The optimizer that the tables of a sharded collection run in their backward.
+
+    Parameters, their names and `param_groups` are the same on all ranks, whatever the plan: one group for all tables of
+    equal settings. `state` has the tables with rows on this rank. Loading takes what this optimizer gave under the same
+    plan, or whole tensors, which those of an unsharded collection are; states of tables on other ranks are passed over.
+
+    Attributes:
+        resplit: "mean" lets a state per row of a whole table be loaded where columns are cut and each block of them has
+            numbers of its own: each gets that of the row. None, the default, refuses.
+    """
+
+    def __init__(self, held: Held, states: States, prefix: str) -> None:
+        self._prefix, self._held, self._values = prefix, held, states
+        self.resplit: str | None = None
+        names: dict[OptimizerSpec, list[str]] = {}
+        for table in states.tables.values():
+            if table.optimizer is not None:
+                names.setdefault(table.optimizer, []).append(table.name)
+        self._specs = list(names)
+        # the rates that tables train by, until a step passes others on
+        self._rates = [spec.lr for spec in names]
+        self._begin([(tables, _groups(held, spec), spec.lr) for spec, tables in names.items()])
+
+    def follow_plan(self, held: Held, states: States) -> None:
+        """Go on with these groups of the same tables; learning rates stay."""
+        self._held, self._values = held, states
+        self._steered = [_groups(held, spec) for spec in self._specs]
+        for groups, rate in zip(self._steered, self._rates, strict=True):
+            for group in groups:
+                group.set_lr(rate)
+        self._follow()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Pass each group's `lr` to its tables, from the next backward on."""
+        super().step(closure)
+        self._rates = [float(group["lr"]) for group in self.param_groups]
+
+    def _parameter(self, table: str) -> Tensor:
+        return self._held.parameters[table]
+
+    def _states(self, table: str) -> dict[str, Any] | None:
+        if not self._values.homes(table):
+            return None
+        return {key: publish(value, self._values.env) for key, value in self._values.states(table).items()}
+
+    def _prepare_states(self, theirs: Mapping[str, Any]) -> Callable[[], None]:
+        here = [table for tables in self._tables for table in tables if self._values.homes(table)]
+        unknown, missing = set(theirs) - set(self.params), {self._name(table) for table in here} - set(theirs)
+        if unknown or missing:
+            raise ValueError(
+                f"parameters of the optimizer state differ: missing {sorted(missing)}, unexpected {sorted(unknown)}"
+            )
+        fills = []
+        for table in here:
+            name, values = self._name(table), self._values.states(table)
+            wanted, given = {f"{table}.{key}": value for key, value in values.items()}, theirs[self._name(table)]
+            lost, strange = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
+            if lost or strange:
+                raise ValueError(f"optimizer states of {name} differ: missing {lost}, unexpected {strange}")
+            fills += [
+                take(f"{name}: state {key}", value, given[key], self._values.env, resplit=self.resplit)
+                for key, value in wanted.items()
+            ]
+
+        def fill() -> None:
+            for one in fills:
+                one()
+
+        return fill
+
+
+def _groups(held: Held, spec: OptimizerSpec) -> list[TableGroup]:
+    return [group for group in held.groups if group.optimizer == spec]
