@@ -94,7 +94,7 @@ def test_the_pieces_of_all_ranks_are_the_unsharded_state_dict(world: int, pooled
             name for name in weights if "data_parallel" in name
         }
         # groups do not depend on the rank
-        assert groups == [{"params": sorted(alone.state_dict()), "lr": 0.05}]
+        assert groups == ({"params": sorted(alone.state_dict()), "lr": 0.05},)
     for name, value in alone.state_dict().items():
         assert torch.equal(whole_of([weights[name] for weights, *_ in ranks]), value)
     for values in alone.fused_optimizer().state_dict()["state"].values():
