@@ -30,7 +30,10 @@ class FusedOptimizer(KeyedOptimizer):
     def _begin(self, steered: Sequence[tuple[list[str], list[TableGroup], float]]) -> None:
         """Have one `param_group` for each: names of tables, the table groups that its `lr` reaches, and that."""
         self._home = {
-            table.name: (group, n) for _, groups, _ in steered for group in groups for n, table in enumerate(group.tables)
+            table.name: (group, n)
+            for _, groups, _ in steered
+            for group in groups
+            for n, table in enumerate(group.tables)
         }
         self._tables, self._steered = [names for names, _, _ in steered], [groups for _, groups, _ in steered]
         super().__init__({}, {}, [{"params": [], "lr": lr} for _, _, lr in steered])

@@ -50,6 +50,9 @@ def row_gradients(
     They come in blocks that fit a core's cache, so that the update finds them there.
     """
     low, high = torch.searchsorted(index.keys, index.keys.new_tensor([segment.first_row, segment.end_row])).tolist()
+    if low == high:
+        # tables of this dim may have no features at all
+        return
     keys = index.keys[low:high] - segment.first_row
     # short numbers: half the memory to fault in
     counts = key_dtype(keys.shape[0])

@@ -21,7 +21,7 @@ from shardwise.embeddings.collection import require_features
 from shardwise.embeddings.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
-from shardwise.kernels.cpu_lookup import offsets_are_good
+from shardwise.kernels.cpu_lookup import ids_are_good, offsets_are_good
 
 from . import header
 from .dedup import once
@@ -159,8 +159,10 @@ class ShardedCollection(nn.Module):
         dense = {shard.table for group in self._routes.dense for shard in group.shards}
         return [self.parameter_name(table.name) for table in self._routes.tables if table.name not in dense]
 
-    def begin(self, features: KeyedJaggedTensor) -> InFlight:
+    def begin(self, features: KeyedJaggedTensor | Exception) -> InFlight:
         """Send the batch's ids to the ranks that serve them, and take theirs.
+
+        An exception in the place of the batch, say of what prepares it on this rank, is raised on all ranks.
 
         Raises:
             KeyError, IndexError, ValueError, TypeError: a rank's batch is bad, as `EmbeddingBagCollection.forward`
@@ -168,8 +170,7 @@ class ShardedCollection(nn.Module):
             RuntimeError: a rank failed otherwise, or ranks disagree on the plan or on gradients being enabled.
         """
         update = torch.is_grad_enabled()
-        for group in self._held.groups:
-            group.freeze([not param.requires_grad for param in group.parameters])
+        self._held.follow_freezing()
         outbound: Outbound | None = None
         batch: Batch | None = None
         told: Sequence[header.Sizes] | Exception
@@ -180,7 +181,7 @@ class ShardedCollection(nn.Module):
             told = error
         learned = outbound is not None and outbound.weights is not None and outbound.weights.requires_grad
         heads = header.tell(
-            self._exchange, self.device, told, wants=header.Wants(update, learned), fingerprint=self._fingerprint,
+            self._exchange, self._held.device, told, wants=header.Wants(update, learned), fingerprint=self._fingerprint,
             groups=self._most_groups,
         )  # fmt: skip
         # where they are missing every rank has raised
@@ -198,8 +199,11 @@ class ShardedCollection(nn.Module):
 
     def _exchanged(self, flight: InFlight) -> Tensor:
         """Rows of all lookups that are not trained by their gradient: [B, columns], or one lookup after another."""
-        self.look_up(flight)
-        weights = (flight.outbound.weights, *(home.weights for home in self._home(flight, dense=False)))
+        if flight.pending is None:
+            self.look_up(flight)
+        weights = [flight.outbound.weights]
+        if self._routes.replicas:
+            weights += [home.weights for home in self._home(flight, dense=False)]
         # a batch that began without gradients gets none: replicated tables do not know the other ranks' ids
         with torch.set_grad_enabled(flight.update and torch.is_grad_enabled()):
             return _Finish.apply(self._anchor, self, flight, *weights)  # type: ignore[no-any-return, no-untyped-call]
@@ -232,18 +236,24 @@ class ShardedCollection(nn.Module):
         """What came from all ranks and from tables at home as the output of `_exchanged`."""
         assert flight.pending is not None
         received = flight.pending.wait()
-        raise_flags(flight.pending.flags, self._routes, self._codec)
-        blocks = torch.split(received, self._owner.result_sizes(flight))
-        home = self._at_home(flight, dense=False)
+        if any(flight.pending.flags):
+            raise_flags(flight.pending.flags, self._routes, self._codec)
+        home = self._at_home(flight, dense=False) if self._routes.replicas else {}
         if self._columns is None:
-            return self._rows.put_together(flight.outbound, blocks, home)
+            found = self._rows.put_together(flight.outbound, received, flight.result_sizes, home)
+            self._exchange.buffers.give_unless(received, found)
+            return found
+        blocks = torch.split(received, flight.result_sizes)
         matrices, rest = self._columns.cut(blocks, flight.outbound.batch)
         if self._columns.ordered:
             for lookup, rows in self._rows.by_lookup(flight.outbound, rest).items():
                 cut = self._columns.ordered[lookup]
                 matrices[ROWS, lookup] = pool_in_order(flight.outbound, self._routes, cut, rows)
-        matrices.update({(REPLICA, lookup): piece for lookup, piece in home.items()})
-        return self._columns.put_together(matrices, flight.outbound)
+        for lookup, piece in home.items():
+            matrices[REPLICA, lookup] = piece
+        found = self._columns.put_together(matrices, flight.outbound)
+        self._exchange.buffers.give_unless(received, found)
+        return found
 
     def _update(self, flight: InFlight, grad: Tensor, *, learned: bool) -> tuple[Tensor | None, list[Tensor | None]]:
         """The transpose of `_assemble`, and the fused update. Gradients of weights that were sent, and used at home."""
@@ -254,7 +264,7 @@ class ShardedCollection(nn.Module):
             sent, sizes = torch.cat(blocks), [block.shape[0] for block in blocks]
         else:
             grad = self._columns.divided_gradient(grad, out)
-            sent, sizes = self._columns.gradients(grad)
+            sent, sizes = self._columns.gradients(grad, self._exchange.buffers)
         at_home: list[Tensor | None] = [None] * len(self._routes.replicas)
         if learned:
             at_home = self._home_weight_gradients(flight, grad)
@@ -266,7 +276,9 @@ class ShardedCollection(nn.Module):
         pending = self._exchange.rows_transpose(sent, sizes, sizes_back, codec=self._codec_back, flag=flag)
         received = pending.wait()
         raise_flags(pending.flags, self._routes, self._codec_back)
+        self._exchange.buffers.give_unless(sent, received)
         back = self._owner.update(flight, received, weight_gradients=learned)
+        self._exchange.buffers.give_unless(received, grad)
         return None if back is None else self._weight_gradients(flight, back, divisor), at_home
 
     def _weight_gradients(self, flight: InFlight, back: Sequence[Tensor], factor: int) -> Tensor:
@@ -302,21 +314,30 @@ class ShardedCollection(nn.Module):
 
     def _receive(self, out: Outbound, heads: Sequence[header.Head], update: bool) -> Inbound:
         receiving = self._receiving[update]
-        batches, ids_from = [head.sizes.batch for head in heads], [head.sizes.ids for head in heads]
-        groups = [sum([head.sizes.ids_to_groups[g] for head in heads]) for g in range(receiving.groups)]
+        batches, ids_from, sizes, groups = [], [], [], []
+        for head in heads:
+            batches.append(head.sizes.batch)
+            ids_from.append(head.sizes.ids)
+            groups.append(head.sizes.ids_to_groups)
+            sizes.append(head.sizes.ids * receiving.per_id + head.sizes.batch * receiving.streams)
+        to_groups = list(map(sum, zip(*groups, strict=True)))[: receiving.groups]
         if self._exchange.world_size == 1:
             weights = None if out.weights is None else out.weights.detach()
-            return in_order(out.ids, [out.lengths], weights, receiving, batches, groups)
-        sizes = [receiving.elements(batch, ids) for batch, ids in zip(batches, ids_from, strict=True)]
-        return arrange(self._exchange.ids(out.blocks(), sizes), receiving, batches, ids_from, groups)
+            return in_order(out.ids, [out.lengths], weights, receiving, batches, to_groups)
+        return arrange(self._exchange.ids(out.blocks(), sizes), receiving, batches, ids_from, to_groups)
 
-    def _prepare(self, features: KeyedJaggedTensor, update: bool) -> tuple[Batch, Outbound]:
+    def _prepare(self, features: KeyedJaggedTensor | Exception, update: bool) -> tuple[Batch, Outbound]:
+        if isinstance(features, Exception):
+            raise features
         given = require_features(features, "a sharded collection", self._weighted)
-        if self._pooled:
-            require_full_batch(given, "a sharded collection")
-        features = pad_strides(given)
-        if features.device() != self.device:
-            raise ValueError(f"ids are on {features.device()}, the tables on {self.device}")
+        features = given
+        if given.variable_stride_per_key():
+            if self._pooled:
+                require_full_batch(given, "a sharded collection")
+            features = pad_strides(given)
+        device = features.device()
+        if device != self._held.device:
+            raise ValueError(f"ids are on {device}, the tables on {self._held.device}")
         sending = self._sending_of(features, update)
         lenient = self._check(features, sending)
         weights = features.weights_or_none() if self._weighted else None
@@ -353,17 +374,21 @@ class ShardedCollection(nn.Module):
 
     def _check(self, features: KeyedJaggedTensor, sending: Sending) -> bool:
         """Raise for ids outside their tables; True where they may pass and count as none."""
-        require_ids("feature ids", features.values())
+        ids = features.values()
+        require_ids("feature ids", ids)
         if not sending.used:
             return False
         mode = self._policy.bounds_check
         picked = features if sending.all_used else features.permute(sending.used)
-        ids, offsets, padded = picked.values(), picked.offsets(), picked.capacity() is not None
+        offsets, padded = picked.offsets(), picked.capacity() is not None
+        ids = picked.values()
+        fatal = mode is BoundsCheckMode.FATAL
+        if ids.is_cpu and fatal and ids_are_good(ids, offsets, sending.checked, padded):
+            return False
         if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
             # it speaks of ids: bags that do not fit are an error on the CPU, before they leave
             return True
-        fatal, guard = mode is BoundsCheckMode.FATAL, new_guard(self.device)
-        names = sending.checked_names
+        guard, names = new_guard(self._held.device), sending.checked_names
         check_ids(ids, offsets, sending.checked, guard, names=names, fatal=fatal, padded=padded)
         if ids.is_cuda:
             # before the ids leave: begin waits for the device anyway

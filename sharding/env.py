@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import os
+from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-def get_local_size(world_size: int) -> int:
-    """Ranks of a host: LOCAL_WORLD_SIZE, as torchrun sets it, if it divides `world_size`; else all ranks are one."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    size = int(said) if said.isdecimal() else 0
+# torchrun's word for the ranks of a host, and those of MPI launchers
+_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+
+def get_local_size(world_size: int | None = None) -> int:
+    """Ranks of a host: LOCAL_WORLD_SIZE (or MPI's word for it) if it divides the world; else all ranks are one host.
+
+    `world_size` is that of the default process group unless given.
+    """
+    if world_size is None:
+        world_size = dist.get_world_size()
+    size = number_in_environment(_LOCAL_SIZE) or 0
     return size if size and world_size % size == 0 else world_size
+
+
+def number_in_environment(names: tuple[str, ...]) -> int | None:
+    """The first of these variables that is a number."""
+    return next((int(said) for name in names if (said := os.environ.get(name, "")).isdecimal()), None)
+
+
+class ShardingStrategy(Enum):
+    """What `DMPCollection` does about replicas of tables. DEFAULT and PER_MODULE are alike; FULLY_SHARDED raises."""
+
+    DEFAULT = "default"
+    PER_MODULE = "per_module"
+    FULLY_SHARDED = "fully_sharded"
 
 
 class ShardingEnv:
@@ -41,6 +67,7 @@ class ShardingEnv:
             raise ValueError(f"local_world_size {local_world_size} does not divide {world_size} ranks into hosts")
         self.world_size, self.rank, self.process_group = world_size, rank, pg
         self.local_world_size, self.output_dtensor = local_world_size, output_dtensor
+        self.device_mesh: DeviceMesh | None = None
         self._local_group: dist.ProcessGroup | None = None
 
     @classmethod
@@ -48,7 +75,8 @@ class ShardingEnv:
         cls, pg: dist.ProcessGroup, output_dtensor: bool = False, *, local_world_size: int | None = None
     ) -> ShardingEnv:
         """The ranks of a process group, for example `dist.group.WORLD`."""
-        return cls(dist.get_world_size(pg), dist.get_rank(pg), pg, output_dtensor, local_world_size=local_world_size)
+        size, rank = dist.get_world_size(pg), dist.get_rank(pg)
+        return ShardingEnv(size, rank, pg, output_dtensor, local_world_size=local_world_size)
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
@@ -57,7 +85,32 @@ class ShardingEnv:
         Raises:
             ValueError: more than one rank is asked for.
         """
-        return cls(world_size, rank)
+        return ShardingEnv(world_size, rank)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> ShardingEnv:
+        """The ranks of a mesh with the axes ("host", "local"); a part of a larger mesh, `mesh["host", "local"]`, too.
+
+        Raises:
+            ValueError: the axes are others, or a host's ranks are not consecutive ones of the mesh in rising order.
+        """
+        if mesh.mesh_dim_names != ("host", "local"):
+            raise ValueError(f"a mesh of tables has the axes ('host', 'local'), got {mesh.mesh_dim_names}")
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != sorted(ranks):
+            raise ValueError(f"hosts are consecutive ranks: the mesh {mesh.mesh.tolist()} must list ranks as they rise")
+        world = dist.group.WORLD
+        whole = world is not None and ranks == dist.get_process_group_ranks(world)
+        pg = world if whole else mesh._flatten().get_group()
+        assert pg is not None
+        env = ShardingEnv(len(ranks), dist.get_rank(pg), pg, local_world_size=mesh.size(1))
+        env.device_mesh, env._local_group = mesh, mesh.get_group("local")
+        return env
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that train dense layers together."""
+        return self.process_group
 
     def local_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's host. All ranks must ask for it the first time."""
@@ -70,3 +123,96 @@ class ShardingEnv:
                 if host <= self.rank < host + each:
                     self._local_group = group
         return self._local_group
+
+    def __deepcopy__(self, memo: object) -> ShardingEnv:
+        # copies of a model share its processes
+        return self
+
+
+class ShardingEnv2D(ShardingEnv):
+    """Replicas of sharded tables: tables are sharded over `sharding_pg`, and averaged over `replica_pg` now and then.
+
+    `rank`, `world_size` and `process_group` are those of the sharding group (TorchRec's `process_group` is the global
+    one, here `global_pg`); `global_rank` and `global_world_size` count all ranks.
+
+    Args:
+        sharding_pg: the ranks that hold one replica together.
+        replica_pg: the ranks that hold the same shards, one of each replica.
+        global_pg: all ranks; dense layers are data parallel over it.
+        device_mesh: the ranks of each sharding group, [replicas, ranks of a sharding group].
+        node_group_size: consecutive ranks of a sharding group that are a host; by default as many as LOCAL_WORLD_SIZE
+            and the mesh say.
+        use_inter_host_allreduce: whether sharding groups are consecutive ranks, and replicas are averaged over hosts.
+        sharding_strategy: see `ShardingStrategy`.
+
+    Raises:
+        ValueError: the mesh is no matrix of these groups, a size does not divide, or the strategy is not served.
+    """
+
+    def __init__(
+        self,
+        sharding_pg: dist.ProcessGroup,
+        replica_pg: dist.ProcessGroup,
+        global_pg: dist.ProcessGroup,
+        device_mesh: DeviceMesh,
+        node_group_size: int | None = None,
+        use_inter_host_allreduce: bool = False,
+        sharding_strategy: ShardingStrategy = ShardingStrategy.DEFAULT,
+    ) -> None:
+        if sharding_strategy is ShardingStrategy.FULLY_SHARDED:
+            raise ValueError("sharding_strategy FULLY_SHARDED is not served: DEFAULT averages replicas in sync()")
+        sizes = dist.get_world_size(replica_pg), dist.get_world_size(sharding_pg)
+        if device_mesh.ndim != 2 or tuple(device_mesh.mesh.shape) != sizes:
+            shape = list(device_mesh.mesh.shape)
+            raise ValueError(f"device_mesh must be [replicas, ranks of a sharding group] = {list(sizes)}, got {shape}")
+        if node_group_size is None:
+            node_group_size = _ranks_on_a_host(*sizes, contiguous=use_inter_host_allreduce)
+        super().__init__(sizes[1], dist.get_rank(sharding_pg), sharding_pg, local_world_size=node_group_size)
+        self.sharding_pg, self.replica_pg, self.global_pg = sharding_pg, replica_pg, global_pg
+        self.global_rank, self.global_world_size = dist.get_rank(global_pg), dist.get_world_size(global_pg)
+        self.device_mesh, self.node_group_size = device_mesh, node_group_size
+        self.use_inter_host_allreduce, self.sharding_strategy = use_inter_host_allreduce, sharding_strategy
+
+    def num_sharding_groups(self) -> int:
+        """How many replicas of the tables there are."""
+        return self.global_world_size // self.world_size
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return self.global_pg
+
+    def local_group(self) -> dist.ProcessGroup | None:
+        """The group of this rank's host inside its sharding group."""
+        if self._local_group is None:
+            ranks = dist.get_process_group_ranks(self.sharding_pg)
+            first = self.rank - self.rank % self.local_world_size
+            # each sharding group makes its own, so only the members of a host meet
+            self._local_group = dist.new_group(
+                ranks[first : first + self.local_world_size], use_local_synchronization=True
+            )
+        return self._local_group
+
+
+def _ranks_on_a_host(replicas: int, size: int, *, contiguous: bool) -> int:
+    """How many consecutive ranks of a sharding group of `size` share a host."""
+    local = get_local_size(replicas * size)
+    if contiguous:
+        return math.gcd(local, size)
+    # ranks of a group stand `replicas` apart
+    return local // replicas if local % replicas == 0 else 1
+
+
+def default_env() -> ShardingEnv:
+    """The ranks of torch.distributed's default group.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: call torch.distributed.init_process_group, or pass"
+            " env=ShardingEnv.from_local(1, 0) for one process"
+        )
+    assert dist.group.WORLD is not None
+    return ShardingEnv.from_process_group(dist.group.WORLD)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .buffers import Buffers
 from .codecs import FP32, Codec, FormatCodec
 
 
@@ -30,6 +31,7 @@ class Exchange:
         self.world_size = 1 if pg is None else dist.get_world_size(pg)
         self.rank = 0 if pg is None else dist.get_rank(pg)
         self.calls = self.sent = 0
+        self.buffers = Buffers()
 
     def headers(self, mine: Tensor) -> Tensor:
         """Row d of `mine` [W, H] int64 goes to rank d; row r of the result came from rank r."""
@@ -40,9 +42,13 @@ class Exchange:
 
         Returns what came from each rank.
         """
-        send_sizes = [sum([tensor.shape[0] for tensor in block]) for block in blocks]
-        send = torch.cat([tensor for block in blocks for tensor in block])
-        return list(torch.split(self._all_to_all(send, send_sizes, list(sizes)).wait(), list(sizes)))
+        pieces: list[Tensor] = []
+        send_sizes = []
+        for block in blocks:
+            pieces += block
+            send_sizes.append(sum(map(len, block)))
+        came = self._all_to_all(torch.cat(pieces), send_sizes, list(sizes)).wait()
+        return list(torch.split(came, list(sizes)))
 
     def rows(
         self,
@@ -94,16 +100,55 @@ class Exchange:
             dist.broadcast(lent.aliases[0], dist.get_global_rank(self._pg, 0), group=self._pg)
             lent.take_back()
 
+    def mean(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite each tensor by its mean over the ranks: one all-reduce for each dtype, equal bits on all ranks.
+
+        fp16 and bf16 are added in fp32, and rounded once.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in [t for t in tensors if t.numel()] if self.world_size > 1 else ():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for dtype, mine in by_dtype.items():
+            wide = torch.float32 if dtype.itemsize < 4 else dtype
+            # what is one piece of memory already needs no second one
+            packed = mine[0] if len(mine) == 1 and mine[0].is_contiguous() else torch.cat([t.flatten() for t in mine])
+            total = packed.detach().to(wide)
+            self.calls += 1
+            self.sent += total.numel() * total.element_size()
+            lent = _Lent(total)
+            dist.all_reduce(lent.aliases[0], group=self._pg)
+            lent.take_back()
+            total.div_(self.world_size)
+            for tensor, part in zip(mine, torch.split(total.flatten(), [t.numel() for t in mine]), strict=True):
+                if tensor.data_ptr() != part.data_ptr():
+                    tensor.copy_(part.view_as(tensor))
+
+    def value(self, mine: bytes, rank: int) -> bytes:
+        """Rank `rank`'s bytes, on every rank."""
+        if self.world_size == 1:
+            return mine
+        assert self._pg is not None
+        self.calls += 1
+        found = [mine]
+        dist.broadcast_object_list(found, dist.get_global_rank(self._pg, rank), group=self._pg)
+        return found[0]
+
     def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None) -> Pending:
         if self.world_size == 1:
             return Pending(send)
         self.calls += 1
         self.sent += send.numel() * send.element_size()
-        received = send.new_empty(send.shape[0] if sizes is None else sum(sizes))
+        size = send.shape[0] if sizes is None else sum(sizes)
+        rows = send.dtype is torch.float32
+        received = self.buffers.take(size, send.device) if rows else send.new_empty(size)
         lent = _Lent(received, send)
         into, out_of = lent.aliases
         work = dist.all_to_all_single(into, out_of, sizes, send_sizes, group=self._pg, async_op=True)
         return Pending(received, work, lent)
+
+
+# aliases that are looked through at a time
+_MOST_LENT = 64
 
 
 @dataclass(frozen=True)
@@ -157,16 +202,17 @@ class _Lent:
     _out: list[Tensor] = []
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.aliases = [
-            t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride()) for t in tensors
-        ]
+        self.aliases: list[Tensor] = []
+        for t in tensors:
+            self.aliases.append(t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride()))
         _Lent._out += self.aliases
 
     def take_back(self) -> None:
         """Once the transfer is over: what is left to wait for needs no memory."""
         for tensor in self.aliases:
             tensor.set_(tensor.new_empty(0).untyped_storage())
-        _Lent._out = _held(_Lent._out)
+        if len(_Lent._out) > _MOST_LENT:
+            _Lent._out = _held(_Lent._out)
 
     @staticmethod
     def settle(seconds: float = 10) -> bool:

@@ -23,7 +23,8 @@ _WELL = -1
 _ERRORS: tuple[type[Exception], ...] = (
     RuntimeError, IndexError, ValueError, KeyError, TypeError, OverflowError, FloatingPointError,
 )  # fmt: skip
-_FIELDS = 6
+# numbers of a row: those that all ranks must share (fingerprint, what the step wants), the status, three sizes
+_SHARED, _STATUS, FIELDS = 3, 3, 7
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,11 @@ class Sizes:
 class Head:
     """What one rank told this one."""
 
-    fingerprint: int
-    wants: Wants
     status: int
     sizes: Sizes
+
+
+_NOTHING = Sizes(0, 0, 0, ())
 
 
 # how many agreements this process has seen; ranks take the largest, so that each has a number of its own
@@ -102,36 +104,40 @@ def tell(
     failure = mine if isinstance(mine, Exception) else None
     if exchange.world_size == 1 and failure is not None:
         raise failure
-    sizes = [Sizes(0, 0, 0, ())] * exchange.world_size if isinstance(mine, Exception) else mine
-    sent = pack(
-        sizes, _WELL if failure is None else _status(failure), wants=wants, fingerprint=fingerprint, groups=groups
-    )
+    sizes = [_NOTHING] * exchange.world_size if isinstance(mine, Exception) else mine
+    status = _WELL if failure is None else _status(failure)
+    sent = pack(sizes, status, wants=wants, fingerprint=fingerprint, groups=groups)
     # host sync, the only one that waits for other ranks: the sizes of what comes, and whether all are well
-    heads = unpack(exchange.headers(torch.tensor(sent, device="cpu").to(device)).tolist())
-    if any(head.status != _WELL for head in heads):
+    rows = exchange.headers(torch.tensor(sent, device="cpu").to(device)).tolist()
+    heads, failed, differ = unpack(rows), False, False
+    for row in rows:
+        failed |= row[_STATUS] != _WELL
+        differ |= row[:_SHARED] != sent[0][:_SHARED]
+    if failed:
         said = pack_text(failure, exchange.world_size)
         texts = unpack_texts(exchange.headers(torch.tensor(said, device="cpu").to(device)).tolist())
         raise_failures(heads, texts, failure)
-    raise_differences(heads, wants=wants, fingerprint=fingerprint)
+    if differ:
+        raise_differences(rows, sent[0])
     return heads
 
 
 def pack(sizes: Sequence[Sizes], status: int, *, wants: Wants, fingerprint: int, groups: int) -> list[list[int]]:
     """The rows [W][H] that a rank sends."""
-    flags = wants.update + 2 * wants.weight_gradients
-    return [
-        [fingerprint, one.batch, flags, status, one.ids, one.returned, *one.ids_to_groups]
-        + [0] * (groups - len(one.ids_to_groups))
-        for one in sizes
-    ]
+    shared, rows = [fingerprint, int(wants.update), int(wants.weight_gradients), status], []
+    for one in sizes:
+        padding = [0] * (groups - len(one.ids_to_groups))
+        rows.append([*shared, one.batch, one.ids, one.returned, *one.ids_to_groups, *padding])
+    return rows
 
 
 def unpack(rows: Sequence[Sequence[int]]) -> list[Head]:
     """What came from each rank."""
-    return [
-        Head(row[0], Wants(bool(row[2] & 1), bool(row[2] & 2)), row[3], Sizes(row[1], row[4], row[5], row[_FIELDS:]))
-        for row in rows
-    ]
+    heads = []
+    for row in rows:
+        batch, ids, returned = row[_STATUS + 1 : FIELDS]
+        heads.append(Head(row[_STATUS], Sizes(batch, ids, returned, row[FIELDS:])))
+    return heads
 
 
 def pack_text(failure: Exception | None, world_size: int) -> list[list[int]]:
@@ -158,20 +164,15 @@ def raise_failures(heads: Sequence[Head], texts: Sequence[str], failure: Excepti
             raise _ERRORS[head.status](f"rank {rank}: {text}") from failure
 
 
-def raise_differences(heads: Sequence[Head], *, wants: Wants, fingerprint: int) -> None:
-    """Raise RuntimeError where ranks disagree on what all must share."""
-    facts: list[tuple[str, list[int], int]] = [
-        ("their plans, table configs or order of lookups", [head.fingerprint for head in heads], fingerprint),
-        ("whether gradients are enabled", [head.wants.update for head in heads], wants.update),
-        (
-            "whether per-id weights have gradients",
-            [head.wants.weight_gradients for head in heads],
-            wants.weight_gradients,
-        ),
-    ]
-    for what, values, mine in facts:
-        if values.count(mine) < len(values):
-            other = [rank for rank, value in enumerate(values) if value != mine]
+def raise_differences(rows: Sequence[Sequence[int]], mine: Sequence[int]) -> None:
+    """Raise RuntimeError where ranks disagree on what all must share: the first numbers of their rows."""
+    shared = (
+        "their plans, table configs or order of lookups", "whether gradients are enabled",
+        "whether per-id weights have gradients",
+    )  # fmt: skip
+    for number, what in enumerate(shared):
+        other = [rank for rank, row in enumerate(rows) if row[number] != mine[number]]
+        if other:
             raise RuntimeError(f"ranks {other} differ from this one in {what}")
 
 

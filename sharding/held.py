@@ -128,6 +128,14 @@ class Held:
             if mark is not None:
                 mark_optimizer(self.parameters[table.name], *mark)
 
+    def follow_freezing(self) -> None:
+        """Updates leave the tables alone whose parameters want no gradient now."""
+        for group in self.groups:
+            frozen = []
+            for param in group.parameters:
+                frozen.append(not param.requires_grad)  # noqa: PERF401
+            group.freeze(frozen)
+
     def _place_parameters(self) -> None:
         """Make each parameter a view of its shards."""
         for group, part in zip(self.all_groups(), self.members, strict=True):
@@ -164,6 +172,11 @@ class Held:
             grad = None if param.grad is None else fn(param.grad)
             param.data = empty
             param.grad = grad
+        self._place_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # a copied group knows no parameters, and copied parameters may be views of nothing
         self._place_parameters()
 
     def children(self) -> nn.ModuleDict:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.embeddings import EmbeddingCollection, pick_features
-from shardwise.embeddings.variable_batch import expand_bags, expand_pooled, inverse_of, inverse_or_none
+from shardwise.embeddings.variable_batch import expand_bags, expand_pooled, inverse_of
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from .awaitable import LazyAwaitable
@@ -55,7 +55,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         super().__init__(*args, **kwargs)
         self._names = [name for names in self._names_by_table for name in names]
 
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
+    def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[KeyedTensor]:
         """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
         flight = self.begin(features)
         self.look_up(flight)
@@ -73,9 +73,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             dense = self._dense_pieces(flight)
             pieces = [dense[n] if n in dense else self._columns.of_lookup(values, n) for n in range(len(dims))]
             values = torch.cat(pieces, dim=1)
-        inverse = inverse_or_none(flight.batch.given, self._routes.features)
-        if inverse is not None:
-            values = expand_pooled(values, dims, inverse)
+        given = flight.batch.given
+        if given.inverse_indices_or_none() is not None:
+            values = expand_pooled(values, dims, inverse_of(given, self._routes.features))
         return KeyedTensor(self._names, dims, values.to(self._policy.output_dtype))
 
 
@@ -87,7 +87,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self._names = [name for names in self._names_by_table for name in names]
         self._need_indices = module.need_indices()
 
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
+    def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
         flight = self.begin(features)
         self.look_up(flight)

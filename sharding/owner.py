@@ -47,8 +47,9 @@ class InFlight:
     # whether a backward may follow: replicated tables then know every rank's ids
     update: bool
     batch: Batch
-    # rows on their way
+    # rows on their way, and how many numbers come from each rank
     pending: Pending | None = None
+    result_sizes: list[int] = field(default_factory=list)
     # for each group the slots of its ids, and what holds them until the update
     leases: list[tuple[Tensor, Any] | None] = field(default_factory=list)
 
@@ -104,7 +105,8 @@ class Owner:
                 group.store.release(lease)
         sent, sizes = self._results(flight, found)
         flag = None if self._codec is None else self._overflow(flight, found, sent, self._codec)
-        flight.pending = self._exchange.rows(sent, sizes, self.result_sizes(flight), codec=self._codec, flag=flag)
+        flight.result_sizes = self._result_sizes(flight)
+        flight.pending = self._exchange.rows(sent, sizes, flight.result_sizes, codec=self._codec, flag=flag)
 
     def _overflow(self, flight: InFlight, found: Mapping[int, Tensor], sent: Tensor, codec: Codec) -> int:
         """0, or one more than the first lookup with a number that the codec cannot carry."""
@@ -176,7 +178,7 @@ class Owner:
         flat = [tensor for mine in parts for tensor in mine]
         return torch.cat(flat) if flat else self._nothing(0), [sum(t.numel() for t in mine) for mine in parts]
 
-    def result_sizes(self, flight: InFlight) -> list[int]:
+    def _result_sizes(self, flight: InFlight) -> list[int]:
         """Numbers that come back from each rank: its sums, those of its host through it, and rows."""
         out = flight.outbound
         sizes = [out.batch * columns for columns in self._columns]

@@ -25,7 +25,9 @@ from shardwise.kernels import (
     permute_1d,
     pooled_lookup,
 )
+from shardwise.kernels.huge_pages import in_huge_pages
 
+from .buffers import Buffers
 from .route import Outbound
 from .routes import HOST, POOLED, REPLICA, ROWS, Routes, Serving, Slot, Stream
 
@@ -106,11 +108,16 @@ class Columns:
         first, *others = self.layers
         pieces = [matrices[run.key][:, run.first : run.first + run.high - run.low] for run in first]
         # a single piece is a view of what was received
-        found = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
+        if len(pieces) == 1:
+            found = pieces[0]
+        else:
+            found = in_huge_pages(torch.empty(out.batch, self.starts[-1], device=out.ids.device))
+            torch.cat(pieces, dim=1, out=found)
         for layer in others:
             for run in layer:
                 found[:, run.low : run.high] += matrices[run.key][:, run.first : run.first + run.high - run.low]
-        self._divide(found, out)
+        if self.divided:
+            self._divide(found, out)
         return found
 
     def _divide(self, values: Tensor, out: Outbound) -> None:
@@ -130,13 +137,13 @@ class Columns:
             self._divide(grad, out)
         return grad
 
-    def gradients(self, grad: Tensor) -> tuple[Tensor, list[int]]:
+    def gradients(self, grad: Tensor, buffers: Buffers) -> tuple[Tensor, list[int]]:
         """The columns of `grad` [B, columns] that each rank wants, for itself and for its host: flat, and its sizes."""
         batch = grad.shape[0]
         runs = [*zip(self._wanted, self._wanted_by_host, strict=True)]
         widths = [[sum(high - low for low, high in part) for part in both] for both in runs]
         sizes = [batch * sum(both) for both in widths]
-        sent = grad.new_empty(sum(sizes))
+        sent = buffers.take(sum(sizes), grad.device)
         at = 0
         for both, of_both in zip(runs, widths, strict=True):
             for part, width in zip(both, of_both, strict=True):
@@ -207,14 +214,14 @@ class Rows:
         self.lookups = asked if self._as_they_come else exchanged
         self._width = slots[0][0].width if slots else 0
 
-    def put_together(self, out: Outbound, received: Sequence[Tensor], home: Mapping[int, Tensor]) -> Tensor:
-        """Rows of all lookups [n, dim] from the flat rows of each rank, and of tables at home by lookup."""
+    def put_together(self, out: Outbound, received: Tensor, sizes: list[int], home: Mapping[int, Tensor]) -> Tensor:
+        """Rows of all lookups [n, dim] from the flat rows of all ranks, and of tables at home by lookup."""
         if not self.lookups:
             return torch.empty(0, 0, device=out.ids.device)
         if self._as_they_come or self._by_bucket:
-            rows = torch.cat(list(received)).view(-1, self._width)
+            rows = received.view(-1, self._width)
             return rows if out.places is None else rows.index_select(0, out.places)
-        found = {**self.by_lookup(out, received), **home}
+        found = {**self.by_lookup(out, torch.split(received, sizes)), **home}
         return torch.cat([found[n] for n in self.lookups])
 
     def by_lookup(self, out: Outbound, received: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -283,10 +283,8 @@ class Receiving:
         self.slot_streams = torch.tensor(slots, dtype=torch.int64, device="cpu").to(device)
         self.first_slot = list(accumulate((len(group.slots) for group in groups), initial=0))
         self.scaled, self.id_dtype = routes.scaled, routes.id_dtype
-
-    def elements(self, batch: int, ids: int) -> int:
-        """int32 numbers of a block from one rank: ids, lengths and, where factors travel, those."""
-        return ids * (self.id_dtype.itemsize // 4 + self.scaled) + self.streams * batch
+        # int32 numbers that travel for an id: itself and, where those do, its factor
+        self.per_id = self.id_dtype.itemsize // 4 + self.scaled
 
 
 @dataclass
@@ -309,10 +307,10 @@ class Inbound:
     def places(self, came: int) -> Tensor:
         """For each id its place among the `came` ids as they came, one rank after another."""
         arrived = torch.arange(came, device=self.ids.device)
-        if self.order is None:
+        if self.order is None or not came:
             return arrived
-        streams = sum(mine.numel() for mine in self.came) // max(1, sum(self.batches))
-        sizes = [mine.view(streams, -1).sum(1) for mine in self.came]
+        streams = sum(mine.numel() for mine in self.came) // sum(self.batches)
+        sizes = [mine.view(streams, batch).sum(1) for mine, batch in zip(self.came, self.batches, strict=True)]
         return permute_1d(self.order, torch.cat(sizes), arrived)[1]
 
 

@@ -300,12 +300,16 @@ class FusedEmbeddingCollectionSharder(BaseEmbeddingSharder[FusedEmbeddingCollect
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Sharders of all modules that have one, `FusedEmbeddingCollection` included (TorchRec leaves it out)."""
+    """Sharders of collections, `FusedEmbeddingCollection` included (TorchRec leaves it out); towers need their own."""
+    # here, as it derives from what this file has
+    from .nested import FeatureProcessedEmbeddingBagCollectionSharder
+
     return [
         EmbeddingBagCollectionSharder(),
         EmbeddingCollectionSharder(),
         FusedEmbeddingBagCollectionSharder(),
         FusedEmbeddingCollectionSharder(),
+        FeatureProcessedEmbeddingBagCollectionSharder(),
     ]
 
 

@@ -10,13 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharding_mixes import Mix, TableCase, batch_of, batches_of, build, flat, held, mix_of, samples_of, shard
+from sharding_mixes import Mix, TableCase, batch_of, build, environment, held, mix_of, samples_of, shard, span_of
 from torch import Tensor
 
 from shardwise import GradientCheckMode, KeyedJaggedTensor, KeyedTensor, LookupPolicy
 from shardwise.sharding.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
 
 pytestmark = pytest.mark.ranks
+
+
+def flat(output: Any) -> Tensor:
+    """Pooled output as it is; sequence output as one matrix of rows, lookup by lookup."""
+    return torch.cat([jagged.values() for jagged in output.values()]) if isinstance(output, dict) else output.values()
+
+
+def batch_of_rank(mix: Mix, samples: int, step: int) -> KeyedJaggedTensor:
+    """`samples` of each rank, this rank's."""
+    whole = replace(mix, batches=(samples,) * dist.get_world_size())
+    return samples_of(batch_of(whole, step), samples * dist.get_rank(), samples * (dist.get_rank() + 1))
+
 
 TABLES = (
     TableCase("t0", 20, 8, ("f0", "f1"), "table_wise", seed=1),
@@ -59,11 +71,10 @@ def train_both_ways(mix: Mix) -> tuple[list[Tensor], list[Tensor], list[dict[str
     outputs: list[list[Tensor]] = []
     states = []
     for spread in (kept_once, in_full):
-        model = shard(mix, build(mix, "adam"))
+        model = shard(mix, build(mix, "adam"), environment())
         outputs.append([])
         for step in range(3):
-            batch = batch_of(mix, 3 * dist.get_world_size(), step)
-            mine = samples_of(batch, 3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+            mine = batch_of_rank(mix, 3, step)
             values = flat(model(spread(mine, keep)))
             outputs[-1].append(values.detach())
             (values * torch.randn(values.shape, generator=torch.Generator().manual_seed(step))).sum().backward()
@@ -82,11 +93,10 @@ def test_features_with_batch_sizes_of_their_own_train_as_the_batch_written_out(m
 
 
 def train_with(mix: Mix, dedup: bool) -> tuple[list[Tensor], dict[str, Tensor], int]:
-    model = shard(mix, build(mix, "adam"), dedup=dedup)
-    batches = batches_of(mix, dist.get_world_size())
-    begin, outputs = sum(batches[: dist.get_rank()]), []
+    model = shard(mix, build(mix, "adam"), environment(), dedup=dedup)
+    outputs = []
     for step in range(3):
-        mine = samples_of(batch_of(mix, sum(batches), step), begin, begin + batches[dist.get_rank()])
+        mine = samples_of(batch_of(mix, step), *span_of(mix, dist.get_rank(), dist.get_world_size()))
         values = flat(model(mine))
         outputs.append(values.detach())
         (values * torch.randn(values.shape, generator=torch.Generator().manual_seed(step))).sum().backward()
@@ -109,10 +119,10 @@ def test_ids_that_travel_once_give_the_same_rows_and_updates_in_fewer_bytes(worl
 
 def compressed(mix: Mix, forward: str, backward: str) -> tuple[list[Tensor], dict[str, Tensor], int]:
     config = QCommsConfig(CommType[forward], CommType[backward])
-    model = shard(mix, build(mix, "sgd"), codecs=get_qcomm_codecs_registry(config))
-    world, outputs = dist.get_world_size(), []
+    model = shard(mix, build(mix, "sgd"), environment(), codecs=get_qcomm_codecs_registry(config))
+    outputs = []
     for step in range(2):
-        mine = samples_of(batch_of(mix, 8 * world, step), 8 * dist.get_rank(), 8 * dist.get_rank() + 8)
+        mine = batch_of_rank(mix, 8, step)
         values = flat(model(mine))
         outputs.append(values.detach())
         (values * torch.randn(values.shape, generator=torch.Generator().manual_seed(step))).sum().backward()
@@ -145,8 +155,8 @@ def test_compressed_rows_are_close_and_take_fewer_bytes(mix: Mix, forward: str, 
 def overflow(where: str) -> tuple[str, bool]:
     """Rank 1 has a number that fp16 cannot carry; then all go on."""
     both = CommType.FP16, CommType.FP16
-    model = shard(POOLED, build(POOLED, "sgd"), codecs=get_qcomm_codecs_registry(QCommsConfig(*both)))
-    mine = samples_of(batch_of(POOLED, 6, 0), 3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+    model = shard(POOLED, build(POOLED, "sgd"), environment(), codecs=get_qcomm_codecs_registry(QCommsConfig(*both)))
+    mine = batch_of_rank(POOLED, 3, 0)
     large = next(g for g, part in zip(model._held.groups, model._held.members, strict=False) if not part.is_replica)
     kept = large.flat.clone()
     if where == "forward" and dist.get_rank() == 1:
@@ -176,8 +186,8 @@ def test_29_a_number_that_overflows_a_compressed_exchange_raises_on_all_ranks(wh
 def not_finite(mix: Mix, weight: bool) -> tuple[str, bool]:
     module = build(mix, "sgd")
     module._policy = LookupPolicy(gradient_check=GradientCheckMode.RAISE)
-    model = shard(mix, module)
-    mine = samples_of(batch_of(mix, 6, 0), 3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+    model = shard(mix, module, environment())
+    mine = batch_of_rank(mix, 3, 0)
     if weight and dist.get_rank() == 1:
         mine.weights()[0] = float("nan")
     before = {name: value.clone() for name, value in held(model)[0].items()}
@@ -208,10 +218,8 @@ def test_13_a_weight_that_is_not_finite_raises_on_all_ranks() -> None:
 
 def lazily() -> tuple[bool, bool, str, int]:
     mix = mix_of(3, pooled=True)
-    model = shard(mix, build(mix, "sgd"))
-    batches = batches_of(mix, 2)
-    begin = sum(batches[: dist.get_rank()])
-    mine = samples_of(batch_of(mix, sum(batches), 0), begin, begin + batches[dist.get_rank()])
+    model = shard(mix, build(mix, "sgd"), environment())
+    mine = samples_of(batch_of(mix, 0), *span_of(mix, dist.get_rank(), 2))
     before = model.collectives
     output: Any = model(mine)
     calls = model.collectives - before

@@ -21,7 +21,14 @@ from shardwise import (
     RowWiseAdagrad,
     ShardingEnv,
 )
-from shardwise.embeddings import LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB
+from shardwise.embeddings import (
+    LAMB,
+    FeatureProcessedEmbeddingBagCollection,
+    LarsSGD,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    PositionWeightedModuleCollection,
+)
 from shardwise.sharding import (
     BaseEmbeddingSharder,
     EmbeddingBagCollectionSharder,
@@ -48,6 +55,9 @@ MODULES: dict[type[nn.Module], nn.Module] = {
     EmbeddingCollection: EmbeddingCollection(SEQUENCES, device="meta"),
     FusedEmbeddingBagCollection: FusedEmbeddingBagCollection(BAGS, torch.optim.SGD, {"lr": 0.1}, device="meta"),
     FusedEmbeddingCollection: FusedEmbeddingCollection(SEQUENCES, torch.optim.SGD, {"lr": 0.1}, device="meta"),
+    FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollection(
+        EmbeddingBagCollection(BAGS, True, "meta"), PositionWeightedModuleCollection({"f": 3}, "meta")
+    ),
 }
 ALL_TYPES = [
     "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
@@ -74,7 +84,9 @@ def test_a_sharder_offers_every_type_on_every_device(sharder: ModuleSharder[Any]
     module = MODULES[sharder.module_type]
     params = sharder.shardable_parameters(module)
     assert {name: tuple(param.shape) for name, param in params.items()} == {"t": (7, 4), "u": (9, 4)}
-    assert {id(param) for param in params.values()} == {id(param) for param in module.parameters()}
+    assert {id(param) for param in params.values()} == {
+        id(param) for name, param in module.named_parameters() if "embedding" in name
+    }
     for device in ("cpu", "cuda"):
         assert sharder.sharding_types(device) == ALL_TYPES
         for kind in ALL_TYPES:

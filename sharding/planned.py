@@ -1,0 +1,264 @@
+"""From a model and a plan to sharded modules: which modules a plan places, whether it fits them, and their replacement.
+
+A place is a module for whose exact class there is a sharder, outermost first: inside a module that is sharded as a
+whole nothing is looked for, unless the plan names what is inside and not the whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.embeddings import EmbeddingBagCollection, EmbeddingCollection, optimizer_of
+
+from .collection import ShardedCollection
+from .env import ShardingEnv
+from .exchange import Exchange
+from .header import agree
+from .layout import fingerprint
+from .plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, options_of, shards_of, tables_of
+from .sharders import BaseEmbeddingSharder, ModuleSharder, sharder_of
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module to be sharded, by the first of the paths at which the model holds it; `env` says over which ranks."""
+
+    paths: tuple[str, ...]
+    module: nn.Module
+    sharder: ModuleSharder[Any]
+    env: ShardingEnv
+
+    @property
+    def path(self) -> str:
+        """The path that plans use."""
+        return self.paths[0]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Tables by their names in a plan."""
+        return self.sharder.shardable_parameters(self.module)
+
+
+# the places of a model -> a plan for them
+PlanMaker = Callable[[Sequence[Place]], ShardingPlan]
+
+
+def find_places(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[Any]],
+    plan: ShardingPlan | None,
+    env_of: Callable[[type[nn.Module]], ShardingEnv],
+) -> list[Place]:
+    """What is to be sharded in `module`, each module once."""
+    paths: dict[int, list[str]] = {}
+    found: dict[int, tuple[nn.Module, ModuleSharder[Any]]] = {}
+    for path, one, sharder in _walk(module, sharders, plan, "", {}):
+        paths.setdefault(id(one), []).append(path)
+        found[id(one)] = one, sharder
+    return [Place(tuple(paths[number]), one, sharder, env_of(type(one))) for number, (one, sharder) in found.items()]
+
+
+def _walk(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[Any]],
+    plan: ShardingPlan | None,
+    path: str,
+    known: dict[int, ModuleSharder[Any] | None],
+) -> Iterator[tuple[str, nn.Module, ModuleSharder[Any]]]:
+    if isinstance(module, ShardedCollection):
+        return
+    if id(module) not in known:
+        known[id(module)] = sharder_of(module, sharders)
+    sharder = known[id(module)]
+    below = f"{path}." if path else ""
+    named = [] if plan is None or path in plan.plan else [name for name in plan.plan if name.startswith(below)]
+    if sharder is not None and not any(name in _paths_below(module, below) for name in named):
+        yield path, module, sharder
+        return
+    # not named_children, which passes over a second path
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, sharders, plan, below + name, known)
+
+
+def _paths_below(module: nn.Module, below: str) -> set[str]:
+    return {below + name for name, _ in module.named_modules(remove_duplicate=False) if name}
+
+
+def agree_on_plan(
+    places: Sequence[Place],
+    plan: ShardingPlan | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    make_plan: PlanMaker,
+    *,
+    version: str,
+    partial: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> ShardingPlan:
+    """The plan, made where none is given, once it fits the model on all ranks of `group` and is the same there.
+
+    With `partial` the plan may leave places out. `check` looks at what else may be wrong on one rank.
+
+    Raises:
+        ValueError: the plan does not fit the model, or the process group does not serve the device; on all ranks.
+        RuntimeError: ranks have different plans or versions.
+    """
+
+    def planned() -> tuple[ShardingPlan, int]:
+        check()
+        for pg in {id(env.process_group): env.process_group for env in (place.env for place in places)}.values():
+            require_device(pg, device)
+        chosen = plan if plan is not None else make_plan(places)
+        unknown = set(chosen.plan) - {place.path for place in places}
+        if unknown:
+            has = sorted(place.path for place in places)
+            raise ValueError(f"the plan names modules {sorted(unknown)}, the model has {has}")
+        cuts = [(place.path, _cuts_of(place, chosen, partial)) for place in places]
+        return chosen, fingerprint((), (version, *cuts))
+
+    agreed, _ = agree(Exchange(group), exchange_device(group, device), planned)
+    warn_of_other_devices(agreed, device, stacklevel=3)
+    return agreed
+
+
+def shard_places(module: nn.Module, places: Sequence[Place], plan: ShardingPlan, device: torch.device) -> nn.Module:
+    """Replace every place that the plan names by its sharded form, in place; returns `module`, or its sharded form."""
+    for place in places:
+        of_module = plan.get_plan_for_module(place.path)
+        if of_module is not None:
+            sharded = place.sharder.shard(place.module, of_module, place.env, device, place.path)
+            for path in place.paths:
+                module = _replace(module, path, sharded)
+    return module
+
+
+def sharded_collections(module: nn.Module) -> dict[str, ShardedCollection]:
+    """The sharded collections of a model by their first paths."""
+    return {path: one for path, one in module.named_modules() if isinstance(one, ShardedCollection)}
+
+
+def collections_in(module: nn.Module) -> list[EmbeddingBagCollection | EmbeddingCollection]:
+    """The collections in a module."""
+    return [one for one in module.modules() if isinstance(one, EmbeddingBagCollection | EmbeddingCollection)]
+
+
+def warn_of_default_optimizer(places: Sequence[Place], plan: ShardingPlan, stacklevel: int) -> None:
+    """Name the tables whose sharded form trains with SGD because nobody chose another optimizer."""
+    without: list[str] = []
+    for place in places:
+        of_module = plan.get_plan_for_module(place.path)
+        chosen = not isinstance(place.sharder, BaseEmbeddingSharder) or place.sharder.fused_params
+        if of_module is not None and not chosen:
+            without += [
+                name
+                for name, param in place.parameters().items()
+                if param.requires_grad and optimizer_of(param) is None and of_module[name].sharding_spec is not None
+            ]
+    if without:
+        warnings.warn(
+            f"tables {without} have no optimizer: sharded, their backward trains them with SGD at lr 0.01."
+            " Choose one with apply_optimizer_in_backward before sharding",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _cuts_of(place: Place, plan: ShardingPlan, partial: bool) -> object:
+    """What all ranks must share of a place's plan."""
+    of_module = plan.get_plan_for_module(place.path)
+    if of_module is None:
+        if partial:
+            return None
+        raise ValueError(
+            f"the plan has no part for module {place.path!r}; it has {sorted(plan.plan)}. To leave it unsharded, pass"
+            " sharders without one for it"
+        )
+    return plan_cuts(of_module, place.parameters(), place.sharder, place.env.world_size)
+
+
+def plan_cuts(
+    of_module: Mapping[str, ParameterSharding],
+    params: Mapping[str, nn.Parameter],
+    sharder: ModuleSharder[Any],
+    world_size: int,
+) -> object:
+    """The shards that a module's plan means, for a fingerprint.
+
+    Raises:
+        ValueError: the plan names other tables than the module, or asks for what is not served.
+    """
+    if set(of_module) != set(params):
+        raise ValueError(f"the plan has tables {sorted(of_module)}, the module {sorted(params)}")
+    if not isinstance(sharder, BaseEmbeddingSharder):
+        return EmbeddingModuleShardingPlan(of_module)._serialize()
+    with warnings.catch_warnings():
+        # they are given where the module is sharded
+        warnings.simplefilter("ignore")
+        return [
+            (shards_of(name, of_module[name], *param.shape, world_size), options_of(of_module[name]))
+            for name, param in params.items()
+        ]
+
+
+def _device_types(group: dist.ProcessGroup | None) -> list[str]:
+    """The devices whose tensors a group exchanges; those of any where there is none."""
+    if group is None:
+        return []
+    return [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
+
+
+def require_device(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Raise ValueError where a group cannot exchange tensors on a device, or there is no such device."""
+    served = _device_types(group)
+    if served and device.type not in served:
+        raise ValueError(
+            f"device {str(device)!r}: the process group ({dist.get_backend(group)}) exchanges tensors on"
+            f" {', '.join(served)}: pass device={served[0]!r}, or make the group with a backend for {device.type}"
+        )
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r}: there is no CUDA here: pass device='cpu'")
+
+
+def exchange_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """A device on which the ranks can tell each other that `device` will not do."""
+    served = _device_types(group)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device(served[0]) if served and device.type not in served else device
+
+
+def warn_of_other_devices(plan: ShardingPlan, device: torch.device, stacklevel: int) -> None:
+    """Name the devices of a plan that are not where its tables go."""
+    placements = [
+        shard.placement
+        for of_module in plan.plan.values()
+        for one in of_module.values()
+        for shard in (one.sharding_spec.shards if one.sharding_spec else ())
+    ]
+    types = {where.device().type for where in placements if where is not None and not isinstance(where, str)}
+    others = sorted(types - {device.type})
+    if others:
+        warnings.warn(
+            f"the plan places tables on {', '.join(others)}, and they are sharded for device {str(device)!r}: there"
+            f" they go. To say so in the plan, make it with device_type={device.type!r}",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _replace(root: nn.Module, path: str, new: nn.Module) -> nn.Module:
+    if not path:
+        return new
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, new)
+    return root
+
+
+def tables_in(module: nn.Module) -> list[Any]:
+    """The configs of all tables in a module."""
+    return [config for one in collections_in(module) for config in tables_of(one)]

@@ -1,0 +1,146 @@
+"""Sharding without DistributedModelParallel: one module, or all collections of a model, and nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from shardwise._version import __version__
+
+from .dense import materialize, move
+from .dmp import balanced_plan
+from .env import ShardingEnv, default_env
+from .exchange import Exchange
+from .generators import ParameterShardingGenerator, apply_to_all
+from .header import agree
+from .layout import fingerprint
+from .plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from .planned import (
+    Place,
+    agree_on_plan,
+    exchange_device,
+    find_places,
+    plan_cuts,
+    require_device,
+    shard_places,
+    warn_of_default_optimizer,
+    warn_of_other_devices,
+)
+from .sharders import ModuleSharder, get_default_sharders, require_sharder
+
+# what becomes of each table: placed already, or by a generator
+TablePlans: TypeAlias = Mapping[str, ParameterSharding] | Mapping[str, ParameterShardingGenerator]
+
+
+def shard(
+    module: nn.Module,
+    plan: EmbeddingModuleShardingPlan | TablePlans | ParameterShardingGenerator,
+    env: ShardingEnv | None = None,
+    device: torch.device | str | None = None,
+    sharder: ModuleSharder[Any] | None = None,
+) -> nn.Module:
+    """The sharded form of one module; `module` itself stays as it is. All ranks call this together.
+
+    Args:
+        module: a collection, or what `sharder` is for.
+        plan: where its tables go: a plan, a generator for each table by name, or one generator for all.
+        env: rank and process group; by default those of torch.distributed's default group.
+        device: where this rank computes; by default CUDA where there is one, else the CPU.
+        sharder: by default that of `get_default_sharders()` for the module's exact class.
+
+    Raises:
+        TypeError: the module has no sharder.
+        ValueError: the plan does not fit the module, or the process group does not serve the device.
+        RuntimeError: there is no process group, or ranks have different plans. What fails on one rank is raised on all.
+
+    Example:
+        >>> ebc = EmbeddingBagCollection([EmbeddingBagConfig(100, 64, "item", feature_names=["seen"])])
+        >>> sharded = shard(ebc, row_wise(), ShardingEnv.from_local(1, 0))
+    """
+    env = env or default_env()
+    here = _device(device)
+
+    def planned() -> tuple[tuple[EmbeddingModuleShardingPlan, ModuleSharder[Any]], int]:
+        require_device(env.process_group, here)
+        found = require_sharder(module, sharder)
+        made = _plan_of(module, plan, env, here, found)
+        cuts = plan_cuts(made, found.shardable_parameters(module), found, env.world_size)
+        return (made, found), fingerprint((), (__version__, cuts))
+
+    (made, found), _ = agree(Exchange(env.process_group), exchange_device(env.process_group, here), planned)
+    whole = ShardingPlan({"": made})
+    warn_of_other_devices(whole, here, stacklevel=2)
+    warn_of_default_optimizer([Place(("",), module, found, env)], whole, stacklevel=2)
+    return found.shard(module, made, env, here)
+
+
+def shard_modules(
+    module: nn.Module,
+    env: ShardingEnv | None = None,
+    device: torch.device | str | None = None,
+    plan: ShardingPlan | None = None,
+    sharders: Sequence[ModuleSharder[Any]] | None = None,
+    init_params: bool = False,
+) -> nn.Module:
+    """Replace the collections of a model by their sharded forms, in place; other layers are not made data parallel.
+
+    Args:
+        module: the model; returned, or its sharded form if it is a collection itself.
+        env: rank and process group; by default those of torch.distributed's default group.
+        device: where this rank's tables are; by default CUDA where there is one, else the CPU.
+        plan: where tables go; a collection that it does not name stays as it is. By default whole tables balanced over
+            the ranks.
+        sharders: what shards which class of module; by default `get_default_sharders()`.
+        init_params: give other layers that are on meta their values, and move them to `device`.
+
+    Raises:
+        As `DistributedModelParallel`.
+    """
+    env, here = env or default_env(), _device(device)
+    places = find_places(module, get_default_sharders() if sharders is None else sharders, plan, lambda kind: env)
+    plan = agree_on_plan(
+        places, plan, here, env.process_group, balanced_plan(here.type), version=__version__, partial=True
+    )
+    warn_of_default_optimizer(places, plan, stacklevel=2)
+    module = shard_places(module, places, plan, here)
+    if init_params:
+        materialize(module, here)
+        move(module, here)
+    return module
+
+
+def _plan_of(
+    module: nn.Module,
+    plan: EmbeddingModuleShardingPlan | TablePlans | ParameterShardingGenerator,
+    env: ShardingEnv,
+    device: torch.device,
+    sharder: ModuleSharder[Any],
+) -> EmbeddingModuleShardingPlan:
+    params = sharder.shardable_parameters(module)
+    given: Mapping[str, ParameterSharding | ParameterShardingGenerator]
+    given = apply_to_all(module, plan, sharder) if callable(plan) else plan
+    unknown = sorted(set(given) - set(params))
+    if unknown:
+        raise ValueError(f"the plan names unknown tables {unknown}, the module has {sorted(params)}")
+    made = EmbeddingModuleShardingPlan()
+    for name, one in given.items():
+        if not isinstance(one, ParameterSharding):
+            try:
+                one = one(params[name], env.local_world_size, env.world_size, device.type, sharder)
+            except ValueError as error:
+                # a generator does not know its table's name
+                raise ValueError(f"table {name!r}: {str(error).removeprefix(_UNNAMED)}") from error
+        made[name] = one
+    return made
+
+
+_UNNAMED = "table '': "
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

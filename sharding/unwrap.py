@@ -1,0 +1,140 @@
+"""Models without their wrappers: the module inside, names of what is sharded, and copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .collection import ShardedCollection
+
+_DMP, _FSDP = "_dmp_wrapped_module", "_fsdp_wrapped_module"
+
+
+def get_unwrapped_module(module: nn.Module) -> nn.Module:
+    """The module inside DistributedModelParallel, DistributedDataParallel and FullyShardedDataParallel wrappers."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            inner = module.module
+        else:
+            inner = module._modules.get(_DMP, module._modules.get(_FSDP))
+        if inner is None:
+            return module
+        module = inner
+
+
+def get_module(module: nn.Module) -> nn.Module:
+    """The module inside DistributedModelParallel, its data-parallel wrapper included."""
+    while True:
+        inner = module._modules.get(_DMP)
+        if inner is None:
+            return module
+        module = inner
+
+
+def sharded_parameter_names(module: nn.Module) -> Iterator[str]:
+    """Parameters that the backward trains or that other ranks hold, by their names in the unsharded model.
+
+    A module of a sharder of yours names its own by a method `sharded_parameter_names(prefix="")`.
+    """
+    for path, one in get_unwrapped_module(module).named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        if isinstance(one, ShardedCollection):
+            yield from (prefix + name for name in one.fused_parameter_names())
+        elif callable(names := getattr(one, "sharded_parameter_names", None)):
+            yield from names(path)
+
+
+def get_unsharded_module_names(model: nn.Module) -> list[str]:
+    """Paths of the outermost modules in which nothing is sharded, wrappers included; none if nothing is at all."""
+    found: list[str] = []
+    _find_unsharded(model, "", found)
+    return found
+
+
+def _find_unsharded(module: nn.Module, prefix: str, found: list[str]) -> bool:
+    """Whether something in the module is sharded; paths of its unsharded children go to `found`."""
+    if _is_sharded(module):
+        return True
+    children = dict(module.named_children())
+    below: list[str] = []
+    sharded = {name: _find_unsharded(child, f"{prefix}{name}.", below) for name, child in children.items()}
+    if any(sharded.values()):
+        found += below
+        found += [prefix + name for name, is_sharded in sharded.items() if not is_sharded]
+    return any(sharded.values())
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    # a module that is sharded as a whole, say with its feature processors, has this method
+    return isinstance(module, ShardedCollection) or callable(getattr(module, "sharded_parameter_names", None))
+
+
+class sharded_model_copy:  # noqa: N801  a name of TorchRec's
+    """Inside `with sharded_model_copy(device):` `copy.deepcopy` copies sharded models, their tensors to `device`.
+
+    Process groups, which cannot be copied, are shared with the original; with device None tensors are too.
+    """
+
+    def __init__(self, device: torch.device | str | int | None) -> None:
+        self.device = device
+        self._saved: list[tuple[type, str, Any]] = []
+
+    def __enter__(self) -> None:
+        copied = _copied_to(None if self.device is None else torch.device(self.device))
+
+        def parameter(param: nn.Parameter, memo: dict[Any, Any]) -> nn.Parameter:
+            new = nn.Parameter(copied(param.detach(), memo), param.requires_grad)
+            vars(new).update(vars(param))
+            return new
+
+        for owner, method in ((Tensor, copied), (nn.Parameter, parameter), (dist.ProcessGroup, _itself)):
+            self._saved.append((owner, "__deepcopy__", owner.__dict__.get("__deepcopy__")))
+            setattr(owner, "__deepcopy__", method)  # noqa: B010  types have no such attribute to assign
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for owner, name, before in self._saved:
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._saved.clear()
+
+
+def copy_to_device(module: nn.Module, current_device: torch.device, to_device: torch.device) -> nn.Module:
+    """A copy of a model whose tensors on `current_device` are moved to `to_device`; it shares the others."""
+    with sharded_model_copy(device=None):
+        copied = copy.deepcopy(module)
+    return copied._apply(lambda tensor: tensor.to(to_device) if tensor.device == current_device else tensor)
+
+
+def _copied_to(device: torch.device | None) -> Callable[[Tensor, dict[Any, Any]], Tensor]:
+    """How a tensor is copied: views of one memory stay views of one."""
+
+    def copied(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
+        if device is None:
+            return tensor
+        if tensor.is_meta or device.type == "meta" or tensor.layout is not torch.strided:
+            return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+        storage = tensor.untyped_storage()
+        key = "storage", storage._cdata
+        if key not in memo:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+            memo[key] = whole.to(device, copy=True)
+        new = torch.empty(0, dtype=tensor.dtype, device=device)
+        new.set_(memo[key].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return new.requires_grad_(tensor.requires_grad)
+
+    return copied
+
+
+def _itself(group: dist.ProcessGroup, memo: object) -> dist.ProcessGroup:
+    return group
