@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,19 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from local_tensors import local_tensors
 from ranks import run_ranks
-from sharding_mixes import (
-    Mix,
-    TableCase,
-    batch_of,
-    batches_of,
-    build,
-    flat,
-    rows_of_rank,
-    samples_of,
-    shard,
-    train_alone,
-    upstream_of,
-)
+from sharding_mixes import Mix, TableCase, build, environment, shard, train_alone
+from sharding_steps import expect_outputs, train_on
 from torch import Tensor, nn
 
 from shardwise import (
@@ -65,42 +53,26 @@ def mix_by(plan: str) -> Mix:
     )
 
 
-def train(model: Any, mix: Mix, optimizer: str, steps: range) -> list[Tensor]:
-    """This rank's outputs; upstream gradients are its rows of those of one process, times the ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    alone, batches = build(mix, optimizer), batches_of(mix, world)
-    begin, outputs = sum(batches[:rank]), []
-    for step in steps:
-        batch = batch_of(mix, sum(batches), step)
-        values = flat(model(samples_of(batch, begin, begin + batches[rank])))
-        outputs.append(values.detach().clone())
-        with torch.no_grad():
-            shape = alone(batch)
-        mine = rows_of_rank(shape, begin, begin + batches[rank], upstream_of(flat(shape), step))
-        (values * mine * world).sum().backward()
-    return outputs
-
-
 def save(plan: str, optimizer: str, path: str) -> None:
     mix = mix_by(plan)
-    model = shard(mix, build(mix, optimizer))
-    train(model, mix, optimizer, range(2))
+    model = shard(mix, build(mix, optimizer), environment())
+    train_on(mix, model, range(2))
     dcp.save({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=path)
 
 
-def load(plan: str, optimizer: str, path: str) -> list[Tensor]:
+def load(plan: str, optimizer: str, path: str) -> list[list[Tensor]]:
     mix = mix_by(plan)
     other = build(mix, optimizer)
     for param in other.parameters():
         param.data.fill_(7.0)
-    model = shard(mix, other)
+    model = shard(mix, other, environment())
     for group in model.fused_optimizer.param_groups:
         group["lr"] = 9.0
     state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
     model.fused_optimizer.load_state_dict(state["optimizer"])
-    return train(model, mix, optimizer, range(2, 4))
+    return train_on(mix, model, range(2, 4))
 
 
 @pytest.mark.parametrize(
@@ -114,20 +86,18 @@ def load(plan: str, optimizer: str, path: str) -> list[Tensor]:
     ],
 )
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(before: str, after: str, world: int, tmp_path: Path) -> None:
-    run, _ = train_alone(mix_by(before), "adam", 4)
+    run = train_alone(mix_by(before), "adam", 4)
     run_ranks(2, save, before, "adam", str(tmp_path))
     ranks = run_ranks(world, load, after, "adam", str(tmp_path))
-    for step in (0, 1):
-        assert torch.equal(torch.cat([outputs[step] for outputs in ranks]), run.outputs[2 + step])
+    expect_outputs(mix_by(before), run, ranks, range(2, 4))
 
 
 def test_states_per_row_cross_plans_too(tmp_path: Path) -> None:
     """With row_state="table" a row has one number, whether or not its columns are cut."""
-    run, _ = train_alone(mix_by("rows"), "rowwise_adagrad", 4)
+    run = train_alone(mix_by("rows"), "rowwise_adagrad", 4)
     run_ranks(2, save, "rows", "rowwise_adagrad", str(tmp_path))
     ranks = run_ranks(2, load, "columns", "rowwise_adagrad", str(tmp_path))
-    for step in (0, 1):
-        assert torch.equal(torch.cat([outputs[step] for outputs in ranks]), run.outputs[2 + step])
+    expect_outputs(mix_by("rows"), run, ranks, range(2, 4))
 
 
 class Net(nn.Module):

@@ -14,19 +14,16 @@ from sharding_mixes import (
     OPTIMIZERS,
     Mix,
     TableCase,
-    batch_of,
-    batches_of,
+    address,
     build,
-    flat,
+    environment,
     held,
     mix_of,
-    rows_of_rank,
-    samples_of,
     shard,
     shards_of,
     train_alone,
-    upstream_of,
 )
+from sharding_steps import expect_held, expect_outputs, train_on
 from torch import Tensor
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, ShardingEnv
@@ -54,68 +51,33 @@ def go_over(model: Any, mix: Mix, **more: Any) -> None:
     model.reshard(shards, {table.name: table.options for table in mix.tables}, **more)
 
 
-def train(model: Any, mix: Mix, optimizer: str, step: int) -> Tensor:
-    """This rank's output of one step; its upstream gradients are its rows of those of one process, times the ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    batches = batches_of(mix, world)
-    begin = sum(batches[:rank])
-    batch = batch_of(mix, sum(batches), step)
-    values = flat(model(samples_of(batch, begin, begin + batches[rank])))
-    with torch.no_grad():
-        shape = build(mix, optimizer)(batch)
-    mine = rows_of_rank(shape, begin, begin + batches[rank], upstream_of(flat(shape), step))
-    (values * mine * world).sum().backward()
-    return values.detach().clone()
-
-
-def train_through(plans: list[Mix], optimizer: str, each: int) -> tuple[list[Tensor], Any, list[int]]:
+def train_through(plans: list[Mix], optimizer: str, each: int) -> tuple[list[list[Tensor]], Any]:
     """Some steps under each plan; outputs, what this rank holds at the end, and what its parameters are."""
-    model = shard(plans[0], build(plans[0], optimizer))
+    model = shard(plans[0], build(plans[0], optimizer), environment())
     before = [id(param) for param in model.parameters()]
     outputs = []
     for number, mix in enumerate(plans):
         if number:
             go_over(model, mix)
-        outputs += [train(model, mix, optimizer, number * each + step) for step in range(each)]
+        outputs += train_on(mix, model, range(number * each, (number + 1) * each))
     assert [id(param) for param in model.parameters()] == before
     last = plans[-1]
-    fresh = shard(last, build(last, optimizer))
+    fresh = shard(last, build(last, optimizer), environment())
     # the same shards in the same places as a model that was sharded by this plan from the start
     assert [p.shape for p in fresh.parameters()] == [p.shape for p in model.parameters()]
     assert list(model.state_dict()) == list(fresh.state_dict())
-    return outputs, held(model), [group.step.item() for group in model._held.groups if group.tables]
+    return outputs, held(model)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("pooled", [True, False], ids=["bags", "rows"])
 def test_whole_tables_then_rows_then_columns_train_as_one_process(pooled: bool, optimizer: str) -> None:
     plans = [mix_by((strategy,) * 3, pooled=pooled) for strategy in ("table_wise", "row_wise", "column_wise")]
-    run, _ = train_alone(plans[0], optimizer, 6)
+    run = train_alone(plans[0], optimizer, 6)
     ranks = run_ranks(2, train_through, plans, optimizer, 2)
-    for step, wanted in enumerate(run.outputs if pooled else ()):
-        assert torch.equal(torch.cat([outputs[step] for outputs, *_ in ranks]), wanted), step
-    expect_state(run, ranks, pooled)
-
-
-def expect_state(run: Any, ranks: list[Any], pooled: bool) -> None:
-    """Weights and states of every shard are their part of those of one process."""
-    name = "embedding_bags" if pooled else "embeddings"
-    for _, (weights, states), _ in ranks:
-        for key, value in weights.items():
-            table, rows, cols = cut_of(key)
-            assert torch.equal(value, run.weights[f"{name}.{table}.weight"][slice(*rows), slice(*cols)]), key
-        for key, value in states.items():
-            where, state = key.rsplit("/", 1)
-            table, rows, cols = cut_of(where)
-            whole = run.states[f"{name}.{table}.weight/{table}.{state}"]
-            part = whole if state == "step" else whole[slice(*rows)]
-            assert torch.equal(value, part[:, slice(*cols)] if part.dim() == 2 else part), key
-
-
-def cut_of(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    table, *numbers = re.findall(r"^\w+|\d+", key)
-    rows_low, rows_high, cols_low, cols_high = map(int, numbers)
-    return table, (rows_low, rows_high), (cols_low, cols_high)
+    expect_outputs(plans[0], run, [outputs for outputs, _ in ranks], range(6))
+    for _, (weights, states) in ranks:
+        expect_held(run, weights, states)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -123,15 +85,19 @@ def cut_of(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
 def test_any_mix_goes_over_to_any_other(seed: int, world: int) -> None:
     """Replicas too, shards without rows, several column blocks on a rank; half precision tables."""
     pooled = seed % 3 != 0
-    first = mix_of(seed, pooled=pooled, exact=True)
+    drawn = mix_of(seed, pooled=pooled)
+    first = replace(drawn, tables=tuple(replace(table, options=EXACT) for table in drawn.tables))
     tables = [
         replace(table, strategy=ALL[(ALL.index(table.strategy) + seed + n + 1) % len(ALL)], seed=table.seed + 1)
         for n, table in enumerate(first.tables)
     ]
     plans = [first, replace(first, tables=tuple(tables)), first]
     optimizer = ("adam", "rowwise_adagrad", "sgd")[seed % 3]
-    run, _ = train_alone(first, optimizer, 3)
-    expect_state(run, run_ranks(world, train_through, plans, optimizer, 1), pooled)
+    run = train_alone(first, optimizer, 3)
+    ranks = run_ranks(world, train_through, plans, optimizer, 1)
+    expect_outputs(first, run, [outputs for outputs, _ in ranks], range(3))
+    for _, (weights, states) in ranks:
+        expect_held(run, weights, states)
 
 
 def resplit(plan: str) -> tuple[str, Any, Any]:
@@ -168,26 +134,25 @@ def test_numbers_per_row_of_other_column_blocks_are_averaged_only_on_request(pla
     """Blocks of 2, 4 and 2 columns have 0, 20 and 60 more than the row's number."""
     wanted = {
         # [0, 4) is half of the first and half of the second; [4, 8) of the second and the third
-        "halves": {"t (0, 4) (0, 4)": 10.0, "t (0, 4) (4, 8)": 40.0},
-        "whole": {"t (0, 4) (0, 8)": 25.0},
-        "rows": {"t (0, 2) (0, 8)": 25.0, "t (2, 4) (0, 8)": 25.0},
+        "halves": {"t|0:4|0:4": 10.0, "t|0:4|4:8": 40.0},
+        "whole": {"t|0:4|0:8": 25.0},
+        "rows": {"t|0:2|0:8": 25.0, "t|2:4|0:8": 25.0},
     }[plan]
     found: dict[str, Tensor] = {}
     for told, unchanged, states in run_ranks(2, resplit, plan):
         assert re.search(r"^rank 0: table 't': .*of columns \[\(0, 2\), \(2, 6\), \(6, 8\)\].*resplit='mean'", told), (
             told
         )
-        assert {key.split(" (")[2] for key in unchanged} <= {"0, 2)/momentum1", "2, 6)/momentum1", "6, 8)/momentum1"}
+        assert set(unchanged) <= {"t|0:4|0:2/momentum1", "t|0:4|2:6/momentum1", "t|0:4|6:8/momentum1"}
         found.update(states)
     assert found.keys() == {f"{key}/momentum1" for key in wanted}
     for key, extra in wanted.items():
-        low, high = cut_of(key)[1]
-        assert torch.equal(found[f"{key}/momentum1"], torch.arange(4.0)[low:high] + extra)
+        assert torch.equal(found[f"{key}/momentum1"], torch.arange(4.0)[address(key)[1]] + extra)
 
 
 def refusals() -> dict[str, str]:
     mix = mix_by(("table_wise", "data_parallel", "row_wise"))
-    model = shard(mix, build(mix, "adam"))
+    model = shard(mix, build(mix, "adam"), environment())
     before = held(model)
     good = [shard for table in mix.tables for shard in shards_of(table, 2, 2)]
     mine = table_wise("t0", 5, 8, dist.get_rank())
@@ -206,7 +171,7 @@ def refusals() -> dict[str, str]:
             found[case] = f"{type(error).__name__} {error}"
         for old, new in zip(before, held(model), strict=True):
             assert old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in old)
-    train(model, mix, "adam", 0)
+    train_on(mix, model, range(1))
     return found
 
 
@@ -226,7 +191,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_and_changes_nothing() -> None:
 
 def rates() -> list[float]:
     mix, other = mix_by(("table_wise",) * 3), mix_by(("row_wise",) * 3)
-    model = shard(mix, build(mix, "adam"))
+    model = shard(mix, build(mix, "adam"), environment())
     fused = model.fused_optimizer
     schedule = torch.optim.lr_scheduler.ExponentialLR(fused, 0.5)
     fused.step()
