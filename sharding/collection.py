@@ -34,6 +34,7 @@ from .id_map import IdMap
 from .layout import Shard, TableOptions, fingerprint, validate
 from .owner import Batch, InFlight, Owner
 from .qcomms import codecs_of
+from .reshard import reshard
 from .results import Columns, Rows, pool_in_order
 from .route import Home, Inbound, Outbound, Receiving, Sending, arrange, in_order, route
 from .routes import REPLICA, ROWS, Routes, Table, plan_routes
@@ -114,6 +115,16 @@ class ShardedCollection(nn.Module):
         # what the state dicts of this rank's tables are made of
         self.states = States(routes, held, self._env)
         self._forget()
+
+    def reshard(
+        self,
+        shards: Sequence[Shard],
+        options: Mapping[str, TableOptions] | None = None,
+        *,
+        resplit: str | None = None,
+    ) -> None:
+        """Go over to another plan, with weights and optimizer states. Arguments and errors as `reshard.reshard`."""
+        reshard(self, shards, options, resplit=resplit)
 
     def _forget(self) -> None:
         """Begin anew what is made of the routes for a device."""
