@@ -358,6 +358,33 @@ def test_replicas_are_saved_once_and_loaded_by_all(tmp_path: Path) -> None:
             assert (found[name].float() - value.float()).abs().max() <= tolerance(name), name
 
 
+def hosts_inside(inter_host: bool) -> tuple[Tensor, list[int]]:
+    where: dict[str, Any] = {
+        "ta": table_row_wise(1), "tb": grid_shard([0, 1]), "tc": row_wise(), "td": data_parallel(), "te": table_wise(3),
+    }  # fmt: skip
+    model = bags()
+    of_module = construct_module_sharding_plan(model, where, world_size=4, local_size=2, device_type="cpu")
+    assert dist.group.WORLD is not None
+    dmp = DMPCollection(
+        model, "cpu", ShardingPlan({"": of_module}), WORLD, 4, dist.group.WORLD, node_group_size=2,
+        use_inter_host_allreduce=inter_host,
+    )  # fmt: skip
+    sharded = dmp._sharded[""]
+    assert sharded._routes.has_host_sums
+    local = dmp._env.local_group()
+    assert local is not None
+    dmp.sync()
+    return dmp(batch_of(0, samples_of(dist.get_rank()))).values().detach(), dist.get_process_group_ranks(local)
+
+
+@pytest.mark.filterwarnings("ignore:tables")
+@pytest.mark.parametrize("inter_host", [False, True])
+def test_a_sharding_group_has_hosts(inter_host: bool) -> None:
+    for rank, (found, host) in enumerate(run_ranks(WORLD, hosts_inside, inter_host)):
+        assert host == ([0, 1] if rank < 2 else [2, 3])
+        assert (found - bags()(batch_of(0, samples_of(rank))).values()).abs().max() <= 1e-6
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "group": ({"sharding_group_size": 3}, "sharding_group_size 3 does not divide 4 ranks"),
     "host": ({"node_group_size": 3}, "node_group_size 3 does not divide sharding_group_size 2"),
