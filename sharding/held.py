@@ -136,6 +136,13 @@ class Held:
                 frozen.append(not param.requires_grad)  # noqa: PERF401
             group.freeze(frozen)
 
+    def frozen_tables(self) -> int:
+        """A number that tells which parameters want no gradient; every rank has one for each table."""
+        bits = 0
+        for number, param in enumerate(self.parameters.values()):
+            bits |= (not param.requires_grad) << number
+        return bits
+
     def _place_parameters(self) -> None:
         """Make each parameter a view of its shards."""
         for group, part in zip(self.all_groups(), self.members, strict=True):
