@@ -269,11 +269,11 @@ def go_over_model(form: str) -> tuple[list[float], list[float], float, str, list
     for cut, steps in ((rows, range(2, 4)), (columns, range(4, 6))):
         plan = plan_by(Net(), cut).plan["ebc"]
         delta = EmbeddingModuleShardingPlan({"a": plan["a"]})
-        told, path = {
+        forms: dict[str, tuple[Any, str | None]] = {
             "delta": ({"ebc": (1.5, delta)}, None), "named": ({"ebc": (1.5, delta), "other": (2.0, {})}, "ebc"),
             "plan": (plan, "ebc"),
-        }[form]  # fmt: skip
-        volume = dmp.reshard(told, path)
+        }  # fmt: skip
+        volume = dmp.reshard(*forms[form])
         found += losses(dmp, steps)
         assert dmp.plan.plan["ebc"]["a"] == plan["a"]
     # optimizers made before see the tables where they are now
