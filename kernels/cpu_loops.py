@@ -347,17 +347,20 @@ def update_buckets(
     for bucket in range(first, last):
         mine = entries[starts[bucket] : starts[bucket + 1]]
         _sort(mine, other, bits)
-        i, n = 0, mine.shape[0]
+        i, n, soon = 0, mine.shape[0], 0
         while i < n:
             row, end = _row(mine[i]), i + 1
             while row >= segments[part, 2]:
                 part += 1
             dim, low, base = segments[part, 0], segments[part, 1], segments[part, 3]
-            if i + _AHEAD < n:
-                ahead = _row(mine[i + _AHEAD])
-                there = base + (ahead - low) * dim
-                _prefetch_row(W, there, dim)
-                _prefetch_states(states, there, ahead, dim)
+            # every row once: runs of equal entries make i jump
+            while soon < min(i + _AHEAD + 1, n):
+                ahead = _row(mine[soon])
+                if soon == 0 or ahead != _row(mine[soon - 1]):
+                    there = base + (ahead - low) * dim
+                    _prefetch_row(W, there, dim)
+                    _prefetch_states(states, there, ahead, dim)
+                soon += 1
             while end < n and _row(mine[end]) == row:
                 end += 1
             at = base + (row - low) * dim

@@ -158,6 +158,11 @@ class Held:
             param.grad = grad
         self._place_parameters()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # a copied group knows no parameters, and copied parameters may be views of nothing
+        self._place_parameters()
+
     def children(self) -> nn.ModuleDict:
         """The parameters under the names of the unsharded module."""
         found = nn.ModuleDict()

@@ -64,6 +64,7 @@ def predicted_bytes(
         returned = sum(back[: mine.returned])
         sums = mine.sums + mine.host_sums * near
         rows = batches[other] * sums + _row_numbers(mine, back, (ROWS,))
+        gradients: float
         if routes.pooled:
             gradients = batches[rank] * (serving.gradient_columns + serving.host_sums * near)
         else:

@@ -1,0 +1,79 @@
+"""Count what a piece of code calls: functions of Python, and collectives of torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# collectives that a step may call; those of DDP run below Python
+COLLECTIVES = (
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list",
+    "gather", "gather_object", "isend", "irecv", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "scatter_object_list", "send",
+)  # fmt: skip
+
+
+class Called(NamedTuple):
+    """A function of Python."""
+
+    file: str
+    line: int
+    name: str
+
+
+def python_calls(run: Callable[[], object]) -> Counter[Called]:
+    """How often `run()` calls each function of Python, counted by `sys.setprofile`; a generator counts at each step."""
+    found: Counter[Called] = Counter()
+
+    def seen(frame: Any, event: str, argument: object) -> None:
+        if event == "call":
+            code = frame.f_code
+            found[Called(code.co_filename, code.co_firstlineno, getattr(code, "co_qualname", code.co_name))] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def of_folder(calls: Counter[Called], folder: str) -> Counter[Called]:
+    """Calls of functions whose file lies below a folder, by the path it was imported from."""
+    inside = folder + os.sep
+    return Counter({one: n for one, n in calls.items() if one.file.startswith(inside)})
+
+
+def listed(calls: Counter[Called], most: int) -> list[str]:
+    """The functions that are called most, one a line."""
+    return [f"{n:5} {'/'.join(one.file.split('/')[-2:])}:{one.line} {one.name}" for one, n in calls.most_common(most)]
+
+
+@contextmanager
+def collectives(names: Sequence[str] = COLLECTIVES) -> Iterator[Counter[str]]:
+    """Count calls of torch.distributed's collectives by name while this is open."""
+    found: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in names:
+            # under both names; what torch calls inside itself goes through the second and would count twice
+            function = getattr(distributed_c10d, name)
+            stack.enter_context(patch.object(dist, name, counted(name, function)))
+        yield found
