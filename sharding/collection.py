@@ -34,6 +34,7 @@ from .id_map import IdMap
 from .layout import Shard, TableOptions, fingerprint, validate
 from .owner import Batch, InFlight, Owner
 from .qcomms import codecs_of
+from .reshard import reshard
 from .results import Columns, Rows, pool_in_order
 from .route import Home, Inbound, Outbound, Receiving, Sending, arrange, in_order, route
 from .routes import REPLICA, ROWS, Routes, Table, plan_routes
@@ -115,6 +116,16 @@ class ShardedCollection(nn.Module):
         self.states = States(routes, held, self._env)
         self._forget()
 
+    def reshard(
+        self,
+        shards: Sequence[Shard],
+        options: Mapping[str, TableOptions] | None = None,
+        *,
+        resplit: str | None = None,
+    ) -> None:
+        """Go over to another plan, with weights and optimizer states. Arguments and errors as `reshard.reshard`."""
+        reshard(self, shards, options, resplit=resplit)
+
     def _forget(self) -> None:
         """Begin anew what is made of the routes for a device."""
         self._receiving = [Receiving(self._routes, self._env.rank, update, self.device) for update in (False, True)]
@@ -160,6 +171,10 @@ class ShardedCollection(nn.Module):
         """
         update = torch.is_grad_enabled()
         self._held.follow_freezing()
+        number = self._fingerprint
+        if self._owner.updates_together:
+            # a table that is frozen on one rank alone would leave the others waiting for its part
+            number = (number + self._held.frozen_tables()) % 2**63
         outbound: Outbound | None = None
         batch: Batch | None = None
         told: Sequence[header.Sizes] | Exception
@@ -170,7 +185,7 @@ class ShardedCollection(nn.Module):
             told = error
         learned = outbound is not None and outbound.weights is not None and outbound.weights.requires_grad
         heads = header.tell(
-            self._exchange, self._held.device, told, wants=header.Wants(update, learned), fingerprint=self._fingerprint,
+            self._exchange, self._held.device, told, wants=header.Wants(update, learned), fingerprint=number,
             groups=self._most_groups,
         )  # fmt: skip
         # where they are missing every rank has raised
@@ -310,7 +325,7 @@ class ShardedCollection(nn.Module):
             batches.append(head.sizes.batch)
             ids_from.append(head.sizes.ids)
             groups.append(head.sizes.ids_to_groups)
-            sizes.append(head.sizes.ids * receiving.per_id + head.sizes.batch * receiving.streams)
+            sizes.append(receiving.elements(head.sizes.batch, head.sizes.ids))
         to_groups = list(map(sum, zip(*groups, strict=True)))[: receiving.groups]
         if self._exchange.world_size == 1:
             weights = None if out.weights is None else out.weights.detach()

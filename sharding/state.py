@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +71,8 @@ class States:
         self._homes: dict[str, list[tuple[Shard, TableGroup, int]]] = {}
         for group, part in zip(held.all_groups(), held.members, strict=True):
             for number, shard in enumerate(part.shards):
-                self._homes.setdefault(shard.table, []).append((shard, group, number))
+                # groups of replicas name one rank for all
+                self._homes.setdefault(shard.table, []).append((replace(shard, rank=env.rank), group, number))
 
     def homes(self, table: str) -> list[tuple[Shard, TableGroup, int]]:
         """This rank's shards of a table that are not empty: each with its group, and its number there."""
@@ -128,11 +129,11 @@ class States:
 def shards_by_table(routes: Routes) -> dict[str, list[Shard]]:
     """The shards of each table that are not empty, by columns and rows."""
     found: dict[str, list[Shard]] = {table.name: [] for table in routes.tables}
-    for groups in (*(serving.groups for serving in routes.serving), routes.dense):
-        for group in groups:
+    for rank, serving in enumerate(routes.serving):
+        for group in (*serving.groups, *routes.dense):
             for shard in group.shards:
                 if not _is_empty(shard):
-                    found[shard.table].append(shard)
+                    found[shard.table].append(replace(shard, rank=rank))
     return {name: sorted(shards, key=lambda s: (s.cols, s.rows, s.rank)) for name, shards in found.items()}
 
 
