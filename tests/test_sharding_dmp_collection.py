@@ -35,11 +35,11 @@ from shardwise.sharding import (
     table_wise,
 )
 from shardwise.sharding.comm import intra_and_cross_node_pg_2D
+from shardwise.sharding.composable import shard
 from shardwise.sharding.dmp_collection import DMPCollection, DMPCollectionConfig
 from shardwise.sharding.env import ShardingEnv2D, ShardingStrategy
 from shardwise.sharding.exchange import Exchange
 from shardwise.sharding.modules import ShardedEmbeddingBagCollection
-from shardwise.sharding.shard import shard
 
 pytestmark = pytest.mark.ranks
 
