@@ -90,8 +90,8 @@ class ShardedCollection(nn.Module):
         self.add_module(self._children_name, held.children())
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self._fused_optimizer = ShardedFusedOptimizer(held, self.states, self._children_name)
-        self.register_state_dict_post_hook(publish_weights)
-        self.register_load_state_dict_pre_hook(take_weights)
+        self.register_state_dict_post_hook(publish_weights)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(take_weights)  # type: ignore[no-untyped-call]
 
     def _plan(self, tables: Sequence[Table], shards: Sequence[Shard]) -> tuple[Routes, int]:
         """Routes of a plan, and its fingerprint."""
@@ -305,7 +305,9 @@ class ShardedCollection(nn.Module):
             self._routes.replicas, self._held.replicas, self._home(flight, dense=False), strict=True
         ):
             mine = torch.cat([self._columns.of_lookup(grad, slot.lookup) for slot in part.slots], dim=1)
-            found.append(group.weight_gradient(mine, home.ids, home.offsets))
+            slots, lease = group.store.resolve(home.ids, home.offsets, group.step)
+            found.append(group.weight_gradient(mine, slots, home.offsets))
+            group.store.release(lease)
         return found
 
     def _sizes(self, out: Outbound) -> list[header.Sizes]:

@@ -227,7 +227,7 @@ def hand_over(routes: Routes, sent: list[Outbound], rank: int, update: bool) -> 
         block = torch.cat(outbound.blocks()[rank])
         assert block.dtype == torch.int32
         # what is expected is what was sent
-        assert block.shape[0] == ids * receiving.per_id + outbound.batch * receiving.streams
+        assert block.shape[0] == receiving.elements(outbound.batch, ids)
         blocks.append(block)
     per_group = [sum(o.ids_to_groups[rank][g] for o in sent) for g in range(receiving.groups)]
     return arrange(blocks, receiving, [o.batch for o in sent], ids_from, per_group)

@@ -195,7 +195,7 @@ def test_what_a_rank_expects_of_another_is_what_that_sends(world: int) -> None:
         for source, out in enumerate(found.sent):
             ids = sum(out.counts[first[rank] : first[rank + 1]])
             size = sum(piece.shape[0] for piece in found.blocks[source][rank])
-            assert size == ids * receiving.per_id + out.batch * receiving.streams
+            assert size == receiving.elements(out.batch, ids)
             # those of some, counted anew
             if out.batch and source % (world // 4) == 0:
                 assert ids == sum(asked_of(found.kjts[source], shard).shape[0] for shard in shards.values())
