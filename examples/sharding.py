@@ -75,8 +75,8 @@ def main() -> None:
         "country": data_parallel(),  # on every rank, with its optimizer
     }
     model = tables()
-    sizes = {"world_size": env.world_size, "local_size": env.local_world_size, "device_type": "cpu"}
-    plan = ShardingPlan({"": construct_module_sharding_plan(model, where, **sizes)})
+    sizes = {"world_size": env.world_size, "local_size": env.local_world_size}
+    plan = ShardingPlan({"": construct_module_sharding_plan(model, where, **sizes, device_type="cpu")})
     sharded = DistributedModelParallel(model, env=env, plan=plan)
     if env.rank == 0:
         print(sharded.plan)

@@ -21,10 +21,10 @@ from shardwise.sharding import (
     table_row_wise,
     table_wise,
 )
+from shardwise.sharding.composable import shard
 from shardwise.sharding.dmp_collection import DMPCollection
 from shardwise.sharding.exchange import Exchange
 from shardwise.sharding.modules import ShardedEmbeddingBagCollection
-from shardwise.sharding.shard import shard
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:tables")]
 
