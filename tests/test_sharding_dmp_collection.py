@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from local_tensors import local_tensors
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -122,10 +123,10 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def state_of(model: Any) -> dict[str, Tensor]:
     """Weights, and optimizer states of tables, that this rank holds."""
-    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    found = {name: value.detach().clone() for name, value in local_tensors(model.state_dict()).items()}
     for sharded in model._sharded.values():
         for states in sharded.fused_optimizer.state_dict()["state"].values():
-            found.update({name: value.clone() for name, value in states.items()})
+            found.update({name: value.clone() for name, value in local_tensors(states).items()})
     return found
 
 
