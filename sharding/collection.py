@@ -305,7 +305,9 @@ class ShardedCollection(nn.Module):
             self._routes.replicas, self._held.replicas, self._home(flight, dense=False), strict=True
         ):
             mine = torch.cat([self._columns.of_lookup(grad, slot.lookup) for slot in part.slots], dim=1)
-            found.append(group.weight_gradient(mine, home.ids, home.offsets))
+            slots, lease = group.store.resolve(home.ids, home.offsets, group.step)
+            found.append(group.weight_gradient(mine, slots, home.offsets))
+            group.store.release(lease)
         return found
 
     def _sizes(self, out: Outbound) -> list[header.Sizes]:

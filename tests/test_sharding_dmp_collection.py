@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from local_tensors import local_tensors
+import torch.distributed.checkpoint
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -123,10 +124,12 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def state_of(model: Any) -> dict[str, Tensor]:
     """Weights, and optimizer states of tables, that this rank holds."""
-    found = {name: value.detach().clone() for name, value in local_tensors(model.state_dict()).items()}
-    for sharded in model._sharded.values():
-        for states in sharded.fused_optimizer.state_dict()["state"].values():
-            found.update({name: value.clone() for name, value in local_tensors(states).items()})
+    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for path, sharded in model._sharded.items():
+        for group in sharded._held.groups:
+            for number, table in enumerate(group.tables):
+                states = group.state_views(number)
+                found.update({f"{path}.{table.name}.{number}.{key}": value.clone() for key, value in states.items()})
     return found
 
 
@@ -150,11 +153,13 @@ def train(optimizer: str, sync: str, settings: dict[str, Any]) -> tuple[dict[str
     return state_of(dmp), shards, dmp._env.rank
 
 
-def replicas(optimizer: str, sync: str, groups: list[list[int]]) -> list[dict[str, Tensor]]:
+def replicas(
+    optimizer: str, sync: str, groups: list[list[int]], steps: int = STEPS, dense_lr: float = 0.1
+) -> list[dict[str, Tensor]]:
     """The weights of one process for each replica, which the test averages itself."""
     models = [Net(optimizer) for _ in groups]
-    dense = [torch.optim.SGD(dense_parameters(model), lr=0.1) for model in models]
-    for step in range(STEPS):
+    dense = [torch.optim.SGD(dense_parameters(model), lr=dense_lr) for model in models]
+    for step in range(steps):
         for model, ranks in zip(models, groups, strict=True):
             model.zero_grad()
             model(batch_of(step, [s for rank in ranks for s in samples_of(rank)])).backward()
@@ -283,7 +288,12 @@ def hooked() -> tuple[list[list[str]], bool]:
     before = state_of(dmp)
     dmp.sync()
     same = all(torch.equal(value, before[name]) for name, value in state_of(dmp).items())
-    dmp.set_all_reduce_hook(lambda tensors: [tensor.zero_() for tensor in tensors] and None)
+
+    def forget(tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.zero_()
+
+    dmp.set_all_reduce_hook(forget)
     dmp.sync()
     tables = [value for name, value in state_of(dmp).items() if "embedding" in name and "te.weight" not in name]
     assert not any(value.any() for value in tables)
@@ -320,6 +330,59 @@ def test_a_class_of_modules_can_have_groups_of_its_own() -> None:
     assert [sizes for sizes, _ in ranks] == [[2, 4]] * 4
     found = torch.cat([state["ec.embeddings.sa.weight"] for _, state in ranks])
     assert (found - wanted).abs().max() <= 1e-5
+
+
+def checkpoint(folder: str) -> dict[str, Tensor]:
+    """Trained and saved by all four ranks; read again by one process."""
+    dmp = build()
+    dmp(batch_of(0, samples_of(dist.get_rank()))).backward()
+    dmp.sync()
+    torch.distributed.checkpoint.save(dmp.state_dict(), checkpoint_id=folder)
+    model: Any = Net("sgd")
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    found = model.state_dict()
+    torch.distributed.checkpoint.load(found, checkpoint_id=folder, no_dist=True)
+    other = build(seed=7)
+    loaded = other.state_dict()
+    torch.distributed.checkpoint.load(loaded, checkpoint_id=folder)
+    other.load_state_dict(loaded)
+    assert all(torch.equal(param, dict(dmp.named_parameters())[name]) for name, param in other.named_parameters())
+    return found
+
+
+def test_replicas_are_saved_once_and_loaded_by_all(tmp_path: Path) -> None:
+    wanted = replicas("sgd", "all", APART, steps=1, dense_lr=0.0)[0]
+    for found in run_ranks(WORLD, checkpoint, str(tmp_path)):
+        for name, value in wanted.items():
+            assert (found[name].float() - value.float()).abs().max() <= tolerance(name), name
+
+
+def hosts_inside(inter_host: bool) -> tuple[Tensor, list[int]]:
+    where: dict[str, Any] = {
+        "ta": table_row_wise(1), "tb": grid_shard([0, 1]), "tc": row_wise(), "td": data_parallel(), "te": table_wise(3),
+    }  # fmt: skip
+    model = bags()
+    of_module = construct_module_sharding_plan(model, where, world_size=4, local_size=2, device_type="cpu")
+    assert dist.group.WORLD is not None
+    dmp = DMPCollection(
+        model, "cpu", ShardingPlan({"": of_module}), WORLD, 4, dist.group.WORLD, node_group_size=2,
+        use_inter_host_allreduce=inter_host,
+    )  # fmt: skip
+    sharded = dmp._sharded[""]
+    assert sharded._routes.has_host_sums
+    local = dmp._env.local_group()
+    assert local is not None
+    dmp.sync()
+    return dmp(batch_of(0, samples_of(dist.get_rank()))).values().detach(), dist.get_process_group_ranks(local)
+
+
+@pytest.mark.filterwarnings("ignore:tables")
+@pytest.mark.parametrize("inter_host", [False, True])
+def test_a_sharding_group_has_hosts(inter_host: bool) -> None:
+    for rank, (found, host) in enumerate(run_ranks(WORLD, hosts_inside, inter_host)):
+        assert host == ([0, 1] if rank < 2 else [2, 3])
+        assert (found - bags()(batch_of(0, samples_of(rank))).values()).abs().max() <= 1e-6
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

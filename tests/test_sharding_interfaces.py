@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from sharding_mixes import (
-    OPTIMIZERS,
     STRATEGIES,
     Mix,
     Run,
@@ -44,25 +43,33 @@ pytestmark = pytest.mark.ranks
 
 
 class Shuffled:
-    """A store whose slots are in an order of its own, another one for every shard and rank."""
+    """A store whose slots are in an order of its own, on every rank and after each step another one."""
 
     made = 0
 
     def __init__(self, tables: Sequence[TableShape]) -> None:
         Shuffled.made += 1
-        generator = torch.Generator().manual_seed(100 * Shuffled.made + dist.get_rank())
-        self.slots = [torch.randperm(table.rows, generator=generator) for table in tables]
+        self.generator = torch.Generator().manual_seed(100 * Shuffled.made + dist.get_rank())
+        self.slots = [torch.arange(table.rows) for table in tables]
         self.leases: set[int] = set()
         self.resolved = self.most = 0
+        self.group: TableGroup | None = None
 
-    def move(self, group: TableGroup, *, home: bool) -> None:
-        """Bring rows and their states to their slots, or back."""
+    @torch.no_grad()
+    def shuffle(self, group: TableGroup | None, *, home: bool = False) -> None:
+        """Bring rows and their states to other slots, or to those of their numbers."""
         self.group = group
-        for table, slots in enumerate(self.slots):
+        for table, slots in enumerate(self.slots if group is not None else ()):
+            assert group is not None
+            self.slots[table] = torch.arange(len(slots))
+            if not home:
+                self.slots[table] = torch.randperm(len(slots), generator=self.generator)
             for view in (group.view(table), *(v for k, v in group.state_views(table).items() if k != "step")):
-                view.copy_(view[slots] if home else view[slots.argsort()])
+                moved = view[slots]
+                view[self.slots[table]] = moved
 
     def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, int]:
+        assert self.group is not None
         lookups = self.group.lookups
         samples, found = (offsets.shape[0] - 1) // len(lookups), ids.clone()
         for f, lookup in enumerate(lookups):
@@ -77,19 +84,19 @@ class Shuffled:
 
     def release(self, lease: int) -> None:
         self.leases.remove(lease)
+        if not self.leases:
+            # nobody may read or write the rows where they were
+            self.shuffle(self.group)
 
 
-def behind_stores(
-    mixes: Sequence[Mix], optimizer: str, learned: bool
-) -> list[tuple[Run, Run, list[tuple[int, int, int]]]]:
-    """Runs with the rows in their own slots and in shuffled ones; of each store what it resolved, holds, held at most."""
+def behind_stores(mixes: Sequence[Mix], optimizer: str, learned: bool) -> list[tuple[Run, Run, list[tuple[int, int]]]]:
+    """Runs with rows in their own slots and in shuffled ones; of each store how often it resolved, and its leases."""
     env, found = environment(), []
     for mix in mixes:
         plain = train_sharded(mix, optimizer, 3, env, learned=learned)
         model = shard(mix, build(mix, optimizer), env, stores=Shuffled)
         groups = model._held.all_groups()
-        with torch.no_grad():
-            [group.store.move(group, home=False) for group in groups]
+        [group.store.shuffle(group) for group in groups]
         begin, end = span_of(mix, env.rank, env.world_size)
         batches = []
         for step in range(3):
@@ -100,9 +107,9 @@ def behind_stores(
         run.weight_gradients = [gradient / env.world_size for gradient in run.weight_gradients]
         with torch.no_grad():
             model(batches[0][0]).wait()
-            [group.store.move(group, home=True) for group in groups]
+        [group.store.shuffle(group, home=True) for group in groups]
         run.weights, run.states = held(model)
-        found.append((plain, run, [(g.store.resolved, len(g.store.leases), g.store.most) for g in groups]))
+        found.append((plain, run, [(g.store.resolved, len(g.store.leases)) for g in groups]))
     return found
 
 
@@ -116,21 +123,23 @@ def expect_equal(one: Run, other: Run) -> None:
     assert all(map(torch.equal, one.weight_gradients, other.weight_gradients))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["pooled", "learned weights", "sequence"])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [("pooled", "rowwise_adagrad"), ("learned weights", "adam"), ("sequence", "rowwise_adagrad")],
+)
 def test_rows_behind_a_store_train_to_the_same_bits(kind: str, optimizer: str) -> None:
-    """Learned weights of replicated tables took slots for rows, and shards that share a row's state met by slot."""
+    """Gradients of weights of replicated tables took ids for slots; shards that share a row's state met slot by slot,
+    and wrote when their leases were over.
+    """
     pooled, learned = kind != "sequence", kind == "learned weights"
     mixes = [mix_for(strategy, pooled=pooled, weighted=learned) for strategy in STRATEGIES]
-    mixes += [replace(mix_of(seed, pooled=pooled), weighted=learned) for seed in range(6)]
+    mixes += [replace(mix_of(seed, pooled=pooled), weighted=learned) for seed in range(3)]
     for runs in run_ranks(4, behind_stores, mixes, optimizer, learned):
         for plain, shuffled, stores in runs:
             expect_equal(plain, shuffled)
-            for resolved, leased, most in stores:
-                # every lease is released: after the update, or after a lookup without gradients
-                assert leased == 0
-                assert most <= 1 or resolved == 0 or most == 2
-        assert sum(resolved for _, _, stores in runs for resolved, _, _ in stores) > 4 * len(mixes)
+            # every lease is released: after the update, or after a lookup without gradients
+            assert all(leases == 0 for _, leases in stores)
+        assert sum(resolved for _, _, stores in runs for resolved, _ in stores) > 4 * len(mixes)
 
 
 class Dictionary:
@@ -161,7 +170,7 @@ def with_any_ids(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     values = []
     for key in kjt.keys():  # noqa: SIM118
         ids = kjt[key].values()
-        values.append(ids * (2**40 + 7) - 2**60 if key in ("f0", "f1", "f2") else ids)
+        values.append(ids * (2**40 + 7) if key in ("f0", "f1", "f2") else ids)
     return KeyedJaggedTensor(kjt.keys(), torch.cat(values), None, kjt.lengths())
 
 
@@ -226,7 +235,8 @@ def test_an_id_map_needs_a_table_whose_rows_are_on_one_rank() -> None:
     """Ids of any size were divided by the rows of row shards, and replicas looked ids up that nobody translated."""
     for rank, said in enumerate(run_ranks(2, refused_maps)):
         assert said == [
-            f"rank 0: table 't': an id map gives out rows of one rank, but {how}; cut the table by columns or leave it whole"
+            f"rank 0: table 't': an id map gives out rows of one rank, but {how}; cut the table by columns or leave it"
+            " whole"
             for how in ("the plan cuts them over several", "every rank holds them")
         ], rank
 
@@ -236,8 +246,7 @@ def overlapping(mixes: Sequence[Mix]) -> list[Any]:
     env, found = environment(), []
     for mix in mixes:
         model = shard(mix, build(mix, "adam"), env, stores=Shuffled)
-        with torch.no_grad():
-            [group.store.move(group, home=False) for group in model._held.all_groups()]
+        [group.store.shuffle(group) for group in model._held.all_groups()]
         begin, end = span_of(mix, env.rank, env.world_size)
         wholes = [batch_of(mix, step) for step in range(3)]
         mine = [samples_of(whole, begin, end) for whole in wholes]
@@ -257,8 +266,7 @@ def overlapping(mixes: Sequence[Mix]) -> list[Any]:
             for now, then in zip([*outputs, third], kept, strict=True)
             for a, b in zip(now, then, strict=True)
         )
-        with torch.no_grad():
-            [group.store.move(group, home=True) for group in model._held.all_groups()]
+        [group.store.shuffle(group, home=True) for group in model._held.all_groups()]
         found.append((kept, same, *held(model), max(g.store.most for g in model._held.all_groups())))
     return found
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_tensors import local_tensors
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -206,7 +205,7 @@ def one_tower() -> tuple[Tensor, dict[str, Tensor]]:
     dmp = DistributedModelParallel(tower, plan=ShardingPlan({"": plan}), sharders=[sharder])
     assert type(dmp.module) is ShardedEmbeddingTower
     kjt = KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
-    return dmp(kjt).detach(), {name: value.clone() for name, value in local_tensors(dmp.module.state_dict()).items()}
+    return dmp(kjt).detach(), {name: param.detach().clone() for name, param in dmp.named_parameters()}
 
 
 def test_a_tower_can_be_the_model() -> None:
