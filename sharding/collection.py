@@ -160,6 +160,10 @@ class ShardedCollection(nn.Module):
         """
         update = torch.is_grad_enabled()
         self._held.follow_freezing()
+        fingerprint = self._fingerprint
+        if self._owner.updates_together:
+            # a table that is frozen on one rank alone would leave the others waiting for its part
+            fingerprint = (fingerprint + self._held.frozen_tables()) % 2**63
         outbound: Outbound | None = None
         batch: Batch | None = None
         told: Sequence[header.Sizes] | Exception
@@ -170,7 +174,7 @@ class ShardedCollection(nn.Module):
             told = error
         learned = outbound is not None and outbound.weights is not None and outbound.weights.requires_grad
         heads = header.tell(
-            self._exchange, self._held.device, told, wants=header.Wants(update, learned), fingerprint=self._fingerprint,
+            self._exchange, self._held.device, told, wants=header.Wants(update, learned), fingerprint=fingerprint,
             groups=self._most_groups,
         )  # fmt: skip
         # where they are missing every rank has raised
@@ -308,7 +312,7 @@ class ShardedCollection(nn.Module):
             batches.append(head.sizes.batch)
             ids_from.append(head.sizes.ids)
             groups.append(head.sizes.ids_to_groups)
-            sizes.append(head.sizes.ids * receiving.per_id + head.sizes.batch * receiving.streams)
+            sizes.append(receiving.elements(head.sizes.batch, head.sizes.ids))
         to_groups = list(map(sum, zip(*groups, strict=True)))[: receiving.groups]
         if self._exchange.world_size == 1:
             weights = None if out.weights is None else out.weights.detach()

@@ -6,7 +6,6 @@ import abc
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,7 +16,11 @@ from .unwrap import sharded_parameter_names
 if TYPE_CHECKING:
     from .dmp import DistributedModelParallel
 
-_PRECISIONS = (None, "fp16", "bf16")
+# a lambda, as DDP knows torch's bf16 hook by its name and refuses it without NCCL; gloo serves it as well
+_HOOKS: dict[str, Any] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket),
+}
 
 
 class DataParallelWrapper(abc.ABC):
@@ -53,9 +56,9 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         params_to_ignore: list[str] | None = None,
         ddp_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if allreduce_comm_precision not in _PRECISIONS:
+        if allreduce_comm_precision is not None and allreduce_comm_precision not in _HOOKS:
             raise ValueError(
-                f"allreduce_comm_precision must be one of {list(_PRECISIONS)}, got {allreduce_comm_precision!r}"
+                f"allreduce_comm_precision must be one of {[None, *_HOOKS]}, got {allreduce_comm_precision!r}"
             )
         self._precision, self._ignored = allreduce_comm_precision, list(params_to_ignore or [])
         self._kwargs: dict[str, Any] = {
@@ -94,14 +97,5 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             },
         )
         if self._precision is not None:
-            wrapped.register_comm_hook(None, _in_fp16 if self._precision == "fp16" else _in_bf16)
+            wrapped.register_comm_hook(None, _HOOKS[self._precision])
         dmp._dmp_wrapped_module = wrapped
-
-
-# of our own name: DDP refuses torch's bf16 hook without NCCL, which gloo does as well
-def _in_bf16(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    return default_hooks.bf16_compress_hook(state, bucket)
-
-
-def _in_fp16(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    return default_hooks.fp16_compress_hook(state, bucket)

@@ -99,6 +99,7 @@ class DMPCollection(DistributedModelParallel):
             nn.Module, plan, sharding_group_size, node_group_size, use_inter_host_allreduce, sharding_strategy
         )
         env = _env_for(config, global_pg, device)
+        # before super(), which asks `_env_of`
         self._envs_of_classes = {one.module: _env_for(one, global_pg, device) for one in submodule_configs or []}
         self._custom_all_reduce = custom_all_reduce
         parts = [plan, *(one.plan for one in submodule_configs or [])]

@@ -117,7 +117,7 @@ class Exchange:
         fp16 and bf16 are added in fp32, and rounded once.
         """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors if self.world_size > 1 else ():
+        for tensor in [t for t in tensors if t.numel()] if self.world_size > 1 else ():
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for dtype, mine in by_dtype.items():
             wide = torch.float32 if dtype.itemsize < 4 else dtype

@@ -24,7 +24,7 @@ _ERRORS: tuple[type[Exception], ...] = (
     RuntimeError, IndexError, ValueError, KeyError, TypeError, OverflowError, FloatingPointError,
 )  # fmt: skip
 # numbers of a row: those that all ranks must share (fingerprint, what the step wants), the status, three sizes
-_SHARED, _STATUS, _FIELDS = 3, 3, 7
+_SHARED, _STATUS, FIELDS = 3, 3, 7
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,10 @@ def tell(
     sent = pack(sizes, status, wants=wants, fingerprint=fingerprint, groups=groups)
     # host sync, the only one that waits for other ranks: the sizes of what comes, and whether all are well
     rows = exchange.headers(torch.tensor(sent, device="cpu").to(device)).tolist()
-    heads, failed, differ = [], False, False
+    heads, failed, differ = unpack(rows), False, False
     for row in rows:
         failed |= row[_STATUS] != _WELL
         differ |= row[:_SHARED] != sent[0][:_SHARED]
-        heads.append(Head(row[_STATUS], Sizes(row[_STATUS + 1], row[_STATUS + 2], row[_STATUS + 3], row[_FIELDS:])))
     if failed:
         said = pack_text(failure, exchange.world_size)
         texts = unpack_texts(exchange.headers(torch.tensor(said, device="cpu").to(device)).tolist())
@@ -130,6 +129,15 @@ def pack(sizes: Sequence[Sizes], status: int, *, wants: Wants, fingerprint: int,
         padding = [0] * (groups - len(one.ids_to_groups))
         rows.append([*shared, one.batch, one.ids, one.returned, *one.ids_to_groups, *padding])
     return rows
+
+
+def unpack(rows: Sequence[Sequence[int]]) -> list[Head]:
+    """What came from each rank."""
+    heads = []
+    for row in rows:
+        batch, ids, returned = row[_STATUS + 1 : FIELDS]
+        heads.append(Head(row[_STATUS], Sizes(batch, ids, returned, row[FIELDS:])))
+    return heads
 
 
 def pack_text(failure: Exception | None, world_size: int) -> list[list[int]]:

@@ -136,6 +136,13 @@ class Held:
                 frozen.append(not param.requires_grad)  # noqa: PERF401
             group.freeze(frozen)
 
+    def frozen_tables(self) -> int:
+        """A number that tells which parameters want no gradient; every rank has one for each table."""
+        bits = 0
+        for number, param in enumerate(self.parameters.values()):
+            bits |= (not param.requires_grad) << number
+        return bits
+
     def _place_parameters(self) -> None:
         """Make each parameter a view of its shards."""
         views: dict[str, list[Tensor]] = {}
@@ -156,6 +163,11 @@ class Held:
             grad = None if param.grad is None else fn(param.grad)
             param.data = empty
             param.grad = grad
+        self._place_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # a copied group knows no parameters, and copied parameters may be views of nothing
         self._place_parameters()
 
     def children(self) -> nn.ModuleDict:

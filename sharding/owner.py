@@ -76,6 +76,11 @@ class Owner:
         # slots of each group
         self._first_slot = list(accumulate((len(part.slots) for part in self.parts), initial=0))
 
+    @property
+    def updates_together(self) -> bool:
+        """Whether shards of different ranks update rows together."""
+        return bool(self._whole.blocks)
+
     def translate(self, flight: InFlight, id_maps: Mapping[str, IdMap]) -> None:
         """Replace the ids that came for tables with an id map by their rows."""
         inbound, at = flight.inbound, 0

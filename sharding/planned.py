@@ -124,7 +124,7 @@ def agree_on_plan(
         return chosen, fingerprint((), (version, *cuts))
 
     agreed, _ = agree(Exchange(group), exchange_device(group, device), planned)
-    _warn_of_other_devices(agreed, device)
+    warn_of_other_devices(agreed, device, stacklevel=3)
     return agreed
 
 
@@ -233,7 +233,8 @@ def exchange_device(group: dist.ProcessGroup | None, device: torch.device) -> to
     return torch.device(served[0]) if served and device.type not in served else device
 
 
-def _warn_of_other_devices(plan: ShardingPlan, device: torch.device) -> None:
+def warn_of_other_devices(plan: ShardingPlan, device: torch.device, stacklevel: int) -> None:
+    """Name the devices of a plan that are not where its tables go."""
     placements = [
         shard.placement
         for of_module in plan.plan.values()
@@ -246,7 +247,7 @@ def _warn_of_other_devices(plan: ShardingPlan, device: torch.device) -> None:
         warnings.warn(
             f"the plan places tables on {', '.join(others)}, and they are sharded for device {str(device)!r}: there"
             f" they go. To say so in the plan, make it with device_type={device.type!r}",
-            stacklevel=4,
+            stacklevel=stacklevel + 1,
         )
 
 

@@ -284,7 +284,11 @@ class Receiving:
         self.first_slot = list(accumulate((len(group.slots) for group in groups), initial=0))
         self.scaled, self.id_dtype = routes.scaled, routes.id_dtype
         # int32 numbers that travel for an id: itself and, where those do, its factor
-        self.per_id = self.id_dtype.itemsize // 4 + self.scaled
+        self._per_id = self.id_dtype.itemsize // 4 + self.scaled
+
+    def elements(self, batch: int, ids: int) -> int:
+        """int32 numbers of a block from one rank: ids, lengths and, where factors travel, those."""
+        return ids * self._per_id + batch * self.streams
 
 
 @dataclass

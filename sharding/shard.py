@@ -19,6 +19,7 @@ from .header import agree
 from .layout import fingerprint
 from .plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from .planned import (
+    Place,
     agree_on_plan,
     exchange_device,
     find_places,
@@ -26,6 +27,7 @@ from .planned import (
     require_device,
     shard_places,
     warn_of_default_optimizer,
+    warn_of_other_devices,
 )
 from .sharders import ModuleSharder, get_default_sharders, require_sharder
 
@@ -69,6 +71,9 @@ def shard(
         return (made, found), fingerprint((), (__version__, cuts))
 
     (made, found), _ = agree(Exchange(env.process_group), exchange_device(env.process_group, here), planned)
+    whole = ShardingPlan({"": made})
+    warn_of_other_devices(whole, here, stacklevel=2)
+    warn_of_default_optimizer([Place(("",), module, found, env)], whole, stacklevel=2)
     return found.shard(module, made, env, here)
 
 

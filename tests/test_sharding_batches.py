@@ -14,6 +14,7 @@ from sharding_mixes import Mix, TableCase, batch_of, build, environment, held, m
 from torch import Tensor
 
 from shardwise import GradientCheckMode, KeyedJaggedTensor, KeyedTensor, LookupPolicy
+from shardwise.sharding.layout import TableOptions
 from shardwise.sharding.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
 
 pytestmark = pytest.mark.ranks
@@ -234,3 +235,20 @@ def test_an_output_is_lazy_and_prints_its_values() -> None:
         assert text.startswith("KeyedTensor({")
         # everything that other ranks wait for has left before the output is used; hosts of 2 ranks add sums first
         assert calls in (3, 4)
+
+
+def freeze_on_one_rank() -> str:
+    options = TableOptions(row_state="table")
+    table = TableCase("t0", 20, 8, ("f0",), "column_wise", options=options, seed=3)
+    mix = Mix((table,))
+    model = shard(mix, build(mix, "rowwise_adagrad"), environment())
+    model.embedding_bags["t0"].weight.requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(RuntimeError) as caught:
+        model(batch_of_rank(mix, 3, 0)).values().sum().backward()
+    return str(caught.value)
+
+
+def test_a_table_frozen_on_one_rank_alone_is_refused_where_ranks_update_rows_together() -> None:
+    """The other ranks would have waited for the frozen shard's part of each row."""
+    for rank, message in enumerate(run_ranks(2, freeze_on_one_rank)):
+        assert message.startswith(f"ranks [{1 - rank}] differ from this one")

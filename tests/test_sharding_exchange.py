@@ -1,7 +1,8 @@
-"""What travels between ranks: packed bytes, headers, and ids in the order of one process that saw the whole batch."""
+"""What travels between ranks: blocks, headers, and ids in the order of one process that saw the whole batch."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,66 +15,47 @@ from torch import Tensor
 
 from shardwise import KeyedJaggedTensor
 from shardwise.embeddings import OptimizerSpec
-from shardwise.sharding import header
-from shardwise.sharding.exchange import Exchange, _held, _Lent, packed_size, unpack
-from shardwise.sharding.layout import Shard, data_parallel, table_wise
-from shardwise.sharding.route import Inbound, Outbound, Routes, Table, arrange, block_layout, plan_routes, route
+from shardwise.sharding import header, layout
+from shardwise.sharding.exchange import Exchange, _held, _Lent
+from shardwise.sharding.layout import Shard
+from shardwise.sharding.route import Inbound, Outbound, Receiving, Sending, arrange, route
+from shardwise.sharding.routes import Routes, Table, plan_routes
 
-DTYPES = [torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
-ALONE = Exchange(None)
-
-
-def tensors_like(numbers: list[tuple[int, torch.dtype]]) -> list[Tensor]:
-    return [(torch.arange(n) * 37 % 251).to(dtype) for n, dtype in numbers]
+CPU = torch.device("cpu")
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 19), st.sampled_from(DTYPES)), min_size=1, max_size=6))
-def test_what_is_packed_comes_out_again(numbers: list[tuple[int, torch.dtype]]) -> None:
-    tensors = tensors_like(numbers)
-    sizes, dtypes = [n for n, _ in numbers], [dtype for _, dtype in numbers]
-    size = packed_size(sizes, dtypes)
-    (block,) = ALONE.ids([tensors], [size])
-    assert size % 8 == 0
-    assert block.shape == (size,)
-    for sent, came in zip(tensors, unpack(block, sizes, dtypes), strict=True):
-        assert sent.dtype == came.dtype
-        assert torch.equal(sent, came)
+def numbers(n: int, first: int) -> Tensor:
+    return torch.arange(first, first + n, dtype=torch.int32)
 
 
-def bytes_and_rows(seed: int) -> tuple[bool, float, float, int]:
+def blocks_and_rows(seed: int) -> tuple[bool, float, float, int]:
     """Blocks of odd sizes to every rank and back; the two sides of the adjoint's equation."""
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange = Exchange(dist.group.WORLD)
 
     def block(source: int, target: int) -> list[Tensor]:
-        return tensors_like([((seed + 3 * source + 5 * target) % 7, torch.int32), (source * target % 3, torch.float64)])
+        return [numbers((seed + 3 * source + 5 * target) % 7, source), numbers(source * target % 3, target)]
 
-    layouts = [([t.shape[0] for t in block(r, rank)], [torch.int32, torch.float64]) for r in range(world)]
-    received = exchange.ids([block(rank, r) for r in range(world)], [packed_size(*layout) for layout in layouts])
-    same = all(
-        torch.equal(sent, came)
-        for r in range(world)
-        for sent, came in zip(block(r, rank), unpack(received[r], *layouts[r]), strict=True)
-    )
+    sizes_of = [sum(t.shape[0] for t in block(r, rank)) for r in range(world)]
+    received = exchange.ids([block(rank, r) for r in range(world)], sizes_of)
+    same = all(torch.equal(torch.cat(block(r, rank)), received[r]) for r in range(world))
 
     generator = torch.Generator().manual_seed(seed * 10 + rank)
     sizes = [[(seed * s + 2 * t + s) % 5 for t in range(world)] for s in range(world)]
-    rows = [torch.randn(n, generator=generator) for n in sizes[rank]]
-    gradients = [torch.randn(sizes[r][rank], generator=generator) for r in range(world)]
-    forth = exchange.rows(rows, [sizes[r][rank] for r in range(world)])
-    back = exchange.rows_transpose(gradients, sizes[rank])
-    one = sum(float(torch.dot(a, b)) for a, b in zip(forth, gradients, strict=True))
-    other = sum(float(torch.dot(a, b)) for a, b in zip(rows, back, strict=True))
-    return same, one, other, exchange.calls
+    mine, theirs = sizes[rank], [sizes[r][rank] for r in range(world)]
+    rows, gradients = (torch.randn(sum(n), generator=generator) for n in (mine, theirs))
+    forth = exchange.rows(rows, mine, theirs).wait()
+    back = exchange.rows_transpose(gradients, theirs, mine).wait()
+    return same, float(torch.dot(forth, gradients)), float(torch.dot(rows, back)), exchange.calls
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_blocks_arrive_and_rows_transpose_is_the_adjoint_of_rows(world: int) -> None:
     for seed in (0, 1, 4):
-        ranks = run_ranks(world, bytes_and_rows, seed)
-        assert all(same and calls == 3 for same, _, _, calls in ranks)
+        ranks = run_ranks(world, blocks_and_rows, seed)
+        # one rank exchanges nothing
+        assert all(same and calls == (3 if world > 1 else 0) for same, _, _, calls in ranks)
         # <rows(x), y> over all ranks is <x, rows_transpose(y)>
         assert sum(one for _, one, _, _ in ranks) == pytest.approx(sum(other for _, _, other, _ in ranks), abs=1e-5)
 
@@ -82,7 +64,8 @@ def lend_and_settle() -> list[int]:
     """Bytes that the backend can still hold after an exchange and a broadcast, and what is out after settling."""
     exchange = Exchange(dist.group.WORLD)
     values = torch.arange(2.0 * exchange.world_size)
-    exchange.rows(values.split(2), [2] * exchange.world_size)
+    sizes = [2] * exchange.world_size
+    exchange.rows(values, sizes, sizes).wait()
     exchange.broadcast(values)
     held = sum(tensor.untyped_storage().nbytes() for tensor in _Lent._out)
     assert _Lent.settle()
@@ -99,24 +82,53 @@ def test_the_backend_has_let_go_of_every_tensor_once_settled(world: int) -> None
 
 def test_a_process_does_not_exit_while_the_backend_holds_a_tensor_of_its_last_collective() -> None:
     mine = torch.arange(4.0)
-    with _Lent(mine) as (lent,):
-        assert lent.data_ptr() == mine.data_ptr()
-        held = lent[:2]  # refers to it from C++, as a thread of gloo does
+    lent = _Lent(mine)
+    (alias,) = lent.aliases
+    assert alias.data_ptr() == mine.data_ptr()
+    held = alias[:2]  # refers to it from C++, as a thread of gloo does
+    lent.take_back()
+    assert alias.numel() == 0
     assert not _Lent.settle(0.01)
     del held
     assert _Lent.settle(0.01)
     assert mine.tolist() == [0, 1, 2, 3]
 
 
-FACTS: dict[str, Any] = {"update": True, "fingerprint": 2**62 + 5, "groups": 3}
-CHECKED: dict[str, Any] = {"update": True, "fingerprint": 2**62 + 5}
+WANTS = header.Wants(update=True)
+FACTS: dict[str, Any] = {"wants": WANTS, "fingerprint": 2**62 + 5}
+WELL = -1
+
+
+def rows_of(sizes: list[header.Sizes], status: int = WELL, **changed: Any) -> list[list[int]]:
+    return header.pack(sizes, status, **{**FACTS, "groups": 3, **changed})
+
+
+def heads_of(sizes: list[header.Sizes], status: int = WELL) -> list[header.Head]:
+    return header.unpack(rows_of(sizes, status))
 
 
 def test_a_header_tells_each_rank_its_sizes() -> None:
-    heads = header.unpack(header.pack(7, [[1, 2, 3], [4], []], **FACTS).tolist())
-    assert [head.ids_to_groups for head in heads] == [[1, 2, 3], [4, 0, 0], [0, 0, 0]]
-    assert all((head.batch, head.update, head.fingerprint, head.text) == (7, True, 2**62 + 5, "") for head in heads)
-    header.raise_failures(heads, None, **CHECKED)
+    sizes = [header.Sizes(7, 6, 5, [1, 2, 3]), header.Sizes(7, 4, 4, [4]), header.Sizes(7, 0, 0, [])]
+    heads = heads_of(sizes)
+    assert [head.sizes.ids_to_groups for head in heads] == [[1, 2, 3], [4, 0, 0], [0, 0, 0]]
+    assert [(head.sizes.ids, head.sizes.returned) for head in heads] == [(6, 5), (4, 4), (0, 0)]
+    assert all(head.sizes.batch == 7 and head.status == WELL for head in heads)
+    header.raise_failures(heads, [""] * 3, None)
+    header.raise_differences(rows_of(sizes), rows_of(sizes)[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"fingerprint": 6}, "plans, table configs or order of lookups"),
+        ({"wants": header.Wants()}, "whether gradients are enabled"),
+        ({"wants": header.Wants(True, True)}, "whether per-id weights have gradients"),
+    ],
+)
+def test_ranks_that_differ_are_named(changed: dict[str, Any], what: str) -> None:
+    one = header.Sizes(1, 0, 0, [])
+    with pytest.raises(RuntimeError, match=rf"^ranks \[1\] differ from this one in .*{what}"):
+        header.raise_differences([*rows_of([one]), *rows_of([one], **changed)], rows_of([one])[0])
 
 
 @settings(deadline=None)
@@ -124,13 +136,8 @@ def test_a_header_tells_each_rank_its_sizes() -> None:
 # a file name that is no UTF-8: its rank raised before the exchange, and the others waited
 @example("\udcff")
 def test_the_text_of_a_failure_travels_up_to_512_bytes(text: str) -> None:
-    failure = ValueError(text)
-    heads = header.unpack(header.pack_failure(failure, 2, **FACTS).tolist())
-    data = text.encode(errors="backslashreplace")
-    assert heads[0].text == data[:512].decode(errors="replace")
-    with pytest.raises(ValueError) as raised:
-        header.raise_failures([header.unpack(header.pack(1, [[]], **FACTS).tolist())[0], heads[1]], None, **CHECKED)
-    assert str(raised.value) == f"rank 1: {heads[1].text}"
+    (said,) = header.unpack_texts(header.pack_text(ValueError(text), 1))
+    assert said == text.encode(errors="backslashreplace")[:512].decode(errors="replace")
 
 
 @pytest.mark.parametrize(
@@ -145,10 +152,11 @@ def test_the_text_of_a_failure_travels_up_to_512_bytes(text: str) -> None:
     ],
 )
 def test_a_failure_keeps_its_type_and_names_its_rank(failure: Exception, kind: type[Exception], text: str) -> None:
-    sent = [header.pack(1, [[]], **FACTS), header.pack_failure(failure, 1, **FACTS)]
-    heads = [head for rows in sent for head in header.unpack(rows.tolist())]
+    sizes = [header.Sizes(0, 0, 0, [])]
+    heads = [*heads_of(sizes), *heads_of(sizes, header._status(failure))]
+    texts = header.unpack_texts([*header.pack_text(None, 1), *header.pack_text(failure, 1)])
     with pytest.raises(Exception) as raised:
-        header.raise_failures(heads, None, **CHECKED)
+        header.raise_failures(heads, texts, None)
     assert type(raised.value) is kind
     assert raised.value.args == (text,)
 
@@ -156,28 +164,38 @@ def test_a_failure_keeps_its_type_and_names_its_rank(failure: Exception, kind: t
 def test_a_process_alone_raises_its_own_exception() -> None:
     failure = ZeroDivisionError("by zero")
     with pytest.raises(ZeroDivisionError) as raised:
-        header.raise_failures(header.unpack(header.pack_failure(failure, 1, **FACTS).tolist()), failure, **CHECKED)
+        header.tell(Exchange(None), CPU, failure, **FACTS, groups=1)
     assert raised.value is failure
 
 
-def naive_order(bags: list[list[list[list[int]]]], lookups: list[int]) -> tuple[list[int], list[int]]:
-    """Ids and bag lengths by (lookup, rank, sample, position); bags[rank][lookup][sample] are ids."""
-    chosen = [bag for n in lookups for one in bags for bag in one[n]]
-    return [i for bag in chosen for i in bag], [len(bag) for bag in chosen]
-
-
-BAG = st.lists(st.integers(0, 8), max_size=3)
+ROWS, DIM = 9, 4
+# where a table's shards may lie: on which rank, cut by rows at which row, cut by columns at which column, on every rank
+PLACES = st.sampled_from(["whole", "rows", "columns", "grid", "replica"])
+BAG = st.lists(st.integers(0, ROWS - 1), max_size=3)
+Bags = list[list[list[list[int]]]]
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[list[int | None], list[bool], list[list[list[list[int]]]]]:
-    """Where each lookup's table is (None: on every rank), whether it is trained, and bags[rank][lookup][sample]."""
+def worlds(draw: st.DrawFn) -> tuple[list[list[Shard]], Bags]:
+    """Shards of each lookup's table, and bags[rank][lookup][sample]."""
     world = draw(st.integers(1, 4))
-    where = draw(st.lists(st.none() | st.integers(0, world - 1), max_size=4))
-    trained = draw(st.lists(st.booleans(), min_size=len(where), max_size=len(where)))
-    batches = draw(st.lists(st.integers(0, 3), min_size=world, max_size=world))
-    bags = [[[draw(BAG) for _ in range(n)] for _ in where] for n in batches]
-    return where, trained, bags
+    ranks = st.integers(0, world - 1)
+    plans = []
+    for n in range(draw(st.integers(0, 4))):
+        place, name = draw(PLACES), f"t{n}"
+        cut, at = draw(st.integers(0, ROWS)), [draw(ranks) for _ in range(4)]
+        if place == "replica":
+            plans.append(layout.data_parallel(name, ROWS, DIM, world))
+        elif place == "whole":
+            plans.append(layout.table_wise(name, ROWS, DIM, at[0]))
+        elif place == "columns":
+            plans.append(layout.column_wise(name, ROWS, DIM, at[:2], [1, 3]))
+        elif place == "rows":
+            plans.append(layout.row_wise(name, ROWS, DIM, at[:2], [cut, ROWS - cut]))
+        else:
+            plans.append(layout.grid(name, ROWS, DIM, [at[:2], at[2:]]))
+    batches = [draw(st.integers(0, 3)) for _ in range(world)]
+    return plans, [[[draw(BAG) for _ in range(batch)] for _ in plans] for batch in batches]
 
 
 def kjt_of(bags: list[list[list[int]]], batch: int, dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
@@ -188,60 +206,64 @@ def kjt_of(bags: list[list[list[int]]], batch: int, dtype: torch.dtype = torch.i
     return KeyedJaggedTensor([f"f{n}" for n in range(len(bags))], ids, weights, lengths, stride=batch)
 
 
-def routes_of(where: list[int | None], trained: list[bool], world: int) -> Routes:
-    tables = [
-        Table(f"t{n}", 9, 4, torch.float32, OptimizerSpec("sgd") if sgd else None, (f"f{n}",))
-        for n, sgd in enumerate(trained)
-    ]
-    shards: list[Shard] = []
-    for n, place in enumerate(where):
-        shards += data_parallel(f"t{n}", 9, 4, world) if place is None else table_wise(f"t{n}", 9, 4, place)
-    return plan_routes(tables, shards, world)
+def routes_of(plans: list[list[Shard]], world: int, **more: Any) -> Routes:
+    sgd = OptimizerSpec("sgd")
+    tables = [Table(f"t{n}", ROWS, DIM, torch.float32, sgd, (f"f{n}",)) for n in range(len(plans))]
+    return plan_routes(tables, [shard for shards in plans for shard in shards], world, **more)
 
 
 def hand_over(routes: Routes, sent: list[Outbound], rank: int, update: bool) -> Inbound:
     """What `rank` gets of what all ranks sent, as the exchange would bring it."""
-    lookups, blocks = len(routes.served(rank, update)), []
-    for outbound in sent:
-        ids = sum(outbound.ids_to_groups[rank])
-        elements, dtypes, size = block_layout(lookups, outbound.batch, ids, routes.id_dtype, True)
-        (block,) = ALONE.ids([outbound.blocks[rank]], [size])
-        blocks.append(unpack(block, elements, dtypes))
-    per_group = [sum(o.ids_to_groups[rank][g] for o in sent) for g in range(len(routes.groups[rank]))]
-    return arrange(blocks, [o.batch for o in sent], lookups, per_group, keep_arrival=True)
+    receiving, blocks = Receiving(routes, rank, update, CPU), []
+    ids_from = [sum(o.counts[o.sending.first_stream[rank] : o.sending.first_stream[rank + 1]]) for o in sent]
+    for outbound, ids in zip(sent, ids_from, strict=True):
+        block = torch.cat(outbound.blocks()[rank])
+        assert block.dtype == torch.int32
+        # what is expected is what was sent
+        assert block.shape[0] == receiving.elements(outbound.batch, ids)
+        blocks.append(block)
+    per_group = [sum(o.ids_to_groups[rank][g] for o in sent) for g in range(receiving.groups)]
+    return arrange(blocks, receiving, [o.batch for o in sent], ids_from, per_group)
 
 
 @settings(deadline=None)
-@given(worlds(), st.booleans())
+@given(worlds(), st.booleans(), st.booleans())
 def test_ids_arrive_in_the_order_of_one_process(
-    drawn: tuple[list[int | None], list[bool], list[list[list[list[int]]]]], update: bool
+    drawn: tuple[list[list[Shard]], Bags], pooled: bool, update: bool
 ) -> None:
-    where, trained, bags = drawn
+    """At every slot: ids of all ranks' samples in their order, as row numbers of the shard, each with its weight."""
+    plans, bags = drawn
     world = len(bags)
-    routes = routes_of(where, trained, world)
-    batches = [len(one[0]) if one else 0 for one in bags]
-    kjts = [kjt_of(one, batch) for one, batch in zip(bags, batches, strict=True)]
-    sent = [route(kjt, routes, weighted=True, update=update) for kjt in kjts]
+    routes = routes_of(plans, world, pooled=pooled, weighted=True)
+    kjts = [kjt_of(one, len(one[0]) if one else 0) for one in bags]
+    sending = Sending(routes, [f"f{n}" for n in range(len(plans))], update, CPU)
+    sent = [route(kjt, routes, sending, kjt.weights(), lenient=False) for kjt in kjts]
     for rank in range(world):
-        mine = [n for n, place in enumerate(where) if place == rank]
-        replicas = [n for n, place in enumerate(where) if place is None and trained[n]]
-        # tables of a group stand together; here those trained and those not
-        served = routes.served(rank, update)
-        assert sorted(served) == sorted(mine + (replicas if update else []))
         inbound = hand_over(routes, sent, rank, update)
-        ids, lengths = naive_order(bags, served)
+        ids, lengths, weights = [], [], []
+        groups = [group for group in routes.serving[rank].groups if update or not group.is_replica]
+        for group in groups:
+            for slot in group.slots:
+                low, high = group.shards[slot.shard].rows
+                for source, kjt in zip(bags, kjts, strict=True):
+                    given = iter(kjt[f"f{slot.lookup}"].weights().tolist())
+                    bags_of = [[(i - low, next(given)) for i in bag] for bag in source[slot.lookup]]
+                    kept = [[(i, w) for i, w in bag if 0 <= i < high - low] for bag in bags_of]
+                    ids += [i for bag in kept for i, _ in bag]
+                    weights += [w for bag in kept for _, w in bag]
+                    lengths += [len(bag) for bag in kept] if pooled else [sum(map(len, kept))]
         assert inbound.ids.tolist() == ids
         assert inbound.offsets.diff().tolist() == lengths
         assert int(inbound.offsets[0]) == 0
-        assert inbound.batches == batches
-        assert sum(inbound.group_ids) == len(ids)
-        weights = [w for n in served for kjt in kjts for w in kjt[f"f{n}"].weights().tolist()]
-        assert inbound.weights is not None
-        assert inbound.weights.tolist() == weights
-        if inbound.arrival is not None:
-            came = torch.cat([torch.cat([kjt[f"f{n}"].values() for n in served] or [kjt.values()[:0]]) for kjt in kjts])
-            assert torch.equal(came[inbound.arrival].long(), inbound.ids.long())
-            assert sorted(inbound.arrival.tolist()) == list(range(len(ids)))
+        assert inbound.weights is not None and inbound.weights.tolist() == weights
+        assert inbound.batches == [kjt.stride() if pooled else 1 for kjt in kjts]
+        samples, first_slot = inbound.lengths.shape[1], Receiving(routes, rank, update, CPU).first_slot
+        slots = [sum(lengths[a * samples : b * samples]) for a, b in pairwise(first_slot)]
+        assert [b - a for a, b in pairwise(inbound.first_id)] == slots
+        # each id came with those of its source, stream by stream
+        came = torch.cat([torch.cat(o.blocks()[rank][:1]) for o in sent])
+        places = inbound.places(came.shape[0])
+        assert torch.equal(came[places], inbound.ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -249,22 +271,26 @@ def test_ids_arrive_in_the_order_of_one_process(
 def test_ids_travel_as_int32_where_every_row_number_fits(rows: int, dtype: torch.dtype) -> None:
     """int32 ids of a table beyond 2^31 rows raised "value cannot be converted to type int without overflow"."""
     table = Table("t", rows, 1, torch.float32, OptimizerSpec("sgd"), ("f0",))
-    routes = plan_routes([table], table_wise("t", rows, 1, 0), 1)
-    bags = [[[0, 2**31 - 2], [7]]]
-    outbound = route(kjt_of(bags, 2, dtype), routes, weighted=False, update=True)
-    ids = outbound.blocks[0][0]
-    assert ids.dtype == (torch.int32 if rows < 2**31 else torch.int64)
-    assert ids.tolist() == [0, 2**31 - 2, 7]
+    routes = plan_routes([table], layout.table_wise("t", rows, 1, 0), 1)
+    kjt = kjt_of([[[0, 2**31 - 2], [7]]], 2, dtype)
+    outbound = route(kjt, routes, Sending(routes, ["f0"], True, CPU), None, lenient=False)
+    assert outbound.ids.dtype == (torch.int32 if rows < 2**31 else torch.int64)
+    assert outbound.ids.tolist() == [0, 2**31 - 2, 7]
+    assert len(outbound.blocks()[0][0]) == (3 if rows < 2**31 else 6)
 
 
-def test_an_id_beyond_int32_stays_outside_of_every_table() -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_id_beyond_int32_stays_outside_of_every_table(world: int) -> None:
     table = Table("t", 9, 1, torch.float32, OptimizerSpec("sgd"), ("f0",))
-    routes = plan_routes([table], table_wise("t", 9, 1, 0), 1)
-    outbound = route(kjt_of([[[2**32 + 3, -(2**32) + 3]]], 1), routes, weighted=False, update=True)
-    assert not any(0 <= i < 9 for i in outbound.blocks[0][0].tolist())
+    routes = plan_routes([table], layout.row_wise("t", 9, 1, range(world)), world)
+    sending = Sending(routes, ["f0"], True, CPU)
+    outbound = route(kjt_of([[[2**32 + 3, -(2**32) + 3, 9, -1]]], 1), routes, sending, None, lenient=True)
+    assert outbound.ids.shape == (4,)
+    assert not any(0 <= i < 9 for i in outbound.ids.tolist())
 
 
-def test_parts_of_tables_are_not_routed_yet() -> None:
+def test_columns_that_are_cut_for_some_rows_only_are_refused() -> None:
     table = Table("t", 9, 4, torch.float32, None, ("f",))
-    with pytest.raises(ValueError, match=r"table 't': only whole tables are routed, got rows \(0, 5\)"):
-        plan_routes([table], [Shard("t", 0, (0, 5), (0, 4)), Shard("t", 0, (5, 9), (0, 4))], 1)
+    shards = [Shard("t", 0, (0, 5), (0, 4)), Shard("t", 0, (5, 9), (0, 1)), Shard("t", 1, (5, 9), (1, 4))]
+    with pytest.raises(ValueError, match=r"^table 't': columns \(0, 1\) are held for some rows only, .* columns first"):
+        plan_routes([table], shards, 2)
