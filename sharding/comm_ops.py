@@ -13,61 +13,44 @@ ranks. Second derivatives are not served.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import permute_1d, permute_2d
 
 from .awaitable import Awaitable, NoWait
-from .codecs import Codec
-from .exchange import Exchange, Pending
-from .qcomms import QuantizedCommCodecs, codec_pair
+from .exchange import Exchange
+from .qcomms import QuantizedCommCodecs
+from .trips import (
+    copies,
+    exchanged,
+    get_gradient_division,
+    get_use_sync_collectives,
+    set_gradient_division,
+    set_use_sync_collectives,
+    summed,
+    torchrec_use_sync_collectives,
+)
 
-_gradient_division = True
-_sync_collectives = False
-
-
-def set_gradient_division(val: bool) -> None:
-    """Whether backwards divide gradients by the number of ranks, as the mean over ranks of DDP does; True at first.
-
-    Read when a backward runs.
-    """
-    global _gradient_division
-    _gradient_division = val
-
-
-def get_gradient_division() -> bool:
-    """What `set_gradient_division` said."""
-    return _gradient_division
-
-
-def set_use_sync_collectives(val: bool) -> None:
-    """Whether functions of this module wait for the result before they return; False at first."""
-    global _sync_collectives
-    _sync_collectives = val
-
-
-def get_use_sync_collectives() -> bool:
-    """What `set_use_sync_collectives` said."""
-    return _sync_collectives
-
-
-@contextmanager
-def torchrec_use_sync_collectives() -> Iterator[None]:
-    """Inside, functions of this module wait for the result before they return."""
-    before = _sync_collectives
-    set_use_sync_collectives(True)
-    try:
-        yield
-    finally:
-        set_use_sync_collectives(before)
+__all__ = [
+    "all_gather_base_pooled",
+    "alltoall_pooled",
+    "alltoall_sequence",
+    "get_gradient_division",
+    "get_use_sync_collectives",
+    "reduce_scatter_base_pooled",
+    "reduce_scatter_pooled",
+    "reduce_scatter_v_per_feature_pooled",
+    "reduce_scatter_v_pooled",
+    "set_gradient_division",
+    "set_use_sync_collectives",
+    "torchrec_use_sync_collectives",
+    "variable_batch_alltoall_pooled",
+]
 
 
 def alltoall_pooled(
@@ -105,7 +88,7 @@ def alltoall_pooled(
         blocks = torch.split(came, [batch * d for d in dim_sum_per_rank])
         return torch.cat([block.view(batch, d) for block, d in zip(blocks, dim_sum_per_rank, strict=True)], dim=1)
 
-    return _exchanged(
+    return exchanged(
         exchange, a2a_pooled_embs_tensor, [b * width for b in batch_size_per_rank],
         [batch * d for d in dim_sum_per_rank], side_by_side, codecs,
     )  # fmt: skip
@@ -158,7 +141,7 @@ def variable_batch_alltoall_pooled(
     sizes = [sum(next(before) * d for d in of_rank) for of_rank in dims]
     flat = a2a_pooled_embs_tensor.reshape(-1)
     _require_shape(flat, [sum(send_sizes)])
-    return _exchanged(exchange, flat, send_sizes, sizes, _as_it_is, codecs)
+    return exchanged(exchange, flat, send_sizes, sizes, _as_it_is, codecs)
 
 
 def alltoall_sequence(
@@ -207,7 +190,7 @@ def alltoall_sequence(
         else:
             by_segment = lengths.reshape(forward_recat_tensor.shape[0], -1)
             rows = permute_2d(forward_recat_tensor, by_segment, rows, permuted_lengths_sum=total)[1]
-    return _exchanged(
+    return exchanged(
         exchange, rows, [n * dim for n in output_splits], [n * dim for n in input_splits],
         lambda came: came.view(sum(input_splits), dim), codecs,
     )  # fmt: skip
@@ -226,7 +209,7 @@ def reduce_scatter_pooled(
     exchange = exchange_of(group)
     _require_ranks(exchange, inputs=inputs)
     shape, sizes = inputs[exchange.rank].shape, [one.numel() for one in inputs]
-    return _summed(exchange, torch.cat([one.reshape(-1) for one in inputs]), sizes, shape, codecs)
+    return summed(exchange, torch.cat([one.reshape(-1) for one in inputs]), sizes, shape, codecs)
 
 
 def reduce_scatter_base_pooled(
@@ -264,7 +247,7 @@ def reduce_scatter_v_pooled(
     _require_shape(input, [sum(input_splits), *input.shape[1:]])
     rest = input.shape[1:].numel()
     shape = torch.Size([input_splits[exchange.rank], *input.shape[1:]])
-    return _summed(exchange, input, [n * rest for n in input_splits], shape, codecs)
+    return summed(exchange, input, [n * rest for n in input_splits], shape, codecs)
 
 
 def reduce_scatter_v_per_feature_pooled(
@@ -311,8 +294,8 @@ def all_gather_base_pooled(
     if exchange.world_size == 1:
         return NoWait(input)
     sizes, shape = [input.numel()] * exchange.world_size, [exchange.world_size * input.shape[0], *input.shape[1:]]
-    copies: Tensor = _Copies.apply(input.reshape(-1), exchange.world_size)  # type: ignore[no-untyped-call]
-    return _exchanged(exchange, copies, sizes, sizes, lambda came: came.view(shape), codecs)
+    repeated = copies(input.reshape(-1), exchange.world_size)
+    return exchanged(exchange, repeated, sizes, sizes, lambda came: came.view(shape), codecs)
 
 
 def exchange_of(group: dist.ProcessGroup | None) -> Exchange:
@@ -322,181 +305,15 @@ def exchange_of(group: dist.ProcessGroup | None) -> Exchange:
     return Exchange(dist.group.WORLD if group is None else group)
 
 
-class Request(Awaitable[Tensor]):
-    """A tensor that is on its way to this rank."""
-
-    def __init__(self, trip: _Trip, ticket: Tensor, after: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._trip, self._ticket, self._after = trip, ticket, after
-        self._grad = torch.is_grad_enabled()
-
-    @torch.compiler.disable
-    def _wait_impl(self) -> Tensor:
-        # whoever waits under no_grad must not take the gradient from others
-        with torch.set_grad_enabled(self._grad):
-            came: Tensor = _Arrive.apply(self._ticket, self._trip)  # type: ignore[no-untyped-call]
-            return self._after(came)
-
-
-@torch.compiler.disable
-def _exchanged(
-    exchange: Exchange,
-    values: Tensor,
-    send_sizes: Sequence[int],
-    sizes: Sequence[int],
-    after: Callable[[Tensor], Tensor],
-    codecs: QuantizedCommCodecs | None,
-) -> Awaitable[Tensor]:
-    """Send `send_sizes[r]` numbers of `values` to each rank r; the result is `after` of the flat tensor that came."""
-    if exchange.world_size == 1:
-        return NoWait(values)
-    trip = _Trip(exchange, list(send_sizes), list(sizes), values, codecs)
-    ticket: Tensor = _Depart.apply(values.reshape(-1), trip)  # type: ignore[no-untyped-call]
-    request = Request(trip, ticket, after)
-    if _sync_collectives:
-        request.wait()
-    return request
-
-
-def _summed(
-    exchange: Exchange, values: Tensor, sizes: Sequence[int], shape: torch.Size, codecs: QuantizedCommCodecs | None
-) -> Awaitable[Tensor]:
-    if exchange.world_size == 1:
-        return NoWait(values.reshape(shape))
-    mine = sizes[exchange.rank]
-
-    def add(came: Tensor) -> Tensor:
-        parts = came.view(exchange.world_size, mine).unbind()
-        return _in_order(parts).view(shape)
-
-    return _exchanged(exchange, values, sizes, [mine] * exchange.world_size, add, codecs)
-
-
-def _in_order(parts: Sequence[Tensor]) -> Tensor:
-    """Their sum, rank after rank; fp16 and bf16 are added in fp32 and rounded once."""
-    dtype = parts[0].dtype
-    wide = torch.float32 if dtype.itemsize < 4 else dtype
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part.to(wide)
-    return total.to(dtype)
-
-
 def _as_it_is(came: Tensor) -> Tensor:
     return came
 
 
-class _Trip:
-    """One exchange and its transpose: where numbers go, and what is on its way."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        send_sizes: list[int],
-        sizes: list[int],
-        like: Tensor,
-        codecs: QuantizedCommCodecs | None,
-    ) -> None:
-        self.exchange, self.send_sizes, self.sizes = exchange, send_sizes, sizes
-        self.dtype, device = like.dtype, like.device
-        pair = (None, None) if codecs is None else codec_pair(codecs, device)
-        self.codec, self.codec_back = (codec if codec is not None and codec.compresses else None for codec in pair)
-        self._pending: Pending | None = None
-        self._pending_back: Pending | None = None
-
-    def start(self, values: Tensor) -> None:
-        wide, flag = _prepared(values, self.codec)
-        self._pending = self.exchange.rows(wide, self.send_sizes, self.sizes, codec=self.codec, flag=flag)
-
-    def end(self) -> Tensor:
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        return _taken(pending, self.codec).to(self.dtype)
-
-    def start_back(self, grad: Tensor) -> None:
-        wide, flag = _prepared(grad, self.codec_back)
-        self._pending_back = self.exchange.rows_transpose(
-            wide, self.sizes, self.send_sizes, codec=self.codec_back, flag=flag
-        )
-
-    def end_back(self) -> Tensor:
-        pending, self._pending_back = self._pending_back, None
-        assert pending is not None
-        grad = _taken(pending, self.codec_back).to(self.dtype)
-        return grad.div_(self.exchange.world_size) if _gradient_division else grad
-
-
-def _prepared(values: Tensor, codec: Codec | None) -> tuple[Tensor, int | None]:
-    """What is sent, and whether it fits the codec."""
-    values = values.contiguous()
-    if codec is None:
-        return values, None
-    wide = values.to(torch.float32)
-    # host sync on CUDA: all ranks are told of what does not fit, in the bytes of the exchange itself
-    return wide, int(codec.overflows(wide))
-
-
-def _taken(pending: Pending, codec: Codec | None) -> Tensor:
-    came = pending.wait()
-    if any(pending.flags):
-        assert codec is not None
-        ranks = [rank for rank, flag in enumerate(pending.flags) if flag]
-        raise OverflowError(
-            f"ranks {ranks}: a number is too large for the compressed exchange ({codec.name}): choose a wider format or"
-            " a smaller loss scale"
-        )
-    return came
-
-
-class _Depart(Function):
-    """Sends forward, and takes the gradient backward. Its output only ties it to `_Arrive`."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        trip.start(values)
-        return values.new_zeros(1)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.trip.end_back(), None
-
-
-class _Arrive(Function):
-    """Takes forward, and sends the gradient backward."""
-
-    @staticmethod
-    def forward(ctx: Any, ticket: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        ctx.save_for_backward(ticket)
-        return trip.end()
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (ticket,) = ctx.saved_tensors
-        ctx.trip.start_back(grad)
-        return torch.zeros_like(ticket), None
-
-
-class _Copies(Function):
-    """The same numbers for every rank; gradients add up in the order of the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, count: int) -> Tensor:
-        ctx.count = count
-        return values.repeat(count)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _in_order(grad.view(ctx.count, -1).unbind()), None
-
-
 def _refuse_comm(comm: object | None) -> None:
     if comm is not None:
-        raise ValueError(f"all_to_all_single_comm: every exchange is torch.distributed's own, leave it None, got {comm!r}")
+        raise ValueError(
+            f"all_to_all_single_comm: every exchange is torch.distributed's own, leave it None, got {comm!r}"
+        )
 
 
 def _require_ranks(exchange: Exchange, **lists: Sequence[Any]) -> None:

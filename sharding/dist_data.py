@@ -255,9 +255,7 @@ class KJTOneToAll(nn.Module):
         ValueError: splits are not one for each device, or there are not so many GPUs.
     """
 
-    def __init__(
-        self, splits: Sequence[int], world_size: int, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, splits: Sequence[int], world_size: int, device: torch.device | str | None = None) -> None:
         super().__init__()
         if len(splits) != world_size:
             raise ValueError(f"splits must have one entry for each of {world_size} devices, got {list(splits)}")
