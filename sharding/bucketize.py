@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged._pieces import like
 from shardwise.kernels import block_bucketize
 
 
@@ -58,12 +59,8 @@ def bucketize_kjt_before_all2all(
         block_bucketize_pos=borders,
         total_num_blocks=None if total_num_blocks is None else total_num_blocks.to(device),
     )  # fmt: skip
-    divided = KeyedJaggedTensor(
-        [*keys] * num_buckets,
-        found.ids,
-        found.positions if bucketize_pos else found.weights,
-        found.lengths,
-        stride=None if variable else kjt.stride(),
-        stride_per_key_per_rank=kjt.stride_per_key_per_rank() * num_buckets if variable else None,
-    )
+    # the keys once for each bucket, with their batch sizes; the constructor takes no key twice
+    strides = kjt._strides.pick(kjt._strides.keys.order([*range(len(keys))] * num_buckets))
+    new_weights = found.positions if bucketize_pos else found.weights
+    divided = like(kjt, strides, found.ids, new_weights, found.lengths, None, True, None)
     return divided, found.unbucketize_permute
