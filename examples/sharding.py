@@ -69,14 +69,14 @@ def main() -> None:
         "user": row_wise(reduction="ordered"),  # rows over all ranks, pooled in the order of one process
         "item": column_wise(every_rank, row_state="table"),  # columns over all ranks, one optimizer state a row
         "query": table_row_wise(host_index=hosts - 1),  # rows over the ranks of a host, added there first
-        "shop": table_column_wise(host_index=0),  # columns over the ranks of a host
-        "tag": grid_shard(list(range(hosts))),  # columns over hosts, rows over the ranks of each
+        "shop": table_column_wise(host_index=0, row_state="table"),  # columns over the ranks of a host
+        "tag": grid_shard(list(range(hosts)), row_state="table"),  # columns over hosts, rows over the ranks of each
         "brand": table_wise(rank=last),  # whole
         "country": data_parallel(),  # on every rank, with its optimizer
     }
     model = tables()
-    sizes = {"world_size": env.world_size, "local_size": env.local_world_size, "device_type": "cpu"}
-    plan = ShardingPlan({"": construct_module_sharding_plan(model, where, **sizes)})
+    sizes = {"world_size": env.world_size, "local_size": env.local_world_size}
+    plan = ShardingPlan({"": construct_module_sharding_plan(model, where, **sizes, device_type="cpu")})
     sharded = DistributedModelParallel(model, env=env, plan=plan)
     if env.rank == 0:
         print(sharded.plan)

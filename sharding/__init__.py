@@ -14,6 +14,10 @@ if TYPE_CHECKING:
         LazyAwaitable,
         NoWait,
     )
+    from .composable import (
+        shard,
+        shard_modules,
+    )
     from .data_parallel_wrapper import (
         DataParallelWrapper,
         DefaultDataParallelWrapper,
@@ -79,10 +83,6 @@ if TYPE_CHECKING:
         QuantizedCommCodecs,
         get_qcomm_codecs,
         get_qcomm_codecs_registry,
-    )
-    from .shard import (
-        shard,
-        shard_modules,
     )
     from .sharders import (
         BaseEmbeddingSharder,
@@ -205,8 +205,8 @@ _HOME = {
     "placement": "generators",
     "placement_helper": "generators",
     "row_wise": "generators",
-    "shard": "shard",
-    "shard_modules": "shard",
+    "shard": "composable",
+    "shard_modules": "composable",
     "table_column_wise": "generators",
     "table_row_wise": "generators",
     "table_wise": "generators",
@@ -216,6 +216,4 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # kept: `shard` is also the name of the module that it comes from
-    found = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    return found
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -36,9 +36,9 @@ from shardwise.sharding import (
     row_wise,
     table_wise,
 )
+from shardwise.sharding.composable import shard
 from shardwise.sharding.data_parallel_wrapper import DataParallelWrapper, DefaultDataParallelWrapper
 from shardwise.sharding.dense import materialize
-from shardwise.sharding.shard import shard
 from shardwise.sharding.unwrap import (
     copy_to_device,
     get_module,

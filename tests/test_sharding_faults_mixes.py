@@ -140,15 +140,16 @@ class Named:
 ROWS = ((0, (0, 10), (0, 8)), (1, (10, 20), (0, 8)))
 COLUMNS = ((0, (0, 20), (0, 4)), (1, (0, 20), (4, 8)))
 DIFFER = "RuntimeError: ranks [{}] differ from this one in their plans, table configs or order of lookups"
+Made = Callable[[], Any]
 # what rank 0 makes, what rank 1 makes, and what both say
-DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+DISAGREEMENTS: dict[str, tuple[Made, Made, str]] = {
     "rows cut elsewhere": (
         lambda: cut(*ROWS), lambda: cut((0, (0, 9), (0, 8)), (1, (9, 20), (0, 8))), DIFFER,
     ),
     "columns cut elsewhere": (
         lambda: cut(*COLUMNS), lambda: cut((0, (0, 20), (0, 3)), (1, (0, 20), (3, 8))), DIFFER,
     ),
-    "other ranks": (lambda: cut(*COLUMNS), lambda: cut(*((1 - r, *spans) for r, *spans in COLUMNS)), DIFFER),
+    "other ranks": (lambda: cut(*COLUMNS), lambda: cut(*((1 - rank, rows, cols) for rank, rows, cols in COLUMNS)), DIFFER),
     "rows and columns": (lambda: cut(*ROWS), lambda: cut(*COLUMNS), DIFFER),
     "reduction": (
         lambda: cut(*ROWS), lambda: cut(*ROWS, options={"t": TableOptions(reduction="ordered")}), DIFFER,
@@ -178,9 +179,9 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 def disagree() -> list[str]:
     """What this rank says to each disagreement; a good collection after it works."""
     found = []
-    for makers in DISAGREEMENTS.values():
+    for of_first, of_second, _ in DISAGREEMENTS.values():
         try:
-            makers[dist.get_rank()]()
+            (of_second if dist.get_rank() else of_first)()
             found.append("nothing")
         except (RuntimeError, ValueError) as error:
             found.append(f"{type(error).__name__}: {error}")

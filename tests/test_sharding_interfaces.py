@@ -116,10 +116,10 @@ def behind_stores(mixes: Sequence[Mix], optimizer: str, learned: bool) -> list[t
 def expect_equal(one: Run, other: Run) -> None:
     for mine, theirs in zip(one.outputs, other.outputs, strict=True):
         assert all(map(torch.equal, mine, theirs))
-    for mine, theirs in ((one.weights, other.weights), (one.states, other.states)):
-        assert mine.keys() == theirs.keys()
-        for key, value in mine.items():
-            assert torch.equal(value, theirs[key]), key
+    for held_here, held_there in ((one.weights, other.weights), (one.states, other.states)):
+        assert held_here.keys() == held_there.keys()
+        for key, value in held_here.items():
+            assert torch.equal(value, held_there[key]), key
     assert all(map(torch.equal, one.weight_gradients, other.weight_gradients))
 
 

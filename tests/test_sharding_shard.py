@@ -40,7 +40,7 @@ from shardwise.sharding.comm import (
     get_num_groups,
     intra_and_cross_node_pg,
 )
-from shardwise.sharding.shard import shard, shard_modules
+from shardwise.sharding.composable import shard, shard_modules
 from shardwise.sharding.unwrap import get_unsharded_module_names
 
 pytestmark = pytest.mark.ranks
