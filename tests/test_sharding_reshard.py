@@ -41,7 +41,7 @@ from shardwise.sharding import (
     construct_module_sharding_plan,
     generators,
 )
-from shardwise.sharding.layout import Shard, TableOptions, column_wise, row_wise, table_wise
+from shardwise.sharding.layout import Shard, TableOptions, column_wise, data_parallel, row_wise, table_wise
 
 pytestmark = pytest.mark.ranks
 
@@ -295,3 +295,28 @@ def test_a_model_is_resharded_by_a_plan_of_what_changes(form: str, volume: float
         assert told == volume
         assert "column_wise" in plan
         assert names == ["a.momentum1", "a.momentum2", "a.step"]
+
+
+def counts() -> tuple[str, str]:
+    apart, rows = (("table_wise",) * 3, ("row_wise",) * 3)
+    mix, other = (mix_by(plan, options=TableOptions()) for plan in (apart, rows))
+    model = shard(mix, build(mix, "adam"), environment())
+    if dist.get_rank() == 1:
+        model.fused_optimizer.set_optimizer_step(5)
+    with pytest.raises(ValueError, match="different numbers of updates") as caught:
+        go_over(model, other)
+    # replicated tables without an optimizer are trained by their gradient
+    module = EmbeddingBagCollection([EmbeddingBagConfig(4, 8, "t", feature_names=["f"])])
+    dense = sharded(module, data_parallel("t", 4, 8, 2))
+    dense.reshard(data_parallel("t", 4, 8, 2))
+    with pytest.raises(ValueError, match="trained by its gradient") as refused:
+        dense.reshard(table_wise("t", 4, 8, 0))
+    return str(caught.value), str(refused.value)
+
+
+def test_tables_that_would_count_updates_together_must_agree_on_them() -> None:
+    """Adam reads the number, and tables that share a group share it."""
+    for message, dense in run_ranks(2, counts):
+        found = re.search(r"^tables \['t0', 't1', 't2'\] have seen .*, (\[.*\]), and", message)
+        assert found and set(found[1]) == set("[0, 5]"), message
+        assert dense.startswith("rank 0: table 't' is replicated and trained by its gradient")
