@@ -52,8 +52,8 @@ class KeyedOptimizer(torch.optim.Optimizer):
              **{k: deepcopy(v) for k, v in group.items() if k != "params"}}
             for group in self.param_groups
         ]  # fmt: skip
-        # a tuple, which torch.distributed.checkpoint keeps as one value: on a rank without a shard of some ShardedTensor
-        # it mistakes what it makes of a list of dicts for the keys of an older format
+        # a tuple, which torch.distributed.checkpoint keeps as one value: on a rank without a shard of some
+        # ShardedTensor it mistakes what it makes of a list of dicts for the keys of an older format
         return {"state": state, "param_groups": tuple(groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

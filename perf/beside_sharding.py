@@ -125,7 +125,8 @@ def _rank(rank: int, store: str, answer: Any, options: argparse.Namespace) -> No
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    c10d: Any = dist
+    dist.init_process_group("gloo", store=c10d.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     work: list[Callable[[], Section]] = [lambda: loss_section(options.steps)]
     work += [lambda s=shape, b=bound: time_section(s, b, options.turns) for shape, bound in TIMED.items()]  # type: ignore[misc]
     found = []
@@ -157,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     context = mp.get_context("spawn")
     answer = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (f"{folder}/store", answer, options), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        processes: Any = mp
+        processes.spawn(_rank, (f"{folder}/store", answer, options), nprocs=RANKS)
         found: list[Section] = answer.get()
     bad = [fault for section in found for fault in section.bad]
     how = f"{RANKS} ranks x 1 thread over gloo, load of the machine {os.getloadavg()[1]:.1f}"

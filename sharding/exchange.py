@@ -91,6 +91,17 @@ class Exchange:
         """The transpose of `rows`: gradients travel against the rows, from who received to who sent."""
         return self.rows(send, send_sizes, sizes, codec=codec, flag=flag)
 
+    def numbers(
+        self, send: Tensor, send_sizes: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> Pending:
+        """Send `send_sizes[d]` numbers of the flat tensor, of any dtype, to each rank d; `sizes[r]` come from rank r.
+
+        Without sizes all are equal. What no gradient belongs to: ids, lengths, counts.
+        """
+        return self._all_to_all(
+            send, None if send_sizes is None else list(send_sizes), None if sizes is None else list(sizes)
+        )
+
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` by rank 0's, so that replicas begin equal."""
         if self.world_size > 1:

@@ -21,6 +21,9 @@ from .foreign_codec import ForeignCodec
 
 QuantizationContext = TypeVar("QuantizationContext")
 
+_MOST_PAIRS = 64
+_pairs: dict[tuple[int, int, str], tuple[object, tuple[Codec, Codec]]] = {}
+
 
 @unique
 class CommType(Enum):
@@ -246,6 +249,20 @@ def codecs_of(
             f"and {ops[1].name} {pairs[1]}; give both the same"
         )
     return pairs[0] if pairs else (FormatCodec(FP32), FormatCodec(FP32))
+
+
+def codec_pair(codecs: QuantizedCommCodecs, device: torch.device | None = None) -> tuple[Codec, Codec]:
+    """The codecs of one collective: of its rows and of their gradients. Raises as `codecs_of`."""
+    if not (hasattr(codecs, "forward") and hasattr(codecs, "backward")):
+        raise ValueError(f"codecs must be a QuantizedCommCodecs, got {codecs!r}")
+    # a codec of one's own is tried when it is made ready, so once
+    key = id(codecs.forward), id(codecs.backward), str(device)
+    if key not in _pairs:
+        if len(_pairs) >= _MOST_PAIRS:
+            _pairs.clear()
+        # the codecs are kept too: their ids stay theirs
+        _pairs[key] = codecs, (_codec(codecs.forward, device), _codec(codecs.backward, device))
+    return _pairs[key][1]
 
 
 def _codec(codec: QuantizedCommCodec[Any], device: torch.device | None) -> Codec:

@@ -7,10 +7,10 @@ is where the new plan has numbers for the same columns, and is averaged over col
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from . import header
 from .exchange import Exchange
 from .held import Held
 from .layout import Shard, Span, TableOptions
+from .plan import ParameterSharding, options_of, shards_of
 from .routes import Routes, Table
 from .state import Box, States, overlap, part_of
 
@@ -60,19 +61,75 @@ def reshard(
             found by an id map. All ranks raise, and nothing is changed.
         RuntimeError: ranks disagree on the plan.
     """
+    _go_over(collection, lambda: (list(shards), dict(options or {})), resplit)
+
+
+def reshard_by_plan(
+    collection: ShardedCollection, changes: Mapping[str, ParameterSharding], *, resplit: str | None = None
+) -> None:
+    """As `reshard`, by a plan of the tables that change."""
+
+    def chosen() -> tuple[list[Shard], dict[str, TableOptions]]:
+        tables = collection.states.tables
+        unknown = sorted(set(changes) - set(tables))
+        if unknown:
+            raise ValueError(f"the plan names tables {unknown}, the module has {sorted(tables)}")
+        shards: list[Shard] = []
+        for name, table in tables.items():
+            if name in changes:
+                shards += shards_of(name, changes[name], table.rows, table.dim, collection._env.world_size)
+            else:
+                shards += collection.states.shards[name]
+        return shards, {name: options_of(one) for name, one in changes.items()}
+
+    _go_over(collection, chosen, resplit)
+
+
+def changes_of(
+    given: Mapping[str, Any], path: str | None, paths: Sequence[str]
+) -> dict[str, tuple[float, Mapping[str, ParameterSharding]]]:
+    """What `DistributedModelParallel.reshard` was asked for: module path -> (volume, plan of what changes).
+
+    Raises:
+        ValueError: it names no module of `paths`, or does not say which.
+    """
+    if all(isinstance(one, ParameterSharding) for one in given.values()):
+        if path is None and len(paths) != 1:
+            raise ValueError(f"say by sharded_module_fqn which module is resharded, the model has {sorted(paths)}")
+        found: dict[str, Any] = {paths[0] if path is None else path: (_mebibytes(given), given)}
+    else:
+        found = dict(given) if path is None else {one: given[one] for one in given if one == path}
+    if set(found) - set(paths) or not found:
+        asked = sorted(found) or path
+        raise ValueError(
+            f"modules {asked} are to be resharded: the model has {sorted(paths)}, the plan {sorted(given)}"
+        )
+    return found
+
+
+def _mebibytes(plan: Mapping[str, ParameterSharding]) -> float:
+    """The volume of tables in fp32, as TorchRec counts it."""
+    cuts = [shard.shard_sizes for one in plan.values() if one.sharding_spec for shard in one.sharding_spec.shards]
+    return sum(rows * cols for rows, cols in cuts) * 4 / 2**20
+
+
+def _go_over(
+    collection: ShardedCollection,
+    choose: Callable[[], tuple[list[Shard], dict[str, TableOptions]]],
+    resplit: str | None,
+) -> None:
     old, rank, device = collection.states, collection._env.rank, collection.device
 
     def make() -> tuple[tuple[Routes, Held, States], int]:
         if resplit not in (None, "mean"):
             raise ValueError(f"resplit must be 'mean' or None, got {resplit!r}")
-        unknown = sorted(set(options or {}) - set(old.tables))
+        shards, options = choose()
+        unknown = sorted(set(options) - set(old.tables))
         if unknown:
             raise ValueError(f"options are given for tables {unknown}, the module has {sorted(old.tables)}")
         if collection._stores is not None or collection._id_maps:
             raise ValueError("tables whose rows are in a row store or found by an id map cannot be resharded")
-        tables = [
-            replace(table, options=(options or {}).get(name, table.options)) for name, table in old.tables.items()
-        ]
+        tables = [replace(table, options=options.get(name, table.options)) for name, table in old.tables.items()]
         routes, number = collection._plan(tables, shards)
         held = Held(routes, rank, device, collection._policy, None)
         held.matrices()
@@ -86,8 +143,9 @@ def reshard(
     exchange = collection._exchange
     (routes, held, new), number = header.agree(exchange, device, make)
     _carry_steps(old, new, routes, exchange, device)
-    for name in new.tables:
-        _Carried(name, old, new, device).go(exchange)
+    with torch.no_grad():
+        for name in new.tables:
+            _Carried(name, old, new, device).go(exchange)
     held.take_parameters(collection._held)
     collection._settle(routes, number, held)
     collection.fused_optimizer.follow_plan(held, collection.states)

@@ -102,6 +102,7 @@ class States:
             return Value((1,), (count,), tuple((count, view) for _, view in local), one.dtype, one.device, True)
         strips, replicated = self.strips(name), self.is_replicated(name)
         size: tuple[int, ...]
+        place: Callable[[Shard], Box]
         if one.dim() == 2:
             size, place = (table.rows, table.dim), _cells
         elif self._rows_agree(table, strips):
@@ -215,10 +216,11 @@ def _dtensor(value: Value, env: ShardingEnv, dim: int) -> Tensor:
 
 
 def _sharded_tensor(value: Value, env: ShardingEnv) -> Tensor:
-    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-    from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata
-    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-    from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+    from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
     assert env.process_group is not None
     ranks, kind = dist.get_process_group_ranks(env.process_group), value.device.type

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from local_tensors import local_tensors
 from ranks import run_ranks
 from sharding_mixes import Mix, TableCase, build, environment, shard, train_alone
 from sharding_steps import expect_outputs, train_on
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from shardwise import (
     CombinedOptimizer,
@@ -57,7 +57,9 @@ def save(plan: str, optimizer: str, path: str) -> None:
     mix = mix_by(plan)
     model = shard(mix, build(mix, optimizer), environment())
     train_on(mix, model, range(2))
-    dcp.save({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=path)
+    state_dict_saver.save(
+        {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=path
+    )
 
 
 def load(plan: str, optimizer: str, path: str) -> list[list[Tensor]]:
@@ -69,7 +71,7 @@ def load(plan: str, optimizer: str, path: str) -> list[list[Tensor]]:
     for group in model.fused_optimizer.param_groups:
         group["lr"] = 9.0
     state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
+    state_dict_loader.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
     model.fused_optimizer.load_state_dict(state["optimizer"])
     return train_on(mix, model, range(2, 4))
@@ -138,7 +140,7 @@ def save_model(plan: str, path: str) -> list[float]:
     dmp, optimizer = model_by(plan)
     for step in range(2):
         step_once(dmp, optimizer, step)
-    dcp.save({"model": dmp.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    state_dict_saver.save({"model": dmp.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
     return [step_once(dmp, optimizer, step) for step in range(2, 4)]
 
 
@@ -146,7 +148,7 @@ def load_model(plan: str, path: str) -> list[float]:
     dmp, optimizer = model_by(plan)
     step_once(dmp, optimizer, 7)
     state = {"model": dmp.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
+    state_dict_loader.load(state, checkpoint_id=path)
     # nothing of the model lies elsewhere than its state dict says
     held = local_tensors(dmp.state_dict())
     assert all(torch.equal(value, held[name]) for name, value in local_tensors(state["model"]).items())

@@ -24,11 +24,23 @@ from sharding_mixes import (
     train_alone,
 )
 from sharding_steps import expect_held, expect_outputs, train_on
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, ShardingEnv
+from shardwise import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    ShardingEnv,
+    ShardingPlan,
+)
 from shardwise.embeddings import RowWiseAdagrad, apply_optimizer_in_backward
-from shardwise.sharding import ShardedEmbeddingBagCollection
+from shardwise.sharding import (
+    EmbeddingModuleShardingPlan,
+    ShardedEmbeddingBagCollection,
+    construct_module_sharding_plan,
+    generators,
+)
 from shardwise.sharding.layout import Shard, TableOptions, column_wise, row_wise, table_wise
 
 pytestmark = pytest.mark.ranks
@@ -207,3 +219,79 @@ def test_learning_rates_and_schedules_stay() -> None:
     for found in run_ranks(2, rates):
         half = len(found) // 2
         assert found == [0.05] * half + [0.025] * half
+
+
+class Net(nn.Module):
+    """Two collections, a dense layer and a sparse one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.ebc = EmbeddingBagCollection([EmbeddingBagConfig(9, 8, t, feature_names=[t]) for t in ("a", "b")])
+        self.other = EmbeddingBagCollection([EmbeddingBagConfig(9, 8, "c", feature_names=["a"])])
+        self.sparse = nn.Embedding(3, 8, sparse=True)
+        # unused, and DDP refuses sparse gradients that it never sees
+        self.sparse.weight.requires_grad_(False)
+        self.over = nn.Linear(24, 1)
+        for collection in (self.ebc, self.other):
+            apply_optimizer_in_backward(torch.optim.Adam, collection.parameters(), {"lr": 0.05})
+
+    def forward(self, kjt: KeyedJaggedTensor) -> Tensor:
+        pooled = torch.cat([self.ebc(kjt).values(), self.other(kjt).values()], dim=1)
+        return self.over(pooled).square().mean()  # type: ignore[no-any-return]
+
+
+def plan_by(net: Net, cut: Any) -> ShardingPlan:
+    world = dist.get_world_size()
+    tables = construct_module_sharding_plan(net.ebc, {"a": cut, "b": generators.table_wise(0)}, world_size=world)
+    other = construct_module_sharding_plan(net.other, {"c": generators.table_wise(1)}, world_size=world)
+    return ShardingPlan({"ebc": tables, "other": other})
+
+
+def losses(dmp: DistributedModelParallel, steps: range) -> list[float]:
+    found = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step + 10 * dist.get_rank())
+        ids = torch.randint(0, 9, (12,), generator=generator)
+        loss = dmp(KeyedJaggedTensor(["a", "b"], ids, lengths=torch.full((6,), 2)))
+        loss.backward()
+        found.append(float(loss.detach()))
+    return found
+
+
+def go_over_model(form: str) -> tuple[list[float], list[float], float, str, list[str]]:
+    net = Net()
+    rows, columns = generators.row_wise(), generators.column_wise([1, 0])
+    dmp = DistributedModelParallel(net, plan=plan_by(net, generators.table_wise(1)))
+    fused = dmp.fused_optimizer
+    found = losses(dmp, range(2))
+    volume = -1.0
+    for cut, steps in ((rows, range(2, 4)), (columns, range(4, 6))):
+        plan = plan_by(Net(), cut).plan["ebc"]
+        delta = EmbeddingModuleShardingPlan({"a": plan["a"]})
+        forms: dict[str, tuple[Any, str | None]] = {
+            "delta": ({"ebc": (1.5, delta)}, None), "named": ({"ebc": (1.5, delta), "other": (2.0, {})}, "ebc"),
+            "plan": (plan, "ebc"),
+        }  # fmt: skip
+        volume = dmp.reshard(*forms[form])
+        found += losses(dmp, steps)
+        assert dmp.plan.plan["ebc"]["a"] == plan["a"]
+    # optimizers made before see the tables where they are now
+    names = [key for values in fused.state_dict()["state"].values() for key in values if key.startswith("a.")]
+    fresh = DistributedModelParallel(Net(), plan=plan_by(Net(), generators.table_wise(1)))
+    unknown: list[dict[str, Any]] = [{"x": (0.0, {})}, {"ebc": (0.0, {"x": plan["a"]})}, dict(plan)]
+    for given, message in zip(unknown, ("'x'", "tables .'x'", "sharded_module_fqn"), strict=True):
+        with pytest.raises(ValueError, match=message):
+            dmp.reshard(given)
+    assert dmp.sparse_grad_parameter_names() == ["sparse.weight"]
+    assert [name for name, _ in dmp.bare_named_parameters()] == [name for name, _ in Net().named_parameters()]
+    return found, losses(fresh, range(6)), volume, str(dmp.plan), names
+
+
+@pytest.mark.parametrize("form, volume", [("delta", 1.5), ("named", 1.5), ("plan", 2 * 9 * 8 * 4 / 2**20)])
+def test_a_model_is_resharded_by_a_plan_of_what_changes(form: str, volume: float) -> None:
+    for found, wanted, told, plan, names in run_ranks(2, go_over_model, form):
+        assert found == pytest.approx(wanted, abs=1e-6)
+        assert told == volume
+        assert "column_wise" in plan
+        assert names == ["a.momentum1", "a.momentum2", "a.step"]

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from sharding_mixes import Mix, TableCase, batch_of, build, environment, shard, train, train_alone, upstream_of
 from sharding_steps import expect_outputs, train_on
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, ShardingEnv

@@ -1,0 +1,66 @@
+"""A keyed batch divided among the ranks that hold blocks of its features' rows, by TorchRec's name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged._pieces import like
+from shardwise.kernels import block_bucketize
+
+
+def bucketize_kjt_before_all2all(
+    kjt: KeyedJaggedTensor,
+    num_buckets: int,
+    block_sizes: Tensor,
+    total_num_blocks: Tensor | None = None,
+    output_permute: bool = False,
+    bucketize_pos: bool = False,
+    block_bucketize_row_pos: Sequence[Tensor] | None = None,
+    keep_original_indices: bool = False,
+) -> tuple[KeyedJaggedTensor, Tensor | None]:
+    """Divide each feature's ids among buckets, for a `KJTAllToAll` that sends all keys of a bucket to one rank.
+
+    Bucket k owns rows [k * block, (k + 1) * block) of a feature, and its ids count from the block's first row. An id
+    past all blocks goes to bucket id % num_buckets as id // num_buckets, and so do all ids of a block size of 0.
+
+    Args:
+        kjt: F keys; the batch sizes of keys may differ. Inverse indices stay behind.
+        num_buckets: K.
+        block_sizes: rows of a block, integers [F].
+        total_num_blocks: blocks of each feature, integers [F], where a bucket owns several: multiples of K.
+        output_permute: return the permutation.
+        bucketize_pos: weights of the result are the places of its ids in their bags before.
+        block_bucketize_row_pos: for each feature the K + 1 rows where blocks begin and the last one ends, if they are
+            of different sizes.
+        keep_original_indices: ids stay as they are.
+
+    Returns:
+        The batch with keys [K * F], those of bucket 0 first, weights in the same order; and, if asked for, where each
+        id of `kjt` lies in it, integers [N], else None.
+
+    Raises:
+        ValueError: sizes do not fit, or on the CPU an id is negative; see `kernels.block_bucketize`.
+    """
+    keys, device = kjt.keys(), kjt.device()
+    if block_sizes.numel() != len(keys):
+        raise ValueError(f"block_sizes must have a number for each of {len(keys)} keys, got {block_sizes.numel()}")
+    variable = kjt.variable_stride_per_key()
+    # without the padding of a batch with a capacity, which is in no bucket
+    lengths, ids = kjt.dist_tensors()[:2]
+    weights = kjt.dist_tensors()[-1] if kjt.weights_or_none() is not None else None
+    borders = None if block_bucketize_row_pos is None else [rows.to(device) for rows in block_bucketize_row_pos]
+    found = block_bucketize(
+        lengths, ids, block_sizes.to(device), num_buckets,
+        weights=weights, batch_sizes=kjt.stride_per_key() if variable else None, bucketize_pos=bucketize_pos,
+        sequence=output_permute, keep_orig_idx=keep_original_indices,
+        block_bucketize_pos=borders,
+        total_num_blocks=None if total_num_blocks is None else total_num_blocks.to(device),
+    )  # fmt: skip
+    # the keys once for each bucket, with their batch sizes; the constructor takes no key twice
+    strides = kjt._strides.pick(kjt._strides.keys.order([*range(len(keys))] * num_buckets))
+    new_weights = found.positions if bucketize_pos else found.weights
+    divided = like(kjt, strides, found.ids, new_weights, found.lengths, None, True, None)
+    return divided, found.unbucketize_permute
