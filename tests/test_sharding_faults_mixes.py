@@ -149,7 +149,9 @@ DISAGREEMENTS: dict[str, tuple[Made, Made, str]] = {
     "columns cut elsewhere": (
         lambda: cut(*COLUMNS), lambda: cut((0, (0, 20), (0, 3)), (1, (0, 20), (3, 8))), DIFFER,
     ),
-    "other ranks": (lambda: cut(*COLUMNS), lambda: cut(*((1 - rank, rows, cols) for rank, rows, cols in COLUMNS)), DIFFER),
+    "other ranks": (
+        lambda: cut(*COLUMNS), lambda: cut(*((1 - rank, rows, cols) for rank, rows, cols in COLUMNS)), DIFFER,
+    ),
     "rows and columns": (lambda: cut(*ROWS), lambda: cut(*COLUMNS), DIFFER),
     "reduction": (
         lambda: cut(*ROWS), lambda: cut(*ROWS, options={"t": TableOptions(reduction="ordered")}), DIFFER,

@@ -89,7 +89,8 @@ def shards_for(world: int, rows: Sequence[int], dim: int) -> list[Shard]:
 @pytest.fixture(params=[64, 512])
 def world(request: pytest.FixtureRequest) -> Iterator[int]:
     """A fake process group of so many ranks."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=request.param)
     yield request.param
     dist.destroy_process_group()
 
@@ -151,9 +152,10 @@ def routed(world: int) -> Routed:
     layout.validate(shards, {table.name: (table.rows, table.dim) for table in tables}, world)
     routes = plan_routes(tables, shards, world, local_size=HOST)
     Rows(routes)
+    sending = Sending(routes, NAMES, True, CPU)
     for rank in targets(world):
-        # each rank makes these; the plan is the same for all
-        sending = Sending(routes, NAMES, True, CPU)
+        # each rank makes these for itself; what it sends does not depend on its number
+        Sending(routes, NAMES, True, CPU)
         Receiving(routes, rank, True, CPU)
         Columns(routes, rank)
     seconds = time.process_time() - begin
@@ -314,9 +316,9 @@ class Recorded(Exchange):
         self.log.append(f"headers among {self.world_size}")
         return super().headers(mine)
 
-    def ids(self, *args: Any) -> list[Tensor]:
+    def ids(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         self.log.append(f"ids among {self.world_size}")
-        return super().ids(*args)
+        return super().ids(*args, **kwargs)
 
     def rows(self, *args: Any, **kwargs: Any) -> Pending:
         self.log.append(f"rows among {self.world_size}")
