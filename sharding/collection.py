@@ -27,7 +27,7 @@ from . import header
 from .dedup import once
 from .env import ShardingEnv
 from .exchange import Exchange
-from .flags import flag_of, raise_flags
+from .flags import error_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .held import Collection, Held, Mark, Stores, tables_of
 from .id_map import IdMap
@@ -242,7 +242,9 @@ class ShardedCollection(nn.Module, Staged):
         assert flight.pending is not None
         received = flight.pending.wait()
         if any(flight.pending.flags):
-            raise_flags(flight.pending.flags, self._routes, self._codec)
+            error = error_of(flight.pending.flags, self._routes, self._codec)
+            assert error is not None
+            raise error
         home = self._at_home(flight, dense=False) if self._routes.replicas else {}
         if self._columns is None:
             found = self._rows.put_together(flight.outbound, received, flight.result_sizes, home)
@@ -280,7 +282,11 @@ class ShardedCollection(nn.Module, Staged):
         sizes_back = self._owner.gradient_sizes(flight)
         pending = self._exchange.rows_transpose(sent, sizes, sizes_back, codec=self._codec_back, flag=flag)
         received = pending.wait()
-        raise_flags(pending.flags, self._routes, self._codec_back)
+        error = error_of(pending.flags, self._routes, self._codec_back) if any(pending.flags) else None
+        if error is not None:
+            self._owner.release(flight)
+            raise_after_backward(error)
+            return None, [None] * len(at_home)
         self._exchange.buffers.give_unless(sent, received)
         back = self._owner.update(flight, received, weight_gradients=learned)
         self._exchange.buffers.give_unless(received, grad)

@@ -7,11 +7,15 @@ lookup n is not finite; 1 + 2 L where a per-id weight is not. L lookups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from .codecs import Codec
 from .routes import Routes
+
+_KEPT = "no table of its collection changed"
 
 
 def flag_of(
@@ -39,25 +43,39 @@ def flag_of(
     return 0
 
 
-def raise_flags(flags: Sequence[int], routes: Routes, codec: Codec | None) -> None:
-    """Raise on all ranks what the first of them flagged.
+def error_of(flags: Sequence[int], routes: Routes, codec: Codec | None) -> Exception | None:
+    """What all ranks raise for the first that flagged something.
 
-    Raises:
-        OverflowError: a number does not fit the codec; names rank, feature and table.
-        FloatingPointError: a gradient or a per-id weight is not finite.
+    An OverflowError where a number does not fit the codec, which names rank, feature and table; a FloatingPointError
+    where a gradient or a per-id weight is not finite.
     """
     for rank, flag in enumerate(flags):
         if not flag:
             continue
         kind, number = divmod(flag - 1, max(1, len(routes.lookups)))
         if kind == 2:
-            raise FloatingPointError(f"rank {rank}: a per-id weight is not finite; nothing changed")
+            return FloatingPointError(f"rank {rank}: a per-id weight is not finite; {_KEPT}")
         feature, table = routes.lookups[number]
         name = f"rank {rank}: feature {feature!r} (table {routes.tables[table].name!r})"
         if kind == 1:
-            raise FloatingPointError(f"{name}: its gradient is not finite; nothing changed")
+            return FloatingPointError(f"{name}: its gradient is not finite; {_KEPT}")
         assert codec is not None
-        raise OverflowError(
-            f"{name}: a number is too large for the compressed exchange ({codec.name}); nothing changed. Choose a wider"
-            " format or a smaller loss scale"
+        return OverflowError(
+            f"{name}: a number is too large for the compressed exchange ({codec.name}); {_KEPT}. Choose a wider format"
+            " or a smaller loss scale"
         )
+    return None
+
+
+def raise_after_backward(error: Exception) -> None:
+    """Raise out of the backward that runs now, once all else of it is done.
+
+    DistributedDataParallel must finish its averages, which it does at the end of a backward, or it refuses the next.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+
+    def fail() -> None:
+        raise error
+
+    # a callback that is added by a callback comes after those of others
+    engine.queue_callback(lambda: engine.queue_callback(fail))

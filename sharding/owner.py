@@ -261,6 +261,12 @@ class Owner:
                 group.store.release(lease[1])
         return self._weights_by_source(flight, found) if weight_gradients else None
 
+    def release(self, flight: InFlight) -> None:
+        """Let the slots of a step go whose update is left out."""
+        for group, lease in zip(self.held.groups, flight.leases, strict=True):
+            if lease is not None:
+                group.store.release(lease[1])
+
     def _gradients(self, flight: InFlight, received: Tensor) -> list[Tensor]:
         """The gradient of each group's lookup."""
         sizes, batches = self.gradient_sizes(flight), flight.inbound.batches

@@ -11,11 +11,23 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from sharding_mixes import Mix, TableCase, batch_of, build, environment, held, mix_of, samples_of, shard, span_of
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise import GradientCheckMode, KeyedJaggedTensor, KeyedTensor, LookupPolicy
+from shardwise import (
+    CommType,
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionSharder,
+    EmbeddingBagConfig,
+    GradientCheckMode,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    LookupPolicy,
+    QCommsConfig,
+    apply_optimizer_in_backward,
+    get_qcomm_codecs_registry,
+)
 from shardwise.sharding.layout import TableOptions
-from shardwise.sharding.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
 
 pytestmark = pytest.mark.ranks
 
@@ -207,14 +219,14 @@ def test_28_a_gradient_that_is_not_finite_raises_on_all_ranks(mix: Mix) -> None:
     """One rank raised alone, while the others waited for it: the mode was refused sharded."""
     for message, unchanged in run_ranks(2, not_finite, mix, False):
         assert unchanged
-        assert re.match(r"rank 1: feature 'f\d' \(table 't\d'\): its gradient is not finite; nothing changed", message)
+        assert re.match(r"rank 1: feature 'f\d' \(table 't\d'\): its gradient is not finite; no table of its", message)
 
 
 def test_13_a_weight_that_is_not_finite_raises_on_all_ranks() -> None:
     mix = replace(POOLED, weighted=True)
     for message, unchanged in run_ranks(2, not_finite, mix, True):
         assert unchanged
-        assert message == "rank 1: a per-id weight is not finite; nothing changed"
+        assert message == "rank 1: a per-id weight is not finite; no table of its collection changed"
 
 
 def lazily() -> tuple[bool, bool, str, int]:
@@ -267,3 +279,42 @@ def by_stages(mix: Mix) -> bool:
 @pytest.mark.parametrize("mix", [POOLED, ROWS], ids=["pooled", "rows"])
 def test_stages_by_torchrecs_names_give_the_rows_of_a_forward(mix: Mix) -> None:
     assert run_ranks(2, by_stages, mix) == [True, True]
+
+
+class Net(nn.Module):
+    """A collection beside dense layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.ebc = EmbeddingBagCollection([EmbeddingBagConfig(50, 8, name) for name in ("a", "b")])
+        apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {"lr": 0.1})
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(24, 1)
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor, factor: float) -> Tensor:
+        found = self.ebc(features)
+        loss: Tensor = (self.last(torch.cat([self.first(dense), found.values()], dim=1)) * factor).mean()
+        return loss
+
+
+def step_that_overflows() -> list[str]:
+    registry = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
+    dmp = DistributedModelParallel(Net(), sharders=[EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)])
+    said = []
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        ids = torch.randint(0, 50, (16,), generator=generator)
+        batch = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.full((8,), 2))
+        try:
+            dmp(torch.rand(4, 4), batch, 1e8 if (step, dist.get_rank()) == (2, 1) else 1.0).backward()
+        except OverflowError as error:
+            said.append(f"{step}: {error}")
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:tables")
+def test_dense_layers_go_on_after_a_step_whose_gradient_overflowed() -> None:
+    """DistributedDataParallel refused every later step: the error had ended its backward before its averages."""
+    for said in run_ranks(2, step_that_overflows):
+        assert len(said) == 1
+        assert said[0].startswith("2: rank 1: feature")
