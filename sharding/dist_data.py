@@ -22,7 +22,7 @@ from .awaitable import Awaitable
 from .exchange import Exchange, Pending
 
 # what a keyed batch may consist of; all ranks tell of each, so that one that has others is found out
-_LABELS = ("lengths", "values", "strides", "weights")
+_LABELS: tuple[str, ...] = ("lengths", "values", "strides", "weights")
 
 
 class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):

@@ -36,6 +36,9 @@ CUTS: dict[str, Callable[[int], Any]] = {
 class Model(nn.Module):
     """Bags, and a layer above them."""
 
+    # its sharded form later
+    bags: Any
+
     def __init__(self, mode: str, **settings: Any) -> None:
         super().__init__()
         self.bags = nn.EmbeddingBag(ROWS, DIM, mode=mode, **settings)
@@ -77,13 +80,14 @@ def check(mode: str, form: str, cuts: tuple[str, ...]) -> None:
         sharder = EmbeddingBagSharder()
         plan = construct_module_sharding_plan(model.bags, {"weight": CUTS[cut](world)}, sharder, world, world, "cpu")
         dmp = DistributedModelParallel(model, plan=ShardingPlan({"bags": plan}), sharders=[sharder])
-        sharded = dmp.module.bags
+        inner: Any = dmp.module
+        sharded = inner.bags
         assert isinstance(sharded, ShardedEmbeddingBag)
         assert [name for name, _ in dmp.named_parameters()] == ["bags.weight", "over.weight", "over.bias"]
         names = list(sharded_parameter_names(dmp))
         assert set(names) == (set() if cut == "data_parallel" else {"bags.weight"}), cut
-        table = torch.optim.SGD([dmp.module.bags.weight], lr=0.5) if cut == "data_parallel" else None
-        dense = torch.optim.SGD(dmp.module.over.parameters(), lr=0.1)
+        table = torch.optim.SGD([inner.bags.weight], lr=0.5) if cut == "data_parallel" else None
+        dense = torch.optim.SGD(inner.over.parameters(), lr=0.1)
         alone_dense = torch.optim.SGD(alone.over.parameters(), lr=0.1)
         for step in range(2):
             outputs = []
@@ -193,7 +197,7 @@ def test_a_bad_batch_of_one_rank_raises_on_all() -> None:
 
 
 def test_optimizer_states_are_those_of_the_parameter() -> None:
-    bags = nn.EmbeddingBag(ROWS, DIM, mode="sum")
+    bags: Any = nn.EmbeddingBag(ROWS, DIM, mode="sum")
     apply_optimizer_in_backward(RowWiseAdagrad, [bags.weight], {"lr": 0.1})
     sharded = shard(bags, row_wise(), 1, None)
     sharded(torch.tensor([[1, 2]])).sum().backward()
