@@ -52,7 +52,9 @@ class KeyedOptimizer(torch.optim.Optimizer):
              **{k: deepcopy(v) for k, v in group.items() if k != "params"}}
             for group in self.param_groups
         ]  # fmt: skip
-        return {"state": state, "param_groups": groups}
+        # a tuple, which torch.distributed.checkpoint keeps as one value: on a rank without a shard of some
+        # ShardedTensor it mistakes what it makes of a list of dicts for the keys of an older format
+        return {"state": state, "param_groups": tuple(groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy states in place and take the groups' hyper-parameters, if the dict has groups.
@@ -252,6 +254,7 @@ class CombinedOptimizer(KeyedOptimizer):
             for group in part.get("param_groups", []):
                 names = [self.prepend_opt_key(name, prefix) for name in group["params"]]
                 found["param_groups"].append({**group, "params": names})
+        found["param_groups"] = tuple(found["param_groups"])
         return found if self._saves_param_groups else {"state": found["state"]}
 
     def _prepare_load(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:

@@ -16,6 +16,7 @@ from shardwise import (
     DLRM,
     Batch,
     CombinedOptimizer,
+    DefaultDataParallelWrapper,
     DistributedModelParallel,
     DLRMTrain,
     EmbeddingBagCollection,
@@ -24,6 +25,8 @@ from shardwise import (
     EmbeddingComputeKernel,
     EmbeddingConfig,
     EmbeddingModuleShardingPlan,
+    GradientClipping,
+    GradientClippingOptimizer,
     KeyedJaggedTensor,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
@@ -33,6 +36,9 @@ from shardwise import (
     ShardingEnv,
     ShardingPlan,
     ShardingType,
+    WarmupOptimizer,
+    WarmupPolicy,
+    WarmupStage,
     apply_optimizer_in_backward,
     construct_module_sharding_plan,
     in_backward_optimizer_filter,
@@ -62,11 +68,20 @@ def main() -> None:
     plan = ShardingPlan({"model.sparse_arch.embedding_bag_collection": tables})
 
     dlrm = DLRM(ebc, dense_in_features=4, dense_arch_layer_sizes=[8, 16], over_arch_layer_sizes=[8, 1])
-    model = DistributedModelParallel(DLRMTrain(dlrm), env=env, plan=plan)
+    wrapper = DefaultDataParallelWrapper(bucket_cap_mb=10)
+    model = DistributedModelParallel(DLRMTrain(dlrm), env=env, plan=plan, data_parallel_wrapper=wrapper)
     dense: KeyedOptimizer = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())), partial(torch.optim.Adagrad, lr=0.05)
     )
-    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    # A rate for tables and layers alike, and gradients of layers cut by their norm.
+    both = CombinedOptimizer([model.fused_optimizer, dense])
+    stages = [
+        WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.5),
+        WarmupStage(WarmupPolicy.CONSTANT, max_iters=100),
+    ]
+    optimizer = GradientClippingOptimizer(
+        WarmupOptimizer(both, stages, lr=0.05), GradientClipping.NORM, max_gradient=10.0
+    )
 
     losses = []
     for _ in range(20):

@@ -13,7 +13,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from .features import BASE, MEAN, ROWS, batch_size, column_offsets, linear_rows, table_rows
-from .huge_pages import REUSED_BYTES, in_huge_pages
+from .huge_pages import HUGE_PAGE, in_huge_pages
 
 # sums of a block: 2 MB for each thread
 _BLOCK_ELEMENTS = 1 << 19
@@ -46,7 +46,7 @@ def _block_elements() -> int:
 
 
 def _new(batch: int, columns: int) -> Tensor:
-    return in_huge_pages(torch.empty(batch, columns), at_least=REUSED_BYTES)
+    return in_huge_pages(torch.empty(batch, columns))
 
 
 def _by_samples(
@@ -60,7 +60,7 @@ def _by_samples(
     lengths = offsets.diff().view(count, batch)
     linear, bags, scale = _in_sample_order(indices, offsets, lengths, scale, features, anchor, dim)
     table, samples = table_rows(weights, anchor, rows, dim), max(1, _block_elements() // (count * dim))
-    if batch * count * dim * 4 < REUSED_BYTES:
+    if batch * count * dim * 4 < HUGE_PAGE:
         out = bag_sums(table, linear, bags, scale).view(batch, count * dim)
     else:
         out = _new(batch, count * dim)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 _MADV_HUGEPAGE = 14
-_PAGE, _HUGE_PAGE = 1 << 12, 1 << 21
+_PAGE, HUGE_PAGE = 1 << 12, 1 << 21
 # up to here the C library may reuse memory that was faulted in before
 REUSED_BYTES = 1 << 25
 
@@ -28,7 +28,7 @@ def _madvise() -> Any:
     return function
 
 
-def in_huge_pages(tensor: Tensor, at_least: int = _HUGE_PAGE) -> Tensor:
+def in_huge_pages(tensor: Tensor, at_least: int = HUGE_PAGE) -> Tensor:
     """The CPU tensor itself; before it is first written, its memory is asked for in huge pages.
 
     Only advice: where the system has none to give, or the tensor has fewer than `at_least` bytes, nothing changes.

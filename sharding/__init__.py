@@ -9,8 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .dmp import DistributedModelParallel
-    from .env import ShardingEnv
+    from .awaitable import (
+        Awaitable,
+        LazyAwaitable,
+        NoWait,
+    )
+    from .composable import (
+        shard,
+        shard_modules,
+    )
+    from .data_parallel_wrapper import (
+        DataParallelWrapper,
+        DefaultDataParallelWrapper,
+    )
+    from .dmp import (
+        DistributedModelParallel,
+    )
+    from .dmp_collection import (
+        DMPCollection,
+        DMPCollectionConfig,
+    )
+    from .env import (
+        ShardingEnv,
+        ShardingEnv2D,
+        ShardingStrategy,
+    )
     from .generators import (
         apply_to_all,
         calculate_shard_sizes_and_offsets,
@@ -27,8 +50,22 @@ if TYPE_CHECKING:
         table_row_wise,
         table_wise,
     )
-    from .layout import Shard, TableOptions
-    from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+    from .id_map import (
+        IdMap,
+    )
+    from .layout import (
+        Shard,
+        TableOptions,
+    )
+    from .modules import (
+        ShardedEmbeddingBagCollection,
+        ShardedEmbeddingCollection,
+    )
+    from .nested import (
+        EmbeddingTowerCollectionSharder,
+        EmbeddingTowerSharder,
+        FeatureProcessedEmbeddingBagCollectionSharder,
+    )
     from .plan import (
         CacheParams,
         EmbeddingComputeKernel,
@@ -36,6 +73,16 @@ if TYPE_CHECKING:
         ParameterSharding,
         ShardingPlan,
         ShardingType,
+    )
+    from .qcomms import (
+        CommOp,
+        CommType,
+        NoOpQuantizedCommCodec,
+        QCommsConfig,
+        QuantizedCommCodec,
+        QuantizedCommCodecs,
+        get_qcomm_codecs,
+        get_qcomm_codecs_registry,
     )
     from .sharders import (
         BaseEmbeddingSharder,
@@ -48,22 +95,41 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Awaitable",
     "BaseEmbeddingSharder",
     "CacheParams",
+    "CommOp",
+    "CommType",
+    "DMPCollection",
+    "DMPCollectionConfig",
+    "DataParallelWrapper",
+    "DefaultDataParallelWrapper",
     "DistributedModelParallel",
     "EmbeddingBagCollectionSharder",
     "EmbeddingCollectionSharder",
     "EmbeddingComputeKernel",
     "EmbeddingModuleShardingPlan",
+    "EmbeddingTowerCollectionSharder",
+    "EmbeddingTowerSharder",
+    "FeatureProcessedEmbeddingBagCollectionSharder",
     "FusedEmbeddingBagCollectionSharder",
     "FusedEmbeddingCollectionSharder",
+    "IdMap",
+    "LazyAwaitable",
     "ModuleSharder",
+    "NoOpQuantizedCommCodec",
+    "NoWait",
     "ParameterSharding",
+    "QCommsConfig",
+    "QuantizedCommCodec",
+    "QuantizedCommCodecs",
     "Shard",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
     "ShardingEnv",
+    "ShardingEnv2D",
     "ShardingPlan",
+    "ShardingStrategy",
     "ShardingType",
     "TableOptions",
     "apply_to_all",
@@ -73,38 +139,81 @@ __all__ = [
     "data_parallel",
     "get_default_sharders",
     "get_module_to_default_sharders",
+    "get_qcomm_codecs",
+    "get_qcomm_codecs_registry",
     "get_sharding_constructor_from_type",
     "grid_shard",
     "placement",
     "placement_helper",
     "row_wise",
+    "shard",
+    "shard_modules",
     "table_column_wise",
     "table_row_wise",
     "table_wise",
 ]
 
-_PLAN = (
-    *("CacheParams", "EmbeddingComputeKernel", "EmbeddingModuleShardingPlan", "ParameterSharding", "ShardingPlan"),
-    "ShardingType",
-)
-_SHARDERS = (
-    *("BaseEmbeddingSharder", "EmbeddingBagCollectionSharder", "EmbeddingCollectionSharder", "ModuleSharder"),
-    *("FusedEmbeddingBagCollectionSharder", "FusedEmbeddingCollectionSharder", "get_default_sharders"),
-)
-# all other names are generators
 _HOME = {
+    "Awaitable": "awaitable",
+    "BaseEmbeddingSharder": "sharders",
+    "CacheParams": "plan",
+    "CommOp": "qcomms",
+    "CommType": "qcomms",
+    "DMPCollection": "dmp_collection",
+    "DMPCollectionConfig": "dmp_collection",
+    "DataParallelWrapper": "data_parallel_wrapper",
+    "DefaultDataParallelWrapper": "data_parallel_wrapper",
     "DistributedModelParallel": "dmp",
+    "EmbeddingBagCollectionSharder": "sharders",
+    "EmbeddingCollectionSharder": "sharders",
+    "EmbeddingComputeKernel": "plan",
+    "EmbeddingModuleShardingPlan": "plan",
+    "EmbeddingTowerCollectionSharder": "nested",
+    "EmbeddingTowerSharder": "nested",
+    "FeatureProcessedEmbeddingBagCollectionSharder": "nested",
+    "FusedEmbeddingBagCollectionSharder": "sharders",
+    "FusedEmbeddingCollectionSharder": "sharders",
+    "IdMap": "id_map",
+    "LazyAwaitable": "awaitable",
+    "ModuleSharder": "sharders",
+    "NoOpQuantizedCommCodec": "qcomms",
+    "NoWait": "awaitable",
+    "ParameterSharding": "plan",
+    "QCommsConfig": "qcomms",
+    "QuantizedCommCodec": "qcomms",
+    "QuantizedCommCodecs": "qcomms",
     "Shard": "layout",
     "ShardedEmbeddingBagCollection": "modules",
     "ShardedEmbeddingCollection": "modules",
     "ShardingEnv": "env",
+    "ShardingEnv2D": "env",
+    "ShardingPlan": "plan",
+    "ShardingStrategy": "env",
+    "ShardingType": "plan",
     "TableOptions": "layout",
-    **dict.fromkeys(_PLAN, "plan"),
-    **dict.fromkeys(_SHARDERS, "sharders"),
+    "apply_to_all": "generators",
+    "calculate_shard_sizes_and_offsets": "generators",
+    "column_wise": "generators",
+    "construct_module_sharding_plan": "generators",
+    "data_parallel": "generators",
+    "get_default_sharders": "sharders",
+    "get_module_to_default_sharders": "generators",
+    "get_qcomm_codecs": "qcomms",
+    "get_qcomm_codecs_registry": "qcomms",
+    "get_sharding_constructor_from_type": "generators",
+    "grid_shard": "generators",
+    "placement": "generators",
+    "placement_helper": "generators",
+    "row_wise": "generators",
+    "shard": "composable",
+    "shard_modules": "composable",
+    "table_column_wise": "generators",
+    "table_row_wise": "generators",
+    "table_wise": "generators",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME.get(name, 'generators')}", __name__), name)
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -34,6 +34,7 @@ from .id_map import IdMap
 from .layout import Shard, TableOptions, fingerprint, validate
 from .owner import Batch, InFlight, Owner
 from .qcomms import codecs_of
+from .reshard import reshard
 from .results import Columns, Rows, pool_in_order
 from .route import Home, Inbound, Outbound, Receiving, Sending, arrange, in_order, route
 from .routes import REPLICA, ROWS, Routes, Table, plan_routes
@@ -89,8 +90,8 @@ class ShardedCollection(nn.Module):
         self.add_module(self._children_name, held.children())
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self._fused_optimizer = ShardedFusedOptimizer(held, self.states, self._children_name)
-        self.register_state_dict_post_hook(publish_weights)
-        self.register_load_state_dict_pre_hook(take_weights)
+        self.register_state_dict_post_hook(publish_weights)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(take_weights)  # type: ignore[no-untyped-call]
 
     def _plan(self, tables: Sequence[Table], shards: Sequence[Shard]) -> tuple[Routes, int]:
         """Routes of a plan, and its fingerprint."""
@@ -114,6 +115,16 @@ class ShardedCollection(nn.Module):
         # what the state dicts of this rank's tables are made of
         self.states = States(routes, held, self._env)
         self._forget()
+
+    def reshard(
+        self,
+        shards: Sequence[Shard],
+        options: Mapping[str, TableOptions] | None = None,
+        *,
+        resplit: str | None = None,
+    ) -> None:
+        """Go over to another plan, with weights and optimizer states. Arguments and errors as `reshard.reshard`."""
+        reshard(self, shards, options, resplit=resplit)
 
     def _forget(self) -> None:
         """Begin anew what is made of the routes for a device."""
@@ -160,10 +171,10 @@ class ShardedCollection(nn.Module):
         """
         update = torch.is_grad_enabled()
         self._held.follow_freezing()
-        fingerprint = self._fingerprint
+        number = self._fingerprint
         if self._owner.updates_together:
             # a table that is frozen on one rank alone would leave the others waiting for its part
-            fingerprint = (fingerprint + self._held.frozen_tables()) % 2**63
+            number = (number + self._held.frozen_tables()) % 2**63
         outbound: Outbound | None = None
         batch: Batch | None = None
         told: Sequence[header.Sizes] | Exception
@@ -174,7 +185,7 @@ class ShardedCollection(nn.Module):
             told = error
         learned = outbound is not None and outbound.weights is not None and outbound.weights.requires_grad
         heads = header.tell(
-            self._exchange, self._held.device, told, wants=header.Wants(update, learned), fingerprint=fingerprint,
+            self._exchange, self._held.device, told, wants=header.Wants(update, learned), fingerprint=number,
             groups=self._most_groups,
         )  # fmt: skip
         # where they are missing every rank has raised
@@ -294,7 +305,9 @@ class ShardedCollection(nn.Module):
             self._routes.replicas, self._held.replicas, self._home(flight, dense=False), strict=True
         ):
             mine = torch.cat([self._columns.of_lookup(grad, slot.lookup) for slot in part.slots], dim=1)
-            found.append(group.weight_gradient(mine, home.ids, home.offsets))
+            slots, lease = group.store.resolve(home.ids, home.offsets, group.step)
+            found.append(group.weight_gradient(mine, slots, home.offsets))
+            group.store.release(lease)
         return found
 
     def _sizes(self, out: Outbound) -> list[header.Sizes]:

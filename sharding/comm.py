@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .env import ShardingEnv, ShardingEnv2D, get_local_size, number_in_environment
+from .env import ShardingEnv, ShardingEnv2D, get_local_size, new_group, number_in_environment
 
 __all__ = [
     "get_group_rank",
@@ -77,10 +77,10 @@ def cross_group(env: ShardingEnv) -> dist.ProcessGroup | None:
         return None
     ranks = dist.get_process_group_ranks(env.process_group)
     mine = ranks[env.rank % env.local_world_size :: env.local_world_size]
-    return dist.new_group(mine, use_local_synchronization=True)
+    return new_group(mine, members_only=True)
 
 
 def _group_of(rank: int, groups: list[list[int]], backend: str | None) -> dist.ProcessGroup | None:
     """The group with `rank` in it; every process makes every group, its own or not."""
-    made = [dist.new_group(ranks, backend=backend) for ranks in groups]
+    made = [new_group(ranks, backend) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)

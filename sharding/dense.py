@@ -66,7 +66,7 @@ def on_meta(module: nn.Module) -> list[str]:
 def move(module: nn.Module, device: torch.device) -> None:
     """`module.to(device)`, but what is on meta stays there."""
     if on_meta(module):
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
     else:
         module.to(device)
 

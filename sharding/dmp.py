@@ -16,7 +16,7 @@ from .data_parallel_wrapper import DataParallelWrapper, DefaultDataParallelWrapp
 from .dense import materialize, move
 from .env import ShardingEnv, default_env
 from .generators import construct_module_sharding_plan, data_parallel, table_wise
-from .plan import ShardingPlan
+from .plan import EmbeddingModuleShardingPlan, ShardingPlan
 from .planned import (
     Place,
     agree_on_plan,
@@ -26,6 +26,7 @@ from .planned import (
     tables_in,
     warn_of_default_optimizer,
 )
+from .reshard import changes_of, reshard_by_plan
 from .sharders import ModuleSharder, get_default_sharders
 from .state import check_weights
 from .unwrap import copy_to_device, get_unwrapped_module
@@ -158,6 +159,18 @@ class DistributedModelParallel(nn.Module):
         """Parameters by the names of the unsharded model; a table of another rank is an empty parameter."""
         yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
 
+    def bare_named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `named_parameters`, each parameter once."""
+        return self.named_parameters(prefix, recurse)
+
+    def sparse_grad_parameter_names(self, destination: list[str] | None = None, prefix: str = "") -> list[str]:
+        """Names of parameters with sparse gradients, those of nn.Embedding and nn.EmbeddingBag with `sparse=True`."""
+        found = [] if destination is None else destination
+        for name, module in self.module.named_modules(prefix=prefix):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                found.append(f"{name}.weight" if name else "weight")
+        return found
+
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
@@ -189,6 +202,37 @@ class DistributedModelParallel(nn.Module):
         for path, sharded in self._sharded.items():
             check_weights(sharded, mine, f"{path}." if path else "")
         return self.module.load_state_dict(mine, strict)
+
+    def reshard(
+        self,
+        changed_shard_to_params: Mapping[str, Any],
+        sharded_module_fqn: str | None = None,
+        *,
+        resplit: str | None = None,
+    ) -> float:
+        """Go over to another plan in place, in the middle of training; all ranks call it, with no batch under way.
+
+        Weights, optimizer states, counts of steps and learning rates move along.
+
+        Args:
+            changed_shard_to_params: module path -> (volume, plan of the tables that change), as TorchRec's
+                `output_sharding_plans_delta` makes it; or a plan of one module, whole or of what changes.
+            sharded_module_fqn: the module's path; by default all that the dict names, or the only one.
+            resplit: as `reshard.reshard`.
+
+        Returns:
+            The volume that was told, or the MiB of the tables in a plan.
+
+        Raises:
+            ValueError: the plan does not fit, or as `reshard.reshard`; on all ranks, and nothing is changed.
+        """
+        found = changes_of(changed_shard_to_params, sharded_module_fqn, list(self._sharded))
+        for path, (_, changes) in found.items():
+            reshard_by_plan(self._sharded[path], changes, resplit=resplit)
+            if path in self._plan.plan:
+                merged = EmbeddingModuleShardingPlan({**self._plan.plan[path], **changes})
+                self._plan = ShardingPlan({**self._plan.plan, path: merged})
+        return sum(float(volume) for volume, _ in found.values())
 
     def _env_of(self, kind: type[nn.Module]) -> ShardingEnv:
         """The ranks over which modules of a class are sharded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -30,6 +30,12 @@ def get_local_size(world_size: int | None = None) -> int:
 def number_in_environment(names: tuple[str, ...]) -> int | None:
     """The first of these variables that is a number."""
     return next((int(said) for name in names if (said := os.environ.get(name, "")).isdecimal()), None)
+
+
+def new_group(ranks: list[int], backend: str | None = None, *, members_only: bool = False) -> dist.ProcessGroup:
+    """A process group of these ranks, made by all processes together, or by its members alone."""
+    group: Any = dist.new_group(ranks, backend=backend, use_local_synchronization=members_only)
+    return group  # type: ignore[no-any-return]
 
 
 class ShardingStrategy(Enum):
@@ -119,7 +125,7 @@ class ShardingEnv:
             each = self.local_world_size
             for host in range(0, self.world_size, each):
                 # every process makes every group, its own or not
-                group = dist.new_group(ranks[host : host + each])
+                group = new_group(ranks[host : host + each])
                 if host <= self.rank < host + each:
                     self._local_group = group
         return self._local_group
@@ -188,9 +194,7 @@ class ShardingEnv2D(ShardingEnv):
             ranks = dist.get_process_group_ranks(self.sharding_pg)
             first = self.rank - self.rank % self.local_world_size
             # each sharding group makes its own, so only the members of a host meet
-            self._local_group = dist.new_group(
-                ranks[first : first + self.local_world_size], use_local_synchronization=True
-            )
+            self._local_group = new_group(ranks[first : first + self.local_world_size], members_only=True)
         return self._local_group
 
 

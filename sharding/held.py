@@ -145,13 +145,29 @@ class Held:
 
     def _place_parameters(self) -> None:
         """Make each parameter a view of its shards."""
-        views: dict[str, list[Tensor]] = {}
         for group, part in zip(self.all_groups(), self.members, strict=True):
             group.parameters = [self.parameters[shard.table] for shard in part.shards]
+        for name, matrix in self.matrices().items():
+            self.parameters[name].data = matrix
+
+    def matrices(self) -> dict[str, Tensor]:
+        """The shards of each table on this rank, one below the other.
+
+        Raises:
+            ValueError: they are no matrix.
+        """
+        views: dict[str, list[Tensor]] = {}
+        for group, part in zip(self.all_groups(), self.members, strict=True):
             for number, shard in enumerate(part.shards):
                 views.setdefault(shard.table, []).append(group.view(number))
-        for name, mine in views.items():
-            self.parameters[name].data = _stacked(name, mine)
+        return {name: _stacked(name, mine) for name, mine in views.items()}
+
+    def take_parameters(self, other: Held) -> None:
+        """Make the parameters of another, the very objects, views of these shards; gradients stay."""
+        self.parameters = other.parameters
+        for param in self.parameters.values():
+            param.data = torch.empty(0, device=self.device)
+        self._place_parameters()
 
     def move(self, fn: Callable[[Tensor], Tensor]) -> None:
         """`nn.Module._apply` for all groups."""

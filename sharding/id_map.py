@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class IdMap(Protocol):
-    """Rows of ids that may be any numbers: hashing with admission and eviction, say. Without one an id is its row.
+    """Rows of ids that may be any numbers from 0 on: hashing with admission and eviction, say.
 
-    Every rank that holds a part of the table has the map; ids come to it after the exchange, so that each map sees all
-    ids of its part and no others.
+    Without one an id is its row. Every rank that holds columns of the table has the map; ids come to it after the
+    exchange, so that each map sees all ids of the table, in the same order on each of these ranks, and no others.
     """
 
     def translate(self, table: str, ids: Tensor, step: Tensor) -> Tensor:

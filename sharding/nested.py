@@ -170,7 +170,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[Feature
         """The sharded form of a feature-processed collection. As `BaseEmbeddingSharder.shard`."""
         _require(self, module)
         inner = module._embedding_bag_collection
-        sharder = self._ebc_sharder
+        sharder: BaseEmbeddingSharder[Any] = self._ebc_sharder
         if type(inner) is not sharder.module_type:
             sharder = _sharder_of(inner, self)
         collection = sharder.shard(inner, params, env, device, module_fqn)

@@ -244,19 +244,21 @@ class Owner:
             lease = flight.leases[g]
             if lease is None:
                 continue
-            _, offsets, weights = self._inputs(flight, g)
+            ids, offsets, weights = self._inputs(flight, g)
             grad = gradients[g]
             if weight_gradients and not part.is_replica:
                 # before the update: this gradient is of the rows that were looked up
                 found.append(group.weight_gradient(grad, lease[0], offsets))
             pooling = self._pooling(g, forward=False)
             if group.optimizer is not None and any(self._whole.has(shard) for shard in part.shards):
-                together += touched_rows(group, part, grad, lease[0], offsets, weights, pooling)
+                together += touched_rows(group, part, grad, ids, lease[0], offsets, weights, pooling)
             elif group.optimizer is not None:
                 group.update(grad, lease[0], offsets, weights, pooling=pooling)
-            group.store.release(lease[1])
         if self._whole.blocks:
             self._whole.update(together, self._exchange, self.held.device)
+        for group, lease in zip(self.held.groups, flight.leases, strict=True):
+            if lease is not None:
+                group.store.release(lease[1])
         return self._weights_by_source(flight, found) if weight_gradients else None
 
     def _gradients(self, flight: InFlight, received: Tensor) -> list[Tensor]:

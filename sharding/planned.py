@@ -201,7 +201,7 @@ def plan_cuts(
         # they are given where the module is sharded
         warnings.simplefilter("ignore")
         return [
-            (shards_of(name, of_module[name], *param.shape, world_size), options_of(of_module[name]))
+            (shards_of(name, of_module[name], param.shape[0], param.shape[1], world_size), options_of(of_module[name]))
             for name, param in params.items()
         ]
 

@@ -206,7 +206,12 @@ def plan_routes(
     weighted: bool = False,
     local_size: int | None = None,
 ) -> Routes:
-    """Routes of valid shards (`layout.validate`); `local_size` consecutive ranks are a host, by default all of them."""
+    """Routes of valid shards (`layout.validate`); `local_size` consecutive ranks are a host, by default all of them.
+
+    Raises:
+        ValueError: columns are cut differently for different rows, or a table with an id map is cut by rows or
+            replicated.
+    """
     local_size = local_size or world_size
     lookups = [(feature, number) for number, table in enumerate(tables) for feature in table.features]
     lookups_of = [[n for n, (_, t) in enumerate(lookups) if t == number] for number in range(len(tables))]
@@ -218,6 +223,8 @@ def plan_routes(
     dense: list[_Placed] = []
     for number, table in enumerate(tables):
         mine = by_table[table.name]
+        if table.mapped:
+            _require_one_domain(table, mine)
         if mine and mine[0].replica:
             whole = [_Placed(REPLICA, table, mine[0], tuple(Stream(n) for n in lookups_of[number]))]
             if table.optimizer is None:
@@ -256,6 +263,18 @@ class _Placed:
     table: Table
     shard: Shard
     streams: tuple[Stream, ...]
+
+
+def _require_one_domain(table: Table, shards: Sequence[Shard]) -> None:
+    """Ids of a mapped table say nothing of rows, so no range of rows can be asked for, nor looked up at home."""
+    how = "every rank holds them" if any(shard.replica for shard in shards) else None
+    if how is None and any(shard.rows != (0, table.rows) for shard in shards):
+        how = "the plan cuts them over several"
+    if how is not None:
+        raise ValueError(
+            f"table {table.name!r}: an id map gives out rows of one rank, but {how}; cut the table by columns or leave"
+            " it whole"
+        )
 
 
 def _strips(table: Table, shards: Sequence[Shard]) -> list[list[Shard]]:

@@ -120,9 +120,19 @@ class WholeRows:
 
 
 def touched_rows(
-    group: TableGroup, part: Group, grad: Tensor, slots: Tensor, offsets: Tensor, weights: Tensor | None, pooling: str
+    group: TableGroup,
+    part: Group,
+    grad: Tensor,
+    ids: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    pooling: str,
 ) -> list[Touched]:
-    """The rows of each shard of a group that a batch names, and their gradients added in the order of any update."""
+    """The rows of each shard of a group that a batch names, and their gradients added in the order of any update.
+
+    Rows stand in the order of their ids, which all shards share; `slots` of the ids are this shard's own.
+    """
     found = []
     samples = (offsets.shape[0] - 1) // max(1, len(part.slots))
     columns = list(accumulate((slot.width for slot in part.slots), initial=0))
@@ -136,12 +146,15 @@ def touched_rows(
         bags = offsets[mine[0] * samples : (mine[-1] + 1) * samples + 1]
         # host sync on CUDA: where the ids of each shard begin
         begin, end = int(bags[0]), int(bags[-1])
-        ids, rows, width = slots[begin:end], shard.rows[1] - shard.rows[0], part.slots[mine[0]].width
-        unique = unique_ids(ids)
+        rows, width = shard.rows[1] - shard.rows[0], part.slots[mine[0]].width
+        unique = unique_ids(ids[begin:end])
+        slot_of = torch.empty_like(unique.ids, dtype=torch.int64)
+        # all places of an id have one slot, so it does not matter which is written last
+        slot_of[unique.inverse] = slots[begin:end].long()
         # ids outside the shard, in a lenient lookup, count as none
         kept = (unique.ids >= 0) & (unique.ids < rows)
         numbers = torch.where(kept, kept.cumsum(0) - 1, -1)
-        compact, touched = numbers[unique.inverse], unique.ids[kept].long()
+        compact, touched = numbers[unique.inverse], slot_of[kept]
         sums = torch.zeros(touched.shape[0] * width, device=grad.device)
         spec = [Feature(0, touched.shape[0], width, 0, group.lookups[n].mean) for n in mine]
         given = grad[begin:end] if pooling == "sequence" else grad[:, columns[mine[0]] : columns[mine[-1] + 1]]
@@ -209,9 +222,9 @@ def _apply(whole: Tensor, owned: Sequence[Touched]) -> None:
     )  # fmt: skip
     for one in owned:
         columns = slice(*one.shard.cols)
-        group.view(one.number)[rows] = weights[:, columns]
+        group.view(one.number)[one.rows] = weights[:, columns]
         for mine, kind, state in zip(_states(group, one.number), kinds, states, strict=True):
-            mine[rows] = state if kind == "row" else state[:, columns]
+            mine[one.rows] = state if kind == "row" else state[:, columns]
 
 
 def _states(group: TableGroup, number: int) -> list[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +71,8 @@ class States:
         self._homes: dict[str, list[tuple[Shard, TableGroup, int]]] = {}
         for group, part in zip(held.all_groups(), held.members, strict=True):
             for number, shard in enumerate(part.shards):
-                self._homes.setdefault(shard.table, []).append((shard, group, number))
+                # groups of replicas name one rank for all
+                self._homes.setdefault(shard.table, []).append((replace(shard, rank=env.rank), group, number))
 
     def homes(self, table: str) -> list[tuple[Shard, TableGroup, int]]:
         """This rank's shards of a table that are not empty: each with its group, and its number there."""
@@ -101,6 +102,7 @@ class States:
             return Value((1,), (count,), tuple((count, view) for _, view in local), one.dtype, one.device, True)
         strips, replicated = self.strips(name), self.is_replicated(name)
         size: tuple[int, ...]
+        place: Callable[[Shard], Box]
         if one.dim() == 2:
             size, place = (table.rows, table.dim), _cells
         elif self._rows_agree(table, strips):
@@ -128,11 +130,11 @@ class States:
 def shards_by_table(routes: Routes) -> dict[str, list[Shard]]:
     """The shards of each table that are not empty, by columns and rows."""
     found: dict[str, list[Shard]] = {table.name: [] for table in routes.tables}
-    for groups in (*(serving.groups for serving in routes.serving), routes.dense):
-        for group in groups:
+    for rank, serving in enumerate(routes.serving):
+        for group in (*serving.groups, *routes.dense):
             for shard in group.shards:
                 if not _is_empty(shard):
-                    found[shard.table].append(shard)
+                    found[shard.table].append(replace(shard, rank=rank))
     return {name: sorted(shards, key=lambda s: (s.cols, s.rows, s.rank)) for name, shards in found.items()}
 
 
@@ -214,10 +216,11 @@ def _dtensor(value: Value, env: ShardingEnv, dim: int) -> Tensor:
 
 
 def _sharded_tensor(value: Value, env: ShardingEnv) -> Tensor:
-    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-    from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata
-    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-    from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+    from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
     assert env.process_group is not None
     ranks, kind = dist.get_process_group_ranks(env.process_group), value.device.type

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .header import FIELDS
+from . import header
 from .routes import REPLICA, ROWS, Group, Routes, Serving
 
 _NUMBER = 4
@@ -50,6 +50,8 @@ def predicted_bytes(
     """
     mine = routes.serving[rank]
     most_groups = max(len(serving.groups) for serving in routes.serving)
+    nothing = [header.Sizes(0, 0, 0, ())]
+    (head,) = header.pack(nothing, 0, wants=header.Wants(), fingerprint=0, groups=most_groups)
     # samples that each rank of this host answers for all hosts
     each = routes.local_size
     answered = [sum(batches[m::each]) for m in range(each)]
@@ -70,7 +72,7 @@ def predicted_bytes(
         streams = len(serving.streams_for(update))
         found.append(
             Traffic(
-                headers=8 * (FIELDS + most_groups),
+                headers=8 * len(head),
                 ids=ids * routes.id_dtype.itemsize,
                 lengths=streams * (batches[rank] if routes.pooled else 1) * _NUMBER,
                 weights=ids * _NUMBER if routes.scaled else 0,

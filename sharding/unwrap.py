@@ -47,8 +47,10 @@ def sharded_parameter_names(module: nn.Module) -> Iterator[str]:
         prefix = f"{path}." if path else ""
         if isinstance(one, ShardedCollection):
             yield from (prefix + name for name in one.fused_parameter_names())
-        elif callable(names := getattr(one, "sharded_parameter_names", None)):
-            yield from names(path)
+        else:
+            names: Callable[[str], Iterator[str]] | None = getattr(one, "sharded_parameter_names", None)
+            if callable(names):
+                yield from names(path)
 
 
 def get_unsharded_module_names(model: nn.Module) -> list[str]:
@@ -113,7 +115,8 @@ def copy_to_device(module: nn.Module, current_device: torch.device, to_device: t
     """A copy of a model whose tensors on `current_device` are moved to `to_device`; it shares the others."""
     with sharded_model_copy(device=None):
         copied = copy.deepcopy(module)
-    return copied._apply(lambda tensor: tensor.to(to_device) if tensor.device == current_device else tensor)
+    copied._apply(lambda tensor: tensor.to(to_device) if tensor.device == current_device else tensor)  # type: ignore[no-untyped-call]
+    return copied
 
 
 def _copied_to(device: torch.device | None) -> Callable[[Tensor, dict[Any, Any]], Tensor]:
@@ -127,7 +130,7 @@ def _copied_to(device: torch.device | None) -> Callable[[Tensor, dict[Any, Any]]
         storage = tensor.untyped_storage()
         key = "storage", storage._cdata
         if key not in memo:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             memo[key] = whole.to(device, copy=True)
         new = torch.empty(0, dtype=tensor.dtype, device=device)
         new.set_(memo[key].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -35,7 +35,14 @@ _DATA_TYPE = _at("shardwise.embeddings", "DataType")
 _CONFIGS = _DATA_TYPE | _at("shardwise.embeddings", "EmbeddingBagConfig", "EmbeddingConfig", "PoolingType")
 _COLLECTIONS = _at("shardwise.embeddings", "EmbeddingBagCollection", "EmbeddingCollection")
 _IN_BACKWARD = _at("shardwise.embeddings", "apply_optimizer_in_backward")
-_KEYED = _at("shardwise.embeddings", "CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper")
+_KEYED = _at("shardwise.embeddings", "CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper")
+_IN_FUSED = _at("torch.optim", "Adagrad", "Adam", "SGD") | _at(
+    "shardwise.embeddings", "LAMB", "LarsSGD", "PartialRowWiseAdam", "PartialRowWiseLAMB"
+)
+_WARMUP = _at("shardwise.embeddings", "WarmupOptimizer", "WarmupPolicy", "WarmupStage")
+_CLIPPING = _at("shardwise.embeddings", "GradientClipping", "GradientClippingOptimizer")
+_FUSED = _at("shardwise.embeddings", "EmptyFusedOptimizer", "FusedOptimizer", "FusedOptimizerModule")
+_INTERFACES = _at("shardwise.embeddings", "EmbeddingBagCollectionInterface", "EmbeddingCollectionInterface")
 _ROWWISE = _at("shardwise.embeddings", "RowWiseAdagrad")
 _DMP = _at("shardwise.sharding.dmp", "DistributedModelParallel")
 _ENV = _at("shardwise.sharding.env", "ShardingEnv")
@@ -43,43 +50,162 @@ _KERNEL = _at("shardwise.sharding.plan", "EmbeddingComputeKernel")
 _PARAMETER = _at("shardwise.sharding.plan", "ParameterSharding")
 _PLAN = _at("shardwise.sharding.plan", "ShardingPlan")
 
+_SHARDERS = "shardwise.sharding.sharders"
+_DEFAULT_SHARDERS = _at(_SHARDERS, "get_default_sharders")
+_EBC_SHARDER = _at(_SHARDERS, "EmbeddingBagCollectionSharder")
+_EC_SHARDER = _at(_SHARDERS, "EmbeddingCollectionSharder")
+_FUSED_EBC_SHARDER = _at(_SHARDERS, "FusedEmbeddingBagCollectionSharder")
+_FP_SHARDER = _at("shardwise.sharding.nested", "FeatureProcessedEmbeddingBagCollectionSharder")
+_MODULE_SHARDER = _at(_SHARDERS, "ModuleSharder")
+_GENERATORS = _at(
+    "shardwise.sharding.generators", "apply_to_all", "calculate_shard_sizes_and_offsets", "column_wise",
+    "construct_module_sharding_plan", "data_parallel", "get_module_to_default_sharders",
+    "get_sharding_constructor_from_type", "grid_shard", "placement", "placement_helper", "row_wise", "table_row_wise",
+    "table_wise",
+)  # fmt: skip
+_WRAPPERS = _at("shardwise.sharding.data_parallel_wrapper", "DataParallelWrapper", "DefaultDataParallelWrapper")
+_2D = _at("shardwise.sharding.dmp_collection", "DMPCollectionConfig") | _at(
+    "shardwise.sharding.env", "ShardingEnv2D", "ShardingStrategy"
+)
+_AWAITABLES = _at(
+    "shardwise.sharding.awaitable", "Awaitable", "GetItemLazyAwaitable", "LazyAwaitable", "LazyGetItemMixin",
+    "LazyNoWait", "NoWait",
+)  # fmt: skip
+_CODECS = _at(
+    "shardwise.sharding.qcomms", "CommOp", "NoOpQuantizedCommCodec", "QuantizedCommCodec", "QuantizedCommCodecs"
+)
+_UNWRAP = "shardwise.sharding.unwrap"
+_LOCAL = _at("shardwise.sharding.comm", "get_local_rank", "get_local_size")
+
 # TorchRec's module -> its name -> where ours is, as module:name
 TABLE: Mapping[str, Mapping[str, str]] = {
     "torchrec": _JAGGED | _STREAMABLE | _CONFIGS | _COLLECTIONS,
     "torchrec.datasets.utils": _at("shardwise.data", "Batch"),
-    "torchrec.distributed": _DMP | _ENV | _PARAMETER,
-    "torchrec.distributed.embedding": _at("shardwise.sharding.collection", "ShardedEmbeddingCollection"),
-    "torchrec.distributed.embedding_lookup": _KERNEL,
-    "torchrec.distributed.embedding_types": _KERNEL,
-    "torchrec.distributed.embeddingbag": _at("shardwise.sharding.collection", "ShardedEmbeddingBagCollection"),
-    "torchrec.distributed.model_parallel": _DMP,
-    "torchrec.distributed.planner.types": _PLAN,
-    "torchrec.distributed.sharding_plan": _at(
-        "shardwise.sharding.generators", "construct_module_sharding_plan", "data_parallel", "table_wise"
+    "torchrec.distributed": _DMP
+    | _ENV
+    | _PARAMETER
+    | _MODULE_SHARDER
+    | _LOCAL
+    | _at("shardwise.sharding.awaitable", "Awaitable", "NoWait")
+    | _at(_UNWRAP, "get_unsharded_module_names", "sharded_model_copy"),
+    "torchrec.distributed.collective_utils": _at(
+        "shardwise.sharding.collective_utils", "invoke_on_rank_and_broadcast_result", "is_leader", "run_on_leader"
     ),
+    "torchrec.distributed.comm": _LOCAL
+    | _at(
+        "shardwise.sharding.comm",
+        "get_group_rank",
+        "get_num_groups",
+        "intra_and_cross_node_pg",
+        "intra_and_cross_node_pg_2D",
+    ),
+    "torchrec.distributed.comm_ops": _at(
+        "shardwise.sharding.comm_ops",
+        "all_gather_base_pooled",
+        "alltoall_pooled",
+        "alltoall_sequence",
+        "reduce_scatter_base_pooled",
+        "reduce_scatter_pooled",
+        "reduce_scatter_v_per_feature_pooled",
+        "reduce_scatter_v_pooled",
+        "variable_batch_alltoall_pooled",
+    ),
+    "torchrec.distributed.dist_data": _at(
+        "shardwise.sharding.dist_data",
+        "JaggedTensorAllToAll",
+        "KJTAllToAll",
+        "KJTAllToAllSplitsAwaitable",
+        "KJTAllToAllTensorsAwaitable",
+        "KJTOneToAll",
+        "SplitsAllToAllAwaitable",
+        "TensorAllToAll",
+    )
+    | _at(
+        "shardwise.sharding.pooled_dist",
+        "EmbeddingsAllToOne",
+        "EmbeddingsAllToOneReduce",
+        "PooledEmbeddingsAllGather",
+        "PooledEmbeddingsAllToAll",
+        "PooledEmbeddingsReduceScatter",
+        "SeqEmbeddingsAllToOne",
+        "SequenceEmbeddingsAllToAll",
+        "VariableBatchPooledEmbeddingsAllToAll",
+        "VariableBatchPooledEmbeddingsReduceScatter",
+    ),
+    "torchrec.distributed.embedding": _EC_SHARDER
+    | _at("shardwise.sharding.modules", "EmbeddingCollectionAwaitable", "ShardedEmbeddingCollection"),
+    "torchrec.distributed.embedding_lookup": _KERNEL,
+    "torchrec.distributed.embedding_sharding": _at("shardwise.sharding.bucketize", "bucketize_kjt_before_all2all"),
+    "torchrec.distributed.embedding_tower_sharding": _at(
+        "shardwise.sharding.nested",
+        "EmbeddingTowerCollectionSharder",
+        "EmbeddingTowerSharder",
+        "ShardedEmbeddingTower",
+        "ShardedEmbeddingTowerCollection",
+    ),
+    "torchrec.distributed.embedding_types": _KERNEL | _at(_SHARDERS, "BaseEmbeddingSharder"),
+    "torchrec.distributed.embeddingbag": _EBC_SHARDER
+    | _at("shardwise.sharding.modules", "EmbeddingBagCollectionAwaitable", "ShardedEmbeddingBagCollection"),
+    "torchrec.distributed.fbgemm_qcomm_codec": _at(
+        "shardwise.sharding.qcomms", "CommType", "QCommsConfig", "get_qcomm_codecs", "get_qcomm_codecs_registry"
+    ),
+    "torchrec.distributed.fp_embeddingbag": _FP_SHARDER
+    | _at("shardwise.sharding.nested", "ShardedFeatureProcessedEmbeddingBagCollection"),
+    "torchrec.distributed.fused_embedding": _at(_SHARDERS, "FusedEmbeddingCollectionSharder"),
+    "torchrec.distributed.fused_embeddingbag": _FUSED_EBC_SHARDER,
+    "torchrec.distributed.model_parallel": _DMP
+    | _WRAPPERS
+    | _DEFAULT_SHARDERS
+    | _at("shardwise.sharding.dmp_collection", "DMPCollection")
+    | _at(_UNWRAP, "get_module", "get_unwrapped_module"),
+    "torchrec.distributed.planner.types": _PLAN,
+    "torchrec.distributed.shard": _at("shardwise.sharding.composable", "shard", "shard_modules"),
+    "torchrec.distributed.sharding_plan": _GENERATORS
+    | _DEFAULT_SHARDERS
+    | _EBC_SHARDER
+    | _EC_SHARDER
+    | _FUSED_EBC_SHARDER
+    | _FP_SHARDER,
     "torchrec.distributed.types": {
         **_at("shardwise.kernels.bounds", "BoundsCheckMode"),
-        **_at("shardwise.sharding.plan", "EmbeddingModuleShardingPlan", "ShardingType"),
-        **(_DATA_TYPE | _ENV | _PARAMETER | _PLAN),
+        **_at("shardwise.sharding.plan", "CacheParams", "EmbeddingModuleShardingPlan", "ShardingType"),
+        **(_DATA_TYPE | _ENV | _PARAMETER | _PLAN | _MODULE_SHARDER | _AWAITABLES | _CODECS | _2D),
     },
+    "torchrec.distributed.utils": _at(_UNWRAP, "copy_to_device", "get_unsharded_module_names", "sharded_model_copy"),
     "torchrec.models.dlrm": _at(
         "shardwise.models", "DLRM", "DLRMTrain", "DenseArch", "InteractionArch", "OverArch", "SparseArch"
     ),
     "torchrec.modules.activation": _at("shardwise.models", "SwishLayerNorm"),
     "torchrec.modules.embedding_configs": _CONFIGS
     | _at("shardwise.embeddings", "BaseEmbeddingConfig", "data_type_to_dtype", "dtype_to_data_type"),
-    "torchrec.modules.embedding_modules": _COLLECTIONS,
+    "torchrec.modules.embedding_modules": _COLLECTIONS | _INTERFACES,
+    "torchrec.modules.embedding_tower": _at(
+        "shardwise.embeddings", "EmbeddingTower", "EmbeddingTowerCollection", "tower_input_params"
+    ),
+    "torchrec.modules.feature_processor_": _at(
+        "shardwise.embeddings",
+        "FeatureProcessor",
+        "FeatureProcessorsCollection",
+        "PositionWeightedModule",
+        "PositionWeightedModuleCollection",
+    ),
+    "torchrec.modules.fp_embedding_modules": _at(
+        "shardwise.embeddings", "FeatureProcessedEmbeddingBagCollection", "FeatureProcessorDictWrapper"
+    ),
     "torchrec.modules.fused_embedding_modules": _at(
         "shardwise.embeddings", "FusedEmbeddingBagCollection", "FusedEmbeddingCollection", "fuse_embedding_optimizer"
     ),
     "torchrec.modules.mlp": _at("shardwise.models", "MLP", "Perceptron"),
     "torchrec.modules.regroup": _at("shardwise.jagged", "KTRegroupAsDict"),
-    "torchrec.optim": _IN_BACKWARD | _KEYED | _ROWWISE,
+    "torchrec.optim": _IN_BACKWARD | _KEYED | _ROWWISE | _IN_FUSED | _WARMUP | _CLIPPING | _FUSED,
     "torchrec.optim.apply_optimizer_in_backward": _IN_BACKWARD,
-    "torchrec.optim.fused": _at("shardwise.embeddings", "FusedOptimizer"),
+    "torchrec.optim.clipping": _CLIPPING,
+    "torchrec.optim.fused": _FUSED,
     "torchrec.optim.keyed": _KEYED,
-    "torchrec.optim.optimizers": _at("shardwise.embeddings", "in_backward_optimizer_filter"),
+    "torchrec.optim.optimizers": _IN_FUSED | _at("shardwise.embeddings", "in_backward_optimizer_filter"),
     "torchrec.optim.rowwise_adagrad": _ROWWISE,
+    "torchrec.optim.semi_sync": _at("shardwise.embeddings", "SemisyncOptimizer"),
+    "torchrec.optim.warmup": _WARMUP,
     "torchrec.sparse.jagged_tensor": _JAGGED | _ON_JAGGED,
     "torchrec.sparse.jagged_tensor_validator": _at("shardwise.jagged", "validate_keyed_jagged_tensor"),
     "torchrec.sparse.tensor_dict": _at("shardwise.jagged", "maybe_td_to_kjt"),

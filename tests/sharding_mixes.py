@@ -268,7 +268,8 @@ def backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
     """Of the outputs that have a gradient."""
     pairs = [(mine, given) for mine, given in zip(outputs, upstream, strict=True) if mine.requires_grad]
     if pairs:
-        torch.autograd.backward(*zip(*pairs, strict=True))
+        tensors, gradients = zip(*pairs, strict=True)
+        torch.autograd.backward(tensors, gradients)
 
 
 def train_alone(mix: Mix, optimizer: str, steps: int, *, learned: bool = False) -> Run:

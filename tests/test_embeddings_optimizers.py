@@ -287,7 +287,7 @@ def test_an_optimizer_of_nothing_is_an_ordinary_one() -> None:
     wrapped.step()
     combined = CombinedOptimizer([wrapped])
     combined.step()
-    assert combined.state_dict() == {"state": {}, "param_groups": []}
+    assert combined.state_dict() == {"state": {}, "param_groups": ()}
 
 
 def test_parameters_with_an_optimizer_in_the_backward_are_told_apart() -> None:

@@ -232,7 +232,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(cpu_lookup, "_BLOCK_ELEMENTS", 24)
         monkeypatch.setattr(cpu_lookup, "_FEW_IDS", 6)
     if request.param.endswith("outputs"):
-        monkeypatch.setattr(cpu_lookup, "REUSED_BYTES", 0)
+        monkeypatch.setattr(cpu_lookup, "HUGE_PAGE", 0)
     yield request.param
 
 

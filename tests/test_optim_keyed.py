@@ -296,7 +296,7 @@ def test_the_optimizer_of_no_table_is_an_ordinary_one() -> None:
     empty.step()
     empty.zero_grad()
     assert isinstance(empty, FusedOptimizer)
-    assert CombinedOptimizer([("x", empty)]).state_dict() == {"state": {}, "param_groups": []}
+    assert CombinedOptimizer([("x", empty)]).state_dict() == {"state": {}, "param_groups": ()}
 
 
 def test_modules_with_a_fused_optimizer_are_told_apart() -> None:

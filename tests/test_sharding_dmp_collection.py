@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import (
     DataType,
@@ -19,7 +19,6 @@ from shardwise import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
-    ShardingEnv,
     ShardingPlan,
     apply_optimizer_in_backward,
 )
@@ -27,17 +26,12 @@ from shardwise.sharding import (
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
-    grid_shard,
     row_wise,
-    table_row_wise,
     table_wise,
 )
 from shardwise.sharding.comm import intra_and_cross_node_pg_2D
 from shardwise.sharding.dmp_collection import DMPCollection, DMPCollectionConfig
 from shardwise.sharding.env import ShardingEnv2D, ShardingStrategy
-from shardwise.sharding.exchange import Exchange
-from shardwise.sharding.modules import ShardedEmbeddingBagCollection
-from shardwise.sharding.shard import shard
 
 pytestmark = pytest.mark.ranks
 
@@ -122,10 +116,12 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def state_of(model: Any) -> dict[str, Tensor]:
     """Weights, and optimizer states of tables, that this rank holds."""
-    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    for sharded in model._sharded.values():
-        for states in sharded.fused_optimizer.state_dict()["state"].values():
-            found.update({name: value.clone() for name, value in states.items()})
+    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for path, sharded in model._sharded.items():
+        for group in sharded._held.groups:
+            for number, table in enumerate(group.tables):
+                states = group.state_views(number)
+                found.update({f"{path}.{table.name}.{number}.{key}": value.clone() for key, value in states.items()})
     return found
 
 
@@ -149,11 +145,13 @@ def train(optimizer: str, sync: str, settings: dict[str, Any]) -> tuple[dict[str
     return state_of(dmp), shards, dmp._env.rank
 
 
-def replicas(optimizer: str, sync: str, groups: list[list[int]]) -> list[dict[str, Tensor]]:
+def replicas(
+    optimizer: str, sync: str, groups: list[list[int]], steps: int = STEPS, dense_lr: float = 0.1
+) -> list[dict[str, Tensor]]:
     """The weights of one process for each replica, which the test averages itself."""
     models = [Net(optimizer) for _ in groups]
-    dense = [torch.optim.SGD(dense_parameters(model), lr=0.1) for model in models]
-    for step in range(STEPS):
+    dense = [torch.optim.SGD(dense_parameters(model), lr=dense_lr) for model in models]
+    for step in range(steps):
         for model, ranks in zip(models, groups, strict=True):
             model.zero_grad()
             model(batch_of(step, [s for rank in ranks for s in samples_of(rank)])).backward()
@@ -282,7 +280,12 @@ def hooked() -> tuple[list[list[str]], bool]:
     before = state_of(dmp)
     dmp.sync()
     same = all(torch.equal(value, before[name]) for name, value in state_of(dmp).items())
-    dmp.set_all_reduce_hook(lambda tensors: [tensor.zero_() for tensor in tensors] and None)
+
+    def forget(tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.zero_()
+
+    dmp.set_all_reduce_hook(forget)
     dmp.sync()
     tables = [value for name, value in state_of(dmp).items() if "embedding" in name and "te.weight" not in name]
     assert not any(value.any() for value in tables)
@@ -321,6 +324,32 @@ def test_a_class_of_modules_can_have_groups_of_its_own() -> None:
     assert (found - wanted).abs().max() <= 1e-5
 
 
+def checkpoint(folder: str) -> dict[str, Tensor]:
+    """Trained and saved by all four ranks; read again by one process."""
+    dmp = build()
+    dmp(batch_of(0, samples_of(dist.get_rank()))).backward()
+    dmp.sync()
+    torch.distributed.checkpoint.save(dmp.state_dict(), checkpoint_id=folder)
+    model: Any = Net("sgd")
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    found = model.state_dict()
+    torch.distributed.checkpoint.load(found, checkpoint_id=folder, no_dist=True)
+    other = build(seed=7)
+    loaded = other.state_dict()
+    torch.distributed.checkpoint.load(loaded, checkpoint_id=folder)
+    other.load_state_dict(loaded)
+    assert all(torch.equal(param, dict(dmp.named_parameters())[name]) for name, param in other.named_parameters())
+    return found
+
+
+def test_replicas_are_saved_once_and_loaded_by_all(tmp_path: Path) -> None:
+    wanted = replicas("sgd", "all", APART, steps=1, dense_lr=0.0)[0]
+    for found in run_ranks(WORLD, checkpoint, str(tmp_path)):
+        for name, value in wanted.items():
+            assert (found[name].float() - value.float()).abs().max() <= tolerance(name), name
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "group": ({"sharding_group_size": 3}, "sharding_group_size 3 does not divide 4 ranks"),
     "host": ({"node_group_size": 3}, "node_group_size 3 does not divide sharding_group_size 2"),
@@ -349,79 +378,3 @@ def test_what_is_not_served_is_refused_by_name() -> None:
     for found in run_ranks(WORLD, refuse):
         for message, (_, wanted) in zip(found, REFUSED.values(), strict=True):
             assert wanted in message
-
-
-def means() -> tuple[list[Tensor], int]:
-    rank = dist.get_rank()
-    exchange = Exchange(dist.group.WORLD)
-    matrix = torch.arange(12.0).view(3, 4)
-    tensors = [
-        torch.full((2, 3), float(rank)), matrix.t() * rank, torch.full((5,), 60000.0 + 32 * rank, dtype=torch.float16),
-        torch.empty(0), torch.tensor([1.5 * rank], dtype=torch.float64),
-    ]  # fmt: skip
-    again = copy.deepcopy(tensors)
-    exchange.mean(tensors)
-    Exchange(None).mean(again)
-    return tensors, exchange.calls
-
-
-def test_means_are_packed_by_dtype_and_halves_do_not_overflow() -> None:
-    """The sum of four fp16 numbers near 60,000 is infinite in fp16, their mean is not."""
-    for tensors, calls in run_ranks(WORLD, means):
-        assert calls == 3
-        assert tensors[0].tolist() == [[1.5] * 3] * 2
-        assert torch.equal(tensors[1], torch.arange(12.0).view(3, 4).t() * 1.5)
-        assert tensors[2].tolist() == [60032.0] * 5 or tensors[2].tolist() == [60064.0] * 5
-        assert tensors[4].tolist() == [2.25]
-
-
-def bags() -> EmbeddingBagCollection:
-    torch.manual_seed(3)
-    tables = [EmbeddingBagConfig(rows, 8, f"t{name}", feature_names=[name]) for name, rows in ROWS.items()]
-    return EmbeddingBagCollection(tables)
-
-
-def on_mesh() -> list[Tensor]:
-    outputs = []
-    made = ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local")))
-    assert (made.world_size, made.rank, made.local_world_size) == (4, dist.get_rank(), 2)
-    where: dict[str, Any] = {
-        "ta": table_row_wise(1), "tb": grid_shard([0, 1]), "tc": row_wise(), "td": data_parallel(), "te": table_wise(3),
-    }  # fmt: skip
-    for env in (made, ShardingEnv.from_process_group(made.process_group, local_world_size=2)):  # type: ignore[arg-type]
-        sharded = shard(bags(), where, env, "cpu")
-        assert isinstance(sharded, ShardedEmbeddingBagCollection)
-        assert sharded._routes.has_host_sums
-        outputs.append(sharded(batch_of(0, samples_of(dist.get_rank()))).values())
-        outputs[-1].sum().backward()
-    return [output.detach() for output in outputs]
-
-
-def test_hosts_can_be_an_axis_of_a_mesh() -> None:
-    for rank, (by_mesh, by_size) in enumerate(run_ranks(4, on_mesh)):
-        wanted = bags()(batch_of(0, samples_of(rank))).values()
-        assert torch.equal(by_mesh, by_size)
-        assert (by_mesh - wanted).abs().max() <= 1e-6
-
-
-def part_of_mesh() -> tuple[list[int], list[int], int, str, str]:
-    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replica", "host", "local"))
-    env = ShardingEnv.from_mesh(cube["host", "local"])
-    assert env.process_group is not None
-    local = env.local_group()
-    assert local is not None
-    messages = []
-    for mesh in (cube, DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("host", "local"))):
-        with pytest.raises(ValueError) as error:
-            ShardingEnv.from_mesh(mesh)
-        messages.append(str(error.value))
-    ranks = dist.get_process_group_ranks(env.process_group), dist.get_process_group_ranks(local)
-    return *ranks, env.rank, messages[0], messages[1]
-
-
-def test_an_env_can_be_part_of_a_larger_mesh() -> None:
-    for rank, (group, local, number, axes, order) in enumerate(run_ranks(4, part_of_mesh)):
-        assert group == ([0, 1] if rank < 2 else [2, 3])
-        assert (local, number) == ([rank], rank % 2)
-        assert "has the axes ('host', 'local'), got ('replica', 'host', 'local')" in axes
-        assert "must list ranks as they rise" in order

@@ -36,9 +36,9 @@ from shardwise.sharding import (
     row_wise,
     table_wise,
 )
+from shardwise.sharding.composable import shard
 from shardwise.sharding.data_parallel_wrapper import DataParallelWrapper, DefaultDataParallelWrapper
 from shardwise.sharding.dense import materialize
-from shardwise.sharding.shard import shard
 from shardwise.sharding.unwrap import (
     copy_to_device,
     get_module,
@@ -130,9 +130,10 @@ def test_dense_gradients_are_averaged_as_the_wrapper_says(name: str) -> None:
         wanted = dict((own if key in left_alone else model).named_parameters())[key].grad
         assert wanted is not None
         assert (second[key] - wanted).abs().max() <= tolerance * wanted.abs().max(), key
-    for precision, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        fits = all(torch.equal(value, value.to(dtype).float()) for value in first.values())
-        assert fits == (name == precision)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(name)
+    for other in (torch.float16, torch.bfloat16) if dtype is None else (dtype,):
+        fits = all(torch.equal(value, value.to(other).float()) for value in first.values())
+        assert fits == (other is dtype)
 
 
 def test_a_wrapper_that_cannot_be_is_refused() -> None:
@@ -200,12 +201,13 @@ def left_on_meta() -> list[float]:
     dmp = DistributedModelParallel(model, init_parameters=False, init_data_parallel=False)
     assert model.dense.weight.is_meta
     assert not any(param.is_meta for name, param in dmp.named_parameters() if "dense" not in name)
-    model.dense.to_empty(device="cpu")
-    nn.init.constant_(model.dense.weight, 0.25)
-    nn.init.constant_(model.dense.bias, dist.get_rank())
+    dense: Any = model.dense
+    dense.to_empty(device="cpu")
+    nn.init.constant_(dense.weight, 0.25)
+    nn.init.constant_(dense.bias, dist.get_rank())
     dmp.init_data_parallel()
     # those of the first rank
-    return [float(model.dense.weight.mean()), float(model.dense.bias.mean())]
+    return [float(dense.weight.mean()), float(dense.bias.mean())]
 
 
 def test_parameters_on_meta_can_be_left_to_the_user() -> None:
@@ -373,18 +375,19 @@ def test_the_model_inside_and_the_names_of_what_is_not_sharded() -> None:
 
 def copied(how: str) -> tuple[bool, bool, bool]:
     dmp = DistributedModelParallel(Net(), init_data_parallel=False)
+    other: Any
     if how == "deepcopy":
         with sharded_model_copy("cpu"):
             other = copy.deepcopy(dmp)
     elif how == "copy":
         other = dmp.copy("cpu")
     else:
-        other = copy_to_device(dmp, torch.device("cpu"), torch.device("cpu"))  # type: ignore[assignment]
+        other = copy_to_device(dmp, torch.device("cpu"), torch.device("cpu"))
     assert isinstance(other.module.ebc, ShardedEmbeddingBagCollection)
     same = torch.equal(other(mine()), dmp(mine()))
-    before = {name: value.clone() for name, value in dmp.module.state_dict().items()}
+    before = {name: param.detach().clone() for name, param in dmp.named_parameters()}
     other(mine()).backward()
-    changed = any(not torch.equal(value, before[name]) for name, value in dmp.module.state_dict().items())
+    changed = any(not torch.equal(param, before[name]) for name, param in dmp.named_parameters())
     # what the copy trains is what it looks up, and its optimizer's
     for one in (dmp, other):
         for path, sharded in one._sharded.items():

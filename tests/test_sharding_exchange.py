@@ -94,27 +94,35 @@ def test_a_process_does_not_exit_while_the_backend_holds_a_tensor_of_its_last_co
     assert mine.tolist() == [0, 1, 2, 3]
 
 
-WANTS = header.Wants(update=True)
-FACTS: dict[str, Any] = {"wants": WANTS, "fingerprint": 2**62 + 5}
+FACTS: dict[str, Any] = {"wants": header.Wants(update=True), "fingerprint": 2**62 + 5, "groups": 3}
 WELL = -1
+NOTHING = header.Sizes(0, 0, 0, [])
 
 
-def rows_of(sizes: list[header.Sizes], status: int = WELL, **changed: Any) -> list[list[int]]:
-    return header.pack(sizes, status, **{**FACTS, "groups": 3, **changed})
+class Heard(Exchange):
+    """An exchange in which every other rank says what is given, one after another."""
+
+    def __init__(self, *said: list[list[int]]) -> None:
+        super().__init__(None)
+        self._said, self.world_size = list(said), len(said[0])
+
+    def headers(self, mine: Tensor) -> Tensor:
+        return torch.tensor(self._said.pop(0))
 
 
-def heads_of(sizes: list[header.Sizes], status: int = WELL) -> list[header.Head]:
-    return header.unpack(rows_of(sizes, status))
+def row_of(sizes: header.Sizes, status: int = WELL, **changed: Any) -> list[int]:
+    return header.pack([sizes], status, **{**FACTS, **changed})[0]
 
 
 def test_a_header_tells_each_rank_its_sizes() -> None:
-    sizes = [header.Sizes(7, 6, 5, [1, 2, 3]), header.Sizes(7, 4, 4, [4]), header.Sizes(7, 0, 0, [])]
-    heads = heads_of(sizes)
-    assert [head.sizes.ids_to_groups for head in heads] == [[1, 2, 3], [4, 0, 0], [0, 0, 0]]
-    assert [(head.sizes.ids, head.sizes.returned) for head in heads] == [(6, 5), (4, 4), (0, 0)]
-    assert all(head.sizes.batch == 7 and head.status == WELL for head in heads)
-    header.raise_failures(heads, [""] * 3, None)
-    header.raise_differences(rows_of(sizes), rows_of(sizes)[0])
+    sizes = [header.Sizes(7, 6, 5, [1, 2, 3]), header.Sizes(8, 4, 4, [4]), header.Sizes(0, 0, 0, [])]
+    heads = header.tell(Heard(header.pack(sizes, WELL, **FACTS)), CPU, [NOTHING] * 3, **FACTS)
+    assert [list(head.sizes.ids_to_groups) for head in heads] == [[1, 2, 3], [4, 0, 0], [0, 0, 0]]
+    assert [(head.sizes.batch, head.sizes.ids, head.sizes.returned) for head in heads] == [
+        (7, 6, 5),
+        (8, 4, 4),
+        (0, 0, 0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +134,9 @@ def test_a_header_tells_each_rank_its_sizes() -> None:
     ],
 )
 def test_ranks_that_differ_are_named(changed: dict[str, Any], what: str) -> None:
-    one = header.Sizes(1, 0, 0, [])
+    heard = Heard([row_of(NOTHING), row_of(NOTHING, **changed)])
     with pytest.raises(RuntimeError, match=rf"^ranks \[1\] differ from this one in .*{what}"):
-        header.raise_differences([*rows_of([one]), *rows_of([one], **changed)], rows_of([one])[0])
+        header.tell(heard, CPU, [NOTHING] * 2, **FACTS)
 
 
 @settings(deadline=None)
@@ -152,11 +160,10 @@ def test_the_text_of_a_failure_travels_up_to_512_bytes(text: str) -> None:
     ],
 )
 def test_a_failure_keeps_its_type_and_names_its_rank(failure: Exception, kind: type[Exception], text: str) -> None:
-    sizes = [header.Sizes(0, 0, 0, [])]
-    heads = [*heads_of(sizes), *heads_of(sizes, header._status(failure))]
-    texts = header.unpack_texts([*header.pack_text(None, 1), *header.pack_text(failure, 1)])
+    said = [*header.pack_text(None, 1), *header.pack_text(failure, 1)]
+    heard = Heard([row_of(NOTHING), row_of(NOTHING, header._status(failure))], said)
     with pytest.raises(Exception) as raised:
-        header.raise_failures(heads, texts, None)
+        header.tell(heard, CPU, [NOTHING] * 2, **FACTS)
     assert type(raised.value) is kind
     assert raised.value.args == (text,)
 
@@ -164,7 +171,7 @@ def test_a_failure_keeps_its_type_and_names_its_rank(failure: Exception, kind: t
 def test_a_process_alone_raises_its_own_exception() -> None:
     failure = ZeroDivisionError("by zero")
     with pytest.raises(ZeroDivisionError) as raised:
-        header.tell(Exchange(None), CPU, failure, **FACTS, groups=1)
+        header.tell(Exchange(None), CPU, failure, **FACTS)
     assert raised.value is failure
 
 

@@ -134,6 +134,23 @@ def test_position_weights_and_tables_train_as_in_one_process(world: int, kind: s
             assert (positions[name] - value).abs().max() <= 1e-5, name
 
 
+def inner_plan() -> tuple[list[float], dict[str, Tensor], list[str]]:
+    model = Net("one each")
+    plan = ShardingPlan({"fp._embedding_bag_collection": plan_for(model).plan["fp"]})
+    dmp = DistributedModelParallel(model, plan=plan)
+    assert type(model.fp) is FeatureProcessedEmbeddingBagCollection
+    return *trained(dmp, share_of), [name for name, _ in dmp.named_parameters()]
+
+
+def test_a_plan_may_name_the_collection_inside() -> None:
+    wanted_losses, wanted = alone("one each")
+    ranks = run_ranks(2, inner_plan)
+    for step, loss in enumerate(wanted_losses):
+        assert abs(sum(losses[step] for losses, *_ in ranks) / 2 - loss) <= 1e-5
+    for _, positions, _ in ranks:
+        assert all((positions[name] - value).abs().max() <= 1e-5 for name, value in wanted.items())
+
+
 def faults(kind: str) -> list[tuple[str, str]]:
     model = Net(kind)
     dmp, found = DistributedModelParallel(model, plan=plan_for(model)), []

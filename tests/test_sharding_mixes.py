@@ -264,9 +264,9 @@ def test_the_same_run_twice_gives_the_same_bits(world: int) -> None:
         for first, second in zip(runs[: len(jobs)], runs[len(jobs) :], strict=True):
             for one, other in zip(first.outputs, second.outputs, strict=True):
                 assert all(map(torch.equal, one, other))
-            for one, other in ((first.weights, second.weights), (first.states, second.states)):
-                assert one.keys() == other.keys()
-                assert all(torch.equal(value, other[key]) for key, value in one.items())
+            for held, again in ((first.weights, second.weights), (first.states, second.states)):
+                assert held.keys() == again.keys()
+                assert all(torch.equal(value, again[key]) for key, value in held.items())
 
 
 def few_rows(pooled: bool, **more: Any) -> Mix:
@@ -299,14 +299,15 @@ def odd_batches(pooled: bool) -> dict[str, Mix]:
     }
     for strategy in STRATEGIES:
         whole = mix_for(strategy, pooled=pooled, weighted=pooled)
-        for name, changed in (
-            ("one empty rank", {"batches": (4, 0, 2, 0)}),
-            ("all ranks empty", {"batches": (0, 0, 0, 0)}),
-            ("one sample", {"batches": (0, 0, 1, 0)}),
-            ("an empty feature", {"empty_features": ("f1",)}),
-            ("all features empty", {"empty_features": ALL}),
-        ):
-            mixes[f"{strategy}: {name}"] = replace(whole, **changed)  # type: ignore[arg-type]
+        changes: dict[str, dict[str, Any]] = {
+            "one empty rank": {"batches": (4, 0, 2, 0)},
+            "all ranks empty": {"batches": (0, 0, 0, 0)},
+            "one sample": {"batches": (0, 0, 1, 0)},
+            "an empty feature": {"empty_features": ("f1",)},
+            "all features empty": {"empty_features": ALL},
+        }
+        for name, changed in changes.items():
+            mixes[f"{strategy}: {name}"] = replace(whole, **changed)
     return mixes
 
 

@@ -40,7 +40,7 @@ from shardwise.sharding.comm import (
     get_num_groups,
     intra_and_cross_node_pg,
 )
-from shardwise.sharding.shard import shard, shard_modules
+from shardwise.sharding.composable import shard, shard_modules
 from shardwise.sharding.unwrap import get_unsharded_module_names
 
 pytestmark = pytest.mark.ranks
@@ -197,7 +197,7 @@ def collective() -> list[str]:
     assert is_leader(None)
     assert not is_leader(None, 1)
     # ranks of a part of the world are counted there
-    part = dist.new_group([1, 2])
+    part: Any = dist.new_group([1, 2])
     if rank:
         assert invoke_on_rank_and_broadcast_result(part, 1, dist.get_rank) == 2
 

@@ -12,21 +12,10 @@ import torch
 import torch.distributed as dist
 from local_tensors import local_part
 from ranks import run_ranks
-from sharding_mixes import (
-    Mix,
-    TableCase,
-    batch_of,
-    batches_of,
-    build,
-    flat,
-    rows_of_rank,
-    samples_of,
-    shard,
-    train_alone,
-    upstream_of,
-)
+from sharding_mixes import Mix, TableCase, batch_of, build, environment, shard, train, train_alone, upstream_of
+from sharding_steps import expect_outputs, train_on
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, ShardingEnv
@@ -75,7 +64,7 @@ def told(value: Any) -> tuple[Any, list[tuple[list[int], Tensor]]]:
 
 
 def published(mix: Mix, optimizer: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str], Any]:
-    model = shard(mix, build(mix, optimizer))
+    model = shard(mix, build(mix, optimizer), environment())
     state, fused = model.state_dict(), model.fused_optimizer.state_dict()
     states = {key: told(value) for values in fused["state"].values() for key, value in values.items()}
     weights = {key: told(value) for key, value in state.items()}
@@ -94,7 +83,7 @@ def test_the_pieces_of_all_ranks_are_the_unsharded_state_dict(world: int, pooled
             name for name in weights if "data_parallel" in name
         }
         # groups do not depend on the rank
-        assert groups == [{"params": sorted(alone.state_dict()), "lr": 0.05}]
+        assert groups == ({"params": sorted(alone.state_dict()), "lr": 0.05},)
     for name, value in alone.state_dict().items():
         assert torch.equal(whole_of([weights[name] for weights, *_ in ranks]), value)
     for values in alone.fused_optimizer().state_dict()["state"].values():
@@ -195,42 +184,27 @@ def kind_of(value: Any) -> str:
     return f"{type(value).__name__} {getattr(value, 'placements', '')}".strip()
 
 
-def go_on(mix: Mix, optimizer: str, resplit: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+def go_on(mix: Mix, optimizer: str) -> tuple[list[list[Tensor]], dict[str, Any]]:
     """Load what one process trained for two steps, and train two more."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     other, alone = build(mix, optimizer), build(mix, optimizer)
     for param in other.parameters():
         param.data.fill_(7.0)
-    model = shard(mix, other)
-    batches = batches_of(mix, world)
-    begin = sum(batches[:rank])
-    for step in range(2):
-        output = flat(alone(batch_of(mix, sum(batches), step)))
-        (output * upstream_of(output, step)).sum().backward()
+    model = shard(mix, other, environment())
+    batches = [(batch, upstream_of(mix, batch, step)) for step, batch in ((n, batch_of(mix, n)) for n in range(2))]
+    train(mix, alone, batches, False)
     model.load_state_dict(alone.state_dict())
-    model.fused_optimizer.resplit = resplit
     model.fused_optimizer.load_state_dict(alone.fused_optimizer().state_dict())
-    outputs = []
-    for step in range(2, 4):
-        batch = batch_of(mix, sum(batches), step)
-        values = flat(model(samples_of(batch, begin, begin + batches[rank])))
-        outputs.append(values.detach().clone())
-        with torch.no_grad():
-            shape = alone(batch)
-        mine = rows_of_rank(shape, begin, begin + batches[rank], upstream_of(flat(shape), step))
-        (values * mine * world).sum().backward()
-    return outputs, {name: told(value) for name, value in model.state_dict().items()}  # type: ignore[misc]
+    return train_on(mix, model, range(2, 4)), {name: told(value) for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
 def test_training_goes_on_from_the_state_of_one_process_bit_for_bit(optimizer: str) -> None:
     mix = mix_with(exact=True)
-    run, _ = train_alone(mix, optimizer, 4)
-    ranks = run_ranks(2, go_on, mix, optimizer, None)
-    for step in (0, 1):
-        assert torch.equal(torch.cat([outputs[step] for outputs, _ in ranks]), run.outputs[2 + step])
+    run = train_alone(mix, optimizer, 4)
+    ranks = run_ranks(2, go_on, mix, optimizer)
+    expect_outputs(mix, run, [outputs for outputs, _ in ranks], range(2, 4))
     for name, value in run.weights.items():
-        assert torch.equal(whole_of([state[name] for _, state in ranks]), value), name  # type: ignore[misc]
+        assert torch.equal(whole_of([state[f"embedding_bags.{name}.weight"] for _, state in ranks]), value), name
 
 
 def refusals() -> dict[str, str]:

@@ -205,7 +205,7 @@ def one_tower() -> tuple[Tensor, dict[str, Tensor]]:
     dmp = DistributedModelParallel(tower, plan=ShardingPlan({"": plan}), sharders=[sharder])
     assert type(dmp.module) is ShardedEmbeddingTower
     kjt = KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
-    return dmp(kjt).detach(), {name: value.clone() for name, value in dmp.module.state_dict().items()}
+    return dmp(kjt).detach(), {name: param.detach().clone() for name, param in dmp.named_parameters()}
 
 
 def test_a_tower_can_be_the_model() -> None:

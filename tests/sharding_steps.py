@@ -1,0 +1,46 @@
+"""Some steps of one rank, which began elsewhere, against those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharding_mixes import Mix, Run, address, batch_of, rows_of_rank, samples_of, span_of, train, upstream_of
+from torch import Tensor
+
+
+def train_on(mix: Mix, model: Any, steps: Iterable[int]) -> list[list[Tensor]]:
+    """This rank's outputs of these steps; its upstream gradients are its rows of those of one process, times ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    begin, end = span_of(mix, rank, world)
+    batches = []
+    for step in steps:
+        whole = batch_of(mix, step)
+        upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
+        batches.append((samples_of(whole, begin, end), [given * world for given in upstream]))
+    return train(mix, model, batches, False).outputs
+
+
+def expect_outputs(mix: Mix, run: Run, ranks: Sequence[Sequence[Sequence[Tensor]]], steps: Iterable[int]) -> None:
+    """The outputs of all ranks are their rows of those of one process, bit for bit."""
+    for rank, outputs in enumerate(ranks):
+        begin, end = span_of(mix, rank, len(ranks))
+        for step, found in zip(steps, outputs, strict=True):
+            wanted = rows_of_rank(mix, batch_of(mix, step), run.outputs[step], begin, end)
+            assert all(map(torch.equal, found, wanted)), f"rank {rank}, step {step}"
+
+
+def expect_held(run: Run, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None:
+    """What a rank holds is its part of what one process has, bit for bit."""
+    for key, value in weights.items():
+        table, rows, cols = address(key)
+        assert torch.equal(value, run.weights[table][rows, cols]), key
+    for key, value in states.items():
+        where, state = key.split("/")
+        table, rows, cols = address(where)
+        whole = run.states[f"{table}/{state}"]
+        part = whole if state == "step" else whole[rows]
+        if value.numel():
+            assert torch.equal(value, part[:, cols] if part.dim() == 2 else part), key

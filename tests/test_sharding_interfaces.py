@@ -1,0 +1,323 @@
+"""What later work plugs into the engine, with toys: a row store, an id map, overlapping steps, a mesh of hosts.
+
+A toy store keeps every row in a slot of its own choice, a toy id map is a dictionary; both must change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharding_mixes import (
+    STRATEGIES,
+    Mix,
+    Run,
+    TableCase,
+    backward,
+    batch_of,
+    build,
+    by_lookup,
+    environment,
+    held,
+    mix_for,
+    mix_of,
+    rows_of_rank,
+    samples_of,
+    shard,
+    span_of,
+    train,
+    train_sharded,
+    upstream_of,
+)
+from torch import Tensor
+
+from shardwise import KeyedJaggedTensor, ShardingEnv
+from shardwise.embeddings import TableGroup, TableShape
+
+pytestmark = pytest.mark.ranks
+
+
+class Shuffled:
+    """A store whose slots are in an order of its own, on every rank and after each step another one."""
+
+    made = 0
+
+    def __init__(self, tables: Sequence[TableShape]) -> None:
+        Shuffled.made += 1
+        self.generator = torch.Generator().manual_seed(100 * Shuffled.made + dist.get_rank())
+        self.slots = [torch.arange(table.rows) for table in tables]
+        self.leases: set[int] = set()
+        self.resolved = self.most = 0
+        self.group: TableGroup | None = None
+
+    @torch.no_grad()
+    def shuffle(self, group: TableGroup | None, *, home: bool = False) -> None:
+        """Bring rows and their states to other slots, or to those of their numbers."""
+        self.group = group
+        for table, slots in enumerate(self.slots if group is not None else ()):
+            assert group is not None
+            self.slots[table] = torch.arange(len(slots))
+            if not home:
+                self.slots[table] = torch.randperm(len(slots), generator=self.generator)
+            for view in (group.view(table), *(v for k, v in group.state_views(table).items() if k != "step")):
+                moved = view[slots]
+                view[self.slots[table]] = moved
+
+    def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, int]:
+        assert self.group is not None
+        lookups = self.group.lookups
+        samples, found = (offsets.shape[0] - 1) // len(lookups), ids.clone()
+        for f, lookup in enumerate(lookups):
+            part, slots = slice(int(offsets[f * samples]), int(offsets[(f + 1) * samples])), self.slots[lookup.table]
+            mine = ids[part].long()
+            good = (mine >= 0) & (mine < len(slots))
+            found[part] = torch.where(good, slots[torch.where(good, mine, 0)], mine).to(ids.dtype) if len(slots) else -1
+        self.resolved += 1
+        self.leases.add(self.resolved)
+        self.most = max(self.most, len(self.leases))
+        return found, self.resolved
+
+    def release(self, lease: int) -> None:
+        self.leases.remove(lease)
+        if not self.leases:
+            # nobody may read or write the rows where they were
+            self.shuffle(self.group)
+
+
+def behind_stores(mixes: Sequence[Mix], optimizer: str, learned: bool) -> list[tuple[Run, Run, list[tuple[int, int]]]]:
+    """Runs with rows in their own slots and in shuffled ones; of each store how often it resolved, and its leases."""
+    env, found = environment(), []
+    for mix in mixes:
+        plain = train_sharded(mix, optimizer, 3, env, learned=learned)
+        model = shard(mix, build(mix, optimizer), env, stores=Shuffled)
+        groups = model._held.all_groups()
+        [group.store.shuffle(group) for group in groups]
+        begin, end = span_of(mix, env.rank, env.world_size)
+        batches = []
+        for step in range(3):
+            whole = batch_of(mix, step)
+            upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
+            batches.append((samples_of(whole, begin, end), [given * env.world_size for given in upstream]))
+        run = train(mix, model, batches, learned)
+        run.weight_gradients = [gradient / env.world_size for gradient in run.weight_gradients]
+        with torch.no_grad():
+            model(batches[0][0]).wait()
+        [group.store.shuffle(group, home=True) for group in groups]
+        run.weights, run.states = held(model)
+        found.append((plain, run, [(g.store.resolved, len(g.store.leases)) for g in groups]))
+    return found
+
+
+def expect_equal(one: Run, other: Run) -> None:
+    for mine, theirs in zip(one.outputs, other.outputs, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    for held_here, held_there in ((one.weights, other.weights), (one.states, other.states)):
+        assert held_here.keys() == held_there.keys()
+        for key, value in held_here.items():
+            assert torch.equal(value, held_there[key]), key
+    assert all(map(torch.equal, one.weight_gradients, other.weight_gradients))
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [("pooled", "rowwise_adagrad"), ("learned weights", "adam"), ("sequence", "rowwise_adagrad")],
+)
+def test_rows_behind_a_store_train_to_the_same_bits(kind: str, optimizer: str) -> None:
+    """Gradients of weights of replicated tables took ids for slots; shards that share a row's state met slot by slot,
+    and wrote when their leases were over.
+    """
+    pooled, learned = kind != "sequence", kind == "learned weights"
+    mixes = [mix_for(strategy, pooled=pooled, weighted=learned) for strategy in STRATEGIES]
+    mixes += [replace(mix_of(seed, pooled=pooled), weighted=learned) for seed in range(3)]
+    for runs in run_ranks(4, behind_stores, mixes, optimizer, learned):
+        for plain, shuffled, stores in runs:
+            expect_equal(plain, shuffled)
+            # every lease is released: after the update, or after a lookup without gradients
+            assert all(leases == 0 for _, leases in stores)
+        assert sum(resolved for _, _, stores in runs for resolved, _ in stores) > 4 * len(mixes)
+
+
+class Dictionary:
+    """Rows are given out as ids are first seen."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, int] = {}
+        self.steps: list[int] = []
+
+    def translate(self, table: str, ids: Tensor, step: Tensor) -> Tensor:
+        self.steps.append(int(step))
+        return torch.tensor([self.rows.setdefault(i, len(self.rows)) for i in ids.tolist()], dtype=torch.int64)
+
+
+# t0 and t1 take any ids; f0 and f1 are looked up in one of them
+MAPPED = Mix(
+    (
+        TableCase("t0", 64, 8, ("f0", "f1"), "table_wise", seed=1),
+        TableCase("t1", 64, 8, ("f2",), "column_wise", seed=3),
+        TableCase("t2", 23, 8, ("f3",), "row_wise", seed=3),
+        TableCase("t3", 23, 8, ("f4",), "data_parallel"),
+    )
+)
+
+
+def with_any_ids(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The features that are mapped name users by hashes."""
+    values = []
+    for key in kjt.keys():  # noqa: SIM118
+        ids = kjt[key].values()
+        values.append(ids * (2**40 + 7) if key in ("f0", "f1", "f2") else ids)
+    return KeyedJaggedTensor(kjt.keys(), torch.cat(values), None, kjt.lengths())
+
+
+def behind_maps(pooled: bool) -> tuple[list[list[Tensor]], dict[str, Tensor], dict[str, dict[int, int]], list[int]]:
+    """Three steps of a rank; what its maps know, and the steps at which they were asked."""
+    mix, env = replace(MAPPED, pooled=pooled), environment()
+    maps = {"t0": Dictionary(), "t1": Dictionary()}
+    model = shard(mix, build(mix, "adam"), env, id_maps=maps)
+    begin, end = span_of(mix, env.rank, env.world_size)
+    batches = []
+    for step in range(3):
+        whole = batch_of(mix, step)
+        upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
+        batches.append((with_any_ids(samples_of(whole, begin, end)), [given * env.world_size for given in upstream]))
+    run = train(mix, model, batches, False)
+    return run.outputs, held(model)[0], {name: one.rows for name, one in maps.items()}, sorted(set(maps["t1"].steps))
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+def test_an_id_map_turns_any_ids_into_rows_on_the_ranks_that_hold_them(pooled: bool) -> None:
+    mix, seen = replace(MAPPED, pooled=pooled), {"t0": Dictionary(), "t1": Dictionary()}
+    ranks = run_ranks(2, behind_maps, pooled)
+    module = build(mix, "adam")
+    for step in range(3):
+        batch = batch_of(mix, step)
+        values = {key: batch[key].values() for key in batch.keys()}  # noqa: SIM118
+        for table, features in (("t0", ("f0", "f1")), ("t1", ("f2",))):
+            for feature in features:
+                values[feature] = seen[table].translate(table, with_any_ids(batch)[feature].values(), torch.zeros(1))
+        mapped = KeyedJaggedTensor(batch.keys(), torch.cat(list(values.values())), None, batch.lengths())
+        outputs = by_lookup(mix, module(mapped))
+        for rank, (found, *_) in enumerate(ranks):
+            expected = rows_of_rank(mix, batch, [mine.detach() for mine in outputs], *span_of(mix, rank, 2))
+            # all but the sums of row shards are the bits of one process
+            for n, (mine, value) in enumerate(zip(found[step], expected, strict=True)):
+                assert torch.equal(mine, value) if n != 3 or not pooled else torch.allclose(mine, value, atol=1e-6)
+        backward(outputs, upstream_of(mix, batch, step))
+    weights = {table.name: module.state_dict()[f"{module._children_name}.{table.name}.weight"] for table in mix.tables}
+    for _, shards, known, steps in ranks:
+        for key, value in shards.items():
+            table, rows, cols = key.split("|")
+            (low, high), (left, right) = (map(int, part.split(":")) for part in (rows, cols))
+            assert torch.equal(value, weights[table][low:high, left:right])
+        # a map sees the ids of what its rank holds, and no others
+        for name, rows_of in known.items():
+            assert rows_of in ({}, seen[name].rows)
+        assert steps in ([], [0, 1, 2])
+    assert any(known["t0"] for _, _, known, _ in ranks)
+
+
+def refused_maps() -> list[str]:
+    env, said = environment(), []
+    for strategy in ("row_wise", "data_parallel"):
+        mix = Mix((TableCase("t", 20, 8, ("f",), strategy),))
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            shard(mix, build(mix, "sgd"), env, id_maps={"t": Dictionary()})
+        said.append(str(caught.value))
+    return said
+
+
+def test_an_id_map_needs_a_table_whose_rows_are_on_one_rank() -> None:
+    """Ids of any size were divided by the rows of row shards, and replicas looked ids up that nobody translated."""
+    for rank, said in enumerate(run_ranks(2, refused_maps)):
+        assert said == [
+            f"rank 0: table 't': an id map gives out rows of one rank, but {how}; cut the table by columns or leave it"
+            " whole"
+            for how in ("the plan cuts them over several", "every rank holds them")
+        ], rank
+
+
+def overlapping(mixes: Sequence[Mix]) -> list[Any]:
+    """Of each mix outputs, weights and states after two steps that were under way at a time, and one more."""
+    env, found = environment(), []
+    for mix in mixes:
+        model = shard(mix, build(mix, "adam"), env, stores=Shuffled)
+        [group.store.shuffle(group) for group in model._held.all_groups()]
+        begin, end = span_of(mix, env.rank, env.world_size)
+        wholes = [batch_of(mix, step) for step in range(3)]
+        mine = [samples_of(whole, begin, end) for whole in wholes]
+        first, second = model.begin(mine[0]), model.begin(mine[1])
+        model.look_up(first)
+        model.look_up(second)
+        outputs = [by_lookup(mix, model.finish(flight)) for flight in (first, second)]
+        kept = [[value.detach().clone() for value in of_step] for of_step in outputs]
+        for step, of_step in enumerate(outputs):
+            upstream = rows_of_rank(mix, wholes[step], upstream_of(mix, wholes[step], step), begin, end)
+            backward(of_step, [given * env.world_size for given in upstream])
+        third = by_lookup(mix, model(mine[2]))
+        kept.append([value.detach().clone() for value in third])
+        # memory of one step is not that of another
+        same = all(
+            torch.equal(a, b)
+            for now, then in zip([*outputs, third], kept, strict=True)
+            for a, b in zip(now, then, strict=True)
+        )
+        [group.store.shuffle(group, home=True) for group in model._held.all_groups()]
+        found.append((kept, same, *held(model), max(g.store.most for g in model._held.all_groups())))
+    return found
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+def test_two_overlapping_steps_are_those_of_a_loop_that_overlaps_them(pooled: bool) -> None:
+    mixes = [mix_for(strategy, pooled=pooled) for strategy in STRATEGIES]
+    # enough numbers for memory to be kept and used again
+    mixes += [replace(mix_for(strategy, pooled=pooled), batches=(800, 0, 900, 0)) for strategy in STRATEGIES]
+    ranks = run_ranks(2, overlapping, mixes)
+    for number, mix in enumerate(mixes):
+        module = build(mix, "adam")
+        batches = [batch_of(mix, step) for step in range(3)]
+        outputs = [by_lookup(mix, module(batch)) for batch in batches[:2]]
+        for step, of_step in enumerate(outputs):
+            backward(of_step, upstream_of(mix, batches[step], step))
+        outputs.append(by_lookup(mix, module(batches[2])))
+        for rank, runs in enumerate(ranks):
+            kept, same, weights, _, most = runs[number]
+            assert same
+            assert most >= 2
+            for step, mine in enumerate(kept):
+                whole = [value.detach() for value in outputs[step]]
+                expected = rows_of_rank(mix, batches[step], whole, *span_of(mix, rank, 2))
+                for value, wanted in zip(mine, expected, strict=True):
+                    tolerance = 0.02 if pooled else 0.0
+                    assert value.shape == wanted.shape
+                    if value.numel():
+                        assert (value - wanted).abs().max() <= tolerance * wanted.abs().max()
+            for key, value in weights.items():
+                table, rows, cols = key.split("|")
+                (low, high), (left, right) = (map(int, part.split(":")) for part in (rows, cols))
+                wanted = module.state_dict()[f"{module._children_name}.{table}.weight"][low:high, left:right]
+                if pooled and table == "t2":
+                    # an average of partial sums, in bf16
+                    assert value.numel() == 0 or (value - wanted).abs().max() <= 0.02
+                else:
+                    assert torch.equal(value, wanted), (mix, key)
+
+
+def on_a_mesh(mixes: Sequence[Mix]) -> list[tuple[Run, Run]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    env = ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local")))
+    plain = environment(2)
+    return [(train_sharded(mix, "adam", 2, env), train_sharded(mix, "adam", 2, plain)) for mix in mixes]
+
+
+def test_a_mesh_of_two_hosts_of_two_ranks_is_a_world_of_four() -> None:
+    mixes = [mix_for(strategy, pooled=True) for strategy in STRATEGIES]
+    for runs in run_ranks(4, on_a_mesh, mixes):
+        for one, other in runs:
+            expect_equal(one, other)
+            assert one.collectives == other.collectives
