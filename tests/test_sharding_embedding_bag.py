@@ -18,6 +18,7 @@ from shardwise.sharding import (
     construct_module_sharding_plan,
     data_parallel,
     get_default_sharders,
+    layout,
     row_wise,
     table_wise,
 )
@@ -161,6 +162,28 @@ def shard(bags: nn.EmbeddingBag, cut: Any, world: int, pg: dist.ProcessGroup | N
 @pytest.mark.ranks
 def test_per_sample_weights_learn() -> None:
     run_ranks(2, check_learned_weights)
+
+
+def check_other_plans() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    bags = make("sum", "weights").bags
+    wanted = [bags(*inputs(rank, "weights", step)).detach() for step in range(2)]
+    sharded = shard(bags, row_wise(), world, dist.group.WORLD)
+    parameter = sharded.weight
+    sharded.reshard(layout.column_wise("weight", ROWS, DIM, [1, 0]))
+    assert_close(sharded(*inputs(rank, "weights", 0)).wait(), wanted[0])
+    assert sharded.weight is parameter
+    assert parameter.shape == (ROWS, DIM // 2)
+    assert list(sharded.state_dict()) == ["weight"]
+    # by default the table is replicated
+    dmp: Any = DistributedModelParallel(make("sum", "weights"), sharders=[EmbeddingBagSharder()])
+    assert_close(dmp.module.bags(*inputs(rank, "weights", 1)).wait(), wanted[1])
+    assert dmp.module.bags.weight.shape == (ROWS, DIM)
+
+
+@pytest.mark.ranks
+def test_it_goes_over_to_another_plan_and_needs_none() -> None:
+    run_ranks(2, check_other_plans)
 
 
 def check_bad_batches() -> list[str]:
