@@ -214,7 +214,7 @@ def losses(side: Side, shape: Shape, strategy: str, optimizer: str, steps: int, 
         features = side.KeyedJaggedTensor(keys=keys_of(shape), values=ids, lengths=lengths)
         own.zero_grad()
         loss = nn.functional.binary_cross_entropy_with_logits(made(inputs, features), labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         own.step()
         found.append(float(loss))
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -100,9 +100,9 @@ def calls_of_forward(stepper: Stepper) -> tuple[Counter[Called], Counter[Called]
 @contextmanager
 def stage_times(
     stages: Mapping[str, Sequence[str]] = STAGES, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[Counter[str]]:
+) -> Iterator[dict[str, float]]:
     """Seconds of our stages while this is open, by `clock`, each without the stages that it calls."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     inner: list[float] = [0.0]
     open_stages: list[str] = []
 

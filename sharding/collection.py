@@ -38,11 +38,12 @@ from .reshard import reshard
 from .results import Columns, Rows, pool_in_order
 from .route import Home, Inbound, Outbound, Receiving, Sending, arrange, in_order, route
 from .routes import REPLICA, ROWS, Routes, Table, plan_routes
+from .stages import Staged
 from .state import States, publish_weights, take_weights
 from .trips import get_gradient_division
 
 
-class ShardedCollection(nn.Module):
+class ShardedCollection(nn.Module, Staged):
     """The engine: holds this rank's tables, and answers a batch together with the other ranks.
 
     Parameters keep the names of the unsharded module; a table of another rank is an empty parameter.

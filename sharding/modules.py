@@ -61,6 +61,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self.look_up(flight)
         return EmbeddingBagCollectionAwaitable(self, flight)
 
+    def lazily(self, flight: InFlight) -> LazyAwaitable[KeyedTensor]:
+        """The result of a batch, which waits for other ranks when it is used."""
+        return EmbeddingBagCollectionAwaitable(self, flight)
+
     def finish(self, flight: InFlight) -> KeyedTensor:
         """The result of a batch.
 
@@ -91,6 +95,10 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
         flight = self.begin(features)
         self.look_up(flight)
+        return EmbeddingCollectionAwaitable(self, flight)
+
+    def lazily(self, flight: InFlight) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """The result of a batch, which waits for other ranks when it is used."""
         return EmbeddingCollectionAwaitable(self, flight)
 
     def finish(self, flight: InFlight) -> dict[str, JaggedTensor]:

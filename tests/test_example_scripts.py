@@ -58,6 +58,19 @@ def test_sharded_learns_its_labels(ranks: int) -> None:
     assert f"rank:{ranks - 1}/cpu" in printed
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_every_strategy_trains_as_one_process(ranks: int) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    said = run(*torchrun, "examples/sharding.py").splitlines()
+    steps = [line for line in said if line.startswith("step")]
+    assert steps == [f"step {n}: as in one process: True" for n in range(3)]
+    assert "resharded: as in one process: True" in said
+    assert "compressed: off by less than 1e-3: True" in said
+    assert any(" | row_wise " in line for line in said) and any("| grid_shard " in line for line in said)
+    assert ("2 replicas of 2 ranks: averaged" in said) == (ranks == 4)
+
+
 def test_every_public_name_is_in_an_example() -> None:
     used = {
         alias.name

@@ -252,3 +252,18 @@ def test_a_table_frozen_on_one_rank_alone_is_refused_where_ranks_update_rows_tog
     """The other ranks would have waited for the frozen shard's part of each row."""
     for rank, message in enumerate(run_ranks(2, freeze_on_one_rank)):
         assert message.startswith(f"ranks [{1 - rank}] differ from this one")
+
+
+def by_stages(mix: Mix) -> bool:
+    """Two batches under way, stage by stage, as a pipeline has them."""
+    model, plain = (shard(mix, build(mix, "sgd"), environment()) for _ in range(2))
+    contexts, batches = [model.create_context() for _ in range(2)], [batch_of_rank(mix, 3, step) for step in range(2)]
+    arrived = [model.input_dist(ctx, batch).wait().wait() for ctx, batch in zip(contexts, batches, strict=True)]
+    outputs = [model.compute_and_output_dist(ctx, mine) for ctx, mine in zip(contexts, arrived, strict=True)]
+    same = all(torch.equal(flat(out), flat(plain(batch))) for out, batch in zip(outputs, batches, strict=True))
+    return same and set(model.sharded_parameter_names("m")) == {f"m.{name}" for name in model.fused_parameter_names()}
+
+
+@pytest.mark.parametrize("mix", [POOLED, ROWS], ids=["pooled", "rows"])
+def test_stages_by_torchrecs_names_give_the_rows_of_a_forward(mix: Mix) -> None:
+    assert run_ranks(2, by_stages, mix) == [True, True]
