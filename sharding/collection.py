@@ -40,6 +40,7 @@ from .route import Home, Inbound, Outbound, Receiving, Sending, arrange, in_orde
 from .routes import REPLICA, ROWS, Routes, Table, plan_routes
 from .stages import Staged
 from .state import States, publish_weights, take_weights
+from .trips import get_gradient_division
 
 
 class ShardedCollection(nn.Module, Staged):
@@ -69,7 +70,8 @@ class ShardedCollection(nn.Module, Staged):
         self._policy = module._policy
         self._names_by_table = module._names_by_table
         self._env, self._exchange = env, Exchange(env.process_group)
-        # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss
+        # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss. False of one
+        # collection, or of all by comm_ops.set_gradient_division, leaves sums over ranks
         self.gradient_division = True
         self._id_maps = dict(id_maps or {})
         self._dedup = dedup and not self._pooled
@@ -275,7 +277,7 @@ class ShardedCollection(nn.Module, Staged):
         at_home: list[Tensor | None] = [None] * len(self._routes.replicas)
         if learned:
             at_home = self._home_weight_gradients(flight, grad)
-        divisor = world if self.gradient_division else 1
+        divisor = world if self.gradient_division and get_gradient_division() else 1
         if divisor > 1:
             sent.div_(divisor)
         flag = self._gradient_flag(flight, grad, sent, divisor)

@@ -22,7 +22,7 @@ from .awaitable import Awaitable
 from .exchange import Exchange, Pending
 
 # what a keyed batch may consist of; all ranks tell of each, so that one that has others is found out
-_LABELS = ("lengths", "values", "strides", "weights")
+_LABELS: tuple[str, ...] = ("lengths", "values", "strides", "weights")
 
 
 class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
@@ -432,7 +432,7 @@ def _sums(lengths: Tensor, bags: Sequence[int]) -> list[int]:
     """How many values the next `bags[r]` bags have."""
     offsets = torch.tensor(list(accumulate(bags, initial=0)), device="cpu").to(lengths.device)
     # host sync on CUDA: sizes of what is sent
-    return segment_sum(offsets, lengths.to(torch.int64)).tolist()  # type: ignore[no-any-return]
+    return segment_sum(offsets, lengths.to(torch.int64)).tolist()
 
 
 def _tag_of(parts: tuple[object, ...]) -> int:

@@ -185,7 +185,7 @@ class EmbeddingBagSharder(BaseEmbeddingSharder[nn.EmbeddingBag]):
         if set(params) != {_WEIGHT}:
             where = f" of module {module_fqn!r}" if module_fqn else ""
             raise ValueError(f"the plan{where} has tables {sorted(params)}, the module {[_WEIGHT]}")
-        shards = shards_of(_WEIGHT, params[_WEIGHT], *module.weight.shape, env.world_size)
+        shards = shards_of(_WEIGHT, params[_WEIGHT], module.num_embeddings, module.embedding_dim, env.world_size)
         return ShardedEmbeddingBag(
             module, shards, env, torch.device(device or "cpu"), default_optimizer=self._default_optimizer,
             options={_WEIGHT: options_of(params[_WEIGHT])}, codecs=self.qcomm_codecs_registry,
@@ -214,5 +214,5 @@ def _collection_of(module: nn.EmbeddingBag) -> EmbeddingBagCollection:
     # sums may come with weights, so all of them do: a batch without gets ones
     weighted, policy = module.mode == "sum", LookupPolicy(output_dtype=dtype)
     found = EmbeddingBagCollection([table], weighted, "meta", policy=policy)
-    found.embedding_bags[_WEIGHT].register_parameter("weight", module.weight)
+    found.embedding_bags[_WEIGHT].register_parameter("weight", dict(module.named_parameters())["weight"])
     return found

@@ -18,6 +18,7 @@ from shardwise.sharding import (
     construct_module_sharding_plan,
     data_parallel,
     get_default_sharders,
+    layout,
     row_wise,
     table_wise,
 )
@@ -35,6 +36,9 @@ CUTS: dict[str, Callable[[int], Any]] = {
 
 class Model(nn.Module):
     """Bags, and a layer above them."""
+
+    # its sharded form later
+    bags: Any
 
     def __init__(self, mode: str, **settings: Any) -> None:
         super().__init__()
@@ -77,13 +81,14 @@ def check(mode: str, form: str, cuts: tuple[str, ...]) -> None:
         sharder = EmbeddingBagSharder()
         plan = construct_module_sharding_plan(model.bags, {"weight": CUTS[cut](world)}, sharder, world, world, "cpu")
         dmp = DistributedModelParallel(model, plan=ShardingPlan({"bags": plan}), sharders=[sharder])
-        sharded = dmp.module.bags
+        inner: Any = dmp.module
+        sharded = inner.bags
         assert isinstance(sharded, ShardedEmbeddingBag)
         assert [name for name, _ in dmp.named_parameters()] == ["bags.weight", "over.weight", "over.bias"]
         names = list(sharded_parameter_names(dmp))
         assert set(names) == (set() if cut == "data_parallel" else {"bags.weight"}), cut
-        table = torch.optim.SGD([dmp.module.bags.weight], lr=0.5) if cut == "data_parallel" else None
-        dense = torch.optim.SGD(dmp.module.over.parameters(), lr=0.1)
+        table = torch.optim.SGD([inner.bags.weight], lr=0.5) if cut == "data_parallel" else None
+        dense = torch.optim.SGD(inner.over.parameters(), lr=0.1)
         alone_dense = torch.optim.SGD(alone.over.parameters(), lr=0.1)
         for step in range(2):
             outputs = []
@@ -159,6 +164,28 @@ def test_per_sample_weights_learn() -> None:
     run_ranks(2, check_learned_weights)
 
 
+def check_other_plans() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    bags = make("sum", "weights").bags
+    wanted = [bags(*inputs(rank, "weights", step)).detach() for step in range(2)]
+    sharded = shard(bags, row_wise(), world, dist.group.WORLD)
+    parameter = sharded.weight
+    sharded.reshard(layout.column_wise("weight", ROWS, DIM, [1, 0]))
+    assert_close(sharded(*inputs(rank, "weights", 0)).wait(), wanted[0])
+    assert sharded.weight is parameter
+    assert parameter.shape == (ROWS, DIM // 2)
+    assert list(sharded.state_dict()) == ["weight"]
+    # by default the table is replicated
+    dmp: Any = DistributedModelParallel(make("sum", "weights"), sharders=[EmbeddingBagSharder()])
+    assert_close(dmp.module.bags(*inputs(rank, "weights", 1)).wait(), wanted[1])
+    assert dmp.module.bags.weight.shape == (ROWS, DIM)
+
+
+@pytest.mark.ranks
+def test_it_goes_over_to_another_plan_and_needs_none() -> None:
+    run_ranks(2, check_other_plans)
+
+
 def check_bad_batches() -> list[str]:
     """What rank 1 does wrong, all ranks are told."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -193,7 +220,7 @@ def test_a_bad_batch_of_one_rank_raises_on_all() -> None:
 
 
 def test_optimizer_states_are_those_of_the_parameter() -> None:
-    bags = nn.EmbeddingBag(ROWS, DIM, mode="sum")
+    bags: Any = nn.EmbeddingBag(ROWS, DIM, mode="sum")
     apply_optimizer_in_backward(RowWiseAdagrad, [bags.weight], {"lr": 0.1})
     sharded = shard(bags, row_wise(), 1, None)
     sharded(torch.tensor([[1, 2]])).sum().backward()
