@@ -75,8 +75,10 @@ def main() -> None:
         "country": data_parallel(),  # on every rank, with its optimizer
     }
     model = tables()
-    sizes = {"world_size": env.world_size, "local_size": env.local_world_size}
-    plan = ShardingPlan({"": construct_module_sharding_plan(model, where, **sizes, device_type="cpu")})
+    made = construct_module_sharding_plan(
+        model, where, local_size=env.local_world_size, world_size=env.world_size, device_type="cpu"
+    )
+    plan = ShardingPlan({"": made})
     sharded = DistributedModelParallel(model, env=env, plan=plan)
     if env.rank == 0:
         print(sharded.plan)

@@ -187,7 +187,8 @@ class Pending:
     def __init__(
         self, received: Tensor, work: Any = None, lent: _Lent | None = None, flags: Sequence[int] = ()
     ) -> None:
-        self._received, self._work, self._lent = received, work, lent
+        self._received, self._lent = received, lent
+        self._work: Any = work
         self.flags = list(flags)
         self.decoding: _Decoding | None = None
 
@@ -196,7 +197,7 @@ class Pending:
         if self._lent is not None:
             self._work.wait()
             self._lent.take_back()
-            self._work = self._lent = None
+            self._lent = None
             if self.decoding is not None:
                 self._received, self.flags = self.decoding.read(self._received)
         return self._received

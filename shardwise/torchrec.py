@@ -108,6 +108,11 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "reduce_scatter_pooled",
         "reduce_scatter_v_per_feature_pooled",
         "reduce_scatter_v_pooled",
+        "get_gradient_division",
+        "get_use_sync_collectives",
+        "set_gradient_division",
+        "set_use_sync_collectives",
+        "torchrec_use_sync_collectives",
         "variable_batch_alltoall_pooled",
     ),
     "torchrec.distributed.dist_data": _at(
@@ -145,6 +150,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     ),
     "torchrec.distributed.embedding_types": _KERNEL | _at(_SHARDERS, "BaseEmbeddingSharder"),
     "torchrec.distributed.embeddingbag": _EBC_SHARDER
+    | _at("shardwise.sharding.embedding_bag", "EmbeddingBagSharder", "ShardedEmbeddingBag")
     | _at("shardwise.sharding.modules", "EmbeddingBagCollectionAwaitable", "ShardedEmbeddingBagCollection"),
     "torchrec.distributed.fbgemm_qcomm_codec": _at(
         "shardwise.sharding.qcomms", "CommType", "QCommsConfig", "get_qcomm_codecs", "get_qcomm_codecs_registry"
