@@ -65,6 +65,12 @@ class KeyedTensor(Traceable, Pipelineable):
         kt._columns, kt._values, kt._key_dim = columns, values, key_dim
         return kt
 
+    def with_values(self, values: Tensor) -> KeyedTensor:
+        """The same keys over other values: any batch, as many entries in the dim of the keys, which is not checked."""
+        kt: KeyedTensor = object.__new__(KeyedTensor)
+        kt._columns, kt._values, kt._key_dim = self._columns, values, self._key_dim
+        return kt
+
     @staticmethod
     def from_tensor_list(
         keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1

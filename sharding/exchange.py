@@ -109,7 +109,7 @@ class Exchange:
             self.calls += 1
             lent = _Lent(tensor)
             dist.broadcast(lent.aliases[0], dist.get_global_rank(self._pg, 0), group=self._pg)
-            lent.take_back()
+            Pending(tensor, lent=lent).wait()
 
     def mean(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite each tensor by its mean over the ranks: one all-reduce for each dtype, equal bits on all ranks.
@@ -128,7 +128,7 @@ class Exchange:
             self.sent += total.numel() * total.element_size()
             lent = _Lent(total)
             dist.all_reduce(lent.aliases[0], group=self._pg)
-            lent.take_back()
+            Pending(total, lent=lent).wait()
             total.div_(self.world_size)
             for tensor, part in zip(mine, torch.split(total.flatten(), [t.numel() for t in mine]), strict=True):
                 if tensor.data_ptr() != part.data_ptr():
@@ -194,10 +194,15 @@ class Pending:
 
     def wait(self) -> Tensor:
         """What came, once it is here."""
-        if self._lent is not None:
-            self._work.wait()
-            self._lent.take_back()
-            self._lent = None
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            if self._work is not None:
+                self._work.wait()
+            # the transfer is over: what is left to wait for needs no memory
+            for tensor in lent.aliases:
+                tensor.set_(tensor.new_empty(0).untyped_storage())
+            if len(_Lent._out) > _MOST_LENT:
+                _Lent._out = _held(_Lent._out)
             if self.decoding is not None:
                 self._received, self.flags = self.decoding.read(self._received)
         return self._received
@@ -218,13 +223,6 @@ class _Lent:
         for t in tensors:
             self.aliases.append(t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride()))
         _Lent._out += self.aliases
-
-    def take_back(self) -> None:
-        """Once the transfer is over: what is left to wait for needs no memory."""
-        for tensor in self.aliases:
-            tensor.set_(tensor.new_empty(0).untyped_storage())
-        if len(_Lent._out) > _MOST_LENT:
-            _Lent._out = _held(_Lent._out)
 
     @staticmethod
     def settle(seconds: float = 10) -> bool:

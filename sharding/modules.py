@@ -53,7 +53,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._names = [name for names in self._names_by_table for name in names]
+        names = [name for names in self._names_by_table for name in names]
+        # checked once; each output has its own values
+        self._output = KeyedTensor(names, self._routes.dims, torch.empty(0, sum(self._routes.dims), device="cpu"))
 
     def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[KeyedTensor]:
         """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
@@ -80,7 +82,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         given = flight.batch.given
         if given.inverse_indices_or_none() is not None:
             values = expand_pooled(values, dims, inverse_of(given, self._routes.features))
-        return KeyedTensor(self._names, dims, values.to(self._policy.output_dtype))
+        return self._output.with_values(values.to(self._policy.output_dtype))
 
 
 class ShardedEmbeddingCollection(ShardedCollection):

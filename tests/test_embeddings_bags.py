@@ -146,7 +146,7 @@ def test_no_tables_give_no_columns(samples: int) -> None:
     assert out.values().shape == (samples, 0)
     assert list(ebc.parameters()) == []
     assert ebc.state_dict() == {}
-    assert ebc.fused_optimizer().state_dict() == {"state": {}, "param_groups": []}
+    assert ebc.fused_optimizer().state_dict() == {"state": {}, "param_groups": ()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise import KeyedJaggedTensor
 from shardwise.embeddings import OptimizerSpec
 from shardwise.sharding import header, layout
-from shardwise.sharding.exchange import Exchange, _held, _Lent
+from shardwise.sharding.exchange import Exchange, Pending, _held, _Lent
 from shardwise.sharding.layout import Shard
 from shardwise.sharding.route import Inbound, Outbound, Receiving, Sending, arrange, route
 from shardwise.sharding.routes import Routes, Table, plan_routes
@@ -86,7 +86,7 @@ def test_a_process_does_not_exit_while_the_backend_holds_a_tensor_of_its_last_co
     (alias,) = lent.aliases
     assert alias.data_ptr() == mine.data_ptr()
     held = alias[:2]  # refers to it from C++, as a thread of gloo does
-    lent.take_back()
+    Pending(mine, lent=lent).wait()
     assert alias.numel() == 0
     assert not _Lent.settle(0.01)
     del held
