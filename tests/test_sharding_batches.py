@@ -318,3 +318,18 @@ def test_dense_layers_go_on_after_a_step_whose_gradient_overflowed() -> None:
     for said in run_ranks(2, step_that_overflows):
         assert len(said) == 1
         assert said[0].startswith("2: rank 1: feature")
+
+
+WHOLE = Mix(tuple(TableCase(f"t{n}", 20, 8, (f"f{n}",), "table_wise", seed=n) for n in range(3)))
+
+
+@pytest.mark.parametrize(("forward", "backward"), [("FP16", "FP32"), ("FP16", "BF16"), ("FP32", "FP16")])
+def test_the_bytes_on_the_wire_are_half_those_of_fp32_for_16_bits(forward: str, backward: str) -> None:
+    steps, samples, columns, world = 2, 8, 24, 2
+    plain = [sent for *_, sent in run_ranks(world, compressed, WHOLE, "FP32", "FP32")]
+    small = [sent for *_, sent in run_ranks(world, compressed, WHOLE, forward, backward)]
+    for codec in (forward, backward):
+        if codec != "FP32":
+            # rows of all samples of all ranks, 2 bytes less for each number, and a flag of 4 bytes from rank to rank
+            plain = [plain[0] + plain[1] - steps * (2 * samples * columns * world - 4 * world * world), 0]
+    assert sum(small) == sum(plain)
