@@ -85,6 +85,9 @@ class DistributedModelParallel(nn.Module):
                 raise TypeError(f"{what} must be a {kind.__name__}{hint}, got {type(value).__name__}")
         self._env, self._device = env or default_env(), torch.device(device or "cpu")
         self._sharders = get_default_sharders() if sharders is None else list(sharders)
+        for one in self._sharders:
+            if not isinstance(one, ModuleSharder):
+                raise TypeError(f"sharders must be ModuleSharders, EmbeddingBagCollectionSharder() say, got {one!r}")
         self._init_parameters = init_parameters
         self._data_parallel_wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         self._is_data_parallel = False

@@ -116,3 +116,6 @@ def test_a_plan_in_the_wrong_wrapper_is_named() -> None:
     device: Any = torch.device("cpu")
     with pytest.raises(TypeError, match="env must be a ShardingEnv, got device"):
         DistributedModelParallel(ebc, device)
+    sharders: Any = [EmbeddingBagCollection]
+    with pytest.raises(TypeError, match=r"sharders must be ModuleSharders, EmbeddingBagCollectionSharder\(\) say, got"):
+        DistributedModelParallel(ebc, env, sharders=sharders)
