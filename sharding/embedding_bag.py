@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,10 +83,6 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
     def parameter_name(self, table: str) -> str:
         """ "weight"."""
         return _WEIGHT
-
-    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Parameters that the backward trains or that other ranks hold."""
-        yield from (f"{prefix}.{name}" if prefix else name for name in self.fused_parameter_names())
 
     def forward(  # type: ignore[override]
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

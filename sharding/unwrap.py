@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .collection import ShardedCollection
-
 _DMP, _FSDP = "_dmp_wrapped_module", "_fsdp_wrapped_module"
 
 
@@ -44,13 +42,9 @@ def sharded_parameter_names(module: nn.Module) -> Iterator[str]:
     A module of a sharder of yours names its own by a method `sharded_parameter_names(prefix="")`.
     """
     for path, one in get_unwrapped_module(module).named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        if isinstance(one, ShardedCollection):
-            yield from (prefix + name for name in one.fused_parameter_names())
-        else:
-            names: Callable[[str], Iterator[str]] | None = getattr(one, "sharded_parameter_names", None)
-            if callable(names):
-                yield from names(path)
+        names: Callable[[str], Iterator[str]] | None = getattr(one, "sharded_parameter_names", None)
+        if callable(names):
+            yield from names(path)
 
 
 def get_unsharded_module_names(model: nn.Module) -> list[str]:
@@ -74,8 +68,8 @@ def _find_unsharded(module: nn.Module, prefix: str, found: list[str]) -> bool:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    # a module that is sharded as a whole, say with its feature processors, has this method
-    return isinstance(module, ShardedCollection) or callable(getattr(module, "sharded_parameter_names", None))
+    # a collection, or a module that is sharded as a whole, say with its feature processors
+    return callable(getattr(module, "sharded_parameter_names", None))
 
 
 class sharded_model_copy:  # noqa: N801  a name of TorchRec's
