@@ -265,16 +265,24 @@ class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
         return super()._build(module, shards, env, device, options, dedup=self._use_index_dedup)
 
 
-class FusedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[FusedEmbeddingBagCollection]):
-    """The sharder of `FusedEmbeddingBagCollection`, which brings its optimizer: `fused_params` raise ValueError."""
+class _BringsOptimizer(BaseEmbeddingSharder[M]):
+    """A sharder of collections that have their optimizer."""
 
     def __init__(
         self,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: Mapping[str, Any] | None = None,
     ) -> None:
-        _refuse_fused_params(self, fused_params)
+        if fused_params:
+            raise ValueError(
+                f"{type(self).__name__}: fused_params {dict(fused_params)} have no effect: "
+                "the collection has its optimizer"
+            )
         super().__init__(fused_params, qcomm_codecs_registry)
+
+
+class FusedEmbeddingBagCollectionSharder(_BringsOptimizer[FusedEmbeddingBagCollection]):
+    """The sharder of `FusedEmbeddingBagCollection`, which brings its optimizer: `fused_params` raise ValueError."""
 
     @property
     def module_type(self) -> type[FusedEmbeddingBagCollection]:
@@ -282,16 +290,8 @@ class FusedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[FusedEmbeddingBagC
         return FusedEmbeddingBagCollection
 
 
-class FusedEmbeddingCollectionSharder(BaseEmbeddingSharder[FusedEmbeddingCollection]):
+class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]):
     """The sharder of `FusedEmbeddingCollection`, which brings its optimizer: `fused_params` raise ValueError."""
-
-    def __init__(
-        self,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: Mapping[str, Any] | None = None,
-    ) -> None:
-        _refuse_fused_params(self, fused_params)
-        super().__init__(fused_params, qcomm_codecs_registry)
 
     @property
     def module_type(self) -> type[FusedEmbeddingCollection]:
@@ -371,12 +371,6 @@ def _derived(module: nn.Module, near: ModuleSharder[Any]) -> str:
         f"{own} derives from {base}, and sharders are for exact classes, as the sharded form would not run the forward"
         f" of {own}: give a sharder whose module_type is {own}"
     )
-
-
-def _refuse_fused_params(sharder: object, fused_params: Mapping[str, Any] | None) -> None:
-    if fused_params:
-        name = type(sharder).__name__
-        raise ValueError(f"{name}: fused_params {dict(fused_params)} have no effect: the collection has its optimizer")
 
 
 def _require_device_type(device_type: str) -> None:
