@@ -66,7 +66,7 @@ class Owner:
         # tables cut by columns whose rule looks at whole rows: their shards update together
         self._whole = WholeRows(routes)
         mine = routes.serving[rank]
-        counterparts = [self.is_counterpart(r) for r in range(routes.world_size)]
+        counterparts = [routes.are_counterparts(rank, r) for r in range(routes.world_size)]
         # columns of sums that come back from each rank, and rows of which groups; columns of gradients that come
         self._columns = [
             serving.sums + serving.host_sums * near for serving, near in zip(routes.serving, counterparts, strict=True)
@@ -191,10 +191,6 @@ class Owner:
             sizes[rank] += sum([out.ids_to_groups[rank][g] * width for g, width in groups])
         return sizes
 
-    def is_counterpart(self, rank: int) -> bool:
-        """Whether a rank has the number on its host that this one has on its own."""
-        return (rank - self.rank) % self.routes.local_size == 0
-
     def _add_in_host(self, table: Tensor, batches: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Sums over this host's ranks of [samples, columns], for each source that this one answers: [B, columns]."""
         assert self._local is not None
@@ -256,13 +252,11 @@ class Owner:
                 group.update(grad, lease[0], offsets, weights, pooling=pooling)
         if self._whole.blocks:
             self._whole.update(together, self._exchange, self.held.device)
-        for group, lease in zip(self.held.groups, flight.leases, strict=True):
-            if lease is not None:
-                group.store.release(lease[1])
+        self.release(flight)
         return self._weights_by_source(flight, found) if weight_gradients else None
 
     def release(self, flight: InFlight) -> None:
-        """Let the slots of a step go whose update is left out."""
+        """Let the slots of a step go, after its update or where that is left out."""
         for group, lease in zip(self.held.groups, flight.leases, strict=True):
             if lease is not None:
                 group.store.release(lease[1])
@@ -280,7 +274,7 @@ class Owner:
             blocks = torch.split(received, sizes)
             mine = torch.cat([block[: batch * columns] for block, batch in zip(blocks, batches, strict=True)])
             mine = mine.view(sum(batches), columns)
-            answered = [r for r in range(len(batches)) if self.is_counterpart(r)]
+            answered = [r for r in range(len(batches)) if self.routes.are_counterparts(self.rank, r)]
             rest = torch.cat([blocks[r][batches[r] * columns :] for r in answered])
             host_columns = self._give_to_host(rest.view(sum(batches[r] for r in answered), host), batches)
         found, at = [], {True: 0, False: 0}

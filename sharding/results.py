@@ -2,7 +2,7 @@
 
 From one rank to another a block of fp32 numbers: the sums of bags [B, columns]; those that were added inside the host
 [B, columns], between ranks of equal number on their hosts; rows of ids [n, width], group by group. An output column
-has one source for each range of rows that holds it; they are added in the order of the rows.
+has one source for each range of rows that holds it; they are added in the order of the ranks.
 
 Letters as in routes.py; P columns of sums that a rank returns, H those that its host has added.
 """
@@ -70,12 +70,11 @@ class Columns:
         self.divided = {n: cut for n, cut in first_cut.items() if routes.table_of(n).mean and n not in self.ordered}
         self.sums = [serving.sums for serving in routes.serving]
         self.host_sums = [
-            serving.host_sums if (rank - me) % routes.local_size == 0 else 0
-            for rank, serving in enumerate(routes.serving)
+            serving.host_sums if routes.are_counterparts(rank, me) else 0 for rank, serving in enumerate(routes.serving)
         ]
         self._wanted = [self._gradient_runs(serving, POOLED, ROWS, REPLICA) for serving in routes.serving]
         self._wanted_by_host = [
-            self._gradient_runs(serving, HOST) if (rank - me) % routes.local_size == 0 else []
+            self._gradient_runs(serving, HOST) if routes.are_counterparts(rank, me) else []
             for rank, serving in enumerate(routes.serving)
         ]
 
@@ -156,10 +155,9 @@ class Columns:
 
 def _matrices(routes: Routes, me: int) -> Iterator[tuple[Key, list[tuple[int, int, int]]]]:
     """Each matrix and its columns as (lookup, first and last column of it), in the order in which they are added."""
-    each = routes.local_size
     for rank, serving in enumerate(routes.serving):
         yield (POOLED, rank), _slots(serving, POOLED)
-        if rank % each == me % each:
+        if routes.are_counterparts(rank, me):
             yield (HOST, rank), _slots(serving, HOST)
     ordered = sorted({cut.lookup for cut in routes.cuts if routes.is_ordered(cut.lookup)})
     for lookup in ordered:
@@ -285,9 +283,7 @@ def pool_in_order(out: Outbound, routes: Routes, cut: int, rows: Tensor) -> Tens
     if n == 0:
         return rows.new_zeros(lengths.shape[0], dim)
     table = Feature(0, n, dim, 0, routes.table_of(routes.cuts[cut].lookup).mean)
-    sizes = [sum(counts) for counts in zip(*out.cut_counts, strict=True)]
-    begin = sum(sizes[:cut])
-    weights = None if out.cut_weights is None else out.cut_weights[begin : begin + n]
+    weights = None if out.cut_weights is None else out.cut_weights[out.ids_of_cut(cut)]
     return pooled_lookup(
         rows.flatten(), torch.arange(n, device=rows.device), complete_cumsum(lengths.long()), weights,
         pack_features([table], rows.device), [dim], flatten_segments([Segment(dim, 0, n, 0)]),
@@ -298,9 +294,7 @@ def pool_in_order(out: Outbound, routes: Routes, cut: int, rows: Tensor) -> Tens
 def _places_of(out: Outbound, cut: int) -> Tensor:
     """Where each id of a cut lookup lies among those of its buckets, one bucket after another."""
     assert out.places is not None
-    sizes = [sum(counts) for counts in zip(*out.cut_counts, strict=True)]
-    begin = sum(sizes[:cut])
-    places = out.places[begin : begin + sizes[cut]].long()
+    places = out.places[out.ids_of_cut(cut)].long()
     # other cuts lie between the buckets of this one
     before, shifts, firsts, at = 0, [], [], 0
     for counts in out.cut_counts:

@@ -150,6 +150,12 @@ class Outbound:
     cut_lengths: Tensor | None
     cut_weights: Tensor | None
 
+    def ids_of_cut(self, cut: int) -> slice:
+        """Which of the cut lookups' ids are of this one."""
+        sizes = [sum(counts) for counts in zip(*self.cut_counts, strict=True)]
+        begin = sum(sizes[:cut])
+        return slice(begin, begin + sizes[cut])
+
     def blocks(self) -> list[list[Tensor]]:
         """What goes to each rank, as int32: ids, lengths and weights of its streams."""
         first = self.sending.first_stream

@@ -177,6 +177,10 @@ class Routes:
         small = all(table.rows < 2**31 and not table.mapped for table in self.tables)
         return torch.int32 if small else torch.int64
 
+    def are_counterparts(self, rank: int, other: int) -> bool:
+        """Whether two ranks have the same number on their hosts."""
+        return (rank - other) % self.local_size == 0
+
     def table_of(self, lookup: int) -> Table:
         """The table that a lookup looks up."""
         return self.tables[self.lookups[lookup][1]]
