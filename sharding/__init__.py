@@ -34,6 +34,9 @@ if TYPE_CHECKING:
         ShardingEnv2D,
         ShardingStrategy,
     )
+    from .failures import (
+        RankFailure,
+    )
     from .generators import (
         apply_to_all,
         calculate_shard_sizes_and_offsets,
@@ -121,6 +124,7 @@ __all__ = [
     "NoWait",
     "ParameterSharding",
     "QCommsConfig",
+    "RankFailure",
     "QuantizedCommCodec",
     "QuantizedCommCodecs",
     "Shard",
@@ -180,6 +184,7 @@ _HOME = {
     "NoWait": "awaitable",
     "ParameterSharding": "plan",
     "QCommsConfig": "qcomms",
+    "RankFailure": "failures",
     "QuantizedCommCodec": "qcomms",
     "QuantizedCommCodecs": "qcomms",
     "Shard": "layout",
