@@ -34,6 +34,9 @@ if TYPE_CHECKING:
         ShardingEnv2D,
         ShardingStrategy,
     )
+    from .failures import (
+        RankFailure,
+    )
     from .generators import (
         apply_to_all,
         calculate_shard_sizes_and_offsets,
@@ -130,6 +133,7 @@ __all__ = [
     "ParameterSharding",
     "PrefetchTrainPipelineSparseDist",
     "QCommsConfig",
+    "RankFailure",
     "QuantizedCommCodec",
     "QuantizedCommCodecs",
     "Shard",
@@ -194,6 +198,7 @@ _HOME = {
     "ParameterSharding": "plan",
     "PrefetchTrainPipelineSparseDist": "pipeline",
     "QCommsConfig": "qcomms",
+    "RankFailure": "failures",
     "QuantizedCommCodec": "qcomms",
     "QuantizedCommCodecs": "qcomms",
     "Shard": "layout",
