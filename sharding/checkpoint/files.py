@@ -12,7 +12,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,24 @@ def write_tensors(path: Path, tensors: Sequence[tuple[Stored, Tensor]]) -> FileF
         TypeError: a dtype has no name in the format.
         OSError: it cannot be written.
     """
+    return write_streams(path, [(stored, [tensor]) for stored, tensor in tensors])
+
+
+def write_streams(path: Path, tensors: Sequence[tuple[Stored, Iterable[Tensor]]]) -> FileFacts:
+    """As `write_tensors`, of tensors that come in blocks of their rows. Raises as that does."""
+    return write_named(path, [(stored.key, stored, blocks) for stored, blocks in tensors])
+
+
+def write_named(path: Path, tensors: Sequence[tuple[str, Stored, Iterable[Tensor]]]) -> FileFacts:
+    """As `write_streams`, under other names. Raises as that does."""
     header, at = {}, 0
-    for stored, tensor in tensors:
-        if tensor.dtype not in _CODES:
-            raise TypeError(f"{stored.key}: {dtype_name(tensor.dtype)} cannot be saved, these can: {dtype_names()}")
-        if stored.key in header:
-            raise ValueError(f"two tensors have the address {stored.key}")
-        end = at + tensor.numel() * tensor.element_size()
-        header[stored.key] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+    for name, stored, _ in tensors:
+        if stored.dtype not in _CODES:
+            raise TypeError(f"{name}: {dtype_name(stored.dtype)} cannot be saved, these can: {dtype_names()}")
+        if name in header:
+            raise ValueError(f"two tensors have the address {name}")
+        end = at + math.prod(stored.shape) * stored.dtype.itemsize
+        header[name] = {"dtype": _CODES[stored.dtype], "shape": list(stored.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     # tensors begin at a multiple of 8 bytes, as in the library
@@ -61,11 +71,13 @@ def write_tensors(path: Path, tensors: Sequence[tuple[Stored, Tensor]]) -> FileF
         for block in (len(text).to_bytes(8, "little"), text):
             size += write_all(file, block)
             checksum.update(block)
-        for _, tensor in tensors:
-            for bytes_of_block in blocks_of(tensor):
-                size += write_all(file, bytes_of_block)
-                checksum.update(bytes_of_block)
+        for _, _, tensors_of in tensors:
+            for tensor in tensors_of:
+                for bytes_of_block in blocks_of(tensor):
+                    size += write_all(file, bytes_of_block)
+                    checksum.update(bytes_of_block)
         os.fsync(file.fileno())
+    assert size == 8 + len(text) + at
     return FileFacts(path.name, size, checksum.hexdigest())
 
 
