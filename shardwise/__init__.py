@@ -274,7 +274,18 @@ _HOME = {
     "unflatten_kjt_list": "jagged",
     "validate_keyed_jagged_tensor": "jagged",
 }
-_FOLDERS = ("data", "embeddings", "jagged", "kernels", "models", "perf", "planner", "sharding", "torchrec")
+_FOLDERS = (
+    "checkpoint",
+    "data",
+    "embeddings",
+    "jagged",
+    "kernels",
+    "models",
+    "perf",
+    "planner",
+    "sharding",
+    "torchrec",
+)
 
 
 def __getattr__(name: str) -> object:

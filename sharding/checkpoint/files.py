@@ -1,0 +1,212 @@
+"""Files of tensors: written one block after another while they are hashed, read one block after another.
+
+The format is that of safetensors (8 bytes: length of the header; a JSON header; the bytes of the tensors), which the
+library reads. It writes only what is in memory as a whole, so writing is done here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from shardwise.sharding.layout import Span
+from shardwise.sharding.state import Box
+
+from .errors import CheckpointDamaged
+from .manifest import FileFacts, Manifest, Stored, dtype_name, parse_json
+
+# the most that is copied, read or hashed at a time
+BLOCK_BYTES = 16 * 2**20
+# that of the library
+_MAX_HEADER = 100_000_000
+_CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def write_tensors(path: Path, tensors: Sequence[tuple[Stored, Tensor]]) -> FileFacts:
+    """Write a file of tensors, from any device, and see it onto the disk; its size and checksum.
+
+    Raises:
+        TypeError: a dtype has no name in the format.
+        OSError: it cannot be written.
+    """
+    header, at = {}, 0
+    for stored, tensor in tensors:
+        if tensor.dtype not in _CODES:
+            raise TypeError(f"{stored.key}: {dtype_name(tensor.dtype)} cannot be saved, these can: {dtype_names()}")
+        if stored.key in header:
+            raise ValueError(f"two tensors have the address {stored.key}")
+        end = at + tensor.numel() * tensor.element_size()
+        header[stored.key] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    # tensors begin at a multiple of 8 bytes, as in the library
+    text += b" " * (-len(text) % 8)
+    checksum, size = hashlib.sha256(), 0
+    with open(path, "xb", buffering=0) as file:
+        for block in (len(text).to_bytes(8, "little"), text):
+            size += write_all(file, block)
+            checksum.update(block)
+        for _, tensor in tensors:
+            for bytes_of_block in blocks_of(tensor):
+                size += write_all(file, bytes_of_block)
+                checksum.update(bytes_of_block)
+        os.fsync(file.fileno())
+    return FileFacts(path.name, size, checksum.hexdigest())
+
+
+def write_all(file: Any, data: Any) -> int:
+    """Write all of `data` to an unbuffered file, which may take it in parts; its size."""
+    view = memoryview(data).cast("B")
+    at = 0
+    while at < len(view):
+        at += file.write(view[at:])
+    return at
+
+
+def dtype_names() -> list[str]:
+    """The dtypes that a file can hold."""
+    return [dtype_name(dtype) for dtype in _CODES]
+
+
+def blocks_of(tensor: Tensor) -> Iterator[Any]:
+    """A tensor's bytes in order, at most `BLOCK_BYTES` of them at a time (or one row)."""
+    if not tensor.numel():
+        return
+    flat = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    row = flat[0].numel() * flat.element_size()
+    for low, high in row_blocks((0, flat.shape[0]), row):
+        # a column block of a larger table is copied here, and what is on a GPU
+        block = flat[low:high].cpu().contiguous()
+        size = block.numel() * block.element_size()
+        yield (ctypes.c_char * size).from_address(block.data_ptr())
+
+
+def row_blocks(rows: Span, row_bytes: int) -> Iterator[Span]:
+    """`rows` in pieces of at most `BLOCK_BYTES`, or of one row."""
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for low in range(rows[0], rows[1], step):
+        yield low, min(low + step, rows[1])
+
+
+class TensorFiles:
+    """The files of a checkpoint, opened as they are needed, each checked against the manifest before."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path, self._manifest = path, manifest
+        self._facts = {one.name: one for one in manifest.files}
+        self._open: dict[str, Any] = {}
+
+    def blocks(self, stored: Stored, box: Box) -> Iterator[tuple[Box, Tensor]]:
+        """The cells of `box` (of the tensor itself) with their place in it, at most `BLOCK_BYTES` at a time."""
+        if not box:
+            yield box, self._whole(stored)
+            return
+        row_bytes = math.prod(high - low for low, high in box[1:]) * stored.dtype.itemsize
+        for rows in row_blocks(box[0], row_bytes):
+            part = (rows, *box[1:])
+            yield part, self.read(stored, part)
+
+    def read(self, stored: Stored, box: Box) -> Tensor:
+        """The cells of one box."""
+        return self._file(stored.file).get_slice(stored.key)[tuple(slice(*span) for span in box)]  # type: ignore[no-any-return]
+
+    def _whole(self, stored: Stored) -> Tensor:
+        return self._file(stored.file).get_tensor(stored.key)  # type: ignore[no-any-return]
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            check_header(self._path, self._facts[name], self._manifest.by_file[name])
+            self._open[name] = safetensors.safe_open(self._path / name, framework="pt", device="cpu")
+        return self._open[name]
+
+    def close(self) -> None:
+        """Let the files go."""
+        self._open.clear()
+
+
+def check_header(path: Path, facts: FileFacts, tensors: Sequence[Stored]) -> None:
+    """Check that a file is regular, has its size, and that its header says what the manifest says. Reads no tensor.
+
+    Raises:
+        CheckpointDamaged: it does not; names the file.
+    """
+    file = path / facts.name
+    check_size(path, facts)
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if facts.bytes < 8 or length > min(facts.bytes - 8, _MAX_HEADER):
+            raise CheckpointDamaged(f"{file}: its header would be {length} bytes long, the file has {facts.bytes}")
+        text = opened.read(length)
+    try:
+        header = parse_json(text)
+        header.pop("__metadata__", None)
+        found = {key: (one["dtype"], tuple(one["shape"]), tuple(one["data_offsets"])) for key, one in header.items()}
+    except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
+        raise CheckpointDamaged(f"{file}: its header is no safetensors header: {error}") from error
+    if set(found) != {one.key for one in tensors}:
+        strange = sorted({one.key for one in tensors} ^ set(found))[:3]
+        raise CheckpointDamaged(f"{file}: its header and the manifest list other tensors: {strange} and so on")
+    spans = []
+    for one in tensors:
+        code, shape, offsets = found[one.key]
+        size = math.prod(one.shape) * one.dtype.itemsize
+        if (code, shape) != (_CODES.get(one.dtype), one.shape) or len(offsets) != 2 or offsets[1] - offsets[0] != size:
+            raise CheckpointDamaged(
+                f"{file}: {one.key} is {code} {list(shape)} at bytes {list(offsets)}, the manifest says"
+                f" {dtype_name(one.dtype)} {list(one.shape)}"
+            )
+        spans.append(offsets)
+    at = 0
+    for low, high in sorted(spans):
+        if low != at:
+            raise CheckpointDamaged(f"{file}: tensors overlap or leave bytes out at byte {min(low, at)}")
+        at = high
+    if 8 + length + at != facts.bytes:
+        raise CheckpointDamaged(f"{file}: its tensors need {8 + length + at} bytes, the file has {facts.bytes}")
+
+
+def check_size(path: Path, facts: FileFacts) -> None:
+    """Check that a file is a regular one and has its size.
+
+    Raises:
+        CheckpointDamaged: it does not; names the file.
+    """
+    file = path / facts.name
+    try:
+        found = os.lstat(file)
+    except OSError as error:
+        raise CheckpointDamaged(f"{file}: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointDamaged(f"{file} is no regular file")
+    if found.st_size != facts.bytes:
+        raise CheckpointDamaged(f"{file} has {found.st_size} bytes, it was saved with {facts.bytes}")
+
+
+def check_checksum(path: Path, facts: FileFacts) -> None:
+    """Check that a file has the bytes that were written.
+
+    Raises:
+        CheckpointDamaged: it has others; names the file.
+    """
+    check_size(path, facts)
+    checksum, file = hashlib.sha256(), path / facts.name
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as opened:
+        while block := opened.read(BLOCK_BYTES):
+            checksum.update(block)
+    if checksum.hexdigest() != facts.sha256:
+        raise CheckpointDamaged(f"{file} has other bytes than were saved: sha256 {checksum.hexdigest()}")

@@ -1,0 +1,292 @@
+"""A folder of checkpoints: which steps it has, which are good, and how a new one comes to be there all at once.
+
+A save lies in `.saving-<token>/data` until it is whole, and is then renamed. Its ranks tell each other how far they are
+by small files beside `data`, never by a collective: they may be threads while the main threads train. Who lives holds
+a lock on a file, which the kernel lets go when the process dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .errors import CheckpointDamaged, RankDied, pack, unpack
+from .files import check_checksum, check_header, check_size
+from .manifest import NAME, Manifest, read_manifest, to_bytes
+
+_STEP = re.compile(r"step-(\d{12})(?:\.(\d{1,6}))?")
+_SAVING, _REMOVING, _LOCK = ".saving-", ".removing-", ".lock"
+# how often a rank looks how far the others are
+_POLL_SECONDS = 0.01
+# how long rank 0 waits for others to see that a save is done; what stays is removed by the next
+_LEAVE_SECONDS = 10.0
+
+
+def steps(folder: str | os.PathLike[str]) -> list[Path]:
+    """The step folders, oldest first, good or not; none if there is no such folder."""
+    found = [(int(match[1]), int(match[2] or 0), path) for match, path in _entries(Path(folder), _STEP)]
+    return [path for _, _, path in sorted(found)]
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest good checkpoint: its manifest can be read, and its files have their sizes. None if there is none."""
+    return next((path for path in reversed(steps(folder)) if is_complete(path)), None)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether all files of a checkpoint are there in their sizes; `verify` looks closer."""
+    try:
+        for facts in read_manifest(path).files:
+            check_size(path, facts)
+    except (CheckpointDamaged, FileNotFoundError):
+        return False
+    return True
+
+
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """What is wrong with a checkpoint, each with the name of its file; an empty list if it is good. Reads all of it."""
+    path = Path(path)
+    try:
+        manifest = read_manifest(path)
+    except (CheckpointDamaged, FileNotFoundError) as error:
+        return [str(error)]
+    found = []
+    for facts in manifest.files:
+        try:
+            check_checksum(path, facts)
+            check_header(path, facts, manifest.by_file[facts.name])
+        except CheckpointDamaged as error:
+            found.append(str(error))
+    return found
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a step folder."""
+    match = _STEP.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _entries(folder: Path, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:
+    if not folder.is_dir():
+        return []
+    named = [(pattern.fullmatch(entry.name), Path(entry.path)) for entry in os.scandir(folder) if entry.is_dir()]
+    return [(match, path) for match, path in named if match is not None]
+
+
+class FolderLock:
+    """The right to save into a folder, one holder at a time; the kernel takes it back from a process that died.
+
+    Raises:
+        BlockingIOError: somebody else has it, and is alive.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.fdopen(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self._file.read(200).strip()
+            self._file.close()
+            raise BlockingIOError(
+                f"{folder}: another save is under way there, by {holder}: give each job a folder of its own"
+            ) from None
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let others save."""
+        if not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
+
+
+class Attempt:
+    """A save that is under way, as one rank sees it.
+
+    Rank 0 begins it with `begin`, and tells the others `token` and the name of the step folder, who `join`.
+    """
+
+    def __init__(self, folder: Path, token: str, name: str, *, rank: int, world_size: int) -> None:
+        self.folder, self.token, self.target = folder, token, folder / name
+        self.rank, self.world_size = rank, world_size
+        self._place = folder / f"{_SAVING}{token}"
+        self.data = self._place / "data"
+        self._lock: FolderLock | None = None
+        self._alive: BinaryIO | None = None
+
+    @staticmethod
+    def begin(folder: Path, step: int, *, world_size: int) -> Attempt:
+        """On rank 0: take the folder, clear what dead saves left there, and make room for this one.
+
+        Raises:
+            BlockingIOError, OSError: as `FolderLock`.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder)
+        try:
+            clear_leftovers(folder)
+            there = [path.name for path in steps(folder) if step_of(path) == step]
+            # a step that is saved again stands beside the old one, until that goes
+            again = 1 + max([int(name.partition(".")[2] or 0) for name in there], default=-1)
+            name = f"step-{step:012d}" + (f".{again}" if again else "")
+            found = Attempt(folder, secrets.token_hex(8), name, rank=0, world_size=world_size)
+            found.data.mkdir(parents=True)
+        except BaseException:
+            lock.release()
+            raise
+        found._lock = lock
+        return found
+
+    def join(self) -> None:
+        """Show that this rank is alive, until `leave`."""
+        self._alive = os.fdopen(os.open(self._signal(self.rank, "alive"), os.O_WRONLY | os.O_CREAT, 0o666), "wb")
+        fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def report(self, said: dict[str, Any]) -> None:
+        """Tell rank 0 that this rank's part is on the disk."""
+        _write_whole(self._signal(self.rank, "json"), json.dumps(said).encode())
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others that this rank cannot go on."""
+        _write_whole(self._signal(self.rank, "failed"), pack(error, rank=self.rank))
+
+    def settle(self, compose: Callable[[list[dict[str, Any]]], Manifest], keep_last: int | None) -> None:
+        """Wait until all ranks have reported; rank 0 then composes the manifest of it all and commits.
+
+        Raises:
+            RankDied: a rank's process is gone.
+            Exception: what a rank failed with.
+        """
+        if self.rank:
+            while not self._signal(0, "done").exists():
+                self._raise_failures()
+                time.sleep(_POLL_SECONDS)
+            return
+        while not all(self._signal(rank, "json").exists() for rank in range(self.world_size)):
+            self._raise_failures()
+            time.sleep(_POLL_SECONDS)
+        said = [json.loads(self._signal(rank, "json").read_bytes()) for rank in range(self.world_size)]
+        self._commit(compose(said))
+        keep(self.folder, self.target, keep_last)
+        _write_whole(self._signal(0, "done"), b"")
+
+    def leave(self) -> None:
+        """Let everything go; rank 0 removes what lies beside a checkpoint that is done, or half of one that failed."""
+        if self._lock is not None:
+            shutil.rmtree(self.data, ignore_errors=True)
+            if self._signal(0, "done").exists() and self._others_left():
+                shutil.rmtree(self._place, ignore_errors=True)
+            self._lock.release()
+        if self._alive is not None:
+            self._alive.close()
+
+    def _others_left(self) -> bool:
+        """Whether all others have seen the end; waits a little."""
+        end = time.monotonic() + _LEAVE_SECONDS
+        while any(self._is_alive(rank) for rank in range(1, self.world_size)):
+            if time.monotonic() > end:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _commit(self, manifest: Manifest) -> None:
+        with open(self.data / NAME, "xb") as file:
+            file.write(to_bytes(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(self.data)
+        os.rename(self.data, self.target)
+        sync_folder(self.folder)
+
+    def _raise_failures(self) -> None:
+        for rank in range(self.world_size):
+            failed = self._signal(rank, "failed")
+            if failed.exists():
+                raise unpack(failed.read_bytes())
+        for rank in range(self.world_size):
+            # who reported may be gone, but for rank 0, which commits
+            if rank != self.rank and (rank == 0 or not self._signal(rank, "json").exists()):
+                self._raise_if_dead(rank)
+
+    def _raise_if_dead(self, rank: int) -> None:
+        # it may have reported between our looks
+        if self._is_alive(rank) or any(
+            self._signal(rank, end).exists() for end in ("failed", "done" if rank == 0 else "json")
+        ):
+            return
+        raise RankDied(f"rank {rank} died in the save of {self.target}; older checkpoints are untouched")
+
+    def _is_alive(self, rank: int) -> bool:
+        try:
+            with open(self._signal(rank, "alive"), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            pass
+        return False
+
+    def _signal(self, rank: int, what: str) -> Path:
+        return self._place / f"rank-{rank:05d}.{what}"
+
+
+def keep(folder: Path, saved: Path, keep_last: int | None) -> None:
+    """Remove checkpoints older than the newest `keep_last` good ones, never `saved`, and older forms of its step.
+
+    What cannot be removed stays, with a warning: the new one is there.
+    """
+    found = [path for path in steps(folder) if path != saved]
+    gone = [path for path in found if step_of(path) == step_of(saved)]
+    if keep_last is not None:
+        others = [path for path in found if path not in gone]
+        kept = [path for path in reversed(others) if is_complete(path)][: keep_last - 1]
+        oldest = min([step_of(path) for path in kept], default=step_of(saved))
+        gone += [p for p in others if p not in kept and (step_of(p) < oldest or is_complete(p))]
+    for path in gone:
+        try:
+            remove(path)
+        except OSError as error:
+            warnings.warn(f"{path} is no longer wanted and cannot be removed: {error}", stacklevel=2)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: at once for all who look, then from the disk."""
+    hidden = path.parent / f"{_REMOVING}{secrets.token_hex(8)}"
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what dead saves left; who calls this holds the lock, so none is alive."""
+    for entry in os.scandir(folder):
+        if entry.name.startswith((_SAVING, _REMOVING)) and entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """See the names in a folder onto the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a small file such that nobody sees a part of it."""
+    with open(path.with_name(f"{path.name}.part"), "wb") as file:
+        file.write(data)
+    os.rename(path.with_name(f"{path.name}.part"), path)

@@ -1,0 +1,93 @@
+"""A model as plain whole tensors, by the names of its unsharded form: out of a checkpoint, or from its ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.sharding.exchange import Exchange
+from shardwise.sharding.state import part_of
+
+from .contents import HeldTable, contents_of, link_of
+from .errors import agree
+from .files import TensorFiles, check_checksum, row_blocks
+from .loading import box_of, within
+from .manifest import OPTIMIZER, WEIGHT, read_manifest
+
+
+def full_state_dict(model_or_path: nn.Module | str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Weights, other parameters and buffers as whole tensors on the CPU, by the names of the unsharded model.
+
+    They load into it by `load_state_dict`, and a table's rows into an `nn.EmbeddingBag`. Of a model all ranks call this
+    together, and each gets all of it; of a step folder any process alone, without torch.distributed.
+
+    Raises:
+        CheckpointDamaged, FileNotFoundError: as `load`.
+    """
+    if isinstance(model_or_path, nn.Module):
+        return _of_model(model_or_path)
+    return _of_files(Path(model_or_path))
+
+
+def _of_model(model: nn.Module) -> dict[str, Tensor]:
+    link = link_of(model)
+    contents = agree(link, lambda: (contents_of(model, None, link), 0))
+    found = {name: _gathered(table) for name, table in contents.tables.items()}
+    found.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in contents.dense.items()})
+    return {**found, **{name: found[one] for name, one in contents.aliases.items()}}
+
+
+@torch.no_grad()
+def _gathered(table: HeldTable) -> Tensor:
+    """A table's rows, from the ranks that hold them, a block at a time."""
+    whole = torch.empty(table.rows, table.dim, dtype=table.dtype, device="cpu")
+    homes = {home.shard: home for home in table.homes}
+    exchange = Exchange(table.group)
+    for shard in table.shards:
+        width = shard.cols[1] - shard.cols[0]
+        if shard.replica and shard.rank != exchange.rank:
+            continue
+        place = part_of(whole, ((0, table.rows), (0, table.dim)), (shard.rows, shard.cols))
+        for low, high in row_blocks((0, shard.rows[1] - shard.rows[0]), width * table.dtype.itemsize):
+            mine = homes[shard].group.view(homes[shard].number)[low:high] if shard in homes else None
+            if shard.replica or exchange.world_size == 1:
+                assert mine is not None
+                place[low:high] = mine.cpu()
+                continue
+            # the owner sends it to all, itself too
+            size, world = (high - low) * width, exchange.world_size
+            send = (
+                torch.empty(0, dtype=table.dtype, device=table.device)
+                if mine is None
+                else mine.reshape(-1).repeat(world)
+            )
+            sizes = [size if rank == shard.rank else 0 for rank in range(world)]
+            came = exchange.numbers(send, [0 if mine is None else size] * world, sizes).wait()
+            place[low:high] = came.cpu().view(high - low, width)
+    return whole
+
+
+def _of_files(path: Path) -> dict[str, Tensor]:
+    manifest = read_manifest(path)
+    for facts in manifest.files:
+        check_checksum(path, facts)
+    files, found = TensorFiles(path, manifest), {}
+    for (kind, name, state), pieces in manifest.by_address.items():
+        if state != WEIGHT or kind == OPTIMIZER:
+            continue
+        facts_of_table = manifest.tables.get(name)
+        shape = pieces[0].shape if facts_of_table is None else (facts_of_table.rows, facts_of_table.dim)
+        whole = torch.empty(shape, dtype=pieces[0].dtype, device="cpu")
+        everything = tuple((0, size) for size in shape)
+        for piece in pieces:
+            box = box_of(piece)
+            target = part_of(whole, everything, box)
+            shift = tuple(low for low, _ in box)
+            for part, block in files.blocks(piece, within(box, shift)):
+                part_of(target, within(box, shift), part).copy_(block)
+        found[name] = whole
+    files.close()
+    return {**found, **{name: found[one] for name, one in manifest.aliases.items()}}
