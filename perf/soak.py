@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import shardwise
+from shardwise import checkpoint
 
 WORKER = Path(__file__).with_name("soak_worker.py")
 # what is done to the job, how often relative to the others
@@ -145,12 +145,8 @@ class Job:
                     self.events.append(json.loads(line))
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written: its folder has another name until it is complete."""
-        return self.checkpoints.exists() and any(is_unfinished(path) for path in self.checkpoints.iterdir())
-
-
-def is_unfinished(path: Path) -> bool:
-    return path.is_dir() and not (path / "manifest.json").exists()
+        """Whether a checkpoint is being written: it lies in a hidden folder until it is complete."""
+        return any(self.checkpoints.glob(".saving-*"))
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -228,8 +224,7 @@ class Soak:
 
     def _note(self) -> None:
         """Takes down what the job did since the last look."""
-        if self.job.checkpoints.exists():
-            self.steps_saved |= {path.name for path in self.job.checkpoints.iterdir() if not is_unfinished(path)}
+        self.steps_saved |= {path.name for path in checkpoint.steps(self.job.checkpoints)}
         self.job.read_events()
         if self.job.events:
             self._progress_t = max(self._progress_t, self.job.events[-1]["t"])
@@ -386,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def latest(job: Job) -> Path:
-    found = shardwise.checkpoint.latest(job.checkpoints)
+    found = checkpoint.latest(job.checkpoints)
     assert found is not None
     return found
 
