@@ -68,7 +68,7 @@ def agree(link: Link, make: Callable[[], tuple[T, int]]) -> T:
         mine = [int(failure is not None), 0 if made is None else made[1]]
         told = torch.tensor([mine] * link.world_size, dtype=torch.int64, device="cpu").to(link.device)
         # host sync: whether all ranks are well
-        rows = link.exchange.headers(told).tolist()
+        rows = link.exchange.headers(told).wait().tolist()
         raise_first([bool(failed) for failed, _ in rows], failure, link)
         others = [rank for rank, (_, number) in enumerate(rows) if number != mine[1]]
         if others:
