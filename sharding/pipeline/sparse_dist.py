@@ -198,6 +198,9 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     Args as `TrainPipelineSparseDist`.
     """
 
+    # no backward hides the ids of a batch, so they travel during the forward of the batch before
+    _batches_ahead = 2
+
     def __init__(
         self,
         model: nn.Module,
