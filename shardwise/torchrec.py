@@ -74,6 +74,12 @@ _AWAITABLES = _at(
 _CODECS = _at(
     "shardwise.sharding.qcomms", "CommOp", "NoOpQuantizedCommCodec", "QuantizedCommCodec", "QuantizedCommCodecs"
 )
+_SPARSE_STAGE = _at("shardwise.sharding.pipeline", "SparseDataDistUtil")
+_PIPELINES = _at(
+    "shardwise.sharding.pipeline", "EvalPipelineSparseDist", "PrefetchTrainPipelineSparseDist", "StagedTrainPipeline",
+    "TrainPipeline", "TrainPipelineBase", "TrainPipelineSparseDist",
+)  # fmt: skip
+_LOADING = _at("shardwise.sharding.pipeline", "DataLoadingThread")
 _UNWRAP = "shardwise.sharding.unwrap"
 _LOCAL = _at("shardwise.sharding.comm", "get_local_rank", "get_local_size")
 
@@ -172,6 +178,11 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     | _EC_SHARDER
     | _FUSED_EBC_SHARDER
     | _FP_SHARDER,
+    "torchrec.distributed.train_pipeline": _PIPELINES | _SPARSE_STAGE | _LOADING,
+    "torchrec.distributed.train_pipeline.pipeline_stage": _SPARSE_STAGE
+    | _at("shardwise.sharding.pipeline", "PipelineStage"),
+    "torchrec.distributed.train_pipeline.train_pipelines": _PIPELINES,
+    "torchrec.distributed.train_pipeline.utils": _LOADING,
     "torchrec.distributed.types": {
         **_at("shardwise.kernels.bounds", "BoundsCheckMode"),
         **_at("shardwise.sharding.plan", "CacheParams", "EmbeddingModuleShardingPlan", "ShardingType"),
