@@ -9,6 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .accumulation import (
+        GradientAccumulationConfig,
+        GradientAccumulationWrapper,
+        accumulate,
+    )
     from .awaitable import (
         Awaitable,
         LazyAwaitable,
@@ -114,6 +119,8 @@ __all__ = [
     "FeatureProcessedEmbeddingBagCollectionSharder",
     "FusedEmbeddingBagCollectionSharder",
     "FusedEmbeddingCollectionSharder",
+    "GradientAccumulationConfig",
+    "GradientAccumulationWrapper",
     "IdMap",
     "LazyAwaitable",
     "ModuleSharder",
@@ -132,6 +139,7 @@ __all__ = [
     "ShardingStrategy",
     "ShardingType",
     "TableOptions",
+    "accumulate",
     "apply_to_all",
     "calculate_shard_sizes_and_offsets",
     "column_wise",
@@ -173,6 +181,8 @@ _HOME = {
     "FeatureProcessedEmbeddingBagCollectionSharder": "nested",
     "FusedEmbeddingBagCollectionSharder": "sharders",
     "FusedEmbeddingCollectionSharder": "sharders",
+    "GradientAccumulationConfig": "accumulation",
+    "GradientAccumulationWrapper": "accumulation",
     "IdMap": "id_map",
     "LazyAwaitable": "awaitable",
     "ModuleSharder": "sharders",
@@ -191,6 +201,7 @@ _HOME = {
     "ShardingStrategy": "env",
     "ShardingType": "plan",
     "TableOptions": "layout",
+    "accumulate": "accumulation",
     "apply_to_all": "generators",
     "calculate_shard_sizes_and_offsets": "generators",
     "column_wise": "generators",

@@ -64,6 +64,7 @@ _GENERATORS = _at(
     "table_wise",
 )  # fmt: skip
 _WRAPPERS = _at("shardwise.sharding.data_parallel_wrapper", "DataParallelWrapper", "DefaultDataParallelWrapper")
+_ACCUMULATION = _at("shardwise.sharding.accumulation", "GradientAccumulationConfig", "GradientAccumulationWrapper")
 _2D = _at("shardwise.sharding.dmp_collection", "DMPCollectionConfig") | _at(
     "shardwise.sharding.env", "ShardingEnv2D", "ShardingStrategy"
 )
@@ -172,6 +173,8 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     | _EC_SHARDER
     | _FUSED_EBC_SHARDER
     | _FP_SHARDER,
+    "torchrec.distributed.train_pipeline": _ACCUMULATION,
+    "torchrec.distributed.train_pipeline.gradient_accumulation": _ACCUMULATION,
     "torchrec.distributed.types": {
         **_at("shardwise.kernels.bounds", "BoundsCheckMode"),
         **_at("shardwise.sharding.plan", "CacheParams", "EmbeddingModuleShardingPlan", "ShardingType"),
