@@ -9,6 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .accumulation import (
+        GradientAccumulationConfig,
+        GradientAccumulationWrapper,
+        accumulate,
+    )
     from .awaitable import (
         Awaitable,
         LazyAwaitable,
@@ -130,6 +135,8 @@ __all__ = [
     "FeatureProcessedEmbeddingBagCollectionSharder",
     "FusedEmbeddingBagCollectionSharder",
     "FusedEmbeddingCollectionSharder",
+    "GradientAccumulationConfig",
+    "GradientAccumulationWrapper",
     "IdMap",
     "LazyAwaitable",
     "ModuleSharder",
@@ -139,9 +146,9 @@ __all__ = [
     "PipelineStage",
     "PrefetchTrainPipelineSparseDist",
     "QCommsConfig",
-    "RankFailure",
     "QuantizedCommCodec",
     "QuantizedCommCodecs",
+    "RankFailure",
     "Shard",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
@@ -156,6 +163,7 @@ __all__ = [
     "TrainPipeline",
     "TrainPipelineBase",
     "TrainPipelineSparseDist",
+    "accumulate",
     "apply_to_all",
     "calculate_shard_sizes_and_offsets",
     "column_wise",
@@ -199,6 +207,8 @@ _HOME = {
     "FeatureProcessedEmbeddingBagCollectionSharder": "nested",
     "FusedEmbeddingBagCollectionSharder": "sharders",
     "FusedEmbeddingCollectionSharder": "sharders",
+    "GradientAccumulationConfig": "accumulation",
+    "GradientAccumulationWrapper": "accumulation",
     "IdMap": "id_map",
     "LazyAwaitable": "awaitable",
     "ModuleSharder": "sharders",
@@ -225,6 +235,7 @@ _HOME = {
     "TrainPipeline": "pipeline",
     "TrainPipelineBase": "pipeline",
     "TrainPipelineSparseDist": "pipeline",
+    "accumulate": "accumulation",
     "apply_to_all": "generators",
     "calculate_shard_sizes_and_offsets": "generators",
     "column_wise": "generators",

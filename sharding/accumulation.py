@@ -71,7 +71,7 @@ def unreduced(model: nn.Module) -> Iterator[None]:
         for wrapper in _data_parallel_parts(model):
             # a static graph is learned in a step that reduces; what is a mean already stays what it is in another
             if not wrapper.static_graph or wrapper._static_graph_delay_allreduce_enqueued:
-                stack.enter_context(wrapper.no_sync())  # type: ignore[no-untyped-call]
+                stack.enter_context(wrapper.no_sync())
         yield
 
 
@@ -250,7 +250,7 @@ class GradientAccumulationWrapper(Generic[In, Out]):
         self._model, self._config = model, config
         self._optimizer_wrapper = AccumulatingOptimizer(optimizer, model, config)
         if config.is_enabled:
-            if not hasattr(pipeline, "_optimizer"):
+            if not hasattr(self._pipeline, "_optimizer"):
                 kind = type(pipeline).__name__
                 raise ValueError(f"{kind} has no _optimizer, whose steps are to wait: it is not a training pipeline")
             self._pipeline._optimizer = self._optimizer_wrapper

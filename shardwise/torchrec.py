@@ -64,6 +64,7 @@ _GENERATORS = _at(
     "table_wise",
 )  # fmt: skip
 _WRAPPERS = _at("shardwise.sharding.data_parallel_wrapper", "DataParallelWrapper", "DefaultDataParallelWrapper")
+_ACCUMULATION = _at("shardwise.sharding.accumulation", "GradientAccumulationConfig", "GradientAccumulationWrapper")
 _2D = _at("shardwise.sharding.dmp_collection", "DMPCollectionConfig") | _at(
     "shardwise.sharding.env", "ShardingEnv2D", "ShardingStrategy"
 )
@@ -178,7 +179,8 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     | _EC_SHARDER
     | _FUSED_EBC_SHARDER
     | _FP_SHARDER,
-    "torchrec.distributed.train_pipeline": _PIPELINES | _SPARSE_STAGE | _LOADING,
+    "torchrec.distributed.train_pipeline": _PIPELINES | _SPARSE_STAGE | _LOADING | _ACCUMULATION,
+    "torchrec.distributed.train_pipeline.gradient_accumulation": _ACCUMULATION,
     "torchrec.distributed.train_pipeline.pipeline_stage": _SPARSE_STAGE
     | _at("shardwise.sharding.pipeline", "PipelineStage"),
     "torchrec.distributed.train_pipeline.train_pipelines": _PIPELINES,

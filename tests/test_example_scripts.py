@@ -71,6 +71,17 @@ def test_every_strategy_trains_as_one_process(ranks: int) -> None:
     assert ("2 replicas of 2 ranks: averaged" in said) == (ranks == 4)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_micro_batches_train_alike_in_a_loop_and_in_a_pipeline(ranks: int) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    said = run(*torchrun, "examples/accumulation.py")
+    found = re.findall(r"(loop|pipeline): loss (\S+) -> (\S+)", said)
+    assert [name for name, _, _ in found] == ["loop", "pipeline"]
+    assert found[0][1:] == found[1][1:] and float(found[0][2]) < 0.1 * float(found[0][1])
+    assert float(said.split()[-1]) > 0.1
+
+
 def test_every_public_name_is_in_an_example() -> None:
     used = {
         alias.name
