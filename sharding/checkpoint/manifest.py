@@ -218,7 +218,7 @@ def _manifest(data: Any) -> Manifest:
         {_text(name): _dict(one) for name, one in _dict(data["values"]).items()},
         {_text(name): _text(one) for name, one in _dict(data["aliases"]).items()},
     )  # fmt: skip
-    _require_whole(found)
+    require_whole(found)
     return found
 
 
@@ -257,7 +257,7 @@ def _stored(data: Any, tables: Mapping[str, TableFacts], files: set[str]) -> Sto
     return found
 
 
-def _require_whole(manifest: Manifest) -> None:
+def require_whole(manifest: Manifest) -> None:
     """The pieces of each table cover it once, in every state; all others are in one piece."""
     place = {one.name: number for number, one in enumerate(manifest.files)}
     for name in manifest.tables:
