@@ -40,7 +40,7 @@ from .optimizers import (
     optimizer_spec,
 )
 from .policy import GradientCheckMode, LookupPolicy
-from .row_store import ResidentRows, RowStore
+from .row_store import NoFreeSlots, ResidentRows, RowStore
 from .rule_optimizer import FTRL, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RuleOptimizer, define_optimizer
 from .semi_sync import SemisyncOptimizer
 from .sequence_collection import EmbeddingCollection
@@ -79,6 +79,7 @@ __all__ = [
     "LarsSGD",
     "LookupFeature",
     "LookupPolicy",
+    "NoFreeSlots",
     "OptimizerSpec",
     "OptimizerWrapper",
     "PartialRowWiseAdam",

@@ -42,22 +42,18 @@ class Exchange:
         self.calls = self.sent = 0
         self.buffers = Buffers()
 
-    def headers(self, mine: Tensor) -> Tensor:
-        """Row d of `mine` [W, H] int64 goes to rank d; row r of the result came from rank r."""
-        return self._all_to_all(mine.flatten(), None, None, "headers").wait().view_as(mine)
+    def headers(self, mine: Tensor) -> Pending:
+        """Row d of `mine` [W, H] int64 goes to rank d; row r of what comes, [W, H] too, is from rank r."""
+        return self._all_to_all(mine, None, None, "headers")
 
-    def ids(self, blocks: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
-        """Send the int32 tensors `blocks[d]` to rank d, one after another; `sizes[r]` numbers come from rank r.
-
-        Returns what came from each rank.
-        """
+    def ids(self, blocks: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Pending:
+        """Send the int32 tensors `blocks[d]` to rank d, one after another; `sizes[r]` numbers come from rank r."""
         pieces: list[Tensor] = []
         send_sizes = []
         for block in blocks:
             pieces += block
             send_sizes.append(sum(map(len, block)))
-        came = self._all_to_all(torch.cat(pieces), send_sizes, list(sizes), "ids").wait()
-        return list(torch.split(came, list(sizes)))
+        return self._all_to_all(torch.cat(pieces), send_sizes, list(sizes), "ids")
 
     def rows(
         self,
@@ -164,7 +160,7 @@ class Exchange:
         self.sent += send.numel() * send.element_size()
         size = send.shape[0] if sizes is None else sum(sizes)
         rows = send.dtype is torch.float32
-        received = self.buffers.take(size, send.device) if rows else send.new_empty(size)
+        received = self.buffers.take(size, send.device) if rows else send.new_empty(size, *send.shape[1:])
         lent = _Lent(received, send)
         into, out_of = lent.aliases
         work = dist.all_to_all_single(into, out_of, sizes, send_sizes, group=self._pg, async_op=True)

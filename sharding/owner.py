@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.embeddings import NoFreeSlots
 from shardwise.jagged import KeyedJaggedTensor
 
 from .codecs import Codec
@@ -94,15 +95,34 @@ class Owner:
                     mine.copy_(id_maps[table].translate(table, mine, group.step))
                 at += 1
 
+    def prefetch(self, flight: InFlight) -> bool:
+        """Bring the rows that were asked for to slots, ahead of the lookup; False where a store has no room yet."""
+        if flight.leases:
+            return True
+        for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):
+            lease = None
+            if part.slots and (flight.update or not part.is_replica):
+                ids, offsets, _ = self._inputs(flight, g)
+                try:
+                    lease = group.store.resolve(ids, offsets, group.step)
+                except NoFreeSlots:
+                    # rows of the batch before hold them: the lookup asks again, after its update
+                    self.release(flight)
+                    flight.leases = []
+                    return False
+            flight.leases.append(lease)
+        return True
+
     def look_up(self, flight: InFlight) -> None:
         """Find the rows that were asked for and send them off."""
         found: dict[int, Tensor] = {}
+        ahead, flight.leases = flight.leases, []
         for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):
             if not part.slots or (part.is_replica and not flight.update):
                 flight.leases.append(None)
                 continue
             ids, offsets, weights = self._inputs(flight, g)
-            slots, lease = group.store.resolve(ids, offsets, group.step)
+            slots, lease = (ahead[g] if ahead else None) or group.store.resolve(ids, offsets, group.step)
             flight.leases.append((slots, lease))
             if not part.is_replica:
                 found[g] = group.look_up(slots, offsets, weights, self._pooling(g, forward=True))
@@ -257,7 +277,8 @@ class Owner:
 
     def release(self, flight: InFlight) -> None:
         """Let the slots of a step go, after its update or where that is left out."""
-        for group, lease in zip(self.held.groups, flight.leases, strict=True):
+        # those of a batch that was resolved in part are fewer
+        for group, lease in zip(self.held.groups, flight.leases, strict=False):
             if lease is not None:
                 group.store.release(lease[1])
 

@@ -320,8 +320,8 @@ def _carry_steps(old: States, new: States, routes: Routes, exchange: Exchange, d
     """
     # host sync: a rank that gets a table cannot know its count
     mine = [max([int(group.step) for _, group, _ in old.homes(name)], default=-1) for name in old.tables]
-    told = exchange.headers(torch.tensor([mine] * exchange.world_size, dtype=torch.int64, device="cpu").to(device))
-    steps = dict(zip(old.tables, told.amax(0).tolist() if mine else [], strict=True))
+    told = torch.tensor([mine] * exchange.world_size, dtype=torch.int64, device="cpu").to(device)
+    steps = dict(zip(old.tables, exchange.headers(told).wait().amax(0).tolist() if mine else [], strict=True))
     for serving in routes.serving:
         for part in serving.groups:
             # tables that no feature looks up are never updated
