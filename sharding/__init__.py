@@ -34,6 +34,9 @@ if TYPE_CHECKING:
         ShardingEnv2D,
         ShardingStrategy,
     )
+    from .failures import (
+        RankFailure,
+    )
     from .generators import (
         apply_to_all,
         calculate_shard_sizes_and_offsets,
@@ -132,6 +135,7 @@ __all__ = [
     "QCommsConfig",
     "QuantizedCommCodec",
     "QuantizedCommCodecs",
+    "RankFailure",
     "Shard",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
@@ -194,6 +198,7 @@ _HOME = {
     "ParameterSharding": "plan",
     "PrefetchTrainPipelineSparseDist": "pipeline",
     "QCommsConfig": "qcomms",
+    "RankFailure": "failures",
     "QuantizedCommCodec": "qcomms",
     "QuantizedCommCodecs": "qcomms",
     "Shard": "layout",

@@ -31,6 +31,7 @@ from .dedup import once
 from .departure import Departure, Expected
 from .env import ShardingEnv
 from .exchange import Exchange
+from .failures import agreed
 from .flags import error_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .held import Collection, Held, Mark, Stores, tables_of
@@ -117,7 +118,7 @@ class ShardedCollection(nn.Module, Staged):
         me = self._env.rank
         self._routes, self._fingerprint, self._held = routes, number, held
         self._most_groups = max(len(serving.groups) for serving in routes.serving)
-        self._local = Exchange(self._env.local_group()) if routes.has_host_sums else None
+        self._local = Exchange(self._env.local_group(), self._exchange) if routes.has_host_sums else None
         self._owner = Owner(routes, me, held, self._exchange, self._local, self._codec)
         self._columns = Columns(routes, me) if self._pooled else None
         self._rows = Rows(routes)
@@ -149,6 +150,12 @@ class ShardedCollection(nn.Module, Staged):
     def device(self) -> torch.device:
         """Where this rank's tables are."""
         return self._held.device
+
+    def name_exchanges(self, path: str) -> None:
+        """Have a failure in an exchange name this collection by its path in the model."""
+        for exchange in (self._exchange, self._local):
+            if exchange is not None:
+                exchange.label = f" of {path!r}" if path else ""
 
     @property
     def collectives(self) -> int:
@@ -302,7 +309,7 @@ class ShardedCollection(nn.Module, Staged):
         if any(flight.pending.flags):
             error = error_of(flight.pending.flags, self._routes, self._codec)
             assert error is not None
-            raise error
+            raise agreed(error)
         home = self._at_home(flight, dense=False) if self._routes.replicas else {}
         if self._columns is None:
             found = self._rows.put_together(flight.outbound, received, flight.result_sizes, home)
@@ -476,6 +483,11 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        learned = any(ctx.needs_input_grad[3:])
-        sent, at_home = ctx.collection._update(ctx.flight, *grad_outputs, learned=learned)
+        learned, watch = any(ctx.needs_input_grad[3:]), ctx.collection._exchange.watch
+        try:
+            sent, at_home = ctx.collection._update(ctx.flight, *grad_outputs, learned=learned)
+        except BaseException as error:
+            if watch is not None:
+                watch.meet(error, "in backward")
+            raise
         return None, None, None, sent, *at_home

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from .exchange import Exchange, Pending
+from .failures import agreed
 
 T = TypeVar("T")
 
@@ -177,7 +178,7 @@ def raise_failures(heads: Sequence[Head], texts: Sequence[str], failure: Excepti
     """
     for rank, (head, text) in enumerate(zip(heads, texts, strict=True)):
         if head.status != _WELL:
-            raise _ERRORS[head.status](f"rank {rank}: {text}") from failure
+            raise agreed(_ERRORS[head.status](f"rank {rank}: {text}")) from failure
 
 
 def raise_differences(rows: Sequence[Sequence[int]], mine: Sequence[int]) -> None:
@@ -189,7 +190,7 @@ def raise_differences(rows: Sequence[Sequence[int]], mine: Sequence[int]) -> Non
     for number, what in enumerate(shared):
         other = [rank for rank, row in enumerate(rows) if row[number] != mine[number]]
         if other:
-            raise RuntimeError(f"ranks {other} differ from this one in {what}")
+            raise agreed(RuntimeError(f"ranks {other} differ from this one in {what}"))
 
 
 def _status(failure: Exception) -> int:
