@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from .errors import CheckpointDamaged, RankDied
+from .files import TensorFiles
 from .folder import latest, steps, verify
 from .loading import Loaded, load
 from .manifest import Manifest, Stored, TableFacts, read_manifest
 from .report import STRICT, CheckpointMismatch, LoadPolicy, Report
-from .saving import Saving, save
+from .saving import Saving, save, write_step
 from .whole import full_state_dict
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Saving",
     "Stored",
     "TableFacts",
+    "TensorFiles",
     "full_state_dict",
     "latest",
     "load",
@@ -29,4 +31,5 @@ __all__ = [
     "save",
     "steps",
     "verify",
+    "write_step",
 ]

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,34 +37,43 @@ _CODES = {
 }  # fmt: skip
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[Stored, Tensor]]) -> FileFacts:
+# a tensor to write: itself, or what gives it in blocks of its rows, one after another
+Source = Tensor | Callable[[], Iterable[Tensor]]
+
+
+def write_tensors(path: Path, tensors: Sequence[tuple[Stored, Source]]) -> FileFacts:
     """Write a file of tensors, from any device, and see it onto the disk; its size and checksum.
 
     Raises:
         TypeError: a dtype has no name in the format.
+        ValueError: two tensors have one address, or a source gives more or fewer bytes than its shape has.
         OSError: it cannot be written.
     """
     header, at = {}, 0
-    for stored, tensor in tensors:
-        if tensor.dtype not in _CODES:
-            raise TypeError(f"{stored.key}: {dtype_name(tensor.dtype)} cannot be saved, these can: {dtype_names()}")
+    for stored, _ in tensors:
+        if stored.dtype not in _CODES:
+            raise TypeError(f"{stored.key}: {dtype_name(stored.dtype)} cannot be saved, these can: {dtype_names()}")
         if stored.key in header:
             raise ValueError(f"two tensors have the address {stored.key}")
-        end = at + tensor.numel() * tensor.element_size()
-        header[stored.key] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        end = at + math.prod(stored.shape) * stored.dtype.itemsize
+        header[stored.key] = {"dtype": _CODES[stored.dtype], "shape": list(stored.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     # tensors begin at a multiple of 8 bytes, as in the library
     text += b" " * (-len(text) % 8)
     checksum, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
-        for block in (len(text).to_bytes(8, "little"), text):
-            size += write_all(file, block)
-            checksum.update(block)
-        for _, tensor in tensors:
-            for bytes_of_block in blocks_of(tensor):
-                size += write_all(file, bytes_of_block)
-                checksum.update(bytes_of_block)
+        for head in (len(text).to_bytes(8, "little"), text):
+            size += write_all(file, head)
+            checksum.update(head)
+        for stored, source in tensors:
+            end = size + math.prod(stored.shape) * stored.dtype.itemsize
+            for tensor in [source] if isinstance(source, Tensor) else source():
+                for block in blocks_of(tensor.to(stored.dtype)):
+                    size += write_all(file, block)
+                    checksum.update(block)
+            if size != end:
+                raise ValueError(f"{stored.key}: {size - end} bytes more than shape {list(stored.shape)} has")
         os.fsync(file.fileno())
     return FileFacts(path.name, size, checksum.hexdigest())
 

@@ -18,7 +18,7 @@ from shardwise.sharding.layout import fingerprint
 
 from .contents import Contents, Plain, contents_of, link_of
 from .errors import Link, agree, pack, unpack
-from .files import write_tensors
+from .files import Source, write_tensors
 from .folder import Attempt
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, FileFacts, Manifest, Stored, TableFacts
 
@@ -178,7 +178,7 @@ def write(attempt: Attempt, described: Manifest, parts: Sequence[Part], keep_las
     Raises:
         RankDied, Exception: as `Attempt.settle`; nothing is left of the checkpoint then.
     """
-    file = attempt.data / f"rank-{attempt.rank:05d}.safetensors"
+    file = attempt.data / file_name(attempt.rank)
     try:
         try:
             facts = write_tensors(file, parts) if parts else None
@@ -192,6 +192,40 @@ def write(attempt: Attempt, described: Manifest, parts: Sequence[Part], keep_las
             raise
     finally:
         attempt.leave()
+
+
+def write_step(
+    folder: str | os.PathLike[str],
+    described: Manifest,
+    files: Mapping[int, Sequence[tuple[Stored, Source]]],
+    *,
+    keep_last: int | None = None,
+) -> Path:
+    """Write a checkpoint that is no model of this process: rank -> the tensors of its file; the step folder.
+
+    `described` is its manifest, of which `tensors` and `files` are made here. Atomic as `save`.
+
+    Raises:
+        ValueError, OSError, BlockingIOError: as `save`.
+    """
+    attempt = Attempt.begin(Path(folder).absolute(), described.step, world_size=1)
+    try:
+        attempt.join()
+        facts, tensors = [], []
+        for rank, parts in files.items():
+            if parts:
+                facts.append(write_tensors(attempt.data / file_name(rank), parts))
+                tensors += [replace(stored, file=facts[-1].name) for stored, _ in parts]
+        attempt.report({})
+        attempt.settle(lambda _: replace(described, tensors=tuple(tensors), files=tuple(facts)), keep_last)
+    finally:
+        attempt.leave()
+    return attempt.target
+
+
+def file_name(rank: int) -> str:
+    """The file of a rank."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def compose(described: Manifest, reports: Sequence[Mapping[str, Any]]) -> Manifest:
