@@ -218,7 +218,7 @@ class AccumulatingOptimizer:
 class Progresses(Protocol[_OutOfPipeline]):
     """A training pipeline: `progress` trains on the next batch, from `zero_grad` to `step` of its `_optimizer`."""
 
-    def progress(self, dataloader_iter: Iterator[Any]) -> _OutOfPipeline:
+    def progress(self, dataloader_iter: Iterator[Any], /) -> _OutOfPipeline:
         """One batch; StopIteration where there is none, on all ranks in the same call."""
         ...
 

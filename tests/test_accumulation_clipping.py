@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from embedding_batches import Bags, draw, kjt
+from embedding_batches import Bags, draw, kjt, weight
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -137,13 +137,13 @@ def test_tables_are_cut_with_all_other_parameters(
 def test_tables_alone_are_cut() -> None:
     table = EmbeddingBagCollection([EmbeddingBagConfig(4, 2, "a", feature_names=["f"])])
     apply_optimizer_in_backward(torch.optim.SGD, table.parameters(), {"lr": 1.0})
-    before = table.embedding_bags["a"].weight.detach().clone()
+    before = weight(table, "a").detach().clone()
     optimizer = GradientClippingOptimizer(table.fused_optimizer(), NORM, 1.0)
-    table(kjt({"f": [[1, 1], [2]]})).values().backward(torch.tensor([[1.5, 0.0], [0.0, 4.0]]))
+    table.forward(kjt({"f": [[1, 1], [2]]})).values().backward(torch.tensor([[1.5, 0.0], [0.0, 4.0]]))
     optimizer.step()
     # the row of two ids counts with its sum: norm 5
     torch.testing.assert_close(
-        before - table.embedding_bags["a"].weight,
+        before - weight(table, "a"),
         torch.tensor([[0.0, 0.0], [0.6, 0.0], [0.0, 0.8], [0.0, 0.0]]),
         rtol=1e-5,
         atol=1e-6,
@@ -164,7 +164,7 @@ def test_without_clipping_tables_are_updated_in_the_backward() -> None:
     GradientClippingOptimizer(model.ebc.fused_optimizer(), GradientClipping.NONE, track_grad_norm=True)
     before = copy.deepcopy(model.state_dict())
     loss_of(model, batch(0), 0).backward()
-    assert not torch.equal(before["ebc.embedding_bags.a.weight"], model.ebc.embedding_bags["a"].weight)
+    assert not torch.equal(before["ebc.embedding_bags.a.weight"], weight(model.ebc, "a"))
 
 
 def test_fused_optimizers_are_found_within_others() -> None:
@@ -175,7 +175,7 @@ def test_fused_optimizers_are_found_within_others() -> None:
     loss_of(model, batch(0), 0).backward()
     assert_like(model.state_dict(), before)
     optimizer.step()
-    assert not torch.equal(before["ebc.embedding_bags.a.weight"], model.ebc.embedding_bags["a"].weight)
+    assert not torch.equal(before["ebc.embedding_bags.a.weight"], weight(model.ebc, "a"))
 
 
 PLACES: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedding_batches import Bags, draw, kjt, tables_of, upstream
+from embedding_batches import Bags, draw, kjt, tables_of, upstream, weight
 from torch import Tensor
 
 from shardwise.embeddings import (
@@ -263,12 +263,12 @@ def test_gradients_that_wait_are_copied_and_moved_with_their_tables() -> None:
 
 def test_no_table_joins_an_optimizer_while_gradients_wait() -> None:
     half = EmbeddingBagCollection(bag_collection("sgd").embedding_bag_configs(), is_weighted=True)
-    apply_optimizer_in_backward(torch.optim.SGD, [half.embedding_bags["a"].weight], {"lr": 0.1})
+    apply_optimizer_in_backward(torch.optim.SGD, [weight(half, "a")], {"lr": 0.1})
     half.fused_optimizer().accumulate_gradients()
     (bags,) = batches([3])
     weights = torch.ones(sum(len(bag) for bags in bags.values() for bag in bags))
     half(kjt(bags, weights=weights)).values().sum().backward()
-    apply_optimizer_in_backward(torch.optim.SGD, [half.embedding_bags["b"].weight], {"lr": 0.1})
+    apply_optimizer_in_backward(torch.optim.SGD, [weight(half, "b")], {"lr": 0.1})
     with pytest.raises(RuntimeError, match=r"gradients wait for a step: call step\(\) or zero_grad\(\)"):
         half(kjt(bags, weights=weights))
 
