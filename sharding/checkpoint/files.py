@@ -24,7 +24,7 @@ from shardwise.sharding.layout import Span
 from shardwise.sharding.state import Box
 
 from .errors import CheckpointDamaged
-from .manifest import FileFacts, Manifest, Stored, dtype_name, parse_json
+from .manifest import FileFacts, Manifest, Stored, dtype_name, parse_json, sizes
 
 # the most that is copied, read or hashed at a time
 BLOCK_BYTES = 16 * 2**20
@@ -167,7 +167,7 @@ def check_header(path: Path, facts: FileFacts, tensors: Sequence[Stored]) -> Non
     try:
         header = parse_json(text)
         header.pop("__metadata__", None)
-        found = {key: (one["dtype"], tuple(one["shape"]), tuple(one["data_offsets"])) for key, one in header.items()}
+        found = {key: (one["dtype"], sizes(one["shape"]), sizes(one["data_offsets"])) for key, one in header.items()}
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         raise CheckpointDamaged(f"{file}: its header is no safetensors header: {error}") from error
     if set(found) != {one.key for one in tensors}:

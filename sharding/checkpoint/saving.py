@@ -187,6 +187,10 @@ def write(attempt: Attempt, described: Manifest, parts: Sequence[Part], keep_las
             attempt.report(_as_json(facts, [stored for stored, _ in parts], steps))
             attempt.settle(lambda reports: compose(described, reports), keep_last)
         except BaseException as error:
+            earlier = attempt.failure_of_others()
+            if earlier is not None:
+                # what this rank met may only be what that one left
+                raise agreed(earlier) from error
             # the room is needed to say so
             file.unlink(missing_ok=True)
             attempt.fail(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
