@@ -21,7 +21,7 @@ import torch
 
 from .batch import Batch
 from .ragged import Bags, Ints, keyed_jagged, spread
-from .source import check_split, rank_slice
+from .source import check_split, check_start, rank_slice
 
 Floats = npt.NDArray[np.float64]
 # evaluation samples lie so far out in the stream that no training reaches them
@@ -94,6 +94,7 @@ class Clicks:
         self.features = tuple(features)
         self.train_samples = train_samples
         self.evaluate_samples = evaluate_samples
+        self._click_bias = click_bias
         columns = np.arange(dense, dtype=np.int64)
         # together the dense columns are worth one feature of strength 1
         self._dense_weights = self._normal(_DENSE_WEIGHT, columns) / np.sqrt(dense)
@@ -104,11 +105,27 @@ class Clicks:
         self._bias = 0.0
         self._bias = click_bias - float(self.planted_logits(-1 - np.arange(_PROBE)).mean())
 
-    def train(self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    @property
+    def identity(self) -> Mapping[str, str | int | float]:
+        return {
+            "source": "generated clicks",
+            "order": "sequential",
+            "seed": self.seed,
+            "train_samples": self.train_samples,
+            "dense_columns": len(self.dense_names),
+            "click_bias": self._click_bias,
+            "features": "; ".join(str(feature) for feature in self.features),
+        }
+
+    def train(
+        self, batch_size: int, *, epoch: int = 0, start_step: int = 0, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Batch]:
         check_split(batch_size, rank, world_size)
-        first = epoch * self.train_samples
+        steps = self.train_samples // batch_size
+        check_start(epoch, start_step, steps)
         part = rank_slice(batch_size, rank, world_size)
-        for start in range(first, first + self.train_samples - batch_size + 1, batch_size):
+        for step in range(start_step, steps):
+            start = epoch * self.train_samples + step * batch_size
             yield self.samples(np.arange(start + part.start, start + part.stop))
 
     def evaluate(self, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:

@@ -6,7 +6,8 @@ is 0. A category is eight hex digits, taken modulo the rows of its table; a miss
 The files are streamed, a line at a time. Lines are numbered over all files; every `evaluate_every`-th is kept for
 `evaluate`, the others are for `train`, in the order of the files, the same in each epoch. A global batch is
 `batch_size` consecutive lines of a split and a rank parses only its slice of them, so ranks agree on the number of
-batches without talking; a line skipped as bad makes its rank's slice of that batch one shorter.
+batches without talking; a line skipped as bad makes its rank's slice of that batch one shorter. A start within an epoch
+passes over the lines before it without parsing them, so their bad rows are neither raised nor counted again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from .batch import Batch
 from .ragged import Bags, keyed_jagged
 from .rows import BadRow, BadRowPolicy, BadRows, read_lines
-from .source import check_split, rank_slice
+from .source import check_split, check_start, rank_slice
 
 DENSE_NAMES = tuple(f"int_{column}" for column in range(13))
 CATEGORY_NAMES = tuple(f"cat_{column}" for column in range(26))
@@ -71,24 +72,40 @@ class Criteo:
         self._bad_rows = BadRows(on_bad_row)
         self.skipped: Mapping[str, int] = self._bad_rows.skipped
 
-    def train(self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    @property
+    def identity(self) -> Mapping[str, str | int | float]:
+        # names and sizes stand for the contents, which may be terabytes; files of one name in two folders are told
+        # apart by their order
+        return {
+            "source": "Criteo",
+            "order": "as in the files",
+            "files": ", ".join(f"{path.name} of {path.stat().st_size} bytes" for path in self.paths),
+            "evaluate_every": self._evaluate_every,
+            "table_rows": ", ".join(map(str, self.feature_rows.values())),
+        }
+
+    def train(
+        self, batch_size: int, *, epoch: int = 0, start_step: int = 0, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Batch]:
         check_split(batch_size, rank, world_size)
-        for lines in self._global_batches(batch_size, evaluate=False):
-            if len(lines) == batch_size:
-                yield self._parse(lines[rank_slice(batch_size, rank, world_size)])
+        check_start(epoch, start_step)
+        lines = self._split(evaluate=False)
+        passed = sum(1 for _ in islice(lines, start_step * batch_size))
+        check_start(epoch, start_step, steps=passed // batch_size)
+        for batch in _batches(lines, batch_size):
+            if len(batch) == batch_size:
+                yield self._parse(batch[rank_slice(batch_size, rank, world_size)])
 
     def evaluate(self, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         check_split(batch_size, rank, world_size)
-        for lines in self._global_batches(batch_size, evaluate=True):
-            yield self._parse(lines[rank_slice(len(lines), rank, world_size)])
+        for batch in _batches(self._split(evaluate=True), batch_size):
+            yield self._parse(batch[rank_slice(len(batch), rank, world_size)])
 
-    def _global_batches(self, batch_size: int, evaluate: bool) -> Iterator[list[_Line]]:
+    def _split(self, *, evaluate: bool) -> Iterator[_Line]:
         last = self._evaluate_every - 1
-        lines = (
+        return (
             line for number, line in enumerate(self._lines()) if (number % self._evaluate_every == last) == evaluate
         )
-        while batch := list(islice(lines, batch_size)):
-            yield batch
 
     def _lines(self) -> Iterator[_Line]:
         empty = True
@@ -144,6 +161,12 @@ def criteo_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         if found:
             return found
     return []
+
+
+def _batches(lines: Iterator[_Line], batch_size: int) -> Iterator[list[_Line]]:
+    """The lines in lists of `batch_size`, the last one as long as it is."""
+    while batch := list(islice(lines, batch_size)):
+        yield batch
 
 
 def _fault(fields: list[str]) -> BadRow:

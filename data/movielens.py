@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +31,7 @@ import torch
 from .batch import Batch
 from .ragged import Bags, Ints, keyed_jagged, single, slices
 from .rows import BadRow, BadRowPolicy, BadRows, read_table
-from .source import check_split, rank_slice
+from .source import check_split, check_start, rank_slice
 
 _SECONDS_PER_YEAR = 365.2425 * 24 * 3600
 _YEAR = re.compile(r"\((\d{4})\)\W*$")
@@ -80,6 +82,8 @@ class MovieLens:
         _, item_first, item_before = _earlier(self._item, self._time)
         order = np.random.default_rng(seed).permutation(len(self.labels))
         self._seed = seed
+        self._evaluate_fraction = evaluate_fraction
+        self._history = history
         self._evaluate = np.sort(order[: round(len(order) * evaluate_fraction)])
         self._train = np.sort(order[len(self._evaluate) :])
         self._dense = self._standardised(
@@ -101,12 +105,30 @@ class MovieLens:
     def evaluate_samples(self) -> int:
         return len(self._evaluate)
 
-    def train(self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    @cached_property
+    def identity(self) -> Mapping[str, str | int | float]:
+        columns = (self._user, self._item, self._time, self.labels, self._genres, self._genre_ends)
+        return {
+            "source": "MovieLens",
+            # numpy does not promise that another version shuffles alike
+            "order": f"shuffled {_checksum(np.random.default_rng(self._seed).permutation(1000)):08x}",
+            "seed": self._seed,
+            "ratings": len(self),
+            "ratings_checksum": f"{_checksum(*columns):08x}",
+            "evaluate_fraction": self._evaluate_fraction,
+            "history": self._history,
+        }
+
+    def train(
+        self, batch_size: int, *, epoch: int = 0, start_step: int = 0, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Batch]:
         check_split(batch_size, rank, world_size)
+        steps = len(self._train) // batch_size
+        check_start(epoch, start_step, steps)
         order = np.random.default_rng((self._seed, epoch)).permutation(self._train)
         part = rank_slice(batch_size, rank, world_size)
-        for start in range(0, len(order) - batch_size + 1, batch_size):
-            yield self.samples(order[start : start + batch_size][part])
+        for step in range(start_step, steps):
+            yield self.samples(order[step * batch_size : (step + 1) * batch_size][part])
 
     def evaluate(self, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         check_split(batch_size, rank, world_size)
@@ -201,6 +223,14 @@ def _read_ratings(
         raise ValueError(f"{path}: no ratings after the header")
     int64 = np.int64
     return np.array(users, int64), np.array(items, int64), np.array(ratings), np.array(times, int64)
+
+
+def _checksum(*columns: npt.NDArray[np.generic]) -> int:
+    """CRC-32 of the values of all columns."""
+    crc = 0
+    for column in columns:
+        crc = zlib.crc32(np.ascontiguousarray(column).tobytes(), crc)
+    return crc
 
 
 def _integer(column: str, text: str) -> int:

@@ -2,6 +2,9 @@
 
 A global batch is the same samples in the same order at any number of ranks; rank r of W takes its r-th slice. So runs
 at one rank and at W ranks train on the same global batches, and every rank sees the same number of them.
+
+Batch k of epoch e is the same whether the epoch was read from its start or from `start_step=k`, so a run that knows its
+epoch and step (`data/position.py` keeps them) continues with the same data, at any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ class Source(Protocol):
     """Batches of clicks to train on, and others to evaluate on.
 
     `feature_rows` gives the rows that the table of each sparse feature needs, in the order of the batch's keys;
-    `dense_names` names the dense columns; `skipped` counts the bad rows left out so far, by reason.
+    `dense_names` names the dense columns; `skipped` counts the bad rows left out so far, by reason; `identity` tells
+    the data and the order of its batches from others, in values that JSON has.
     """
 
     @property
@@ -28,8 +32,16 @@ class Source(Protocol):
     @property
     def skipped(self) -> Mapping[str, int]: ...
 
-    def train(self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-        """Yields this rank's slice of each global batch of `batch_size`; what does not fill a batch is left out."""
+    @property
+    def identity(self) -> Mapping[str, str | int | float]: ...
+
+    def train(
+        self, batch_size: int, *, epoch: int = 0, start_step: int = 0, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Batch]:
+        """Yields this rank's slice of each global batch of `batch_size` from number `start_step` of the epoch on.
+
+        What does not fill a batch is left out. A `start_step` past the end of the epoch is a ValueError.
+        """
         ...
 
     def evaluate(self, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
@@ -48,3 +60,13 @@ def check_split(batch_size: int, rank: int, world_size: int) -> None:
         raise ValueError(f"rank must be in [0, world_size), got rank {rank} of world_size {world_size}")
     if batch_size <= 0 or batch_size % world_size:
         raise ValueError(f"batch_size must be a positive multiple of world_size {world_size}, got {batch_size}")
+
+
+def check_start(epoch: int, start_step: int, steps: int | None = None) -> None:
+    """Refuses a start outside the epoch; `steps` is its number of batches, None where that is not known yet."""
+    if epoch < 0:
+        raise ValueError(f"epoch must not be negative, got {epoch}")
+    if start_step < 0:
+        raise ValueError(f"start_step must not be negative, got {start_step}")
+    if steps is not None and start_step > steps:
+        raise ValueError(f"start_step {start_step} lies past the end of epoch {epoch}, which has {steps} batches")

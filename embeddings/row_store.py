@@ -11,10 +11,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
+class NoFreeSlots(RuntimeError):
+    """A store has too few slots for the rows of a batch beside those that leases hold; it has given out none."""
+
+
 class RowStore(Protocol):
     """Brings the rows that a batch names to slots, and keeps them there until their lease is released.
 
-    A lookup resolves once; without gradients the lease is released after the lookup, otherwise after the update.
+    A lookup resolves once; without gradients the lease is released after the lookup, otherwise after the update. A
+    pipeline that prefetches resolves a batch while the one before still has its lease.
     """
 
     def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, Any]:
@@ -22,6 +27,9 @@ class RowStore(Protocol):
 
         An id outside its table keeps a number outside the slots; ids past the last offset are nobody's and may be
         anything. `step` [1] int64 counts the updates so far.
+
+        Raises:
+            NoFreeSlots: leases hold too many slots. A prefetch then leaves it to the lookup.
         """
         ...
 

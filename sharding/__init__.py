@@ -34,6 +34,9 @@ if TYPE_CHECKING:
         ShardingEnv2D,
         ShardingStrategy,
     )
+    from .failures import (
+        RankFailure,
+    )
     from .generators import (
         apply_to_all,
         calculate_shard_sizes_and_offsets,
@@ -65,6 +68,13 @@ if TYPE_CHECKING:
         EmbeddingTowerCollectionSharder,
         EmbeddingTowerSharder,
         FeatureProcessedEmbeddingBagCollectionSharder,
+    )
+    from .pipeline import (
+        EvalPipelineSparseDist,
+        PrefetchTrainPipelineSparseDist,
+        TrainPipeline,
+        TrainPipelineBase,
+        TrainPipelineSparseDist,
     )
     from .plan import (
         CacheParams,
@@ -111,6 +121,7 @@ __all__ = [
     "EmbeddingModuleShardingPlan",
     "EmbeddingTowerCollectionSharder",
     "EmbeddingTowerSharder",
+    "EvalPipelineSparseDist",
     "FeatureProcessedEmbeddingBagCollectionSharder",
     "FusedEmbeddingBagCollectionSharder",
     "FusedEmbeddingCollectionSharder",
@@ -120,9 +131,11 @@ __all__ = [
     "NoOpQuantizedCommCodec",
     "NoWait",
     "ParameterSharding",
+    "PrefetchTrainPipelineSparseDist",
     "QCommsConfig",
     "QuantizedCommCodec",
     "QuantizedCommCodecs",
+    "RankFailure",
     "Shard",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
@@ -132,6 +145,9 @@ __all__ = [
     "ShardingStrategy",
     "ShardingType",
     "TableOptions",
+    "TrainPipeline",
+    "TrainPipelineBase",
+    "TrainPipelineSparseDist",
     "apply_to_all",
     "calculate_shard_sizes_and_offsets",
     "column_wise",
@@ -170,6 +186,7 @@ _HOME = {
     "EmbeddingModuleShardingPlan": "plan",
     "EmbeddingTowerCollectionSharder": "nested",
     "EmbeddingTowerSharder": "nested",
+    "EvalPipelineSparseDist": "pipeline",
     "FeatureProcessedEmbeddingBagCollectionSharder": "nested",
     "FusedEmbeddingBagCollectionSharder": "sharders",
     "FusedEmbeddingCollectionSharder": "sharders",
@@ -179,7 +196,9 @@ _HOME = {
     "NoOpQuantizedCommCodec": "qcomms",
     "NoWait": "awaitable",
     "ParameterSharding": "plan",
+    "PrefetchTrainPipelineSparseDist": "pipeline",
     "QCommsConfig": "qcomms",
+    "RankFailure": "failures",
     "QuantizedCommCodec": "qcomms",
     "QuantizedCommCodecs": "qcomms",
     "Shard": "layout",
@@ -191,6 +210,9 @@ _HOME = {
     "ShardingStrategy": "env",
     "ShardingType": "plan",
     "TableOptions": "layout",
+    "TrainPipeline": "pipeline",
+    "TrainPipelineBase": "pipeline",
+    "TrainPipelineSparseDist": "pipeline",
     "apply_to_all": "generators",
     "calculate_shard_sizes_and_offsets": "generators",
     "column_wise": "generators",

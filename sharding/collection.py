@@ -5,6 +5,9 @@ takes what came and assembles it. backward: gradients of rows travel back, and e
 the tables that it holds. Four collectives a step, whatever the number of tables and strategies; one more each way where
 hosts add their rows first, one more back for gradients of per-id weights. All ranks must run forward, and backward, the
 same number of times.
+
+`begin` is `depart`, `send_ids` and `arrive`. A pipeline calls these while an earlier batch trains; the forward of their
+batch then takes what is `expected` for it.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ from shardwise.kernels.cpu_lookup import ids_are_good, offsets_are_good
 
 from . import header
 from .dedup import once
+from .departure import Departure, Expected
 from .env import ShardingEnv
 from .exchange import Exchange
+from .failures import agreed
 from .flags import error_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .held import Collection, Held, Mark, Stores, tables_of
@@ -36,7 +41,7 @@ from .owner import Batch, InFlight, Owner
 from .qcomms import codecs_of
 from .reshard import reshard
 from .results import Columns, Rows, pool_in_order
-from .route import Home, Inbound, Outbound, Receiving, Sending, arrange, in_order, route
+from .route import Home, Outbound, Receiving, Sending, route
 from .routes import REPLICA, ROWS, Routes, Table, plan_routes
 from .stages import Staged
 from .state import States, publish_weights, take_weights
@@ -90,9 +95,11 @@ class ShardedCollection(nn.Module, Staged):
         held = Held(routes, env.rank, device, self._policy, stores)
         held.adopt(module, marks, self._exchange)
         self._settle(routes, number, held)
+        # batches that left ahead: a forward takes its own from here
+        self.expected = Expected()
         self.add_module(self._children_name, held.children())
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
-        self._fused_optimizer = ShardedFusedOptimizer(held, self.states, self._children_name)
+        self._fused_optimizer = ShardedFusedOptimizer(self._owner, self.states, self._children_name)
         self.register_state_dict_post_hook(publish_weights)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(take_weights)  # type: ignore[no-untyped-call]
 
@@ -111,7 +118,7 @@ class ShardedCollection(nn.Module, Staged):
         me = self._env.rank
         self._routes, self._fingerprint, self._held = routes, number, held
         self._most_groups = max(len(serving.groups) for serving in routes.serving)
-        self._local = Exchange(self._env.local_group()) if routes.has_host_sums else None
+        self._local = Exchange(self._env.local_group(), self._exchange) if routes.has_host_sums else None
         self._owner = Owner(routes, me, held, self._exchange, self._local, self._codec)
         self._columns = Columns(routes, me) if self._pooled else None
         self._rows = Rows(routes)
@@ -144,6 +151,12 @@ class ShardedCollection(nn.Module, Staged):
         """Where this rank's tables are."""
         return self._held.device
 
+    def name_exchanges(self, path: str) -> None:
+        """Have a failure in an exchange name this collection by its path in the model."""
+        for exchange in (self._exchange, self._local):
+            if exchange is not None:
+                exchange.label = f" of {path!r}" if path else ""
+
     @property
     def collectives(self) -> int:
         """Collectives called so far."""
@@ -163,7 +176,7 @@ class ShardedCollection(nn.Module, Staged):
         return [self.parameter_name(table.name) for table in self._routes.tables if table.name not in dense]
 
     def begin(self, features: KeyedJaggedTensor | Exception) -> InFlight:
-        """Send the batch's ids to the ranks that serve them, and take theirs.
+        """Send the batch's ids to the ranks that serve them, and take theirs; or take what is expected for this call.
 
         An exception in the place of the batch, say of what prepares it on this rank, is raised on all ranks.
 
@@ -172,6 +185,14 @@ class ShardedCollection(nn.Module, Staged):
                 describes. All ranks raise in this step, with the message and number of the first failing rank.
             RuntimeError: a rank failed otherwise, or ranks disagree on the plan or on gradients being enabled.
         """
+        departure = self._take(features) if len(self.expected) else None
+        if departure is None:
+            departure = self.depart(features)
+            self.send_ids(departure)
+        return self.arrive(departure)
+
+    def depart(self, features: KeyedJaggedTensor | Exception) -> Departure:
+        """Route the batch and tell all ranks what they will get, or what is wrong with it; waits for nobody."""
         update = torch.is_grad_enabled()
         self._held.follow_freezing()
         number = self._fingerprint
@@ -180,23 +201,65 @@ class ShardedCollection(nn.Module, Staged):
             number = (number + self._held.frozen_tables()) % 2**63
         outbound: Outbound | None = None
         batch: Batch | None = None
-        told: Sequence[header.Sizes] | Exception
+        mine: Sequence[header.Sizes] | Exception
         try:
             batch, outbound = self._prepare(features, update)
-            told = self._sizes(outbound)
+            mine = self._sizes(outbound)
         except Exception as error:
-            told = error
+            mine = error
         learned = outbound is not None and outbound.weights is not None and outbound.weights.requires_grad
-        heads = header.tell(
-            self._exchange, self._held.device, told, wants=header.Wants(update, learned), fingerprint=number,
+        told = header.tell(
+            self._exchange, self._held.device, mine, wants=header.Wants(update, learned), fingerprint=number,
             groups=self._most_groups,
         )  # fmt: skip
-        # where they are missing every rank has raised
-        assert outbound is not None and batch is not None
-        flight = InFlight(outbound, self._receive(outbound, heads, update), heads, update, batch)
-        if self._id_maps:
-            self._owner.translate(flight, self._id_maps)
-        return flight
+        return Departure(outbound, batch, update, self._receiving[update], told)
+
+    def send_ids(self, departure: Departure) -> None:
+        """Wait for the sizes of all ranks and send the ids off. Raises as `begin`; does nothing the second time."""
+        if departure.heads:
+            return
+        heads, out, receiving = departure.told.hear(), departure.outbound, departure.receiving
+        # where it is missing every rank has raised
+        assert out is not None
+        departure.heads = heads
+        departure.sizes = [receiving.elements(head.sizes.batch, head.sizes.ids) for head in heads]
+        if self._exchange.world_size > 1:
+            departure.ids = self._exchange.ids(out.blocks(), departure.sizes)
+
+    def arrive(self, departure: Departure) -> InFlight:
+        """Wait for the ids of all ranks: the batch is here, ready to be looked up. The same flight the second time."""
+        if departure.flight is None:
+            out, batch = departure.outbound, departure.batch
+            assert out is not None and batch is not None
+            departure.flight = InFlight(out, departure.received(), departure.heads, departure.update, batch)
+            if self._id_maps:
+                self._owner.translate(departure.flight, self._id_maps)
+        return departure.flight
+
+    def prefetch(self, flight: InFlight) -> bool:
+        """Bring the rows that the batch asks for into the slots of their stores, before the lookup.
+
+        The update of the batch before may still come: rows are read by the lookup. False where a store has no room as
+        long as the leases of that batch last; the lookup then asks once more.
+        """
+        return self._owner.prefetch(flight)
+
+    def drop(self, departure: Departure) -> None:
+        """Let a batch go that no forward will take."""
+        departure.drop(self._owner)
+
+    def _take(self, features: KeyedJaggedTensor | Exception) -> Departure | None:
+        """What is expected for a call with these features."""
+        departure, update = self.expected.pop(features), torch.is_grad_enabled()
+        if departure is None:
+            return None
+        if departure.update != update or departure.receiving is not self._receiving[update]:
+            # it left for another kind of step, or under another plan
+            self.drop(departure)
+            return None
+        # tables may have been frozen since it left
+        self._held.follow_freezing()
+        return departure
 
     def look_up(self, flight: InFlight) -> None:
         """Find the rows that were asked for and send them off; `finish` takes them. Does nothing the second time."""
@@ -246,7 +309,7 @@ class ShardedCollection(nn.Module, Staged):
         if any(flight.pending.flags):
             error = error_of(flight.pending.flags, self._routes, self._codec)
             assert error is not None
-            raise error
+            raise agreed(error)
         home = self._at_home(flight, dense=False) if self._routes.replicas else {}
         if self._columns is None:
             found = self._rows.put_together(flight.outbound, received, flight.result_sizes, home)
@@ -326,20 +389,6 @@ class ShardedCollection(nn.Module, Staged):
             returned = sum(counts[: self._routes.serving[rank].returned])
             found.append(header.Sizes(out.batch, sum(counts), returned, groups))
         return found
-
-    def _receive(self, out: Outbound, heads: Sequence[header.Head], update: bool) -> Inbound:
-        receiving = self._receiving[update]
-        batches, ids_from, sizes, groups = [], [], [], []
-        for head in heads:
-            batches.append(head.sizes.batch)
-            ids_from.append(head.sizes.ids)
-            groups.append(head.sizes.ids_to_groups)
-            sizes.append(receiving.elements(head.sizes.batch, head.sizes.ids))
-        to_groups = list(map(sum, zip(*groups, strict=True)))[: receiving.groups]
-        if self._exchange.world_size == 1:
-            weights = None if out.weights is None else out.weights.detach()
-            return in_order(out.ids, [out.lengths], weights, receiving, batches, to_groups)
-        return arrange(self._exchange.ids(out.blocks(), sizes), receiving, batches, ids_from, to_groups)
 
     def _prepare(self, features: KeyedJaggedTensor | Exception, update: bool) -> tuple[Batch, Outbound]:
         if isinstance(features, Exception):
@@ -434,6 +483,11 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        learned = any(ctx.needs_input_grad[3:])
-        sent, at_home = ctx.collection._update(ctx.flight, *grad_outputs, learned=learned)
+        learned, watch = any(ctx.needs_input_grad[3:]), ctx.collection._exchange.watch
+        try:
+            sent, at_home = ctx.collection._update(ctx.flight, *grad_outputs, learned=learned)
+        except BaseException as error:
+            if watch is not None:
+                watch.meet(error, "in backward")
+            raise
         return None, None, None, sent, *at_home

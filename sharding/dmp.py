@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._version import __version__
@@ -15,6 +17,7 @@ from shardwise.planner import balanced_table_wise
 from .data_parallel_wrapper import DataParallelWrapper, DefaultDataParallelWrapper
 from .dense import materialize, move
 from .env import ShardingEnv, default_env
+from .exchange import hang_up
 from .generators import construct_module_sharding_plan, data_parallel, table_wise
 from .plan import EmbeddingModuleShardingPlan, ShardingPlan
 from .planned import (
@@ -30,6 +33,7 @@ from .reshard import changes_of, reshard_by_plan
 from .sharders import ModuleSharder, get_default_sharders
 from .state import check_weights
 from .unwrap import copy_to_device, get_unwrapped_module
+from .watch import watch_over
 
 
 class DistributedModelParallel(nn.Module):
@@ -52,6 +56,9 @@ class DistributedModelParallel(nn.Module):
             values before `init_data_parallel()`. Tables are always initialised.
         data_parallel_wrapper: what wraps dense layers; by default `DefaultDataParallelWrapper()`.
         model_tracker_configs: not served.
+        timeout_s: seconds that this rank waits for others in an exchange before it raises RankFailure; None leaves it
+            to the process group's own timeout, which is never changed. Of all models of a process group, the last one
+            made says how long.
 
     Raises:
         RuntimeError: there is no process group, or ranks hold different plans, tables or versions of shardwise.
@@ -71,6 +78,7 @@ class DistributedModelParallel(nn.Module):
         init_parameters: bool = True,
         data_parallel_wrapper: DataParallelWrapper | None = None,
         model_tracker_configs: object | None = None,
+        timeout_s: float | None = 60,
     ) -> None:
         super().__init__()
         if model_tracker_configs is not None:
@@ -91,6 +99,7 @@ class DistributedModelParallel(nn.Module):
         self._init_parameters = init_parameters
         self._data_parallel_wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         self._is_data_parallel = False
+        self._watch = watch_over(self._groups(), timeout_s, hang_up)
         places = find_places(module, self._sharders, plan, self._env_of)
         self._plan = agree_on_plan(
             places, plan, self._device, self._env.data_parallel_group, balanced_plan(self._device.type),
@@ -99,6 +108,8 @@ class DistributedModelParallel(nn.Module):
         warn_of_default_optimizer(places, self._plan, stacklevel=2)
         self._dmp_wrapped_module = shard_places(module, places, self._plan, self._device)
         self._sharded = sharded_collections(self._dmp_wrapped_module)
+        for path, sharded in self._sharded.items():
+            sharded.name_exchanges(path)
         if init_parameters:
             materialize(self._dmp_wrapped_module, self._device, stacklevel=3)
         move(self._dmp_wrapped_module, self._device)
@@ -153,8 +164,25 @@ class DistributedModelParallel(nn.Module):
         return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on this rank's batch; all ranks must call it the same number of times."""
-        return self._dmp_wrapped_module(*args, **kwargs)
+        """The model's forward on this rank's batch; all ranks must call it the same number of times.
+
+        Raises:
+            RankFailure: another rank failed, ended or did not come.
+        """
+        try:
+            return self._dmp_wrapped_module(*args, **kwargs)
+        except BaseException as error:
+            if self._watch is not None:
+                self._watch.meet(error, "in forward")
+            raise
+
+    def watched(self, where: str = "in a step") -> AbstractContextManager[None]:
+        """`with model.watched():` around a step tells all ranks of whatever is raised in it.
+
+        What `forward` and tables raise in the backward is told anyway; loss, optimizer and your own code are not, nor
+        is an average of dense gradients that ended because of another rank a RankFailure. `where` is what others read.
+        """
+        return nullcontext() if self._watch is None else self._watch.over(where)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -231,11 +259,16 @@ class DistributedModelParallel(nn.Module):
         """
         found = changes_of(changed_shard_to_params, sharded_module_fqn, list(self._sharded))
         for path, (_, changes) in found.items():
-            reshard_by_plan(self._sharded[path], changes, resplit=resplit)
+            with self.watched("in reshard"):
+                reshard_by_plan(self._sharded[path], changes, resplit=resplit)
             if path in self._plan.plan:
                 merged = EmbeddingModuleShardingPlan({**self._plan.plan[path], **changes})
                 self._plan = ShardingPlan({**self._plan.plan, path: merged})
         return sum(float(volume) for volume, _ in found.values())
+
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        """The process groups that a failure ends, all ranks first."""
+        return [self._env.data_parallel_group, self._env.process_group]
 
     def _env_of(self, kind: type[nn.Module]) -> ShardingEnv:
         """The ranks over which modules of a class are sharded."""

@@ -48,7 +48,7 @@ class DMPCollection(DistributedModelParallel):
     parallel over all ranks, and replicas begin with the tables of the first. On the CPU as on GPUs.
 
     Args:
-        module, device, sharders, init_data_parallel, init_parameters, data_parallel_wrapper: as
+        module, device, sharders, init_data_parallel, init_parameters, data_parallel_wrapper, timeout_s: as
             `DistributedModelParallel`.
         plan: made for `sharding_group_size` ranks: rank r of it is the r-th of each group. It is not changed (TorchRec
             renumbers its ranks).
@@ -87,6 +87,7 @@ class DMPCollection(DistributedModelParallel):
         submodule_configs: list[DMPCollectionConfig] | None = None,
         rs_awaitable_hook_module: str | None = None,
         use_sharded_relay: bool = False,
+        timeout_s: float | None = 60,
     ) -> None:
         if rs_awaitable_hook_module is not None:
             raise ValueError("rs_awaitable_hook_module: sharding_strategy FULLY_SHARDED is not served, leave it None")
@@ -104,8 +105,9 @@ class DMPCollection(DistributedModelParallel):
         self._custom_all_reduce = custom_all_reduce
         parts = [plan, *(one.plan for one in submodule_configs or [])]
         super().__init__(
-            module, env, device, _joined(parts), sharders, init_data_parallel, init_parameters, data_parallel_wrapper
-        )
+            module, env, device, _joined(parts), sharders, init_data_parallel, init_parameters, data_parallel_wrapper,
+            timeout_s=timeout_s,
+        )  # fmt: skip
         self._replicas = [(one, _env_of_sharded(one)) for one in self._sharded.values()]
         exchanges = {id(env): Exchange(env.replica_pg) for _, env in self._replicas}
         self._exchanges = exchanges
@@ -120,11 +122,12 @@ class DMPCollection(DistributedModelParallel):
         One all-reduce for each dtype of weights, and one of states. All ranks call this together, after a step.
         Replicas have equal bits afterwards, but for states if these are left out.
         """
-        for env in {id(env): env for _, env in self._replicas}.values():
-            mine = [one for one, env_of_one in self._replicas if env_of_one is env]
-            self._average([tensor for one in mine for tensor in _weights(one)], env)
-            if include_optimizer_state:
-                self._average([tensor for one in mine for tensor in _states(one)], env)
+        with self.watched("in sync"):
+            for env in {id(env): env for _, env in self._replicas}.values():
+                mine = [one for one, env_of_one in self._replicas if env_of_one is env]
+                self._average([tensor for one in mine for tensor in _weights(one)], env)
+                if include_optimizer_state:
+                    self._average([tensor for one in mine for tensor in _states(one)], env)
 
     def set_all_reduce_hook(self, reduce_hook: AllReduce) -> None:
         """Let `reduce_hook` average tensors in `sync`, in place: it is called with those of one dtype at a time.
@@ -140,6 +143,10 @@ class DMPCollection(DistributedModelParallel):
             return
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             self._custom_all_reduce([tensor for tensor in tensors if tensor.dtype == dtype])
+
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        envs = [one for one in (self._env, *self._envs_of_classes.values()) if isinstance(one, ShardingEnv2D)]
+        return [*super()._groups(), *(pg for one in envs for pg in (one.sharding_pg, one.replica_pg))]
 
     def _env_of(self, kind: type[nn.Module]) -> ShardingEnv:
         return self._envs_of_classes.get(kind, self._env)

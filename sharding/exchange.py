@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,37 +20,40 @@ from torch import Tensor
 
 from .buffers import Buffers
 from .codecs import FP32, Codec, FormatCodec
+from .watch import SLICE, Watch, watch_of
 
 
 class Exchange:
     """The collectives between the ranks of a process group; `calls` counts them, `sent` the bytes that left this rank.
 
-    One rank exchanges nothing: everything comes back as it was.
+    One rank exchanges nothing: everything comes back as it was. Where a watch is over the group, or over that of the
+    exchange `beside`, a rank that fails or does not come is a RankFailure; `label` says whose exchanges these are.
     """
 
-    def __init__(self, pg: dist.ProcessGroup | None) -> None:
+    def __init__(self, pg: dist.ProcessGroup | None, beside: Exchange | None = None) -> None:
         self._pg = pg
+        self.label: str = "" if beside is None else beside.label
+        self.watch: Watch | None = watch_of(pg)
+        if beside is not None and beside.watch is not None and pg is not None:
+            self.watch = beside.watch
+            self.watch.cover(pg)
         self.world_size = 1 if pg is None else dist.get_world_size(pg)
         self.rank = 0 if pg is None else dist.get_rank(pg)
         self.calls = self.sent = 0
         self.buffers = Buffers()
 
-    def headers(self, mine: Tensor) -> Tensor:
-        """Row d of `mine` [W, H] int64 goes to rank d; row r of the result came from rank r."""
-        return self._all_to_all(mine.flatten(), None, None).wait().view_as(mine)
+    def headers(self, mine: Tensor) -> Pending:
+        """Row d of `mine` [W, H] int64 goes to rank d; row r of what comes, [W, H] too, is from rank r."""
+        return self._all_to_all(mine, None, None, "headers")
 
-    def ids(self, blocks: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
-        """Send the int32 tensors `blocks[d]` to rank d, one after another; `sizes[r]` numbers come from rank r.
-
-        Returns what came from each rank.
-        """
+    def ids(self, blocks: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Pending:
+        """Send the int32 tensors `blocks[d]` to rank d, one after another; `sizes[r]` numbers come from rank r."""
         pieces: list[Tensor] = []
         send_sizes = []
         for block in blocks:
             pieces += block
             send_sizes.append(sum(map(len, block)))
-        came = self._all_to_all(torch.cat(pieces), send_sizes, list(sizes)).wait()
-        return list(torch.split(came, list(sizes)))
+        return self._all_to_all(torch.cat(pieces), send_sizes, list(sizes), "ids")
 
     def rows(
         self,
@@ -58,6 +63,7 @@ class Exchange:
         *,
         codec: Codec | None = None,
         flag: int | None = None,
+        what: str = "rows",
     ) -> Pending:
         """Send `send_sizes[d]` numbers of the flat fp32 tensor to each rank d; `sizes[r]` come from rank r.
 
@@ -65,7 +71,7 @@ class Exchange:
         is told it, and `flags` of the result has those of all ranks: 0 says that all is well.
         """
         if codec is None and flag is None:
-            return self._all_to_all(send, list(send_sizes), list(sizes))
+            return self._all_to_all(send, list(send_sizes), list(sizes), what)
         if self.world_size == 1:
             return Pending(send, flags=[flag or 0])
         coding = codec or FormatCodec(FP32)
@@ -75,7 +81,7 @@ class Exchange:
             said = torch.tensor([flag], dtype=torch.int32, device="cpu").to(send.device).view(torch.uint8)
             data = torch.cat([part for block in torch.split(data, data_sizes) for part in (block, said)])
             data_sizes, came = [size + 4 for size in data_sizes], [size + 4 for size in came]
-        pending = self._all_to_all(data, data_sizes, came)
+        pending = self._all_to_all(data, data_sizes, came, what)
         pending.decoding = _Decoding(coding, list(sizes), came, flag is not None)
         return pending
 
@@ -89,7 +95,7 @@ class Exchange:
         flag: int | None = None,
     ) -> Pending:
         """The transpose of `rows`: gradients travel against the rows, from who received to who sent."""
-        return self.rows(send, send_sizes, sizes, codec=codec, flag=flag)
+        return self.rows(send, send_sizes, sizes, codec=codec, flag=flag, what="row gradients")
 
     def numbers(
         self, send: Tensor, send_sizes: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -99,7 +105,10 @@ class Exchange:
         Without sizes all are equal. What no gradient belongs to: ids, lengths, counts.
         """
         return self._all_to_all(
-            send, None if send_sizes is None else list(send_sizes), None if sizes is None else list(sizes)
+            send,
+            None if send_sizes is None else list(send_sizes),
+            None if sizes is None else list(sizes),
+            "numbers",
         )
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -108,8 +117,8 @@ class Exchange:
             assert self._pg is not None
             self.calls += 1
             lent = _Lent(tensor)
-            dist.broadcast(lent.aliases[0], dist.get_global_rank(self._pg, 0), group=self._pg)
-            Pending(tensor, lent=lent).wait()
+            work = dist.broadcast(lent.aliases[0], dist.get_global_rank(self._pg, 0), group=self._pg, async_op=True)
+            Pending(tensor, work, lent, watch=self.watch, what=f"first values{self.label}").wait()
 
     def mean(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite each tensor by its mean over the ranks: one all-reduce for each dtype, equal bits on all ranks.
@@ -127,8 +136,8 @@ class Exchange:
             self.calls += 1
             self.sent += total.numel() * total.element_size()
             lent = _Lent(total)
-            dist.all_reduce(lent.aliases[0], group=self._pg)
-            Pending(total, lent=lent).wait()
+            work = dist.all_reduce(lent.aliases[0], group=self._pg, async_op=True)
+            Pending(total, work, lent, watch=self.watch, what=f"means{self.label}").wait()
             total.div_(self.world_size)
             for tensor, part in zip(mine, torch.split(total.flatten(), [t.numel() for t in mine]), strict=True):
                 if tensor.data_ptr() != part.data_ptr():
@@ -144,20 +153,33 @@ class Exchange:
         dist.broadcast_object_list(found, dist.get_global_rank(self._pg, rank), group=self._pg)
         return found[0]
 
-    def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None) -> Pending:
+    def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None, what: str) -> Pending:
         if self.world_size == 1:
             return Pending(send)
         self.calls += 1
         self.sent += send.numel() * send.element_size()
         size = send.shape[0] if sizes is None else sum(sizes)
         rows = send.dtype is torch.float32
-        received = self.buffers.take(size, send.device) if rows else send.new_empty(size)
+        received = self.buffers.take(size, send.device) if rows else send.new_empty(size, *send.shape[1:])
         lent = _Lent(received, send)
         into, out_of = lent.aliases
         work = dist.all_to_all_single(into, out_of, sizes, send_sizes, group=self._pg, async_op=True)
-        return Pending(received, work, lent)
+        return Pending(received, work, lent, watch=self.watch, what=what + self.label)
 
 
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections in a group: its collectives end with an error, here and on their other ends."""
+    with suppress(RuntimeError):
+        if "gloo" in str(dist.get_backend_config(group)):
+            # gloo's abort closes nothing, but a receive that is late closes all pairs of its group
+            nobody = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+            group.recv([torch.empty(1, device="cpu")], nobody, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group)):
+            group._get_backend(torch.device("cuda")).abort()
+
+
+# a tag that no message has
+_NEVER_SENT = 0x5EED
 # aliases that are looked through at a time
 _MOST_LENT = 64
 
@@ -185,19 +207,41 @@ class Pending:
     """Numbers on their way to this rank; `flags` of all ranks once they are here."""
 
     def __init__(
-        self, received: Tensor, work: Any = None, lent: _Lent | None = None, flags: Sequence[int] = ()
+        self,
+        received: Tensor,
+        work: Any = None,
+        lent: _Lent | None = None,
+        flags: Sequence[int] = (),
+        *,
+        watch: Watch | None = None,
+        what: str = "",
     ) -> None:
         self._received, self._lent = received, lent
         self._work: Any = work
+        self._watch, self._what = watch, what
         self.flags = list(flags)
         self.decoding: _Decoding | None = None
 
     def wait(self) -> Tensor:
-        """What came, once it is here."""
+        """What came, once it is here.
+
+        Raises:
+            RankFailure: a rank failed, ended or did not come in time.
+        """
         lent, self._lent = self._lent, None
         if lent is not None:
-            if self._work is not None:
-                self._work.wait()
+            watch = self._watch
+            if watch is None:
+                if self._work is not None:
+                    self._work.wait()
+            else:
+                watch.at, watch.waits = self._what, watch.waits + 1
+                try:
+                    # NCCL's wait is for the stream, and with a limit it would be for the host
+                    self._work.wait(SLICE) if self._received.is_cpu else self._work.wait()
+                except RuntimeError as error:
+                    watch.hold(self._work, error)
+                watch.at, watch.last = None, self._what
             # the transfer is over: what is left to wait for needs no memory
             for tensor in lent.aliases:
                 tensor.set_(tensor.new_empty(0).untyped_storage())

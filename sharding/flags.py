@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .codecs import Codec
+from .failures import agreed
 from .routes import Routes
 
 _KEPT = "no table of its collection changed"
@@ -75,7 +76,7 @@ def raise_after_backward(error: Exception) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
 
     def fail() -> None:
-        raise error
+        raise agreed(error)
 
     # a callback that is added by a callback comes after those of others
     engine.queue_callback(lambda: engine.queue_callback(fail))

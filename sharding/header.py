@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import torch
 
-from .exchange import Exchange
+from .exchange import Exchange, Pending
+from .failures import agreed
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, 
     global _agreements
     mine = 0 if made is None else made[1]
     told = [Sizes(_agreements, 0, 0, ())] * exchange.world_size
-    heads = tell(exchange, device, failure or told, wants=Wants(), fingerprint=mine, groups=0)
+    heads = tell(exchange, device, failure or told, wants=Wants(), fingerprint=mine, groups=0).hear()
     assert made is not None
     number = max(head.sizes.batch for head in heads)
     _agreements = number + 1
@@ -93,33 +94,49 @@ def tell(
     wants: Wants,
     fingerprint: int,
     groups: int,
-) -> list[Head]:
-    """Tell every rank what it will get from this one, or that this one cannot go on, and hear the same from them.
+) -> Told:
+    """Tell every rank what it will get from this one, or that this one cannot go on; waits for nobody.
 
     `groups` is the most groups that any rank has.
-
-    Raises:
-        As `raise_failures`.
     """
     failure = mine if isinstance(mine, Exception) else None
-    if exchange.world_size == 1 and failure is not None:
-        raise failure
     sizes = [_NOTHING] * exchange.world_size if isinstance(mine, Exception) else mine
     status = _WELL if failure is None else _status(failure)
     sent = pack(sizes, status, wants=wants, fingerprint=fingerprint, groups=groups)
-    # host sync, the only one that waits for other ranks: the sizes of what comes, and whether all are well
-    rows = exchange.headers(torch.tensor(sent, device="cpu").to(device)).tolist()
-    heads, failed, differ = unpack(rows), False, False
-    for row in rows:
-        failed |= row[_STATUS] != _WELL
-        differ |= row[:_SHARED] != sent[0][:_SHARED]
-    if failed:
-        said = pack_text(failure, exchange.world_size)
-        texts = unpack_texts(exchange.headers(torch.tensor(said, device="cpu").to(device)).tolist())
-        raise_failures(heads, texts, failure)
-    if differ:
-        raise_differences(rows, sent[0])
-    return heads
+    return Told(exchange, device, failure, sent, exchange.headers(torch.tensor(sent, device="cpu").to(device)))
+
+
+@dataclass(frozen=True)
+class Told:
+    """What this rank told the others, while theirs is on its way."""
+
+    exchange: Exchange
+    device: torch.device
+    failure: Exception | None
+    sent: list[list[int]]
+    pending: Pending
+
+    def hear(self) -> list[Head]:
+        """What every rank told this one.
+
+        Raises:
+            As `raise_failures` and `raise_differences`.
+        """
+        failure = self.failure
+        if self.exchange.world_size == 1 and failure is not None:
+            raise failure
+        # host sync, the only one that waits for other ranks: the sizes of what comes, and whether all are well
+        rows = self.pending.wait().tolist()
+        heads, failed, differ = unpack(rows), False, False
+        for row in rows:
+            failed |= row[_STATUS] != _WELL
+            differ |= row[:_SHARED] != self.sent[0][:_SHARED]
+        if failed:
+            said = torch.tensor(pack_text(failure, self.exchange.world_size), device="cpu").to(self.device)
+            raise_failures(heads, unpack_texts(self.exchange.headers(said).wait().tolist()), failure)
+        if differ:
+            raise_differences(rows, self.sent[0])
+        return heads
 
 
 def pack(sizes: Sequence[Sizes], status: int, *, wants: Wants, fingerprint: int, groups: int) -> list[list[int]]:
@@ -161,7 +178,7 @@ def raise_failures(heads: Sequence[Head], texts: Sequence[str], failure: Excepti
     """
     for rank, (head, text) in enumerate(zip(heads, texts, strict=True)):
         if head.status != _WELL:
-            raise _ERRORS[head.status](f"rank {rank}: {text}") from failure
+            raise agreed(_ERRORS[head.status](f"rank {rank}: {text}")) from failure
 
 
 def raise_differences(rows: Sequence[Sequence[int]], mine: Sequence[int]) -> None:
@@ -173,7 +190,7 @@ def raise_differences(rows: Sequence[Sequence[int]], mine: Sequence[int]) -> Non
     for number, what in enumerate(shared):
         other = [rank for rank, row in enumerate(rows) if row[number] != mine[number]]
         if other:
-            raise RuntimeError(f"ranks {other} differ from this one in {what}")
+            raise agreed(RuntimeError(f"ranks {other} differ from this one in {what}"))
 
 
 def _status(failure: Exception) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 
 from shardwise.jagged import KeyedJaggedTensor
 
-from .awaitable import Awaitable, LazyAwaitable, NoWait
+from .awaitable import Awaitable, LazyAwaitable
+from .departure import Departure
 from .owner import InFlight
 
 
@@ -23,12 +24,44 @@ class StepContext:
         self.flight: InFlight | None = None
 
 
+class SizesAwaitable(Awaitable[Awaitable[InFlight]]):
+    """Sizes of all ranks that are on their way; the ids leave once they are here."""
+
+    def __init__(self, module: Staged, departure: Departure, ctx: StepContext) -> None:
+        super().__init__()
+        self._module, self._departure, self._ctx = module, departure, ctx
+
+    def _wait_impl(self) -> Awaitable[InFlight]:
+        self._module.send_ids(self._departure)
+        return IdsAwaitable(self._module, self._departure, self._ctx)
+
+
+class IdsAwaitable(Awaitable[InFlight]):
+    """Ids of all ranks that are on their way."""
+
+    def __init__(self, module: Staged, departure: Departure, ctx: StepContext) -> None:
+        super().__init__()
+        self._module, self._departure, self._ctx = module, departure, ctx
+
+    def _wait_impl(self) -> InFlight:
+        self._ctx.flight = self._module.arrive(self._departure)
+        return self._ctx.flight
+
+
 class Staged(abc.ABC):
-    """The stages, over `begin`, `look_up` and `lazily` of a module."""
+    """The stages, over `depart`, `send_ids`, `arrive`, `look_up` and `lazily` of a module."""
 
     @abc.abstractmethod
-    def begin(self, features: KeyedJaggedTensor | Exception) -> InFlight:
-        """Send the batch's ids, and take those of other ranks."""
+    def depart(self, features: KeyedJaggedTensor | Exception) -> Departure:
+        """Tell all ranks the batch's sizes."""
+
+    @abc.abstractmethod
+    def send_ids(self, departure: Departure) -> None:
+        """Wait for the sizes of all ranks, and send ids."""
+
+    @abc.abstractmethod
+    def arrive(self, departure: Departure) -> InFlight:
+        """Wait for the ids of all ranks."""
 
     @abc.abstractmethod
     def look_up(self, flight: InFlight) -> None:
@@ -47,9 +80,11 @@ class Staged(abc.ABC):
         return StepContext()
 
     def input_dist(self, ctx: StepContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[InFlight]]:
-        """Send the batch's ids: the first wait is for sizes, the second for ids. As `begin`, which waits for both."""
-        ctx.flight = self.begin(features)
-        return NoWait(NoWait(ctx.flight))
+        """Send the batch's sizes: the first wait is for those of all ranks, and sends ids; the second is for ids.
+
+        Raises nothing; the first wait raises as `begin`.
+        """
+        return SizesAwaitable(self, self.depart(features), ctx)
 
     def compute(self, ctx: StepContext, dist_input: InFlight) -> InFlight:
         """Look up what all ranks asked this one for, and send the rows off."""

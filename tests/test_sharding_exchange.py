@@ -37,7 +37,7 @@ def blocks_and_rows(seed: int) -> tuple[bool, float, float, int]:
         return [numbers((seed + 3 * source + 5 * target) % 7, source), numbers(source * target % 3, target)]
 
     sizes_of = [sum(t.shape[0] for t in block(r, rank)) for r in range(world)]
-    received = exchange.ids([block(rank, r) for r in range(world)], sizes_of)
+    received = torch.split(exchange.ids([block(rank, r) for r in range(world)], sizes_of).wait(), sizes_of)
     same = all(torch.equal(torch.cat(block(r, rank)), received[r]) for r in range(world))
 
     generator = torch.Generator().manual_seed(seed * 10 + rank)
@@ -106,8 +106,8 @@ class Heard(Exchange):
         super().__init__(None)
         self._said, self.world_size = list(said), len(said[0])
 
-    def headers(self, mine: Tensor) -> Tensor:
-        return torch.tensor(self._said.pop(0))
+    def headers(self, mine: Tensor) -> Pending:
+        return Pending(torch.tensor(self._said.pop(0)))
 
 
 def row_of(sizes: header.Sizes, status: int = WELL, **changed: Any) -> list[int]:
@@ -116,7 +116,7 @@ def row_of(sizes: header.Sizes, status: int = WELL, **changed: Any) -> list[int]
 
 def test_a_header_tells_each_rank_its_sizes() -> None:
     sizes = [header.Sizes(7, 6, 5, [1, 2, 3]), header.Sizes(8, 4, 4, [4]), header.Sizes(0, 0, 0, [])]
-    heads = header.tell(Heard(header.pack(sizes, WELL, **FACTS)), CPU, [NOTHING] * 3, **FACTS)
+    heads = header.tell(Heard(header.pack(sizes, WELL, **FACTS)), CPU, [NOTHING] * 3, **FACTS).hear()
     assert [list(head.sizes.ids_to_groups) for head in heads] == [[1, 2, 3], [4, 0, 0], [0, 0, 0]]
     assert [(head.sizes.batch, head.sizes.ids, head.sizes.returned) for head in heads] == [
         (7, 6, 5),
@@ -136,7 +136,7 @@ def test_a_header_tells_each_rank_its_sizes() -> None:
 def test_ranks_that_differ_are_named(changed: dict[str, Any], what: str) -> None:
     heard = Heard([row_of(NOTHING), row_of(NOTHING, **changed)])
     with pytest.raises(RuntimeError, match=rf"^ranks \[1\] differ from this one in .*{what}"):
-        header.tell(heard, CPU, [NOTHING] * 2, **FACTS)
+        header.tell(heard, CPU, [NOTHING] * 2, **FACTS).hear()
 
 
 @settings(deadline=None)
@@ -163,7 +163,7 @@ def test_a_failure_keeps_its_type_and_names_its_rank(failure: Exception, kind: t
     said = [*header.pack_text(None, 1), *header.pack_text(failure, 1)]
     heard = Heard([row_of(NOTHING), row_of(NOTHING, header._status(failure))], said)
     with pytest.raises(Exception) as raised:
-        header.tell(heard, CPU, [NOTHING] * 2, **FACTS)
+        header.tell(heard, CPU, [NOTHING] * 2, **FACTS).hear()
     assert type(raised.value) is kind
     assert raised.value.args == (text,)
 
@@ -171,7 +171,7 @@ def test_a_failure_keeps_its_type_and_names_its_rank(failure: Exception, kind: t
 def test_a_process_alone_raises_its_own_exception() -> None:
     failure = ZeroDivisionError("by zero")
     with pytest.raises(ZeroDivisionError) as raised:
-        header.tell(Exchange(None), CPU, failure, **FACTS)
+        header.tell(Exchange(None), CPU, failure, **FACTS).hear()
     assert raised.value is failure
 
 

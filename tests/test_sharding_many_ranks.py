@@ -312,11 +312,11 @@ class Recorded(Exchange):
         meeting, rank, self.log = place
         self._meeting, self.world_size, self.rank = meeting, len(meeting.ranks), meeting.ranks.index(rank)
 
-    def headers(self, mine: Tensor) -> Tensor:
+    def headers(self, mine: Tensor) -> Pending:
         self.log.append(f"headers among {self.world_size}")
         return super().headers(mine)
 
-    def ids(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+    def ids(self, *args: Any, **kwargs: Any) -> Pending:
         self.log.append(f"ids among {self.world_size}")
         return super().ids(*args, **kwargs)
 

@@ -2,10 +2,13 @@
 
     python examples/dlrm/train.py
     torchrun --nproc_per_node=2 examples/dlrm/train.py --data <MovieLens folder>
+    torchrun --standalone --nproc_per_node=2 --max-restarts=100 examples/dlrm/train.py --pipeline sparse_dist \
+        --checkpoint-dir runs/1/checkpoints --checkpoint-every 1000 --resume --metrics runs/1/metrics.jsonl
 
-Every rank takes its slice of the same global batches, so a run at one rank and a run at two are the same training.
-After each epoch it prints the area under the ROC curve (AUC, higher is better) and the normalized entropy (NE, lower is
-better, 1 is what predicting the mean click rate scores) on samples that are never trained on.
+Every rank takes its slice of the same global batches, so a run at one rank and a run at two are the same training, and
+so is one that was killed and goes on from its last checkpoint. After each epoch it prints the area under the ROC curve
+(AUC, higher is better) and the normalized entropy (NE, lower is better, 1 is what predicting the mean click rate
+scores) on samples that are never trained on.
 """
 
 from __future__ import annotations
@@ -16,47 +19,45 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from tqdm import tqdm
+from model import OPTIMIZERS, build_model, build_optimizer
+from progress import Checkpoints, Progress
+from report import Logger, Report, without_nan
+from torch import Tensor
 
 import shardwise
 from shardwise import (
     CombinedOptimizer,
     DistributedModelParallel,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    KeyedOptimizerWrapper,
-    PoolingType,
-    RowWiseAdagrad,
-    apply_optimizer_in_backward,
-    in_backward_optimizer_filter,
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
 )
 from shardwise.data import Batch, Clicks, Source, open_folder
-from shardwise.models import DLRM, DLRMTrain, auc, normalized_entropy
+from shardwise.models import auc, normalized_entropy
 
-# name -> what updates the tables during backward, and what updates the dense layers
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Callable[..., torch.optim.Optimizer]]] = {
-    "sgd": (torch.optim.SGD, torch.optim.SGD),
-    "adagrad": (torch.optim.Adagrad, torch.optim.Adagrad),
-    "rowwise_adagrad": (RowWiseAdagrad, torch.optim.Adagrad),
-    "adam": (torch.optim.Adam, torch.optim.Adam),
+# name -> what trains on a stream of batches; None is the plain loop
+PIPELINES: dict[str, type[TrainPipelineBase[Any, Any]] | None] = {
+    "none": None,
+    "base": TrainPipelineBase,
+    "sparse_dist": TrainPipelineSparseDist,
+    "prefetch": PrefetchTrainPipelineSparseDist,
 }
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None, logger: Logger | None = None) -> dict[str, Any]:
+    """Trains as the arguments say and returns what `--json` writes; rank 0 gives its metrics to `logger` too."""
     args = parse(argv)
     started_here = not dist.is_initialized()
     device = start(args.device)
     try:
-        return run(args, device)
+        return run(args, device, logger)
     finally:
         if started_here:
             dist.destroy_process_group()
@@ -75,9 +76,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights, and of generated clicks")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--pipeline", choices=PIPELINES, default="none", help="overlaps steps, with the same results")
+    parser.add_argument("--checkpoint-dir", type=Path, default=None, help="save checkpoints there, at ends of epochs")
+    parser.add_argument("--checkpoint-every", type=int, default=None, help="and after every so many steps")
+    parser.add_argument("--checkpoint-async", action="store_true", help="write checkpoints while training goes on")
+    parser.add_argument("--keep-last", type=int, default=3, help="checkpoints to keep")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
+    parser.add_argument("--metrics", type=Path, default=None, help="write metrics to this file, a JSON object a line")
+    parser.add_argument("--log-every", type=int, default=50, help="steps of a line of metrics")
     parser.add_argument("--json", type=Path, default=None, help="write configuration and results to this file")
     args = parser.parse_args(argv)
-    for name in ("epochs", "steps", "batch_size", "dim"):
+    for name in ("epochs", "steps", "batch_size", "dim", "checkpoint_every", "keep_last", "log_every"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
     if not (args.lr > 0 and math.isfinite(args.lr)):
@@ -87,14 +96,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if args.batch_size % ranks:
         parser.error(f"--batch-size {args.batch_size} cannot be shared equally by {ranks} ranks")
-    if args.json is not None:
+    for name in ("checkpoint_every", "checkpoint_async", "resume"):
+        if getattr(args, name) and args.checkpoint_dir is None:
+            parser.error(f"--{name.replace('_', '-')} needs --checkpoint-dir")
+    for name in ("json", "metrics"):
+        path = getattr(args, name)
+        if path is None:
+            continue
         # before training, which would be lost
         try:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            parser.error(f"--json {args.json}: {error}")
-        if args.json.is_dir():
-            parser.error(f"--json {args.json} is a folder, name a file")
+            parser.error(f"--{name} {path}: {error}")
+        if path.is_dir():
+            parser.error(f"--{name} {path} is a folder, name a file")
     return args
 
 
@@ -112,7 +127,7 @@ def start(device_type: str) -> torch.device:
     return device
 
 
-def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def run(args: argparse.Namespace, device: torch.device, logger: Logger | None) -> dict[str, Any]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     say = print if rank == 0 else silent
     source = open_source(args)
@@ -120,31 +135,43 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     optimizer = build_optimizer(model, args)
     say(model.plan)
 
+    checkpoints = Checkpoints(args, source, model, optimizer)
+    progress = checkpoints.resume()
+    if progress.step:
+        say(f"resumed at step {progress.step}, which is step {progress.epoch_step} of epoch {progress.epoch + 1}")
     share: dict[str, int] = {"rank": rank, "world_size": world_size}
-    epochs: list[dict[str, float]] = []
-    for epoch in range(args.epochs):
-        batches = islice(read(source.train(args.batch_size, epoch=epoch, **share)), args.steps)
-        bar = tqdm(batches, desc=f"epoch {epoch + 1}/{args.epochs}", unit=" steps", disable=rank != 0, leave=False)
-        begin = time.perf_counter()
-        loss, steps = train_epoch(model, optimizer, bar, device)
-        seconds = time.perf_counter() - begin
-        if steps == 0:
-            raise SystemExit(f"train.py: the training samples of {args.data} do not fill a batch of {args.batch_size}")
-        logits, labels = evaluate(model, read(source.evaluate(args.batch_size, **share)), device)
-        epochs.append(
-            {
-                "epoch": epoch + 1,
-                "steps": steps,
-                "train_loss": loss,
+    start = {"step": progress.step, "finished_epochs": len(progress.epochs)}
+    total = None if args.steps is None else args.steps * args.batch_size
+    with Report(args.metrics, logger, active=rank == 0, **start) as report:
+        while progress.epoch < args.epochs:
+            begun = {"epoch": progress.epoch, "start_step": progress.epoch_step}
+            batches = read(source.train(args.batch_size, **begun, **share))
+            if args.steps is not None:
+                batches = islice(batches, args.steps - progress.epoch_step)
+            report.begin_epoch(progress.epoch, args.epochs, progress.epoch_step * args.batch_size, total)
+            losses = train_steps(args, model, optimizer, batches, device)
+            train_epoch(args, losses, device, progress, checkpoints, report)
+            report.end_epoch()
+            if progress.epoch_step == 0:
+                short = f"the training samples of {args.data} do not fill a batch of {args.batch_size}"
+                raise SystemExit(f"train.py: {short}")
+            logits, labels = evaluate(model, read(source.evaluate(args.batch_size, **share)), device)
+            done = {
+                "epoch": progress.epoch + 1,
+                "steps": progress.epoch_step,
+                "train_loss": progress.epoch_loss / progress.epoch_step,
                 "test_auc": auc(logits, labels),
                 "test_ne": normalized_entropy(logits, labels),
-                "samples_per_s": steps * args.batch_size / seconds,
-                "seconds": seconds,
+                "samples_per_s": progress.samples_per_s(args.batch_size),
+                "seconds": progress.seconds,
             }
-        )
-        done = epochs[-1]
-        say(f"epoch {epoch + 1}: test AUC {done['test_auc']:.4f}, {done['samples_per_s']:,.0f} samples/s")
+            progress.end_epoch(done)
+            report.write(done, epoch=progress.epoch, step=progress.step)
+            checkpoints.save(progress)
+            say(f"epoch {progress.epoch}: test AUC {done['test_auc']:.4f}, {done['samples_per_s']:,.0f} samples/s")
+        checkpoints.finish()
 
+    epochs = progress.epochs
     say("\n".join(["", "  ".join(f"{name:>13}" for name in epochs[0]), *map(row, epochs)]))
     result: dict[str, Any] = {
         "config": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
@@ -185,60 +212,64 @@ def read(batches: Iterator[Batch]) -> Iterator[Batch]:
         raise SystemExit(f"train.py: {error}") from None
 
 
-def build_model(source: Source, args: argparse.Namespace, device: torch.device) -> DistributedModelParallel:
-    # Seeded weights on the CPU, the same on each rank: sharding keeps them, so the run does not depend on the number of
-    # ranks. Tables too large for one process go on device="meta" instead, and each rank makes its own shards.
-    torch.manual_seed(args.seed)
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t_{feature}",
-            embedding_dim=args.dim,
-            num_embeddings=rows,
-            feature_names=[feature],
-            pooling=PoolingType.MEAN,
-        )
-        for feature, rows in source.feature_rows.items()
-    ]
-    ebc = EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
-    sparse_optimizer, _ = OPTIMIZERS[args.optimizer]
-    apply_optimizer_in_backward(sparse_optimizer, ebc.parameters(), {"lr": args.lr})
-    model = DLRM(
-        ebc,
-        dense_in_features=len(source.dense_names),
-        dense_arch_layer_sizes=[64, args.dim],
-        over_arch_layer_sizes=[16, 1],
-        dense_device=device,
-    )
-    return DistributedModelParallel(DLRMTrain(model), device=device)
-
-
-def build_optimizer(model: DistributedModelParallel, args: argparse.Namespace) -> CombinedOptimizer:
-    """The tables' optimizer, which runs inside backward, and the dense layers' optimizer, as one."""
-    _, dense_optimizer = OPTIMIZERS[args.optimizer]
-    dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())), partial(dense_optimizer, lr=args.lr)
-    )
-    return CombinedOptimizer([model.fused_optimizer, dense])
+def train_steps(
+    args: argparse.Namespace,
+    model: DistributedModelParallel,
+    optimizer: CombinedOptimizer,
+    batches: Iterator[Batch],
+    device: torch.device,
+) -> Iterator[Tensor]:
+    """Trains a step for each batch and yields its loss, the mean over this rank's samples."""
+    model.train()
+    make_pipeline = PIPELINES[args.pipeline]
+    if make_pipeline is None:
+        for batch in batches:
+            optimizer.zero_grad()
+            loss, (detached, _, _) = model(batch.to(device))
+            loss.backward()
+            optimizer.step()
+            yield detached
+    else:
+        pipeline = make_pipeline(model, optimizer, device)
+        while True:
+            try:
+                detached, _, _ = pipeline.progress(batches)
+            except StopIteration:
+                return
+            yield detached
 
 
 def train_epoch(
-    model: nn.Module, optimizer: CombinedOptimizer, batches: Iterable[Batch], device: torch.device
-) -> tuple[float, int]:
-    """The mean loss over all ranks, and the number of steps."""
-    model.train()
-    total, steps = torch.zeros((), device=device), 0
-    for batch in batches:
-        optimizer.zero_grad()
-        loss, (detached, _, _) = model(batch.to(device))
-        loss.backward()
-        optimizer.step()
-        total += detached
-        steps += 1
-    return float(gather((total / max(steps, 1)).reshape(1)).mean()), steps
+    args: argparse.Namespace,
+    losses: Iterator[Tensor],
+    device: torch.device,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    report: Report,
+) -> None:
+    """Trains the rest of an epoch by drawing its `losses`; writes metrics and saves checkpoints on the way."""
+    rank_sum = torch.zeros((), dtype=torch.float64, device=device)
+    begin = time.perf_counter()
+    for loss in losses:
+        rank_sum += loss
+        progress.advance()
+        report.advance(args.batch_size)
+        ends_line, save = progress.step % args.log_every == 0, checkpoints.due(progress.step)
+        if ends_line or save:
+            progress.gather(rank_sum, seconds=time.perf_counter() - begin)
+        if ends_line:
+            rate = progress.samples_per_s(args.batch_size)
+            line = {"loss": progress.end_line(), "lr": args.lr, "samples_per_s": rate}
+            report.write(line, epoch=progress.epoch + 1, step=progress.step)
+        if save:
+            checkpoints.save(progress)
+        if ends_line or save:
+            begin = time.perf_counter()
+    progress.gather(rank_sum, seconds=time.perf_counter() - begin)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterator[Batch], device: torch.device) -> tuple[Tensor, Tensor]:
+def evaluate(model: DistributedModelParallel, batches: Iterator[Batch], device: torch.device) -> tuple[Tensor, Tensor]:
     """Logits and labels of all ranks' samples, on the CPU."""
     model.eval()
     # the empty starts serve a source without test samples
@@ -259,15 +290,6 @@ def gather(part: Tensor) -> Tensor:
 
 def row(epoch: dict[str, float]) -> str:
     return "  ".join(f"{value:13d}" if isinstance(value, int) else f"{value:13.4f}" for value in epoch.values())
-
-
-def without_nan(value: Any) -> Any:
-    """JSON has no nan."""
-    if isinstance(value, dict):
-        return {name: without_nan(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def silent(*_: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .dcp_reading import from_dcp_trusted
 from .dcp_writing import to_dcp
 from .difference import Difference, Values, diff
-from .errors import CheckpointDamaged, RankDied
+from .errors import CheckpointDamaged
 from .exporting import export
 from .folder import latest, steps, verify
 from .loading import Loaded, load
@@ -24,7 +24,6 @@ __all__ = [
     "LoadPolicy",
     "Loaded",
     "Manifest",
-    "RankDied",
     "Report",
     "Saving",
     "Stored",

@@ -20,7 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import CheckpointDamaged, RankDied, pack, unpack
+from shardwise.sharding.failures import RankFailure
+
+from .errors import CheckpointDamaged, pack, unpack
 from .files import check_checksum, check_header, check_size
 from .manifest import NAME, Manifest, read_manifest, to_bytes
 
@@ -167,7 +169,7 @@ class Attempt:
         """Wait until all ranks have reported; rank 0 then composes the manifest of it all and commits.
 
         Raises:
-            RankDied: a rank's process is gone.
+            RankFailure: a rank's process is gone.
             Exception: what a rank failed with.
         """
         if self.rank:
@@ -227,7 +229,7 @@ class Attempt:
             self._signal(rank, end).exists() for end in ("failed", "done" if rank == 0 else "json")
         ):
             return
-        raise RankDied(f"rank {rank} died in the save of {self.target}; older checkpoints are untouched")
+        raise RankFailure(f"rank {rank} died in the save of {self.target}; older checkpoints are untouched", [rank])
 
     def _is_alive(self, rank: int) -> bool:
         try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._version import __version__
+from shardwise.sharding.failures import agreed
 from shardwise.sharding.layout import fingerprint
 
 from .contents import Contents, Plain, contents_of, link_of
@@ -95,7 +96,7 @@ def save(
         ValueError, TypeError: something cannot be saved; names it.
         OSError: the disk is full, or the folder cannot be written.
         BlockingIOError: another job is saving into the folder.
-        RankDied: the process of a rank is gone.
+        RankFailure: the process of a rank is gone.
         All ranks raise, and older checkpoints stay.
     """
     folder, link = Path(folder).absolute(), link_of(model)
@@ -176,7 +177,7 @@ def write(attempt: Attempt, described: Manifest, parts: Sequence[Part], keep_las
     """This rank's part of a save: write, report, and wait for the end of it. Calls no collective.
 
     Raises:
-        RankDied, Exception: as `Attempt.settle`; nothing is left of the checkpoint then.
+        RankFailure, Exception: as `Attempt.settle`; nothing is left of the checkpoint then.
     """
     file = attempt.data / f"rank-{attempt.rank:05d}.safetensors"
     try:
@@ -189,7 +190,8 @@ def write(attempt: Attempt, described: Manifest, parts: Sequence[Part], keep_las
             # the room is needed to say so
             file.unlink(missing_ok=True)
             attempt.fail(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
-            raise
+            # the others raise it too
+            raise agreed(error) from None
     finally:
         attempt.leave()
 
@@ -246,9 +248,9 @@ def _begin(folder: Path, step: int, link: Link) -> Attempt:
             told = json.dumps({"token": attempt.token, "name": attempt.target.name}).encode()
         except Exception as error:
             failure, told = error, pack(error, rank=0)
-    said = json.loads(link.exchange.value(told, 0))
+    said = json.loads(link.value(told, 0))
     if "kind" in said:
-        raise failure or unpack(json.dumps(said).encode())
+        raise agreed(failure or unpack(json.dumps(said).encode()))
     if attempt is None:
         attempt = Attempt(folder, said["token"], said["name"], rank=link.rank, world_size=link.world_size)
     mine = attempt

@@ -1,0 +1,67 @@
+"""The model of the example, a DLRM with one table per sparse feature, and its optimizers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from shardwise import (
+    CombinedOptimizer,
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedOptimizerWrapper,
+    PoolingType,
+    RowWiseAdagrad,
+    apply_optimizer_in_backward,
+    in_backward_optimizer_filter,
+)
+from shardwise.data import Source
+from shardwise.models import DLRM, DLRMTrain
+
+# name -> what updates the tables during backward, and what updates the dense layers
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": (torch.optim.SGD, torch.optim.SGD),
+    "adagrad": (torch.optim.Adagrad, torch.optim.Adagrad),
+    "rowwise_adagrad": (RowWiseAdagrad, torch.optim.Adagrad),
+    "adam": (torch.optim.Adam, torch.optim.Adam),
+}
+
+
+def build_model(source: Source, args: argparse.Namespace, device: torch.device) -> DistributedModelParallel:
+    # Seeded weights on the CPU, the same on each rank: sharding keeps them, so the run does not depend on the number of
+    # ranks. Tables too large for one process go on device="meta" instead, and each rank makes its own shards.
+    torch.manual_seed(args.seed)
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t_{feature}",
+            embedding_dim=args.dim,
+            num_embeddings=rows,
+            feature_names=[feature],
+            pooling=PoolingType.MEAN,
+        )
+        for feature, rows in source.feature_rows.items()
+    ]
+    ebc = EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
+    sparse_optimizer, _ = OPTIMIZERS[args.optimizer]
+    apply_optimizer_in_backward(sparse_optimizer, ebc.parameters(), {"lr": args.lr})
+    model = DLRM(
+        ebc,
+        dense_in_features=len(source.dense_names),
+        dense_arch_layer_sizes=[64, args.dim],
+        over_arch_layer_sizes=[16, 1],
+        dense_device=device,
+    )
+    return DistributedModelParallel(DLRMTrain(model), device=device)
+
+
+def build_optimizer(model: DistributedModelParallel, args: argparse.Namespace) -> CombinedOptimizer:
+    """The tables' optimizer, which runs inside backward, and the dense layers' optimizer, as one."""
+    _, dense_optimizer = OPTIMIZERS[args.optimizer]
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())), partial(dense_optimizer, lr=args.lr)
+    )
+    return CombinedOptimizer([model.fused_optimizer, dense])

@@ -1,0 +1,144 @@
+"""How far a run is, what a checkpoint of it keeps besides the weights, and how a run goes on from one.
+
+A checkpoint says which batch comes next (`shardwise.data.Position`), so a run that goes on sees the batches that it
+would have seen, at any number of ranks. Nothing is drawn at random once the weights are initialised, so there is no
+random state to keep; a model with dropout would keep `torch.get_rng_state()` of each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import CombinedOptimizer, DistributedModelParallel, checkpoint
+from shardwise.data import Position, Source, restore_position
+
+# options that make another model or another order of batches: a run cannot go on with others
+SETTINGS = ("steps", "dim", "optimizer", "lr", "seed")
+
+
+@dataclass
+class Progress:
+    """Where a run stands: `step` counts over all epochs, the others but `epochs` are of the current epoch."""
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    # sums of the steps' losses, in the epoch and since the last line of metrics
+    epoch_loss: float = 0.0
+    line_loss: float = 0.0
+    line_steps: int = 0
+    # spent training, not saving or evaluating
+    seconds: float = 0.0
+    # the results of each finished epoch
+    epochs: list[dict[str, float]] = field(default_factory=list)
+
+    def advance(self) -> None:
+        """One more step is trained."""
+        self.step += 1
+        self.epoch_step += 1
+        self.line_steps += 1
+
+    def gather(self, rank_sum: Tensor, *, seconds: float) -> None:
+        """Adds the mean over ranks of the sums of losses that each rank has and sets this rank's back to 0.
+
+        Sums of float32 losses are exact in float64, so how often this is called does not change a digit.
+        """
+        dist.all_reduce(rank_sum)
+        mean = float(rank_sum) / dist.get_world_size()
+        rank_sum.zero_()
+        self.epoch_loss += mean
+        self.line_loss += mean
+        self.seconds += seconds
+
+    def end_line(self) -> float:
+        """The mean loss since the last line of metrics."""
+        mean = self.line_loss / self.line_steps
+        self.line_loss, self.line_steps = 0.0, 0
+        return mean
+
+    def end_epoch(self, result: dict[str, float]) -> None:
+        """Keeps the result of the epoch, and the next one begins."""
+        self.epochs.append(result)
+        self.epoch += 1
+        self.epoch_step = 0
+        self.epoch_loss = self.seconds = 0.0
+
+    def samples_per_s(self, batch_size: int) -> float:
+        """Of this epoch so far."""
+        return self.epoch_step * batch_size / self.seconds
+
+
+class Checkpoints:
+    """Saves to `--checkpoint-dir` and resumes from it; without that option does nothing."""
+
+    def __init__(
+        self, args: argparse.Namespace, source: Source, model: DistributedModelParallel, optimizer: CombinedOptimizer
+    ) -> None:
+        self._args = args
+        self._source = source
+        self._model = model
+        self._optimizer = optimizer
+        self._saving: checkpoint.Saving | None = None
+        self._saved_step: int | None = None
+
+    def resume(self) -> Progress:
+        """Loads the latest checkpoint into model and optimizer; where there is none, the start."""
+        folder = self._args.checkpoint_dir
+        if folder is None:
+            return Progress()
+        # rank 0 looks, so that all ranks load the same
+        found = [checkpoint.latest(folder) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        if found[0] is None:
+            return Progress()
+        if not self._args.resume:
+            raise SystemExit(f"train.py: {folder} holds checkpoints: pass --resume, or another --checkpoint-dir")
+        extra = checkpoint.load(found[0], self._model, self._optimizer).extra
+        settings = self._settings()
+        differ = [name for name in SETTINGS if extra["settings"][name] != settings[name]]
+        if differ:
+            listed = "; ".join(f"--{name} was {extra['settings'][name]} and is {settings[name]}" for name in differ)
+            raise SystemExit(f"train.py: {found[0]} cannot be resumed with other settings: {listed}")
+        try:
+            restore_position(extra["position"], self._source, self._args.batch_size)
+        except ValueError as error:
+            raise SystemExit(f"train.py: {found[0]}: {error}") from None
+        progress = Progress(**extra["progress"])
+        self._saved_step = progress.step
+        return progress
+
+    def due(self, step: int) -> bool:
+        every = self._args.checkpoint_every
+        return self._args.checkpoint_dir is not None and every is not None and step % every == 0
+
+    def save(self, progress: Progress) -> None:
+        """Saves, unless this step is saved already: the end of an epoch may be a step that was due."""
+        if self._args.checkpoint_dir is None or self._saved_step == progress.step:
+            return
+        self.finish()
+        position = Position.of(self._source, self._args.batch_size, epoch=progress.epoch, step=progress.epoch_step)
+        extra = {"position": position.to_json(), "settings": self._settings(), "progress": asdict(progress)}
+        self._saving = checkpoint.save(
+            self._args.checkpoint_dir,
+            self._model,
+            self._optimizer,
+            step=progress.step,
+            extra=extra,
+            keep_last=self._args.keep_last,
+            asynchronous=self._args.checkpoint_async,
+        )
+        self._saved_step = progress.step
+
+    def finish(self) -> None:
+        """Waits until the checkpoint that is being written is complete."""
+        if self._saving is not None:
+            self._saving.wait()
+            self._saving = None
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self._args, name) for name in SETTINGS}

@@ -1,0 +1,128 @@
+"""What ranks raise when one of them fails in the middle of a step: who it was, where it was, and what it said.
+
+An error that all ranks know of (a bad id, ranks that disagree) is an ordinary exception, and the process group goes on.
+Any other leaves ranks waiting for each other: a roll call finds out which of them is well, and the rest is said here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+E = TypeVar("E", bound=BaseException)
+
+_AGREED = "_raised_on_all_ranks"
+# what gloo and NCCL say where a rank is gone or has hung up
+_LOST = ("gloo/transport", "pair closure", "Connection closed by peer", "Connection reset by peer", "NCCL")
+_WAY_OUT = (
+    "Tables of the other ranks are as their last update left them. The process group is closed: destroy it and make"
+    " another, or start all ranks again from a checkpoint"
+)
+
+
+class RankFailure(RuntimeError):
+    """A rank failed, ended or did not come, so this one cannot go on; `ranks` says which, as far as is known.
+
+    Raised on the ranks that are left. Ranks are those of the group that dense layers are averaged over.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[type[RankFailure], tuple[str, tuple[int, ...]]]:
+        return RankFailure, (str(self), self.ranks)
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank says of itself in a roll call: where it is, whether it waits for others, what it raised."""
+
+    where: str
+    waits: bool = False
+    error: str | None = None
+
+    def encode(self) -> str:
+        """As it lies in the store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: bytes) -> Word:
+        """What `encode` gave."""
+        return Word(**json.loads(text))
+
+
+def agreed(error: E) -> E:
+    """Mark an error that every rank raises in this step: nobody is left waiting, and the group goes on."""
+    setattr(error, _AGREED, True)
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether all ranks raise this error, or that which led to it."""
+    return any(getattr(one, _AGREED, False) for one in _causes(error))
+
+
+def is_of_group(error: BaseException) -> bool:
+    """Whether an error came from the process group: another rank is its cause."""
+    return any(
+        isinstance(one, dist.DistError) or (isinstance(one, RuntimeError) and any(said in str(one) for said in _LOST))
+        for one in _causes(error)
+    )
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether a RankFailure is, or led to, this error."""
+    return any(isinstance(one, RankFailure) for one in _causes(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+def said(error: BaseException) -> str:
+    """An error as the others quote it."""
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return text if len(text) <= 2000 else f"{text[:2000]}..."
+
+
+def verdict(why: str, words: Mapping[int, Word], rank: int, world_size: int) -> RankFailure:
+    """What rank `rank` raises after a roll call in which `words` were said; `why` is what led to it."""
+    failed = {r: word for r, word in words.items() if word.error is not None}
+    silent = [r for r in range(world_size) if r not in words]
+    absent = {r: word for r, word in words.items() if not word.waits}
+    mine = words[rank].where
+    if failed:
+        ranks = sorted(failed)
+        text = "; ".join(f"rank {r} failed {failed[r].where}: {failed[r].error}" for r in ranks)
+    elif silent:
+        ranks = silent
+        text = f"{_named(silent)} ended, or does not answer; rank {rank} found out because {why}"
+    elif absent and rank not in absent:
+        ranks = sorted(absent)
+        text = "; ".join(f"rank {r} did not come: it is {absent[r].where}" for r in ranks) + f", and {why}"
+    else:
+        ranks = [r for r in sorted(words) if words[r].where != mine]
+        text = f"ranks no longer hear each other, as {why}"
+        text += "".join(f"; rank {r} is {words[r].where}" for r in ranks)
+    return RankFailure(f"{text}. Rank {rank} was {mine}. {_WAY_OUT}", ranks)
+
+
+def silent_store(why: str, where: str, rank: int, host: int | None) -> RankFailure:
+    """What a rank raises where nobody can be asked: the group's store is gone, kept by the process of rank `host`."""
+    who = "the process that keeps the group's store" if host is None else f"rank {host}, which keeps the group's store,"
+    text = f"{who} ended, or does not answer; rank {rank} found out because {why}. Rank {rank} was {where}"
+    return RankFailure(f"{text}. {_WAY_OUT}", () if host is None else (host,))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {list(ranks)}"

@@ -1,0 +1,188 @@
+"""Which sharded modules a model calls in a step, and which part of the batch each is called with.
+
+Seen in the first step, by watching the modules' inputs: the part of the batch that is the very object. Later batches
+have it at the same place, so that their ids can leave before the model asks.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.sharding.collection import ShardedCollection
+from shardwise.sharding.departure import Departure
+from shardwise.sharding.exchange import Exchange
+from shardwise.sharding.planned import sharded_collections
+from shardwise.sharding.unwrap import get_unwrapped_module
+
+from .postproc import Preparation, prepare
+
+# steps from a batch to one of its parts: names of attributes, keys and numbers of items
+Path = tuple[tuple[str, Any], ...]
+# whether gradients are enabled, and whether the model trains
+Mode = tuple[bool, bool]
+# how far into a batch parts are looked for
+_DEPTH = 5
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A call that was watched."""
+
+    name: str
+    module: ShardedCollection
+    features: object
+    grad: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of every step: its module, and where its input is in the batch or what makes it of the batch."""
+
+    name: str
+    module: ShardedCollection
+    source: Path | Preparation
+    grad: bool
+
+    def input_of(self, batch: Any) -> Any:
+        """The input of the call in the step of `batch`."""
+        if not isinstance(self.source, tuple):
+            return self.source(batch)
+        for kind, key in self.source:
+            batch = (attrgetter if kind == "attribute" else itemgetter)(key)(batch)
+        return batch
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the input is made ahead: the call itself then makes another one."""
+        return not isinstance(self.source, tuple)
+
+    def __str__(self) -> str:
+        source = "prepared" if self.is_prepared else self.source
+        return f"{self.name} of {source}, gradients {self.grad}"
+
+
+@dataclass
+class Started:
+    """A call of a batch whose step is still to come."""
+
+    call: Call
+    features: Any
+    departure: Departure
+
+
+class Calls:
+    """The calls of a model by the kind of step, once such a step was seen."""
+
+    def __init__(self, model: nn.Module, exchange: Exchange, device: torch.device, *, prepares: bool) -> None:
+        self._model, self._exchange, self._device = model, exchange, device
+        self._prepares = prepares
+        self._collections = sharded_collections(get_unwrapped_module(model))
+        self._known: dict[Mode, list[Call]] = {}
+        self._warned: set[str] = set()
+
+    def mode(self) -> Mode:
+        """The kind of step that would be made now."""
+        return torch.is_grad_enabled(), self._model.training
+
+    def of(self, mode: Mode) -> list[Call] | None:
+        """The calls of such a step that can leave ahead; None before one was seen."""
+        return self._known.get(mode)
+
+    @contextmanager
+    def watching(self, batch: Any) -> Iterator[None]:
+        """Run the model inside: the first step of its kind is watched."""
+        mode = self.mode()
+        if mode in self._known:
+            yield
+            return
+        seen: list[Seen] = []
+        hooks = [
+            module.register_forward_pre_hook(_noting(seen, name, module), with_kwargs=True)
+            for name, module in self._collections.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._known[mode] = self._agreed(self._found(seen, batch))
+
+    def _found(self, seen: list[Seen], batch: Any) -> list[Call]:
+        found: list[Call] = []
+        numbers: dict[str, int] = {}
+        for one in seen:
+            number = numbers[one.name] = numbers.get(one.name, -1) + 1
+            source: Path | Preparation | None = _path_to(one.features, batch, _DEPTH, set())
+            why = "its input is not a part of the batch"
+            if isinstance(one.features, Tensor):
+                why = "it takes tensors, not a KeyedJaggedTensor"
+            elif source is None and self._prepares:
+                try:
+                    source = prepare(get_unwrapped_module(self._model), one.name, number)
+                except Exception as error:
+                    why += f", and what makes it of the batch cannot run ahead: {error}"
+            elif source is None:
+                why += ": pipeline_postproc=True runs ahead what makes it, if that is possible"
+            if source is None:
+                self._warn(one.name, why)
+            else:
+                found.append(Call(one.name, one.module, source, one.grad))
+        return found
+
+    def _agreed(self, calls: list[Call]) -> list[Call]:
+        """The calls if they are the same on all ranks."""
+        mine = zlib.crc32("\n".join(map(str, calls)).encode())
+        sent = torch.tensor([[mine]] * self._exchange.world_size, dtype=torch.int64, device="cpu").to(self._device)
+        # host sync, once: whether all ranks will send the same ahead
+        if set(self._exchange.headers(sent).wait().flatten().tolist()) == {mine}:
+            return calls
+        self._warn("", "ranks call them with different parts of their batches")
+        return []
+
+    def _warn(self, name: str, why: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            what = f"module {name!r} is" if name else "sharded modules are"
+            warnings.warn(f"{what} not pipelined: {why}", stacklevel=7)
+
+
+def _noting(seen: list[Seen], name: str, module: ShardedCollection) -> Any:
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        features = args[0] if args else next(iter(kwargs.values()), None)
+        seen.append(Seen(name, module, features, torch.is_grad_enabled()))
+
+    return note
+
+
+def _path_to(wanted: object, thing: Any, depth: int, visited: set[int]) -> Path | None:
+    """Where in `thing` the object is that `wanted` is."""
+    if thing is wanted and not isinstance(thing, Tensor):
+        return ()
+    closed = thing is None or isinstance(thing, Tensor | nn.Module | KeyedJaggedTensor | JaggedTensor | KeyedTensor)
+    if closed or not depth or id(thing) in visited or isinstance(thing, str | bytes | int | float):
+        return None
+    visited.add(id(thing))
+    for step, part in _parts(thing):
+        rest = _path_to(wanted, part, depth - 1, visited)
+        if rest is not None:
+            return (step, *rest)
+    return None
+
+
+def _parts(thing: Any) -> list[tuple[tuple[str, Any], Any]]:
+    if isinstance(thing, Mapping):
+        return [(("item", key), value) for key, value in thing.items()]
+    if isinstance(thing, list | tuple):
+        return [(("item", number), value) for number, value in enumerate(thing)]
+    names = [field.name for field in fields(thing)] if is_dataclass(thing) else list(getattr(thing, "__dict__", ()))
+    return [(("attribute", name), getattr(thing, name)) for name in names if hasattr(thing, name)]

@@ -1,0 +1,140 @@
+"""Where a pipeline's batches come from: fetched ahead, copied to the device, and agreed on by all ranks.
+
+Ranks tell each other of every batch whether they have it, have none left, or failed to load it. That exchange leaves
+when the batch is fetched and is waited for when its turn comes, so it costs a step nothing; and no rank starts a batch
+that another one lacks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from shardwise.sharding import header
+from shardwise.sharding.collection import ShardedCollection
+from shardwise.sharding.env import ShardingEnv
+from shardwise.sharding.exchange import Exchange
+
+from .calls import Started
+from .streams import current, new_stream, on, record_stream, to_device
+
+In = TypeVar("In")
+
+
+@dataclass
+class Fetched(Generic[In]):
+    """A batch under way: None once a loader has ended, or where it could not be loaded."""
+
+    batch: In | None
+    # what this rank told the others of it; None once they were heard
+    told: header.Told | None
+    copied: Any = None
+    # what is raised in its place, on all ranks, when its turn comes
+    error: Exception | None = None
+    # whether some rank has no such batch: all stop here
+    ended: bool = False
+    # calls of its step that left ahead, and the kind of step that they left for
+    started: list[Started] = field(default_factory=list)
+    mode: tuple[bool, bool] | None = None
+    # whether it is not to leave ahead
+    stays: bool = False
+
+    def use(self, stream: torch.Stream | None) -> In:
+        """The batch, for work on the current stream."""
+        assert self.batch is not None
+        here = current(stream)
+        if here is not None and self.copied is not None:
+            here.wait_event(self.copied)
+            record_stream(self.batch, here)
+        return self.batch
+
+
+class Feed(Generic[In]):
+    """Fetches batches of a model for a device, in agreement with the other ranks that train it."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self.stream = new_stream(device)
+        self.follow(model)
+        self._iterator: Iterator[In] | None = None
+        # whether this rank has seen the end of its iterator, and whether all know of one
+        self._is_empty = self._is_over = False
+        self._has_warned = False
+
+    def follow(self, model: nn.Module) -> None:
+        """Agree with the ranks that train this model."""
+        self.agrees_by = exchange_of(model, self._device)
+
+    def is_over(self, iterator: Iterator[In]) -> bool:
+        """Whether all ranks know that some rank's batches have ended; another iterator begins anew."""
+        if iterator is not self._iterator:
+            self._iterator = iterator
+            self._is_empty = self._is_over = False
+        return self._is_over
+
+    def fetch(self, iterator: Iterator[In]) -> Fetched[In]:
+        """Load a batch, or learn that there is none, and tell the other ranks; waits for none of them."""
+        self.is_over(iterator)
+        exchange, told_on = self.agrees_by
+        batch: In | None = None
+        mine: list[header.Sizes] | Exception
+        copied = None
+        try:
+            batch = None if self._is_empty else next(iterator, None)
+            self._is_empty = batch is None
+            with on(self.stream):
+                batch = to_device(batch, self._device, non_blocking=True)
+                if self.stream is not None:
+                    copied = self.stream.record_event()
+            mine = [header.Sizes(int(self._is_empty), 0, 0, ())] * exchange.world_size
+        except Exception as error:
+            batch, mine = None, error
+        with on(self.stream):
+            told = header.tell(exchange, told_on, mine, wants=header.Wants(), fingerprint=0, groups=0)
+        return Fetched(batch, told, copied)
+
+    def settle(self, fetched: Fetched[In]) -> None:
+        """Wait until all ranks have told of a batch; does nothing the second time."""
+        told, fetched.told = fetched.told, None
+        if told is None:
+            return
+        try:
+            with on(self.stream):
+                heads = told.hear()
+        except Exception as error:
+            fetched.error = error
+            return
+        ended = [rank for rank, head in enumerate(heads) if head.sizes.batch]
+        if not ended:
+            return
+        fetched.ended = self._is_over = True
+        if fetched.batch is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"ranks {ended} have no batch left: all ranks stop here, and a batch of this rank is left out. Give"
+                " all ranks the same number of batches",
+                stacklevel=3,
+            )
+
+    def drop(self, fetched: Fetched[In]) -> None:
+        """Let a batch go that will not be used."""
+        if fetched.told is not None:
+            fetched.told.pending.wait()
+
+
+def exchange_of(model: nn.Module, device: torch.device) -> tuple[Exchange, torch.device]:
+    """An exchange between all ranks that train a model, and the device whose tensors it takes."""
+    found: Any = None
+    for module in model.modules():
+        if isinstance(getattr(module, "_env", None), ShardingEnv):
+            env: ShardingEnv = module._env  # type: ignore[assignment]
+            on_device = module.device if isinstance(module, ShardedCollection) else device
+            return Exchange(env.data_parallel_group), on_device
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            found = module.process_group
+    return Exchange(found), device

@@ -1,0 +1,288 @@
+"""Pipelines that route the ids of the next batch while a batch trains.
+
+Three batches are under way: one trains, the ids of the next one travel, the one after is loaded. In a step, before the
+forward the next batch's sizes leave; between forward and backward they are waited for and its ids leave; the next step
+waits for those. Rows are never looked up early, so every bit is that of the plain loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.sharding.dmp_collection import DMPCollection
+
+from .base import FedPipeline, warn_of_unused
+from .calls import Calls, Started
+from .feed import Fetched
+from .streams import current, new_stream, on, record_stream, wait_for
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class TrainPipelineSparseDist(FedPipeline[In, Out]):
+    """Routes the ids of the next batch while a batch trains, and copies the one after to the device.
+
+    The model stays as it is: its first step is watched for sharded modules that are called with a part of the batch,
+    and in later steps these find their batch routed. A module whose input the model makes itself is not pipelined, and
+    a warning names it, unless `pipeline_postproc` says to make that input ahead.
+
+    Args:
+        model, optimizer, device, custom_model_fwd: as `TrainPipelineBase`.
+        execute_all_batches: False stops as soon as some rank's iterator ends, and leaves the batches under way.
+        pipeline_postproc: trace by torch.fx what the model does to a batch before a sharded module, and run it ahead.
+            The model runs it once more in the step: it must have no effects and no parameters that are trained.
+        dmp_collection_sync_interval_batches: a `DMPCollection` averages its replicas after every so many batches, the
+            first among them; None leaves it to you.
+        enqueue_batch_after_forward: load a batch after the forward instead of before.
+        apply_jit, context_type, enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs: have
+            no effect.
+    """
+
+    # batches that leave ahead
+    _ahead = 1
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str,
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        context_type: type | None = None,
+        pipeline_postproc: bool = False,
+        custom_model_fwd: Callable[[In], tuple[Tensor, Out]] | None = None,
+        dmp_collection_sync_interval_batches: int | None = 1,
+        enqueue_batch_after_forward: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+    ) -> None:
+        super().__init__(
+            model, optimizer, device, custom_model_fwd, depth=1 + self._ahead, execute_all_batches=execute_all_batches
+        )
+        warn_of_unused(
+            apply_jit=apply_jit, context_type=context_type is not None,
+            enable_inplace_copy_batch=enable_inplace_copy_batch,
+            free_features_storage_early=free_features_storage_early, clear_data_dist_inputs=clear_data_dist_inputs,
+        )  # fmt: skip
+        self._pipeline_postproc = pipeline_postproc
+        self._sync_interval, self._steps = dmp_collection_sync_interval_batches, 0
+        self._enqueue_after_forward = enqueue_batch_after_forward
+        self._stream = new_stream(self._device, priority=-1)
+        self._calls = self._calls_of(model)
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Make a step with the next batch and return the model's output.
+
+        Raises:
+            StopIteration: the iterator of some rank has ended, and the batches before are done. All ranks raise in the
+                same step; a rank that has batches left warns.
+            KeyError, IndexError, ValueError, TypeError, RuntimeError: the batch is bad, or could not be loaded, on
+                some rank. All ranks raise in the step whose batch it is; nothing has changed, and the next step has the
+                next batch.
+        """
+        self.fill_pipeline(dataloader_iter)
+        first = self._first()
+        self._arrive(first)
+        self._raise(first)
+        for fetched in islice(self._queue, 1, 1 + self._ahead):
+            self._start(fetched)
+        if not self._enqueue_after_forward:
+            self.enqueue_batch(dataloader_iter)
+        self._queue.popleft()
+        if self._trains():
+            self._optimizer.zero_grad()
+        losses, output = self._forward(first)
+        if self._enqueue_after_forward:
+            self.enqueue_batch(dataloader_iter)
+        self._go_ahead()
+        if self._trains():
+            torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
+            self._synchronize()
+            self._optimizer.step()
+        self._steps += 1
+        return output
+
+    def detach(self) -> nn.Module:
+        """The model, to be used without the pipeline; batches that were fetched stay. All ranks call it together."""
+        for fetched in self._queue:
+            self._drop_started(fetched)
+        return self._model
+
+    def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
+        """Go on after `detach`, with another model if one is given.
+
+        Without `sparse_dist` the batches that are here already run without having left ahead.
+        """
+        if model is not None:
+            self._model = model
+            self._feed.follow(model)
+            self._calls = self._calls_of(model)
+        for fetched in self._queue:
+            fetched.stays = not sparse_dist
+
+    def reset(self) -> None:
+        """Forget the batches under way; the next step begins anew. All ranks call it together."""
+        self.detach()
+        super().reset()
+        self._steps = 0
+
+    def _calls_of(self, model: nn.Module) -> Calls:
+        return Calls(model, *self._feed.agrees_by, prepares=self._pipeline_postproc)
+
+    def _start(self, fetched: Fetched[In]) -> None:
+        """Have the batch's sizes leave; does nothing the second time, or where its calls are not known yet."""
+        self._feed.settle(fetched)
+        mode = self._calls.mode()
+        calls = self._calls.of(mode)
+        if calls is None or fetched.mode is not None or fetched.ended or fetched.error is not None or fetched.stays:
+            return
+        fetched.mode = mode
+        with on(self._stream):
+            batch = fetched.use(self._stream)
+            for call in calls:
+                with torch.set_grad_enabled(call.grad):
+                    features: Any
+                    try:
+                        features = call.input_of(batch)
+                    except Exception as error:
+                        # in the place of the batch, so that no rank waits for this one
+                        features = error
+                    fetched.started.append(Started(call, features, call.module.depart(features)))
+
+    def _send(self, fetched: Fetched[In]) -> None:
+        """Wait for the sizes of all ranks, and have the batch's ids leave; an error waits for the batch's turn."""
+        with on(self._stream):
+            for one in fetched.started:
+                try:
+                    one.call.module.send_ids(one.departure)
+                except Exception as error:
+                    fetched.error = fetched.error or error
+        if fetched.error is not None:
+            self._drop_started(fetched)
+
+    def _go_ahead(self) -> None:
+        """What comes between forward and backward."""
+        for fetched in islice(self._queue, self._ahead):
+            self._start(fetched)
+        for fetched in islice(self._queue, self._ahead):
+            self._send(fetched)
+
+    def _arrive(self, fetched: Fetched[In]) -> None:
+        """Wait for the ids of all ranks."""
+        if fetched.mode is not None and fetched.mode != self._calls.mode():
+            # it left for another kind of step
+            self._drop_started(fetched)
+        self._send(fetched)
+        here = current(self._stream)
+        with on(self._stream):
+            for one in fetched.started:
+                flight = one.call.module.arrive(one.departure)
+                if here is not None:
+                    record_stream(flight, here)
+        wait_for(self._stream)
+
+    def _forward(self, fetched: Fetched[In]) -> tuple[Tensor, Out]:
+        """The model's forward, whose sharded modules take what has arrived for them."""
+        batch = fetched.use(current(self._feed.stream))
+        for one in fetched.started:
+            one.call.module.expected.add(one.departure, None if one.call.is_prepared else one.features)
+        left: list[str] = []
+        try:
+            with self._calls.watching(batch):
+                found = self._model_fwd(batch)
+        finally:
+            for one in fetched.started:
+                for departure in one.call.module.expected.pop_all():
+                    one.call.module.drop(departure)
+                    left.append(one.call.name)
+            fetched.started = []
+        if left:
+            raise RuntimeError(
+                f"modules {left}: the batch was routed for them, and the model did not call them with it. Call them in"
+                " every step with the same part of the batch, or train without the pipeline"
+            )
+        return found
+
+    def _drop_started(self, fetched: Fetched[In]) -> None:
+        for one in fetched.started:
+            one.call.module.drop(one.departure)
+        fetched.started, fetched.mode = [], None
+
+    def _synchronize(self) -> None:
+        if isinstance(self._model, DMPCollection) and self._sync_interval and not self._steps % self._sync_interval:
+            self._model.sync()
+
+
+class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
+    """Also brings the rows of the next batch into the slots of their row store while a batch trains.
+
+    Four batches are under way: the ids of the next one are here, those of the one after travel. Rows that leases hold
+    stay; they are read after the update. Where a store has no room for two batches the lookup brings the rows.
+
+    Args as `TrainPipelineSparseDist`; `pipeline_postproc` is True by default.
+    """
+
+    _ahead = 2
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str,
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        pipeline_postproc: bool = True,
+        custom_model_fwd: Callable[[In], tuple[Tensor, Out]] | None = None,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+    ) -> None:
+        super().__init__(
+            model, optimizer, device, execute_all_batches, apply_jit, None, pipeline_postproc, custom_model_fwd, 1,
+            False, enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs,
+        )  # fmt: skip
+
+    def _go_ahead(self) -> None:
+        super()._go_ahead()
+        for fetched in islice(self._queue, 1):
+            self._arrive(fetched)
+            for one in fetched.started:
+                one.call.module.prefetch(one.call.module.arrive(one.departure))
+
+
+class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
+    """Runs a model without gradients: no backward and no step, whatever its mode. The optimizer is not used.
+
+    Args as `TrainPipelineSparseDist`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str,
+        apply_jit: bool = False,
+        pipeline_postproc: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+    ) -> None:
+        super().__init__(
+            model, optimizer, device, True, apply_jit, None, pipeline_postproc, None, None, False,
+            enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """The model's output for the next batch. Raises as `TrainPipelineSparseDist.progress`."""
+        return super().progress(dataloader_iter)
+
+    def _trains(self) -> bool:
+        return False

@@ -1,0 +1,79 @@
+"""Batches on their way to a device, and streams beside the current one; a CPU has none, and all is done in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+def new_stream(device: torch.device, priority: int = 0) -> torch.Stream | None:
+    """A stream of a device; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    return cast(torch.Stream, torch.get_device_module(device).Stream(device=device, priority=priority))
+
+
+def on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    """Work begun inside goes to `stream`."""
+    if stream is None or stream.device.type == "cpu":
+        return nullcontext()
+    return cast(AbstractContextManager[Any], torch.get_device_module(stream.device).stream(stream))
+
+
+def current(stream: torch.Stream | None) -> Any:
+    """The stream that work goes to now, on the device of `stream`; None where that is none."""
+    if stream is None or stream.device.type == "cpu":
+        return None
+    return torch.get_device_module(stream.device).current_stream(stream.device)
+
+
+def wait_for(stream: torch.Stream | None) -> None:
+    """Work begun from now on comes after what `stream` has been given."""
+    here = current(stream)
+    if here is not None:
+        here.wait_stream(stream)
+
+
+def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """A batch on `device`: what has a `to` is copied by it; lists, tuples and dicts are looked into.
+
+    Raises:
+        TypeError: it has no `to` and is none of these.
+    """
+    if batch is None or isinstance(batch, bool | int | float | str):
+        return batch
+    if hasattr(batch, "to"):
+        return batch.to(device=device, non_blocking=non_blocking)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device, non_blocking) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts = [to_device(part, device, non_blocking) for part in batch]
+        # a named tuple takes its parts one by one
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    raise TypeError(
+        f"a batch is moved by its `to(device, non_blocking)`, which {type(batch).__name__} lacks; lists, tuples and"
+        " dicts of what has one will do too"
+    )
+
+
+def record_stream(thing: Any, stream: Any) -> None:
+    """Keep the memory of every tensor in a batch, or in what a step keeps of one, until `stream` is done with it."""
+    if isinstance(thing, Tensor):
+        if thing.device.type != "cpu":
+            thing.record_stream(stream)
+    elif hasattr(thing, "record_stream"):
+        thing.record_stream(stream)
+    elif isinstance(thing, Mapping):
+        for part in thing.values():
+            record_stream(part, stream)
+    elif isinstance(thing, list | tuple):
+        for part in thing:
+            record_stream(part, stream)
+    elif is_dataclass(thing):
+        for field in fields(thing):
+            record_stream(getattr(thing, field.name), stream)

@@ -1,0 +1,183 @@
+"""Models for tests of pipelines: sharded collections of every kind beside data-parallel layers, and their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    ShardingEnv,
+    ShardingPlan,
+    apply_optimizer_in_backward,
+    construct_module_sharding_plan,
+)
+from shardwise.sharding import column_wise, data_parallel, row_wise, table_wise
+
+DIM, ROWS = 8, 40
+
+
+@dataclass
+class Batch:
+    """What a model of this file takes."""
+
+    dense: Tensor
+    pooled: KeyedJaggedTensor
+    weighted: KeyedJaggedTensor
+    lists: dict[str, KeyedJaggedTensor]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        lists = {key: value.to(device, non_blocking=non_blocking) for key, value in self.lists.items()}
+        return Batch(self.dense.to(device), self.pooled.to(device), self.weighted.to(device), lists)
+
+
+class Net(nn.Module):
+    """Collections named by `parts`, and a dense layer on what they give."""
+
+    def __init__(self, parts: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.parts = parts
+        tables: Any = [EmbeddingBagConfig(ROWS, DIM, f"t{n}", feature_names=[f"f{n}"]) for n in range(4)]
+        if "p" in parts:
+            self.pooled = EmbeddingBagCollection(tables)
+        if "w" in parts:
+            self.weighted = EmbeddingBagCollection(tables[:3], is_weighted=True)
+        if "s" in parts:
+            rows = [EmbeddingConfig(ROWS, DIM, f"t{n}", feature_names=[f"f{n}"]) for n in range(3)]
+            self.sequence = EmbeddingCollection(rows)
+        self.dense = nn.Linear(4, DIM)
+        self.over = nn.Linear(DIM, 1)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        found = self.dense(batch.dense)
+        if "p" in self.parts:
+            found = found + self.pooled(batch.pooled).values().view(-1, 4, DIM).sum(1)
+        if "w" in self.parts:
+            found = found + self.weighted(batch.weighted).values().view(-1, 3, DIM).sum(1)
+        if "s" in self.parts:
+            for jagged in self.sequence(batch.lists["history"]).values():
+                sums = torch.zeros(len(jagged.lengths()), DIM)
+                samples = torch.repeat_interleave(jagged.lengths())
+                found = found + sums.index_add(0, samples, jagged.values())
+        out = self.over(found.tanh()).squeeze(1)
+        return (out * out).sum() / 8, out
+
+
+def kjt_of(
+    features: int, samples: int, generator: torch.Generator, *, weighted: bool = False, longest: int = 3
+) -> KeyedJaggedTensor:
+    """Bags of up to `longest` ids."""
+    lengths = torch.randint(0, longest + 1, (features * samples,), generator=generator)
+    ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+    weights = torch.rand(len(ids), generator=generator) if weighted else None
+    return KeyedJaggedTensor([f"f{n}" for n in range(features)], ids, weights, lengths)
+
+
+def compressed(kjt: KeyedJaggedTensor, generator: torch.Generator) -> KeyedJaggedTensor:
+    """Some samples of each feature, and which of them each of twice as many samples is."""
+    strides = [kjt.stride() if n % 2 else max(1, kjt.stride() // 2) for n in range(len(kjt.keys()))]
+    ids, lengths, inverse = [], [], []
+    for key, stride in zip(kjt.keys(), strides, strict=True):
+        one = kjt[key].lengths()[:stride]
+        lengths.append(one)
+        ids.append(kjt[key].values()[: int(one.sum())])
+        inverse.append(torch.randint(0, stride, (2 * kjt.stride(),), generator=generator))
+    return KeyedJaggedTensor(
+        kjt.keys(), torch.cat(ids), None, torch.cat(lengths), stride_per_key_per_rank=[[s] for s in strides],
+        inverse_indices=(kjt.keys(), torch.stack(inverse)),
+    )  # fmt: skip
+
+
+def batch_of(step: int, *, vbe: bool = False, rank: int | None = None) -> Batch:
+    """The batch of this rank: of another size on every rank, sometimes empty."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    samples = (step * 3 + rank * 5) % 7 + int(vbe)
+    # in some steps no rank has an id
+    pooled = kjt_of(4, samples, generator, longest=0 if step % 11 == 3 else 3)
+    if vbe:
+        pooled, samples = compressed(pooled, generator), 2 * samples
+    dense = torch.randn(samples, 4, generator=generator)
+    weighted, lists = kjt_of(3, samples, generator, weighted=True), kjt_of(3, samples, generator)
+    return Batch(dense, pooled, weighted, {"history": lists})
+
+
+def sharded(parts: str, **more: Any) -> DistributedModelParallel:
+    """A model of these parts, its tables cut every way there is."""
+    module = Net(parts)
+    world = dist.get_world_size()
+    for number, name in enumerate(("pooled", "weighted", "sequence")):
+        one = getattr(module, name, None)
+        if one is not None:
+            rule: Any = (RowWiseAdagrad, torch.optim.Adam, torch.optim.SGD)[number]
+            apply_optimizer_in_backward(rule, one.parameters(), {"lr": 0.1})
+    plan = ShardingPlan()
+    for number, name in enumerate(("pooled", "weighted", "sequence")):
+        one = getattr(module, name, None)
+        if one is None:
+            continue
+        cut = {"t0": table_wise(rank=number % world), "t1": row_wise(), "t2": data_parallel()}
+        if name == "pooled":
+            cut["t3"] = column_wise(ranks=[0, world - 1])
+        plan.plan[name] = construct_module_sharding_plan(
+            one, cut, local_size=world, world_size=world, device_type="cpu"
+        )
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(module, env, "cpu", plan, **more)
+
+
+def state_of(model: DistributedModelParallel) -> dict[str, Tensor]:
+    """Every number that training changes on this rank, as copies."""
+    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for path, one in model._sharded.items():
+        for g, group in enumerate(one._held.all_groups()):
+            found[f"{path}/{g}"] = group.flat.clone()
+            found.update({f"{path}/{g}/{n}": state.clone() for n, state in enumerate(group.states)})
+    return found
+
+
+def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Adagrad on the layers that are not sharded."""
+    inner: Any = model
+    params = [p for name, p in inner.named_parameters() if name.startswith(("dense", "over"))]
+    return torch.optim.Adagrad(params, lr=0.05)
+
+
+def plain_loop(model: nn.Module, batches: Iterator[Batch]) -> list[Tensor]:
+    """Outputs of a loop without a pipeline."""
+    optimizer, outputs = dense_optimizer(model), []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses, output = model(batch)
+        torch.sum(losses, dim=0).backward()
+        optimizer.step()
+        outputs.append(output.detach().clone())
+    return outputs
+
+
+def drain(progress: Callable[[Iterator[Any]], Tensor], batches: Iterator[Any]) -> list[Tensor]:
+    """Outputs of a pipeline until it stops."""
+    outputs = []
+    while True:
+        try:
+            outputs.append(progress(batches).detach().clone())
+        except StopIteration:
+            return outputs
+
+
+def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Whether these are the same bits."""
+    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
