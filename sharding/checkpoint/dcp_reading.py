@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -142,7 +142,9 @@ class _Into(LoadPlanner):
     def __init__(self, tensor: Tensor | None) -> None:
         self._tensor, self.value = tensor, None
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         """Nothing to set up."""
 
     def create_local_plan(self) -> LoadPlan:
@@ -330,7 +332,8 @@ class _Content:
 
     def _param_groups(self, tables: set[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Settings of the tables' optimizers and of the others."""
-        fused, dense = [], []
+        fused: list[dict[str, Any]] = []
+        dense: list[dict[str, Any]] = []
         for group in _nested(self._groups) or ():
             settings = {key: _plain(f"param_groups: {key}", value) for key, value in group.items() if key != "params"}
             for names, found in (

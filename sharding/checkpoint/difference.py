@@ -131,7 +131,7 @@ def _values(a: Source, b: Source, address: Address) -> Values:
             count = int(unequal.sum())
             if count:
                 different += count
-                gaps = (_number(mine)[unequal] - _number(theirs)[unequal]).abs()
+                gaps = _gaps(mine[unequal], theirs[unequal])
                 # NaN wins over every number
                 largest = float(torch.maximum(gaps.max(), torch.tensor(largest, dtype=gaps.dtype)))
     return Values(different, elements, largest)
@@ -140,13 +140,18 @@ def _values(a: Source, b: Source, address: Address) -> Values:
 def _unequal(a: Tensor, b: Tensor) -> Tensor:
     if not a.dtype.is_floating_point:
         return a != b
-    a, b = _number(a), _number(b)
+    # torch compares no 8-bit floats
+    a, b = a.double(), b.double()
     return (a != b) & ~(a.isnan() & b.isnan())
 
 
-def _number(tensor: Tensor) -> Tensor:
-    """In float64, which has every number of the shorter dtypes."""
-    return tensor.double()
+def _gaps(a: Tensor, b: Tensor) -> Tensor:
+    """How far the elements are apart, in float64."""
+    far = (a.double() - b.double()).abs()
+    if a.dtype.is_floating_point:
+        return far
+    # float64 rounds large whole numbers, and int64 has no room for the widest gaps
+    return torch.where(far < 2**62, (a.long() - b.long()).abs().double(), far)
 
 
 def _shape(manifest: Manifest, address: Address) -> list[int]:

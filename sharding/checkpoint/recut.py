@@ -50,7 +50,8 @@ def reshard(
     with Source(source) as old:
         if Path(target).resolve() == old.path.parent.resolve():
             raise ValueError(f"{target} has the checkpoint itself: give another folder, where the new one is made")
-        manifest = recut(old.manifest, world_size or old.manifest.world_size, plan, resplit=resplit)
+        ranks = old.manifest.world_size if world_size is None else world_size
+        manifest = recut(old.manifest, ranks, plan, resplit=resplit)
         return write_offline(target, manifest, old.blocks)
 
 
