@@ -108,12 +108,16 @@ class Watch:
         ordinary_end = isinstance(error, StopIteration | GeneratorExit)
         if ordinary_end or is_agreed(error) or is_failure(error) or self._error is not None:
             return
-        if is_of_group(error):
-            raise self.failure(error) from error
+        self.translate(error)
         self._error = Word(f"{where}, {self._where()}", error=said(error))
         self._raise_alarm(f"{self._where()} it failed")
         self._over.wait(self._roll_call_s())
         self._close()
+
+    def translate(self, error: BaseException) -> None:
+        """Raise RankFailure for an error of the process group, of which another rank is the cause."""
+        if is_of_group(error) and not is_failure(error):
+            raise self.failure(error) from error
 
     @contextmanager
     def over(self, where: str) -> Iterator[None]:

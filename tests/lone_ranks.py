@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -70,7 +71,7 @@ def lone_ranks(
     for rank, answer in enumerate(answers):
         try:
             wait = 0.0 if rank == stopped else max(0.0, end - time.monotonic())
-            found.append(answer.recv() if answer.poll(wait) else Said(hung=True))
+            found.append(pickle.loads(answer.recv_bytes()) if answer.poll(wait) else Said(hung=True))
         except EOFError:
             found.append(Said(error="killed"))
     for process, said in zip(processes, found, strict=True):
@@ -112,5 +113,6 @@ def _be(
         said = Said(value=fn(*args))
     except BaseException as error:
         said = Said(error=type(error).__name__, text=str(error), ranks=getattr(error, "ranks", ()))
-    conn.send(said)
+    # tensors by value: this process will be gone
+    conn.send_bytes(pickle.dumps(said))
     conn.close()

@@ -90,11 +90,14 @@ def test_ctrl_c_on_one_rank_ends_the_others(place: str) -> None:
 
 def interrupted() -> float:
     """How long Ctrl-C takes on a rank that waits for another."""
+    fault = Fault("input exchange", "sleep")
+    model = build(fault)
     if dist.get_rank() == 0:
-        threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        # while the other one sleeps
+        threading.Timer(5, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
     try:
-        train(Fault("input exchange", "sleep"))
+        train(fault, model=model)
     except KeyboardInterrupt:
         return time.monotonic() - start
     return -1.0
