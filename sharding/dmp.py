@@ -153,7 +153,12 @@ class DistributedModelParallel(nn.Module):
             # those that came since
             materialize(self._dmp_wrapped_module, self._device)
         move(self._dmp_wrapped_module, self._device)
-        self._data_parallel_wrapper.wrap(self, self._env, self._device)
+        try:
+            self._data_parallel_wrapper.wrap(self, self._env, self._device)
+        except RuntimeError as error:
+            if self._watch is not None:
+                self._watch.translate(error)
+            raise
         self._is_data_parallel = True
 
     def copy(self, device: torch.device | str) -> DistributedModelParallel:
