@@ -27,6 +27,7 @@ from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_
 from shardwise.kernels.cpu_lookup import ids_are_good, offsets_are_good
 
 from . import header
+from .agreement import Facts, agree, facts_of, facts_of_shards
 from .dedup import once
 from .departure import Departure, Expected
 from .env import ShardingEnv
@@ -36,7 +37,7 @@ from .flags import error_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .held import Collection, Held, Mark, Stores, tables_of
 from .id_map import IdMap
-from .layout import Shard, TableOptions, fingerprint, validate
+from .layout import Shard, TableOptions, validate
 from .owner import Batch, InFlight, Owner
 from .qcomms import codecs_of
 from .reshard import reshard
@@ -85,13 +86,13 @@ class ShardedCollection(nn.Module, Staged):
         )
         self._stores = stores
 
-        def plan() -> tuple[tuple[Routes, list[Mark | None]], int]:
+        def plan() -> tuple[tuple[Routes, list[Mark | None]], Facts]:
             chosen, mapped = options or {}, frozenset(self._id_maps)
             tables, marks = tables_of(module, shards, default_optimizer, chosen, mapped)
-            routes, number = self._plan(tables, shards)
-            return (routes, marks), number
+            routes, facts = self._plan(tables, shards)
+            return (routes, marks), facts
 
-        (routes, marks), number = header.agree(self._exchange, device, plan)
+        (routes, marks), number = agree(self._exchange, device, plan)
         held = Held(routes, env.rank, device, self._policy, stores)
         held.adopt(module, marks, self._exchange)
         self._settle(routes, number, held)
@@ -103,15 +104,21 @@ class ShardedCollection(nn.Module, Staged):
         self.register_state_dict_post_hook(publish_weights)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(take_weights)  # type: ignore[no-untyped-call]
 
-    def _plan(self, tables: Sequence[Table], shards: Sequence[Shard]) -> tuple[Routes, int]:
-        """Routes of a plan, and its fingerprint."""
+    def _plan(self, tables: Sequence[Table], shards: Sequence[Shard]) -> tuple[Routes, Facts]:
+        """Routes of a plan, and what ranks must share of it."""
         validate(shards, {table.name: (table.rows, table.dim) for table in tables}, self._env.world_size)
         routes = plan_routes(
             tables, shards, self._env.world_size, pooled=self._pooled, weighted=self._weighted,
             local_size=self._env.local_world_size,
         )  # fmt: skip
-        facts = (self._weighted, self._pooled, self._dedup, str(self._codec), str(self._codec_back))
-        return routes, fingerprint(shards, (*tables, *facts, routes.local_size))
+        facts = {
+            "tables": str([table.name for table in tables]), "pooled": str(self._pooled),
+            "per-id weights": str(self._weighted), "dedup": str(self._dedup), "codec of rows": str(self._codec),
+            "codec of gradients": str(self._codec_back), "ranks of a host": str(routes.local_size),
+        }  # fmt: skip
+        for table in tables:
+            facts |= facts_of(table, f"table {table.name!r}")
+        return routes, facts | facts_of_shards(shards)
 
     def _settle(self, routes: Routes, number: int, held: Held) -> None:
         """Serve these routes, whose fingerprint is `number`, from now on."""

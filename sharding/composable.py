@@ -8,20 +8,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shardwise._version import __version__
-
+from .agreement import Facts, agree, facts_of_versions
 from .dense import materialize, move
 from .dmp import balanced_plan
 from .env import ShardingEnv, default_env
-from .exchange import Exchange
+from .exchange import Exchange, hang_up
 from .generators import ParameterShardingGenerator, apply_to_all
-from .header import agree
-from .layout import fingerprint
 from .plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from .planned import (
     Place,
     agree_on_plan,
     exchange_device,
+    facts_of_tables,
     find_places,
     plan_cuts,
     require_device,
@@ -30,6 +28,7 @@ from .planned import (
     warn_of_other_devices,
 )
 from .sharders import ModuleSharder, get_default_sharders, require_sharder
+from .watch import watch_over
 
 # what becomes of each table: placed already, or by a generator
 TablePlans: TypeAlias = Mapping[str, ParameterSharding] | Mapping[str, ParameterShardingGenerator]
@@ -41,6 +40,8 @@ def shard(
     env: ShardingEnv | None = None,
     device: torch.device | str | None = None,
     sharder: ModuleSharder[Any] | None = None,
+    *,
+    timeout_s: float | None = 60,
 ) -> nn.Module:
     """The sharded form of one module; `module` itself stays as it is. All ranks call this together.
 
@@ -50,6 +51,7 @@ def shard(
         env: rank and process group; by default those of torch.distributed's default group.
         device: where this rank computes; by default CUDA where there is one, else the CPU.
         sharder: by default that of `get_default_sharders()` for the module's exact class.
+        timeout_s: as `DistributedModelParallel`.
 
     Raises:
         TypeError: the module has no sharder.
@@ -62,13 +64,14 @@ def shard(
     """
     env = env or default_env()
     here = _device(device)
+    watch_over([env.process_group], timeout_s, hang_up)
 
-    def planned() -> tuple[tuple[EmbeddingModuleShardingPlan, ModuleSharder[Any]], int]:
+    def planned() -> tuple[tuple[EmbeddingModuleShardingPlan, ModuleSharder[Any]], Facts]:
         require_device(env.process_group, here)
         found = require_sharder(module, sharder)
         made = _plan_of(module, plan, env, here, found)
         cuts = plan_cuts(made, found.shardable_parameters(module), found, env.world_size)
-        return (made, found), fingerprint((), (__version__, cuts))
+        return (made, found), {**facts_of_versions(here), **facts_of_tables(module, found), **cuts}
 
     (made, found), _ = agree(Exchange(env.process_group), exchange_device(env.process_group, here), planned)
     whole = ShardingPlan({"": made})
@@ -84,6 +87,8 @@ def shard_modules(
     plan: ShardingPlan | None = None,
     sharders: Sequence[ModuleSharder[Any]] | None = None,
     init_params: bool = False,
+    *,
+    timeout_s: float | None = 60,
 ) -> nn.Module:
     """Replace the collections of a model by their sharded forms, in place; other layers are not made data parallel.
 
@@ -95,15 +100,15 @@ def shard_modules(
             the ranks.
         sharders: what shards which class of module; by default `get_default_sharders()`.
         init_params: give other layers that are on meta their values, and move them to `device`.
+        timeout_s: as `DistributedModelParallel`.
 
     Raises:
         As `DistributedModelParallel`.
     """
     env, here = env or default_env(), _device(device)
+    watch_over([env.process_group], timeout_s, hang_up)
     places = find_places(module, get_default_sharders() if sharders is None else sharders, plan, lambda kind: env)
-    plan = agree_on_plan(
-        places, plan, here, env.process_group, balanced_plan(here.type), version=__version__, partial=True
-    )
+    plan = agree_on_plan(places, plan, here, env.process_group, balanced_plan(here.type), partial=True)
     warn_of_default_optimizer(places, plan, stacklevel=2)
     module = shard_places(module, places, plan, here)
     if init_params:

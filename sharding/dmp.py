@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._version import __version__
 from shardwise.embeddings import CombinedOptimizer, optimizer_of
 from shardwise.planner import balanced_table_wise
 
+from .agreement import Facts, facts_of_dense
 from .data_parallel_wrapper import DataParallelWrapper, DefaultDataParallelWrapper
 from .dense import materialize, move
 from .env import ShardingEnv, default_env
@@ -103,7 +103,7 @@ class DistributedModelParallel(nn.Module):
         places = find_places(module, self._sharders, plan, self._env_of)
         self._plan = agree_on_plan(
             places, plan, self._device, self._env.data_parallel_group, balanced_plan(self._device.type),
-            version=__version__, check=_no_dense_optimizer(module, places, self._env),
+            more=_dense_facts(module, places, self._env, data_parallel=init_data_parallel, values=init_parameters),
         )  # fmt: skip
         warn_of_default_optimizer(places, self._plan, stacklevel=2)
         self._dmp_wrapped_module = shard_places(module, places, self._plan, self._device)
@@ -153,7 +153,12 @@ class DistributedModelParallel(nn.Module):
             # those that came since
             materialize(self._dmp_wrapped_module, self._device)
         move(self._dmp_wrapped_module, self._device)
-        self._data_parallel_wrapper.wrap(self, self._env, self._device)
+        try:
+            self._data_parallel_wrapper.wrap(self, self._env, self._device)
+        except RuntimeError as error:
+            if self._watch is not None:
+                self._watch.translate(error)
+            raise
         self._is_data_parallel = True
 
     def copy(self, device: torch.device | str) -> DistributedModelParallel:
@@ -293,10 +298,15 @@ def balanced_plan(device_type: str) -> Callable[[Sequence[Place]], ShardingPlan]
     return make
 
 
-def _no_dense_optimizer(module: nn.Module, places: Sequence[Place], env: ShardingEnv) -> Callable[[], None]:
-    """A check that no dense layer steps in the backward, before its gradient is averaged."""
+def _dense_facts(
+    module: nn.Module, places: Sequence[Place], env: ShardingEnv, *, data_parallel: bool, values: bool
+) -> Callable[[], Facts]:
+    """What ranks must share of dense layers; that none of them steps in the backward, before its gradient is averaged.
 
-    def check() -> None:
+    `data_parallel` and `values` say whether they are made data parallel and given values at once.
+    """
+
+    def find() -> Facts:
         in_tables = {id(param) for place in places for param in place.parameters().values()}
         in_tables |= {id(param) for one in sharded_collections(module).values() for param in one.parameters()}
         dense = [(name, param) for name, param in module.named_parameters() if id(param) not in in_tables]
@@ -306,5 +316,7 @@ def _no_dense_optimizer(module: nn.Module, places: Sequence[Place], env: Shardin
                 f"dense parameters {marked} have an optimizer in the backward, which would run before their gradients"
                 " are averaged over the ranks: give them to an ordinary optimizer"
             )
+        settings = {"init_data_parallel": str(data_parallel), "init_parameters": str(values)}
+        return {**settings, **facts_of_dense(dense)}
 
-    return check
+    return find

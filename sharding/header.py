@@ -7,16 +7,13 @@ all ranks raise in that step; the text of the error follows in an exchange of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from .exchange import Exchange, Pending
 from .failures import agreed
-
-T = TypeVar("T")
 
 _TEXT = 64  # int64 numbers: 512 bytes of UTF-8
 _WELL = -1
@@ -55,35 +52,6 @@ class Head:
 
 
 _NOTHING = Sizes(0, 0, 0, ())
-
-
-# how many agreements this process has seen; ranks take the largest, so that each has a number of its own
-_agreements = 0
-
-
-def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, int]]) -> tuple[T, int]:
-    """What `make` returns, something and its fingerprint, once it did so on all ranks with one fingerprint.
-
-    The fingerprint comes back with the number of this agreement in it: two equal collections differ, so that ranks
-    which call them in different orders find out.
-
-    Raises:
-        As `raise_failures`, on all ranks: none of them goes on to a collective that the others never join.
-    """
-    made: tuple[T, int] | None = None
-    failure: Exception | None = None
-    try:
-        made = make()
-    except Exception as error:
-        failure = error
-    global _agreements
-    mine = 0 if made is None else made[1]
-    told = [Sizes(_agreements, 0, 0, ())] * exchange.world_size
-    heads = tell(exchange, device, failure or told, wants=Wants(), fingerprint=mine, groups=0).hear()
-    assert made is not None
-    number = max(head.sizes.batch for head in heads)
-    _agreements = number + 1
-    return made[0], (mine + number) % 2**63
 
 
 def tell(

@@ -17,11 +17,10 @@ from torch import nn
 
 from shardwise.embeddings import EmbeddingBagCollection, EmbeddingCollection, optimizer_of
 
+from .agreement import Facts, agree, facts_of, facts_of_shards, facts_of_versions
 from .collection import ShardedCollection
 from .env import ShardingEnv
 from .exchange import Exchange
-from .header import agree
-from .layout import fingerprint
 from .plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, options_of, shards_of, tables_of
 from .sharders import BaseEmbeddingSharder, ModuleSharder, sharder_of
 
@@ -98,21 +97,21 @@ def agree_on_plan(
     group: dist.ProcessGroup | None,
     make_plan: PlanMaker,
     *,
-    version: str,
     partial: bool = False,
-    check: Callable[[], None] = lambda: None,
+    more: Callable[[], Facts] = dict,
 ) -> ShardingPlan:
     """The plan, made where none is given, once it fits the model on all ranks of `group` and is the same there.
 
-    With `partial` the plan may leave places out. `check` looks at what else may be wrong on one rank.
+    With `partial` the plan may leave places out. `more` tells what else ranks must share, and raises where something
+    else is wrong on this one.
 
     Raises:
         ValueError: the plan does not fit the model, or the process group does not serve the device; on all ranks.
-        RuntimeError: ranks have different plans or versions.
+        RuntimeError: ranks have different plans, tables or versions; says which.
     """
 
-    def planned() -> tuple[ShardingPlan, int]:
-        check()
+    def planned() -> tuple[ShardingPlan, Facts]:
+        facts = {**facts_of_versions(device), **more()}
         for pg in {id(env.process_group): env.process_group for env in (place.env for place in places)}.values():
             require_device(pg, device)
         chosen = plan if plan is not None else make_plan(places)
@@ -120,8 +119,12 @@ def agree_on_plan(
         if unknown:
             has = sorted(place.path for place in places)
             raise ValueError(f"the plan names modules {sorted(unknown)}, the model has {has}")
-        cuts = [(place.path, _cuts_of(place, chosen, partial)) for place in places]
-        return chosen, fingerprint((), (version, *cuts))
+        facts["modules with tables"] = str([place.path for place in places])
+        for place in places:
+            facts |= facts_of_tables(place.module, place.sharder, place.path)
+        for place in places:
+            facts |= _cuts_of(place, chosen, partial)
+        return chosen, facts
 
     agreed, _ = agree(Exchange(group), exchange_device(group, device), planned)
     warn_of_other_devices(agreed, device, stacklevel=3)
@@ -169,17 +172,32 @@ def warn_of_default_optimizer(places: Sequence[Place], plan: ShardingPlan, stack
         )
 
 
-def _cuts_of(place: Place, plan: ShardingPlan, partial: bool) -> object:
+def facts_of_tables(module: nn.Module, sharder: ModuleSharder[Any], path: str = "") -> dict[str, str]:
+    """What all ranks must share of a module: its sharder and the configs of its tables, in their order."""
+    inside = f" of module {path!r}" if path else ""
+    configs = tables_in(module)
+    found = {
+        f"sharder{inside}": type(sharder).__name__,
+        f"tables{inside}": str([config.name for config in configs]),
+    }
+    for config in configs:
+        found |= facts_of(config, f"table {config.name!r}{inside}")
+    return found
+
+
+def _cuts_of(place: Place, plan: ShardingPlan, partial: bool) -> dict[str, str]:
     """What all ranks must share of a place's plan."""
     of_module = plan.get_plan_for_module(place.path)
     if of_module is None:
         if partial:
-            return None
+            return {f"plan of module {place.path!r}": "none"}
         raise ValueError(
             f"the plan has no part for module {place.path!r}; it has {sorted(plan.plan)}. To leave it unsharded, pass"
             " sharders without one for it"
         )
-    return plan_cuts(of_module, place.parameters(), place.sharder, place.env.world_size)
+    inside = f" of module {place.path!r}" if place.path else ""
+    cuts = plan_cuts(of_module, place.parameters(), place.sharder, place.env.world_size)
+    return {name + inside: text for name, text in cuts.items()}
 
 
 def plan_cuts(
@@ -187,8 +205,8 @@ def plan_cuts(
     params: Mapping[str, nn.Parameter],
     sharder: ModuleSharder[Any],
     world_size: int,
-) -> object:
-    """The shards that a module's plan means, for a fingerprint.
+) -> dict[str, str]:
+    """The shards that a module's plan means, as facts.
 
     Raises:
         ValueError: the plan names other tables than the module, or asks for what is not served.
@@ -196,14 +214,15 @@ def plan_cuts(
     if set(of_module) != set(params):
         raise ValueError(f"the plan has tables {sorted(of_module)}, the module {sorted(params)}")
     if not isinstance(sharder, BaseEmbeddingSharder):
-        return EmbeddingModuleShardingPlan(of_module)._serialize()
+        return {"plan": str(EmbeddingModuleShardingPlan(of_module)._serialize())}
+    found: dict[str, str] = {}
     with warnings.catch_warnings():
         # they are given where the module is sharded
         warnings.simplefilter("ignore")
-        return [
-            (shards_of(name, of_module[name], param.shape[0], param.shape[1], world_size), options_of(of_module[name]))
-            for name, param in params.items()
-        ]
+        for name, param in params.items():
+            found |= facts_of_shards(shards_of(name, of_module[name], param.shape[0], param.shape[1], world_size))
+            found |= facts_of(options_of(of_module[name]), f"table {name!r}")
+    return found
 
 
 def _device_types(group: dist.ProcessGroup | None) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.embeddings import TableGroup
 from shardwise.kernels import rule_named
 
-from . import header
+from .agreement import Facts, agree
 from .exchange import Exchange
 from .held import Held
 from .layout import Shard, Span, TableOptions
@@ -120,7 +120,7 @@ def _go_over(
 ) -> None:
     old, rank, device = collection.states, collection._env.rank, collection.device
 
-    def make() -> tuple[tuple[Routes, Held, States], int]:
+    def make() -> tuple[tuple[Routes, Held, States], Facts]:
         if resplit not in (None, "mean"):
             raise ValueError(f"resplit must be 'mean' or None, got {resplit!r}")
         shards, options = choose()
@@ -130,7 +130,7 @@ def _go_over(
         if collection._stores is not None or collection._id_maps:
             raise ValueError("tables whose rows are in a row store or found by an id map cannot be resharded")
         tables = [replace(table, options=options.get(name, table.options)) for name, table in old.tables.items()]
-        routes, number = collection._plan(tables, shards)
+        routes, facts = collection._plan(tables, shards)
         held = Held(routes, rank, device, collection._policy, None)
         held.matrices()
         new = States(routes, held, collection._env)
@@ -138,10 +138,10 @@ def _go_over(
             _require_same_training(table, old, new, collection.parameter(table.name).requires_grad)
             if resplit is None:
                 _require_same_columns(table.name, old, new)
-        return (routes, held, new), (number + (resplit is not None)) % 2**63
+        return (routes, held, new), {**facts, "resplit": str(resplit)}
 
     exchange = collection._exchange
-    (routes, held, new), number = header.agree(exchange, device, make)
+    (routes, held, new), number = agree(exchange, device, make)
     _carry_steps(old, new, routes, exchange, device)
     with torch.no_grad():
         for name in new.tables:

@@ -10,6 +10,7 @@ who waits in them learns why. A step costs nothing more: the thread sleeps meanw
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
@@ -76,8 +77,11 @@ class Watch:
         Raises:
             RankFailure: a rank failed, or did not come in time.
         """
+        # the thread times this wait; it may itself be held up by the store
+        limit = math.inf if self.timeout_s is None else self.timeout_s - self._roll_call_s()
+        end = time.monotonic() + limit - SLICE.total_seconds()
         while True:
-            done = work.is_completed()
+            done = work.is_completed() or time.monotonic() > end
             try:
                 work.wait(SLICE)
                 return
@@ -91,6 +95,7 @@ class Watch:
         self._raise_alarm(f"{self._where()} it got {said(error)}")
         # the store may be gone without a word, and the thread with it
         if not self._over.wait(self._roll_call_s() + 4 * self._look_s() + 1) or self._failure is None:
+            self._close()
             return silent_store(f"{self._where()} it got {said(error)}", self._where(), self.rank, self._host)
         return RankFailure(str(self._failure), self._failure.ranks)
 
@@ -103,12 +108,16 @@ class Watch:
         ordinary_end = isinstance(error, StopIteration | GeneratorExit)
         if ordinary_end or is_agreed(error) or is_failure(error) or self._error is not None:
             return
-        if is_of_group(error):
-            raise self.failure(error) from error
+        self.translate(error)
         self._error = Word(f"{where}, {self._where()}", error=said(error))
         self._raise_alarm(f"{self._where()} it failed")
         self._over.wait(self._roll_call_s())
         self._close()
+
+    def translate(self, error: BaseException) -> None:
+        """Raise RankFailure for an error of the process group, of which another rank is the cause."""
+        if is_of_group(error) and not is_failure(error):
+            raise self.failure(error) from error
 
     @contextmanager
     def over(self, where: str) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -47,8 +48,13 @@ def interrupt() -> None:
         pass
 
 
+def sleep() -> None:
+    """A long evaluation on one rank."""
+    time.sleep(15)
+
+
 ACTIONS: dict[str, Callable[[], None]] = {
-    "raise": raise_error, "memory": run_out, "interrupt": interrupt, "kill": kill_me, "stop": stop_me,
+    "raise": raise_error, "sleep": sleep, "memory": run_out, "interrupt": interrupt, "kill": kill_me, "stop": stop_me,
 }  # fmt: skip
 
 
@@ -109,9 +115,16 @@ def build(fault: Fault, *, timeout_s: float | None = 60) -> DistributedModelPara
     return DistributedModelParallel(model, plan=ShardingPlan({"tables": tables}), timeout_s=timeout_s)
 
 
-def train(fault: Fault, *, timeout_s: float | None = 60, watched: bool = True, steps: int = 4) -> list[Tensor]:
-    """Train some steps, in one of which the fault comes; what this rank's tables were before the step."""
-    model = build(fault, timeout_s=timeout_s)
+def train(
+    fault: Fault,
+    *,
+    timeout_s: float | None = 60,
+    watched: bool = True,
+    steps: int = 4,
+    model: DistributedModelParallel | None = None,
+) -> None:
+    """Train a model some steps, in the third of which the fault comes."""
+    model = model or build(fault, timeout_s=timeout_s)
     inner = model.module
     assert isinstance(inner, Model)
     optimizer = torch.optim.SGD([*inner.first.parameters(), *inner.last.parameters()], lr=0.1)
@@ -131,4 +144,3 @@ def train(fault: Fault, *, timeout_s: float | None = 60, watched: bool = True, s
                 loss.backward()
                 inner.come("optimizer")
                 optimizer.step()
-    return [param.detach().clone() for param in model.parameters()]

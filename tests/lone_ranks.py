@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "triton"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "triton", "shardwise.sharding.dmp"])
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,17 @@ class Said:
 
 
 def lone_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, store: str = "file", deadline: float = 60.0
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    store: str = "file",
+    stopped: int | None = None,
+    deadline: float = 60.0,
 ) -> list[Said]:
-    """What each rank said, in rank order. The ranks meet in a "file", or a "tcp" store that rank 0 keeps."""
+    """What each rank said, in rank order.
+
+    The ranks meet in a "file", or a "tcp" store that rank 0 keeps. Rank `stopped` is not waited for.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,9 +68,10 @@ def lone_ranks(
         answers.append(ours)
     end = time.monotonic() + deadline
     found = []
-    for answer in answers:
+    for rank, answer in enumerate(answers):
         try:
-            found.append(answer.recv() if answer.poll(max(0.0, end - time.monotonic())) else Said(hung=True))
+            wait = 0.0 if rank == stopped else max(0.0, end - time.monotonic())
+            found.append(pickle.loads(answer.recv_bytes()) if answer.poll(wait) else Said(hung=True))
         except EOFError:
             found.append(Said(error="killed"))
     for process, said in zip(processes, found, strict=True):
@@ -103,5 +113,6 @@ def _be(
         said = Said(value=fn(*args))
     except BaseException as error:
         said = Said(error=type(error).__name__, text=str(error), ranks=getattr(error, "ranks", ()))
-    conn.send(said)
+    # tensors by value: this process will be gone
+    conn.send_bytes(pickle.dumps(said))
     conn.close()

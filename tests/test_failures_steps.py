@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
-from failing_model import Fault, train
+import torch
+import torch.distributed as dist
+from failing_model import Fault, build, features_of, train
 from lone_ranks import Said, lone_ranks
+from torch import Tensor
+
+from shardwise import KeyedJaggedTensor, RankFailure
 
 pytestmark = pytest.mark.ranks
 
@@ -20,7 +33,8 @@ def worker(fault: Fault, timeout_s: float | None, watched: bool) -> None:
 def fail(
     fault: Fault, *, world_size: int = 2, timeout_s: float | None = 60, watched: bool = True, store: str = "file"
 ) -> list[Said]:
-    return lone_ranks(world_size, worker, fault, timeout_s, watched, store=store)
+    stopped = fault.rank if fault.action == "stop" else None
+    return lone_ranks(world_size, worker, fault, timeout_s, watched, store=store, stopped=stopped)
 
 
 def require_named(found: list[Said], rank: int) -> None:
@@ -56,3 +70,183 @@ def test_an_exception_of_one_rank_is_told_to_all(place: str, world_size: int) ->
     for said in (found[0], *found[2:]):
         assert "rank 1 failed " in said.text
         assert "ZeroDivisionError: the loader's seventh batch" in said.text
+
+
+def test_memory_that_runs_out_on_one_rank_is_told() -> None:
+    """Out of memory in a lookup: the tables of all ranks are as before the step, on the failing rank too."""
+    found = fail(Fault("look up", "memory"))
+    assert (found[1].error, found[1].text) == ("OutOfMemoryError", "tried to allocate 40.00 GiB")
+    require_named(found, 1)
+    assert "OutOfMemoryError: tried to allocate 40.00 GiB" in found[0].text
+
+
+@pytest.mark.parametrize("place", ["look up", "loss"])
+def test_ctrl_c_on_one_rank_ends_the_others(place: str) -> None:
+    found = fail(Fault(place, "interrupt"))
+    assert found[1].error == "KeyboardInterrupt"
+    require_named(found, 1)
+    assert "KeyboardInterrupt" in found[0].text
+
+
+def interrupted() -> float:
+    """How long Ctrl-C takes on a rank that waits for another."""
+    fault = Fault("input exchange", "sleep")
+    model = build(fault)
+    if dist.get_rank() == 0:
+        # while the other one sleeps
+        threading.Timer(5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    try:
+        train(fault, model=model)
+    except KeyboardInterrupt:
+        return time.monotonic() - start
+    return -1.0
+
+
+def test_ctrl_c_on_a_rank_that_waits_for_another_is_served() -> None:
+    """A wait in C++ lets no signal handler run: Ctrl-C came through when the other rank did, or never."""
+    first, second = lone_ranks(2, interrupted)
+    assert first.value > 0
+    assert (second.error, second.ranks) == ("RankFailure", (0,))
+
+
+@pytest.mark.parametrize("place", ["input exchange", "backward"])
+def test_a_rank_that_stands_still_is_named_after_timeout_s(place: str) -> None:
+    """SIGSTOP: its connections stay open, so nothing but time tells."""
+    found = fail(Fault(place, "stop"), timeout_s=6)
+    assert found[1].hung
+    require_named(found, 1)
+    assert "(timeout_s)" in found[0].text
+
+
+def test_a_rank_that_is_late_is_named_with_what_it_does() -> None:
+    found = fail(Fault("loss", "sleep"), timeout_s=6)
+    for said in found:
+        assert (said.error, said.ranks) == ("RankFailure", (1,))
+    assert "rank 1 did not come: it is in its own code after the exchange of rows of 'tables'" in found[0].text
+    assert "it waited for 6 s (timeout_s)" in found[0].text
+
+
+@pytest.mark.parametrize("action", ["raise", "kill", "stop"])
+def test_a_rank_that_takes_the_store_with_it_is_named(action: str) -> None:
+    """Without a launcher the store of the process group is kept by rank 0, which may be the one that fails."""
+    found = fail(Fault("backward", action, rank=0), timeout_s=6, store="tcp")
+    require_named(found, 0)
+
+
+@pytest.mark.parametrize("action", ["raise", "kill"])
+def test_tables_in_the_backward_and_the_forward_tell_without_a_block(action: str) -> None:
+    for place in ("look up", "backward"):
+        found = fail(Fault(place, action), watched=False)
+        require_named(found, 1)
+
+
+def timeouts() -> list[timedelta]:
+    def of_group() -> timedelta:
+        found: timedelta = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+        return found
+
+    before = of_group()
+    try:
+        train(Fault("forward", "raise"), timeout_s=5)
+    except (RankFailure, ZeroDivisionError):
+        return [before, of_group()]
+    return []
+
+
+def test_the_options_of_the_process_group_stay_as_they_are() -> None:
+    for said in lone_ranks(2, timeouts):
+        assert said.value == [timedelta(minutes=30)] * 2
+
+
+def survive(place: str, again: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters after a failure, and of a new group that goes on from there."""
+    fault = Fault(place, "raise")
+    model = build(fault)
+    with suppress(RankFailure, ZeroDivisionError):
+        train(fault, model=model)
+    left = [param.detach().clone() for param in model.parameters()]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{again}", rank=rank, world_size=world_size)
+    train(Fault("nowhere", "raise"), steps=2)
+    return left, two_steps()
+
+
+def two_steps() -> list[Tensor]:
+    model = build(Fault("nowhere", "raise"))
+    train(Fault("nowhere", "raise"), model=model, steps=2)
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("place", ["look up", "backward"])
+def test_nothing_is_lost_and_a_new_group_goes_on(place: str, tmp_path: Path) -> None:
+    """The failure came in the third step: parameters of all ranks are those of two."""
+    for said in lone_ranks(2, survive, place, str(tmp_path / "again")):
+        left, expected = said.value
+        for one, other in zip(left, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def agreed_errors() -> list[str]:
+    """What all ranks raise together leaves the group in use."""
+    model = build(Fault("nowhere", "raise"))
+    bad, good = features_of(0, 0), features_of(1, dist.get_rank())
+    bad = KeyedJaggedTensor(bad.keys(), bad.values() + 100 * dist.get_rank(), lengths=bad.lengths())
+    found = []
+    for _ in range(2):
+        with model.watched(), suppress(IndexError):
+            model(bad)
+        try:
+            with model.watched():
+                model(bad)
+        except IndexError as error:
+            found.append(str(error))
+        model(good).backward()
+    return found
+
+
+def test_4_a_bad_id_is_no_failure_and_the_group_goes_on() -> None:
+    """Fault 4: one bad id on one rank only: all raise in that step, and train on after it."""
+    for said in lone_ranks(2, agreed_errors):
+        assert [text.split(":")[0] for text in said.value] == ["rank 1", "rank 1"]
+
+
+def exhausted() -> int:
+    """A loader's end inside the block is the end of the loop, on all ranks in their own time."""
+    model = build(Fault("nowhere", "raise"))
+    batches, steps = iter([features_of(step, dist.get_rank()) for step in range(2)]), 0
+    while True:
+        try:
+            with model.watched():
+                model(next(batches)).backward()
+        except StopIteration:
+            break
+        steps += 1
+    model(features_of(9, dist.get_rank())).backward()
+    return steps
+
+
+def test_the_end_of_the_data_is_no_failure() -> None:
+    assert [said.value for said in lone_ranks(2, exhausted)] == [2, 2]
+
+
+def copies() -> list[bool]:
+    """A watched model is copied, its process forks, and its group ends, all as before."""
+    model = build(Fault("nowhere", "raise"))
+    copied = model.copy("cpu")
+    copied(features_of(0, dist.get_rank())).backward()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    threads = [thread for thread in threading.enumerate() if thread.name == "shardwise watch"]
+    dist.barrier()
+    dist.destroy_process_group()
+    for thread in threads:
+        thread.join(20)
+    return [len(threads) == 1, status == 0, not any(thread.is_alive() for thread in threads)]
+
+
+def test_a_watch_ends_with_its_process_group_and_hinders_neither_copies_nor_forks() -> None:
+    assert [said.value for said in lone_ranks(2, copies)] == [[True] * 3] * 2

@@ -19,7 +19,7 @@ from local_tensors import local_tensors
 from ranks import run_ranks
 from torch import Tensor, nn
 
-import shardwise.sharding.dmp
+import shardwise.sharding.agreement
 from shardwise import (
     BoundsCheckMode,
     DistributedModelParallel,
@@ -244,17 +244,36 @@ def another_collection(model: Net) -> ShardingPlan:
 
 
 def other_version(model: Net) -> ShardingPlan:
-    shardwise.sharding.dmp.__version__ = "0.0.1"  # type: ignore[attr-defined]
+    shardwise.sharding.agreement.__version__ = "0.0.1"  # type: ignore[attr-defined]
     return plan_for(model.ebc)
 
 
-DIFFER = "differ from this one in their plans, table configs or order of lookups"
 DISAGREEMENTS: dict[str, tuple[Callable[[Net], ShardingPlan], str, str]] = {
-    "another place": (lambda model: plan_for(model.ebc, t1=1), "RuntimeError", DIFFER),
-    "other rows": (other_rows, "RuntimeError", DIFFER),
-    "another learning rate": (other_optimizer, "RuntimeError", DIFFER),
-    "another collection": (another_collection, "RuntimeError", DIFFER),
-    "another version of shardwise": (other_version, "RuntimeError", DIFFER),
+    "another place": (
+        lambda model: plan_for(model.ebc, t1=1),
+        "RuntimeError",
+        r"place of table 't1' of module 'ebc': rank 0 has .* on rank 0, rank 1 has .* on rank 1$",
+    ),
+    "other rows": (
+        other_rows,
+        "RuntimeError",
+        r"num_embeddings of table 't1' of module 'ebc': rank 0 has 40, rank 1 has 41; ",
+    ),
+    "another learning rate": (
+        other_optimizer,
+        "RuntimeError",
+        r"share: lr of optimizer of table 't1': rank 0 has 0\.1, rank 1 has 0\.2$",
+    ),
+    "another collection": (
+        another_collection,
+        "RuntimeError",
+        r"share: modules with tables: rank 0 has \['ebc'\], rank 1 has \['ebc', 'more'\]$",
+    ),
+    "another version of shardwise": (
+        other_version,
+        "RuntimeError",
+        r"share: version of shardwise: rank 0 has .*, rank 1 has 0\.0\.1$",
+    ),
     "an optimizer without a rule": (unknown_optimizer, "ValueError", "rank 1: table 't1': LBFGS has no fused rule"),
     "a plan for another model": (
         lambda _: ShardingPlan({"nowhere": EmbeddingModuleShardingPlan()}),
@@ -285,7 +304,7 @@ def disagree(name: str) -> tuple[str, str]:
         DistributedModelParallel(model, plan=make(model))
     except (RuntimeError, ValueError) as error:
         found = type(error).__name__, str(error)
-    shardwise.sharding.dmp.__version__ = shardwise.__version__  # type: ignore[attr-defined]
+    shardwise.sharding.agreement.__version__ = shardwise.__version__  # type: ignore[attr-defined]
     # no rank is left in a collective that the others never join
     dmp = build()
     dmp(batch_of(0)).backward()
