@@ -100,16 +100,7 @@ class Job:
     def workers(self) -> list[int]:
         """The processes of the ranks that live now."""
         assert self._process is not None
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                # the name of the program, in parentheses, may hold anything
-                _, parent, *_ = stat.read_text().rpartition(")")[2].split()
-                if int(parent) == self._process.pid and str(WORKER) in (stat.parent / "cmdline").read_text():
-                    found.append(int(stat.parent.name))
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-        return found
+        return workers_of(self._process.pid, str(WORKER))
 
     def kill(self) -> None:
         """Ends torchrun and all its workers at once."""
@@ -147,6 +138,19 @@ class Job:
     def saving(self) -> bool:
         """Whether a checkpoint is being written: it lies in a hidden folder until it is complete."""
         return any(self.checkpoints.glob(".saving-*"))
+
+
+def workers_of(torchrun: int, script: str) -> list[int]:
+    """The processes that a torchrun started to run `script`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        # a process may end while it is looked at
+        with suppress(FileNotFoundError, ProcessLookupError):
+            # the name of the program, in parentheses, may hold anything
+            _, parent, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(parent) == torchrun and script in (stat.parent / "cmdline").read_text():
+                found.append(int(stat.parent.name))
+    return sorted(found)
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -269,12 +273,15 @@ class Soak:
                 done.recovered_s = fresh["t"] - begin
 
 
-def repeated_steps(events: Sequence[Mapping[str, float]]) -> int:
-    """Steps that were trained again, as far as lines of metrics tell: what each process redid of those before it."""
+def repeated_steps(events: Sequence[Mapping[str, float]], line_steps: int) -> int:
+    """Steps that were trained again, to the line of metrics: what each process redid of those before it.
+
+    A process has its first event `line_steps` after the line that it began at.
+    """
     repeated, reached, pid = 0, 0, 0.0
     for event in events:
         if event["pid"] != pid:
-            repeated += max(0, reached - int(event["step"]))
+            repeated += max(0, reached - (int(event["step"]) - line_steps))
             pid = event["pid"]
         reached = max(reached, int(event["step"]))
     return repeated
@@ -362,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "launches_of_torchrun": disturbed.launches,
         "groups_of_workers": len({event["pid"] for event in events}),
         "steps": int(events[-1]["step"]),
-        "steps_repeated": repeated_steps(events),
+        "steps_repeated": repeated_steps(events, results[0]["config"]["log_every"]),
         "epochs": epochs,
         "checkpoints": len(soak.steps_saved),
         "recovered_s": {"median": statistics.median(recovered), "max": max(recovered), "of": len(recovered)},

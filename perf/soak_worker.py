@@ -11,11 +11,10 @@ import json
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "dlrm"))
-
-from train import main  # noqa: E402
+EXAMPLE = Path(__file__).parents[1] / "examples" / "dlrm"
 
 
 class Events:
@@ -33,4 +32,5 @@ class Events:
 
 
 if __name__ == "__main__":
-    main(sys.argv[3:], Events(Path(sys.argv[1]), float(sys.argv[2])))
+    sys.path.insert(0, str(EXAMPLE))
+    import_module("train").main(sys.argv[3:], Events(Path(sys.argv[1]), float(sys.argv[2])))
