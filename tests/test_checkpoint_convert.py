@@ -178,6 +178,7 @@ def test_a_model_alone_under_no_key(tmp_path: Path) -> None:
     model, every = net("sgd")
     folder = write_dcp(model.state_dict(), tmp_path / "dcp")
     made = from_dcp_trusted(folder, tmp_path / "a", model=None, optimizer=None, step=1)
+    assert [one.rule for one in read_manifest(made).tables.values()] == [None, None]
     back = to_dcp(made, tmp_path / "back", model=None, optimizer=None)
     other, _ = net("adam")
     train(other, _, range(1))

@@ -132,7 +132,7 @@ class Content:
     """What a saved state dict is in a checkpoint of ours."""
 
     def __init__(self, saved: Saved, model: str | None, optimizer: str | None, aliases: dict[str, str]) -> None:
-        self._saved, self._aliases = saved, aliases
+        self._saved, self._aliases, self._has_optimizer = saved, aliases, optimizer is not None
         self._weights: dict[str, str] = {}
         self._states: dict[str, dict[str, str]] = {}
         self._groups: dict[Keys, Any] = {}
@@ -255,7 +255,7 @@ class Content:
 
     def _is_trained(self, name: str, rules: Mapping[str, str] | str | None) -> bool:
         """Whether a table without states has an optimizer in its backward: SGD, unless an ordinary one trains it."""
-        return name not in self._states or bool(rules)
+        return bool(rules) or (self._has_optimizer and name not in self._states)
 
     def _state(self, name: str, state: str, key: str, size: tuple[int, int], blocks: list[Span]) -> None:
         rows, _ = size
