@@ -49,7 +49,8 @@ def net(optimizer: str, plan: str = "first") -> tuple[Any, CombinedOptimizer]:
     model = Net(optimizer)
     alone = not dist.is_initialized()
     world = 1 if alone else dist.get_world_size()
-    env = ShardingEnv.from_local(1, 0) if alone else ShardingEnv.from_process_group(dist.group.WORLD)
+    group: Any = dist.group.WORLD
+    env = ShardingEnv.from_local(1, 0) if alone else ShardingEnv.from_process_group(group)
     cut = {"rows": row_wise(), "columns": column_wise([0, world - 1]), "first": table_wise(0)}[plan]
     tables = construct_module_sharding_plan(model.ebc, {"a": cut, "b": table_wise(world - 1)}, world_size=world)
     sharded = DistributedModelParallel(model, env=env, plan=ShardingPlan({"ebc": tables}))

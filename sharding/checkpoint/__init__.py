@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .dcp_reading import from_dcp_trusted
-from .dcp_writing import to_dcp
+from .dcp import from_dcp_trusted, to_dcp
 from .difference import Difference, Values, diff
 from .errors import CheckpointDamaged
 from .exporting import export

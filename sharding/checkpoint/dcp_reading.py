@@ -1,4 +1,4 @@
-"""From torch.distributed.checkpoint: one process turns such a folder, TorchRec's say, into a checkpoint of ours.
+"""What a folder of torch.distributed.checkpoint, of TorchRec say, is in a checkpoint of ours.
 
 The format keeps its table of contents, and all that is no tensor, as pickles: reading it runs what they say. That is
 why `from_dcp_trusted` has the name that it has.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from shardwise._version import __version__
 from shardwise.sharding.layout import Shard, Span
 
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored, TableFacts
-from .offline import file_of, write_offline
+from .offline import file_of
 from .torchrec_names import STEP, our_state, rule_of, steps_of, table_in
 
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
@@ -50,50 +49,7 @@ class _Chunk:
     part: Span | None = None
 
 
-def from_dcp_trusted(
-    dcp_folder: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    model: str | None = "model",
-    optimizer: str | None = "optimizer",
-    rules: Mapping[str, str] | str | None = None,
-    steps: int | None = None,
-    step: int | None = None,
-    aliases: Mapping[str, str] | None = None,
-) -> Path:
-    """Make a checkpoint out of what torch.distributed.checkpoint wrote; its step folder in the folder `target`.
-
-    Trusted, because `.metadata` of such a folder is a pickle, and so is everything in it that is no tensor: whoever
-    wrote the folder can run any program here. Convert only what you would run.
-
-    The folder holds a state dict like `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`, of TorchRec
-    or of shardwise, by any plan. Parameters named `...embedding_bags.<table>.weight` or `...embeddings.<table>.weight`
-    are tables. Other numbers, texts and lists at the top become `extra`. One piece is in memory at a time.
-
-    Args:
-        dcp_folder: what `torch.distributed.checkpoint.save` was given.
-        target: a folder of checkpoints.
-        model: the key of the model's state dict; None if that is all that was saved.
-        optimizer: the key of the optimizer's; None if there is none.
-        rules: the tables' optimizer, for all or parameter -> rule ("lamb"), where its states do not tell: they are
-            taken for those of "sgd", "rowwise_adagrad", "adagrad", "adam" or "partial_rowwise_adam".
-        steps: how many updates Adam and its kin have counted, which TorchRec does not save.
-        step: that of training; by default what was saved as "step", or 0.
-        aliases: further names of parameters that the model has under several -> the name to keep.
-
-    Raises:
-        ValueError: something has no counterpart here; names it.
-        FileNotFoundError: there is no such folder.
-    """
-    folder = Path(dcp_folder)
-    if not (folder / ".metadata").is_file():
-        raise FileNotFoundError(f"{folder} has no .metadata: torch.distributed.checkpoint saved nothing there")
-    content = _Content(_Saved(folder), model, optimizer, dict(aliases or {}))
-    manifest = content.manifest(rules, steps, step)
-    return write_offline(target, manifest, content.blocks)
-
-
-class _Saved:
+class Saved:
     """A folder of torch.distributed.checkpoint: what it has by path, and its tensors piece by piece."""
 
     def __init__(self, folder: Path) -> None:
@@ -172,11 +128,11 @@ class _Into(LoadPlanner):
         """It is there."""
 
 
-class _Content:
+class Content:
     """What a saved state dict is in a checkpoint of ours."""
 
-    def __init__(self, saved: _Saved, model: str | None, optimizer: str | None, aliases: dict[str, str]) -> None:
-        self._saved, self._aliases = saved, aliases
+    def __init__(self, saved: Saved, model: str | None, optimizer: str | None, aliases: dict[str, str]) -> None:
+        self._saved, self._aliases, self._has_optimizer = saved, aliases, optimizer is not None
         self._weights: dict[str, str] = {}
         self._states: dict[str, dict[str, str]] = {}
         self._groups: dict[Keys, Any] = {}
@@ -299,7 +255,7 @@ class _Content:
 
     def _is_trained(self, name: str, rules: Mapping[str, str] | str | None) -> bool:
         """Whether a table without states has an optimizer in its backward: SGD, unless an ordinary one trains it."""
-        return name not in self._states or bool(rules)
+        return bool(rules) or (self._has_optimizer and name not in self._states)
 
     def _state(self, name: str, state: str, key: str, size: tuple[int, int], blocks: list[Span]) -> None:
         rows, _ = size

@@ -1,19 +1,15 @@
-"""To torch.distributed.checkpoint: one process turns a checkpoint of ours into such a folder, for TorchRec too."""
+"""What a checkpoint of ours is in a folder of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,52 +27,11 @@ from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored
 from .offline import Source
 from .torchrec_names import STEP, their_state
 
-# names of optimizer states
-NAMES = ("shardwise", "torchrec")
 # pieces of the folder have at most so many bytes, or one row: one is in memory at a time
 PIECE_BYTES = 4 * BLOCK_BYTES
 
 
-def to_dcp(
-    path: str | os.PathLike[str],
-    dcp_folder: str | os.PathLike[str],
-    *,
-    names: str = "shardwise",
-    model: str | None = "model",
-    optimizer: str | None = "optimizer",
-) -> Path:
-    """Write a checkpoint as torch.distributed.checkpoint does; the folder.
-
-    It holds what saving `{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, **extra}`
-    would have written, and loads into such a dict under any plan. TorchRec's keyed optimizers have no `param_groups`
-    in theirs, and no counts of updates: with `names="torchrec"` these are left out, for
-    `set_optimizer_step(manifest.tables[...].steps)` and the optimizer's construction to say.
-
-    Args:
-        path: a step folder, or a folder of them, of which the newest good one is taken.
-        dcp_folder: a folder that is empty or not there.
-        names: whose names the states of tables get.
-        model, optimizer: the keys of the state dicts; `model=None` puts the model's at the top and `optimizer=None`
-            leaves all optimizers out.
-
-    Raises:
-        ValueError: the folder is not empty, or a table has states that TorchRec does not know.
-        CheckpointDamaged, FileNotFoundError, OSError: the checkpoint cannot be read, or the folder not be written.
-    """
-    if names not in NAMES:
-        raise ValueError(f"names must be one of {list(NAMES)}, got {names!r}")
-    folder = Path(dcp_folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: torch.distributed.checkpoint would read what is there along with it")
-    with Source(path) as source:
-        planner = _Planner(source, names, model, optimizer)
-        # a file for each piece: the writer keeps all pieces of a file in memory
-        writer = FileSystemWriter(folder, single_file_per_rank=False)
-        state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=True)
-    return folder
-
-
-class _Planner(SavePlanner):
+class Planner(SavePlanner):
     """Tells the writer what there is, and reads each piece when it is asked for."""
 
     def __init__(self, source: Source, names: str, model: str | None, optimizer: str | None) -> None:
