@@ -71,6 +71,15 @@ def test_every_strategy_trains_as_one_process(ranks: int) -> None:
     assert ("2 replicas of 2 ranks: averaged" in said) == (ranks == 4)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_goes_on_under_another_plan(ranks: int) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    said = run(*torchrun, "examples/checkpoint.py").splitlines()
+    assert said[0] == "loaded step 10, epoch 1, problems: []"
+    assert said[1] == "goes on as if nothing had happened: True"
+
+
 def test_every_public_name_is_in_an_example() -> None:
     used = {
         alias.name
