@@ -50,12 +50,12 @@ def sharded(by_rows: bool) -> tuple[DistributedModelParallel, CombinedOptimizer]
     plan = construct_module_sharding_plan(model.ebc, {"item": cut}, world_size=dist.get_world_size())
     dmp = DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan}))
     dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
-    return dmp, CombinedOptimizer(
-        [dmp.fused_optimizer, KeyedOptimizerWrapper(dense, partial(torch.optim.Adam, lr=0.01))]
-    )
+    wrapped = KeyedOptimizerWrapper(dense, partial(torch.optim.Adam, lr=0.01))
+    return dmp, CombinedOptimizer([dmp.fused_optimizer, wrapped])
 
 
 def train(model: nn.Module, optimizer: CombinedOptimizer, steps: range) -> float:
+    loss = torch.zeros(())
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(0, 1000, (64,), generator=generator)

@@ -22,11 +22,10 @@ from shardwise import (
 from shardwise.sharding.checkpoint import files
 
 FILE = "rank-00000.safetensors"
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
-)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 3)])
 def test_the_library_reads_what_is_written_in_its_own_dtype(
     dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
