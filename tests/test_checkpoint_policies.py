@@ -173,9 +173,10 @@ def test_dense_layers_have_a_report_too(tmp_path: Path) -> None:
         f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     ]
     policy = LoadPolicy(unexpected="skip", resized="overlap")
-    before = other[0].weight.detach().clone()
+    before = other.get_parameter("0.weight").detach().clone()
     checkpoint.load(path, other, policy=policy)
-    assert torch.equal(other[0].weight[:4], net[0].weight) and torch.equal(other[0].weight[4:], before[4:])
+    after = other.get_parameter("0.weight")
+    assert torch.equal(after[:4], net.get_parameter("0.weight")) and torch.equal(after[4:], before[4:])
     less = nn.Sequential(nn.Linear(3, 4, bias=False))
     with pytest.raises(CheckpointMismatch) as raised:
         checkpoint.load(path, less, torch.optim.Adagrad(less.parameters()))
@@ -239,7 +240,9 @@ def test_tables_of_one_group_that_counted_otherwise_are_refused(tmp_path: Path) 
     def made(rates: tuple[float, float]) -> EmbeddingBagCollection:
         ebc = EmbeddingBagCollection(tables)
         for name, lr in zip(("a", "b"), rates, strict=True):
-            apply_optimizer_in_backward(torch.optim.Adam, [ebc.embedding_bags[name].weight], {"lr": lr})
+            apply_optimizer_in_backward(
+                torch.optim.Adam, [ebc.get_parameter(f"embedding_bags.{name}.weight")], {"lr": lr}
+            )
         return ebc
 
     apart = made((0.1, 0.2))
