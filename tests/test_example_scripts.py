@@ -71,6 +71,20 @@ def test_every_strategy_trains_as_one_process(ranks: int) -> None:
     assert ("2 replicas of 2 ranks: averaged" in said) == (ranks == 4)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_pipeline_makes_the_steps_of_a_plain_loop(ranks: int) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    said = run(*torchrun, "examples/pipeline.py").splitlines()
+    assert [line for line in said if "same bits" in line] == [
+        f"{name}: same bits: True"
+        for name in (
+            *("plain", "TrainPipelineBase", "TrainPipelineSparseDist", "PrefetchTrainPipelineSparseDist", "stages"),
+        )
+    ]
+    assert said[-1].startswith("evaluated 12 batches, mean loss 0.")
+
+
 def test_every_public_name_is_in_an_example() -> None:
     used = {
         alias.name
