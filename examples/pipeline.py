@@ -33,8 +33,11 @@ from shardwise import (
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
 )
+from shardwise.sharding import TrainPipeline
 
 CPU = torch.device("cpu")
+# what DLRMTrain returns beside its loss: loss, logits, labels
+Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 STEPS = 12
 
 
@@ -44,7 +47,7 @@ def main() -> None:
     # the same constructor as TorchRec's; each of these makes the same steps
     for pipeline in (TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist):
         model, optimizer = built(env)
-        loop = pipeline(model, optimizer, CPU)
+        loop: TrainPipeline[Batch, Output] = pipeline(model, optimizer, CPU)
         # batches may come from a thread: what it raises is raised by `progress`, on all ranks, with the rank's number
         losses[pipeline.__name__] = drained(loop, DataLoadingThread(CPU, batches(env), to_device_non_blocking=False))
     losses["stages"] = by_stages(env)
@@ -70,9 +73,9 @@ def plain(env: ShardingEnv) -> list[float]:
     return losses
 
 
-def drained(loop: TrainPipelineBase | TrainPipelineSparseDist, given: Iterator[Batch]) -> list[float]:
+def drained(loop: TrainPipeline[Batch, Output], given: Iterator[Batch]) -> list[float]:
     """`progress` makes a step; StopIteration comes on all ranks once one of them has no more batches."""
-    losses = []
+    losses: list[float] = []
     while True:
         try:
             loss, _, _ = loop.progress(given)
@@ -84,9 +87,9 @@ def drained(loop: TrainPipelineBase | TrainPipelineSparseDist, given: Iterator[B
 def by_stages(env: ShardingEnv) -> list[float]:
     """Stages of your own before a loop of your own."""
     model, optimizer = built(env)
-    sparse = SparseDataDistUtil(model, None)
+    sparse: SparseDataDistUtil[Batch] = SparseDataDistUtil(model, None)
     copy = PipelineStage("copy", lambda batch: batch.to(CPU), None)
-    pipeline = StagedTrainPipeline([copy, sparse.start_sparse_data_dist_stage()])
+    pipeline: StagedTrainPipeline[Batch, Batch] = StagedTrainPipeline([copy, sparse.start_sparse_data_dist_stage()])
     losses, given = [], batches(env)
     while (batch := pipeline.progress(given)) is not None:
         optimizer.zero_grad()
@@ -100,7 +103,7 @@ def by_stages(env: ShardingEnv) -> list[float]:
 def print_evaluation(env: ShardingEnv) -> None:
     model, optimizer = built(env)
     model.eval()
-    loop = EvalPipelineSparseDist(model, optimizer, CPU)
+    loop: TrainPipeline[Batch, Output] = EvalPipelineSparseDist(model, optimizer, CPU)
     found = drained(loop, batches(env))
     if env.rank == 0:
         print(f"evaluated {len(found)} batches, mean loss {sum(found) / len(found):.3f}")
