@@ -133,7 +133,8 @@ def loop(kind: str, rank: int) -> Callable[[], object]:
 def run(rank: int, store: str, turns: int, result: str) -> None:
     """What a rank does: the loops in turn; rank 0 writes the times of the slowest rank, by loop and turn."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    c10d: Any = dist
+    dist.init_process_group("gloo", store=c10d.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     slow, steps = Slow(), {kind: loop(kind, rank) for kind in LOOPS}
     times: dict[str, list[list[float]]] = {kind: [] for kind in LOOPS}
     for turn in range(turns + 1):
@@ -222,9 +223,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=12)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            run, (f"{folder}/store", given.turns, f"{folder}/times"), nprocs=RANKS, start_method="spawn"
-        )  # fmt: skip
+        processes: Any = mp
+        processes.spawn(run, (f"{folder}/store", given.turns, f"{folder}/times"), nprocs=RANKS)
         found = summary(json.loads(Path(folder, "times").read_text()))
     print(json.dumps(found, indent=1))
     if given.write:

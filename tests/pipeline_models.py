@@ -162,7 +162,7 @@ def plain_loop(model: nn.Module, batches: Iterator[Batch]) -> list[Tensor]:
     for batch in batches:
         optimizer.zero_grad()
         losses, output = model(batch)
-        torch.sum(losses, dim=0).backward()
+        torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         outputs.append(output.detach().clone())
     return outputs

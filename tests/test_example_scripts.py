@@ -92,6 +92,15 @@ def test_a_checkpoint_goes_on_under_another_plan(ranks: int) -> None:
     assert said[1] == "goes on as if nothing had happened: True"
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_pipeline_makes_the_steps_of_a_plain_loop(ranks: int) -> None:
+    said = run_on(ranks, "examples/pipeline.py").splitlines()
+    names = ("plain", "TrainPipelineBase", "TrainPipelineSparseDist", "PrefetchTrainPipelineSparseDist", "stages")
+    assert [line for line in said if "same bits" in line] == [f"{name}: same bits: True" for name in names]
+    assert said[-1].startswith("evaluated 12 batches, mean loss 0.")
+
+
 def test_every_public_name_is_in_an_example() -> None:
     used = {
         alias.name

@@ -187,7 +187,7 @@ def keys_in_an_order_of_the_rank() -> bool:
                 batch.pooled = batch.pooled.permute([3, 1, 0, 2])
             yield batch
 
-    pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
+    pipeline: Any = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
     outputs = drain(pipeline.progress, batches())
     expected = plain_loop(plain, (batch_of(n) for n in range(6)))
     return same(expected, outputs) and equal(state_of(model), state_of(plain))
@@ -201,7 +201,9 @@ def test_keys_in_another_order_on_one_rank_are_never_mixed() -> None:
 
 def fail_in_the_forward() -> tuple[list[tuple[int, str, str]], bool]:
     model, plain = sharded("ps"), sharded("ps")
-    pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), CPU, custom_model_fwd=_failing_forward(model))
+    pipeline: Any = TrainPipelineSparseDist(
+        model, dense_optimizer(model), CPU, custom_model_fwd=_failing_forward(model)
+    )
     outputs, raised = collect(pipeline, iter([batch_of(n) for n in range(8)]))
     expected = plain_loop(plain, iter([batch_of(n) for n in range(8) if n not in (0, 4)]))
     return raised, same(expected, outputs) and equal(state_of(model), state_of(plain))
@@ -243,7 +245,7 @@ class Choosing(nn.Module):
 def leave_a_module_out() -> list[tuple[int, str, str]]:
     model = Choosing(sharded("p"))
     model.eval()
-    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD([torch.zeros(1)]), CPU)
+    pipeline: Any = TrainPipelineSparseDist(model, torch.optim.SGD([torch.zeros(1)]), CPU)
     return collect(pipeline, iter([batch_of(n) for n in range(5)]))[1]
 
 
@@ -257,8 +259,8 @@ def test_a_module_that_the_model_does_not_ask_for_its_batch_is_named() -> None:
 def take_turns() -> bool:
     """Train, evaluate in the middle of an epoch, reset, detach; beside a plain loop that does the same."""
     model, plain = sharded("ps"), sharded("ps")
-    train = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
-    evaluate = EvalPipelineSparseDist(model, dense_optimizer(model), CPU)
+    train: Any = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
+    evaluate: Any = EvalPipelineSparseDist(model, dense_optimizer(model), CPU)
     batches = iter([batch_of(n) for n in range(12)])
     outputs = [train.progress(batches).detach().clone() for _ in range(3)]
     model.eval()
@@ -343,7 +345,7 @@ def test_a_model_in_eval_mode_is_not_trained(kind: str) -> None:
 
 def test_what_cannot_be_moved_to_a_device_is_named() -> None:
     model = Dense()
-    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    pipeline: Any = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
     with pytest.raises(TypeError, match="which object lacks"):
         pipeline.progress(iter([{"dense": object()}]))
 

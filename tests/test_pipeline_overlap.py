@@ -66,7 +66,8 @@ class Log:
 
 def logged(kind: str, steps: int) -> Log:
     """A run of this pipeline over a model with one collection."""
-    model, log = sharded("p"), Log()
+    model: Any = sharded("p")
+    log = Log()
     exchange = model.module.pooled._exchange
     exchange.headers, exchange.ids = log.exchange("headers", exchange.headers), log.exchange("ids", exchange.ids)
     forwards = iter(range(steps))

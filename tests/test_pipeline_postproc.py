@@ -20,6 +20,8 @@ pytestmark = pytest.mark.ranks
 class Reordered(nn.Module):
     """Features in an order of its own; every id is shifted by a buffer."""
 
+    shift: Tensor
+
     def __init__(self, learned: bool) -> None:
         super().__init__()
         self.register_buffer("shift", torch.tensor(0))
@@ -56,7 +58,8 @@ class Prepared(Net):
 
 def beside_a_plain_loop(kind: str, pipeline: str, postproc: bool) -> tuple[bool, list[str], int]:
     """Whether all is the same, what was warned of, and how many headers of the pooled collection left ahead."""
-    plain, piped = sharded("ps", Prepared(kind)), sharded("ps", Prepared(kind))
+    plain = sharded("ps", Prepared(kind))
+    piped: Any = sharded("ps", Prepared(kind))
     expected = plain_loop(plain, (batch_of(step) for step in range(12)))
     ahead, depart = [0], piped.module.pooled.depart
 

@@ -127,19 +127,20 @@ def model_of(room: int | None) -> Net:
 
 def behind_a_cache(kind: str, room: int) -> tuple[bool, list[tuple[int, list[str]]]]:
     """Whether all is as without a cache and no lease is left; of each cache its most leases at a time, and its log."""
-    plain, cached = model_of(None), model_of(room)
+    plain: Any = model_of(None)
+    cached: Any = model_of(room)
     expected = plain_loop(plain, (batch_of(n) for n in range(10)))
     of_kind: Any = {"sparse_dist": TrainPipelineSparseDist, "prefetch": PrefetchTrainPipelineSparseDist}[kind]
     pipeline = of_kind(cached, dense_optimizer(cached), torch.device("cpu"))
     outputs = drain(pipeline.progress, (batch_of(n) for n in range(10)))
-    evaluate = EvalPipelineSparseDist(cached, dense_optimizer(cached), torch.device("cpu"))
+    evaluate: Any = EvalPipelineSparseDist(cached, dense_optimizer(cached), torch.device("cpu"))
     outputs += drain(evaluate.progress, (batch_of(n) for n in range(4)))
     expected += [plain(batch_of(n))[1].detach() for n in range(4)]
     # batches that were prefetched and never trained give their rows back
     batches = iter([batch_of(n) for n in range(6)])
     with torch.no_grad():
         cached.eval()
-        left = PrefetchTrainPipelineSparseDist(cached, dense_optimizer(cached), torch.device("cpu"))
+        left: Any = PrefetchTrainPipelineSparseDist(cached, dense_optimizer(cached), torch.device("cpu"))
         left.progress(batches)
         left.progress(batches)
         left.reset()
@@ -182,7 +183,7 @@ def test_a_cache_without_room_for_two_batches_serves_one_after_the_other() -> No
 
 def too_small(room: int) -> str:
     model = model_of(room)
-    pipeline = PrefetchTrainPipelineSparseDist(model, dense_optimizer(model), torch.device("cpu"))
+    pipeline: Any = PrefetchTrainPipelineSparseDist(model, dense_optimizer(model), torch.device("cpu"))
     with pytest.raises(NoFreeSlots) as caught:
         drain(pipeline.progress, (batch_of(n) for n in range(4)))
     return str(caught.value)

@@ -197,7 +197,7 @@ def averaged(interval: int | None) -> list[int]:
         synced.append(done[0])
         sync()
 
-    model.sync = noted  # type: ignore[method-assign]
+    model.sync = noted  # type: ignore[method-assign,assignment]
     pipeline: TrainPipelineSparseDist[Batch, Tensor] = TrainPipelineSparseDist(
         model, dense_optimizer(model), CPU, dmp_collection_sync_interval_batches=interval
     )
