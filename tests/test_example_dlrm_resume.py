@@ -73,9 +73,10 @@ def interrupt(folder: Path, stop: int, *argv: str) -> None:
         report.write = write_line
 
 
-def resumed(folder: Path, step: int, *argv: str) -> dict[str, Any]:
-    interrupt(folder, step, *argv)
-    return train(folder, *argv)
+def resumed(world_size: int, folder: Path, step: int, *argv: str) -> dict[str, Any]:
+    """What rank 0 gives of a run that ended at `step` and goes on with another process group."""
+    run_ranks(world_size, interrupt, folder, step, *argv)
+    return run_ranks(world_size, train, folder, *argv)[0]
 
 
 Run = tuple[dict[str, Any], list[dict[str, float]]]
@@ -101,7 +102,7 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_did_not(
     tmp_path: Path, undisturbed: Callable[..., Run], step: int, world_size: int
 ) -> None:
     wanted, written = undisturbed(world_size)
-    found = run_ranks(world_size, resumed, tmp_path, step)[0]
+    found = resumed(world_size, tmp_path, step)
     assert measured(found) == measured(wanted)
     assert [epoch["steps"] for epoch in found["epochs"]] == [20, 20]
     assert lines(tmp_path) == written
@@ -111,7 +112,7 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_did_not(
 @pytest.mark.parametrize("pipeline", ["base", "sparse_dist", "prefetch"])
 def test_a_pipeline_resumes_to_the_same_bits(tmp_path: Path, undisturbed: Callable[..., Run], pipeline: str) -> None:
     wanted, written = undisturbed(2)
-    found = run_ranks(2, resumed, tmp_path, 16, "--pipeline", pipeline, "--checkpoint-async")[0]
+    found = resumed(2, tmp_path, 16, "--pipeline", pipeline, "--checkpoint-async")
     assert measured(found) == measured(wanted)
     assert lines(tmp_path) == written
 
@@ -221,7 +222,7 @@ def test_a_killed_rank_under_torchrun_ends_with_the_bits_of_the_undisturbed_run(
     command += ["--monitor-interval=0.1", script, *TRAIN, *longer]
     command += ["--resume", "--json", str(tmp_path / "result.json")]
     command += ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--metrics", str(tmp_path / "metrics.jsonl")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (tmp_path / "log").open("w+") as log:
         run = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=ROOT)
         try:

@@ -142,7 +142,8 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None) -
     share: dict[str, int] = {"rank": rank, "world_size": world_size}
     start = {"step": progress.step, "finished_epochs": len(progress.epochs)}
     total = None if args.steps is None else args.steps * args.batch_size
-    with Report(args.metrics, logger, active=rank == 0, **start) as report:
+    # what fails on one rank from here on, a bad row for one, the others say by its name
+    with Report(args.metrics, logger, active=rank == 0, **start) as report, model.watched("in training"):
         while progress.epoch < args.epochs:
             begun = {"epoch": progress.epoch, "start_step": progress.epoch_step}
             batches = read(source.train(args.batch_size, **begun, **share))
