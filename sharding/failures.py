@@ -106,7 +106,7 @@ def verdict(why: str, words: Mapping[int, Word], rank: int, world_size: int) -> 
         text = "; ".join(f"rank {r} failed {failed[r].where}: {failed[r].error}" for r in ranks)
     elif silent:
         ranks = silent
-        text = f"{_named(silent)} ended, or does not answer; rank {rank} found out because {why}"
+        text = f"{_named(silent)} ended, or does not answer; {why}"
     elif 0 < len(absent) < world_size:
         ranks = sorted(absent)
         text = "; ".join(f"rank {r} did not come: it is {absent[r].where}" for r in ranks) + f", and {why}"
@@ -120,7 +120,7 @@ def verdict(why: str, words: Mapping[int, Word], rank: int, world_size: int) -> 
 def silent_store(why: str, where: str, rank: int, host: int | None) -> RankFailure:
     """What a rank raises where nobody can be asked: the group's store is gone, kept by the process of rank `host`."""
     who = "the process that keeps the group's store" if host is None else f"rank {host} (which keeps the group's store)"
-    text = f"{who} ended, or does not answer; rank {rank} found out because {why}. Rank {rank} was {where}"
+    text = f"{who} ended, or does not answer; {why}. Rank {rank} was {where}"
     return RankFailure(f"{text}. {_WAY_OUT}", () if host is None else (host,))
 
 

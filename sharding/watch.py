@@ -92,11 +92,11 @@ class Watch:
 
     def failure(self, error: BaseException) -> RankFailure:
         """What this rank raises for an error of the group, after a roll call."""
-        self._raise_alarm(f"{self._where()} it got {said(error)}")
+        self._raise_alarm(f"{self._where()} I got {said(error)}")
         # the store may be gone without a word, and the thread with it
         if not self._over.wait(self._roll_call_s() + 4 * self._look_s() + 1) or self._failure is None:
             self._close()
-            return silent_store(f"{self._where()} it got {said(error)}", self._where(), self.rank, self._host)
+            return silent_store(f"it got {said(error)}", self._where(), self.rank, self._host)
         return RankFailure(str(self._failure), self._failure.ranks)
 
     def meet(self, error: BaseException, where: str) -> None:
@@ -110,7 +110,7 @@ class Watch:
             return
         self.translate(error)
         self._error = Word(f"{where}, {self._where()}", error=said(error))
-        self._raise_alarm(f"{self._where()} it failed")
+        self._raise_alarm(f"{self._where()} I failed")
         self._over.wait(self._roll_call_s())
         self._close()
 
@@ -167,7 +167,7 @@ class Watch:
                 del group
                 self._time_the_wait()
                 if self._alarm is not None and not store.check([f"{self._prefix}/alarm"]):
-                    store.set(f"{self._prefix}/alarm", f"rank {self.rank} said that {self._alarm}")
+                    store.set(f"{self._prefix}/alarm", f"rank {self.rank} said: {self._alarm}")
                 if store.check([f"{self._prefix}/alarm"]):
                     self._call_the_roll(store)
                     return
@@ -195,7 +195,7 @@ class Watch:
         if self._timed[0] != self.waits:
             self._timed = (self.waits, now)
         elif now - self._timed[1] > self.timeout_s - self._roll_call_s() - 2 * self._look_s():
-            self._alarm = self._alarm or f"{self._where()} it waited for {self.timeout_s:g} s (timeout_s)"
+            self._alarm = self._alarm or f"{self._where()} I waited for {self.timeout_s:g} s (timeout_s)"
 
     def _call_the_roll(self, store: Store) -> None:
         """Say where this rank is, hear the others, and know what happened."""

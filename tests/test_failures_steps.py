@@ -124,7 +124,7 @@ def test_a_rank_that_is_late_is_named_with_what_it_does() -> None:
     for said in found:
         assert (said.error, said.ranks) == ("RankFailure", (1,))
     assert "rank 1 did not come: it is in its own code after the exchange of rows of 'tables'" in found[0].text
-    assert "it waited for 6 s (timeout_s)" in found[0].text
+    assert "I waited for 6 s (timeout_s)" in found[0].text
 
 
 @pytest.mark.parametrize("action", ["raise", "kill", "stop"])
