@@ -44,7 +44,8 @@ from .row_store import NoFreeSlots, ResidentRows, RowStore
 from .rule_optimizer import FTRL, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RuleOptimizer, define_optimizer
 from .semi_sync import SemisyncOptimizer
 from .sequence_collection import EmbeddingCollection
-from .table_group import LookupFeature, TableGroup, TableShape
+from .table_group import TableGroup
+from .table_layout import LookupFeature, TableShape
 from .towers import EmbeddingTower, EmbeddingTowerCollection, tower_input_params
 from .warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 

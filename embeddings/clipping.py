@@ -1,7 +1,7 @@
 """Gradients cut to size before a step: `GradientClippingOptimizer`.
 
-Tables that are trained in the backward leave no gradient behind, so nothing of them is cut here; they have settings of
-their own, `gradient_clipping` and `max_gradient` of `apply_optimizer_in_backward`.
+Tables whose optimizer runs in the backward are cut with all else: their gradients then wait for the step, each row's
+added up. What their own settings `gradient_clipping` and `max_gradient` cut are the numbers of each batch's gradient.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from .fused_optimizer import FusedOptimizer
 from .keyed_optimizer import KeyedOptimizer, OptimizerWrapper
 
 # takes a rank's number (0-dim) and a process group; returns its sum over the group, or with True its maximum
@@ -33,7 +34,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
     """Cuts the gradients of all parameters, then steps.
 
     NORM multiplies every gradient by `min(1, max_gradient / (norm + 1e-6))`, where norm is the p-norm of all gradients
-    as one vector; VALUE cuts every number to +-`max_gradient`. Of a DTensor a rank's own piece is cut.
+    as one vector; VALUE cuts every number to +-`max_gradient`. Of a DTensor a rank's own piece is cut. Fused optimizers
+    within `optimizer` accumulate from now on, unless clipping is NONE: their tables are updated by `step`, not in the
+    backward. Tables that are sharded always count whole, each replicated one once, and all ranks step together.
 
     By default each rank uses the norm of what it holds, which is the whole norm where parameters are replicated. With
     `enable_global_grad_clip` the norm is that of the whole model: a DTensor's is reduced over its mesh, and that of the
@@ -83,6 +86,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
         self._spread = list(param_to_pgs or {})
         self._reduce_norm, self._track = reduce_norm, track_grad_norm
         self._last_norm: Tensor | None = None
+        self._fused = _fused_in(optimizer) if self._clipping is not GradientClipping.NONE else []
+        for fused in self._fused:
+            fused.accumulate_gradients()
 
     @property
     def last_total_grad_norm(self) -> Tensor | None:
@@ -104,7 +110,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
                 self._last_norm = self.compute_total_grad_norm()[0]
             if self._clipping is GradientClipping.VALUE:
                 with torch.no_grad():
-                    for grad in self._local_gradients(self._parameters()):
+                    for grad in self._all_gradients():
                         grad.clamp_(-self._max_gradient, self._max_gradient)
         super().step()
         return loss
@@ -113,7 +119,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
     def clip_grad_norm_(self) -> Tensor | None:
         """Cut by the norm now, and return the norm before (0-dim); None where there is no gradient."""
         norm, grads = self.compute_total_grad_norm()
-        if not grads and not self._is_reduced():
+        if not grads and not self._fused and not self._is_reduced():
             return None
         factor = (self._max_gradient / (norm + 1e-6)).clamp(max=1.0)
         for device in {grad.device for grad in grads}:
@@ -146,11 +152,18 @@ class GradientClippingOptimizer(OptimizerWrapper):
                 assert self._reduce_norm is not None
                 number = self._reduce_norm(number, group, largest)
             norms.append(number if largest else number ** (1.0 / self._norm_type))
-        grads = self._local_gradients(params)
+        # a rank without rows takes part too
+        norms += [fused.gradient_norm(self._norm_type) for fused in self._fused]
+        grads = self._all_gradients()
         if len(norms) < 2:
             return (norms[0] if norms else torch.zeros(())), grads
         device = norms[0].device
         return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self._norm_type), grads
+
+    def _all_gradients(self) -> list[Tensor]:
+        """The rank's pieces of the gradients of parameters, and those of tables that wait."""
+        sums = [grad for fused in self._fused for grad in fused.gradient_sums()]
+        return self._local_gradients(self._parameters()) + sums
 
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -199,6 +212,13 @@ class GradientClippingOptimizer(OptimizerWrapper):
             if grad.numel():
                 found.append(grad)
         return found
+
+
+def _fused_in(optimizer: KeyedOptimizer) -> list[FusedOptimizer]:
+    """The fused optimizers that it is made of."""
+    if isinstance(optimizer, FusedOptimizer):
+        return [optimizer]
+    return [fused for inner in optimizer.inner_optimizers() for fused in _fused_in(inner)]
 
 
 def _at_least_fp32(number: Tensor) -> Tensor:

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from shardwise.jagged import KeyedJaggedTensor
 
+from .accumulation import Accumulation
 from .config import BaseEmbeddingConfig, embedding_names_by_table, named_tables, table_dtype
 from .fused_optimizer import FusedOptimizer
 from .optimizers import OptimizerSpec, mark_optimizer, optimizer_of, optimizer_spec
 from .policy import DEFAULT_POLICY, LookupPolicy
-from .table_group import LookupFeature, TableGroup, TableShape
+from .table_group import TableGroup
+from .table_layout import LookupFeature, TableShape
 
 
 class TableCollection(nn.Module):
@@ -46,6 +48,7 @@ class TableCollection(nn.Module):
         self._groups: list[TableGroup] = []
         self._members: list[list[int]] = []
         self._fused_optimizer: FusedOptimizer | None = None
+        self._accumulation = Accumulation()
         self._seen: list[tuple[bool, bool]] = []
         self._seen_memory: list[tuple[int, int]] = []
         self._group(
@@ -136,9 +139,9 @@ class TableCollection(nn.Module):
         self._share_guard()
 
     def _share_guard(self) -> None:
-        """A batch that is bad for one group changes no table of the collection."""
-        for group in self._groups[1:]:
-            group.guard = self._groups[0].guard
+        """A batch that is bad for one group changes no table of the collection; they accumulate gradients together."""
+        for group in self._groups:
+            group.guard, group.accumulation = self._groups[0].guard, self._accumulation
 
     @torch.no_grad()
     def _become_twin(self, source: TableCollection, device: torch.device) -> None:
@@ -223,10 +226,19 @@ class TableCollection(nn.Module):
         return param.requires_grad and self._homes()[t][0].optimizer is None
 
     def _regroup(self, params: Sequence[nn.Parameter]) -> None:
-        """Group anew once optimizers were applied; parameters stay the same objects, states with their tables."""
+        """Group anew once optimizers were applied; parameters stay the same objects, states with their tables.
+
+        Raises:
+            RuntimeError: gradients of the tables wait for a step.
+        """
         self._marks = [optimizer_of(param) for param in params]
         self._trained = [param.requires_grad for param in params]
         before = self._homes()
+        if self._accumulation.begun:
+            raise RuntimeError(
+                f"{type(self).__name__}: gradients wait for a step: call step() or zero_grad() of fused_optimizer()"
+                " before an optimizer is applied to more tables"
+            )
         self._group([param.dtype for param in params], self.device)
         for group, tables in self._grouped():
             for number, t in enumerate(tables):

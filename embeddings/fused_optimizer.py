@@ -1,7 +1,7 @@
 """The optimizer that fused tables present to the outside.
 
 Its `step` changes no weight: the backward did. It passes each group's learning rate on to the tables, which is how a
-schedule reaches them.
+schedule reaches them. Where gradients are accumulated they wait for `step`, which applies each row's sum once.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from .accumulation import Accumulation, power_of, root_of
 from .keyed_optimizer import KeyedOptimizer
 from .table_group import TableGroup
 
@@ -25,6 +27,7 @@ class FusedOptimizer(KeyedOptimizer):
     def __init__(self, groups: Sequence[TableGroup], prefix: str) -> None:
         fused = [group for group in groups if group.optimizer is not None]
         self._prefix = prefix
+        self.accumulation = fused[0].accumulation if fused else Accumulation()
         self._begin([([table.name for table in group.tables], [group], group.lr) for group in fused])
 
     def _begin(self, steered: Sequence[tuple[list[str], list[TableGroup], float]]) -> None:
@@ -54,7 +57,7 @@ class FusedOptimizer(KeyedOptimizer):
 
     def post_load_state_dict(self) -> None:
         """Loaded learning rates reach the tables at once."""
-        self.step()
+        self._put_rates_in_effect()
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Tables have their states from the start: nothing to do, and no gradient as large as a table is made."""
@@ -76,23 +79,51 @@ class FusedOptimizer(KeyedOptimizer):
         if "lr" in params_dict:
             for param_group in self.param_groups:
                 param_group["lr"] = params_dict["lr"]
-            self.step()
+            self._put_rates_in_effect()
+
+    def accumulate_gradients(self, on: bool = True) -> None:
+        """Whether gradients wait from now on, added up row by row, until `step` applies them or `zero_grad` drops them.
+
+        Those that wait are to the tables what `.grad` is to other parameters: lookups see unchanged rows, and state
+        dicts leave them out. Switched off, those that wait still do, and so do those that come before the next `step`.
+        """
+        self.accumulation.on = on
+
+    def gradient_sums(self) -> list[Tensor]:
+        """The gradients that wait on this rank, [rows, columns] each: writing to them changes what `step` applies."""
+        return [part.gradient for group in self.groups for part in group.sums or ()]
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The p-norm of all gradients that wait, as one vector (0-dim, fp32); all ranks ask for it together."""
+        groups = self.groups
+        device = groups[0].flat.device if groups else torch.device("cpu")
+        return root_of(power_of(self.gradient_sums(), norm_type, device), norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Tables have no gradients; passes the learning rates on, as `step` does."""
-        self.step()
+        """Drop the gradients that wait; passes the learning rates on, as `step` does."""
+        self._put_rates_in_effect()
+        for group in self.groups:
+            group.drop_sums()
+        self.accumulation.end()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Pass each group's `lr` to its tables, from the next backward on."""
+        """Pass each group's `lr` to its tables, from the next backward on; apply the gradients that wait by it."""
+        self._put_rates_in_effect()
+        if self.accumulation.begun:
+            self._apply_sums()
+            self.accumulation.end()
+
+    def _apply_sums(self) -> None:
+        for group in self.groups:
+            group.apply_sums()
+
+    def _put_rates_in_effect(self) -> None:
         for tables, groups, param_group in zip(self._tables, self._steered, self.param_groups, strict=True):
             lr = float(param_group["lr"])
             if not 0 <= lr < math.inf:
                 raise ValueError(f"tables {tables}: lr must be finite and not negative, got {lr}")
             for group in groups:
                 group.set_lr(lr)
-
-    def _put_rates_in_effect(self) -> None:
-        self.step()
 
     def _follow(self) -> None:
         """Look the tables' parameters and states up again: `.to()` and `to_empty()` make others."""

@@ -129,6 +129,10 @@ class KeyedOptimizer(torch.optim.Optimizer):
             for name, param in trained.items():
                 param.copy_(before[name])
 
+    def inner_optimizers(self) -> Sequence[KeyedOptimizer]:
+        """The keyed optimizers that this one is made of."""
+        return ()
+
     def add_param_group(self, param_group: Any) -> None:
         """Not offered: parameters are fixed at construction.
 
@@ -220,6 +224,10 @@ class CombinedOptimizer(KeyedOptimizer):
     def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
         """Pairs (prefix, optimizer)."""
         return self._optims
+
+    def inner_optimizers(self) -> Sequence[KeyedOptimizer]:
+        """All of them."""
+        return [optimizer for _, optimizer in self._optims]
 
     @staticmethod
     def prepend_opt_key(name: str, opt_key: str) -> str:
@@ -335,6 +343,10 @@ class OptimizerWrapper(KeyedOptimizer):
         _require_keyed(optimizer)
         self._optimizer = optimizer
         self.__setstate__({"defaults": {}})
+
+    def inner_optimizers(self) -> Sequence[KeyedOptimizer]:
+        """The wrapped one."""
+        return [self._optimizer]
 
     @property
     def params(self) -> Mapping[str, Tensor]:  # type: ignore[override]

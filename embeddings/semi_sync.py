@@ -7,7 +7,7 @@ its last step for a gradient. How it exchanges that between workers is its own a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,10 @@ class SemisyncOptimizer(KeyedOptimizer):
         # [local steps, global steps]; on the CPU, so that no step waits for a device
         self._counts = {name: torch.tensor(0, device="cpu") for name in (_LOCAL_COUNT, _GLOBAL_COUNT)}
         self.__setstate__({"defaults": {}})
+
+    def inner_optimizers(self) -> Sequence[KeyedOptimizer]:
+        """The local and the global one."""
+        return self._both.inner_optimizers()
 
     @property
     def params(self) -> Mapping[str, Tensor]:  # type: ignore[override]

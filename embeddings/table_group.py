@@ -7,7 +7,7 @@ Tables of equal dim lie side by side, so that one launch and one sort key serve 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from shardwise.kernels import (
     BoundsCheckMode,
     Feature,
-    Segment,
     check_gradient,
     check_ids,
     describe_gradient,
@@ -36,36 +35,12 @@ from shardwise.kernels import (
 from shardwise.kernels.cpu_lookup import offsets_are_good
 from shardwise.kernels.huge_pages import in_huge_pages
 
+from .accumulation import Accumulation
 from .optimizers import OptimizerSpec
 from .policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .row_store import ResidentRows, RowStore
-
-# 64 bytes of fp16: every segment begins on a boundary that serves the widest load
-_BOUNDARY = 32
-
-
-@dataclass(frozen=True)
-class TableShape:
-    """A table of `rows` x `dim`, of which `slots` rows are on the device at a time (all of them if None)."""
-
-    name: str
-    rows: int
-    dim: int
-    slots: int | None = None
-
-    @property
-    def resident(self) -> int:
-        """Rows on the device."""
-        return self.rows if self.slots is None else self.slots
-
-
-@dataclass(frozen=True)
-class LookupFeature:
-    """A feature of a group: which of its tables it looks up, and whether its bags are averaged."""
-
-    name: str
-    table: int
-    mean: bool = False
+from .row_sums import RowSums, add_sums, apply_sums, sum_rows
+from .table_layout import LookupFeature, TableShape, lay_out
 
 
 class TableGroup:
@@ -89,13 +64,15 @@ class TableGroup:
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.policy = policy
         self.store: RowStore = store or ResidentRows()
-        self._bases, first_rows, self._segments, elements = lay_out(tables)
-        self._first_rows = first_rows
+        self._bases, first_rows, self.segments, elements = lay_out(tables)
+        self.first_rows = first_rows
+        # rows by their own numbers, which are others than those of slots
+        _, self.first_ids, self.id_segments, _ = lay_out([replace(table, slots=None) for table in tables])
         self.rows = sum(table.resident for table in tables)
         self.dims = [tables[f.table].dim for f in features]
         self.pooling = "mean" if any(f.mean for f in features) else "sum"
         self.names = [f"feature {f.name!r} (table {tables[f.table].name!r})" for f in features]
-        self._segment_numbers = flatten_segments(self._segments)
+        self._segment_numbers = flatten_segments(self.segments)
         self.flat = in_huge_pages(torch.empty(elements, dtype=dtype, device=device))
         self.parameters: list[nn.Parameter] = []
         self._frozen = [False] * len(self.tables)
@@ -103,6 +80,10 @@ class TableGroup:
             Feature(self._bases[f.table], tables[f.table].resident, tables[f.table].dim, first_rows[f.table], f.mean)
             for f in features
         ]
+        self.accumulation = Accumulation()
+        # gradients that wait for a step, and the leases of their slots
+        self.sums: list[RowSums] | None = None
+        self._leases: list[Any] = []
         self._place(device, fresh=True)
 
     def _place(self, device: torch.device, *, fresh: bool) -> None:
@@ -118,14 +99,19 @@ class TableGroup:
                 self.states.append(state.fill_(start))
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
             self.hyper = replace(spec, lr=self.lr).hyper(device)
+            self.sums = None
         else:
             self.states = [state.to(device) for state in self.states]
             self.step, self.hyper = self.step.to(device), self.hyper.to(device)
+            self.sums = None if self.sums is None else [part.to(device) for part in self.sums]
         self.seed = spec.seed_on(device, self.flat.dtype)
         self.features = pack_features(self._spec, device)
-        rows = [self.tables[f.table].rows for f in self.lookups]
         # ids are checked before a store knows them
-        self._checked = pack_features([one._replace(rows=n) for one, n in zip(self._spec, rows, strict=True)], device)
+        by_ids = [
+            one._replace(rows=self.tables[f.table].rows, first_row=self.first_ids[f.table])
+            for one, f in zip(self._spec, self.lookups, strict=True)
+        ]
+        self.checked = pack_features(by_ids, device)
         self._pack_trained()
         # the step's guard, which every update reads before it writes; groups of a collection share one
         self.guard = new_guard(device)
@@ -137,7 +123,7 @@ class TableGroup:
         # the update sees no row of a frozen table: all ids of it lie outside and count as none
         rows = [0 if self._frozen[f.table] else one.rows for f, one in zip(self.lookups, self._spec, strict=True)]
         trained = [one._replace(rows=n) for one, n in zip(self._spec, rows, strict=True)]
-        self._trained = pack_features(trained, self.features.device) if any(self._frozen) else None
+        self.trained = pack_features(trained, self.features.device) if any(self._frozen) else self.features
 
     def freeze(self, tables: Sequence[bool]) -> None:
         """Say of each table whether updates leave it alone; lookups already under way keep what held for them."""
@@ -164,7 +150,7 @@ class TableGroup:
         """
         if self.optimizer is None:
             return {}
-        first, views, rule = self._first_rows[table], {}, rule_named(self.optimizer.rule)
+        first, views, rule = self.first_rows[table], {}, rule_named(self.optimizer.rule)
         for number, (kind, state) in enumerate(zip(rule.kinds, self.states, strict=True), start=1):
             rows = state[first : first + self.tables[table].resident] if kind == "row" else self._cut(state, table)
             views[f"momentum{number}"] = rows
@@ -220,7 +206,7 @@ class TableGroup:
         fatal = mode is BoundsCheckMode.FATAL
         self.raise_pending()
         found = new_guard(ids.device)
-        check_ids(ids, offsets, self._checked, found, names=self.names, fatal=fatal, padded=padded)
+        check_ids(ids, offsets, self.checked, found, names=self.names, fatal=fatal, padded=padded)
         if ids.is_cuda:
             # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
             first = 0 if fatal else 1
@@ -239,7 +225,7 @@ class TableGroup:
             return
         fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
         self.guard.copy_(new_guard())
-        raise_from_guard(unread.guard, unread.ids, unread.offsets, self._checked, self.names, fatal=fatal)
+        raise_from_guard(unread.guard, unread.ids, unread.offsets, self.checked, self.names, fatal=fatal)
         if not unread.gradient_is_finite():
             names = ", ".join(table.name for table in self.tables)
             raise FloatingPointError(f"a gradient of tables {names} was not finite; no table was updated since")
@@ -296,6 +282,8 @@ class TableGroup:
     ) -> None:
         """The fused optimizer's step for the gradient of a lookup's output; `ids` are slots.
 
+        While the group accumulates, the gradient is added to those that wait for `apply_sums`, and no row changes.
+
         Raises:
             FloatingPointError: an element of the gradient, or a per-id weight, which scales it, is not finite (CPU,
                 `GradientCheckMode.RAISE`).
@@ -311,11 +299,41 @@ class TableGroup:
                 used = _in_bags(per_id_weights, offsets)
                 check_gradient(used, guard)
                 self._raise_if_found(guard, lambda position: describe_weight(position, used, offsets, self.names))
+        if self.accumulation.waits:
+            self.accumulation.begin()
+            # host sync on CUDA: a bad batch is left out
+            if is_clean(guard):
+                self.add_sums(sum_rows(self, grad, ids, offsets, per_id_weights, pooling))
+            return
         fused_update(
             self.flat, self.states, self.step, grad, ids, offsets, per_id_weights,
-            self.features if self._trained is None else self._trained, self.dims, self._segment_numbers,
+            self.trained, self.dims, self._segment_numbers,
             spec.rule, self.hyper, guard, pooling, spec.decay, spec.max_gradient, self.seed,
         )  # fmt: skip
+
+    def release(self, lease: Any) -> None:
+        """Let the slots of a lookup go after its update; while gradients wait, after the step that applies them."""
+        if self.accumulation.begun:
+            self._leases.append(lease)
+        else:
+            self.store.release(lease)
+
+    def add_sums(self, sums: list[RowSums]) -> None:
+        """Have these gradients wait for a step, added to those that do."""
+        self.sums = sums if self.sums is None else list(map(add_sums, self.sums, sums))
+
+    @torch.no_grad()
+    def apply_sums(self) -> None:
+        """One step of the optimizer for the gradients that wait, if there are any."""
+        if self.sums is not None:
+            apply_sums(self, self.sums)
+        self.drop_sums()
+
+    def drop_sums(self) -> None:
+        """No gradient waits any more."""
+        leases, self.sums, self._leases = self._leases, None, []
+        for lease in leases:
+            self.store.release(lease)
 
     def _raise_if_found(self, guard: Tensor, describe: Callable[[int], str]) -> None:
         """Raise for what a gradient check found just now, where the policy says so and nothing has to be waited for."""
@@ -384,7 +402,7 @@ class _LookupWithUpdate(torch.autograd.Function):
             # before the update: this gradient is of the rows that were looked up
             grad_p = group.weight_gradient(grad, ids, offsets)
         group.update(grad, ids, offsets, per_id_weights, pooling=ctx.pooling)
-        group.store.release(ctx.lease)
+        group.release(ctx.lease)
         return (None, grad_p, *[None] * 5)
 
 
@@ -420,19 +438,3 @@ def _in_bags(per_id_weights: Tensor, offsets: Tensor) -> Tensor:
     """The weights [N], with zeros for those past the last offset, which are nobody's."""
     position = torch.arange(per_id_weights.shape[0], device=offsets.device)
     return torch.where(position < offsets[-1], per_id_weights, 0)
-
-
-def lay_out(tables: Sequence[TableShape]) -> tuple[list[int], list[int], list[Segment], int]:
-    """Base element and first row of each table, the segments of equal dim, and the elements of the flat buffer."""
-    bases, first_rows = [0] * len(tables), [0] * len(tables)
-    segments: list[Segment] = []
-    element = row = 0
-    for t in sorted(range(len(tables)), key=lambda t: tables[t].dim):
-        if not segments or segments[-1].dim != tables[t].dim:
-            element = -(-element // _BOUNDARY) * _BOUNDARY
-            segments.append(Segment(tables[t].dim, row, row, element))
-        bases[t], first_rows[t] = element, row
-        element += tables[t].resident * tables[t].dim
-        row += tables[t].resident
-        segments[-1] = segments[-1]._replace(end_row=row)
-    return bases, first_rows, segments, element

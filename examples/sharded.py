@@ -73,7 +73,7 @@ def main() -> None:
     dense: KeyedOptimizer = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())), partial(torch.optim.Adagrad, lr=0.05)
     )
-    # A rate for tables and layers alike, and gradients of layers cut by their norm.
+    # A rate for tables and layers alike, and the gradients of both cut by their norm.
     both = CombinedOptimizer([model.fused_optimizer, dense])
     stages = [
         WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.5),

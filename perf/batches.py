@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.embeddings.table_group import TableShape, lay_out
+from shardwise.embeddings.table_layout import TableShape, lay_out
 from shardwise.kernels import (
     RULES,
     Feature,

@@ -28,8 +28,10 @@ _NAMES = {
     "EmbeddingBagCollectionSharder": ("distributed.embeddingbag", "shardwise.sharding.sharders"),
     "ShardingEnv": ("distributed.types", "shardwise"),
     "ShardingPlan": ("distributed.types", "shardwise"),
+    **dict.fromkeys(("CombinedOptimizer", "KeyedOptimizerWrapper"), ("optim.keyed", "shardwise")),
+    "in_backward_optimizer_filter": ("optim.optimizers", "shardwise"),
     **dict.fromkeys(
-        ("construct_module_sharding_plan", "table_wise", "column_wise", "data_parallel"),
+        ("construct_module_sharding_plan", "table_wise", "row_wise", "column_wise", "data_parallel"),
         ("distributed.sharding_plan", "shardwise.sharding.generators"),
     ),
 }
@@ -110,23 +112,25 @@ def collection_of(side: Side, shape: Shape, optimizer: str | None, lr: float) ->
         for t, parameter in enumerate(made.parameters()):
             parameter.copy_(weights_of(shape, t))
     if optimizer is not None:
-        kind = {"rowwise_adagrad": side.RowWiseAdagrad, "sgd": torch.optim.SGD}[optimizer]
-        more = {"eps": 1e-8} if optimizer == "rowwise_adagrad" else {}
+        kinds = {"rowwise_adagrad": side.RowWiseAdagrad, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
+        kind, more = kinds[optimizer], {} if optimizer == "sgd" else {"eps": 1e-8}
         side.apply_optimizer_in_backward(kind, made.parameters(), {"lr": lr, **more})
     return made
 
 
-def plan_of(side: Side, collection: Any, shape: Shape, strategy: str, world: int) -> Any:
-    """The plan of a collection: tables go around the ranks, and columns lie half on each of two."""
+def plan_of(side: Side, collection: Any, shape: Shape, strategy: str, world: int, *, first: int = 0) -> Any:
+    """The plan of a collection: tables go around the ranks from `first` on, and columns lie half on each of two."""
     made: dict[str, Any] = {}
-    for t in range(shape.T):
+    for t in range(first, first + shape.T):
         if strategy == "table_wise":
             one = side.table_wise(rank=t % world)
+        elif strategy == "row_wise":
+            one = side.row_wise()
         elif strategy == "data_parallel":
             one = side.data_parallel()
         else:
             one = side.column_wise(ranks=[t % world, (t + 1) % world])
-        made[f"t{t}"] = one
+        made[f"t{t - first}"] = one
     plan = side.construct_module_sharding_plan(
         collection, made, side.EmbeddingBagCollectionSharder(), local_size=world, world_size=world, device_type="cpu"
     )
@@ -194,28 +198,41 @@ def losses(side: Side, shape: Shape, strategy: str, optimizer: str, steps: int, 
     Tables have their optimizer in the backward; replicated ones share a dense optimizer with the head.
     """
     fused = strategy != "data_parallel"
-    collection = collection_of(side, shape, optimizer if fused else None, lr)
-    torch.manual_seed(1)
-    model = Model(collection, shape)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    plan = side.ShardingPlan(plan={"sparse": plan_of(side, collection, shape, strategy, world)})
-    env = side.ShardingEnv.from_process_group(dist.group.WORLD)
-    made = side.DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan)
-    if side.name == "TorchRec":
-        _fill(made, shape)
+    made = model_of(side, shape, strategy, optimizer if fused else None, lr)
     dense = [p for name, p in made.named_parameters() if not fused or not name.startswith("sparse.")]
     own: Any = torch.optim.SGD(dense, lr=lr) if optimizer == "sgd" else torch.optim.Adagrad(dense, lr=lr)
-    found = []
-    for step in range(steps):
+    return train(side, shape, made, own, range(steps))
+
+
+def model_of(
+    side: Side, shape: Shape, strategy: str, optimizer: str | None, lr: float = 0.05, *, first: int = 0
+) -> nn.Module:
+    """A model in DistributedModelParallel; `optimizer` runs in the backward of its tables."""
+    collection = collection_of(side, shape, optimizer, lr)
+    torch.manual_seed(1)
+    model = Model(collection, shape)
+    of_tables = plan_of(side, collection, shape, strategy, dist.get_world_size(), first=first)
+    env = side.ShardingEnv.from_process_group(dist.group.WORLD)
+    plan = side.ShardingPlan(plan={"sparse": of_tables})
+    made: nn.Module = side.DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan)
+    if side.name == "TorchRec":
+        _fill(made, shape)
+    return made
+
+
+def train(side: Side, shape: Shape, model: nn.Module, optimizer: Any, steps: Sequence[int]) -> list[float]:
+    """This rank's loss in each of these steps."""
+    found, rank = [], dist.get_rank()
+    for step in steps:
         ids, lengths = batch_of(shape, rank, step, vary=True)
         generator = torch.Generator().manual_seed(7000 + 10 * step + rank)
         inputs = torch.randn(shape.B, 4, generator=generator)
         labels = torch.randint(0, 2, (shape.B,), generator=generator).float()
         features = side.KeyedJaggedTensor(keys=keys_of(shape), values=ids, lengths=lengths)
-        own.zero_grad()
-        loss = nn.functional.binary_cross_entropy_with_logits(made(inputs, features), labels)
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(model(inputs, features), labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        own.step()
+        optimizer.step()
         found.append(float(loss))
     return found
 

@@ -27,9 +27,9 @@ BATCHES = 4
 STAGES: Mapping[str, Sequence[str]] = {
     "check ids": ("sharding.collection:ShardedCollection._check",),
     "pick": ("sharding.collection:route",),
-    "exchange headers": ("sharding.header:tell",),
+    "exchange headers": ("sharding.header:tell", "sharding.header:Told.hear"),
     "exchange ids": ("sharding.exchange:Exchange.ids",),
-    "arrange": ("sharding.collection:arrange",),
+    "arrange": ("sharding.departure:arrange",),
     "look up": ("embeddings.table_group:TableGroup.look_up",),
     "exchange rows": ("sharding.exchange:Exchange.rows", "sharding.exchange:Pending.wait"),
     "assemble": ("sharding.results:Columns.cut", "sharding.results:Columns.put_together"),

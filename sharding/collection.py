@@ -100,7 +100,7 @@ class ShardedCollection(nn.Module, Staged):
         self.expected = Expected()
         self.add_module(self._children_name, held.children())
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
-        self._fused_optimizer = ShardedFusedOptimizer(held, self.states, self._children_name)
+        self._fused_optimizer = ShardedFusedOptimizer(self._owner, self.states, self._children_name)
         self.register_state_dict_post_hook(publish_weights)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(take_weights)  # type: ignore[no-untyped-call]
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from shardwise.embeddings import FusedOptimizer, OptimizerSpec, TableGroup
+from shardwise.embeddings.accumulation import add_powers, root_of
 
+from .env import ShardingEnv2D
+from .exchange import Exchange
 from .held import Held
+from .owner import Owner
 from .state import States, publish, take
 
 
@@ -25,8 +30,9 @@ class ShardedFusedOptimizer(FusedOptimizer):
             numbers of its own: each gets that of the row. None, the default, refuses.
     """
 
-    def __init__(self, held: Held, states: States, prefix: str) -> None:
-        self._prefix, self._held, self._values = prefix, held, states
+    def __init__(self, owner: Owner, states: States, prefix: str) -> None:
+        self._prefix, self._owner, self._held, self._values = prefix, owner, owner.held, states
+        self.accumulation = owner.held.accumulation
         self.resplit: str | None = None
         names: dict[OptimizerSpec, list[str]] = {}
         for table in states.tables.values():
@@ -35,20 +41,36 @@ class ShardedFusedOptimizer(FusedOptimizer):
         self._specs = list(names)
         # the rates that tables train by, until a step passes others on
         self._rates = [spec.lr for spec in names]
-        self._begin([(tables, _groups(held, spec), spec.lr) for spec, tables in names.items()])
+        self._begin([(tables, _groups(owner.held, spec), spec.lr) for spec, tables in names.items()])
 
-    def follow_plan(self, held: Held, states: States) -> None:
+    def follow_plan(self, owner: Owner, states: States) -> None:
         """Go on with these groups of the same tables; learning rates stay."""
-        self._held, self._values = held, states
-        self._steered = [_groups(held, spec) for spec in self._specs]
+        self._owner, self._held, self._values = owner, owner.held, states
+        self._held.accumulate_as(self.accumulation)
+        self._steered = [_groups(self._held, spec) for spec in self._specs]
         for groups, rate in zip(self._steered, self._rates, strict=True):
             for group in groups:
                 group.set_lr(rate)
         self._follow()
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Pass each group's `lr` to its tables, from the next backward on."""
-        super().step(closure)
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The p-norm of all gradients that wait, of all ranks, as one vector (0-dim, fp32), the same bits on all ranks.
+
+        One exchange, which all ranks ask for together. Replicated tables count once. Of replicas that are averaged now
+        and then (`DMPCollection`) it is the mean, one more exchange.
+        """
+        power, env = self._owner.power_of_sums(norm_type), self._values.env
+        if isinstance(env, ShardingEnv2D):
+            replicas = Exchange(env.replica_pg)
+            powers = replicas.numbers(power.repeat(replicas.world_size)).wait()
+            power = add_powers(powers, norm_type) / (1 if norm_type == math.inf else replicas.world_size)
+        return root_of(power, norm_type)
+
+    def _apply_sums(self) -> None:
+        self._owner.apply_sums()
+
+    def _put_rates_in_effect(self) -> None:
+        super()._put_rates_in_effect()
         self._rates = [float(group["lr"]) for group in self.param_groups]
 
     def _parameter(self, table: str) -> Tensor:

@@ -149,6 +149,11 @@ def raise_failures(heads: Sequence[Head], texts: Sequence[str], failure: Excepti
             raise agreed(_ERRORS[head.status](f"rank {rank}: {text}")) from failure
 
 
+def of_rank(failure: Exception, rank: int) -> Exception:
+    """A rank's failure as the other ranks would raise it."""
+    return _ERRORS[_status(failure)](f"rank {rank}: {_message(failure)}")
+
+
 def raise_differences(rows: Sequence[Sequence[int]], mine: Sequence[int]) -> None:
     """Raise RuntimeError where ranks disagree on what all must share: the first numbers of their rows."""
     shared = (

@@ -20,6 +20,7 @@ from shardwise.embeddings import (
     TableGroup,
     TableShape,
 )
+from shardwise.embeddings.accumulation import Accumulation
 from shardwise.embeddings.optimizers import mark_optimizer, optimizer_of, optimizer_spec
 
 from .exchange import Exchange
@@ -79,6 +80,13 @@ class Held:
         self.replicas = [g for g, part in zip(self.groups, serving.groups, strict=True) if part.is_replica]
         self.parameters: dict[str, nn.Parameter] = {}
         self.device = device
+        self.accumulate_as(Accumulation())
+
+    def accumulate_as(self, accumulation: Accumulation) -> None:
+        """Have gradients of all groups wait where it says so."""
+        self.accumulation = accumulation
+        for group in self.groups:
+            group.accumulation = accumulation
 
     def _table_group(self, group: Group, serving: Serving | None, device: torch.device) -> TableGroup:
         by_name = {table.name: table for table in self._routes.tables}

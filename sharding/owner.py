@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwise.embeddings import NoFreeSlots
+from shardwise.embeddings.accumulation import add_powers, power_of
+from shardwise.embeddings.row_sums import sum_rows
 from shardwise.jagged import KeyedJaggedTensor
 
 from .codecs import Codec
@@ -23,7 +25,7 @@ from .held import Held
 from .id_map import IdMap
 from .results import by_slot, by_source
 from .route import Inbound, Outbound
-from .routes import HOST, POOLED, ROWS, Routes
+from .routes import HOST, POOLED, ROWS, Group, Routes
 from .row_state import Touched, WholeRows, touched_rows
 
 
@@ -252,8 +254,11 @@ class Owner:
         return [batch * width for batch, width in zip(flight.inbound.batches, columns, strict=True)]
 
     def update(self, flight: InFlight, received: Tensor, *, weight_gradients: bool) -> list[Tensor] | None:
-        """Apply the fused update for the gradients of all ranks. Gradients of per-id weights for each, if wanted."""
-        gradients = self._gradients(flight, received)
+        """Apply the fused update for the gradients of all ranks. Gradients of per-id weights for each, if wanted.
+
+        While gradients are accumulated they are added to those that wait for `apply_sums`.
+        """
+        gradients, waits = self._gradients(flight, received), self.held.accumulation.waits
         found: list[Tensor] = []
         together: list[Touched] = []
         for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):
@@ -266,21 +271,58 @@ class Owner:
                 # before the update: this gradient is of the rows that were looked up
                 found.append(group.weight_gradient(grad, lease[0], offsets))
             pooling = self._pooling(g, forward=False)
-            if group.optimizer is not None and any(self._whole.has(shard) for shard in part.shards):
-                together += touched_rows(group, part, grad, ids, lease[0], offsets, weights, pooling)
+            if self._is_whole(part):
+                sums = sum_rows(group, grad, lease[0], offsets, weights, pooling, ids)
+                if waits:
+                    group.add_sums(sums)
+                else:
+                    together += touched_rows(group, part, sums)
             elif group.optimizer is not None:
                 group.update(grad, lease[0], offsets, weights, pooling=pooling)
-        if self._whole.blocks:
+        if waits:
+            # on a rank without tables too
+            self.held.accumulation.begin()
+        elif self._whole.blocks:
             self._whole.update(together, self._exchange, self.held.device)
         self.release(flight)
         return self._weights_by_source(flight, found) if weight_gradients else None
+
+    def _is_whole(self, part: Group) -> bool:
+        """Whether a group's rows are updated together with shards of other ranks."""
+        return bool(self._whole.blocks) and any(self._whole.has(shard) for shard in part.shards)
+
+    @torch.no_grad()
+    def apply_sums(self) -> None:
+        """One step for the gradients that wait; all ranks call this together."""
+        together: list[Touched] = []
+        for group, part in zip(self.held.groups, self.parts, strict=True):
+            if not self._is_whole(part):
+                group.apply_sums()
+            elif group.sums is not None:
+                together += touched_rows(group, part, group.sums)
+        if self._whole.blocks:
+            self._whole.update(together, self._exchange, self.held.device)
+        for group in self.held.groups:
+            group.drop_sums()
+
+    def power_of_sums(self, norm_type: float) -> Tensor:
+        """`power_of` for the gradients that wait on all ranks, replicated ones once: the same bits on all ranks."""
+        mine = [
+            one.gradient
+            for group, part in zip(self.held.groups, self.parts, strict=True)
+            for one in group.sums or ()
+            if self.rank == 0 or not part.is_replica
+        ]
+        power = power_of(mine, norm_type, self.held.device)
+        # each rank adds the numbers of all in one order
+        return add_powers(self._exchange.numbers(power.repeat(self._exchange.world_size)).wait(), norm_type)
 
     def release(self, flight: InFlight) -> None:
         """Let the slots of a step go, after its update or where that is left out."""
         # those of a batch that was resolved in part are fewer
         for group, lease in zip(self.held.groups, flight.leases, strict=False):
             if lease is not None:
-                group.store.release(lease[1])
+                group.release(lease[1])
 
     def _gradients(self, flight: InFlight, received: Tensor) -> list[Tensor]:
         """The gradient of each group's lookup."""

@@ -58,7 +58,7 @@ def reshard(
     Raises:
         ValueError: the shards do not fit the tables, states per row would have to be split without `resplit`, a table
             that is trained by its gradient would be cut (or the other way round), or rows are kept by a row store or
-            found by an id map. All ranks raise, and nothing is changed.
+            found by an id map, or gradients wait for a step. All ranks raise, and nothing is changed.
         RuntimeError: ranks disagree on the plan.
     """
     _go_over(collection, lambda: (list(shards), dict(options or {})), resplit)
@@ -129,6 +129,8 @@ def _go_over(
             raise ValueError(f"options are given for tables {unknown}, the module has {sorted(old.tables)}")
         if collection._stores is not None or collection._id_maps:
             raise ValueError("tables whose rows are in a row store or found by an id map cannot be resharded")
+        if collection._held.accumulation.begun:
+            raise ValueError("gradients wait for a step: call step() or zero_grad() of the fused optimizer first")
         tables = [replace(table, options=options.get(name, table.options)) for name, table in old.tables.items()]
         routes, facts = collection._plan(tables, shards)
         held = Held(routes, rank, device, collection._policy, None)
@@ -148,7 +150,7 @@ def _go_over(
             _Carried(name, old, new, device).go(exchange)
     held.take_parameters(collection._held)
     collection._settle(routes, number, held)
-    collection.fused_optimizer.follow_plan(held, collection.states)
+    collection.fused_optimizer.follow_plan(collection._owner, collection.states)
 
 
 def _require_same_training(table: Table, old: States, new: States, trained: bool) -> None:

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from shardwise.embeddings import GradientCheckMode, TableGroup
+from shardwise.embeddings.row_sums import RowSums
 from shardwise.kernels import (
     Feature,
     Segment,
     check_gradient,
     flatten_segments,
     fused_update,
-    new_guard,
     pack_features,
     rule_named,
-    unique_ids,
 )
 
 from .exchange import Exchange
@@ -119,53 +117,20 @@ class WholeRows:
         return found
 
 
-def touched_rows(
-    group: TableGroup,
-    part: Group,
-    grad: Tensor,
-    ids: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
-    pooling: str,
-) -> list[Touched]:
-    """The rows of each shard of a group that a batch names, and their gradients added in the order of any update.
+def touched_rows(group: TableGroup, part: Group, sums: Sequence[RowSums]) -> list[Touched]:
+    """The rows of each shard of a group, out of the sums of all.
 
-    Rows stand in the order of their ids, which all shards share; `slots` of the ids are this shard's own.
+    Rows stand in the order of their ids, which all shards share; where they lie is each shard's own.
     """
     found = []
-    samples = (offsets.shape[0] - 1) // max(1, len(part.slots))
-    columns = list(accumulate((slot.width for slot in part.slots), initial=0))
-    assert group.optimizer is not None
     for number, shard in enumerate(part.shards):
-        mine = [n for n, slot in enumerate(part.slots) if slot.shard == number]
-        if not mine or group.is_frozen(number):
-            nothing = grad.new_empty(0, shard.cols[1] - shard.cols[0])
-            found.append(Touched(group, number, shard, slots[:0].long(), nothing))
-            continue
-        bags = offsets[mine[0] * samples : (mine[-1] + 1) * samples + 1]
-        # host sync on CUDA: where the ids of each shard begin
-        begin, end = int(bags[0]), int(bags[-1])
-        rows, width = shard.rows[1] - shard.rows[0], part.slots[mine[0]].width
-        unique = unique_ids(ids[begin:end])
-        slot_of = torch.empty_like(unique.ids, dtype=torch.int64)
-        # all places of an id have one slot, so it does not matter which is written last
-        slot_of[unique.inverse] = slots[begin:end].long()
-        # ids outside the shard, in a lenient lookup, count as none
-        kept = (unique.ids >= 0) & (unique.ids < rows)
-        numbers = torch.where(kept, kept.cumsum(0) - 1, -1)
-        compact, touched = numbers[unique.inverse], slot_of[kept]
-        sums = torch.zeros(touched.shape[0] * width, device=grad.device)
-        spec = [Feature(0, touched.shape[0], width, 0, group.lookups[n].mean) for n in mine]
-        given = grad[begin:end] if pooling == "sequence" else grad[:, columns[mine[0]] : columns[mine[-1] + 1]]
-        fused_update(
-            sums, [], torch.zeros(1, dtype=torch.int64, device=grad.device), given, compact, bags - begin,
-            None if weights is None else weights[begin:end], pack_features(spec, grad.device), [width] * len(mine),
-            flatten_segments([Segment(width, 0, touched.shape[0], 0)]), "gradient",
-            torch.zeros(1, dtype=torch.float64, device=grad.device), new_guard(grad.device), pooling,
-            max_gradient=group.optimizer.max_gradient,
-        )  # fmt: skip
-        found.append(Touched(group, number, shard, touched, sums.view(-1, width)))
+        first, last = group.first_ids[number], group.first_ids[number] + group.tables[number].rows
+        for one in sums:
+            if one.segment.dim == group.tables[number].dim:
+                # host sync on CUDA: where the ids of each shard begin
+                begin, end = torch.searchsorted(one.ids, one.ids.new_tensor([first, last])).tolist()
+                rows = one.rows[begin:end] - group.first_rows[number]
+                found.append(Touched(group, number, shard, rows, one.gradient[begin:end]))
     return found
 
 

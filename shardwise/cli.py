@@ -1,6 +1,7 @@
 """The command line, `shardwise` or `python -m shardwise`. Needs click and rich: `pip install shardwise[cli]`.
 
 `kernels check` compiles every kernel for GPUs that need not be present and holds what comes out to what is promised.
+`ckpt` looks at checkpoints and writes them anew (cli_ckpt.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def commands() -> click.Group:
     """The commands, for click to run."""
     import click
 
+    from .cli_ckpt import add_ckpt
     from .kernels.compiled import TARGETS
 
     @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -66,6 +68,7 @@ def commands() -> click.Group:
             raise click.UsageError(f"no case has {kernel!r} in its name; names are like 'pooled_lookup D=128 fp32'")
         sys.exit(_check(chosen, targets or [*TARGETS], jobs))
 
+    add_ckpt(shardwise)
     return shardwise
 
 

@@ -64,6 +64,7 @@ _GENERATORS = _at(
     "table_wise",
 )  # fmt: skip
 _WRAPPERS = _at("shardwise.sharding.data_parallel_wrapper", "DataParallelWrapper", "DefaultDataParallelWrapper")
+_ACCUMULATION = _at("shardwise.sharding.accumulation", "GradientAccumulationConfig", "GradientAccumulationWrapper")
 _2D = _at("shardwise.sharding.dmp_collection", "DMPCollectionConfig") | _at(
     "shardwise.sharding.env", "ShardingEnv2D", "ShardingStrategy"
 )
@@ -74,6 +75,12 @@ _AWAITABLES = _at(
 _CODECS = _at(
     "shardwise.sharding.qcomms", "CommOp", "NoOpQuantizedCommCodec", "QuantizedCommCodec", "QuantizedCommCodecs"
 )
+_SPARSE_STAGE = _at("shardwise.sharding.pipeline", "SparseDataDistUtil")
+_PIPELINES = _at(
+    "shardwise.sharding.pipeline", "EvalPipelineSparseDist", "PrefetchTrainPipelineSparseDist", "StagedTrainPipeline",
+    "TrainPipeline", "TrainPipelineBase", "TrainPipelineSparseDist",
+)  # fmt: skip
+_LOADING = _at("shardwise.sharding.pipeline", "DataLoadingThread")
 _UNWRAP = "shardwise.sharding.unwrap"
 _LOCAL = _at("shardwise.sharding.comm", "get_local_rank", "get_local_size")
 
@@ -172,6 +179,12 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     | _EC_SHARDER
     | _FUSED_EBC_SHARDER
     | _FP_SHARDER,
+    "torchrec.distributed.train_pipeline": _PIPELINES | _SPARSE_STAGE | _LOADING | _ACCUMULATION,
+    "torchrec.distributed.train_pipeline.gradient_accumulation": _ACCUMULATION,
+    "torchrec.distributed.train_pipeline.pipeline_stage": _SPARSE_STAGE
+    | _at("shardwise.sharding.pipeline", "PipelineStage"),
+    "torchrec.distributed.train_pipeline.train_pipelines": _PIPELINES,
+    "torchrec.distributed.train_pipeline.utils": _LOADING,
     "torchrec.distributed.types": {
         **_at("shardwise.kernels.bounds", "BoundsCheckMode"),
         **_at("shardwise.sharding.plan", "CacheParams", "EmbeddingModuleShardingPlan", "ShardingType"),

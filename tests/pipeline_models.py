@@ -114,9 +114,9 @@ def batch_of(step: int, *, vbe: bool = False, rank: int | None = None) -> Batch:
     return Batch(dense, pooled, weighted, {"history": lists})
 
 
-def sharded(parts: str, **more: Any) -> DistributedModelParallel:
+def sharded(parts: str, module: nn.Module | None = None, **more: Any) -> DistributedModelParallel:
     """A model of these parts, its tables cut every way there is."""
-    module = Net(parts)
+    module = module or Net(parts)
     world = dist.get_world_size()
     for number, name in enumerate(("pooled", "weighted", "sequence")):
         one = getattr(module, name, None)
@@ -162,7 +162,7 @@ def plain_loop(model: nn.Module, batches: Iterator[Batch]) -> list[Tensor]:
     for batch in batches:
         optimizer.zero_grad()
         losses, output = model(batch)
-        torch.sum(losses, dim=0).backward()
+        torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         outputs.append(output.detach().clone())
     return outputs

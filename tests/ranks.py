@@ -50,7 +50,7 @@ class RankEnded(RuntimeError):
     """The process of a rank ended by itself: a crash, or `os._exit`."""
 
 
-def run_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+def run_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout: float = 180.0) -> list[T]:
     """Call `fn(*args)` on `world_size` gloo ranks and return each rank's value, in rank order.
 
     Raises what the first failing rank raised; TimeoutError with the stacks of the unfinished ranks after `timeout`

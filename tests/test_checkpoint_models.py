@@ -77,7 +77,7 @@ def sharded(plan: str, world: int) -> tuple[DistributedModelParallel, CombinedOp
     """The model by a plan, with all its optimizers as one, and a schedule of the tables' rate."""
     net = Net()
     for name, kind in (("a", RowWiseAdagrad), ("b", torch.optim.Adam)):
-        param = net.ebc.embedding_bags[name].weight
+        param = net.ebc.get_parameter(f"embedding_bags.{name}.weight")
         apply_optimizer_in_backward(kind, [param], {"lr": 0.1, "stochastic_rounding": False})
     cut = {"rows": row_wise(), "columns": column_wise(list(range(world))), "first": table_wise(0)}[plan]
     cuts = {"a": cut if plan != "columns" else row_wise(), "b": cut, "c": data_parallel()}

@@ -19,10 +19,15 @@ EXAMPLES = ROOT / "examples"
 
 def run(*command: str) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, timeout=120, cwd=ROOT)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     return done.stdout
+
+
+def run_on(ranks: int, script: str) -> str:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    return run(*torchrun, script)
 
 
 def test_quickstart_says_what_it_did() -> None:
@@ -50,8 +55,7 @@ def test_jagged_takes_a_batch_apart_and_puts_it_together() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sharded_learns_its_labels(ranks: int) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    printed = run(*torchrun, "examples/sharded.py")
+    printed = run_on(ranks, "examples/sharded.py")
     found = re.search(r"loss (\S+) -> (\S+); pooled \(8, 32\)", printed)
     assert found, printed
     assert float(found[2]) < 0.1 * float(found[1])
@@ -61,14 +65,40 @@ def test_sharded_learns_its_labels(ranks: int) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_strategy_trains_as_one_process(ranks: int) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    said = run(*torchrun, "examples/sharding.py").splitlines()
+    said = run_on(ranks, "examples/sharding.py").splitlines()
     steps = [line for line in said if line.startswith("step")]
     assert steps == [f"step {n}: as in one process: True" for n in range(3)]
     assert "resharded: as in one process: True" in said
     assert "compressed: off by less than 1e-3: True" in said
     assert any(" | row_wise " in line for line in said) and any("| grid_shard " in line for line in said)
     assert ("2 replicas of 2 ranks: averaged" in said) == (ranks == 4)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_micro_batches_train_alike_in_a_loop_and_in_a_pipeline(ranks: int) -> None:
+    said = run_on(ranks, "examples/accumulation.py")
+    found = re.findall(r"(loop|pipeline): loss (\S+) -> (\S+)", said)
+    assert [name for name, _, _ in found] == ["loop", "pipeline"]
+    assert found[0][1:] == found[1][1:] and float(found[0][2]) < 0.1 * float(found[0][1])
+    assert float(said.split()[-1]) > 0.1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_goes_on_under_another_plan(ranks: int) -> None:
+    said = run_on(ranks, "examples/checkpoint.py").splitlines()
+    assert said[0] == "loaded step 10, epoch 1, problems: []"
+    assert said[1] == "goes on as if nothing had happened: True"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_pipeline_makes_the_steps_of_a_plain_loop(ranks: int) -> None:
+    said = run_on(ranks, "examples/pipeline.py").splitlines()
+    names = ("plain", "TrainPipelineBase", "TrainPipelineSparseDist", "PrefetchTrainPipelineSparseDist", "stages")
+    assert [line for line in said if "same bits" in line] == [f"{name}: same bits: True" for name in names]
+    assert said[-1].startswith("evaluated 12 batches, mean loss 0.")
 
 
 def test_every_public_name_is_in_an_example() -> None:

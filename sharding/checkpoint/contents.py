@@ -188,7 +188,7 @@ def link_of(model: nn.Module) -> Link:
         group = model.process_group
     tensors = [sharded.device] if sharded is not None else [t.device for t in model.parameters() if not t.is_meta]
     device = tensors[0] if tensors else torch.device("cpu")
-    return Link(Exchange(group), exchange_device(group, device))
+    return Link.between(group, exchange_device(group, device))
 
 
 def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, link: Link) -> Contents:

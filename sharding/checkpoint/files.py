@@ -12,7 +12,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from shardwise.sharding.layout import Span
 from shardwise.sharding.state import Box
 
 from .errors import CheckpointDamaged
-from .manifest import FileFacts, Manifest, Stored, dtype_name, parse_json
+from .manifest import FileFacts, Manifest, Stored, dtype_name, parse_json, sizes
 
 # the most that is copied, read or hashed at a time
 BLOCK_BYTES = 16 * 2**20
@@ -37,44 +37,47 @@ _CODES = {
 }  # fmt: skip
 
 
-# a tensor to write: itself, or what gives it in blocks of its rows, one after another
-Source = Tensor | Callable[[], Iterable[Tensor]]
-
-
-def write_tensors(path: Path, tensors: Sequence[tuple[Stored, Source]]) -> FileFacts:
+def write_tensors(path: Path, tensors: Sequence[tuple[Stored, Tensor]]) -> FileFacts:
     """Write a file of tensors, from any device, and see it onto the disk; its size and checksum.
 
     Raises:
         TypeError: a dtype has no name in the format.
-        ValueError: two tensors have one address, or a source gives more or fewer bytes than its shape has.
         OSError: it cannot be written.
     """
+    return write_streams(path, [(stored, [tensor]) for stored, tensor in tensors])
+
+
+def write_streams(path: Path, tensors: Sequence[tuple[Stored, Iterable[Tensor]]]) -> FileFacts:
+    """As `write_tensors`, of tensors that come in blocks of their rows. Raises as that does."""
+    return write_named(path, [(stored.key, stored, blocks) for stored, blocks in tensors])
+
+
+def write_named(path: Path, tensors: Sequence[tuple[str, Stored, Iterable[Tensor]]]) -> FileFacts:
+    """As `write_streams`, under other names. Raises as that does."""
     header, at = {}, 0
-    for stored, _ in tensors:
+    for name, stored, _ in tensors:
         if stored.dtype not in _CODES:
-            raise TypeError(f"{stored.key}: {dtype_name(stored.dtype)} cannot be saved, these can: {dtype_names()}")
-        if stored.key in header:
-            raise ValueError(f"two tensors have the address {stored.key}")
+            raise TypeError(f"{name}: {dtype_name(stored.dtype)} cannot be saved, these can: {dtype_names()}")
+        if name in header:
+            raise ValueError(f"two tensors have the address {name}")
         end = at + math.prod(stored.shape) * stored.dtype.itemsize
-        header[stored.key] = {"dtype": _CODES[stored.dtype], "shape": list(stored.shape), "data_offsets": [at, end]}
+        header[name] = {"dtype": _CODES[stored.dtype], "shape": list(stored.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     # tensors begin at a multiple of 8 bytes, as in the library
     text += b" " * (-len(text) % 8)
     checksum, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
-        for head in (len(text).to_bytes(8, "little"), text):
-            size += write_all(file, head)
-            checksum.update(head)
-        for stored, source in tensors:
-            end = size + math.prod(stored.shape) * stored.dtype.itemsize
-            for tensor in [source] if isinstance(source, Tensor) else source():
-                for block in blocks_of(tensor.to(stored.dtype)):
-                    size += write_all(file, block)
-                    checksum.update(block)
-            if size != end:
-                raise ValueError(f"{stored.key}: {size - end} bytes more than shape {list(stored.shape)} has")
+        for block in (len(text).to_bytes(8, "little"), text):
+            size += write_all(file, block)
+            checksum.update(block)
+        for _, _, tensors_of in tensors:
+            for tensor in tensors_of:
+                for bytes_of_block in blocks_of(tensor):
+                    size += write_all(file, bytes_of_block)
+                    checksum.update(bytes_of_block)
         os.fsync(file.fileno())
+    assert size == 8 + len(text) + at
     return FileFacts(path.name, size, checksum.hexdigest())
 
 
@@ -164,7 +167,7 @@ def check_header(path: Path, facts: FileFacts, tensors: Sequence[Stored]) -> Non
     try:
         header = parse_json(text)
         header.pop("__metadata__", None)
-        found = {key: (one["dtype"], tuple(one["shape"]), tuple(one["data_offsets"])) for key, one in header.items()}
+        found = {key: (one["dtype"], sizes(one["shape"]), sizes(one["data_offsets"])) for key, one in header.items()}
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         raise CheckpointDamaged(f"{file}: its header is no safetensors header: {error}") from error
     if set(found) != {one.key for one in tensors}:

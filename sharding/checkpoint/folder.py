@@ -17,10 +17,13 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import CheckpointDamaged, RankDied, pack, unpack
+from shardwise.sharding.failures import RankFailure
+
+from .errors import CheckpointDamaged, pack, unpack
 from .files import check_checksum, check_header, check_size
 from .manifest import NAME, Manifest, read_manifest, to_bytes
 
@@ -30,6 +33,8 @@ _SAVING, _REMOVING, _LOCK = ".saving-", ".removing-", ".lock"
 _POLL_SECONDS = 0.01
 # how long rank 0 waits for others to see that a save is done; what stays is removed by the next
 _LEAVE_SECONDS = 10.0
+# a lock file says who has the lock
+_HOLDER_BYTES = 200
 
 
 def steps(folder: str | os.PathLike[str]) -> list[Path]:
@@ -93,24 +98,28 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = os.fdopen(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+        self._file: int | None = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = self._file.read(200).strip()
-            self._file.close()
+        except OSError as error:
+            holder = os.read(self._file, _HOLDER_BYTES).decode(errors="replace").strip() or "another process"
+            os.close(self._file)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise BlockingIOError(
                 f"{folder}: another save is under way there, by {holder}: give each job a folder of its own"
             ) from None
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self._file.flush()
+        # in one go, over what the holder before wrote; a full disk is met where it matters
+        with suppress(OSError):
+            holder = f"process {os.getpid()} on {socket.gethostname()}"
+            os.write(self._file, holder.encode()[:_HOLDER_BYTES].ljust(_HOLDER_BYTES))
 
     def release(self) -> None:
         """Let others save."""
-        if not self._file.closed:
+        if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)
-            self._file.close()
+            os.close(self._file)
+            self._file = None
 
 
 class Attempt:
@@ -167,7 +176,7 @@ class Attempt:
         """Wait until all ranks have reported; rank 0 then composes the manifest of it all and commits.
 
         Raises:
-            RankDied: a rank's process is gone.
+            RankFailure: a rank's process is gone.
             Exception: what a rank failed with.
         """
         if self.rank:
@@ -211,11 +220,15 @@ class Attempt:
         os.rename(self.data, self.target)
         sync_folder(self.folder)
 
+    def failure_of_others(self) -> Exception | None:
+        """What another rank told by `fail`, if one did."""
+        failed = [self._signal(rank, "failed") for rank in range(self.world_size) if rank != self.rank]
+        return next((unpack(one.read_bytes()) for one in failed if one.exists()), None)
+
     def _raise_failures(self) -> None:
-        for rank in range(self.world_size):
-            failed = self._signal(rank, "failed")
-            if failed.exists():
-                raise unpack(failed.read_bytes())
+        failure = self.failure_of_others()
+        if failure is not None:
+            raise failure
         for rank in range(self.world_size):
             # who reported may be gone, but for rank 0, which commits
             if rank != self.rank and (rank == 0 or not self._signal(rank, "json").exists()):
@@ -227,7 +240,7 @@ class Attempt:
             self._signal(rank, end).exists() for end in ("failed", "done" if rank == 0 else "json")
         ):
             return
-        raise RankDied(f"rank {rank} died in the save of {self.target}; older checkpoints are untouched")
+        raise RankFailure(f"rank {rank} died in the save of {self.target}; older checkpoints are untouched", [rank])
 
     def _is_alive(self, rank: int) -> bool:
         try:

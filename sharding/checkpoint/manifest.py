@@ -163,7 +163,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             size = os.fstat(opened.fileno()).st_size
             if size > MAX_BYTES:
                 raise CheckpointDamaged(f"{file}: {size} bytes, a manifest has at most {MAX_BYTES}")
-            data = opened.read(MAX_BYTES + 1)
+            data = opened.read(size)
     except FileNotFoundError:
         raise FileNotFoundError(f"{file} is not there: {path} is no finished checkpoint") from None
     except OSError as error:
@@ -218,7 +218,7 @@ def _manifest(data: Any) -> Manifest:
         {_text(name): _dict(one) for name, one in _dict(data["values"]).items()},
         {_text(name): _text(one) for name, one in _dict(data["aliases"]).items()},
     )  # fmt: skip
-    _require_whole(found)
+    require_whole(found)
     return found
 
 
@@ -240,14 +240,14 @@ def _table(name: str, data: Any) -> TableFacts:
 def _stored(data: Any, tables: Mapping[str, TableFacts], files: set[str]) -> Stored:
     kind, name, file = _text(data["kind"]), _text(data["name"]), _text(data["file"])
     rows = columns = None
-    shape = tuple(_number(n) for n in _list(data["shape"]))
+    shape = sizes(data["shape"])
     if kind not in (TABLE, DENSE, OPTIMIZER):
         raise ValueError(f"tensor {name!r} is of kind {kind!r}")
     if kind == TABLE:
         rows, columns = _span(data["rows"]), _span(data["columns"])
         if name not in tables:
             raise ValueError(f"tensor {name!r} is of no table")
-        if shape not in (_sizes(rows), _sizes(rows, columns)):
+        if shape not in (_shape(rows), _shape(rows, columns)):
             raise ValueError(f"tensor {name!r} of rows {rows} and columns {columns} has shape {list(shape)}")
     if file not in files:
         raise ValueError(f"tensor {name!r} is in file {file!r}, which is not listed")
@@ -257,7 +257,7 @@ def _stored(data: Any, tables: Mapping[str, TableFacts], files: set[str]) -> Sto
     return found
 
 
-def _require_whole(manifest: Manifest) -> None:
+def require_whole(manifest: Manifest) -> None:
     """The pieces of each table cover it once, in every state; all others are in one piece."""
     place = {one.name: number for number, one in enumerate(manifest.files)}
     for name in manifest.tables:
@@ -278,7 +278,7 @@ def _require_whole(manifest: Manifest) -> None:
             raise ValueError(f"{state}: {error}") from None
 
 
-def _sizes(*spans: Span) -> tuple[int, ...]:
+def _shape(*spans: Span) -> tuple[int, ...]:
     return tuple(high - low for low, high in spans)
 
 
@@ -297,6 +297,15 @@ def _group(data: Any) -> dict[str, Any]:
     return group
 
 
+def sizes(data: Any) -> tuple[int, ...]:
+    """A list of sizes in JSON.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return tuple(_number(n) for n in _list(data))
+
+
 def _dtype(name: Any) -> torch.dtype:
     found = getattr(torch, _text(name), None)
     if not isinstance(found, torch.dtype):
@@ -305,7 +314,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 def _span(data: Any) -> Span:
-    low, high = (_number(n) for n in _list(data))
+    low, high = sizes(data)
     if low > high:
         raise ValueError(f"[{low}, {high}) is no range")
     return low, high

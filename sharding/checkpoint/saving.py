@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._version import __version__
+from shardwise.sharding.failures import agreed
 from shardwise.sharding.layout import fingerprint
 
 from .contents import Contents, Plain, contents_of, link_of
 from .errors import Link, agree, pack, unpack
-from .files import Source, write_tensors
+from .files import write_tensors
 from .folder import Attempt
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, FileFacts, Manifest, Stored, TableFacts
 
@@ -95,7 +96,7 @@ def save(
         ValueError, TypeError: something cannot be saved; names it.
         OSError: the disk is full, or the folder cannot be written.
         BlockingIOError: another job is saving into the folder.
-        RankDied: the process of a rank is gone.
+        RankFailure: the process of a rank is gone.
         All ranks raise, and older checkpoints stay.
     """
     folder, link = Path(folder).absolute(), link_of(model)
@@ -176,9 +177,9 @@ def write(attempt: Attempt, described: Manifest, parts: Sequence[Part], keep_las
     """This rank's part of a save: write, report, and wait for the end of it. Calls no collective.
 
     Raises:
-        RankDied, Exception: as `Attempt.settle`; nothing is left of the checkpoint then.
+        RankFailure, Exception: as `Attempt.settle`; nothing is left of the checkpoint then.
     """
-    file = attempt.data / file_name(attempt.rank)
+    file = attempt.data / f"rank-{attempt.rank:05d}.safetensors"
     try:
         try:
             facts = write_tensors(file, parts) if parts else None
@@ -186,46 +187,17 @@ def write(attempt: Attempt, described: Manifest, parts: Sequence[Part], keep_las
             attempt.report(_as_json(facts, [stored for stored, _ in parts], steps))
             attempt.settle(lambda reports: compose(described, reports), keep_last)
         except BaseException as error:
+            earlier = attempt.failure_of_others()
+            if earlier is not None:
+                # what this rank met may only be what that one left
+                raise agreed(earlier) from error
             # the room is needed to say so
             file.unlink(missing_ok=True)
             attempt.fail(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
-            raise
+            # the others raise it too
+            raise agreed(error) from None
     finally:
         attempt.leave()
-
-
-def write_step(
-    folder: str | os.PathLike[str],
-    described: Manifest,
-    files: Mapping[int, Sequence[tuple[Stored, Source]]],
-    *,
-    keep_last: int | None = None,
-) -> Path:
-    """Write a checkpoint that is no model of this process: rank -> the tensors of its file; the step folder.
-
-    `described` is its manifest, of which `tensors` and `files` are made here. Atomic as `save`.
-
-    Raises:
-        ValueError, OSError, BlockingIOError: as `save`.
-    """
-    attempt = Attempt.begin(Path(folder).absolute(), described.step, world_size=1)
-    try:
-        attempt.join()
-        facts, tensors = [], []
-        for rank, parts in files.items():
-            if parts:
-                facts.append(write_tensors(attempt.data / file_name(rank), parts))
-                tensors += [replace(stored, file=facts[-1].name) for stored, _ in parts]
-        attempt.report({})
-        attempt.settle(lambda _: replace(described, tensors=tuple(tensors), files=tuple(facts)), keep_last)
-    finally:
-        attempt.leave()
-    return attempt.target
-
-
-def file_name(rank: int) -> str:
-    """The file of a rank."""
-    return f"rank-{rank:05d}.safetensors"
 
 
 def compose(described: Manifest, reports: Sequence[Mapping[str, Any]]) -> Manifest:
@@ -280,9 +252,9 @@ def _begin(folder: Path, step: int, link: Link) -> Attempt:
             told = json.dumps({"token": attempt.token, "name": attempt.target.name}).encode()
         except Exception as error:
             failure, told = error, pack(error, rank=0)
-    said = json.loads(link.exchange.value(told, 0))
+    said = json.loads(link.value(told, 0))
     if "kind" in said:
-        raise failure or unpack(json.dumps(said).encode())
+        raise agreed(failure or unpack(json.dumps(said).encode()))
     if attempt is None:
         attempt = Attempt(folder, said["token"], said["name"], rank=link.rank, world_size=link.world_size)
     mine = attempt

@@ -66,13 +66,13 @@ def prepare(model: nn.Module, name: str, number: int) -> Preparation:
         raise ValueError("the trace does not come to the call")
     if not isinstance(features, fx.Proxy):
         raise ValueError("its input does not depend on the batch")
-    graph = tracer.graph
-    graph.output(features.node)
-    graph.eliminate_dead_code()
-    for node in graph.nodes:
+    tracer.graph.output(features.node)
+    prepared = fx.GraphModule(model, tracer.graph)
+    prepared.graph.eliminate_dead_code()
+    for node in prepared.graph.nodes:
         _check(model, node)
-    graph.lint()
-    return fx.GraphModule(model, graph)
+    prepared.recompile()
+    return prepared
 
 
 def _check(model: nn.Module, node: fx.Node) -> None:

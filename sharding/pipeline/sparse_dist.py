@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.dmp_collection import DMPCollection
 
+from .ahead import Ahead
 from .base import FedPipeline, warn_of_unused
-from .calls import Calls, Started
 from .feed import Fetched
-from .streams import current, new_stream, on, record_stream, wait_for
+from .streams import current, new_stream
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -44,8 +44,8 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
             no effect.
     """
 
-    # batches that leave ahead
-    _ahead = 1
+    # batches whose ids are under way during a step
+    _batches_ahead = 1
 
     def __init__(
         self,
@@ -64,8 +64,9 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         clear_data_dist_inputs: bool = False,
     ) -> None:
         super().__init__(
-            model, optimizer, device, custom_model_fwd, depth=1 + self._ahead, execute_all_batches=execute_all_batches
-        )
+            model, optimizer, device, custom_model_fwd, depth=1 + self._batches_ahead,
+            execute_all_batches=execute_all_batches,
+        )  # fmt: skip
         warn_of_unused(
             apply_jit=apply_jit, context_type=context_type is not None,
             enable_inplace_copy_batch=enable_inplace_copy_batch,
@@ -75,7 +76,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         self._sync_interval, self._steps = dmp_collection_sync_interval_batches, 0
         self._enqueue_after_forward = enqueue_batch_after_forward
         self._stream = new_stream(self._device, priority=-1)
-        self._calls = self._calls_of(model)
+        self._ahead = self._ahead_of(model)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Make a step with the next batch and return the model's output.
@@ -89,16 +90,18 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         """
         self.fill_pipeline(dataloader_iter)
         first = self._first()
-        self._arrive(first)
+        self._ahead.arrive(first)
         self._raise(first)
-        for fetched in islice(self._queue, 1, 1 + self._ahead):
+        for fetched in islice(self._queue, 1, 1 + self._batches_ahead):
             self._start(fetched)
         if not self._enqueue_after_forward:
             self.enqueue_batch(dataloader_iter)
         self._queue.popleft()
         if self._trains():
             self._optimizer.zero_grad()
-        losses, output = self._forward(first)
+        batch = first.use(current(self._feed.stream))
+        with self._ahead.taken(first, batch):
+            losses, output = self._model_fwd(batch)
         if self._enqueue_after_forward:
             self.enqueue_batch(dataloader_iter)
         self._go_ahead()
@@ -112,7 +115,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
     def detach(self) -> nn.Module:
         """The model, to be used without the pipeline; batches that were fetched stay. All ranks call it together."""
         for fetched in self._queue:
-            self._drop_started(fetched)
+            self._ahead.drop(fetched)
         return self._model
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
@@ -123,7 +126,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         if model is not None:
             self._model = model
             self._feed.follow(model)
-            self._calls = self._calls_of(model)
+            self._ahead = self._ahead_of(model)
         for fetched in self._queue:
             fetched.stays = not sparse_dist
 
@@ -133,87 +136,21 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         super().reset()
         self._steps = 0
 
-    def _calls_of(self, model: nn.Module) -> Calls:
-        return Calls(model, *self._feed.agrees_by, prepares=self._pipeline_postproc)
+    def _ahead_of(self, model: nn.Module) -> Ahead[In]:
+        return Ahead(model, self._feed.agrees_by, self._stream, prepares=self._pipeline_postproc)
 
     def _start(self, fetched: Fetched[In]) -> None:
-        """Have the batch's sizes leave; does nothing the second time, or where its calls are not known yet."""
         self._feed.settle(fetched)
-        mode = self._calls.mode()
-        calls = self._calls.of(mode)
-        if calls is None or fetched.mode is not None or fetched.ended or fetched.error is not None or fetched.stays:
-            return
-        fetched.mode = mode
-        with on(self._stream):
-            batch = fetched.use(self._stream)
-            for call in calls:
-                with torch.set_grad_enabled(call.grad):
-                    features: Any
-                    try:
-                        features = call.input_of(batch)
-                    except Exception as error:
-                        # in the place of the batch, so that no rank waits for this one
-                        features = error
-                    fetched.started.append(Started(call, features, call.module.depart(features)))
-
-    def _send(self, fetched: Fetched[In]) -> None:
-        """Wait for the sizes of all ranks, and have the batch's ids leave; an error waits for the batch's turn."""
-        with on(self._stream):
-            for one in fetched.started:
-                try:
-                    one.call.module.send_ids(one.departure)
-                except Exception as error:
-                    fetched.error = fetched.error or error
-        if fetched.error is not None:
-            self._drop_started(fetched)
+        self._ahead.start(fetched)
 
     def _go_ahead(self) -> None:
         """What comes between forward and backward."""
-        for fetched in islice(self._queue, self._ahead):
+        waiting = list(self._queue)[: self._batches_ahead]
+        # those that could not start before the model's first step was seen
+        for fetched in waiting:
             self._start(fetched)
-        for fetched in islice(self._queue, self._ahead):
-            self._send(fetched)
-
-    def _arrive(self, fetched: Fetched[In]) -> None:
-        """Wait for the ids of all ranks."""
-        if fetched.mode is not None and fetched.mode != self._calls.mode():
-            # it left for another kind of step
-            self._drop_started(fetched)
-        self._send(fetched)
-        here = current(self._stream)
-        with on(self._stream):
-            for one in fetched.started:
-                flight = one.call.module.arrive(one.departure)
-                if here is not None:
-                    record_stream(flight, here)
-        wait_for(self._stream)
-
-    def _forward(self, fetched: Fetched[In]) -> tuple[Tensor, Out]:
-        """The model's forward, whose sharded modules take what has arrived for them."""
-        batch = fetched.use(current(self._feed.stream))
-        for one in fetched.started:
-            one.call.module.expected.add(one.departure, None if one.call.is_prepared else one.features)
-        left: list[str] = []
-        try:
-            with self._calls.watching(batch):
-                found = self._model_fwd(batch)
-        finally:
-            for one in fetched.started:
-                for departure in one.call.module.expected.pop_all():
-                    one.call.module.drop(departure)
-                    left.append(one.call.name)
-            fetched.started = []
-        if left:
-            raise RuntimeError(
-                f"modules {left}: the batch was routed for them, and the model did not call them with it. Call them in"
-                " every step with the same part of the batch, or train without the pipeline"
-            )
-        return found
-
-    def _drop_started(self, fetched: Fetched[In]) -> None:
-        for one in fetched.started:
-            one.call.module.drop(one.departure)
-        fetched.started, fetched.mode = [], None
+        for fetched in waiting:
+            self._ahead.send(fetched)
 
     def _synchronize(self) -> None:
         if isinstance(self._model, DMPCollection) and self._sync_interval and not self._steps % self._sync_interval:
@@ -229,7 +166,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     Args as `TrainPipelineSparseDist`; `pipeline_postproc` is True by default.
     """
 
-    _ahead = 2
+    _batches_ahead = 2
 
     def __init__(
         self,
@@ -252,9 +189,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     def _go_ahead(self) -> None:
         super()._go_ahead()
         for fetched in islice(self._queue, 1):
-            self._arrive(fetched)
-            for one in fetched.started:
-                one.call.module.prefetch(one.call.module.arrive(one.departure))
+            self._ahead.prefetch(fetched)
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
@@ -262,6 +197,9 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     Args as `TrainPipelineSparseDist`.
     """
+
+    # no backward hides the ids of a batch, so they travel during the forward of the batch before
+    _batches_ahead = 2
 
     def __init__(
         self,

@@ -1,0 +1,147 @@
+"""Gradients of rows that wait for a step: each row that batches named once, with the sum of its gradients.
+
+Shapes: ids [U] distinct rows of tables of one dim, ascending, G [U, D] fp32. Rows are counted over all tables of a
+group. Order of addition: within a batch that of any update (kernels/transpose.py), and what a row has from one batch
+is then added to what it has from those before, one batch after another. Applied, a row's sum is its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels import (
+    Feature,
+    Segment,
+    flatten_segments,
+    fused_update,
+    new_guard,
+    pack_features,
+    table_rows,
+    unique_ids,
+)
+from shardwise.kernels.features import FIRST_ROW, locate_ids
+
+from .table_layout import TableShape, lay_out
+
+if TYPE_CHECKING:
+    from .table_group import TableGroup
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Rows of a segment, told apart by `ids` and lying at `rows` [U], and the sums of their gradients [U, D]."""
+
+    segment: Segment
+    ids: Tensor
+    rows: Tensor
+    gradient: Tensor
+
+    def to(self, device: torch.device) -> RowSums:
+        """The same on a device."""
+        return RowSums(self.segment, self.ids.to(device), self.rows.to(device), self.gradient.to(device))
+
+
+def sum_rows(
+    group: TableGroup,
+    grad: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    per_id_weights: Tensor | None,
+    pooling: str,
+    ids: Tensor | None = None,
+) -> list[RowSums]:
+    """What an update would give to the rule, for each segment of the group; arguments as those of its `update`.
+
+    Rows are told apart, and stand in the order of, `ids`: those that a store turned into `slots`, or the slots
+    themselves.
+    """
+    assert group.optimizer is not None
+    device, rows, segments = slots.device, _numbers(slots, offsets, group.trained), group.segments
+    keys = rows
+    if ids is not None:
+        keys, segments = torch.where(rows >= 0, _numbers(ids, offsets, group.checked), -1), group.id_segments
+    unique = unique_ids(keys)
+    ends = [0, *(segment.end_row for segment in segments)]
+    # host sync on CUDA, after that of the distinct ids: how many of them each segment has
+    cuts = torch.searchsorted(unique.ids, torch.tensor(ends, device="cpu").to(device)).tolist()
+    shapes = [
+        TableShape("", end - begin, segment.dim) for begin, end, segment in zip(cuts, cuts[1:], segments, strict=False)
+    ]
+    # the rows of the batch as tables of their own, which the rule "gradient" turns into sums
+    bases, firsts, parts, elements = lay_out(shapes)
+    sums = torch.zeros(elements, device=device)
+    if elements:
+        place = unique.inverse - cuts[0]
+        if len(segments) > 1:
+            first = torch.tensor(firsts, device="cpu").to(device)
+            place = place - first[torch.bucketize(place, first[1:], right=True)]
+            place = torch.where(keys >= 0, place, -1)
+        number_of = {segment.dim: number for number, segment in enumerate(segments)}
+        spec = [
+            Feature(bases[number_of[dim]], shapes[number_of[dim]].rows, dim, firsts[number_of[dim]], lookup.mean)
+            for dim, lookup in zip(group.dims, group.lookups, strict=True)
+        ]
+        fused_update(
+            sums, [], torch.zeros(1, dtype=torch.int64, device=device), grad, place, offsets, per_id_weights,
+            pack_features(spec, device), group.dims, flatten_segments(parts), "gradient",
+            torch.zeros(1, dtype=torch.float64, device=device), new_guard(device), pooling,
+            max_gradient=group.optimizer.max_gradient,
+        )  # fmt: skip
+    where = unique.ids
+    if ids is not None:
+        # all places of an id have one slot, so it does not matter which is written last
+        where = torch.empty_like(unique.ids)
+        where[unique.inverse] = rows
+    return [
+        RowSums(own, unique.ids[begin:end], where[begin:end], table_rows(sums, base, shape.rows, shape.dim))
+        for own, begin, end, base, shape in zip(group.segments, cuts, cuts[1:], bases, shapes, strict=False)
+    ]
+
+
+def add_sums(one: RowSums, other: RowSums) -> RowSums:
+    """The rows of both; a row of both has the sum of the first plus that of the second."""
+    unique, split = unique_ids(torch.cat([one.ids, other.ids])), one.ids.shape[0]
+    mine, theirs = unique.inverse[:split], unique.inverse[split:]
+    rows, gradient = torch.empty_like(unique.ids), one.gradient.new_zeros(unique.ids.shape[0], one.segment.dim)
+    rows[mine], rows[theirs] = one.rows, other.rows
+    gradient[mine] = one.gradient
+    # no row is here twice, so nothing is added in an order that a device chose
+    gradient[theirs] += other.gradient
+    return RowSums(one.segment, unique.ids, rows, gradient)
+
+
+def apply_sums(group: TableGroup, sums: Sequence[RowSums]) -> None:
+    """One step of the group's optimizer on rows that are told apart by where they lie; it is counted once."""
+    spec = group.optimizer
+    assert spec is not None
+    for part in sums:
+        segment, device = part.segment, part.rows.device
+        # tables without rows, which begin where the next one does, first
+        tables = sorted(
+            (first, shape.resident)
+            for first, shape in zip(group.first_rows, group.tables, strict=True)
+            if shape.dim == segment.dim
+        )
+        begins = torch.tensor([first for first, _ in tables], device="cpu").to(device)
+        ends = torch.searchsorted(part.rows, torch.cat([begins, begins.new_tensor([segment.end_row])]))
+        table = torch.bucketize(part.rows, begins[1:], right=True)
+        features = [
+            Feature(segment.base + (first - segment.first_row) * segment.dim, rows, segment.dim, first)
+            for first, rows in tables
+        ]
+        fused_update(
+            group.flat, group.states, group.step if part is sums[-1] else group.step.clone(), part.gradient,
+            part.rows - begins[table], ends, None, pack_features(features, device), [segment.dim] * len(tables),
+            flatten_segments([segment]), spec.rule, group.hyper, group.guard, "sequence", spec.decay, None, group.seed,
+        )  # fmt: skip
+
+
+def _numbers(ids: Tensor, offsets: Tensor, features: Tensor) -> Tensor:
+    """The number [N] of each id's row among those of all tables; -1 for what lies in no table."""
+    _, feature, valid = locate_ids(ids, offsets, features)
+    return torch.where(valid, ids.long() + features[feature, FIRST_ROW], -1)

@@ -1,0 +1,123 @@
+"""The way of a batch's ids ahead of its step: they leave, arrive, and are taken by the model's forward.
+
+Every rank calls `start`, `send` and `arrive` for the same batches in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from shardwise.sharding.exchange import Exchange
+
+from .calls import Calls, Started
+from .feed import Fetched
+from .streams import current, on, record_stream, wait_for
+
+In = TypeVar("In")
+
+
+class Ahead(Generic[In]):
+    """Routes batches of a model ahead, on a stream of its own.
+
+    Args:
+        agrees_by: an exchange between all ranks that train the model, and the device whose tensors it takes.
+        prepares: whether inputs that the model makes itself are made ahead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        agrees_by: tuple[Exchange, torch.device],
+        stream: torch.Stream | None,
+        *,
+        prepares: bool,
+    ) -> None:
+        self._calls, self._stream = Calls(model, *agrees_by, prepares=prepares), stream
+
+    def start(self, fetched: Fetched[In]) -> None:
+        """Have the batch's sizes leave; does nothing the second time, or where its calls are not known yet."""
+        mode = self._calls.mode()
+        calls = self._calls.of(mode)
+        if calls is None or fetched.mode is not None or fetched.ended or fetched.error is not None or fetched.stays:
+            return
+        fetched.mode = mode
+        with on(self._stream):
+            batch = fetched.use(self._stream)
+            for call in calls:
+                with torch.set_grad_enabled(call.grad):
+                    features: Any
+                    try:
+                        features = call.input_of(batch)
+                    except Exception as error:
+                        # in the place of the batch, so that no rank waits for this one
+                        features = error
+                    fetched.started.append(Started(call, features, call.module.depart(features)))
+
+    def send(self, fetched: Fetched[In]) -> None:
+        """Wait for the sizes of all ranks, and have the batch's ids leave.
+
+        What is wrong with the batch becomes its `error`, on all ranks.
+        """
+        with on(self._stream):
+            for one in fetched.started:
+                try:
+                    one.call.module.send_ids(one.departure)
+                except Exception as error:
+                    fetched.error = fetched.error or error
+        if fetched.error is not None:
+            self.drop(fetched)
+
+    def arrive(self, fetched: Fetched[In]) -> None:
+        """Wait for the ids of all ranks. A batch that left for another kind of step is dropped."""
+        if fetched.mode is not None and fetched.mode != self._calls.mode():
+            self.drop(fetched)
+        self.send(fetched)
+        here = current(self._stream)
+        with on(self._stream):
+            for one in fetched.started:
+                flight = one.call.module.arrive(one.departure)
+                if here is not None:
+                    record_stream(flight, here)
+        wait_for(self._stream)
+
+    def prefetch(self, fetched: Fetched[In]) -> None:
+        """Bring the rows of a batch into the slots of their stores, once its ids have arrived."""
+        self.arrive(fetched)
+        for one in fetched.started:
+            one.call.module.prefetch(one.call.module.arrive(one.departure))
+
+    @contextmanager
+    def taken(self, fetched: Fetched[In], batch: Any) -> Iterator[None]:
+        """Run the model's forward of `batch` inside: its sharded modules take what has arrived for them.
+
+        Raises:
+            RuntimeError: the model left something.
+        """
+        for one in fetched.started:
+            one.call.module.expected.add(one.departure, None if one.call.is_prepared else one.features)
+        left: list[str] = []
+        try:
+            with self._calls.watching(batch):
+                yield
+        finally:
+            for one in fetched.started:
+                for departure in one.call.module.expected.pop_all():
+                    one.call.module.drop(departure)
+                    left.append(one.call.name)
+            fetched.started = []
+        if left:
+            raise RuntimeError(
+                f"modules {left}: the batch was routed for them, and the model did not call them with it. Call them in"
+                " every step with the same part of the batch, or train without the pipeline"
+            )
+
+    def drop(self, fetched: Fetched[In]) -> None:
+        """Let go what left ahead; the model routes the batch itself."""
+        for one in fetched.started:
+            one.call.module.drop(one.departure)
+        fetched.started, fetched.mode = [], None

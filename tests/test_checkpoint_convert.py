@@ -1,0 +1,275 @@
+"""Checkpoints from and to torch.distributed.checkpoint, with the names and layouts that TorchRec 1.8.0 has there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_nets import net, train
+from ranks import run_ranks
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from shardwise.checkpoint import (
+    diff,
+    from_dcp_trusted,
+    load,
+    optimizer_state_from_torchrec,
+    optimizer_state_to_torchrec,
+    read_manifest,
+    save,
+    to_dcp,
+    verify,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Please use DTensor"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+]
+
+A, B = "ebc.embedding_bags.a.weight", "ebc.embedding_bags.b.weight"
+OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
+
+
+def saved(folder: Path, optimizer: str, plan: str = "first") -> Path:
+    model, every = net(optimizer, plan)
+    train(model, every, range(2))
+    return save(folder, model, every, step=5, extra={"epoch": 3, "names": ["x", None]}).path
+
+
+def state_of(model: Any, every: Any, **more: Any) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": every.state_dict(), **more}
+
+
+def write_dcp(state: dict[str, Any], folder: Path) -> Path:
+    state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def kept(facts: dict[str, Any], optimizer: str) -> set[str]:
+    """What of these a state dict would tell: not settings that are fixed, nor counts of updates that no rule reads."""
+    left_out = ("settings",) if optimizer == "adam" else ("settings", "steps")
+    return {name for name in facts if not name.endswith(left_out)}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", ["first", "columns"])
+def test_there_and_back_is_the_same_bits(optimizer: str, plan: str, tmp_path: Path) -> None:
+    source = saved(tmp_path / "a", optimizer, plan)
+    back = from_dcp_trusted(to_dcp(source, tmp_path / "dcp"), tmp_path / "b")
+    assert verify(back) == []
+    found = diff(source, back)
+    assert kept(found.facts, optimizer) == set()
+    assert not (found.values or found.only_a or found.only_b or found.shapes or found.dtypes)
+    model, every = net(optimizer, plan)
+    train(model, every, range(90, 92))
+    assert load(back, model, every).extra == {"epoch": 3, "names": ["x", None]}
+    again, other = net(optimizer, plan)
+    load(source, again, other)
+    assert train(model, every, range(2, 5)) == train(again, other, range(2, 5))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_torch_loads_what_was_written_into_a_state_dict(optimizer: str, tmp_path: Path) -> None:
+    source = saved(tmp_path / "a", optimizer)
+    folder = to_dcp(source, tmp_path / "dcp")
+    model, every = net(optimizer)
+    train(model, every, range(90, 92))
+    for group in every.param_groups:
+        group["lr"] = 9.0
+    state = state_of(model, every)
+    state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
+    model.load_state_dict(state["model"])
+    every.load_state_dict(state["optimizer"])
+    again, other = net(optimizer)
+    load(source, again, other)
+    assert [group["lr"] for group in every.param_groups] == [group["lr"] for group in other.param_groups]
+    assert train(model, every, range(2, 5)) == train(again, other, range(2, 5))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_torch_saved_of_our_state_dicts_loads(optimizer: str, tmp_path: Path) -> None:
+    model, every = net(optimizer)
+    train(model, every, range(2))
+    folder = write_dcp(state_of(model, every, step=7, epoch=3), tmp_path / "dcp")
+    made = from_dcp_trusted(folder, tmp_path / "a")
+    assert made.name == "step-000000000007"
+    wanted = save(tmp_path / "b", model, every, step=7, extra={"epoch": 3}).path
+    found = diff(made, wanted)
+    assert kept(found.facts, optimizer) == set()
+    assert not found.values and not found.only_a and not found.only_b
+
+
+def as_torchrec(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict as TorchRec's optimizers make it: FBGEMM's names, no counts of updates, no param_groups."""
+    found = {}
+    for parameter, states in state["optimizer"]["state"].items():
+        counts = {f"{table}.step" for table in ("a", "b")}
+        found[parameter] = {
+            key.replace(".momentum2", ".exp_avg_sq"): value for key, value in states.items() if key not in counts
+        }
+    return {**state, "optimizer": {"state": found}}
+
+
+def test_adam_of_torchrec_needs_its_count_of_updates(tmp_path: Path) -> None:
+    model, every = net("adam")
+    train(model, every, range(2))
+    folder = write_dcp(as_torchrec(state_of(model, every)), tmp_path / "dcp")
+    with pytest.raises(ValueError, match=f"{A}: adam reads how many updates it has made, which TorchRec does not save"):
+        from_dcp_trusted(folder, tmp_path / "a")
+    made = from_dcp_trusted(folder, tmp_path / "a", steps=2)
+    other, others = net("adam")
+    load(made, other, others)
+    assert train(other, others, range(2, 5)) == train(model, every, range(2, 5))
+
+
+def test_torchrec_gets_its_own_names_and_nothing_else(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a", "adam")
+    folder = to_dcp(source, tmp_path / "dcp", names="torchrec")
+    model, every = net("adam")
+    train(model, every, range(1))
+    state = as_torchrec(state_of(model, every))
+    state_dict_loader.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(), no_dist=True)
+    again, other = net("adam")
+    load(source, again, other)
+    wanted = as_torchrec(state_of(again, other))["optimizer"]["state"]
+    found = state["optimizer"]["state"]
+    assert {name: set(states) for name, states in found.items()} == {name: set(one) for name, one in wanted.items()}
+    assert set(found[A]) == {"a.momentum1", "a.exp_avg_sq"}
+    assert all(torch.equal(found[name][key], wanted[name][key]) for name in wanted for key in wanted[name])
+    assert not (folder / "optimizer.param_groups").exists()
+
+
+def test_a_rule_can_be_said_where_states_do_not_tell(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a", "adam")
+    folder = to_dcp(source, tmp_path / "dcp")
+    assert {one.rule for one in read_manifest(from_dcp_trusted(folder, tmp_path / "b")).tables.values()} == {"adam"}
+    made = from_dcp_trusted(folder, tmp_path / "b", rules={A: "lamb"})
+    assert [read_manifest(made).tables[name].rule for name in (A, B)] == ["lamb", "adam"]
+    with pytest.raises(ValueError, match=rf"{A}: the states of adagrad have \[2\] dimensions, those saved \[2, 2\]"):
+        from_dcp_trusted(folder, tmp_path / "b", rules="adagrad")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda s: s["optimizer"]["state"][A].update({"a.prev_iter": torch.zeros(9)}), "'a.prev_iter' has no counter"),
+        (lambda s: s.update(noise=torch.zeros(3)), "noise: a tensor that is of neither the model nor the optimizer"),
+        (lambda s: s.update(when={1, 2}), "when is a set, neither tensor nor JSON"),
+        (lambda s: s["optimizer"]["state"][A].update({"a.momentum1": torch.zeros(8)}), r"has shape \[8\], the table"),
+        (lambda s: s.update(step="many"), "'step' was saved as 'many': say step="),
+        (lambda s: s.pop("model"), r"model='model': the folder has \['optimizer'\]"),
+    ],
+    ids=["prev_iter", "stray tensor", "set", "shape", "step", "no model"],
+)
+def test_what_has_no_counterpart_is_refused_by_name(change: Any, message: str, tmp_path: Path) -> None:
+    model, every = net("rowwise_adagrad")
+    state = state_of(model, every)
+    change(state)
+    folder = write_dcp(state, tmp_path / "dcp")
+    with pytest.raises(ValueError, match=message):
+        from_dcp_trusted(folder, tmp_path / "a")
+    assert not list(tmp_path.glob("a/step-*"))
+
+
+def test_a_model_alone_under_no_key(tmp_path: Path) -> None:
+    model, every = net("sgd")
+    folder = write_dcp(model.state_dict(), tmp_path / "dcp")
+    made = from_dcp_trusted(folder, tmp_path / "a", model=None, optimizer=None, step=1)
+    assert [one.rule for one in read_manifest(made).tables.values()] == [None, None]
+    back = to_dcp(made, tmp_path / "back", model=None, optimizer=None)
+    other, _ = net("adam")
+    train(other, _, range(1))
+    state = other.state_dict()
+    state_dict_loader.load(state, checkpoint_id=back, no_dist=True)
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_optimizer_that_never_stepped_has_no_states(tmp_path: Path) -> None:
+    model, every = net("adagrad")
+    made = from_dcp_trusted(write_dcp(state_of(model, every), tmp_path / "dcp"), tmp_path / "a")
+    other, others = net("adagrad")
+    load(made, other, others)
+    assert train(other, others, range(3)) == train(model, every, range(3))
+
+
+def test_folders_in_the_way_and_folders_without_anything_are_refused(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a", "sgd")
+    with pytest.raises(ValueError, match="is not empty"):
+        to_dcp(source, tmp_path / "a")
+    with pytest.raises(ValueError, match=r"names must be one of \['shardwise', 'torchrec'\], got 'fbgemm'"):
+        to_dcp(source, tmp_path / "dcp", names="fbgemm")
+    with pytest.raises(FileNotFoundError, match="has no .metadata"):
+        from_dcp_trusted(tmp_path / "a", tmp_path / "b")
+
+
+def test_large_pieces_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.sharding.checkpoint import dcp_writing
+
+    source = saved(tmp_path / "a", "adam", "columns")
+    monkeypatch.setattr(dcp_writing, "PIECE_BYTES", 64)
+    folder = to_dcp(source, tmp_path / "dcp")
+    back = from_dcp_trusted(folder, tmp_path / "b")
+    pieces = read_manifest(back).by_address["table", A, "weight"]
+    assert sorted((one.rows, one.columns) for one in pieces)[:2] == [((0, 4), (0, 4)), ((0, 4), (4, 8))]
+    assert not diff(source, back).values
+
+
+def test_state_dicts_change_names_in_memory() -> None:
+    model, every = net("adam")
+    train(model, every, range(2))
+    theirs = optimizer_state_to_torchrec(every.state_dict())
+    assert set(theirs) == {"state"} and set(theirs["state"][A]) == {"a.momentum1", "a.exp_avg_sq"}
+    assert set(theirs["state"]["over.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+    with pytest.raises(ValueError, match="adam reads how many updates it has made"):
+        optimizer_state_from_torchrec(theirs)
+    other, others = net("adam")
+    other.load_state_dict(model.state_dict())
+    others.load_state_dict(optimizer_state_from_torchrec(theirs, steps=2))
+    assert train(other, others, range(2, 5)) == train(model, every, range(2, 5))
+
+
+def save_dcp_on_ranks(folder: str, optimizer: str, plan: str) -> list[float]:
+    model, every = net(optimizer, plan)
+    train(model, every, range(2))
+    state_dict_saver.save(as_torchrec(state_of(model, every)), checkpoint_id=folder)
+    return train(model, every, range(2, 4))
+
+
+def go_on_and_save_on_ranks(path: str, folder: str, optimizer: str, plan: str) -> list[float]:
+    model, every = net(optimizer, plan)
+    train(model, every, range(90, 92))
+    load(path, model, every)
+    save(folder, model, every, step=2)
+    return train(model, every, range(2, 4))
+
+
+def load_dcp_on_ranks(folder: str, optimizer: str, plan: str) -> list[float]:
+    model, every = net(optimizer, plan)
+    train(model, every, range(90, 92))
+    state = as_torchrec(state_of(model, every))
+    planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+    state_dict_loader.load(state, checkpoint_id=folder, planner=planner)
+    model.load_state_dict(state["model"])
+    every.load_state_dict(optimizer_state_from_torchrec(state["optimizer"], steps=2))
+    return train(model, every, range(2, 4))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "optimizer, before, after",
+    [("adam", "columns", "rows"), ("rowwise_adagrad", "columns", "columns"), ("sgd", "rows", "first")],
+)
+def test_a_checkpoint_of_two_ranks_goes_over_and_back(optimizer: str, before: str, after: str, tmp_path: Path) -> None:
+    """TorchRec's names and ShardedTensors, by the same code that writes them there."""
+    dcp, mine, back = str(tmp_path / "dcp"), tmp_path / "mine", tmp_path / "back"
+    wanted = run_ranks(2, save_dcp_on_ranks, dcp, optimizer, before)
+    made = from_dcp_trusted(dcp, tmp_path / "made", steps=2)
+    assert read_manifest(made).world_size == 2
+    for losses in run_ranks(2, go_on_and_save_on_ranks, str(made), str(mine), optimizer, after):
+        assert losses == pytest.approx(wanted[0], abs=1e-6)
+    to_dcp(mine, back, names="torchrec")
+    for losses in run_ranks(2, load_dcp_on_ranks, str(back), optimizer, before):
+        assert losses == pytest.approx(wanted[0], abs=1e-6)
