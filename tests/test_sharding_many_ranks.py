@@ -307,7 +307,7 @@ class Meeting:
 class Recorded(Exchange):
     """An exchange between threads that writes down what it is asked for, with the sizes."""
 
-    def __init__(self, place: tuple[Meeting, int, list[str]]) -> None:
+    def __init__(self, place: tuple[Meeting, int, list[str]], beside: Exchange | None = None) -> None:
         super().__init__(None)
         meeting, rank, self.log = place
         self._meeting, self.world_size, self.rank = meeting, len(meeting.ranks), meeting.ranks.index(rank)
