@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -182,6 +183,8 @@ def hang_up(group: dist.ProcessGroup) -> None:
 _NEVER_SENT = 0x5EED
 # aliases that are looked through at a time
 _MOST_LENT = 64
+# exchanges whose result may still be on its way
+_unwaited: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,8 @@ class Pending:
         self._watch, self._what = watch, what
         self.flags = list(flags)
         self.decoding: _Decoding | None = None
+        if work is not None:
+            _unwaited.add(self)
 
     def wait(self) -> Tensor:
         """What came, once it is here.
@@ -245,6 +250,8 @@ class Pending:
             # the transfer is over: what is left to wait for needs no memory
             for tensor in lent.aliases:
                 tensor.set_(tensor.new_empty(0).untyped_storage())
+            # which would keep what it was lent
+            self._work = None
             if len(_Lent._out) > _MOST_LENT:
                 _Lent._out = _held(_Lent._out)
             if self.decoding is not None:
@@ -275,6 +282,10 @@ class _Lent:
         while _held(_Lent._out):
             if time.monotonic() > end:
                 return False
+            for pending in list(_unwaited):
+                # what nobody will wait for, because a loop was left with batches under way
+                if pending._work is not None and pending._work.is_completed():
+                    pending._work = None
             time.sleep(0.001)  # lets the GIL go
         return True
 
