@@ -117,6 +117,7 @@ class Exchange:
         if self.world_size > 1:
             assert self._pg is not None
             self.calls += 1
+            self._require_open()
             lent = _Lent(tensor)
             work = dist.broadcast(lent.aliases[0], dist.get_global_rank(self._pg, 0), group=self._pg, async_op=True)
             Pending(tensor, work, lent, watch=self.watch, what=f"first values{self.label}").wait()
@@ -136,6 +137,7 @@ class Exchange:
             total = packed.detach().to(wide)
             self.calls += 1
             self.sent += total.numel() * total.element_size()
+            self._require_open()
             lent = _Lent(total)
             work = dist.all_reduce(lent.aliases[0], group=self._pg, async_op=True)
             Pending(total, work, lent, watch=self.watch, what=f"means{self.label}").wait()
@@ -150,14 +152,22 @@ class Exchange:
             return mine
         assert self._pg is not None
         self.calls += 1
+        self._require_open()
         found = [mine]
         dist.broadcast_object_list(found, dist.get_global_rank(self._pg, rank), group=self._pg)
         return found[0]
+
+    def _require_open(self) -> None:
+        if self.watch is not None:
+            self.watch.require_open()
 
     def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None, what: str) -> Pending:
         if self.world_size == 1:
             return Pending(send)
         self.calls += 1
+        # asked here, as it costs every step
+        if self.watch is not None and self.watch.is_closed:
+            self.watch.require_open()
         self.sent += send.numel() * send.element_size()
         size = send.shape[0] if sizes is None else sum(sizes)
         rows = send.dtype is torch.float32
