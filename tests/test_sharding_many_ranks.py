@@ -307,7 +307,7 @@ class Meeting:
 class Recorded(Exchange):
     """An exchange between threads that writes down what it is asked for, with the sizes."""
 
-    def __init__(self, place: tuple[Meeting, int, list[str]]) -> None:
+    def __init__(self, place: tuple[Meeting, int, list[str]], beside: Exchange | None = None) -> None:
         super().__init__(None)
         meeting, rank, self.log = place
         self._meeting, self.world_size, self.rank = meeting, len(meeting.ranks), meeting.ranks.index(rank)
@@ -332,7 +332,7 @@ class Recorded(Exchange):
         self.log.append(f"broadcast of {list(tensor.shape)}")
         tensor.copy_(self._meeting.exchange(self.rank, tensor.clone())[0])
 
-    def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None) -> Pending:
+    def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None, what: str) -> Pending:
         self.calls += 1
         self.sent += send.numel() * send.element_size()
         even = [send.shape[0] // self.world_size] * self.world_size
