@@ -105,19 +105,22 @@ class MovieLens:
     def evaluate_samples(self) -> int:
         return len(self._evaluate)
 
-    @cached_property
+    @property
     def identity(self) -> Mapping[str, str | int | float]:
-        columns = (self._user, self._item, self._time, self.labels, self._genres, self._genre_ends)
         return {
             "source": "MovieLens",
             # numpy does not promise that another version shuffles alike
             "order": f"shuffled {_checksum(np.random.default_rng(self._seed).permutation(1000)):08x}",
             "seed": self._seed,
             "ratings": len(self),
-            "ratings_checksum": f"{_checksum(*columns):08x}",
+            "ratings_checksum": f"{self._ratings_checksum:08x}",
             "evaluate_fraction": self._evaluate_fraction,
             "history": self._history,
         }
+
+    @cached_property
+    def _ratings_checksum(self) -> int:
+        return _checksum(self._user, self._item, self._time, self.labels, self._genres, self._genre_ends)
 
     def train(
         self, batch_size: int, *, epoch: int = 0, start_step: int = 0, rank: int = 0, world_size: int = 1

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from .failures import RankFailure, Word, closed_by, is_agreed, is_failure, is_of_group, said, silent_store, verdict
+from .meeting import Meeting
 
 # how long a wait lasts before Python may look at signals, Ctrl-C for one
 SLICE = timedelta(seconds=1)
@@ -50,11 +51,10 @@ class Watch:
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet([group])
         self._hang_up = hang_up
         # a group made anew may find the keys of the one before in its store
-        self._prefix = f"shardwise/{_store_of(group).add(f'shardwise/watch{self.rank}', 1)}"
+        self._meeting = Meeting(self.rank, self.world_size)
         self._host = _host_of_store(group)
         self._alarm: str | None = None
         self._error: Word | None = None
-        self._word: Word | None = None
         self._failure: RankFailure | None = None
         self._wake, self._over, self._ending = threading.Event(), threading.Event(), False
         # blocks of `over` that this rank is in
@@ -174,16 +174,23 @@ class Watch:
         """The thread's work: look, until something is wrong or the group is no more."""
         try:
             while True:
-                self._wake.wait(self._look_s())
+                self._wake.wait(self._look_s() / (1 if self._meeting.over else 4))
                 group = self._group()
                 if self._ending or group is None:
                     return
                 store = _store_of(group)
                 del group
                 self._time_the_wait()
-                if self._alarm is not None and not store.check([f"{self._prefix}/alarm"]):
-                    store.set(f"{self._prefix}/alarm", f"rank {self.rank} said: {self._alarm}")
-                if store.check([f"{self._prefix}/alarm"]):
+                if self._alarm is None:
+                    self._meeting.look(store)
+                elif not self._meets(store):
+                    # nobody is there to ask
+                    self._failure = verdict(self._alarm, {self.rank: self._word()}, self.rank, self.world_size)
+                    return
+                prefix = self._meeting.prefix
+                if self._alarm is not None and not store.check([f"{prefix}/alarm"]):
+                    store.set(f"{prefix}/alarm", f"rank {self.rank} said: {self._alarm}")
+                if prefix is not None and store.check([f"{prefix}/alarm"]):
                     self._call_the_roll(store)
                     return
                 del store
@@ -212,21 +219,35 @@ class Watch:
         elif now - self._timed[1] > self.timeout_s - self._roll_call_s() - 2 * self._look_s():
             self._alarm = self._alarm or f"{self._where()} I waited for {self.timeout_s:g} s (timeout_s)"
 
+    def _meets(self, store: Store) -> bool:
+        """Whether this rank finds the keys of its group within the time of a roll call."""
+        end = time.monotonic() + self._roll_call_s()
+        while True:
+            self._meeting.look(store)
+            if self._meeting.prefix is not None or time.monotonic() > end:
+                return self._meeting.prefix is not None
+            time.sleep(0.02)
+
+    def _word(self) -> Word:
+        return self._error or Word(self._where(), waits=self.at is not None)
+
     def _call_the_roll(self, store: Store) -> None:
         """Say where this rank is, hear the others, and know what happened."""
-        mine = self._error or Word(self._where(), waits=self.at is not None)
-        store.set(f"{self._prefix}/word{self.rank}", mine.encode())
+        prefix, mine = self._meeting.prefix, self._word()
+        store.set(f"{prefix}/word{self.rank}", mine.encode())
         words, end = {self.rank: mine}, time.monotonic() + self._roll_call_s()
         while len(words) < self.world_size and time.monotonic() < end:
             for rank in set(range(self.world_size)) - set(words):
-                if store.check([f"{self._prefix}/word{rank}"]):
-                    words[rank] = Word.decode(store.get(f"{self._prefix}/word{rank}"))
+                if store.check([f"{prefix}/word{rank}"]):
+                    words[rank] = Word.decode(store.get(f"{prefix}/word{rank}"))
             if self._error is None and any(word.error is not None for word in words.values()):
                 break
             if self._error is not None and self._host != self.rank:
                 return
+            # who has not met the others yet does so now
+            self._meeting.look(store)
             time.sleep(0.02)
-        why = store.get(f"{self._prefix}/alarm").decode()
+        why = store.get(f"{prefix}/alarm").decode()
         self._failure = verdict(why, words, self.rank, self.world_size)
 
     def _close(self) -> None:

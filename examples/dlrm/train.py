@@ -19,7 +19,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from shardwise.data import Batch, Clicks, Source, open_folder
 from shardwise.models import auc, normalized_entropy
 
 # name -> what trains on a stream of batches; None is the plain loop
-PIPELINES: dict[str, type[TrainPipelineBase[Any, Any]] | None] = {
+PIPELINES: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "base": TrainPipelineBase,
     "sparse_dist": TrainPipelineSparseDist,
