@@ -323,7 +323,7 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         "steps; trained again after a restart": f"{report['steps']:,}; {report['steps_repeated']:,}",
         "checkpoints": f"{report['checkpoints']}",
         "from a disturbance to the next line of metrics": (
-            f"median {recovered['median']:.0f} s, at most {recovered['max']:.0f} s"
+            f"median {recovered['median']:.0f} s, at most {recovered['max']:.0f} s; {recovered['of']} came so far"
         ),
         "test AUC, disturbed; undisturbed": f"{aucs['disturbed']:.6f}; {aucs['undisturbed']:.6f}",
         "metrics of both equal in every digit but times": "yes" if report["same_metrics"] else "no",
