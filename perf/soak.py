@@ -45,6 +45,8 @@ KINDS = {
 }
 # of lines of metrics that tell the time
 TIMES = ("samples_per_s", "seconds")
+# "1" gives each restart of torchrun a store of its own: docs/reliability.md
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # a job without a step for so long stands still
 STILL_S = 240.0
 
@@ -223,6 +225,10 @@ class Soak:
     def _fail(self, what: str) -> None:
         self.failures.append(f"{time.time() - self._begin:.0f} s: {what}")
         say(self.failures[-1])
+        # where they stand goes to the log
+        for pid in self.job.workers():
+            send(pid, signal.SIGUSR1)
+        time.sleep(1.0)
         self.job.kill()
         self._start()
 
@@ -304,6 +310,29 @@ def same_tensors(one: Path, other: Path) -> bool:
     return bool(files[0]) and files[0] == files[1]
 
 
+def summary(report: Mapping[str, Any]) -> list[str]:
+    """The rows of the table in docs/reliability.md."""
+    kinds = "; ".join(f"{count} x {kind}" for kind, count in report["disturbances"].items())
+    recovered, aucs = report["recovered_s"], report["test_auc"]
+    rows = {
+        "time": f"{report['wall_minutes']:.1f} minutes on {report['ranks']} ranks, {report['machine']}",
+        "disturbances": f"{sum(report['disturbances'].values())}: {kinds}",
+        "launches of torchrun; groups of workers that trained": (
+            f"{report['launches_of_torchrun']}; {report['groups_of_workers']}"
+        ),
+        "steps; trained again after a restart": f"{report['steps']:,}; {report['steps_repeated']:,}",
+        "checkpoints": f"{report['checkpoints']}",
+        "from a disturbance to the next line of metrics": (
+            f"median {recovered['median']:.0f} s, at most {recovered['max']:.0f} s; {recovered['of']} came so far"
+        ),
+        "test AUC, disturbed; undisturbed": f"{aucs['disturbed']:.6f}; {aucs['undisturbed']:.6f}",
+        "metrics of both equal in every digit but times": "yes" if report["same_metrics"] else "no",
+        "last checkpoints of both equal in every byte": "yes" if report["same_bytes_of_last_checkpoint"] else "no",
+        "times that the job ended or stood still by itself": f"{len(report['failures'])}",
+    }
+    return [f"| {name} | {value} |" for name, value in rows.items()]
+
+
 def messages(log: Path) -> dict[str, int]:
     """How often the ranks that were left raised what, by the name of the exception."""
     found = re.findall(
@@ -359,7 +388,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     recovered = [done.recovered_s for done in soak.done if done.recovered_s is not None]
     report = {
         "versions": results[0]["versions"],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{os.cpu_count()} {platform.machine()} cores",
+        "store_of_torchrun": "of each restart" if os.environ.get(OWN_STORE) == "1" else "kept over restarts",
         "ranks": args.ranks,
         "seed": args.seed,
         "train": args.train,
@@ -383,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(report, indent=2) + "\n")
-    say(json.dumps({name: value for name, value in report.items() if name != "log"}, indent=2))
+    say("\n".join(["", *summary(report), *soak.failures]))
     return 1 if soak.failures or abs(aucs[0] - aucs[1]) > 0.005 else 0
 
 

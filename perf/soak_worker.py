@@ -7,8 +7,10 @@ The pause spreads the steps of a disturbed run over more time, in which more goe
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from importlib import import_module
@@ -32,5 +34,7 @@ class Events:
 
 
 if __name__ == "__main__":
+    # asked where it stands, a worker says so
+    faulthandler.register(signal.SIGUSR1)
     sys.path.insert(0, str(EXAMPLE))
     import_module("train").main(sys.argv[3:], Events(Path(sys.argv[1]), float(sys.argv[2])))
