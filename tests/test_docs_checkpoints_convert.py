@@ -7,20 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_docs_jagged import outcome, plain, steps
+from snippets import wrong_snippets
 
 PAGE = Path(__file__).parents[1] / "docs" / "checkpoints_convert.md"
 
 
 def test_every_snippet_gives_what_stands_beside_it() -> None:
-    names: dict[str, Any] = {"__name__": "docs"}
-    wrong, said = [], 0
-    for line, node, expected in steps(PAGE.read_text()):
-        found = outcome(node, names, fails=re.match(r"\w+Error: ", expected or "") is not None)
-        if found != "None" or expected is not None:
-            said += expected is not None
-            if plain(found or "") != plain(expected or ""):
-                wrong.append(f"line {line}: {plain(found or '')!r} is not {plain(expected or '')!r}")
+    wrong, said = wrong_snippets(PAGE)
     assert not wrong, "\n".join(wrong)
     assert said >= 10
 

@@ -1,0 +1,65 @@
+"""Pages of docs/ whose snippets run: each expression gives what stands behind `# ->`."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# line of the page, statement, what is said of it: None where nothing is
+Step = tuple[int, ast.stmt, str | None]
+
+
+def steps(page: str) -> Iterator[Step]:
+    """Every statement of the page's snippets, with the `# ->` behind it or on the lines below it."""
+    for found in re.finditer(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        code, before = found[1], page[: found.start(1)].count("\n")
+        lines, body = code.splitlines(), ast.parse(code).body
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            assert node.end_lineno is not None
+            said = re.findall(r"  # -> (.*)$", lines[node.end_lineno - 1])
+            for line in lines[node.end_lineno : after.lineno - 1 if after else None]:
+                said += re.findall(r"^# -> (.*)$", line)
+            ast.increment_lineno(node, before)
+            yield node.lineno, node, " ".join(said) if said else None
+
+
+def outcome(node: ast.stmt, names: dict[str, Any], fails: bool) -> str | None:
+    """What an expression prints, or else its repr, or where it `fails` the error; None of other statements."""
+    printed = io.StringIO()
+    if not isinstance(node, ast.Expr):
+        exec(compile(ast.Module([node], []), "<snippet>", "exec", dont_inherit=True), names)
+        return None
+    code = compile(ast.Expression(node.value), "<snippet>", "eval", dont_inherit=True)
+    try:
+        with contextlib.redirect_stdout(printed):
+            value = eval(code, names)
+    except Exception as error:
+        if not fails:
+            raise
+        return "".join(traceback.format_exception_only(error))
+    return printed.getvalue() or repr(value)
+
+
+def plain(text: str) -> str:
+    """Without the white space by which torch lines numbers up."""
+    return re.sub(r"\s+", " ", text).strip().replace("[ ", "[")
+
+
+def wrong_snippets(page: Path) -> tuple[list[str], int]:
+    """What a page's snippets, run one after another, do not give as it says, and how many give something."""
+    names: dict[str, Any] = {"__name__": "docs"}
+    wrong, said = [], 0
+    for line, node, expected in steps(page.read_text()):
+        found = outcome(node, names, fails=re.match(r"\w+Error: ", expected or "") is not None)
+        # backward() and its like have nothing to say
+        if found != "None" or expected is not None:
+            said += expected is not None
+            if plain(found or "") != plain(expected or ""):
+                wrong.append(f"line {line}: {plain(found or '')!r} is not {plain(expected or '')!r}")
+    return wrong, said
