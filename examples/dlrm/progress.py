@@ -98,7 +98,11 @@ class Checkpoints:
             return Progress()
         if not self._args.resume:
             raise SystemExit(f"train.py: {folder} holds checkpoints: pass --resume, or another --checkpoint-dir")
-        extra = checkpoint.load(found[0], self._model, self._optimizer).extra
+        try:
+            extra = checkpoint.load(found[0], self._model, self._optimizer).extra
+        except ValueError as error:
+            # damaged, or of another model
+            raise SystemExit(f"train.py: {error}") from None
         settings = self._settings()
         differ = [name for name in SETTINGS if extra["settings"][name] != settings[name]]
         if differ:
