@@ -7,7 +7,7 @@ torchrun --standalone --nproc_per_node=2 examples/accumulation.py
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ from shardwise import (
     GradientClipping,
     GradientClippingOptimizer,
     KeyedJaggedTensor,
-    KeyedOptimizer,
     KeyedOptimizerWrapper,
     ShardingEnv,
+    TrainPipelineSparseDist,
     accumulate,
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
@@ -48,21 +48,6 @@ class Model(nn.Module):
         return nn.functional.mse_loss(self.over(self.ebc(ids).values()).squeeze(1), label)
 
 
-class Pipeline:
-    """A training pipeline in its simplest form."""
-
-    def __init__(self, model: nn.Module, optimizer: KeyedOptimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-
-    def progress(self, batches: Iterator[Sample]) -> Tensor:
-        batch = next(batches)
-        self._optimizer.zero_grad()
-        loss: Tensor = self._model(batch)
-        (loss / PARTS).backward()
-        self._optimizer.step()
-        return loss.detach()
-
-
 def main() -> None:
     env = start()
     batches = [samples(env.rank, seed) for seed in range(PARTS)]
@@ -79,10 +64,11 @@ def main() -> None:
         optimizer.step()
     say(env, f"loop: loss {before:.3f} -> {losses(model, batches):.3f}")
 
-    # The same, by a pipeline that knows nothing of it.
+    # The same in a pipeline, whose steps become micro-batches.
     model, optimizer = build(env)
     config = GradientAccumulationConfig(num_steps=PARTS)
-    pipeline = GradientAccumulationWrapper(Pipeline(model, optimizer), optimizer, model, config)
+    inner = TrainPipelineSparseDist(model, optimizer, model.device, custom_model_fwd=partial(forward, model))
+    pipeline = GradientAccumulationWrapper(inner, optimizer, model, config)
     stream = iter(batches * 20)
     for _ in range(len(batches) * 20):
         pipeline.progress(stream)
@@ -106,6 +92,12 @@ def build(env: ShardingEnv) -> tuple[DistributedModelParallel, CombinedOptimizer
     return model, CombinedOptimizer(
         [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.1))]
     )
+
+
+def forward(model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
+    """What a pipeline asks of a model: the loss that it differentiates, and the output of the step."""
+    loss: Tensor = model(batch)
+    return loss / PARTS, loss.detach()
 
 
 def samples(rank: int, seed: int) -> Sample:

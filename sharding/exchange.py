@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -116,6 +117,7 @@ class Exchange:
         if self.world_size > 1:
             assert self._pg is not None
             self.calls += 1
+            self._require_open()
             lent = _Lent(tensor)
             work = dist.broadcast(lent.aliases[0], dist.get_global_rank(self._pg, 0), group=self._pg, async_op=True)
             Pending(tensor, work, lent, watch=self.watch, what=f"first values{self.label}").wait()
@@ -135,6 +137,7 @@ class Exchange:
             total = packed.detach().to(wide)
             self.calls += 1
             self.sent += total.numel() * total.element_size()
+            self._require_open()
             lent = _Lent(total)
             work = dist.all_reduce(lent.aliases[0], group=self._pg, async_op=True)
             Pending(total, work, lent, watch=self.watch, what=f"means{self.label}").wait()
@@ -149,14 +152,22 @@ class Exchange:
             return mine
         assert self._pg is not None
         self.calls += 1
+        self._require_open()
         found = [mine]
         dist.broadcast_object_list(found, dist.get_global_rank(self._pg, rank), group=self._pg)
         return found[0]
+
+    def _require_open(self) -> None:
+        if self.watch is not None:
+            self.watch.require_open()
 
     def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None, what: str) -> Pending:
         if self.world_size == 1:
             return Pending(send)
         self.calls += 1
+        # asked here, as it costs every step
+        if self.watch is not None and self.watch.is_closed:
+            self.watch.require_open()
         self.sent += send.numel() * send.element_size()
         size = send.shape[0] if sizes is None else sum(sizes)
         rows = send.dtype is torch.float32
@@ -182,6 +193,8 @@ def hang_up(group: dist.ProcessGroup) -> None:
 _NEVER_SENT = 0x5EED
 # aliases that are looked through at a time
 _MOST_LENT = 64
+# exchanges whose result may still be on its way
+_unwaited: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -221,6 +234,8 @@ class Pending:
         self._watch, self._what = watch, what
         self.flags = list(flags)
         self.decoding: _Decoding | None = None
+        if work is not None:
+            _unwaited.add(self)
 
     def wait(self) -> Tensor:
         """What came, once it is here.
@@ -245,6 +260,8 @@ class Pending:
             # the transfer is over: what is left to wait for needs no memory
             for tensor in lent.aliases:
                 tensor.set_(tensor.new_empty(0).untyped_storage())
+            # which would keep what it was lent
+            self._work = None
             if len(_Lent._out) > _MOST_LENT:
                 _Lent._out = _held(_Lent._out)
             if self.decoding is not None:
@@ -275,6 +292,10 @@ class _Lent:
         while _held(_Lent._out):
             if time.monotonic() > end:
                 return False
+            for pending in list(_unwaited):
+                # what nobody will wait for, because a loop was left with batches under way
+                if pending._work is not None and pending._work.is_completed():
+                    pending._work = None
             time.sleep(0.001)  # lets the GIL go
         return True
 

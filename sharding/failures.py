@@ -117,6 +117,11 @@ def verdict(why: str, words: Mapping[int, Word], rank: int, world_size: int) -> 
     return RankFailure(f"{text}. Rank {rank} was {mine}. {_WAY_OUT}", ranks)
 
 
+def closed_by(rank: int, word: Word) -> RankFailure:
+    """What the rank that failed raises in exchanges after that."""
+    return RankFailure(f"rank {rank} failed {word.where}: {word.error}. {_WAY_OUT}", (rank,))
+
+
 def silent_store(why: str, where: str, rank: int, host: int | None) -> RankFailure:
     """What a rank raises where nobody can be asked: the group's store is gone, kept by the process of rank `host`."""
     who = "the process that keeps the group's store" if host is None else f"rank {host} (which keeps the group's store)"

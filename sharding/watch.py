@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from .failures import RankFailure, Word, is_agreed, is_failure, is_of_group, said, silent_store, verdict
+from .failures import RankFailure, Word, closed_by, is_agreed, is_failure, is_of_group, said, silent_store, verdict
 from .meeting import Meeting
 
 # how long a wait lasts before Python may look at signals, Ctrl-C for one
@@ -46,6 +46,7 @@ class Watch:
         self.at: str | None = None
         self.last: str | None = None
         self.waits = 0
+        self.is_closed = False
         self._group = weakref.ref(group)
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet([group])
         self._hang_up = hang_up
@@ -113,6 +114,20 @@ class Watch:
         self._raise_alarm(f"{self._where()} I failed")
         self._over.wait(self._roll_call_s())
         self._close()
+
+    def require_open(self) -> None:
+        """Refuse an exchange of a group that is closed, in which gloo would wait for nobody.
+
+        Raises:
+            RankFailure: it is; says why.
+        """
+        if self.is_closed:
+            failure = self._failure
+            if self._error is not None:
+                failure = closed_by(self.rank, self._error)
+            if failure is None:
+                failure = silent_store(self._alarm or "it was closed", self._where(), self.rank, self._host)
+            raise RankFailure(str(failure), failure.ranks)
 
     def translate(self, error: BaseException) -> None:
         """Raise RankFailure for an error of the process group, of which another rank is the cause."""
@@ -236,6 +251,7 @@ class Watch:
         self._failure = verdict(why, words, self.rank, self.world_size)
 
     def _close(self) -> None:
+        self.is_closed = True
         for group in list(self._groups):
             self._hang_up(group)
 

@@ -103,6 +103,8 @@ def _be(
     conn: Connection, rank: int, world_size: int, meet: str, path: list[str], fn: Callable[..., Any], args: Any
 ) -> None:
     sys.path[:] = path
+    # tests that run in the background begin with Ctrl-C ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

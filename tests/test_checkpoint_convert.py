@@ -49,8 +49,8 @@ def write_dcp(state: dict[str, Any], folder: Path) -> Path:
 
 
 def kept(facts: dict[str, Any], optimizer: str) -> set[str]:
-    """What of these a state dict would tell: not settings that are fixed, nor counts of updates that no rule reads."""
-    left_out = ("settings",) if optimizer == "adam" else ("settings", "steps")
+    """What of these a state dict would tell: neither classes, nor fixed settings, nor counts that no rule reads."""
+    left_out = (": optimizer", "settings") if optimizer == "adam" else (": optimizer", "settings", "steps")
     return {name for name in facts if not name.endswith(left_out)}
 
 

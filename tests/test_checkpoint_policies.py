@@ -184,6 +184,26 @@ def test_dense_layers_have_a_report_too(tmp_path: Path) -> None:
     assert raised.value.report.missing == []
 
 
+def test_a_fresh_optimizer_takes_no_states_of_another_class(tmp_path: Path) -> None:
+    """Adam that got the states of Adagrad failed in its first step, with a KeyError."""
+    net = nn.Linear(3, 4)
+    saved_with = torch.optim.Adagrad(net.parameters(), lr=0.1)
+    path = checkpoint.save(tmp_path, net, saved_with, step=0).path
+    other = torch.optim.Adam(net.parameters(), lr=0.2)
+    with pytest.raises(CheckpointMismatch) as raised:
+        checkpoint.load(path, net, other)
+    assert sorted(raised.value.report.unexpected) == [
+        f"{name}: Adagrad {state}" for name in ("bias", "weight") for state in ("step", "sum")
+    ]
+    checkpoint.load(path, net, other, policy=LoadPolicy(unexpected="skip"))
+    assert not other.state and other.param_groups[0]["lr"] == 0.2
+    net(torch.ones(2, 3)).sum().backward()
+    other.step()
+    same_class = torch.optim.Adagrad(net.parameters())
+    checkpoint.load(path, net, same_class)
+    assert same_class.param_groups[0]["lr"] == 0.1
+
+
 def strips(folder: str, cols: list[tuple[int, int]], resplit: str | None, steps: int) -> tuple[str, Any]:
     """A table cut by columns whose rows have a number in each block, after some steps or loaded."""
     mix = Mix((replace(MIX.tables[0], options=TableOptions("ordered", "shard")),))

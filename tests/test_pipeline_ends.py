@@ -222,10 +222,33 @@ def _failing_forward(model: nn.Module) -> Any:
 
 
 @pytest.mark.ranks
-def test_after_an_error_in_the_forward_the_next_batch_trains() -> None:
-    for raised, good in run_ranks(2, fail_in_the_forward):
-        assert raised == [(0, "ZeroDivisionError", "call 0"), (3, "ZeroDivisionError", "call 4")]
-        assert good
+def test_after_an_error_in_the_forward_of_one_process_the_next_batch_trains() -> None:
+    ((raised, good),) = run_ranks(1, fail_in_the_forward)
+    assert raised == [(0, "ZeroDivisionError", "call 0"), (3, "ZeroDivisionError", "call 4")]
+    assert good
+
+
+def fail_and_go_on() -> list[tuple[str, str]]:
+    model = sharded("ps")
+    pipeline: Any = TrainPipelineSparseDist(
+        model, dense_optimizer(model), CPU, custom_model_fwd=_failing_forward(model)
+    )
+    batches, found = iter([batch_of(n) for n in range(8)]), []
+    for _ in range(3):
+        try:
+            pipeline.progress(batches)
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+@pytest.mark.ranks
+def test_after_an_error_in_the_forward_several_ranks_do_not_go_on() -> None:
+    """Nobody knows whether others failed too: the group is closed, and a step after that waited there for good."""
+    for rank, (first, *others) in enumerate(run_ranks(2, fail_and_go_on)):
+        assert first == ("ZeroDivisionError", "call 0")
+        assert [name for name, _ in others] == ["RankFailure"] * 2
+        assert all(f"rank {rank} failed in a step" in text and "call 0" in text for _, text in others)
 
 
 class Choosing(nn.Module):

@@ -74,6 +74,20 @@ def lend_and_settle() -> list[int]:
     return [held, len(_held(_Lent._out))]
 
 
+def leave_without_waiting() -> tuple[bool, int]:
+    """Whether all is settled though one result was never asked for and another is kept, and what waits for it then."""
+    exchange = Exchange(dist.group.WORLD)
+    asked, never = (exchange.headers(torch.zeros(exchange.world_size, 3, dtype=torch.int64)) for _ in range(2))
+    asked.wait()
+    return _Lent.settle(), len(asked.wait()) + len(never.wait())
+
+
+@pytest.mark.ranks
+def test_a_process_that_leaves_results_on_their_way_ends_at_once() -> None:
+    """A training loop that was left with batches under way waited ten seconds at its exit."""
+    assert run_ranks(2, leave_without_waiting) == [(True, 4), (True, 4)]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_backend_has_let_go_of_every_tensor_once_settled(world: int) -> None:

@@ -36,6 +36,7 @@ from shardwise import (
     CombinedOptimizer,
     DistributedModelParallel,
     PrefetchTrainPipelineSparseDist,
+    RankFailure,
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
@@ -58,6 +59,9 @@ def main(argv: Sequence[str] | None = None, logger: Logger | None = None) -> dic
     device = start(args.device)
     try:
         return run(args, device, logger)
+    except RankFailure as failure:
+        # the rank that is the cause has said more; torchrun starts all of them anew
+        raise SystemExit(f"train.py: {failure}") from failure
     finally:
         if started_here:
             dist.destroy_process_group()

@@ -68,6 +68,7 @@ def compare(
         else:
             report.unexpected.append(_text(address))
     _match_values(manifest, contents, found, report, optional)
+    _refuse_other_classes(manifest, contents, found, report, optional)
     tables = {rename.get(name, name): one for name, one in manifest.tables.items()}
     for name, table in contents.tables.items():
         if table.optimizer is not None and name in tables and tables[name].rule == table.rule:
@@ -175,3 +176,19 @@ def _match_values(manifest: Manifest, contents: Contents, found: Matched, report
             if theirs:
                 found.values[name] = theirs
     report.unexpected += [f"{name}: {key}" for name, values in saved.items() for key in values]
+
+
+def _refuse_other_classes(
+    manifest: Manifest, contents: Contents, found: Matched, report: Report, optional: set[str]
+) -> None:
+    """Have an optimizer that never stepped take no states of one of another class, which it could not use."""
+    theirs = {
+        found.rename.get(name, name): group["optimizer"]
+        for group in manifest.dense
+        for name in (group["params"] if "optimizer" in group else ())
+    }
+    for leaf in contents.leaves:
+        for name in sorted(optional & set(leaf.params)):
+            if theirs.get(name, leaf.kind) != leaf.kind:
+                states = [*found.states.pop(name, {}), *found.values.pop(name, {})]
+                report.unexpected += [f"{name}: {theirs[name]} {state}" for state in states]

@@ -124,6 +124,14 @@ class Leaf:
     optimizer: torch.optim.Optimizer
     params: Mapping[str, Tensor]
 
+    @property
+    def kind(self) -> str:
+        """The class of the optimizer, of which the states are: Adam, say."""
+        inner: Any = self.optimizer
+        while getattr(inner, "_optimizer", None) is not None:
+            inner = inner._optimizer
+        return type(inner).__name__
+
     def states(self, name: str) -> dict[str, Any]:
         """States of a parameter, those in dicts as `outer/inner`."""
         return dict(_flat(self.optimizer.state.get(self.params[name], {})))
@@ -168,14 +176,14 @@ class Contents:
         return found
 
     def dense_groups(self) -> list[dict[str, Any]]:
-        """`param_groups` of the ordinary optimizers."""
+        """`param_groups` of the ordinary optimizers, with the class of each."""
         found = []
         for leaf in self.leaves:
             names = {id(param): name for name, param in leaf.params.items()}
             for group in leaf.optimizer.param_groups:
                 held = [names[id(param)] for param in group["params"] if id(param) in names]
                 if held:
-                    found.append({**_plain_group(group), "params": held})
+                    found.append({**_plain_group(group), "optimizer": leaf.kind, "params": held})
         return found
 
 

@@ -85,8 +85,8 @@ class Planner(SavePlanner):
                 where, count = (optimizer, "state", name, f"{facts.table}.{STEP}"), torch.tensor([facts.steps])
                 stored = Stored(OPTIMIZER, name, STEP, (1,), count.dtype)
                 self._content[self._item(where, (1,), (0,), stored)] = count
-        groups = [*manifest.fused, *manifest.dense]
-        self._value((optimizer, "param_groups"), tuple(dict(group) for group in groups))
+        groups = [{k: v for k, v in group.items() if k != "optimizer"} for group in (*manifest.fused, *manifest.dense)]
+        self._value((optimizer, "param_groups"), tuple(groups))
 
     def _tensor(
         self, path: tuple[Any, ...], size: tuple[int, ...], pieces: list[tuple[tuple[int, ...], Stored]]

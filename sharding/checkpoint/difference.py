@@ -183,8 +183,10 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     for what, groups in (("fused", manifest.fused), ("dense", manifest.dense)):
         for group in groups:
             for name in group["params"]:
-                settings = {key: value for key, value in group.items() if key != "params"}
+                settings = {key: value for key, value in group.items() if key not in ("params", "optimizer")}
                 found[f"{name}: {what} param_group"] = settings
+                if "optimizer" in group:
+                    found[f"{name}: optimizer"] = group["optimizer"]
     found.update({f"{name}: {key}": value for name, states in manifest.values.items() for key, value in states.items()})
     found.update({f"extra: {key}": value for key, value in manifest.extra.items()})
     found.update({f"{alias}: same as": name for alias, name in manifest.aliases.items()})

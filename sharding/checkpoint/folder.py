@@ -200,6 +200,8 @@ class Attempt:
                 shutil.rmtree(self._place, ignore_errors=True)
             self._lock.release()
         if self._alive is not None:
+            # a process forked meanwhile, of a data loader say, has the file open as well
+            fcntl.flock(self._alive, fcntl.LOCK_UN)
             self._alive.close()
 
     def _others_left(self) -> bool:

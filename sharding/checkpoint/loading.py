@@ -290,11 +290,20 @@ class _Work:
         for prefix, optimizer in self._contents.fused:
             names = {id(param): prefix + name for name, param in optimizer.params.items()}
             found += [(group, _settings_of(group, names, saved)) for group in optimizer.param_groups]
-        saved = [{**g, "params": [rename.get(n, n) for n in g["params"]]} for g in self._manifest.dense]
         for leaf in self._contents.leaves:
+            saved = [
+                {**_settings(g), "params": [rename.get(n, n) for n in g["params"]]}
+                for g in self._manifest.dense
+                # settings of another class mean something else
+                if g.get("optimizer", leaf.kind) == leaf.kind
+            ]
             names = {id(param): name for name, param in leaf.params.items()}
             found += [(group, _settings_of(group, names, saved)) for group in leaf.optimizer.param_groups]
         return found
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "optimizer"}
 
 
 def _settings_of(group: Mapping[str, Any], names: Mapping[int, str], saved: list[dict[str, Any]]) -> dict[str, Any]:

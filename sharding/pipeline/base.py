@@ -10,10 +10,13 @@ import abc
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from shardwise.sharding.dmp import DistributedModelParallel
 
 from .feed import Feed, Fetched
 from .streams import current
@@ -109,6 +112,11 @@ class FedPipeline(TrainPipeline[In, Out]):
             self._queue.popleft()
             raise first.error
 
+    def _watched(self) -> AbstractContextManager[None]:
+        """Tells the other ranks of what this one alone raises inside."""
+        model = self._model
+        return model.watched() if isinstance(model, DistributedModelParallel) else nullcontext()
+
     def _trains(self) -> bool:
         return self._model.training
 
@@ -141,6 +149,10 @@ class TrainPipelineBase(FedPipeline[In, Out]):
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Make a step with the next batch. Raises as `TrainPipelineSparseDist.progress`."""
+        with self._watched():
+            return self._step(dataloader_iter)
+
+    def _step(self, dataloader_iter: Iterator[In]) -> Out:
         self.fill_pipeline(dataloader_iter)
         first = self._first()
         self.enqueue_batch(dataloader_iter)

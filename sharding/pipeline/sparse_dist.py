@@ -87,7 +87,12 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
             KeyError, IndexError, ValueError, TypeError, RuntimeError: the batch is bad, or could not be loaded, on
                 some rank. All ranks raise in the step whose batch it is; nothing has changed, and the next step has the
                 next batch.
+            RankFailure: another rank of a `DistributedModelParallel` failed in the middle of the step, or ended.
         """
+        with self._watched():
+            return self._step(dataloader_iter)
+
+    def _step(self, dataloader_iter: Iterator[In]) -> Out:
         self.fill_pipeline(dataloader_iter)
         first = self._first()
         self._ahead.arrive(first)
