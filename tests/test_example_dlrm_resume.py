@@ -240,5 +240,18 @@ def test_a_killed_rank_under_torchrun_ends_with_the_bits_of_the_undisturbed_run(
         said = log.read()
     assert run.returncode == 0, said
     assert "resumed at step" in said
+    assert "may hang" not in said
     assert measured(json.loads((tmp_path / "result.json").read_text())) == measured(wanted)
     assert lines(tmp_path) == written
+
+
+@pytest.mark.parametrize(
+    ("shared", "restarts", "told"), [("True", "3", True), ("True", "0", False), ("False", "3", False)]
+)
+def test_a_store_that_outlives_its_workers_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: str, restarts: str, told: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    example().main(["--epochs", "1", "--steps", "1", "--batch-size", "4096", "--dim", "4", "--device", "cpu"])
+    assert ("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().out) == told

@@ -138,6 +138,8 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None) -
     model = build_model(source, args, device)
     optimizer = build_optimizer(model, args)
     say(model.plan)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+        say("restarted workers may hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/reliability.md says why)")
 
     checkpoints = Checkpoints(args, source, model, optimizer)
     progress = checkpoints.resume()
