@@ -226,4 +226,5 @@ def test_ten_kills_at_random_points_of_saves_lose_nothing(tmp_path: Path) -> Non
     command = [sys.executable, str(ROOT / "tests" / "checkpoint_kills.py"), "--kills", "10"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert re.match(r"1\d kills in \d+ rounds, \d+ steps reached, nothing lost", done.stdout)
+    # gloo of torch 2.9 talks as well
+    assert re.search(r"^1\d kills in \d+ rounds, \d+ steps reached, nothing lost", done.stdout, re.MULTILINE)

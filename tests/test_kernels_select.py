@@ -151,7 +151,8 @@ def test_select_and_add_equal_lists(selection: tuple[list[int], list[int], torch
         assert out.tolist() == [number for bag in picked for number in bag]
         assert out_lengths.tolist() == [lengths[i] for i in indices]
         assert out_lengths.dtype == dtype
-        upstream = 2.0 ** torch.arange(out.shape[0])
+        # eight of these add up exactly in fp32
+        upstream = 2.0 ** (torch.arange(out.shape[0]) % 20)
         (grad,) = torch.autograd.grad(out, values, upstream)
         want = added(bags_of(upstream.tolist(), [lengths[i] for i in indices]), indices, lengths)
         assert grad.tolist() == want
