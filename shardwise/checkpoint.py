@@ -6,34 +6,18 @@ torch.distributed.checkpoint and TorchRec read.
 
 from __future__ import annotations
 
-from .sharding.checkpoint import (
-    STRICT,
-    CheckpointDamaged,
-    CheckpointMismatch,
-    Difference,
-    Loaded,
-    LoadPolicy,
-    Manifest,
-    Report,
-    Saving,
-    Stored,
-    TableFacts,
-    Values,
-    diff,
-    export,
-    from_dcp_trusted,
-    full_state_dict,
-    latest,
-    load,
-    optimizer_state_from_torchrec,
-    optimizer_state_to_torchrec,
-    read_manifest,
-    reshard,
-    save,
-    steps,
-    to_dcp,
-    verify,
-)
+from .sharding.checkpoint.dcp import from_dcp_trusted, to_dcp
+from .sharding.checkpoint.difference import Difference, Values, diff
+from .sharding.checkpoint.errors import CheckpointDamaged
+from .sharding.checkpoint.exporting import export
+from .sharding.checkpoint.folder import latest, steps, verify
+from .sharding.checkpoint.loading import Loaded, load
+from .sharding.checkpoint.manifest import Manifest, Stored, TableFacts, read_manifest
+from .sharding.checkpoint.recut import reshard
+from .sharding.checkpoint.report import STRICT, CheckpointMismatch, LoadPolicy, Report
+from .sharding.checkpoint.saving import Saving, save
+from .sharding.checkpoint.torchrec_names import optimizer_state_from_torchrec, optimizer_state_to_torchrec
+from .sharding.checkpoint.whole import full_state_dict
 
 __all__ = [
     "STRICT",
