@@ -1,0 +1,34 @@
+"""What a cost model is: the time and memory of one way to cut one table.
+
+`cost.py` has ours, `cost_torchrec.py` TorchRec's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .problem import Choice
+from .tables import Table
+from .ways import Way
+
+
+class CostModel(Protocol):
+    """Prices ways; an instance knows the topology and the batch size (of one rank)."""
+
+    @property
+    def name(self) -> str:
+        """As in `cost="..."`."""
+        ...
+
+    def ways(self, table: Table) -> Sequence[Way]:
+        """All ways to cut a table that may be asked for, before constraints."""
+        ...
+
+    def price(self, table: Table, way: Way) -> Choice:
+        """Time and bytes of one of them."""
+        ...
+
+    def base_ms(self) -> float:
+        """Milliseconds that every rank spends in a step whatever the plan."""
+        ...
