@@ -5,7 +5,7 @@ RANKS ?= 2
 JOBS ?= 2
 DATA ?=
 ARGS ?=
-EXTRAS ?= test,data,cpu,cli
+EXTRAS ?= test,data,cpu,cli,plan
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt

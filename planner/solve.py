@@ -18,7 +18,8 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
     """
     time = problem.base_ms.copy()
     hbm, ddr = np.zeros_like(problem.hbm), np.zeros_like(problem.ddr)
-    chosen, starts = [0] * len(problem.items), [()] * len(problem.items)
+    chosen = [0] * len(problem.items)
+    starts: list[tuple[int, ...]] = [()] * len(problem.items)
     order = sorted(range(len(problem.items)), key=lambda i: -min(c.work_ms for c in problem.items[i].choices))
     for i in order:
         item = problem.items[i]

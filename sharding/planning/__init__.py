@@ -1,0 +1,1 @@
+"""The planner for models: tables of modules, real machines, plans as `ShardingPlan`."""
