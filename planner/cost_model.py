@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from .constraints import ParameterConstraints
 from .problem import Choice
 from .tables import Table
 from .ways import Way
@@ -21,8 +22,8 @@ class CostModel(Protocol):
         """As in `cost="..."`."""
         ...
 
-    def ways(self, table: Table) -> Sequence[Way]:
-        """All ways to cut a table that may be asked for, before constraints."""
+    def ways(self, table: Table, constraint: ParameterConstraints | None = None) -> Sequence[Way]:
+        """The ways to cut a table that this model knows and the constraint allows."""
         ...
 
     def price(self, table: Table, way: Way) -> Choice:

@@ -58,7 +58,7 @@ def build_problem(
     """
     items = []
     for table in tables:
-        choices: list[Choice] = [cost.price(table, way) for way in cost.ways(table)]
+        choices: list[Choice] = [cost.price(table, way) for way in cost.ways(table, constraints.get(table.name))]
         items.append(Item((table.path,), tuple(choices)))
     world = topology.world_size
     return Problem(
