@@ -50,7 +50,8 @@ def ways_of(table: Table, topology: Topology, constraint: ParameterConstraints |
     asked = constraint or ParameterConstraints()
     kernels = None if asked.compute_kernels is None else [_ALIASES.get(one, one) for one in asked.compute_kernels]
     served = CAPABILITIES.get(topology.compute_device, {})
-    found, others = [], []
+    found: list[Way] = []
+    others: list[Way] = []
     for sharding_type, mine in served.items():
         if asked.sharding_types is not None and sharding_type not in asked.sharding_types:
             continue
