@@ -239,7 +239,7 @@ class ShardwiseCost:
 def given_bandwidths(topology: Topology, constants: Constants) -> dict[str, float]:
     """What changes of the constants, as the topology has bandwidths (bytes per millisecond) other than its defaults."""
     memory = "ddr_mem_bw" if topology.compute_device == "cpu" else "hbm_mem_bw"
-    changes = {}
+    changes: dict[str, float] = {}
     for what, names in (
         (memory, ("copy_gb_s", "row_gb_s", "again_gb_s")),
         ("intra_host_bw", ("intra_gb_s",)),

@@ -29,14 +29,11 @@ def state_bytes(optimizer: str | None, width: int) -> int:
     return 4 * (of_element * width + of_row)
 
 
-def table_bytes(table: Table, rows: int, width: int) -> int:
-    """Bytes of the rows and of the optimizer's states."""
-    return int(rows * width * table.element_bytes) + rows * state_bytes(table.optimizer, width)
-
-
 def block_bytes(table: Table, way: Way, width: int, world_size: int, batch_size: int) -> Ints:
     """Bytes at each place of a block's span [S]."""
-    held = np.array([table_bytes(table, rows, width) for rows in way.rows], np.int64)
+    rows = np.array(way.rows, np.int64)
+    # 4-bit rows fill whole bytes
+    held = (rows * int(8 * width * table.element_bytes) + 7) // 8 + rows * state_bytes(table.optimizer, width)
     if way.replica and table.optimizer is None:
         # the dense gradient, and the bucket that it is reduced in
         return held + 2 * 4 * table.num_embeddings * width
