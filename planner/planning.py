@@ -66,5 +66,5 @@ def build_problem(
         topology.local_world_size,
         np.array(topology.hbm, np.int64),
         np.array(topology.ddr, np.int64),
-        np.full(world, cost.base_ms()),
+        np.full(world, cost.base_ms(tables)),
     )
