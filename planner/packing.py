@@ -132,8 +132,7 @@ class Packing:
 
     def put(self, i: int, number: int) -> None:
         """Place a missing item by a choice, every block where the pressure rises least, the largest first."""
-        blocks = self.space.blocks[i][number]
-        assert blocks is not None
+        blocks = self.space.of(i, number)
         group = next(g for g in self.space.groups[i] if number in g.numbers)
         choice = self.space.problem.items[i].choices[number]
         uniform = blocks.shape[1] == 1 or bool((blocks == blocks[:, :1]).all())
@@ -183,8 +182,7 @@ class Packing:
 
     def lay(self, i: int, number: int, starts: tuple[int, ...]) -> None:
         """Place a missing item so."""
-        blocks = self.space.blocks[i][number]
-        assert blocks is not None
+        blocks = self.space.of(i, number)
         self._add(blocks, starts, 1)
         self.chosen[i], self.starts[i] = number, starts
         if blocks.shape[2] == 1:
@@ -197,8 +195,7 @@ class Packing:
     def take(self, i: int) -> None:
         """Remove an item."""
         number = self.chosen[i]
-        blocks = self.space.blocks[i][number]
-        assert blocks is not None
+        blocks = self.space.of(i, number)
         self._add(blocks, self.starts[i], -1)
         if blocks.shape[2] == 1:
             self.at[self.first[i] : self.first[i + 1]] = -1
@@ -261,7 +258,7 @@ class Packing:
         for i, starts in enumerate(self.starts):
             if self.chosen[i] < 0 or i in found:
                 continue
-            span = self.space.blocks[i][self.chosen[i]].shape[2]  # type: ignore[union-attr]
+            span = self.space.of(i, self.chosen[i]).shape[2]
             if 1 < span and any(start <= rank < start + span for start in starts):
                 found[i] = None
         return list(found)

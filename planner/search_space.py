@@ -45,6 +45,7 @@ class Space:
     """Choices that fit somewhere, and what they use.
 
     Args:
+        memories: "hbm" and "ddr", those that a choice uses [R - 1].
         limits: of memory [R, W]; the first row, of time, holds minus `base_ms`.
         blocks: [N][C] of arrays [R, K, S]; None for a choice that fits nowhere.
         groups: [N].
@@ -53,6 +54,7 @@ class Space:
     """
 
     problem: Problem
+    memories: tuple[str, ...]
     limits: Floats
     blocks: list[list[Floats | None]]
     groups: list[tuple[Group, ...]]
@@ -65,9 +67,15 @@ class Space:
         """W."""
         return self.problem.world_size
 
+    def of(self, i: int, number: int) -> Floats:
+        """What the blocks of a choice use [R, K, S]."""
+        found = self.blocks[i][number]
+        assert found is not None, "a choice that fits nowhere"
+        return found
 
-def read(problem: Problem) -> Space:
-    """The arrays of a problem."""
+
+def read(problem: Problem, *, limited: bool = True) -> Space:
+    """The arrays of a problem; with choices that fit nowhere unless `limited`."""
     items = problem.items
     memories = [m for m in ("hbm", "ddr") if any(getattr(c, m).any() for item in items for c in item.choices)]
     limits = np.stack([-problem.base_ms, *(getattr(problem, m).astype(np.float64) for m in memories)])
@@ -92,7 +100,8 @@ def read(problem: Problem) -> Space:
             ],
             axis=1,
         )
-        fits = _fits(use, limits, [(items[i], c.one_host) for (i, _), c in zip(pairs, chosen, strict=True)], problem)
+        whose = [(items[i], c.one_host) for (i, _), c in zip(pairs, chosen, strict=True)]
+        fits = _fits(use, limits if limited else np.full_like(limits, np.inf), whose, problem)
         at = tuple(np.array(pairs).T)
         totals = use.sum(axis=(2, 3))
         work[at] = np.where(fits, totals[:, 0], np.inf)
@@ -105,7 +114,7 @@ def read(problem: Problem) -> Space:
                 means[i][number] = mean[row]
     closed = {item.ranks: _closed(item, problem) for item in items}
     groups = [_groups(item, means[i], closed[item.ranks], problem) for i, item in enumerate(items)]
-    return Space(problem, limits, blocks, groups, work, biggest, memory)
+    return Space(problem, tuple(memories), limits, blocks, groups, work, biggest, memory)
 
 
 def slots(span: int, problem: Problem) -> int:
