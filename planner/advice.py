@@ -17,7 +17,7 @@ from . import whatif
 from .constraints_applied import constraint_of
 from .errors import PlannerError, PlannerErrorType
 from .planned import Planned
-from .problem import DoesNotFitError, Ints
+from .problem import DoesNotFitError, Problem
 from .request import Request
 from .tables import Table
 from .topology import CARD_HBM_GIB, GIB
@@ -77,35 +77,62 @@ class NoRoomError(PlannerError):
         self.overloads, self.heaviest, self.suggestions = tuple(overloads), tuple(heaviest), tuple(suggestions)
 
 
-def no_room(request: Request, error: DoesNotFitError, problem_limits: tuple[Ints, Ints], plan: Plan) -> NoRoomError:
+def no_room(request: Request, error: DoesNotFitError, free: Problem, plan: Plan) -> NoRoomError:
     """The error that explains why a request has no plan, and what would help.
 
     Args:
-        problem_limits: bytes [W] of hbm and ddr that tables may use.
+        free: the problem of the request without its constraints, each table an item.
         plan: makes a plan of a request, or raises DoesNotFitError.
     """
-    tried = _Tries(plan)
-    weights = weights_of(request)
-    strict = bool(request.constraints) and tried.fits(whatif.without_constraints(request))
-    found = list(_suggestions(request, weights, tried))
-    overloads = _overloads(error, problem_limits)
-    heaviest = sorted(weights.items(), key=lambda one: (-one[1], one[0]))
+    tries = _Tries(plan)
+    weighed = _weigh(request, free)
+    strict = bool(request.constraints) and tries.fits(whatif.without_constraints(request))
+    found = list(_suggestions(request, weighed, tries))
+    overloads = _overloads(error, free)
     kind = PlannerErrorType.STRICT_CONSTRAINTS if strict else PlannerErrorType.INSUFFICIENT_STORAGE
-    text = _text(request, error, strict, overloads, heaviest, found)
+    heaviest = [(table.path, weighed.bytes_of[table.path]) for table in weighed.tables]
+    text = _text(request, error, strict, overloads, heaviest, weighed, found)
     return NoRoomError(text, kind, overloads, heaviest, found)
 
 
-def weights_of(request: Request) -> dict[str, int]:
-    """Bytes of every table as it weighs least, with the state of its optimizer, by path."""
-    found = {}
-    for table in request.tables:
-        sizes = []
-        for way in request.cost.ways(table, None):
-            if not way.replica:
-                choice = request.cost.price(table, way)
-                sizes.append(int(choice.hbm.sum() + choice.ddr.sum()))
-        found[table.path] = min(sizes, default=0)
-    return found
+@dataclass(frozen=True)
+class _Weighed:
+    """Tables, the heaviest first, with the bytes of each as it weighs least, its optimizer's state included.
+
+    `room_bytes` of all ranks and `each_bytes` of one count the memory that tables can lie in.
+    """
+
+    tables: tuple[Table, ...]
+    bytes_of: dict[str, int]
+    room_bytes: int
+    each_bytes: int
+
+    @property
+    def need_bytes(self) -> int:
+        return sum(self.bytes_of.values())
+
+    @property
+    def short_bytes(self) -> int:
+        """By how much the room of all ranks is too small."""
+        return self.need_bytes - self.room_bytes
+
+
+def _weigh(request: Request, free: Problem) -> _Weighed:
+    bytes_of = {
+        item.names[0]: min(int(choice.hbm.sum() + choice.ddr.sum()) for choice in item.choices) for item in free.items
+    }
+    # tables of a GPU leave the memory of the host alone unless a kernel can use it
+    memories = [
+        memory
+        for memory, used in ((free.hbm, "hbm"), (free.ddr, "ddr"))
+        if any(getattr(choice, used).any() for item in free.items for choice in item.choices)
+    ]
+    here = [table for table in request.tables if table.path in bytes_of]
+    heavy = sorted(here, key=lambda table: (-bytes_of[table.path], table.path))
+    room, each = (
+        sum(int(pick) for pick in picks) for picks in ([m.sum() for m in memories], [m[-1] for m in memories])
+    )
+    return _Weighed(tuple(heavy), bytes_of, room, each)
 
 
 class _Tries:
@@ -126,16 +153,16 @@ class _Tries:
         return True
 
 
-def _suggestions(request: Request, weights: dict[str, int], tries: _Tries) -> Iterator[Suggestion]:
-    heavy = sorted(request.tables, key=lambda table: (-weights[table.path], table.path))
+def _suggestions(request: Request, weighed: _Weighed, tries: _Tries) -> Iterator[Suggestion]:
+    heavy = weighed.tables
     for kind, candidates in (
         ("constraint", _laxer(request, heavy)),
-        ("dtype", _one_half(request, heavy, weights)),
+        ("dtype", _one_half(request, weighed)),
         ("reservation", _less_reserved(request)),
         ("optimizer", _lighter_state(request, heavy)),
         ("dtype", _more_halves(request, heavy)),
         ("batch_size", _smaller_batches(request)),
-        ("devices", _more_devices(request, weights)),
+        ("devices", _more_devices(request, weighed)),
         ("card", _bigger_cards(request)),
     ):
         for count, (text, make) in enumerate(candidates):
@@ -169,11 +196,10 @@ def _laxer(request: Request, heavy: Sequence[Table]) -> _Candidates:
                 yield f"no {field} for {name!r}", _bind(whatif.with_constraint, request, name, **{field: None})
 
 
-def _one_half(request: Request, heavy: Sequence[Table], weights: dict[str, int]) -> _Candidates:
+def _one_half(request: Request, weighed: _Weighed) -> _Candidates:
     """Half the bytes for one table, the lightest of those that could be enough first."""
-    wide = [table for table in heavy if table.data_type == DataType.FP32]
-    short = sum(weights.values()) - sum(request.topology.hbm) - sum(request.topology.ddr)
-    enough = [table for table in wide if weights[table.path] // 2 >= short]
+    wide = [table for table in weighed.tables if table.data_type == DataType.FP32]
+    enough = [table for table in wide if weighed.bytes_of[table.path] // 2 >= weighed.short_bytes]
     # the heaviest is the likeliest to be enough, so it has its try
     for table in [*enough[1:TRIES_OF_A_KIND][::-1], *enough[:1]]:
         yield _half(request, [table])
@@ -226,13 +252,11 @@ def _smaller_batches(request: Request) -> _Candidates:
             yield text, _bind(whatif.with_batch_size, request, smaller)
 
 
-def _more_devices(request: Request, weights: dict[str, int]) -> _Candidates:
+def _more_devices(request: Request, weighed: _Weighed) -> _Candidates:
     """More ranks on one host, more hosts of as many ranks where there are several: as few as bytes allow, then more."""
     world, local = request.topology.world_size, request.topology.local_world_size
     step, what = (local, "host") if world > local else (1, "device")
-    each = request.topology.hbm[-1] + request.topology.ddr[-1]
-    short = sum(weights.values()) - sum(request.topology.hbm) - sum(request.topology.ddr)
-    least = max(1, -(-short // (each * step))) if each else 1
+    least = max(1, -(-weighed.short_bytes // max(1, weighed.each_bytes * step)))
     for more in dict.fromkeys((least, least + 1, least + 2, 2 * least + 2, 4 * least + 4)):
         size = world + more * step
         text = f"{_number(more)} more {what}{'s' * (more > 1)} ({size} ranks instead of {world})"
@@ -258,11 +282,11 @@ def _number(count: int) -> str:
     return "one" if count == 1 else str(count)
 
 
-def _overloads(error: DoesNotFitError, limits: tuple[Ints, Ints]) -> list[Overload]:
+def _overloads(error: DoesNotFitError, problem: Problem) -> list[Overload]:
     if error.over is None:
         return []
     found = []
-    for memory, over, limit in zip(("HBM", "DDR"), error.over, limits, strict=True):
+    for memory, over, limit in zip(("HBM", "DDR"), error.over, (problem.hbm, problem.ddr), strict=True):
         for rank in np.flatnonzero(over).tolist():
             more, room = int(over[rank]), int(limit[rank])
             found.append(Overload(rank, memory, more, room + more, room))
@@ -275,6 +299,7 @@ def _text(
     strict: bool,
     overloads: Sequence[Overload],
     heaviest: Sequence[tuple[str, int]],
+    weighed: _Weighed,
     found: Sequence[Suggestion],
 ) -> str:
     # programs written for TorchRec look for these words
@@ -293,11 +318,9 @@ def _text(
             rest = f" and {len(overloads) - HEAVIEST} ranks more" if len(overloads) > HEAVIEST else ""
             lines[-1] += f", {', '.join(told)}{rest}"
         lines[-1] += "."
-    topology = request.topology
-    need, has = sum(weight for _, weight in heaviest), (sum(topology.hbm), sum(topology.ddr))
     lines.append(
-        f"{len(heaviest)} tables need {_gib(need)} with optimizer states; {topology.world_size} ranks have"
-        f" {_gib(has[0])} HBM and {_gib(has[1])} DDR for them."
+        f"{len(heaviest)} tables need at least {_gib(weighed.need_bytes)} with optimizer states;"
+        f" {request.topology.world_size} ranks have {_gib(weighed.room_bytes)} for them."
     )
     lines.append(f"Heaviest: {', '.join(f'{path!r} {_gib(weight)}' for path, weight in heaviest[:HEAVIEST])}.")
     if found:

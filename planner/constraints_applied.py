@@ -1,6 +1,6 @@
 """What constraints do to tables and ranks before anything is priced: names checked, ids described, ranks and groups.
 
-A constraint holds for the tables of its name, in every module alike; the one named "*" for all tables without their own.
+A constraint holds for the tables of its name, in every module alike; the one named "*" for all that have none.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from typing import Any
 
 from .constraints import COMPUTE_KERNELS, SHARDING_TYPES, ParameterConstraints
 from .errors import PlannerError, PlannerErrorType
@@ -89,13 +90,12 @@ def _features(table: Table, constraint: ParameterConstraints) -> tuple[Feature, 
                 f"table {table.name!r}: {what}s must have one number for each of its {len(features)} features"
                 f" ({', '.join(f.name for f in features)}), got {values}"
             )
-        features = tuple(replace(f, **{what: value}) for f, value in zip(features, values, strict=True))
+        changes: list[Any] = [{what: value} for value in values]
+        features = tuple(replace(f, **change) for f, change in zip(features, changes, strict=True))
     return features
 
 
-def allowed_ranks(
-    name: str, constraint: ParameterConstraints | None, world_size: int
-) -> tuple[int, ...] | None:
+def allowed_ranks(name: str, constraint: ParameterConstraints | None, world_size: int) -> tuple[int, ...] | None:
     """The ranks that may hold a part of a table, in order; None if all may.
 
     Raises:

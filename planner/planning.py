@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from .advice import no_room
 from .constraints import ParameterConstraints
 from .constraints_applied import (
     Group,
@@ -21,10 +23,12 @@ from .constraints_applied import (
 from .cost_model import CostModel
 from .errors import PlannerError, PlannerErrorType
 from .planned import Planned
-from .problem import Choice, Item, Problem
+from .problem import Choice, DoesNotFitError, Item, Problem
+from .request import Request
 from .solve import solve
 from .tables import Table
 from .topology import Topology
+from .whatif import without_constraints
 
 TABLE_WISE = "table_wise"
 
@@ -36,6 +40,7 @@ def plan_tables(
     *,
     cost: CostModel,
     constraints: Mapping[str, ParameterConstraints] | None = None,
+    reserved: Sequence[int] = (),
     seconds: float | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> Planned:
@@ -46,32 +51,57 @@ def plan_tables(
         batch_size: samples of one rank.
         constraints: by table name; "*" for all tables without their own. A table whose `device_group` is not the
             topology's compute device is left out of the plan, as another plan places it.
+        reserved: bytes [W] of device memory that a reservation took from `topology`, for advice to give some back.
         seconds: as `solve`.
 
     Raises:
-        DoesNotFitError: no plan stays within memory, or none was found.
+        NoRoomError: no plan stays within memory, or none was found; says what would help.
         PlannerError: constraints name what there is not, leave a table no choice, or contradict each other.
     """
+    request = Request(
+        tuple(tables), topology, batch_size, cost, dict(constraints or {}), tuple(reserved), dict(settings or {})
+    )
+    try:
+        return plan_request(request, seconds=seconds)
+    except DoesNotFitError as error:
+        free = _problem_of(without_constraints(request))
+        raise no_room(request, error, free, plan_request) from error
+
+
+def plan_request(request: Request, *, seconds: float | None = None) -> Planned:
+    """As `plan_tables`, without advice.
+
+    Raises:
+        DoesNotFitError: no plan stays within memory, or none was found.
+        PlannerError: as `plan_tables`.
+    """
     begin = time.perf_counter()
-    rules = constraints or {}
-    check_constraints(rules, (table.name for table in tables), topology.world_size)
-    here, elsewhere = of_device(tables, topology.compute_device, rules)
-    said = dict(settings or {})
-    if rules:
-        said.setdefault("constraints", f"for {len(rules)} tables")
+    problem = _problem_of(request)
+    solution = solve(problem, seconds=seconds)
+    here, elsewhere = of_device(request.tables, request.topology.compute_device, request.constraints)
+    said = dict(request.settings)
     if elsewhere:
         said["left out"] = f"of another device_group: {', '.join(table.path for table in elsewhere)}"
-    problem = build_problem(here, topology, cost, rules)
-    solution = solve(problem, seconds=seconds)
     taken = time.perf_counter() - begin
-    return Planned(tuple(here), topology, batch_size, cost.name, problem, solution, said, taken)
+    return Planned(
+        tuple(here), request.topology, request.batch_size, request.cost.name, problem, solution, said, taken, request
+    )
+
+
+def _problem_of(request: Request) -> Problem:
+    """The problem that a request poses."""
+    rules, topology = request.constraints, request.topology
+    check_constraints(rules, (table.name for table in request.tables), topology.world_size)
+    here, _ = of_device(request.tables, topology.compute_device, rules)
+    return build_problem(here, topology, request.cost, rules)
 
 
 def of_device(
     tables: Iterable[Table], compute_device: str, constraints: Mapping[str, ParameterConstraints]
 ) -> tuple[list[Table], list[Table]]:
     """The tables to place on this kind of device, their ids as constraints describe them, and the others."""
-    here, elsewhere = [], []
+    here: list[Table] = []
+    elsewhere: list[Table] = []
     for table in tables:
         constraint = constraint_of(constraints, table.name)
         group = None if constraint is None else constraint.device_group
@@ -129,9 +159,7 @@ class _Prices:
         return found
 
 
-def _alone(
-    table: Table, price: _Prices, topology: Topology, constraints: Mapping[str, ParameterConstraints]
-) -> Item:
+def _alone(table: Table, price: _Prices, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> Item:
     """A table that goes where it likes."""
     constraint = constraint_of(constraints, table.name)
     choices, ranks = price(table), allowed_ranks(table.name, constraint, topology.world_size)
@@ -180,7 +208,9 @@ def _together(
         raise _strict(f"tables {names} have same_rank={group.label!r}, and their ranks and not_on leave none in common")
     shared = [kernel for kernel in by_kernel[0] if all(kernel in one for one in by_kernel)]
     if not shared:
-        raise _strict(f"tables {names} have same_rank={group.label!r}, and no compute kernel is allowed for all of them")
+        raise _strict(
+            f"tables {names} have same_rank={group.label!r}, and no compute kernel is allowed for all of them"
+        )
     choices = tuple(_sum([one[kernel] for one in by_kernel]) for kernel in shared)
     limited = None if len(ranks) == topology.world_size else tuple(sorted(ranks))
     return Item(tuple(table.path for table in group.tables), choices, limited)
@@ -205,7 +235,8 @@ def _no_way(table: Table, constraint: ParameterConstraints | None, cost: CostMod
     limits = ("sharding_types", "compute_kernels", "min_partition")
     blamed = []
     for field in limits:
-        ways = cost.ways(table, replace(constraint, **{field: None}))
+        laxer: Any = {field: None}
+        ways = cost.ways(table, replace(constraint, **laxer))
         if ways and getattr(constraint, field) is not None:
             what = dict.fromkeys(f"{way.sharding_type} ({way.compute_kernel})" for way in ways)
             blamed.append(f"without {field} there would be {', '.join(what)}")

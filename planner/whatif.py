@@ -15,9 +15,10 @@ from .constraints import ParameterConstraints
 from .constraints_applied import constraint_of, nearest
 from .cost_model import CostModel
 from .errors import PlannerError, PlannerErrorType
+from .hardware import CustomTopologyData
 from .request import Request
 from .tables import Table
-from .topology import CARD_HBM_GIB, GIB, CustomTopologyData, Topology
+from .topology import CARD_HBM_GIB, GIB, Topology
 
 
 def with_data_type(request: Request, data_type: DataType, *, names: Collection[str] | None = None) -> Request:
@@ -157,7 +158,7 @@ def at(cost: CostModel, topology: Topology, batch_size: int) -> CostModel:
     if moved is not None:
         made = moved(topology, batch_size)
     elif is_dataclass(cost) and {"topology", "batch_size"} <= {field.name for field in fields(cost)}:
-        made = replace(cost, topology=topology, batch_size=batch_size)  # type: ignore[type-var]
+        made = replace(cost, topology=topology, batch_size=batch_size)
     else:
         raise PlannerError(
             f"cost model {cost.name!r} is for one topology and batch size: give it a method at(topology, batch_size)"
