@@ -132,7 +132,7 @@ def build_problem(
         topology.local_world_size,
         np.array(topology.hbm, np.int64),
         np.array(topology.ddr, np.int64),
-        np.full(topology.world_size, cost.base_ms()),
+        np.full(topology.world_size, cost.base_ms(tables)),
     )
 
 
