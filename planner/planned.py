@@ -45,6 +45,11 @@ class Planned:
         """Time and memory of every rank."""
         return loads(self.problem, self.solution.assignment)
 
+    def __str__(self) -> str:
+        from .explain import explain
+
+        return explain(self)
+
     def placed(self) -> Iterator[tuple[Table, Choice, tuple[int, ...]]]:
         """Every table, its choice and the first rank of each block. Tables that share a rank share their choice."""
         where = {}

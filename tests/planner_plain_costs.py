@@ -1,4 +1,4 @@
-"""A cost model small enough to check by hand, tables for it, and plans made with them: for tests of what reads plans."""
+"""A cost model small enough to check by hand, tables for it, and plans made with them."""
 
 from __future__ import annotations
 
