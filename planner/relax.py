@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from .problem import Choice, Floats, Ints, Problem
+from .problem import Choice, Floats, Problem
 
 Bools = npt.NDArray[np.bool_]
 
@@ -72,12 +72,12 @@ class Region:
         hbm_sum, ddr_sum, mean_base_ms, ranks: of the ranks of the region.
     """
 
-    hbm: Ints
-    ddr: Ints
+    hbm: Floats
+    ddr: Floats
     base_ms: Floats
     inside: Floats
-    hbm_sum: int
-    ddr_sum: int
+    hbm_sum: float
+    ddr_sum: float
     mean_base_ms: float
     ranks: int
 
@@ -110,7 +110,7 @@ def options_of(problem: Problem, part: Bools | None = None) -> Options:
     """All choices as arrays, for a part of the ranks (by default all)."""
     part = np.ones(problem.world_size, bool) if part is None else part
     shape = len(problem.items), max((len(item.choices) for item in problem.items), default=0)
-    options = Options(*(np.zeros(shape) for _ in range(3)), need_ms=np.full(shape, np.inf))
+    options = Options(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.full(shape, np.inf))
     regions: dict[tuple[int, bool, tuple[int, ...] | None], list[Region]] = {}
     for i, item in enumerate(problem.items):
         for c, choice in enumerate(item.choices):
@@ -139,9 +139,9 @@ def _regions(problem: Problem, span: int, one_host: bool, ranks: tuple[int, ...]
             continue
         _, index = np.unique(places.transpose(1, 0, 2).reshape(places.shape[1], -1), axis=0, return_index=True)
         used = here[:, here[4] > 0]
-        found[here.tobytes()] = Region(
-            *places[:4, index], used[0].sum(), used[1].sum(), float(used[2].mean()), used.shape[1]
-        )
+        hbm, ddr, base, inside, _ = places[:, index]
+        sums = float(used[0].sum()), float(used[1].sum()), float(used[2].mean())
+        found[here.tobytes()] = Region(hbm, ddr, base, inside, *sums, used.shape[1])
     return list(found.values())
 
 
