@@ -12,6 +12,7 @@ from itertools import accumulate
 from shardwise.sharding.layout import Shard
 
 from .problem import Choice, Loads, Problem, Solution, loads
+from .request import Request
 from .tables import Table
 from .topology import Topology
 
@@ -26,6 +27,7 @@ class Planned:
         cost: name of the cost model that priced the choices.
         settings: what else decided the result, in words: reservation, enumerator, constraints.
         seconds: that planning took.
+        request: what was asked, to ask again with a change.
     """
 
     tables: tuple[Table, ...]
@@ -36,6 +38,7 @@ class Planned:
     solution: Solution
     settings: dict[str, str]
     seconds: float
+    request: Request | None = None
 
     @property
     def loads(self) -> Loads:
