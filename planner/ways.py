@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwise.sharding.layout import CAPABILITIES, MIN_COLUMNS, split_rows
 
@@ -50,7 +51,8 @@ def ways_of(table: Table, topology: Topology, constraint: ParameterConstraints |
     asked = constraint or ParameterConstraints()
     kernels = None if asked.compute_kernels is None else [_ALIASES.get(one, one) for one in asked.compute_kernels]
     served = CAPABILITIES.get(topology.compute_device, {})
-    found, others = [], []
+    found: list[Way] = []
+    others: list[Way] = []
     for sharding_type, mine in served.items():
         if asked.sharding_types is not None and sharding_type not in asked.sharding_types:
             continue
@@ -66,15 +68,15 @@ def _cuts(kind: str, kernel: str, table: Table, topology: Topology, narrowest: i
     """The ways of one type, and whether each is another than the plainer types have."""
     world, local, rows, dim = topology.world_size, topology.local_world_size, table.num_embeddings, table.embedding_dim
     hosts = world // local
-    whole, evenly, in_host = (rows,), tuple(split_rows(rows, world)), tuple(split_rows(rows, local))
+    whole = (rows,)
     if kind == "data_parallel":
         yield Way(kind, kernel, (dim,), whole * world, replica=True), world > 1
     elif kind == "table_wise":
         yield Way(kind, kernel, (dim,), whole), True
     elif kind == "row_wise":
-        yield Way(kind, kernel, (dim,), evenly), world > 1
+        yield Way(kind, kernel, (dim,), _even_rows(rows, world)), world > 1
     elif kind == "table_row_wise":
-        yield Way(kind, kernel, (dim,), in_host), hosts > 1 and local > 1
+        yield Way(kind, kernel, (dim,), _even_rows(rows, local)), hosts > 1 and local > 1
     elif kind == "column_wise":
         for widths in split_widths(dim, narrowest, world):
             yield Way(kind, kernel, widths, whole), len(widths) > 1
@@ -83,7 +85,12 @@ def _cuts(kind: str, kernel: str, table: Table, topology: Topology, narrowest: i
             yield Way(kind, kernel, widths, whole, one_host=True), len(widths) > 1 and hosts > 1
     elif kind == "grid_shard":
         for widths in split_widths(dim, narrowest, hosts):
-            yield Way(kind, kernel, widths, in_host), len(widths) > 1 and local > 1
+            yield Way(kind, kernel, widths, _even_rows(rows, local)), len(widths) > 1 and local > 1
+
+
+@lru_cache(maxsize=4096)
+def _even_rows(rows: int, parts: int) -> tuple[int, ...]:
+    return tuple(split_rows(rows, parts))
 
 
 def split_widths(dim: int, narrowest: int, most: int) -> Sequence[tuple[int, ...]]:
@@ -91,5 +98,5 @@ def split_widths(dim: int, narrowest: int, most: int) -> Sequence[tuple[int, ...
 
     Widths are multiples of 4 of at least `narrowest` columns.
     """
-    blocks = [k for k in range(2, most + 1) if dim % (4 * k) == 0 and dim // k >= narrowest]
+    blocks = [k for k in range(2, min(most, dim // narrowest) + 1) if dim % (4 * k) == 0]
     return [(dim // k,) * k for k in blocks] or [(dim,)]
