@@ -133,7 +133,15 @@ def planned_from_json(data: Mapping[str, Any], where: str, *, cost: CostModel | 
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where}: what it says about how it was made is not whole: {error!r}") from error
     planned = Planned(
-        tuple(here), topology, batch_size, model.name, problem, solution, dict(request.settings), said["seconds"], request
+        tuple(here),
+        topology,
+        batch_size,
+        model.name,
+        problem,
+        solution,
+        dict(request.settings),
+        said["seconds"],
+        request,
     )
     if _modules(planned) != data["plan"]:
         raise ValueError(f"{where}: its plan is not the one that it says it made: it was changed by hand")
@@ -189,7 +197,8 @@ def _modules(planned: Planned) -> dict[str, dict[str, Any]]:
                 {
                     "shard_offsets": [shard.rows[0], shard.cols[0]],
                     "shard_sizes": [shard.rows[1] - shard.rows[0], shard.cols[1] - shard.cols[0]],
-                    "placement": f"rank:{shard.rank}/" + ("cpu" if device == "cpu" else f"{device}:{shard.rank % local}"),
+                    "placement": f"rank:{shard.rank}/"
+                    + ("cpu" if device == "cpu" else f"{device}:{shard.rank % local}"),
                 }
                 for shard in ([] if replicated else shards)
             ],
