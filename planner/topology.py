@@ -31,7 +31,7 @@ GIB = 1024**3
 COMPUTE_DEVICES = ("cpu", "cuda", "mtia")
 # GiB of HBM that a process finds on a card; what a card says it has is a little more
 CARD_HBM_GIB = {
-    "v100-16": 16, "v100": 32, "t4": 15, "a10": 22, "l4": 22, "l40s": 44, "a100-40": 39, "a100": 79, "h100": 79,
+    "v100-16": 16, "v100-32": 32, "t4": 15, "a10": 22, "l4": 22, "l40s": 44, "a100-40": 39, "a100-80": 79, "h100": 79,
     "h200": 140, "b200": 178, "mi300x": 191,
 }  # fmt: skip
 
