@@ -207,13 +207,13 @@ def why(item: Item, ways: Sequence[Alternative], chosen: int, told: int = 6) -> 
         phrases.append(f"{listed(names)} {end}" + (f" ({_split(choices[0], current)})" if alone else ""))
     if len(fit) > told:
         phrases.append(f"{counted(len(fit) - told, 'other')} no better")
-    lacking = [
-        f"{item.choices[one.number].sharding_type} ({size(one.over_bytes)} of {one.over_in.upper()} too much)"
-        for one in others
-        if not one.fits
-    ]
-    if lacking:
-        phrases.append(f"{listed(lacking)} {'does' if len(lacking) == 1 else 'do'} not fit")
+    unfit = [one for one in others if not one.fits]
+    lacking = [f"{size(one.over_bytes)} of {one.over_in.upper()} too much" for one in unfit]
+    named = [item.choices[one.number].sharding_type for one in unfit]
+    if len(unfit) == 1:
+        phrases.append(f"{named[0]} does not fit ({lacking[0]})")
+    elif unfit:
+        phrases.append(f"{listed([f'{name} ({lack})' for name, lack in zip(named, lacking, strict=True)])} do not fit")
     return f"Instead, {'; '.join(phrases)}."
 
 

@@ -112,6 +112,7 @@ def test_columns_are_as_high_as_ranks_are_slow() -> None:
     planned = small()
     held = planned.loads
     page = charts(report(planned))
+    high = np.zeros(0)
     for chart in page[:2]:
         columns: dict[str, float] = {}
         for shape in chart.iter("rect"):
