@@ -70,7 +70,7 @@ class ShardwiseCost:
     topology: Topology
     batch_size: int
     constants: Constants = None  # type: ignore[assignment]
-    _priced: dict[Any, Choice] = field(default_factory=dict, repr=False, compare=False)
+    _priced: dict[Any, Choice] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         preset = "cpu" if self.topology.compute_device == "cpu" else "h100"

@@ -33,6 +33,7 @@ class Snapshot:
     at: Ints
     use: Floats
     bound: Bools
+    spans: Ints
     chosen: list[int]
     starts: list[tuple[int, ...]]
 
@@ -50,6 +51,8 @@ class Packing:
         items = len(space.groups)
         self.chosen = [-1] * items
         self.starts: list[tuple[int, ...]] = [()] * items
+        # span of the choice of each item, 0 if it is missing
+        self.spans = np.zeros(items, np.int64)
         self.room = -space.limits
         most = [max((b.shape[1] for b in choices if b is not None and b.shape[2] == 1), default=0)
                 for choices in space.blocks]  # fmt: skip
@@ -119,6 +122,12 @@ class Packing:
             if group.closed is not None:
                 rises[:, group.closed] = np.inf
             least = _least(rises, group, self.space)
+            if group.span > 1 and int(group.counts.max()) > 1:
+                # few places: all blocks on the same ranks may be the only way
+                rises = self.rises(group.use * group.counts[:, None], group.span)
+                if group.closed is not None:
+                    rises[:, group.closed] = np.inf
+                least = np.minimum(least, rises.min(axis=1))
             least += self.cost(i)[group.numbers]
             row = int(least.argmin())
             if least[row] < best or number < 0:
@@ -137,7 +146,8 @@ class Packing:
         choice = self.space.problem.items[i].choices[number]
         uniform = blocks.shape[1] == 1 or bool((blocks == blocks[:, :1]).all())
         room = None
-        if uniform and not choice.one_host and blocks.shape[1] <= self.space.ranks // group.span:
+        single = blocks.shape[1] == 1 or (group.span == 1 and blocks.shape[1] <= self.space.ranks)
+        if uniform and single and not choice.one_host:
             rises = self.rises(blocks[:, :1], group.span)[0] + self._busy(group.span)
             if group.closed is not None:
                 rises[group.closed] = np.inf
@@ -184,7 +194,7 @@ class Packing:
         """Place a missing item so."""
         blocks = self.space.of(i, number)
         self._add(blocks, starts, 1)
-        self.chosen[i], self.starts[i] = number, starts
+        self.chosen[i], self.starts[i], self.spans[i] = number, starts, blocks.shape[2]
         if blocks.shape[2] == 1:
             where = slice(int(self.first[i]), int(self.first[i]) + len(starts))
             self.at[where] = starts
@@ -199,7 +209,7 @@ class Packing:
         self._add(blocks, self.starts[i], -1)
         if blocks.shape[2] == 1:
             self.at[self.first[i] : self.first[i + 1]] = -1
-        self.chosen[i], self.starts[i] = -1, ()
+        self.chosen[i], self.starts[i], self.spans[i] = -1, (), 0
         self.weigh_all()
 
     def _add(self, blocks: Floats, starts: tuple[int, ...], sign: int) -> None:
@@ -251,28 +261,23 @@ class Packing:
         return float(rises[row, column]), int(mine[row]), int(others[column])
 
     def items_on(self, rank: int) -> list[int]:
-        """Items of which a block of one rank, or of a few, lies on `rank`."""
-        found = {}
-        for i in self.owner[self.at == rank].tolist():
-            found[i] = None
-        for i, starts in enumerate(self.starts):
-            if self.chosen[i] < 0 or i in found:
-                continue
-            span = self.space.of(i, self.chosen[i]).shape[2]
-            if 1 < span and any(start <= rank < start + span for start in starts):
+        """Items of which a block lies on `rank`, but not on all ranks."""
+        found = dict.fromkeys(self.owner[self.at == rank].tolist())
+        for i in np.flatnonzero((self.spans > 1) & (self.spans < self.space.ranks)).tolist():
+            if any(start <= rank < start + self.spans[i] for start in self.starts[i]):
                 found[i] = None
         return list(found)
 
     def keep(self) -> Snapshot:
         """To come back to."""
-        arrays = (self.room.copy(), self.at.copy(), self.use.copy(), self.bound.copy())
+        arrays = (self.room.copy(), self.at.copy(), self.use.copy(), self.bound.copy(), self.spans.copy())
         return Snapshot(self.target, *arrays, self.chosen.copy(), self.starts.copy())
 
     def restore(self, kept: Snapshot) -> None:
         """Come back to a snapshot taken at any target."""
         self.room[:], self.at[:], self.use[:], self.bound[:] = kept.room, kept.at, kept.use, kept.bound
         self.room[0] += kept.target - self.target
-        self.chosen[:], self.starts[:] = kept.chosen, kept.starts
+        self.spans[:], self.chosen[:], self.starts[:] = kept.spans, kept.chosen, kept.starts
         self.weigh_all()
 
     def assignment(self) -> Assignment:

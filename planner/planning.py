@@ -21,6 +21,7 @@ from .constraints_applied import (
     said_by,
 )
 from .cost_model import CostModel
+from .costs import cost_model
 from .errors import PlannerError, PlannerErrorType
 from .planned import Planned
 from .problem import Choice, DoesNotFitError, Item, Problem
@@ -38,7 +39,7 @@ def plan_tables(
     topology: Topology,
     batch_size: int,
     *,
-    cost: CostModel,
+    cost: str | CostModel = "shardwise",
     constraints: Mapping[str, ParameterConstraints] | None = None,
     reserved: Sequence[int] = (),
     seconds: float | None = None,
@@ -49,6 +50,7 @@ def plan_tables(
     Args:
         topology: with the memory that tables may use.
         batch_size: samples of one rank.
+        cost: "shardwise" or "torchrec", or a model that prices for this topology and batch size.
         constraints: by table name; "*" for all tables without their own. A table whose `device_group` is not the
             topology's compute device is left out of the plan, as another plan places it.
         reserved: bytes [W] of device memory that a reservation took from `topology`, for advice to give some back.
@@ -58,13 +60,19 @@ def plan_tables(
         NoRoomError: no plan stays within memory, or none was found; says what would help.
         PlannerError: constraints name what there is not, leave a table no choice, or contradict each other.
     """
+    model = cost_model(cost, topology, batch_size)
     request = Request(
-        tuple(tables), topology, batch_size, cost, dict(constraints or {}), tuple(reserved), dict(settings or {})
+        tuple(tables), topology, batch_size, model, dict(constraints or {}), tuple(reserved), dict(settings or {})
     )
+    return plan_or_advise(request, seconds=seconds)
+
+
+def plan_or_advise(request: Request, *, seconds: float | None = None) -> Planned:
+    """The plan for a request. Raises as `plan_tables`."""
     try:
         return plan_request(request, seconds=seconds)
     except DoesNotFitError as error:
-        free = _problem_of(without_constraints(request))
+        free, _ = problem_of(without_constraints(request))
         raise no_room(request, error, free, plan_request) from error
 
 
@@ -76,24 +84,25 @@ def plan_request(request: Request, *, seconds: float | None = None) -> Planned:
         PlannerError: as `plan_tables`.
     """
     begin = time.perf_counter()
-    problem = _problem_of(request)
+    problem, here = problem_of(request)
     solution = solve(problem, seconds=seconds)
-    here, elsewhere = of_device(request.tables, request.topology.compute_device, request.constraints)
-    said = dict(request.settings)
-    if elsewhere:
-        said["left out"] = f"of another device_group: {', '.join(table.path for table in elsewhere)}"
     taken = time.perf_counter() - begin
     return Planned(
-        tuple(here), request.topology, request.batch_size, request.cost.name, problem, solution, said, taken, request
-    )
+        here, request.topology, request.batch_size, request.cost.name, problem, solution, dict(request.settings), taken,
+        request,
+    )  # fmt: skip
 
 
-def _problem_of(request: Request) -> Problem:
-    """The problem that a request poses."""
+def problem_of(request: Request) -> tuple[Problem, tuple[Table, ...]]:
+    """The problem that a request poses, and its tables as constraints describe them, without those left out.
+
+    Raises:
+        PlannerError: as `plan_tables`.
+    """
     rules, topology = request.constraints, request.topology
     check_constraints(rules, (table.name for table in request.tables), topology.world_size)
     here, _ = of_device(request.tables, topology.compute_device, rules)
-    return build_problem(here, topology, request.cost, rules)
+    return build_problem(here, topology, request.cost, rules), tuple(here)
 
 
 def of_device(

@@ -13,7 +13,9 @@ from shardwise.embeddings.config import DataType
 
 from .constraints import ParameterConstraints
 from .constraints_applied import constraint_of, nearest
+from .cost import ShardwiseCost
 from .cost_model import CostModel
+from .costs import constants_of, cost_model
 from .errors import PlannerError, PlannerErrorType
 from .hardware import CustomTopologyData
 from .request import Request
@@ -85,7 +87,12 @@ def with_card(request: Request, card: str) -> Request:
     """
     if card not in CARD_HBM_GIB:
         raise PlannerError(f"card {card!r}{nearest(card, CARD_HBM_GIB)}", PlannerErrorType.INPUT_VALIDATION)
-    return with_hbm(request, CARD_HBM_GIB[card] * GIB, card=card)
+    changed = with_hbm(request, CARD_HBM_GIB[card] * GIB, card=card)
+    if not isinstance(changed.cost, ShardwiseCost):
+        return changed
+    # what is known of the old card says nothing of the new one
+    cost = cost_model("shardwise", changed.topology, changed.batch_size, constants=constants_of(card))
+    return replace(changed, cost=cost)
 
 
 def with_reserved(request: Request, share: float) -> Request:

@@ -70,12 +70,12 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def ranks(numbers: Iterable[int], world_size: int) -> str:
+def ranks(numbers: Iterable[int], world_size: int = 0) -> str:
     """ "rank 3", "ranks 0-3, 7", "all ranks"; a rank that comes several times is told once, with how often."""
     times = Counter(numbers)
     if len(times) == world_size > 1 and len(set(times.values())) == 1:
-        often = next(iter(times.values()))
-        return "all ranks" if often == 1 else f"all ranks ({often} each)"
+        each = next(iter(times.values()))
+        return "all ranks" if each == 1 else f"all ranks ({each} each)"
     runs: list[list[int]] = []
     for rank in sorted(times):
         if runs and rank == runs[-1][-1] + 1 and times[rank] == times[runs[-1][-1]]:
@@ -84,9 +84,9 @@ def ranks(numbers: Iterable[int], world_size: int) -> str:
             runs.append([rank])
     told = []
     for run in runs:
-        often = f" ({times[run[0]]} each)" if times[run[0]] > 1 and len(run) > 1 else ""
-        often = f" ({times[run[0]]} blocks)" if times[run[0]] > 1 and len(run) == 1 else often
-        told += [f"{run[0]}-{run[-1]}{often}"] if len(run) > 2 else [f"{rank}{often}" for rank in run]
+        often = times[run[0]]
+        note = "" if often == 1 else f" ({often} each)" if len(run) > 1 else f" ({often} blocks)"
+        told += [f"{run[0]}-{run[-1]}{note}"] if len(run) > 2 else [f"{rank}{note}" for rank in run]
     return f"rank{'s' if len(times) > 1 else ''} {', '.join(told)}"
 
 
@@ -197,7 +197,7 @@ def why(item: Item, ways: Sequence[Alternative], chosen: int, told: int = 6) -> 
     said: dict[str, list[Alternative]] = {}
     for one in fit[:told]:
         said.setdefault(verdict(one), []).append(one)
-    phrases = []
+    phrases: list[str] = []
     for end, alike in said.items():
         choices = [item.choices[one.number] for one in alike]
         kernel = [f" {choice.compute_kernel}" if ambiguous[choice.sharding_type] > 1 else "" for choice in choices]
@@ -207,13 +207,13 @@ def why(item: Item, ways: Sequence[Alternative], chosen: int, told: int = 6) -> 
         phrases.append(f"{listed(names)} {end}" + (f" ({_split(choices[0], current)})" if alone else ""))
     if len(fit) > told:
         phrases.append(f"{counted(len(fit) - told, 'other')} no better")
-    lacking = [
-        f"{item.choices[one.number].sharding_type} ({size(one.over_bytes)} of {one.over_in.upper()} too much)"
-        for one in others
-        if not one.fits
-    ]
-    if lacking:
-        phrases.append(f"{listed(lacking)} {'does' if len(lacking) == 1 else 'do'} not fit")
+    unfit = [one for one in others if not one.fits]
+    lacking = [f"{size(one.over_bytes)} of {one.over_in.upper()} too much" for one in unfit]
+    named = [item.choices[one.number].sharding_type for one in unfit]
+    if len(unfit) == 1:
+        phrases.append(f"{named[0]} does not fit ({lacking[0]})")
+    elif unfit:
+        phrases.append(f"{listed([f'{name} ({lack})' for name, lack in zip(named, lacking, strict=True)])} do not fit")
     return f"Instead, {'; '.join(phrases)}."
 
 
