@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -199,44 +199,57 @@ def fit(
 ) -> Constants:
     """The constants, at least 0, with the least sum of squared relative errors."""
     by_name = {case.name: case for case in (cases() if chosen is None else chosen)}
-    now = CARDS["cpu"].constants
+    parts = {name: _linear(case, topology) for name, case in by_name.items()}
     measured = _without_calls(measured)
+    ranks = [_of_ranks(one, parts, topology) for one in measured]
     target = np.array([one.ms for one in measured])
+    now = _vector(CARDS["cpu"].constants)
     # which rank is the slowest depends on the constants
-    for _ in range(4):
-        rows = np.stack([_features(one, by_name, topology, now) for one in measured])
-        solution = _least_squares(rows / target[:, None], np.ones(len(target)))
-        now = _constants(solution, f"measured: {where}")
-    return now
+    for _ in range(8):
+        rows = np.stack([mine[int(np.argmax(mine @ now))] for mine in ranks])
+        now = _least_squares(rows / target[:, None], np.ones(len(target)))
+    return _constants(now, f"measured: {where}")
 
 
-def _features(one: Measured, by_name: dict[str, Case], topology: Topology, now: Constants) -> Floats:
-    """What a measurement has of each constant (one over it for bandwidths) [constants]."""
-    if one.what == "exchange":
-        found = np.zeros(len(NUMBERS))
-        received = 4 * one.numbers * (topology.world_size - 1)
-        found[NUMBERS.index("exchange_us")], found[NUMBERS.index("intra_gb_s")] = 1e-3, received * 1e-6
-        return found
-    case = by_name[one.name]
+def _linear(case: Case, topology: Topology) -> Floats:
+    """What each part of each rank's time has of each constant, one over it for bandwidths: [P, W, constants]."""
     placed = case.placed(topology)
-    picked = {"lookup": [PARTS.index("fwd_compute")], "update": [PARTS.index("bwd_compute")]}.get(one.what, slice(None))
+    units = [rank_ms(placed, ShardwiseCost(topology, case.batch_size, unit)) for unit in _UNITS]
+    return np.stack(units, axis=2)
 
-    def ranks(constants: Constants) -> Floats:
-        found: Floats = rank_ms(placed, ShardwiseCost(topology, case.batch_size, constants))[picked].sum(axis=0)
+
+def _of_ranks(one: Measured, parts: Mapping[str, Floats], topology: Topology) -> Floats:
+    """What the time has of each constant on each rank: [W, constants]."""
+    if one.what == "exchange":
+        found = np.zeros((1, len(NUMBERS)))
+        received = 4 * one.numbers * (topology.world_size - 1)
+        found[0, NUMBERS.index("exchange_us")], found[0, NUMBERS.index("intra_gb_s")] = 1e-3, received * 1e-6
         return found
+    picked = {"lookup": [PARTS.index("fwd_compute")], "update": [PARTS.index("bwd_compute")]}.get(one.what)
+    of_case = parts[one.name]
+    total: Floats = (of_case if picked is None else of_case[picked]).sum(axis=0)
+    return total
 
-    slowest = int(np.argmax(ranks(now)))
-    return np.array([ranks(unit)[slowest] for unit in _UNITS])
+
+def _vector(constants: Constants) -> Floats:
+    """What times are linear in."""
+    values = {name: getattr(constants, name) for name in NUMBERS}
+    return np.array([1 / value if name.endswith("_gb_s") else value for name, value in values.items()])
 
 
 def _without_calls(measured: Sequence[Measured]) -> list[Measured]:
-    """Lookups and updates without what one takes that has nothing to do: that is part of the step's own time."""
+    """Lookups and updates without what one takes that has nothing to do: that is part of the step's own time.
+
+    Those that take little more are left out.
+    """
     least = {one.what: one.ms for one in measured if one.name == NOTHING}
-    return [
-        replace(one, ms=max(one.ms - least[one.what], one.ms / 10)) if one.what in ("lookup", "update") else one
-        for one in measured
-        if one.name != NOTHING or one.what == "step"
-    ]
+    found = []
+    for one in measured:
+        if one.what not in ("lookup", "update"):
+            found.append(one)
+        elif one.ms > 2 * least.get(one.what, 0.0):
+            found.append(replace(one, ms=one.ms - least.get(one.what, 0.0)))
+    return found
 
 
 def rank_ms(placed: Sequence[Placed], cost: ShardwiseCost) -> Floats:
