@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from shardwise.planner.cost_torchrec import TorchRecCost
+from shardwise.planner.errors import PlannerError
 from shardwise.planner.files import read_tables
 from shardwise.planner.options import placed_options, problem_of
 from shardwise.planner.planning import plan_tables
@@ -187,7 +188,7 @@ class _TorchRec:
         cost = TorchRecCost(self.ours, self.shape.batch_size)
         try:
             found = plan_tables(self.tables, self.ours, self.shape.batch_size, cost=cost).solution
-        except ValueError as error:
+        except PlannerError as error:
             return {"rating_ms": None, "why": str(error).splitlines()[0][:100]}
         return {"rating_ms": found.time_ms, "bound_ms": found.bound_ms, "proven": found.proven}
 
@@ -209,7 +210,7 @@ class _TorchRec:
 
 
 def _model(tables: Sequence[Table]) -> nn.Module:
-    """TorchRec's collections of these tables: of bags, and of rows for each width, which must be the same in one."""
+    """TorchRec's collections of these tables: of bags with weights and without, of rows for each width."""
     torchrec = import_module("torchrec")
     types = import_module("torchrec.modules.embedding_configs").DataType
     made, meta = nn.Module(), torch.device("meta")
@@ -224,9 +225,13 @@ def _model(tables: Sequence[Table]) -> nn.Module:
             for table in some
         ]  # fmt: skip
 
-    bags = [table for table in tables if table.pooled]
-    if bags:
-        made.bags = torchrec.EmbeddingBagCollection(device=meta, tables=configs(torchrec.EmbeddingBagConfig, bags))
+    for weighted in (False, True):
+        bags = configs(
+            torchrec.EmbeddingBagConfig, [table for table in tables if table.pooled and table.weighted == weighted]
+        )
+        if bags:
+            collection = torchrec.EmbeddingBagCollection(device=meta, tables=bags, is_weighted=weighted)
+            made.add_module("weighted_bags" if weighted else "bags", collection)
     for dim in sorted({table.embedding_dim for table in tables if not table.pooled}):
         rows = [table for table in tables if not table.pooled and table.embedding_dim == dim]
         collection = torchrec.EmbeddingCollection(device=meta, tables=configs(torchrec.EmbeddingConfig, rows))
@@ -246,7 +251,10 @@ def _show(known: dict[str, Any]) -> bool:
         told = f"{rating:12.6f} ms" if rating is not None else f"no plan: {run['why']}"
         if "bound_ms" in run:
             told += f", bound {run['bound_ms']:.6f}" + (" (optimal)" if run["proven"] else "")
-        print(f"  {label:28} {told}  [{run['cpu_s']:.2f} s CPU, {run['wall_s']:.2f} s wall]")
+        spent = f"{run['cpu_s']:.2f} s CPU, {run['wall_s']:.2f} s wall"
+        if "enumeration_cpu_s" in run:
+            spent += f", {run['enumeration_cpu_s']:.2f} s CPU of it TorchRec's enumerator"
+        print(f"  {label:28} {told}  [{spent}]")
         if label.startswith("ours") and best is not None and (rating is None or rating > best * (1 + 1e-9)):
             faults.append(label)
     same = runs.get(SAME, {})
