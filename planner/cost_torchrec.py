@@ -18,7 +18,8 @@ from .shard_estimators import element_bytes, l1_bytes
 from .sharding_option import PipelineType
 from .tables import Feature, Table
 from .topology import Topology
-from .torchrec_formulas import Keeping, Lookups, lookups_of_batch, shard_perf, shard_storage
+from .torchrec_formulas import Lookups, lookups_of_batch, shard_perf
+from .torchrec_memory import Keeping, shard_storage
 from .torchrec_options import allowed_kernels, allowed_types, compute_kernels, cuts, row_shares, sharding_types
 from .ways import Way
 
