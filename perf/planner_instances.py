@@ -1,4 +1,4 @@
-"""Small random planning problems as TorchRec's planner has them: options with made-up times and sizes, many of them tied.
+"""Small random planning problems as TorchRec's planner has them: made-up options, many of them tied.
 
 `types` is the module whose classes are used, TorchRec's `planner.types` or ours, so that both can be given the same.
 """
@@ -92,9 +92,7 @@ def instance(seed: int, types: Any) -> Instance:
     return Instance(options, topology)
 
 
-def _shards(
-    draw: random.Random, types: Any, kind: str, kernel: str, rows: int, world: int, local: int
-) -> list[Any]:
+def _shards(draw: random.Random, types: Any, kind: str, kernel: str, rows: int, world: int, local: int) -> list[Any]:
     rectangles = {
         "data_parallel": (world, rows, COLUMNS),
         "row_wise": (world, rows // world, COLUMNS),
