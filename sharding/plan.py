@@ -21,7 +21,7 @@ from shardwise.embeddings import (
 )
 from shardwise.kernels import BoundsCheckMode
 
-from .layout import Shard, TableOptions
+from .layout import CAPABILITIES, Shard, TableOptions
 from .layout import data_parallel as data_parallel_shards
 
 
@@ -55,9 +55,8 @@ class EmbeddingComputeKernel(Enum):
     FUSED_TRITON = "fused_triton"
 
 
-# "dense": a gradient for an ordinary optimizer, of replicated tables. "fused": the optimizer in the backward, by Triton
-# kernels where there is a GPU, so "fused_triton" is the same.
-SERVED_KERNELS = ("dense", "fused", "fused_triton")
+# kernels that the engine runs for some sharding type
+SERVED_KERNELS = tuple(dict.fromkeys(k for types in CAPABILITIES.values() for ks in types.values() for k in ks))
 # spellings that older plans and tutorials use
 _KERNEL_ALIASES = {"batched_fused": "fused", "batched_dense": "dense"}
 # types whose shards add up, and those whose shards have some of a row's columns
@@ -229,7 +228,7 @@ def _require_served(name: str, one: ParameterSharding) -> None:
             f"table {name!r}: compute_kernel {one.compute_kernel!r} is not served: a plan to train with has 'fused'"
             " (or 'dense' for a data_parallel table)"
         )
-    if one.compute_kernel == EmbeddingComputeKernel.DENSE.value and one.sharding_spec is not None:
+    if not any(one.compute_kernel in types[one.sharding_type] for types in CAPABILITIES.values()):
         raise ValueError(
             f"table {name!r}: only data_parallel tables have a dense gradient; a {one.sharding_type} table trains by"
             " the optimizer in its backward, so its compute_kernel is 'fused'"

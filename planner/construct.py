@@ -1,0 +1,89 @@
+"""First packings: a choice for each item by what work and memory are worth, then item after item, largest first.
+
+A choice with long blocks does least work and packs worst; so the choices of several longest blocks are tried, and
+several rules for where a block goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from .packing import Packing
+from .problem import Floats, Ints
+from .search_space import Space
+
+# longest blocks, as shares of the target
+LONGEST = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15)
+# where blocks go: where time and memory are both least used, where time is, where memory is just enough
+RULES = ("balance", "time", "fill")
+
+
+def construct(space: Space, target_ms: float, prices: Floats) -> Iterator[Packing]:
+    """Packings of all items, which may be over limits.
+
+    Args:
+        target_ms: that ranks should stay under.
+        prices: milliseconds that a byte of each memory is worth [R - 1].
+    """
+    base = -float(space.limits[0].min())
+    wanted = [choose(space, share * (target_ms - base), prices) for share in LONGEST]
+    different = {chosen.tobytes(): chosen for chosen in wanted}
+    for rule in RULES:
+        for chosen in different.values():
+            packing = Packing(space, target_ms, prices)
+            fill(packing, chosen, rule)
+            yield packing
+
+
+def choose(space: Space, longest_ms: float, prices: Floats) -> Ints:
+    """The choice of each item [N] with the least work and priced memory among those of blocks up to `longest_ms`.
+
+    An item whose blocks are all longer gets the choice with the shortest.
+    """
+    if not space.groups:
+        return np.zeros(0, np.int64)
+    cost = space.work + np.tensordot(prices, space.memory, axes=1)
+    shortest = space.biggest.min(axis=1, keepdims=True)
+    cost[space.biggest > np.maximum(longest_ms, shortest)] = np.inf
+    found: Ints = cost.argmin(axis=1)
+    return found
+
+
+def fill(packing: Packing, chosen: Ints, rule: str) -> None:
+    """Fill an empty packing: first blocks of many ranks, which have few places, then large before small."""
+    space = packing.space
+    most = np.maximum(space.limits.max(axis=1), 1e-300)
+    most[0] = max(packing.target, 1e-300)
+    spans, sizes = np.zeros(len(chosen), np.int64), np.zeros(len(chosen))
+    for i, number in enumerate(chosen.tolist()):
+        blocks = space.of(i, number)
+        shares = blocks.max(axis=(1, 2)) / most
+        spans[i], sizes[i] = blocks.shape[2], shares[0] if rule == "time" else shares.max()
+    for i in np.lexsort((-sizes, -spans)).tolist():
+        number = int(chosen[i])
+        if spans[i] > 1 or not _lay(packing, i, number, rule):
+            packing.put(i, number if spans[i] > 1 else packing.weigh(i)[1])
+
+
+def _lay(packing: Packing, i: int, number: int, rule: str) -> bool:
+    """Place blocks of one rank each by the rule; False if memory is short or they must share a rank or a host."""
+    space = packing.space
+    blocks = space.of(i, number)
+    count = blocks.shape[1]
+    if count > space.ranks or space.problem.items[i].choices[number].one_host:
+        return False
+    after = packing.room + blocks[:, :, 0].max(axis=1)[:, None]
+    score = after[0] / max(packing.target, 1e-300)
+    if rule != "time":
+        shares = after[1:] / np.maximum(space.limits[1:], 1)
+        score = np.maximum(score, shares.max(axis=0, initial=-1)) if rule == "balance" else -shares.sum(axis=0)
+    score[(after[1:] > 0).any(axis=0)] = np.inf
+    if packing.closed is not None:
+        score[packing.closed[i]] = np.inf
+    where = np.argpartition(score, count - 1)[:count] if count > 1 else score.argmin(keepdims=True)
+    if not np.isfinite(score[where]).all():
+        return False
+    packing.lay(i, number, tuple(where.tolist()))
+    return True
