@@ -37,7 +37,8 @@ class TorchRecCost:
     Args:
         topology: its bandwidths count.
         batch_size: samples of one rank.
-        constraints: by table name; caches, virtual tables and output types are read here, the rest by `ways`.
+        constraints: by table name, the same that the planner is given; caches, virtual tables and output types are read
+            here, the rest by `ways`.
         column_widths: fewest columns of a column shard; TorchRec knows one number, more give more ways. A constraint's
             `min_partition` goes first.
         pipeline: decides how many batches are in memory at once.
@@ -60,7 +61,7 @@ class TorchRecCost:
         self._column_widths = tuple(column_widths)
         self._pipeline = pipeline
 
-    def base_ms(self) -> float:
+    def base_ms(self, tables: Sequence[Table]) -> float:
         """TorchRec counts nothing beside tables."""
         return 0.0
 
