@@ -1,4 +1,4 @@
-"""Hold our proposers, partitioners and ratings to TorchRec's, over the same options.
+"""Hold our proposers, partitioners, ratings and stats to TorchRec's, over the same options.
 
 Run as `python -m shardwise.perf.beside_planner_parts [--instances 200] [--golden tests/planner_props_golden.py]` where
 TorchRec 1.8.0 is installed; docs/beside_torchrec.md tells how. Options come from random instances with many ties and,
@@ -17,10 +17,12 @@ import contextlib
 import importlib
 import logging
 import pprint
+import re
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +30,16 @@ from typing import Any
 import torch
 
 from shardwise.planner import partitioners, perf_models, proposers
+from shardwise.planner.stats import EmbeddingStats
 
 from .planner_instances import Instance, instance
 
-PARTS = ("types", "proposers", "partitioners", "perf_models", "enumerators", "shard_estimators", "utils")
+PARTS = (
+    "types", "proposers", "partitioners", "perf_models", "enumerators", "shard_estimators", "utils", "stats",
+    "storage_reservations", "planners",
+)  # fmt: skip
 ON_PURPOSE = {
-    "tower": "dependent tables that lie on single ranks: AssertionError of TorchRec's, PlannerError of ours",
+    "tiers": "ranks of a tier of memory: TorchRec numbers them among those that are left",
 }
 # proposals of one proposer, and of those the ones that are placed
 MOST_PROPOSALS, MOST_PLACED = 400, 12
@@ -63,18 +69,7 @@ PARTITIONERS: dict[str, Callable[[Any], Any]] = {
 def torchrec() -> SimpleNamespace:
     """What is used of TorchRec's planner, under the names of our modules."""
     try:
-        parts = {
-            name: importlib.import_module(f"torchrec.distributed.planner.{name}")
-            for name in (
-                "types",
-                "proposers",
-                "partitioners",
-                "perf_models",
-                "enumerators",
-                "shard_estimators",
-                "utils",
-            )
-        }
+        parts = {name: importlib.import_module(f"torchrec.distributed.planner.{name}") for name in PARTS}
         return SimpleNamespace(root=importlib.import_module("torchrec"), **parts)
     except ImportError as error:
         print(f"no TorchRec: {error}", file=sys.stderr)
@@ -93,8 +88,6 @@ class Tally:
         """Count one comparison."""
         if theirs == ours:
             self.agreed[what] += 1
-        elif isinstance(theirs, tuple) and isinstance(ours, tuple) and theirs[0] == "AssertionError":
-            self.on_purpose["tower"] += 1
         else:
             self.different.append(f"{what}, {where}:\n  theirs {str(theirs)[:300]}\n  ours   {str(ours)[:300]}")
 
@@ -213,6 +206,44 @@ def compare_offload(lib: Any, tally: Tally) -> None:
         tally.compare(f"proposals, offload ({len(sides[0])})", f"{tables} cached tables", *sides)
 
 
+def compare_stats(lib: Any, tally: Tally) -> None:
+    """Every line of both texts, but for layout and for how ranks are written."""
+    reservation = lib.storage_reservations.InferenceStorageReservation(0.15)
+    for tables, hosts, cached in ((26, 1, False), (40, 2, False), (12, 1, True)):
+        problem, enumerator = model_instance(lib, tables, hosts, cached=cached)
+        constraints = enumerator._constraints
+        topology = lib.types.Topology(8 * hosts, "cuda", hbm_cap=2**39, ddr_cap=2**42, local_world_size=8)
+        for options in range(3):
+            by_table: dict[str, list[Any]] = {}
+            for option in problem.options:
+                by_table.setdefault(option.fqn, []).append(option)
+            plan = [found[options * k % len(found)] for k, found in enumerate(by_table.values())]
+            lib.partitioners.GreedyPerfPartitioner().partition(plan, topology)
+            reservation._dense_storage, reservation._kjt_storage = plan[0].total_storage, plan[-1].total_storage
+            sharding_plan = lib.planners.to_sharding_plan(plan, topology)
+            arguments = (sharding_plan, topology, 512, reservation, 7, 3, 1.25, plan, constraints, None, enumerator)
+            theirs = lib.stats.EmbeddingStats()
+            theirs.log(*arguments)
+            sides = (theirs._stats_table, EmbeddingStats().render(*arguments).splitlines())
+            told = [[line for one in side if (line := _told(one))] for side in sides]
+            for line, other in zip_longest(*told):
+                if line != other and line and other and line.startswith("Top Tier"):
+                    tally.on_purpose["tiers"] += 1
+                else:
+                    tally.compare("lines of stats", f"{tables} tables", line, other)
+
+
+def _told(line: str) -> str:
+    """A line without its frame, its rules and runs of blanks, each rank by itself."""
+    words = " ".join(line.strip().strip("#").split()).replace("[", "").replace("]", "").replace(", ", ",")
+    words = re.sub(r"(ranks? )(\d+)-(\d+)$", _each, words).replace("on no rank", "on rank").removesuffix(" ")
+    return words if words.strip("- ") else ""
+
+
+def _each(run: re.Match[str]) -> str:
+    return run[1] + ",".join(map(str, range(int(run[2]), int(run[3]) + 1)))
+
+
 def golden(lib: Any, path: Path) -> None:
     """Write what TorchRec proposes and where it places, for tests without TorchRec."""
     cases = {}
@@ -255,6 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem, _ = model_instance(lib, tables, hosts)
         compare(lib, problem, f"model of {tables} tables on {8 * hosts} ranks", tally, seconds)
     compare_offload(lib, tally)
+    compare_stats(lib, tally)
     for what, count in sorted(tally.agreed.items()):
         print(f"{count:7d} agree: {what}")
     for why, count in tally.on_purpose.items():
