@@ -25,6 +25,7 @@ from .wording import (
     bytes_of,
     comms_ms,
     counted,
+    cut,
     gib,
     listed,
     lookups,
@@ -201,8 +202,8 @@ def _blocks(
         row = by_index[piece.item]
         kind = row.choice.sharding_type
         level = FROM_BELOW.index(kind) if kind in FROM_BELOW else len(FROM_BELOW)
-        cut = "" if row.choice.blocks == 1 else f", {piece.blocks} of {counted(row.choice.blocks, 'block')} of columns"
-        detail = f"rank {rank}, {row.name}: {say(value)}, {kind} {row.choice.compute_kernel}{cut}"
+        part = "" if row.choice.blocks == 1 else f", {piece.blocks} of {counted(row.choice.blocks, 'block')} of columns"
+        detail = f"rank {rank}, {row.name}: {say(value)}, {kind} {row.choice.compute_kernel}{part}"
         found.append(((level, -value, piece.item), Block(value, _look(kind), row.name, detail)))
     return [block for _, block in sorted(found, key=lambda pair: pair[0])]
 
@@ -251,18 +252,16 @@ def _tables(planned: Planned, told: Sequence[Row]) -> list[str]:
         spread = where(row.choice, row.starts, planned.problem.world_size)
         others = _others(row, ways[row.index], chosen[row.index]) if row.index in ways else ""
         lines.append(
-            f'<tr><th scope="row">{escape(row.name)}<br><span class="soft">{escape(sizes)}</span></th>'
+            f'<tr class="top"><th scope="row">{escape(row.name)}<br><span class="soft">{escape(sizes)}</span></th>'
             f"<td>{swatch(_look(row.choice.sharding_type))}</td>"
             f'<td>{escape(way(row.choice))}<br><span class="soft">{escape(spread)}</span></td>'
-            f"{_numbers([ms(row.choice.work_ms), gib(bytes_of(row.choice))])}<td>{others}</td></tr>"
+            f"{_numbers([ms(row.choice.work_ms), gib(bytes_of(row.choice))])}</tr>"
+            f'<tr><td colspan="5" class="why">{others}</td></tr>'
         )
-    heads = "".join(
-        f'<th scope="col" class="{look}" style="width:{share}%">{name}</th>'
-        for name, share, look in (
-            ("table", 22, "t"), ("", 3, "t"), ("placed", 22, "t"), ("ms on all ranks", 7, "n"), ("GiB", 7, "n"),
-            ("the next best choice", 39, "t"),
-        )
-    )  # fmt: skip
+    heads = (
+        '<th scope="col" style="width:36%">table</th><th style="width:3%"></th><th scope="col" style="width:39%">placed'
+        '</th><th scope="col" class="n" style="width:13%">ms on all ranks</th><th scope="col" class="n">GiB</th>'
+    )
     rest = f" Of {len(told):,}, the {DETAILED} with most work have them." if len(told) > DETAILED else ""
     return [
         "<h2>Tables</h2>",
@@ -278,16 +277,17 @@ def _tables(planned: Planned, told: Sequence[Row]) -> list[str]:
 def _others(row: Row, ways: Sequence[Alternative], chosen: int) -> str:
     best = best_of_each(row.item, ways, chosen)
     if not best:
-        return "nothing else is allowed"
+        return "Nothing else is allowed."
     lines = [_line(row.choice, "", "this plan", ' class="now"')]
     for one in best:
         lacks = "" if one.fits else f"{size(one.over_bytes)} of {one.over_in.upper()} too much"
         lines.append(_line(row.item.choices[one.number], f"{one.slower_ms:+.3f}" if one.fits else "", lacks))
     first = row.item.choices[best[0].number]
     return (
-        f"<details><summary>{escape(f'{first.sharding_type} {verdict(best[0])}')}</summary><table><thead><tr>"
-        '<th scope="col">choice</th><th scope="col" class="n">step ms</th><th scope="col" class="n">exchange ms</th>'
-        '<th scope="col" class="n">compute ms</th><th scope="col" class="n">GiB</th><th scope="col"></th></tr></thead>'
+        f"<details><summary>Next best: {escape(f'{first.sharding_type}{cut(first)} {verdict(best[0])}')}</summary>"
+        '<table class="ways"><thead><tr>'
+        '<th scope="col">choice</th><th scope="col" class="n">step, ms</th><th scope="col" class="n">exchange, ms</th>'
+        '<th scope="col" class="n">compute, ms</th><th scope="col" class="n">GiB</th><th scope="col"></th></tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></details>"
     )
 
