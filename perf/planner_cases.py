@@ -120,7 +120,7 @@ def estimate(case: dict[str, Any], library: Library) -> tuple[Any, list[tuple[fl
         bwd_compute_multiplier=case["multipliers"][0],
         weighted_feature_bwd_compute_multiplier=case["multipliers"][1],
     )  # fmt: skip
-    tensor = torch.empty(
+    tensor: Any = torch.empty(
         case["rows"], case["columns"], device="meta", dtype=torch.float16 if case["half"] else torch.float32
     )
     if case["optimizer"]:
@@ -164,7 +164,7 @@ def estimate(case: dict[str, Any], library: Library) -> tuple[Any, list[tuple[fl
     factor = case["sharder_load_factor"]
     data = types.SharderData(
         {} if factor is None else {"cache_load_factor": factor},
-        {name: (1, 2) for name in exchanges} if case["half_exchange"] else {},
+        dict.fromkeys(exchanges, (1, 2)) if case["half_exchange"] else {},
         types.StorageUsageType[case["usage"]],
     )
     constraints, sharders = {"t": constraint}, {option.module_type_key: data}

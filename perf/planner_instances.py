@@ -92,9 +92,7 @@ def instance(seed: int, types: Any) -> Instance:
     return Instance(options, topology)
 
 
-def _shards(
-    draw: random.Random, types: Any, kind: str, kernel: str, rows: int, world: int, local: int
-) -> list[Any]:
+def _shards(draw: random.Random, types: Any, kind: str, kernel: str, rows: int, world: int, local: int) -> list[Any]:
     rectangles = {
         "data_parallel": (world, rows, COLUMNS),
         "row_wise": (world, rows // world, COLUMNS),

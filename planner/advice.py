@@ -7,7 +7,8 @@ table's dtype, what is reserved, the optimizer, several tables' dtype, the batch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -75,6 +76,16 @@ class NoRoomError(PlannerError):
     ) -> None:
         super().__init__(message, error_type)
         self.overloads, self.heaviest, self.suggestions = tuple(overloads), tuple(heaviest), tuple(suggestions)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data that json can write."""
+        return {
+            "error": str(self),
+            "error_type": self.error_type.value,
+            "overloads": [asdict(one) for one in self.overloads],
+            "heaviest": [{"table": path, "bytes": weight} for path, weight in self.heaviest],
+            "suggestions": [{"kind": one.kind, "text": one.text} for one in self.suggestions],
+        }
 
 
 def no_room(request: Request, error: DoesNotFitError, free: Problem, plan: Plan) -> NoRoomError:

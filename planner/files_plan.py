@@ -11,7 +11,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,13 @@ def planned_to_json(planned: Planned) -> dict[str, Any]:
     request, topology, solution = planned.request, planned.topology, planned.solution
     if request is None:
         raise ValueError("this plan does not know what it was made from: only plans of plan_tables can be written")
-    constants = getattr(request.cost, "constants", None)
+    constants: Any = getattr(request.cost, "constants", None)
     loads = planned.loads
     about = {
         "tables": [table_to(table) for table in request.tables],
         "topology": _plain_topology(topology),
         "batch_size": planned.batch_size,
-        "cost": {"name": planned.cost, "constants": asdict(constants) if _is_data(constants) else None},
+        "cost": {"name": planned.cost, "constants": None if constants is None else asdict(constants)},
         "constraints": {name: constraint_to(one) for name, one in request.constraints.items()},
         "reserved_bytes": list(request.reserved),
         "settings": dict(request.settings),
@@ -109,8 +109,8 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def planned_from_json(data: Mapping[str, Any], where: str, *, cost: CostModel | None = None) -> Planned:
     """The plan that a file's object describes. Raises as `load_planned`."""
-    about = data.get("about")
-    if not isinstance(about, dict) or "choices" not in about:
+    about = data.get("about", {})
+    if not is_whole(data):
         raise ValueError(
             f"{where}: this plan says nothing about how it was made, as `shardwise plan --out` does: it can be trained"
             " with and compared, not explained or planned again"
@@ -153,6 +153,62 @@ def planned_from_json(data: Mapping[str, Any], where: str, *, cost: CostModel | 
             stacklevel=2,
         )
     return planned
+
+
+def is_whole(data: Mapping[str, Any]) -> bool:
+    """Whether the file of a plan says how it was made."""
+    about = data.get("about")
+    return isinstance(about, dict) and "choices" in about
+
+
+@dataclass(frozen=True)
+class CutDifference:
+    """Tables that two files place otherwise; false if there are none.
+
+    Args:
+        tables: path -> how each file places it, in a few words; None in the file that does not have it.
+        world_sizes: of both.
+    """
+
+    tables: Mapping[str, tuple[str | None, str | None]]
+    world_sizes: tuple[int, int]
+
+    @classmethod
+    def between(cls, a: Mapping[str, Any], b: Mapping[str, Any]) -> CutDifference:
+        """What changes from one file to the other."""
+        first, second = _cuts(a), _cuts(b)
+        names = dict.fromkeys([*first, *second])
+        changed = {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}
+        return cls(changed, (a["world_size"], b["world_size"]))
+
+    def __bool__(self) -> bool:
+        return bool(self.tables) or self.world_sizes[0] != self.world_sizes[1]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name}: {old or 'is not there'} -> {new or 'is not there'}" for name, (old, new) in self.tables.items()
+        ]
+        if self.world_sizes[0] != self.world_sizes[1]:
+            lines.insert(0, "ranks: {} -> {}".format(*self.world_sizes))
+        return "\n".join(lines or ["no difference"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data that json can write."""
+        return {"tables": dict(self.tables), "world_sizes": self.world_sizes}
+
+
+def _cuts(data: Mapping[str, Any]) -> dict[str, str]:
+    """Path of each table -> how it is placed."""
+    found = {}
+    for module, tables in data["plan"].items():
+        for name, one in tables.items():
+            cuts = sorted((*map(tuple, (s["shard_offsets"], s["shard_sizes"])), s["placement"]) for s in one["shards"])
+            told = f"on ranks {one['ranks']}"
+            where = ", ".join(f"[{r}:{r + h}, {c}:{c + w}] on {at}" for (r, c), (h, w), at in cuts)
+            found[f"{module}.{name}" if module else name] = (
+                f"{one['sharding_type']} {one['compute_kernel']} {where or told}"
+            )
+    return found
 
 
 def _chosen(planned: Planned) -> list[tuple[Any, Choice, tuple[int, ...]]]:
@@ -229,7 +285,3 @@ def _topology_from(said: Mapping[str, Any], world: int, local: int) -> Topology:
         card=said["card"],
         **{name: said[name] for name in _SPEEDS},
     )
-
-
-def _is_data(value: object) -> bool:
-    return is_dataclass(value) and not isinstance(value, type)

@@ -181,7 +181,7 @@ def calculate_shard_storages(
         sharder_data.storage_usage_type,
         optimizer_name(tensor),
         caching_ratio,
-        _l1_bytes(key_value_params),
+        l1_bytes(key_value_params),
         kv_cache_load_factor,
         use_virtual_table,
         multipass_prefetch_max_pass,
@@ -229,7 +229,7 @@ def _keeping(option: ShardingOption, constraint: ParameterConstraints | None, da
         data.storage_usage_type,
         optimizer_name(option.tensor),
         _caching_ratio(option, data) or UVM_CACHING_RATIO,
-        _l1_bytes(constraint and constraint.key_value_params),
+        l1_bytes(constraint and constraint.key_value_params),
         data.fused_params.get("cache_load_factor", KV_CACHING_RATIO),
         bool(constraint and constraint.use_virtual_table),
         passes.num_passes if passes else None,
@@ -260,7 +260,8 @@ def _missed(option: ShardingOption, data: SharderData) -> float:
     return float(stats.expected_miss_rate(ratio) * stats.expected_lookups)
 
 
-def _l1_bytes(key_value_params: Any) -> int:
+def l1_bytes(key_value_params: Any) -> int:
+    """Most bytes of the cache of a table on disk, as its `KeyValueParams` say."""
     return int((key_value_params.max_l1_cache_size or 0) * _MIB) if key_value_params else 0
 
 

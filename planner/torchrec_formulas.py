@@ -20,7 +20,6 @@ from .constants import (
     FULL_BLOCK_EMB_DIM,
     HALF_BLOCK_PENALTY,
     KV_CACHING_RATIO,
-    MIN_CW_DIM,
     QUARTER_BLOCK_PENALTY,
     UVM_CACHING_RATIO,
     WEIGHTED_KERNEL_MULTIPLIER,
@@ -94,13 +93,6 @@ def lookups_of_batch(
     features = list(zip(pooling_factors, num_poolings, batch_sizes, strict=True))
     ids = sum(length * count * samples for length, count, samples in features)
     return ids, sum(min(1.0, length) * count * samples for length, count, samples in features) if pooled else ids
-
-
-def column_width(columns: int, min_partition: int | None = None) -> int:
-    """Columns of a column shard: the fewest of at least `min_partition` that divide the table and are a multiple of 4,
-    or all."""
-    fits = (width for width in range(min_partition or MIN_CW_DIM, columns) if columns % width == 0 and width % 4 == 0)
-    return next(fits, columns)
 
 
 # ---- time
