@@ -87,7 +87,8 @@ def facts(planned: Planned) -> dict[str, str]:
 
 def _topology(planned: Planned) -> str:
     topology, problem = planned.topology, planned.problem
-    parts = [headline(planned).partition(" on ")[2], topology.compute_device]
+    device = topology.compute_device if topology.card is None else f"{topology.compute_device} {topology.card}"
+    parts = [headline(planned).partition(" on ")[2], device]
     held = planned.loads
     for name, caps, values in (("HBM", problem.hbm, held.hbm), ("DDR", problem.ddr, held.ddr)):
         low, high = int(caps.min()), int(caps.max())
