@@ -33,6 +33,7 @@ from .wording import (
     ranks,
     rows,
     shape,
+    share,
     size,
     verdict,
     way,
@@ -80,18 +81,20 @@ def _summary(planned: Planned) -> list[str]:
     if solution.proven:
         lead = "This plan is proven to be optimal: no other within the limits is faster."
     elif bounded:
-        lead = f"No plan within the limits can be faster than the bound, and this one is {solution.gap:.2%} above it."
+        lead = (
+            f"No plan within the limits is faster than the bound; this one is {share(solution.gap)} above it."
+        )
     else:
         lead = "How far the plan is from the best is not known."
     numbers = [
         (f"{ms(float(time.max()))} ms", f"a step, predicted; rank {slowest} is the slowest"),
         (f"{ms(solution.bound_ms)} ms" if bounded else "none", "bound: no plan is faster"),
-        (f"{solution.gap:.2%}" if bounded or solution.proven else "unknown", "gap between them"),
+        (share(solution.gap) if bounded or solution.proven else "unknown", "gap between them"),
     ]
     for name, used, limit in (("HBM", held.hbm, planned.problem.hbm), ("DDR", held.ddr, planned.problem.ddr)):
         if used.any():
-            share = used / np.maximum(limit, 1)
-            numbers.append((f"{float(share.max()):.0%}", f"of its {name}, rank {int(share.argmax())}, the fullest"))
+            full = used / np.maximum(limit, 1)
+            numbers.append((f"{float(full.max()):.0%}", f"of its {name}, rank {int(full.argmax())}, the fullest"))
     numbers.append((f"{planned.seconds:.2f} s", "to plan"))
     facts_of_it = "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in numbers)
     return [f"<p>{escape(lead)}</p>", f'<div class="facts">{facts_of_it}</div>']
@@ -111,11 +114,11 @@ def _time_by_part(planned: Planned) -> list[str]:
         for rank in range(planned.problem.world_size)
     ]  # fmt: skip
     comms = [n for n in used if PARTS[n].endswith("comms")]
-    share = float(held.parts_ms[comms].sum() / held.parts_ms.sum()) if used else 0.0
+    exchanged = float(held.parts_ms[comms].sum() / held.parts_ms.sum()) if used else 0.0
     chart = _time_chart(planned, "Time of each rank by part of the step")
     return [
         "<h2>What each rank does in a step</h2>",
-        _soft(f"Milliseconds. {share:.0%} of the time of all ranks is exchange between them (hatched)."),
+        _soft(f"Milliseconds. {exchanged:.0%} of the time of all ranks is exchange between them (hatched)."),
         _figure(draw(stacks, chart), [(f"p-{PARTS[n]}", PART_NAMES[PARTS[n]]) for n in used]),
     ]
 
