@@ -129,7 +129,7 @@ def _slowest(planned: Planned, told: Sequence[Row], width: int) -> list[str]:
     text += f"{others}."
     if len(near) > 1:
         many = ranks(near[1:], world) if len(near) <= 9 else counted(len(near) - 1, "rank")
-        text += f" Within 0.1 % of it: {many}."
+        text += f" Within 0.1% of it: {many}."
     return textwrap.wrap(text, max(40, width))
 
 

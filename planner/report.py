@@ -304,5 +304,5 @@ def _line(choice: Choice, change: str, says: str, attributes: str = "") -> str:
 def _settings(planned: Planned) -> list[str]:
     lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts(planned).items())
     near = slowest_ranks(planned)
-    slow = f"<dt>slowest ranks</dt><dd>{listed([ranks(near, planned.problem.world_size)])}, within 0.1 %</dd>"
+    slow = f"<dt>slowest ranks</dt><dd>{listed([ranks(near, planned.problem.world_size)])}, within 0.1%</dd>"
     return ["<h2>How this plan was made</h2>", f"<dl>{lines}{slow}</dl>"]
