@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from shardwise.embeddings.config import DataType
 from . import whatif
 from .constraints_applied import constraint_of
 from .errors import PlannerError, PlannerErrorType
-from .planned import Planned
 from .problem import DoesNotFitError, Problem
 from .request import Request
 from .tables import Table
@@ -27,8 +27,6 @@ from .topology import CARD_HBM_GIB, GIB
 MOST_TRIES, TRIES_OF_A_KIND, HEAVIEST = 32, 6, 5
 # optimizers that keep a number or more for each element
 _ELEMENTWISE = ("Adam", "PartialRowWiseAdam", "LAMB", "PartialRowWiseLAMB", "Adagrad", "RMSprop", "LarsSGD")
-
-Plan = Callable[[Request], Planned]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +86,16 @@ class NoRoomError(PlannerError):
         }
 
 
-def no_room(request: Request, error: DoesNotFitError, free: Problem, plan: Plan) -> NoRoomError:
+def no_room(
+    request: Request, error: DoesNotFitError, free: Problem, has_plan: Callable[[Request], bool]
+) -> NoRoomError:
     """The error that explains why a request has no plan, and what would help.
 
     Args:
         free: the problem of the request without its constraints, each table an item.
-        plan: makes a plan of a request, or raises DoesNotFitError.
+        has_plan: whether a request has a plan.
     """
-    tries = _Tries(plan)
+    tries = _Tries(has_plan)
     weighed = _weigh(request, free)
     strict = bool(request.constraints) and tries.fits(whatif.without_constraints(request))
     found = list(_suggestions(request, weighed, tries))
@@ -147,10 +147,10 @@ def _weigh(request: Request, free: Problem) -> _Weighed:
 
 
 class _Tries:
-    """Plans with changes, up to a number of times."""
+    """Asks whether there is a plan, up to a number of times."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan, self._left = plan, MOST_TRIES
+    def __init__(self, has_plan: Callable[[Request], bool]) -> None:
+        self._has_plan, self._left = has_plan, MOST_TRIES
 
     def fits(self, request: Request) -> bool:
         """Whether there is a plan; False too when the tries are used up."""
@@ -158,10 +158,10 @@ class _Tries:
             return False
         self._left -= 1
         try:
-            self._plan(request)
-        except (DoesNotFitError, PlannerError):
+            return self._has_plan(request)
+        except PlannerError:
+            # a laxer constraint may contradict another one
             return False
-        return True
 
 
 def _suggestions(request: Request, weighed: _Weighed, tries: _Tries) -> Iterator[Suggestion]:
@@ -171,7 +171,7 @@ def _suggestions(request: Request, weighed: _Weighed, tries: _Tries) -> Iterator
         ("dtype", _one_half(request, weighed)),
         ("reservation", _less_reserved(request)),
         ("optimizer", _lighter_state(request, heavy)),
-        ("dtype", _more_halves(request, heavy)),
+        ("dtype", _more_halves(request, weighed)),
         ("batch_size", _smaller_batches(request)),
         ("devices", _more_devices(request, weighed)),
         ("card", _bigger_cards(request)),
@@ -216,10 +216,13 @@ def _one_half(request: Request, weighed: _Weighed) -> _Candidates:
         yield _half(request, [table])
 
 
-def _more_halves(request: Request, heavy: Sequence[Table]) -> _Candidates:
-    wide = [table for table in heavy if table.data_type == DataType.FP32]
-    for count in (2, 3, 5, 8, 20):
-        if count < len(wide):
+def _more_halves(request: Request, weighed: _Weighed) -> _Candidates:
+    """Half the bytes for as few of the heaviest tables as could be enough, then for more."""
+    wide = [table for table in weighed.tables if table.data_type == DataType.FP32]
+    halves = accumulate(weighed.bytes_of[table.path] // 2 for table in wide)
+    enough = next((count for count, saved in enumerate(halves, 1) if saved >= weighed.short_bytes), len(wide))
+    for count in dict.fromkeys((max(2, enough), enough + 1, enough + 2, 2 * enough)):
+        if 2 <= count < len(wide):
             yield _half(request, wide[:count])
     if len(wide) > 1:
         everywhere = _bind(whatif.with_data_type, request, DataType.FP16, names=[table.name for table in wide])
@@ -279,10 +282,13 @@ def _bigger_cards(request: Request) -> _Candidates:
         return
     reserved = request.reserved or (0,) * request.topology.world_size
     has = max(left + kept for left, kept in zip(request.topology.hbm, reserved, strict=True))
-    cards = {gib: card for card, gib in reversed(CARD_HBM_GIB.items())}
-    for gib in sorted(gib for gib in cards if gib * GIB > has):
-        text = f"cards of {gib} GiB ({cards[gib]}) instead of {has / GIB:.4g} GiB"
-        yield text, _bind(whatif.with_card, request, cards[gib])
+    by_size: dict[int, list[str]] = {}
+    for card, gib in CARD_HBM_GIB.items():
+        by_size.setdefault(gib, []).append(card)
+    for gib, cards in sorted(by_size.items()):
+        if gib * GIB > has:
+            text = f"cards of {gib} GiB ({' or '.join(cards)}) instead of {has / GIB:.4g} GiB"
+            yield text, _bind(whatif.with_card, request, cards[0])
 
 
 def _bind(change: Callable[..., Request], *args: object, **more: object) -> Callable[[], Request]:
@@ -329,9 +335,10 @@ def _text(
             rest = f" and {len(overloads) - HEAVIEST} ranks more" if len(overloads) > HEAVIEST else ""
             lines[-1] += f", {', '.join(told)}{rest}"
         lines[-1] += "."
+    world = request.topology.world_size
     lines.append(
-        f"{len(heaviest)} tables need at least {_gib(weighed.need_bytes)} with optimizer states;"
-        f" {request.topology.world_size} ranks have {_gib(weighed.room_bytes)} for them."
+        f"The tables need at least {_gib(weighed.need_bytes)} with optimizer states; {world} rank{'s' * (world > 1)}"
+        f" together have {_gib(weighed.room_bytes)} for them."
     )
     lines.append(f"Heaviest: {', '.join(f'{path!r} {_gib(weight)}' for path, weight in heaviest[:HEAVIEST])}.")
     if found:

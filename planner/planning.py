@@ -25,6 +25,7 @@ from .costs import cost_model
 from .errors import PlannerError, PlannerErrorType
 from .planned import Planned
 from .problem import Choice, DoesNotFitError, Item, Problem
+from .relax import relax
 from .request import Request
 from .solve import solve
 from .tables import Table
@@ -73,7 +74,7 @@ def plan_or_advise(request: Request, *, seconds: float | None = None) -> Planned
         return plan_request(request, seconds=seconds)
     except DoesNotFitError as error:
         free, _ = problem_of(without_constraints(request))
-        raise no_room(request, error, free, plan_request) from error
+        raise no_room(request, error, free, has_plan) from error
 
 
 def plan_request(request: Request, *, seconds: float | None = None) -> Planned:
@@ -91,6 +92,22 @@ def plan_request(request: Request, *, seconds: float | None = None) -> Planned:
         here, request.topology, request.batch_size, request.cost.name, problem, solution, dict(request.settings), taken,
         request,
     )  # fmt: skip
+
+
+def has_plan(request: Request) -> bool:
+    """Whether a short search finds a plan; what a bound rules out is not searched.
+
+    Raises:
+        PlannerError: as `plan_tables`.
+    """
+    problem, _ = problem_of(request)
+    if np.isinf(relax(problem).bound_ms):
+        return False
+    try:
+        solve(problem, seconds=0.0)
+    except DoesNotFitError:
+        return False
+    return True
 
 
 def problem_of(request: Request) -> tuple[Problem, tuple[Table, ...]]:

@@ -221,7 +221,8 @@ def _topology(
 
 
 def _told_share(reserve: float | int) -> str:
-    return f"{reserve:.4g} of each GPU" if isinstance(reserve, float) else f"{reserve / 2**30:.4g} GiB of each GPU"
+    told = f"{100 * reserve:.4g} %" if isinstance(reserve, float) else f"{reserve / 2**30:.4g} GiB"
+    return f"{told} of each GPU's memory"
 
 
 def _changed(
