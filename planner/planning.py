@@ -61,7 +61,7 @@ def plan_tables(
         NoRoomError: no plan stays within memory, or none was found; says what would help.
         PlannerError: constraints name what there is not, leave a table no choice, or contradict each other.
     """
-    model = cost_model(cost, topology, batch_size)
+    model = cost_model(cost, topology, batch_size, constraints=constraints)
     request = Request(
         tuple(tables), topology, batch_size, model, dict(constraints or {}), tuple(reserved), dict(settings or {})
     )
