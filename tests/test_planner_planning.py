@@ -122,7 +122,10 @@ def test_what_a_constraint_says_of_ids_is_what_is_priced() -> None:
     made = planned({"item": said, "user": ParameterConstraints(sharding_types=["table_wise"])})
     by_name = {table.name: table for table in made.tables}
     assert by_name["item"] == replace(
-        TABLES[1], weighted=True, skew=Skew(1.1), features=(Feature("seen", 3.0, 2.0, 10), Feature("bought", 7.0, 1.0, 20))
+        TABLES[1],
+        weighted=True,
+        skew=Skew(1.1),
+        features=(Feature("seen", 3.0, 2.0, 10), Feature("bought", 7.0, 1.0, 20)),
     )
     # the default of pooling_factors, [1.0], says nothing
     assert by_name["user"] == TABLES[0]
