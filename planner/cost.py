@@ -49,8 +49,8 @@ from .ways import Way, ways_of
 _RESULT = 4
 _EXCHANGES = 4
 # How often each number of a result is read or written, pooled (True) or row by row. At its source: put together, its
-# gradient packed and divided by the ranks. Where it is looked up: written; rows are also brought into the order of their
-# sources, and packed. In the backward there: read; rows also brought into the order of slots.
+# gradient packed and divided by the ranks. Where it is looked up: written; rows are also brought into the order of
+# their sources, and packed. In the backward there: read; rows also brought into the order of slots.
 _SOURCE, _FORWARD, _BACKWARD = {True: 6, False: 8}, {True: 1, False: 5}, {True: 1, False: 5}
 # milliseconds of a nanosecond and of a microsecond; also GB/s of a byte per millisecond
 _NS, _US = 1e-6, 1e-3
@@ -195,7 +195,7 @@ class ShardwiseCost:
             # ids and gradients are packed for every rank
             "overhead": len(table.features) * self.constants.stream_us * _US
             + (world - 1) * mine * self.constants.sent_id_ns * _NS
-            + self._moved(table, 4 * (world - 1) * self._results(table) * width),
+            + self._moved(table, (4 if table.pooled else 6) * (world - 1) * self._results(table) * width),
         }
 
     def _dense(self, table: Table) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -21,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shardwise.planner.constants_measured import CARDS, NUMBERS, Constants
+from shardwise.planner.constants_measured import CARDS, FORMAT, NUMBERS, Constants
 from shardwise.planner.cost import ShardwiseCost
 from shardwise.planner.problem import PARTS, Floats
 from shardwise.planner.topology import Topology
@@ -129,6 +131,7 @@ def _rank(rank: int, world_size: int, device: str, folder: str, seconds: float, 
         "nccl" if device == "cuda" else "gloo", f"file://{folder}/store", rank=rank, world_size=world_size
     )
     try:
+        assert dist.group.WORLD is not None
         env = ShardingEnv.from_process_group(dist.group.WORLD)
         told: Progress | None = (lambda *done: conn.send(("progress", done))) if rank == 0 else None
         found = measure(env, here, seconds=seconds, progress=told)
@@ -158,7 +161,7 @@ def measure(
     for size in _SIZES:
         sent = torch.zeros(size * env.world_size, device=device)
         each = [size] * env.world_size
-        calls.append(("exchange", f"{size} numbers", size, lambda s=sent, e=each: exchange.rows(s, e, e).wait()))
+        calls.append(("exchange", f"{size} numbers", size, partial(_exchange, exchange, sent, each)))
     for case in picked:
         step = Step(case.placed(topology), case.batch_size, env, device)
         calls.append(("step", case.name, 0, step))
@@ -194,49 +197,66 @@ def measure(
     return [Measured(what, name, ms, size) for (what, name, size, _), ms in zip(named, slowest, strict=True)]
 
 
+def _exchange(exchange: Exchange, sent: Tensor, each: Sequence[int]) -> None:
+    exchange.rows(sent, each, each).wait()
+
+
 def fit(
     measured: Sequence[Measured], topology: Topology, where: str, chosen: Sequence[Case] | None = None
 ) -> Constants:
     """The constants, at least 0, with the least sum of squared relative errors."""
     by_name = {case.name: case for case in (cases() if chosen is None else chosen)}
-    now = CARDS["cpu"].constants
+    parts = {name: _linear(case, topology) for name, case in by_name.items()}
     measured = _without_calls(measured)
+    ranks = [_of_ranks(one, parts, topology) for one in measured]
     target = np.array([one.ms for one in measured])
+    now = _vector(CARDS["cpu"].constants)
     # which rank is the slowest depends on the constants
-    for _ in range(4):
-        rows = np.stack([_features(one, by_name, topology, now) for one in measured])
-        solution = _least_squares(rows / target[:, None], np.ones(len(target)))
-        now = _constants(solution, f"measured: {where}")
-    return now
+    for _ in range(8):
+        rows = np.stack([mine[int(np.argmax(mine @ now))] for mine in ranks])
+        now = _least_squares(rows / target[:, None], np.ones(len(target)))
+    return _constants(now, f"measured: {where}")
 
 
-def _features(one: Measured, by_name: dict[str, Case], topology: Topology, now: Constants) -> Floats:
-    """What a measurement has of each constant (one over it for bandwidths) [constants]."""
-    if one.what == "exchange":
-        found = np.zeros(len(NUMBERS))
-        received = 4 * one.numbers * (topology.world_size - 1)
-        found[NUMBERS.index("exchange_us")], found[NUMBERS.index("intra_gb_s")] = 1e-3, received * 1e-6
-        return found
-    case = by_name[one.name]
+def _linear(case: Case, topology: Topology) -> Floats:
+    """What each part of each rank's time has of each constant, one over it for bandwidths: [P, W, constants]."""
     placed = case.placed(topology)
-    picked = {"lookup": [PARTS.index("fwd_compute")], "update": [PARTS.index("bwd_compute")]}.get(one.what, slice(None))
+    units = [rank_ms(placed, ShardwiseCost(topology, case.batch_size, unit)) for unit in _UNITS]
+    return np.stack(units, axis=2)
 
-    def ranks(constants: Constants) -> Floats:
-        found: Floats = rank_ms(placed, ShardwiseCost(topology, case.batch_size, constants))[picked].sum(axis=0)
+
+def _of_ranks(one: Measured, parts: Mapping[str, Floats], topology: Topology) -> Floats:
+    """What the time has of each constant on each rank: [W, constants]."""
+    if one.what == "exchange":
+        found = np.zeros((1, len(NUMBERS)))
+        received = 4 * one.numbers * (topology.world_size - 1)
+        found[0, NUMBERS.index("exchange_us")], found[0, NUMBERS.index("intra_gb_s")] = 1e-3, received * 1e-6
         return found
+    picked = {"lookup": [PARTS.index("fwd_compute")], "update": [PARTS.index("bwd_compute")]}.get(one.what)
+    of_case = parts[one.name]
+    total: Floats = (of_case if picked is None else of_case[picked]).sum(axis=0)
+    return total
 
-    slowest = int(np.argmax(ranks(now)))
-    return np.array([ranks(unit)[slowest] for unit in _UNITS])
+
+def _vector(constants: Constants) -> Floats:
+    """What times are linear in."""
+    values = {name: getattr(constants, name) for name in NUMBERS}
+    return np.array([1 / value if name.endswith("_gb_s") else value for name, value in values.items()])
 
 
 def _without_calls(measured: Sequence[Measured]) -> list[Measured]:
-    """Lookups and updates without what one takes that has nothing to do: that is part of the step's own time."""
+    """Lookups and updates without what one takes that has nothing to do: that is part of the step's own time.
+
+    Those that take little more are left out.
+    """
     least = {one.what: one.ms for one in measured if one.name == NOTHING}
-    return [
-        replace(one, ms=max(one.ms - least[one.what], one.ms / 10)) if one.what in ("lookup", "update") else one
-        for one in measured
-        if one.name != NOTHING or one.what == "step"
-    ]
+    found = []
+    for one in measured:
+        if one.what not in ("lookup", "update"):
+            found.append(one)
+        elif one.ms > 2 * least.get(one.what, 0.0):
+            found.append(replace(one, ms=one.ms - least.get(one.what, 0.0)))
+    return found
 
 
 def rank_ms(placed: Sequence[Placed], cost: ShardwiseCost) -> Floats:
@@ -252,11 +272,11 @@ def rank_ms(placed: Sequence[Placed], cost: ShardwiseCost) -> Floats:
 
 # constants of which one is 1 and all others cost nothing
 _FREE = {name: 1e30 if name.endswith("_gb_s") else 0.0 for name in NUMBERS}
-_UNITS = [Constants(**{**_FREE, name: 1.0}) for name in NUMBERS]
+_UNITS = [Constants.from_json({"format": FORMAT, **_FREE, name: 1.0}) for name in NUMBERS]
 
 
 def _constants(solution: Floats, source: str) -> Constants:
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in zip(NUMBERS, solution.tolist(), strict=True):
         found[name] = (min(_MOST_GB_S, 1 / value) if value > 0 else _MOST_GB_S) if name.endswith("_gb_s") else value
     # hosts are only told apart where there are several

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
 from shardwise.embeddings import (
     LAMB,
-    DataType,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -27,15 +28,19 @@ from shardwise.jagged import KeyedJaggedTensor
 from shardwise.planner.tables import Skew, Table
 from shardwise.planner.ways import Way
 from shardwise.sharding.collection import ShardedCollection
+from shardwise.sharding.dmp import DistributedModelParallel
 from shardwise.sharding.env import ShardingEnv
-from shardwise.sharding.exchange import Exchange
+from shardwise.sharding.generators import placement
 from shardwise.sharding.layout import Shard
-from shardwise.sharding.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from shardwise.sharding.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "RowWiseAdagrad": RowWiseAdagrad,
     "Adam": torch.optim.Adam, "LAMB": LAMB,
 }  # fmt: skip
+_META = torch.device("meta")
+# paths of the collection that is pooled, and of the other
+_COLLECTIONS = ("pooled", "rows")
 # batches that a measurement goes around: more than the caches remember
 _BATCHES = 4
 
@@ -62,34 +67,73 @@ class Placed:
             left += width
         return found
 
-
-def collection_of(tables: Sequence[Table]) -> EmbeddingBagCollection | EmbeddingCollection:
-    """The collection of tables that are all pooled or all not, with their optimizers in the backward, on meta."""
-    meta, kinds = torch.device("meta"), [dict[str, Any]() for _ in tables]
-    for table, kind in zip(tables, kinds, strict=True):
-        kind.update(
-            name=table.name, num_embeddings=table.num_embeddings, embedding_dim=table.embedding_dim,
-            data_type=DataType(table.data_type), feature_names=[feature.name for feature in table.features],
-        )  # fmt: skip
-    made: EmbeddingBagCollection | EmbeddingCollection
-    if tables[0].pooled:
-        weighted = tables[0].weighted
-        made = EmbeddingBagCollection([EmbeddingBagConfig(**kind) for kind in kinds], weighted, device=meta)
-    else:
-        made = EmbeddingCollection([EmbeddingConfig(**kind) for kind in kinds], device=meta)
-    for table, parameter in zip(tables, made.parameters(), strict=True):
-        if table.optimizer is not None:
-            apply_optimizer_in_backward(_OPTIMIZERS[table.optimizer], [parameter], {"lr": 0.01})
-    return made
+    def parameter_sharding(self, env: ShardingEnv, device_type: str) -> ParameterSharding:
+        """The same as plans have it."""
+        kind, kernel = self.way.sharding_type, self.way.compute_kernel
+        shards = self.shards(env.world_size)
+        if self.way.replica:
+            return ParameterSharding(kind, kernel, [shard.rank for shard in shards])
+        cuts = [
+            ShardMetadata(
+                shard_offsets=[shard.rows[0], shard.cols[0]],
+                shard_sizes=[shard.rows[1] - shard.rows[0], shard.cols[1] - shard.cols[0]],
+                placement=placement(device_type, shard.rank, env.local_world_size or env.world_size),
+            )
+            for shard in shards
+        ]
+        return ParameterSharding(kind, kernel, [shard.rank for shard in shards], EnumerableShardingSpec(cuts))
 
 
-def sharded_of(placed: Sequence[Placed], env: ShardingEnv, device: torch.device) -> ShardedCollection:
-    """The sharded collection; all ranks call this together."""
-    tables = [one.table for one in placed]
-    shards = [shard for one in placed for shard in one.shards(env.world_size)]
-    kind: Any = ShardedEmbeddingBagCollection if tables[0].pooled else ShardedEmbeddingCollection
-    made: ShardedCollection = kind(collection_of(tables), shards, env, device, default_optimizer=(torch.optim.SGD, {}))
-    return made
+class Net(nn.Module):
+    """A model of nothing but tables: a collection of those that are pooled, another of those that are not."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        super().__init__()
+        pooled, rows = [t for t in tables if t.pooled], [t for t in tables if not t.pooled]
+        if pooled:
+            self.pooled = EmbeddingBagCollection(
+                [EmbeddingBagConfig(**_config(table)) for table in pooled], pooled[0].weighted, device=_META
+            )
+        if rows:
+            self.rows = EmbeddingCollection([EmbeddingConfig(**_config(table)) for table in rows], device=_META)
+        for collection, mine in self.collections(pooled, rows):
+            for table, parameter in zip(mine, collection.parameters(), strict=True):
+                if table.optimizer is not None:
+                    apply_optimizer_in_backward(_OPTIMIZERS[table.optimizer], [parameter], {"lr": 0.01})
+
+    def collections(self, *tables: list[Table]) -> list[tuple[nn.Module, list[Table]]]:
+        """Each collection that there is, and its tables, given those that are pooled and those that are not."""
+        named = zip(_COLLECTIONS, tables, strict=True)
+        return [(getattr(self, name), mine) for name, mine in named if mine]
+
+    def forward(self, batches: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
+        """Outputs to be differentiated."""
+        left, outputs = list(batches), list[Tensor]()
+        # both are on their way before either is waited for
+        pooled = self.pooled(left.pop(0)) if hasattr(self, "pooled") else None
+        rows = self.rows(left.pop(0)) if hasattr(self, "rows") else None
+        if pooled is not None:
+            outputs.append(pooled.values())
+        if rows is not None:
+            outputs += [one.values() for one in dict(rows).values()]
+        return outputs
+
+
+def _config(table: Table) -> dict[str, Any]:
+    return {
+        "name": table.name, "num_embeddings": table.num_embeddings, "embedding_dim": table.embedding_dim,
+        "data_type": table.data_type, "feature_names": [feature.name for feature in table.features],
+    }  # fmt: skip
+
+
+def model_of(placed: Sequence[Placed], env: ShardingEnv, device: torch.device) -> DistributedModelParallel:
+    """The model under its plan; all ranks call this together."""
+    plan: dict[str, EmbeddingModuleShardingPlan] = {}
+    for one in placed:
+        path = _COLLECTIONS[not one.table.pooled]
+        where = plan.setdefault(path, EmbeddingModuleShardingPlan())
+        where[one.table.name] = one.parameter_sharding(env, device.type)
+    return DistributedModelParallel(Net([one.table for one in placed]), env=env, device=device, plan=ShardingPlan(plan))
 
 
 def batches_of(tables: Sequence[Table], batch_size: int, rank: int, device: torch.device) -> list[KeyedJaggedTensor]:
@@ -131,20 +175,13 @@ class Step:
 
     def __init__(self, placed: Sequence[Placed], batch_size: int, env: ShardingEnv, device: torch.device) -> None:
         tables = [one.table for one in placed]
-        self.collection = sharded_of(placed, env, device)
-        self._batches = batches_of(tables, batch_size, env.rank, device)
-        self._pooled, self._count = tables[0].pooled, 0
-        self._exchange = Exchange(env.process_group)
-        self._gradients = [[torch.randn_like(part) for part in self._outputs(batch)] for batch in self._batches]
-        self._dense = [
-            parameter
-            for one, parameter in zip(placed, self.collection.parameters(), strict=True)
-            if one.way.replica and one.table.optimizer is None
-        ]
-
-    def _outputs(self, batch: KeyedJaggedTensor) -> list[Tensor]:
-        found: Any = self.collection(batch)
-        return [found.values()] if self._pooled else [one.values() for one in dict(found).values()]
+        self.model = model_of(placed, env, device)
+        parts = [mine for pooled in (True, False) if (mine := [t for t in tables if t.pooled == pooled])]
+        self._batches = list(zip(*[batches_of(mine, batch_size, env.rank, device) for mine in parts], strict=True))
+        self._count = 0
+        self._gradients = [[torch.randn_like(part) for part in self.model(batch)] for batch in self._batches]
+        dense = {one.table.name for one in placed if one.way.replica and one.table.optimizer is None}
+        self._dense = [p for name, p in self.model.named_parameters() if name.split(".")[-2] in dense]
 
     def _next(self) -> int:
         self._count += 1
@@ -153,9 +190,7 @@ class Step:
     def __call__(self) -> None:
         """The next step."""
         number = self._next()
-        torch.autograd.backward(self._outputs(self._batches[number]), self._gradients[number])
-        gradients = [parameter.grad for parameter in self._dense if parameter.grad is not None]
-        self._exchange.mean(gradients)
+        torch.autograd.backward(self.model(self._batches[number]), self._gradients[number])
         for parameter in self._dense:
             assert parameter.grad is not None
             parameter.data.sub_(parameter.grad, alpha=0.01)
@@ -163,8 +198,9 @@ class Step:
 
     def alone(self, device: torch.device) -> tuple[float, float]:
         """Milliseconds of this rank's lookup, and of its update, in a step that does not use their results."""
-        collection, number = self.collection, self._next()
-        flight = collection.begin(self._batches[number])
+        (batch,) = self._batches[self._next()]
+        (collection,) = [one for one in self.model.module.children() if isinstance(one, ShardedCollection)]
+        flight = collection.begin(batch)
         looked_up = timed(lambda: collection.look_up(flight), device)
         assert flight.pending is not None
         flight.pending.wait()
