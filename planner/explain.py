@@ -27,6 +27,7 @@ from .wording import (
     ranks,
     rows,
     shape,
+    share,
     where,
     why,
 )  # fmt: skip
@@ -69,7 +70,7 @@ def facts(planned: Planned) -> dict[str, str]:
     time = planned.loads.time_ms
     slowest = slowest_ranks(planned)
     bound = f"{ms(solution.bound_ms)} ms: no plan within the limits is faster ({solution.bound_from})"
-    gap = f"{solution.gap:.2%}: " + (
+    gap = f"{share(solution.gap)}: " + (
         "this plan is proven to be optimal" if solution.proven else "no plan can be faster by more than that"
     )
     return {
@@ -87,7 +88,8 @@ def facts(planned: Planned) -> dict[str, str]:
 
 def _topology(planned: Planned) -> str:
     topology, problem = planned.topology, planned.problem
-    parts = [headline(planned).partition(" on ")[2], topology.compute_device]
+    device = topology.compute_device if topology.card is None else f"{topology.compute_device} {topology.card}"
+    parts = [headline(planned).partition(" on ")[2], device]
     held = planned.loads
     for name, caps, values in (("HBM", problem.hbm, held.hbm), ("DDR", problem.ddr, held.ddr)):
         low, high = int(caps.min()), int(caps.max())
@@ -118,14 +120,16 @@ def _slowest(planned: Planned, told: Sequence[Row], width: int) -> list[str]:
         return []
     parts = planned.loads.parts_ms[:, first]
     comms = sum(float(parts[PARTS.index(part)]) for part in PARTS if part.endswith("comms"))
-    share = comms / float(parts.sum()) if parts.sum() else 0.0
+    exchanged = comms / float(parts.sum()) if parts.sum() else 0.0
     longest = listed([f"{names[piece.item]} ({ms(piece.time_ms)} ms)" for piece in here[:5]])
     others = f" and {counted(len(here) - 5, 'other')}" if len(here) > 5 else ""
-    text = f"Rank {first} is the slowest: {ms(float(parts.sum()))} ms, {share:.0%} of it exchange. It holds {longest}"
+    text = (
+        f"Rank {first} is the slowest: {ms(float(parts.sum()))} ms, {exchanged:.0%} of it exchange. It holds {longest}"
+    )
     text += f"{others}."
     if len(near) > 1:
         many = ranks(near[1:], world) if len(near) <= 9 else counted(len(near) - 1, "rank")
-        text += f" Within 0.1 % of it: {many}."
+        text += f" Within 0.1% of it: {many}."
     return textwrap.wrap(text, max(40, width))
 
 

@@ -19,7 +19,7 @@ from shardwise.planner.explain import explain
 from shardwise.planner.planned import Planned
 from shardwise.planner.problem import PARTS, Assignment, Item, Problem
 from shardwise.planner.topology import GIB
-from shardwise.planner.wording import gib, ms, ranks, size
+from shardwise.planner.wording import gib, ms, ranks, share, size
 
 HERE = Path(__file__).parent
 
@@ -199,6 +199,11 @@ def test_milliseconds_have_four_digits_or_so(value: float, said: str) -> None:
 )
 def test_bytes_have_the_unit_that_suits(value: float, short: str, long: str) -> None:
     assert (gib(value), size(value)) == (short, long)
+
+
+@pytest.mark.parametrize(("value", "said"), [(0.0, "0.00%"), (1e-6, "<0.01%"), (1e-4, "0.01%"), (0.0112, "1.12%")])
+def test_a_gap_is_never_told_as_none_that_is_some(value: float, said: str) -> None:
+    assert share(value) == said
 
 
 def test_print_shows_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
