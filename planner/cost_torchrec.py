@@ -62,6 +62,13 @@ class TorchRecCost:
         self._column_widths = tuple(column_widths)
         self._pipeline = pipeline
 
+    def at(self, topology: Topology, batch_size: int) -> TorchRecCost:
+        """The same model for other machines or another batch size."""
+        return TorchRecCost(
+            topology, batch_size, constraints=self._constraints, column_widths=self._column_widths,
+            pipeline=self._pipeline,
+        )  # fmt: skip
+
     def base_ms(self, tables: Sequence[Table]) -> float:
         """TorchRec counts nothing beside tables."""
         return 0.0

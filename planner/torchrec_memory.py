@@ -59,7 +59,7 @@ def shard_storage(
         mine = table_bytes if whole else math.ceil(table_bytes * (rows * columns) / (kept.rows * kept.columns))
         if is_inference:
             return mine
-        states = math.ceil(mine * _optimizer_multiplier(kept.optimizer, kept.columns))
+        states = math.ceil(mine * optimizer_multiplier(kept.optimizer, kept.columns))
         return mine + states + (0 if cache is None else math.ceil(rows * (4 + cache * 16)))
 
     on_device, on_host = _table_bytes(compute_device, lookups.element_bytes, kept)
@@ -72,7 +72,7 @@ def shard_storage(
         rows_in_cache = kept.rows * kept.kv_caching_ratio * lookups.element_bytes * kept.columns
         hbm, ddr = min(kept.kv_l1_bytes, math.ceil(rows_in_cache)), 0
 
-    batch = _batch_bytes(sharding_type, world_size, group, lookups, rows, columns)
+    batch = batch_bytes(sharding_type, world_size, group, lookups, rows, columns)
     if compute_device == "cpu":
         return Storage(0, ddr + (0 if is_inference else sum(batch)), ssd)
     fetched = batch[0] if cached else 0
@@ -80,7 +80,7 @@ def shard_storage(
     return Storage(hbm + at_once, ddr, ssd)
 
 
-def _batch_bytes(
+def batch_bytes(
     sharding_type: str, world_size: int, group: int, lookups: Lookups, rows: int, columns: int
 ) -> tuple[int, int]:
     """Ids and rows of a batch."""
@@ -129,7 +129,7 @@ def _table_bytes(compute_device: str, element_bytes: float, kept: Keeping) -> tu
     return (0, size) if host else (size, 0)
 
 
-def _optimizer_multiplier(optimizer: str | None, columns: int) -> float:
+def optimizer_multiplier(optimizer: str | None, columns: int) -> float:
     """Bytes of its states over those of the rows. TorchRec knows three; any other has one number for each element."""
     if optimizer is None:
         return 0
