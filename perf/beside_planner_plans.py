@@ -36,8 +36,6 @@ GIB = 1024**3
 NARROW = 32
 # tables of generated sets
 GENERATED = (50, 200)
-# of TorchRec's planner, which stops a proposer after this many
-TIMEOUT_SECONDS = 500
 PROPOSERS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("GreedyProposer", {}),
     "greedy, sum of shards": ("GreedyProposer", {"use_depth": False}),
@@ -177,7 +175,6 @@ class _TorchRec:
             else None,
             stats=[],
             debug=False,
-            timeout_seconds=TIMEOUT_SECONDS,
         )
         try:
             planner.plan(self.model, import_module("torchrec.distributed.sharding_plan").get_default_sharders())
