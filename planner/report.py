@@ -81,9 +81,7 @@ def _summary(planned: Planned) -> list[str]:
     if solution.proven:
         lead = "This plan is proven to be optimal: no other within the limits is faster."
     elif bounded:
-        lead = (
-            f"No plan within the limits is faster than the bound; this one is {share(solution.gap)} above it."
-        )
+        lead = f"No plan within the limits is faster than the bound; this one is {share(solution.gap)} above it."
     else:
         lead = "How far the plan is from the best is not known."
     numbers = [
