@@ -1,11 +1,11 @@
-"""How well the planner's cost model orders plans that it was not calibrated on: `python -m shardwise.perf.planner_heldout`.
+"""How well the planner's cost model orders plans that it was not calibrated on.
 
-Two gloo processes of one thread each measure the constants (`calibrate`), then real training steps of
-DistributedModelParallel under 20 plans of other workloads: what the planner chose for each of them and four others,
-picked by prediction alone to be as far apart as they come. Plans take turns; a time is the median of 15 steps, of the
-slower rank. Printed: predicted and measured, Spearman's correlation with a bootstrap interval, pairs that are predicted
-more than 1.5 x apart and came out the other way round, and the regret of the planner's choice among the plans of its
-workload. The JSON has all times.
+Run as `python -m shardwise.perf.planner_heldout [--seconds N]`. Two gloo processes of one thread each measure the
+constants (`calibrate`), then real training steps of DistributedModelParallel under 20 plans of other workloads: what
+the planner chose for each of them and four others, picked by prediction alone to be as far apart as they come. Plans
+take turns; a time is the median of 15 steps, of the slower rank. Printed: predicted and measured, Spearman's
+correlation with a bootstrap interval, pairs that are predicted more than 1.5 x apart and came out the other way round,
+and the regret of the planner's choice among the plans of its workload. The JSON has all times.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from shardwise import ShardingEnv, __version__
 from shardwise.planner.constants_measured import Constants
@@ -158,6 +159,7 @@ def _rank(rank: int, folder: str, seconds: float) -> None:
     """One process: calibrates, and measures the plans."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
+    assert dist.group.WORLD is not None
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     measured = measure(env, _CPU, seconds=seconds)
     constants = fit(measured, Topology(WORLD, "cpu"), f"{WORLD} cpu ranks of 1 thread")
@@ -214,9 +216,8 @@ def judged(plans: Sequence[dict[str, Any]], seed: int = 7) -> dict[str, Any]:
 
 def _spearman(a: Any, b: Any) -> float:
     """Correlation of ranks, ties sharing theirs."""
-    from scipy.stats import rankdata
-
-    return float(np.corrcoef(rankdata(a), rankdata(b))[0, 1])
+    ranks = [np.searchsorted(np.sort(x), x) + np.searchsorted(np.sort(x), x, side="right") for x in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
 def page(found: dict[str, Any]) -> str:
@@ -227,10 +228,10 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# The cost model against plans that it was not calibrated on",
         "",
-        f"Made by `python -m shardwise.perf.planner_heldout`. {found['machine']}; {WORLD} gloo ranks of one thread each on"
-        f" {found['cpus']} cores; shardwise {found['shardwise']}, torch {found['torch']}; load average"
-        f" {found['load'][0]:.1f} before and {found['load'][1]:.1f} after, {found['seconds']} s in all. Medians of {ROUNDS}"
-        " steps of the slower rank, plans taking turns. Constants were measured just before, on the workloads of"
+        f"Made by `python -m shardwise.perf.planner_heldout` in {found['seconds']} s, on {found['machine']}. {WORLD} gloo"
+        f" ranks of one thread each on {found['cpus']} cores; shardwise {found['shardwise']}, torch {found['torch']}; load"
+        f" average {found['load'][0]:.1f} before and {found['load'][1]:.1f} after. Medians of {ROUNDS} steps of the"
+        " slower rank, plans taking turns. Constants were measured just before, on the workloads of"
         " `sharding/planning/calibrate_cases.py`; the plans below are of other tables, widths, lengths and batches.",
         "",
         f"- Predictions span {says['predictions_span']:.1f} x; Spearman's correlation is {says['spearman']:.3f}"
@@ -266,7 +267,8 @@ def main() -> None:
     before, begin = os.getloadavg()[0], time.time()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="heldout") as folder:
-        torch.multiprocessing.spawn(_rank, (folder, asked.seconds), WORLD)
+        spawn: Any = mp.spawn  # type: ignore[attr-defined]
+        spawn(_rank, (folder, asked.seconds), WORLD)
         found = json.loads(Path(folder, "found.json").read_text())
     found = {
         "machine": platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__, "shardwise": __version__,

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -21,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shardwise.planner.constants_measured import CARDS, NUMBERS, Constants
+from shardwise.planner.constants_measured import CARDS, FORMAT, NUMBERS, Constants
 from shardwise.planner.cost import ShardwiseCost
 from shardwise.planner.problem import PARTS, Floats
 from shardwise.planner.topology import Topology
@@ -129,6 +131,7 @@ def _rank(rank: int, world_size: int, device: str, folder: str, seconds: float, 
         "nccl" if device == "cuda" else "gloo", f"file://{folder}/store", rank=rank, world_size=world_size
     )
     try:
+        assert dist.group.WORLD is not None
         env = ShardingEnv.from_process_group(dist.group.WORLD)
         told: Progress | None = (lambda *done: conn.send(("progress", done))) if rank == 0 else None
         found = measure(env, here, seconds=seconds, progress=told)
@@ -158,7 +161,7 @@ def measure(
     for size in _SIZES:
         sent = torch.zeros(size * env.world_size, device=device)
         each = [size] * env.world_size
-        calls.append(("exchange", f"{size} numbers", size, lambda s=sent, e=each: exchange.rows(s, e, e).wait()))
+        calls.append(("exchange", f"{size} numbers", size, partial(_exchange, exchange, sent, each)))
     for case in picked:
         step = Step(case.placed(topology), case.batch_size, env, device)
         calls.append(("step", case.name, 0, step))
@@ -192,6 +195,10 @@ def measure(
     of_all = exchange.numbers(own.repeat(env.world_size)).wait().view(env.world_size, -1)
     slowest = of_all.max(dim=0).values.tolist()
     return [Measured(what, name, ms, size) for (what, name, size, _), ms in zip(named, slowest, strict=True)]
+
+
+def _exchange(exchange: Exchange, sent: Tensor, each: Sequence[int]) -> None:
+    exchange.rows(sent, each, each).wait()
 
 
 def fit(
@@ -265,11 +272,11 @@ def rank_ms(placed: Sequence[Placed], cost: ShardwiseCost) -> Floats:
 
 # constants of which one is 1 and all others cost nothing
 _FREE = {name: 1e30 if name.endswith("_gb_s") else 0.0 for name in NUMBERS}
-_UNITS = [Constants(**{**_FREE, name: 1.0}) for name in NUMBERS]
+_UNITS = [Constants.from_json({"format": FORMAT, **_FREE, name: 1.0}) for name in NUMBERS]
 
 
 def _constants(solution: Floats, source: str) -> Constants:
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in zip(NUMBERS, solution.tolist(), strict=True):
         found[name] = (min(_MOST_GB_S, 1 / value) if value > 0 else _MOST_GB_S) if name.endswith("_gb_s") else value
     # hosts are only told apart where there are several
