@@ -271,7 +271,7 @@ def golden(lib: Any, path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print counts of agreements, all differences, and CPU seconds of both."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Our proposers, partitioners and stats beside TorchRec's.")
     parser.add_argument("--instances", type=int, default=100)
     parser.add_argument("--golden", type=Path)
     arguments = parser.parse_args(argv)

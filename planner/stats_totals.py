@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .torchrec_formulas import Lookups, lookups_of_batch, optimizer_name
-from .torchrec_memory import batch_bytes, optimizer_multiplier
+from .torchrec_formulas import Lookups, lookups_of_batch
+from .torchrec_memory import batch_bytes, optimizer_multiplier, optimizer_name
 from .types import CriticalPathEstimate, ParameterConstraints, Perf, ShardingOption, Storage, Topology
 from .utils import bytes_to_mb, get_num_poolings
 
@@ -106,7 +106,7 @@ def shard_io_bytes(
     ids, outputs = lookups_of_batch(option.input_lengths, num_poolings, batch_sizes, option.is_pooled)
     element = float(option.tensor.element_size())
     # what is exchanged counts in the table's own type here, whatever a codec makes of it
-    lookups = Lookups(ids, outputs, option.is_pooled, False, element, (element,) * 2, (element,) * 2, element)
+    lookups = Lookups(ids, outputs, option.is_pooled, False, element, (element, element), (element, element), element)
     return [
         batch_bytes(
             option.sharding_type, topology.world_size, topology.intra_group_size, lookups, shard.size[0], shard.size[1]
