@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .construct import construct
+from .construct import construct, repack
 from .local_search import descend, improve
 from .packing import Packing
 from .problem import Assignment, Floats
@@ -20,6 +20,8 @@ from .search_space import Space
 FIRST = 3
 # the search aims a little above the bound: that is as good, and leaves pressure on ranks that are truly late
 AIM = 1 + 1e-5
+# targets tried between the bound and the best
+BISECTIONS = 4
 SEED = 7
 
 
@@ -56,6 +58,26 @@ class Search:
             if _late(deadline):
                 break
         for packing in packings:
+            for spent in descend(packing):
+                self.steps += spent
+                if _late(deadline):
+                    break
+            self._see(packing)
+        low, high = self.target_ms, self.time_ms
+        for _ in range(BISECTIONS if self.fits else 0):
+            # ranks that all stay under a target somewhat above the bound are what is needed
+            middle = (low + high) / 2
+            for packing in repack(self.space, middle, self.prices):
+                self.steps += 1
+                if _late(deadline):
+                    break
+                self._see(packing)
+                if packing.total <= 0:
+                    break
+            low, high = (low, middle) if packing.total <= 0 else (middle, high)
+            packing.aim(self.target_ms)
+            packings.append(packing)
+        for packing in packings[FIRST:]:
             for spent in descend(packing):
                 self.steps += spent
                 if _late(deadline):
