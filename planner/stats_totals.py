@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .torchrec_formulas import Lookups, lookups_of_batch, optimizer_name
-from .torchrec_memory import batch_bytes, optimizer_multiplier
+from .torchrec_formulas import Lookups, lookups_of_batch
+from .torchrec_memory import batch_bytes, optimizer_multiplier, optimizer_name
 from .types import CriticalPathEstimate, ParameterConstraints, Perf, ShardingOption, Storage, Topology
 from .utils import bytes_to_mb, get_num_poolings
 
