@@ -14,8 +14,8 @@ from .packing import Packing
 from .problem import Floats, Ints
 from .search_space import Space
 
-# longest blocks, as shares of the target
-LONGEST = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15)
+# blocks at most, as shares of the target and of a rank's memory
+LARGEST = tuple((time, memory) for time in (1.0, 0.7, 0.5, 0.35, 0.25, 0.15) for memory in (1.0, time))
 # where blocks go: where time and memory are both least used, where time is, where memory is just enough
 RULES = ("balance", "time", "fill")
 
@@ -27,26 +27,33 @@ def construct(space: Space, target_ms: float, prices: Floats) -> Iterator[Packin
         target_ms: that ranks should stay under.
         prices: milliseconds that a byte of each memory is worth [R - 1].
     """
-    base = -float(space.limits[0].min())
-    wanted = [choose(space, share * (target_ms - base), prices) for share in LONGEST]
+    base = -float(space.limits[0].max())
+    most = np.concatenate([[target_ms - base], space.limits[1:].max(axis=1)])
+    wanted = [choose(space, most * [time, *[memory] * len(prices)], prices) for time, memory in LARGEST]
     different = {chosen.tobytes(): chosen for chosen in wanted}
+    fits = False
     for rule in RULES:
+        if rule == "fill" and fits:
+            return
         for chosen in different.values():
             packing = Packing(space, target_ms, prices)
             fill(packing, chosen, rule)
+            fits = fits or packing.fits
             yield packing
 
 
-def choose(space: Space, longest_ms: float, prices: Floats) -> Ints:
-    """The choice of each item [N] with the least work and priced memory among those of blocks up to `longest_ms`.
+def choose(space: Space, largest: Floats, prices: Floats) -> Ints:
+    """The choice of each item [N] with the least work and priced memory, of those with no larger block than `largest`.
 
-    An item whose blocks are all longer gets the choice with the shortest.
+    Args:
+        largest: milliseconds and bytes [R]. An item whose blocks are all larger gets the least large.
     """
     if not space.groups:
         return np.zeros(0, np.int64)
     cost = space.work + np.tensordot(prices, space.memory, axes=1)
-    shortest = space.biggest.min(axis=1, keepdims=True)
-    cost[space.biggest > np.maximum(longest_ms, shortest)] = np.inf
+    large = (space.biggest / np.maximum(largest, 1e-300)[:, None, None]).max(axis=0)
+    large[np.isinf(space.work)] = np.inf
+    cost[large > np.maximum(large.min(axis=1, keepdims=True), 1)] = np.inf
     found: Ints = cost.argmin(axis=1)
     return found
 

@@ -18,7 +18,8 @@ from .shard_estimators import element_bytes, l1_bytes
 from .sharding_option import PipelineType
 from .tables import Feature, Table
 from .topology import Topology
-from .torchrec_formulas import Keeping, Lookups, lookups_of_batch, shard_perf, shard_storage
+from .torchrec_formulas import Lookups, lookups_of_batch, shard_perf
+from .torchrec_memory import Keeping, shard_storage
 from .torchrec_options import allowed_kernels, allowed_types, compute_kernels, cuts, row_shares, sharding_types
 from .ways import Way
 
@@ -60,6 +61,13 @@ class TorchRecCost:
         self._constraints = dict(constraints or {})
         self._column_widths = tuple(column_widths)
         self._pipeline = pipeline
+
+    def at(self, topology: Topology, batch_size: int) -> TorchRecCost:
+        """The same model for other machines or another batch size."""
+        return TorchRecCost(
+            topology, batch_size, constraints=self._constraints, column_widths=self._column_widths,
+            pipeline=self._pipeline,
+        )  # fmt: skip
 
     def base_ms(self, tables: Sequence[Table]) -> float:
         """TorchRec counts nothing beside tables."""

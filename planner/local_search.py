@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .packing import Packing, Snapshot
+from .packing import Packing
 
 # ranks that are looked at before a packing counts as one that no single move improves
 RANKS_TRIED = 4
@@ -17,39 +17,51 @@ RANKS_TRIED = 4
 REMOVED = 8
 # how much worse than the best a packing may be to go on from, as a share
 WORSE = 0.02
+# how often an item gets a choice that is not the best for it
+FORCED = 0.3
 LEAST = 1e-12
 
 
 def improve(packing: Packing, generator: np.random.Generator) -> Iterator[int]:
-    """Lower the pressure for as long as the caller goes on; yields the steps spent after each change or try.
+    """Lower the pressure for as long as the caller goes on; yields the steps spent since it last did.
 
     The packing is consistent whenever this yields; the caller keeps those that it likes and may change the target.
     """
-    steps = 0
-    for spent in descend(packing):
-        steps += spent
-        yield steps
-    best, kept = packing.total, packing.keep()
-    target = packing.target
-    while True:
+    yield from descend(packing)
+    best, kept, target = packing.total, packing.keep(), packing.target
+    while packing.chosen:
         if packing.target != target:
-            target, best, kept = packing.target, packing.total, packing.keep()
-        removed = _pick(packing, generator)
-        for i in removed:
-            packing.take(i)
-        sizes = np.array([float(packing.space.biggest[i].min()) for i in removed])
-        order = np.argsort(-sizes * generator.uniform(0.5, 1.5, len(removed)))
-        for i in order.tolist():
-            packing.put(removed[i], packing.weigh(removed[i])[1])
-        steps += len(removed)
-        for spent in descend(packing):
-            steps += spent
+            best, kept, target = packing.total, packing.keep(), packing.target
+        disturbed = _disturb(packing, generator)
+        for i, number in disturbed:
+            packing.put(i, packing.weigh(i)[1] if number < 0 else number)
+        steps = len(disturbed) + sum(descend(packing))
         if packing.total <= best * (1 + WORSE * generator.random() ** 4):
-            # a snapshot is kept even if a little worse, so that plateaus are crossed
+            # one that is a little worse is kept too, so that plateaus are crossed
             best, kept = packing.total, packing.keep()
         else:
             packing.restore(kept)
         yield steps
+
+
+def _disturb(packing: Packing, generator: np.random.Generator) -> list[tuple[int, int]]:
+    """Remove some items; returns them in the order in which to place them again, with a choice or -1 for any."""
+    removed = _pick(packing, generator)
+    forced = -1
+    if generator.random() < FORCED:
+        # another choice for one, so that the others find another place
+        i = removed[-1]
+        costs = packing.cost(i)
+        others = [int(n) for n in np.argsort(costs, kind="stable") if np.isfinite(costs[n]) and n != packing.chosen[i]]
+        if others:
+            forced = others[int(len(others) * generator.random() ** 2)]
+    for i in removed:
+        packing.take(i)
+    sizes = np.array([packing.cost(i).min() for i in removed]) * generator.uniform(0.5, 1.5, len(removed))
+    order = [removed[n] for n in np.argsort(-sizes, kind="stable")]
+    if forced < 0:
+        return [(i, -1) for i in order]
+    return [(removed[-1], forced)] + [(i, -1) for i in order if i != removed[-1]]
 
 
 def descend(packing: Packing) -> Iterator[int]:
@@ -100,17 +112,17 @@ def _choose_anew(packing: Packing, rank: int) -> bool:
 
 
 def _pick(packing: Packing, generator: np.random.Generator) -> list[int]:
-    """Items to remove: some of the rank under most pressure, some of others, some that lie on many ranks."""
+    """Items to remove: some of the rank under most pressure, some of other ranks, and sometimes any item."""
     ranks = [int(packing.here.argmax())]
-    world = packing.space.ranks
-    ranks += generator.integers(world, size=int(generator.integers(1, 4))).tolist()
+    ranks += generator.integers(packing.space.ranks, size=int(generator.integers(1, 4))).tolist()
+    if generator.random() < 0.25:
+        # a rank that has least to do may be full of memory
+        ranks.append(int(packing.room[0].argmin()))
     found: dict[int, None] = {}
     for rank in ranks:
         mine = packing.items_on(rank)
-        if mine:
-            count = min(len(mine), 1 + REMOVED // len(ranks))
-            found.update(dict.fromkeys(np.array(mine)[generator.permutation(len(mine))[:count]].tolist()))
-    everything = len(packing.chosen)
-    if generator.random() < 0.5:
-        found[int(generator.integers(everything))] = None
+        count = min(len(mine), 1 + REMOVED // len(ranks))
+        found.update(dict.fromkeys(mine[n] for n in generator.permutation(len(mine))[:count]))
+    if not found or generator.random() < 0.5:
+        found[int(generator.integers(len(packing.chosen)))] = None
     return list(found)

@@ -145,7 +145,6 @@ class Packing:
         group = next(g for g in self.space.groups[i] if number in g.numbers)
         choice = self.space.problem.items[i].choices[number]
         uniform = blocks.shape[1] == 1 or bool((blocks == blocks[:, :1]).all())
-        room = None
         single = blocks.shape[1] == 1 or (group.span == 1 and blocks.shape[1] <= self.space.ranks)
         if uniform and single and not choice.one_host:
             rises = self.rises(blocks[:, :1], group.span)[0] + self._busy(group.span)
@@ -184,11 +183,8 @@ class Packing:
         self.lay(i, number, tuple(starts))
 
     def _busy(self, span: int) -> Floats:
-        if span == 1:
-            return self.busy
         n = self.space.ranks // span
-        busy: Floats = self.busy[: n * span].reshape(n, span).sum(axis=1)
-        return busy
+        return np.asarray(self.busy[: n * span].reshape(n, span).sum(axis=1))
 
     def lay(self, i: int, number: int, starts: tuple[int, ...]) -> None:
         """Place a missing item so."""

@@ -25,6 +25,7 @@ from .wording import (
     bytes_of,
     comms_ms,
     counted,
+    cut,
     gib,
     listed,
     lookups,
@@ -32,6 +33,7 @@ from .wording import (
     ranks,
     rows,
     shape,
+    share,
     size,
     verdict,
     way,
@@ -79,18 +81,18 @@ def _summary(planned: Planned) -> list[str]:
     if solution.proven:
         lead = "This plan is proven to be optimal: no other within the limits is faster."
     elif bounded:
-        lead = f"No plan within the limits can be faster than the bound, and this one is {solution.gap:.2%} above it."
+        lead = f"No plan within the limits is faster than the bound; this one is {share(solution.gap)} above it."
     else:
         lead = "How far the plan is from the best is not known."
     numbers = [
         (f"{ms(float(time.max()))} ms", f"a step, predicted; rank {slowest} is the slowest"),
         (f"{ms(solution.bound_ms)} ms" if bounded else "none", "bound: no plan is faster"),
-        (f"{solution.gap:.2%}" if bounded or solution.proven else "unknown", "gap between them"),
+        (share(solution.gap) if bounded or solution.proven else "unknown", "gap between them"),
     ]
     for name, used, limit in (("HBM", held.hbm, planned.problem.hbm), ("DDR", held.ddr, planned.problem.ddr)):
         if used.any():
-            share = used / np.maximum(limit, 1)
-            numbers.append((f"{float(share.max()):.0%}", f"of its {name}, rank {int(share.argmax())}, the fullest"))
+            full = used / np.maximum(limit, 1)
+            numbers.append((f"{float(full.max()):.0%}", f"of its {name}, rank {int(full.argmax())}, the fullest"))
     numbers.append((f"{planned.seconds:.2f} s", "to plan"))
     facts_of_it = "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in numbers)
     return [f"<p>{escape(lead)}</p>", f'<div class="facts">{facts_of_it}</div>']
@@ -110,11 +112,11 @@ def _time_by_part(planned: Planned) -> list[str]:
         for rank in range(planned.problem.world_size)
     ]  # fmt: skip
     comms = [n for n in used if PARTS[n].endswith("comms")]
-    share = float(held.parts_ms[comms].sum() / held.parts_ms.sum()) if used else 0.0
+    exchanged = float(held.parts_ms[comms].sum() / held.parts_ms.sum()) if used else 0.0
     chart = _time_chart(planned, "Time of each rank by part of the step")
     return [
         "<h2>What each rank does in a step</h2>",
-        _soft(f"Milliseconds. {share:.0%} of the time of all ranks is exchange between them (hatched)."),
+        _soft(f"Milliseconds. {exchanged:.0%} of the time of all ranks is exchange between them (hatched)."),
         _figure(draw(stacks, chart), [(f"p-{PARTS[n]}", PART_NAMES[PARTS[n]]) for n in used]),
     ]
 
@@ -201,8 +203,8 @@ def _blocks(
         row = by_index[piece.item]
         kind = row.choice.sharding_type
         level = FROM_BELOW.index(kind) if kind in FROM_BELOW else len(FROM_BELOW)
-        cut = "" if row.choice.blocks == 1 else f", {piece.blocks} of {counted(row.choice.blocks, 'block')} of columns"
-        detail = f"rank {rank}, {row.name}: {say(value)}, {kind} {row.choice.compute_kernel}{cut}"
+        part = "" if row.choice.blocks == 1 else f", {piece.blocks} of {counted(row.choice.blocks, 'block')} of columns"
+        detail = f"rank {rank}, {row.name}: {say(value)}, {kind} {row.choice.compute_kernel}{part}"
         found.append(((level, -value, piece.item), Block(value, _look(kind), row.name, detail)))
     return [block for _, block in sorted(found, key=lambda pair: pair[0])]
 
@@ -251,18 +253,16 @@ def _tables(planned: Planned, told: Sequence[Row]) -> list[str]:
         spread = where(row.choice, row.starts, planned.problem.world_size)
         others = _others(row, ways[row.index], chosen[row.index]) if row.index in ways else ""
         lines.append(
-            f'<tr><th scope="row">{escape(row.name)}<br><span class="soft">{escape(sizes)}</span></th>'
+            f'<tr class="top"><th scope="row">{escape(row.name)}<br><span class="soft">{escape(sizes)}</span></th>'
             f"<td>{swatch(_look(row.choice.sharding_type))}</td>"
             f'<td>{escape(way(row.choice))}<br><span class="soft">{escape(spread)}</span></td>'
-            f"{_numbers([ms(row.choice.work_ms), gib(bytes_of(row.choice))])}<td>{others}</td></tr>"
+            f"{_numbers([ms(row.choice.work_ms), gib(bytes_of(row.choice))])}</tr>"
+            f'<tr><td colspan="5" class="why">{others}</td></tr>'
         )
-    heads = "".join(
-        f'<th scope="col" class="{look}" style="width:{share}%">{name}</th>'
-        for name, share, look in (
-            ("table", 22, "t"), ("", 3, "t"), ("placed", 22, "t"), ("ms on all ranks", 7, "n"), ("GiB", 7, "n"),
-            ("the next best choice", 39, "t"),
-        )
-    )  # fmt: skip
+    heads = (
+        '<th scope="col" style="width:36%">table</th><th style="width:3%"></th><th scope="col" style="width:39%">placed'
+        '</th><th scope="col" class="n" style="width:13%">ms on all ranks</th><th scope="col" class="n">GiB</th>'
+    )
     rest = f" Of {len(told):,}, the {DETAILED} with most work have them." if len(told) > DETAILED else ""
     return [
         "<h2>Tables</h2>",
@@ -278,16 +278,17 @@ def _tables(planned: Planned, told: Sequence[Row]) -> list[str]:
 def _others(row: Row, ways: Sequence[Alternative], chosen: int) -> str:
     best = best_of_each(row.item, ways, chosen)
     if not best:
-        return "nothing else is allowed"
+        return "Nothing else is allowed."
     lines = [_line(row.choice, "", "this plan", ' class="now"')]
     for one in best:
         lacks = "" if one.fits else f"{size(one.over_bytes)} of {one.over_in.upper()} too much"
         lines.append(_line(row.item.choices[one.number], f"{one.slower_ms:+.3f}" if one.fits else "", lacks))
     first = row.item.choices[best[0].number]
     return (
-        f"<details><summary>{escape(f'{first.sharding_type} {verdict(best[0])}')}</summary><table><thead><tr>"
-        '<th scope="col">choice</th><th scope="col" class="n">step ms</th><th scope="col" class="n">exchange ms</th>'
-        '<th scope="col" class="n">compute ms</th><th scope="col" class="n">GiB</th><th scope="col"></th></tr></thead>'
+        f"<details><summary>Next best: {escape(f'{first.sharding_type}{cut(first)} {verdict(best[0])}')}</summary>"
+        '<table class="ways"><thead><tr>'
+        '<th scope="col">choice</th><th scope="col" class="n">step, ms</th><th scope="col" class="n">exchange, ms</th>'
+        '<th scope="col" class="n">compute, ms</th><th scope="col" class="n">GiB</th><th scope="col"></th></tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></details>"
     )
 
@@ -301,5 +302,5 @@ def _line(choice: Choice, change: str, says: str, attributes: str = "") -> str:
 def _settings(planned: Planned) -> list[str]:
     lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts(planned).items())
     near = slowest_ranks(planned)
-    slow = f"<dt>slowest ranks</dt><dd>{listed([ranks(near, planned.problem.world_size)])}, within 0.1 %</dd>"
+    slow = f"<dt>slowest ranks</dt><dd>{listed([ranks(near, planned.problem.world_size)])}, within 0.1%</dd>"
     return ["<h2>How this plan was made</h2>", f"<dl>{lines}{slow}</dl>"]

@@ -85,7 +85,7 @@ svg.chart{max-width:none}
 svg text{font:11.5px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;fill:var(--soft)}
 svg text.in{fill:#fff;font-weight:600;pointer-events:none;paint-order:stroke;stroke:#0009;stroke-width:2.2px;
 stroke-linejoin:round}
-svg text.strong{fill:var(--ink);font-weight:600}
+svg text.strong{fill:var(--ink);font-weight:600;paint-order:stroke;stroke:var(--page);stroke-width:3px}
 svg text.mark{fill:var(--mark);font-weight:600}
 .end{text-anchor:end}.mid{text-anchor:middle}
 .well{fill:var(--well)}
@@ -101,8 +101,11 @@ table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:
 th{font-weight:600;text-align:left;color:var(--soft);font-size:12.5px;vertical-align:bottom}
 th,td{padding:5px 10px 5px 0;border-bottom:1px solid var(--rule)}
 td,tbody th{vertical-align:top}
-table.tables{table-layout:fixed;min-width:860px}
-th.n{white-space:normal}
+table.tables{table-layout:fixed;min-width:640px}
+tr.top>*{border-bottom:0;padding-bottom:0}
+td.why{padding-top:2px;font-size:13px;color:var(--soft)}
+.ways{width:auto;min-width:60%;color:var(--ink)}.ways td,.ways th{padding-right:22px}
+.ways tr:last-child>*{border-bottom:0}
 .n{text-align:right;white-space:nowrap}
 tbody th{color:var(--ink);font-size:13.5px;overflow-wrap:anywhere}
 td table{margin:6px 0 4px;font-size:12.5px}

@@ -20,8 +20,6 @@ from .search_space import Space
 FIRST = 3
 # the search aims a little above the bound: that is as good, and leaves pressure on ranks that are truly late
 AIM = 1 + 1e-5
-# a step looks at this many pairs of blocks, or at one rank
-STEP_PAIRS = 20_000
 SEED = 7
 
 
@@ -39,9 +37,8 @@ class Search:
 
     def __init__(self, space: Space, bound_ms: float, prices: Floats) -> None:
         self.space, self.prices = space, prices
-        finite = space.biggest[np.isfinite(space.biggest)]
         # a target of 0 would make every pressure infinite
-        self.target_ms = max(bound_ms, 1e-6 * float(finite.max(initial=0)), 1e-12) * AIM
+        self.target_ms = max(bound_ms, 1e-6 * float(space.biggest[0].max(initial=0)), 1e-12) * AIM
         self.best: Assignment | None = None
         self.time_ms = self.pressure = np.inf
         self.fits = False

@@ -49,8 +49,9 @@ class Space:
         limits: of memory [R, W]; the first row, of time, holds minus `base_ms`.
         blocks: [N][C] of arrays [R, K, S]; None for a choice that fits nowhere.
         groups: [N].
-        work, biggest: milliseconds of all blocks and of the longest [N, C]; infinite for a choice that fits nowhere.
+        work: milliseconds of all blocks [N, C]; infinite for a choice that fits nowhere.
         memory: bytes of all blocks [R - 1, N, C].
+        biggest: the most that a block uses on a rank [R, N, C].
     """
 
     problem: Problem
@@ -59,8 +60,8 @@ class Space:
     blocks: list[list[Floats | None]]
     groups: list[tuple[Group, ...]]
     work: Floats
-    biggest: Floats
     memory: Floats
+    biggest: Floats
 
     @property
     def ranks(self) -> int:
@@ -80,8 +81,8 @@ def read(problem: Problem, *, limited: bool = True) -> Space:
     memories = [m for m in ("hbm", "ddr") if any(getattr(c, m).any() for item in items for c in item.choices)]
     limits = np.stack([-problem.base_ms, *(getattr(problem, m).astype(np.float64) for m in memories)])
     shape = (len(items), max((len(item.choices) for item in items), default=0))
-    work, biggest = np.full(shape, np.inf), np.full(shape, np.inf)
-    memory = np.zeros((len(memories), *shape))
+    work = np.full(shape, np.inf)
+    memory, biggest = np.zeros((len(memories), *shape)), np.zeros((len(limits), *shape))
     blocks: list[list[Floats | None]] = [[None] * len(item.choices) for item in items]
     # choices of the same shape are read together, since thousands of small arrays are slow one by one
     alike: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -105,7 +106,7 @@ def read(problem: Problem, *, limited: bool = True) -> Space:
         at = tuple(np.array(pairs).T)
         totals = use.sum(axis=(2, 3))
         work[at] = np.where(fits, totals[:, 0], np.inf)
-        biggest[at] = np.where(fits, use[:, 0].max(axis=(1, 2)), np.inf)
+        biggest[(slice(None), *at)] = use.max(axis=(2, 3)).T
         memory[(slice(None), *at)] = totals[:, 1:].T
         mean = use.mean(axis=2)
         for row, (i, number) in enumerate(pairs):
@@ -114,7 +115,7 @@ def read(problem: Problem, *, limited: bool = True) -> Space:
                 means[i][number] = mean[row]
     closed = {item.ranks: _closed(item, problem) for item in items}
     groups = [_groups(item, means[i], closed[item.ranks], problem) for i, item in enumerate(items)]
-    return Space(problem, tuple(memories), limits, blocks, groups, work, biggest, memory)
+    return Space(problem, tuple(memories), limits, blocks, groups, work, memory, biggest)
 
 
 def slots(span: int, problem: Problem) -> int:
@@ -152,19 +153,16 @@ def _fits(use: Floats, limits: Floats, whose: list[tuple[Item, bool]], problem: 
     if not n:
         return np.zeros(len(use), bool)
     room = limits[1:, : n * span].reshape(-1, n, span)
-    easy = (use[:, 1:].max(axis=2, initial=0) <= room.min(axis=1)).all(axis=(1, 2))
+    easy: Bools = np.less_equal(use[:, 1:].max(axis=2, initial=0), room.min(axis=1)).all(axis=(1, 2))
     for row, (item, one_host) in enumerate(whose):
         if easy[row] and item.ranks is None:
             continue
-        holds = (use[row, 1:, :, None, :] <= room[:, None]).all(axis=(0, 3))
+        holds: Bools = np.all(use[row, 1:, :, None, :] <= room[:, None], axis=(0, 3))
         closed = _closed_slots(_closed(item, problem), span, problem)
         if closed is not None:
             holds &= ~closed
-        if one_host:
-            host = hosts(span, problem)
-            easy[row] = any(holds[:, host == h].any(axis=1).all() for h in range(int(host[-1]) + 1))
-        else:
-            easy[row] = holds.any(axis=1).all()
+        host = hosts(span, problem) if one_host else np.zeros(n, np.int64)
+        easy[row] = any(holds[:, host == h].any(axis=1).all() for h in range(int(host[-1]) + 1))
     return easy
 
 
@@ -183,7 +181,7 @@ def _groups(item: Item, means: list[Floats | None], closed: Bools | None, proble
         counts = np.array([item.choices[number].blocks for number in numbers], np.int64)
         most = np.full(len(numbers), free)
         most[list(one_host)] = host
-        use = np.stack([means[number] for number in numbers], axis=1)  # type: ignore[arg-type]
+        use = np.stack([mean for mean in (means[number] for number in numbers) if mean is not None], axis=1)
         if (counts > most).any():
             use *= (np.maximum(counts, most) / most)[:, None]
             counts = np.minimum(counts, most)

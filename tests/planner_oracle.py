@@ -90,7 +90,8 @@ def random_problem(kind: str, seed: int) -> Problem:
         if memory == 3:
             # a slower copy in the memory of the host
             choices += [
-                Choice(c.sharding_type, "fused_uvm", c.widths, c.parts_ms * 3, c.ddr, c.hbm, c.one_host) for c in choices
+                Choice(c.sharding_type, "fused_uvm", c.widths, c.parts_ms * 3, c.ddr, c.hbm, c.one_host)
+                for c in choices
             ]
         spread = local if any(c.span > 1 for c in choices) else 1
         ranks = None

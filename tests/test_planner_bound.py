@@ -1,0 +1,123 @@
+"""Bounds are never above the optimum, reach it where they are known to be tight, and name what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import planner_oracle as oracle
+import pytest
+from planner_oracle import KINDS, SLACK, choice, random_problem, whole
+
+from shardwise.planner.bound import lower_bound, prove_infeasible
+from shardwise.planner.exact import solve_exactly
+from shardwise.planner.problem import Item, Problem, faults, loads
+from shardwise.planner.relax import least_work, options_of, relax
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bound_exceeds_the_optimum(kind: str) -> None:
+    for seed in range(100):
+        problem = random_problem(kind, seed)
+        best = oracle.best_time_ms(problem)
+        if best is None:
+            continue
+        assert relax(problem).bound_ms <= best * (1 + SLACK), seed
+        assert lower_bound(problem).ms <= best * (1 + SLACK), seed
+        assert lower_bound(problem, upper_ms=best * 1.001, work=60).ms <= best * (1 + SLACK), seed
+        assert prove_infeasible(problem) is None, seed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_solutions_are_those_of_brute_force(kind: str) -> None:
+    pytest.importorskip("scipy")
+    for seed in range(30):
+        problem = random_problem(kind, seed)
+        best, found = oracle.best_time_ms(problem), solve_exactly(problem)
+        assert found.proven, seed
+        if best is None:
+            assert found.assignment is None and np.isinf(found.bound_ms), seed
+            continue
+        assert found.assignment is not None and not faults(problem, found.assignment), seed
+        time = float(loads(problem, found.assignment).time_ms.max())
+        assert best * (1 - SLACK) <= time <= best * (1 + 1e-6), seed
+        assert time * (1 - 1e-6) <= found.bound_ms <= best * (1 + SLACK), seed
+        again = solve_exactly(problem, hint=found.assignment)
+        assert again.proven and again.bound_ms <= best * (1 + SLACK), seed
+
+
+def test_a_hint_that_is_not_optimal_is_improved() -> None:
+    pytest.importorskip("scipy")
+    problem = whole(5, 4, 3, 3, 3, world=2)
+    bad = solve_exactly(whole(1, 1, 1, 1, 1, world=2)).assignment
+    assert bad is not None
+    bad = type(bad)(bad.choices, ((0,), (0,), (0,), (1,), (1,)))
+    found = solve_exactly(problem, hint=bad)
+    assert found.proven and found.assignment is not None
+    assert loads(problem, found.assignment).time_ms.max() == 9
+
+
+def test_without_nodes_the_bound_of_the_relaxation_stays() -> None:
+    problem = whole(5, 4, 3, 3, 3, world=2)
+    found = solve_exactly(problem, variables=1)
+    assert found.assignment is None and not found.proven
+    assert found.bound_ms == relax(problem).bound_ms == pytest.approx(9, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("problem", "optimum"),
+    [
+        pytest.param(whole(7, 1, 1, world=3), 7, id="largest table"),
+        pytest.param(whole(2, 2, 2, 2, world=2), 4, id="mean"),
+        pytest.param(whole(2, 2, 2, 2, world=2, base=1.5), 5.5, id="mean and what ranks do anyway"),
+    ],
+)
+def test_the_relaxation_is_tight_where_tables_divide_evenly(problem: Problem, optimum: float) -> None:
+    assert relax(problem).bound_ms == pytest.approx(optimum, rel=1e-9)
+
+
+def test_memory_makes_the_relaxation_pay_for_the_slower_kernel() -> None:
+    """Four tables of 10 bytes, of which three fit into the memory of the device: one pays 2 instead of 1."""
+    fast, slow = choice(np.array([[1.0]]), hbm=10), choice(np.array([[2.0]]), ddr=10)
+    items = tuple(Item((f"t{i}",), (fast, slow)) for i in range(4))
+    relaxed = relax(Problem(items, 2, np.array([15, 15]), np.array([99, 99])))
+    assert relaxed.bound_ms == pytest.approx((3 * 1 + 2) / 2, rel=1e-9)
+    assert relaxed.ms_per_hbm_byte == pytest.approx(0.1, rel=1e-6)
+    assert relaxed.mix.sum(axis=0) == pytest.approx([3, 1], rel=1e-6)
+
+
+def test_ranks_that_tables_must_share_bound_the_plan() -> None:
+    """Three tables of 4 may use ranks 0 and 1 of 4 only: 6 each, though the mean of all ranks is 3."""
+    items = tuple(Item((f"t{i}",), (choice(np.array([[4.0]])),), (0, 1)) for i in range(3))
+    relaxed = relax(Problem(items, 4, np.full(4, 9), np.full(4, 9)))
+    assert relaxed.bound_ms == pytest.approx(6, rel=1e-9) and relaxed.reason == "mean of ranks 0-1"
+
+
+def test_ranks_with_more_memory_than_others_bound_the_plan() -> None:
+    items = tuple(Item((f"t{i}",), (choice(np.array([[4.0]]), hbm=8),)) for i in range(3))
+    relaxed = relax(Problem(items, 4, np.array([9, 9, 9, 30]), np.full(4, 9)))
+    assert relaxed.bound_ms == pytest.approx(4, rel=1e-9)
+    relaxed = relax(Problem(items, 4, np.array([5, 5, 5, 30]), np.full(4, 9)))
+    assert relaxed.bound_ms == pytest.approx(12, rel=1e-9) and relaxed.reason == "mean of ranks 3"
+
+
+def test_two_memories_are_priced_together() -> None:
+    """Against the linear program itself."""
+    optimize = pytest.importorskip("scipy.optimize")
+    rng = np.random.default_rng(0)
+    score, hbm, ddr = rng.random((3, 12, 5)) + 0.1
+    limits = [0.55 * (least.min(axis=1).sum() + least.max(axis=1).sum()) for least in (hbm, ddr)]
+    limits = [0.75 * limit for limit in limits]
+    found = least_work(score, ((hbm, limits[0]), (ddr, limits[1])))
+    one_each = np.kron(np.eye(12), np.ones(5))
+    exact = optimize.linprog(
+        score.ravel(), np.stack([hbm.ravel(), ddr.ravel()]), limits, one_each, np.ones(12), bounds=(0, 1)
+    )
+    assert exact.status == 0
+    assert found.value_ms == pytest.approx(exact.fun, rel=1e-7) and found.value_ms <= exact.fun * (1 + SLACK)
+    assert min(found.prices) > 0 and (found.mix.sum(axis=1) == pytest.approx(1))
+
+
+def test_options_need_the_place_that_fits_them_best() -> None:
+    """The busy rank is the only one with room, so the target must cover what it does anyway."""
+    item = Item(("t",), (choice(np.array([[2.0]]), hbm=8),))
+    options = options_of(Problem((item,), 2, np.array([4, 9]), np.array([1, 1]), np.array([0.0, 3.0])))
+    assert options.need_ms.tolist() == [[5.0]]
