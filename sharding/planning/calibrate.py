@@ -221,7 +221,7 @@ def fit(
     measured = _without_calls(measured)
     ranks = [_of_ranks(one, parts, topology) for one in measured]
     target = np.array([one.ms for one in measured])
-    now = _vector(CARDS["cpu"].constants)
+    now = _vector(CARDS["cpu" if topology.compute_device == "cpu" else "h100"].constants)
     # which rank is the slowest depends on the constants
     for _ in range(8):
         rows = np.stack([mine[int(np.argmax(mine @ now))] for mine in ranks])
