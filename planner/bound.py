@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 
-from .problem import Problem
-from .relax import Relaxed, relax
+from .bound_weights import SPARE, Weighing, fixed_weights_refute, pieces_of
+from .exact_model import kept_choices
+from .problem import Floats, Problem
+from .relax import Bools, Relaxed, options_of, relax
+
+# more pieces than these are like sand, and the relaxation is as good
+MOST_PIECES = 3000
+# how often the interval that is left is halved, by weights of fixed form and by the best weights
+HALVINGS = 14
+TRIALS = 7
 
 
 @dataclass(frozen=True)
@@ -19,7 +29,7 @@ class Bound:
 
 
 def lower_bound(
-    problem: Problem, *, upper_ms: float = np.inf, relaxed: Relaxed | None = None, gap: float = 0.0, work: int = 100
+    problem: Problem, *, upper_ms: float = np.inf, relaxed: Relaxed | None = None, gap: float = 0.0, work: int = 400
 ) -> Bound:
     """The best bound found before it comes within `gap` of `upper_ms` or the work is spent.
 
@@ -27,10 +37,119 @@ def lower_bound(
         upper_ms: time of a plan that is known.
         relaxed: from `relax`, if it is there.
         gap: as a share of the bound.
-        work: a count that grows with the time taken and does not depend on the machine.
+        work: rounds of linear programs and knapsacks, some milliseconds each.
     """
     relaxed = relax(problem) if relaxed is None else relaxed
-    return Bound(relaxed.bound_ms, relaxed.reason)
+    best = Bound(relaxed.bound_ms, relaxed.reason)
+    if not problem.items or upper_ms <= best.ms * (1 + gap) or not np.isfinite(best.ms):
+        return best
+    # without a plan, twice the bound is as far as it is worth to look
+    high = min(upper_ms, 2 * best.ms)
+    targets = _Targets(problem, relaxed, high, work)
+    if targets.pieces.ms.size > MOST_PIECES:
+        return best
+    best = _halve(best, high, gap, HALVINGS, targets.refute_cheaply)
+    if np.isfinite(upper_ms) and find_spec("scipy"):
+        best = _halve(best, upper_ms, gap, TRIALS, targets.refute_by_branching)
+    return best
+
+
+def _halve(best: Bound, high: float, gap: float, times: int, refute: Callable[[float], str | None]) -> Bound:
+    """Raises a bound by asking for targets between it and `high`."""
+    upper = high
+    for _ in range(times):
+        if upper <= best.ms * (1 + gap):
+            break
+        target = (best.ms + high) / 2
+        reason = refute(target)
+        if reason is None:
+            high = target
+        else:
+            best = Bound(target, reason)
+    return best
+
+
+class _Targets:
+    """Asks whether a target can be reached; what was learned of one serves the next."""
+
+    def __init__(self, problem: Problem, relaxed: Relaxed, upper_ms: float, work: float) -> None:
+        self.problem, self.relaxed, self.options = problem, relaxed, options_of(problem)
+        self.shape = self.options.need_ms.shape
+        self.pieces = pieces_of(problem, kept_choices(problem, self.options, relaxed, upper_ms * (1 + SPARE)))
+        self.weighing = Weighing(self.pieces, problem.world_size, self.shape, work)
+        # what choices add to every rank [I, C]
+        self.everywhere_ms = np.zeros(self.shape)
+        for i, item in enumerate(problem.items):
+            for c, choice in enumerate(item.choices):
+                if choice.span == problem.world_size:
+                    self.everywhere_ms[i, c] = choice.time_ms.sum(axis=0).min()
+
+    def refute_cheaply(self, target_ms: float) -> str | None:
+        """Why the target cannot be reached; without linear programs."""
+        kept = self._usable(kept_choices(self.problem, self.options, self.relaxed, target_ms * (1 + SPARE)), target_ms)
+        if kept is None:
+            return "blocks beside what lies on all ranks"
+        pieces = pieces_of(self.problem, kept)
+        return fixed_weights_refute(pieces, self._room(target_ms), self.problem.world_size, self.shape)
+
+    def refute_by_branching(self, target_ms: float) -> str | None:
+        """Likewise, with the best weights, and one choice after the other decided where weights are not enough."""
+        stack = [kept_choices(self.problem, self.options, self.relaxed, target_ms * (1 + SPARE))]
+        while stack:
+            kept = self._usable(stack.pop(), target_ms)
+            if kept is None:
+                continue
+            if self.weighing.work <= 0:
+                return None
+            refuted, shares = self.weighing.refute(kept, self._room(target_ms))
+            if refuted:
+                continue
+            branches = self._branch(kept, shares)
+            if branches is None:
+                return None
+            stack += branches
+        return "packings of a rank, and branching over choices"
+
+    def _room(self, target_ms: float) -> float:
+        """Milliseconds of a rank for tables."""
+        return float(target_ms - self.problem.base_ms.min())
+
+    def _usable(self, kept: Bools, target_ms: float) -> Bools | None:
+        """The choices of those kept that fit beside what lies on all ranks in any case; None if an item has none."""
+        while kept.any(axis=1).all():
+            least = np.where(kept, self.everywhere_ms, np.inf).min(axis=1)
+            beside = (least.sum() - least)[:, None]
+            fewer = kept & (self.options.need_ms + beside <= target_ms * (1 + SPARE))
+            if (fewer == kept).all():
+                return kept if self._sand(kept) <= self._capacity(target_ms) * (1 + SPARE) else None
+            kept = fewer
+        return None
+
+    def _sand(self, kept: Bools) -> float:
+        """Least work of the choices kept, memory paid for at the prices of the relaxation."""
+        prices = self.relaxed.ms_per_hbm_byte, self.relaxed.ms_per_ddr_byte
+        priced = self.options.work_ms + prices[0] * self.options.hbm + prices[1] * self.options.ddr
+        return float(np.where(kept, priced, np.inf).min(axis=1).sum())
+
+    def _capacity(self, target_ms: float) -> float:
+        """Milliseconds of all ranks, and what all memory is worth."""
+        problem, prices = self.problem, (self.relaxed.ms_per_hbm_byte, self.relaxed.ms_per_ddr_byte)
+        time = float((target_ms - problem.base_ms).sum())
+        return time + prices[0] * float(problem.hbm.sum()) + prices[1] * float(problem.ddr.sum())
+
+    def _branch(self, kept: Bools, shares: Floats) -> tuple[Bools, Bools] | None:
+        """The choice that is most in doubt: without it, and only it; None where nothing is in doubt."""
+        shares = np.where(kept, shares, 0)
+        doubt = np.where(kept.sum(axis=1) > 1, shares.max(axis=1), 1)
+        i = int(doubt.argmin())
+        if doubt[i] > 1 - 1e-6:
+            return None
+        c = int(shares[i].argmax())
+        without, only = kept.copy(), kept.copy()
+        without[i, c] = False
+        only[i] = False
+        only[i, c] = True
+        return without, only
 
 
 def prove_infeasible(problem: Problem) -> str | None:

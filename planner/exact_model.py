@@ -66,7 +66,7 @@ def kept_choices(problem: Problem, options: Options, relaxed: Relaxed, upper_ms:
         return np.zeros(priced.shape, bool)
     spare = problem.world_size * upper_ms - problem.base_ms.sum() - least.sum()
     spare += hbm * problem.hbm.sum() + ddr * problem.ddr.sum()
-    kept = np.isfinite(priced) & (priced - least <= spare * (1 + 1e-9) + 1e-9 * abs(least).sum())
+    kept: Bools = np.isfinite(priced) & (priced - least <= spare * (1 + 1e-9) + 1e-9 * abs(least).sum())
     for i, item in enumerate(problem.items):
         better: list[Choice] = []
         for c in np.flatnonzero(kept[i]):
@@ -95,8 +95,8 @@ def build_model(problem: Problem, kept: Bools, unit_ms: float, memory: bool = Tr
     """
     world = problem.world_size
     model = Model([np.inf])
-    limits = [(np.full(world, unit_ms), -problem.base_ms)]
-    limits += [(np.maximum(limit, 1), limit) for limit in (problem.hbm, problem.ddr)]
+    limits: list[tuple[Floats, Floats]] = [(np.full(world, unit_ms), -problem.base_ms)]
+    limits += [(np.maximum(limit, 1.0), limit.astype(np.float64)) for limit in (problem.hbm, problem.ddr)]
     loads: list[list[list[tuple[int, float]]]] = [[[] for _ in range(world)] for _ in limits]
     for row in loads[0]:
         row.append((0, -1.0))

@@ -82,6 +82,7 @@ def facts(planned: Planned) -> dict[str, str]:
         "cost model": planned.cost,
         "batch": f"{planned.batch_size:,} samples a rank",
         "topology": _topology(planned),
+        "choices": _choices(planned),
         **planned.settings,
     }
 
@@ -96,6 +97,17 @@ def _topology(planned: Planned) -> str:
         if high and values.any():
             parts.append(f"{gib(low) if low == high else f'{gib(low)} to {gib(high)}'} GiB of {name} a rank for tables")
     return ", ".join(parts)
+
+
+def _choices(planned: Planned) -> str:
+    """What the search could choose from."""
+    every = [choice for item in planned.problem.items for choice in item.choices]
+    kinds = {choice.sharding_type for choice in every}
+    kernels = listed(sorted({choice.compute_kernel for choice in every})) if every else "none"
+    order = [*(name for name in STRATEGIES if name in kinds), *sorted(kinds - set(STRATEGIES))]
+    fixed = sum(len(item.names) for item in planned.problem.items if len(item.choices) == 1)
+    told = f"{counted(len(every), 'way')} to place the tables: {listed(order)}; kernels {kernels}" if every else "none"
+    return told + (f"; {counted(fixed, 'table')} with one way only" if fixed else "")
 
 
 def _header(planned: Planned, width: int) -> list[str]:

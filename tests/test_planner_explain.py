@@ -47,6 +47,16 @@ def test_the_header_has_the_step_the_bound_and_what_decided_the_result() -> None
         assert said in text
 
 
+def test_the_header_has_what_could_be_chosen() -> None:
+    rules = {"t3": ParameterConstraints(["row_wise"])}
+    planned = some_plan(some_tables(5), 4, local_size=2, hbm_gib=64, constraints=rules)
+    assert sum(len(item.choices) for item in planned.problem.items) == 33
+    said = (
+        "33 ways to place the tables: table_wise, column_wise, row_wise, table_row_wise, table_column_wise, grid_shard"
+    )
+    assert f"{said} and data_parallel; kernels dense and fused; 1 table with one way only" in flat(explain(planned))
+
+
 def test_an_optimal_plan_says_so() -> None:
     planned = some_plan(some_tables(4), 2, hbm_gib=32)
     proven = replace(planned.solution, bound_ms=planned.solution.time_ms, proven=True)
