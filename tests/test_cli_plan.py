@@ -36,7 +36,7 @@ TABLES = [
 ]
 
 
-def run(*arguments: str | Path) -> Result:
+def run(*arguments: str | Path | int) -> Result:
     return CliRunner().invoke(cli.commands(), ["plan", *map(str, arguments)])
 
 

@@ -189,6 +189,19 @@ def test_a_plan_from_a_file_can_be_made_again_with_changes(tmp_path: Path) -> No
         assert one.solution == two.solution and np.array_equal(one.loads.time_ms, two.loads.time_ms)
 
 
+@pytest.mark.parametrize(
+    ("world", "local", "expected"), [(8, None, (8, 2)), (6, 3, (6, 3)), (3, None, (3, 3)), (2, None, (2, 2))]
+)
+def test_another_world_keeps_its_hosts_where_they_divide_it(
+    world: int, local: int | None, expected: tuple[int, int]
+) -> None:
+    request = made().request
+    assert request is not None
+    changed = with_world(request, world, local_world_size=local)
+    assert (changed.topology.world_size, changed.topology.local_world_size) == expected
+    assert changed.topology.hbm == [8 * GIB] * world and changed.reserved == (GIB,) * world
+
+
 def test_a_changed_request_is_priced_for_its_own_machines() -> None:
     request = made().request
     assert request is not None
