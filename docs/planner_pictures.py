@@ -18,7 +18,7 @@ from pathlib import Path
 from shardwise.planner.files import read_tables
 from shardwise.planner.planned import Planned
 from shardwise.planner.planning import plan_tables
-from shardwise.planner.report import report
+from shardwise.planner.report_page import report
 from shardwise.planner.tables import Feature, Table
 from shardwise.planner.topology import GIB, Topology
 
