@@ -20,7 +20,7 @@ from shardwise import cli
 from shardwise.cli_plan_options import dtype, share, size
 from shardwise.embeddings.config import DataType
 from shardwise.planner.constants_measured import CARDS
-from shardwise.planner.explain import explain
+from shardwise.planner.explanation import explain
 from shardwise.planner.files_plan import load_planned
 
 TABLES = [

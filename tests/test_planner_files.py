@@ -14,8 +14,8 @@ from shardwise.embeddings.config import DataType
 from shardwise.planner.constants_measured import CARDS
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.cost import ShardwiseCost
-from shardwise.planner.diff import diff
-from shardwise.planner.explain import explain
+from shardwise.planner.difference import diff
+from shardwise.planner.explanation import explain
 from shardwise.planner.files import constraint_to, constraints_from, read_constraints, read_tables, table_from, table_to
 from shardwise.planner.files_plan import CutDifference, load_planned, planned_to_json, read_plan, save_planned
 from shardwise.planner.hardware import BasicCommsBandwidths
