@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from .bound_weights import SPARE, Weighing, fixed_weights_refute, pieces_of
+from .exact import solve_exactly
 from .exact_model import kept_choices
 from .problem import Floats, Problem
 from .relax import Bools, Relaxed, options_of, relax
@@ -29,7 +30,7 @@ class Bound:
 
 
 def lower_bound(
-    problem: Problem, *, upper_ms: float = np.inf, relaxed: Relaxed | None = None, gap: float = 0.0, work: int = 400
+    problem: Problem, *, upper_ms: float = np.inf, relaxed: Relaxed | None = None, gap: float = 0.0, work: float = 150
 ) -> Bound:
     """The best bound found before it comes within `gap` of `upper_ms` or the work is spent.
 
@@ -37,7 +38,7 @@ def lower_bound(
         upper_ms: time of a plan that is known.
         relaxed: from `relax`, if it is there.
         gap: as a share of the bound.
-        work: rounds of linear programs and knapsacks, some milliseconds each.
+        work: rounds of linear programs and knapsacks over a hundred pieces, some 15 ms each.
     """
     relaxed = relax(problem) if relaxed is None else relaxed
     best = Bound(relaxed.bound_ms, relaxed.reason)
@@ -152,7 +153,20 @@ class _Targets:
         return without, only
 
 
-def prove_infeasible(problem: Problem) -> str | None:
-    """Why no assignment fits in memory, in words; None if that is not proven."""
+def prove_infeasible(problem: Problem, *, nodes: int = 500) -> str | None:
+    """Why no assignment fits in memory, in words; None if that is not proven.
+
+    Args:
+        nodes: of the search tree, if all else fails.
+    """
     relaxed = relax(problem)
-    return relaxed.reason if np.isinf(relaxed.bound_ms) else None
+    if np.isinf(relaxed.bound_ms):
+        return relaxed.reason
+    options = options_of(problem)
+    for what, limit in (("hbm", problem.hbm), ("ddr", problem.ddr)):
+        pieces = pieces_of(problem, np.isfinite(options.need_ms), what)
+        reason = fixed_weights_refute(pieces, float(limit.max()), problem.world_size, options.need_ms.shape)
+        if reason is not None:
+            return f"{reason}, in bytes of {what}"
+    found = solve_exactly(problem, relaxed=relaxed, nodes=nodes)
+    return "every way to place the tables was searched" if np.isinf(found.bound_ms) else None
