@@ -9,6 +9,15 @@ from shardwise.embeddings.config import DataType
 
 from .tables import Skew
 
+# by value, as `sharding.plan` has them
+SHARDING_TYPES = (
+    "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
+)  # fmt: skip
+COMPUTE_KERNELS = (
+    "dense", "fused", "fused_uvm", "fused_uvm_caching", "quant", "quant_uvm", "quant_uvm_caching", "key_value",
+    "customized_kernel", "ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table", "fused_triton",
+)  # fmt: skip
+
 
 @dataclass
 class ParameterConstraints:

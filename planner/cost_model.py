@@ -30,6 +30,6 @@ class CostModel(Protocol):
         """Time and bytes of one of them."""
         ...
 
-    def base_ms(self) -> float:
-        """Milliseconds that every rank spends in a step whatever the plan."""
+    def base_ms(self, tables: Sequence[Table]) -> float:
+        """Milliseconds that every rank spends in a step for these tables whatever the plan."""
         ...

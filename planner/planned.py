@@ -12,6 +12,7 @@ from itertools import accumulate
 from shardwise.sharding.layout import Shard
 
 from .problem import Choice, Loads, Problem, Solution, loads
+from .request import Request
 from .tables import Table
 from .topology import Topology
 
@@ -26,6 +27,7 @@ class Planned:
         cost: name of the cost model that priced the choices.
         settings: what else decided the result, in words: reservation, enumerator, constraints.
         seconds: that planning took.
+        request: what was asked, to ask again with a change.
     """
 
     tables: tuple[Table, ...]
@@ -36,11 +38,17 @@ class Planned:
     solution: Solution
     settings: dict[str, str]
     seconds: float
+    request: Request | None = None
 
     @property
     def loads(self) -> Loads:
         """Time and memory of every rank."""
         return loads(self.problem, self.solution.assignment)
+
+    def __str__(self) -> str:
+        from .explain import explain
+
+        return explain(self)
 
     def placed(self) -> Iterator[tuple[Table, Choice, tuple[int, ...]]]:
         """Every table, its choice and the first rank of each block. Tables that share a rank share their choice."""

@@ -17,6 +17,7 @@ from .constants import (
     SSD_MEM_BW,
     WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
 )
+from .constants_measured import CARDS
 from .hardware import (
     BasicCommsBandwidths,
     CustomTopologyData,
@@ -29,11 +30,8 @@ from .hashes import hash_sha256_to_int
 
 GIB = 1024**3
 COMPUTE_DEVICES = ("cpu", "cuda", "mtia")
-# GiB of HBM that a process finds on a card; what a card says it has is a little more
-CARD_HBM_GIB = {
-    "v100-16": 16, "v100": 32, "t4": 15, "a10": 22, "l4": 22, "l40s": 44, "a100-40": 39, "a100": 79, "h100": 79,
-    "h200": 140, "b200": 178, "mi300x": 191,
-}  # fmt: skip
+# GiB of device memory that a process finds on a card, rounded down
+CARD_HBM_GIB = {name: int(card.memory_gib) for name, card in CARDS.items() if name != "cpu"}
 
 
 class Topology:

@@ -17,6 +17,20 @@ Span = tuple[int, int]
 
 # Where no width is asked for, column shards are at least this wide.
 MIN_COLUMNS = 32
+# What the engine runs: device type -> sharding type -> compute kernels, the usual one first. "dense" is a gradient for
+# an ordinary optimizer, of replicated tables; "fused" the optimizer in the backward, by Triton kernels where there is a
+# GPU, so "fused_triton" is the same. Pooled and sequence collections alike run all of it.
+_CUT = ("fused", "fused_triton")
+_BY_TYPE = {
+    "data_parallel": ("dense", *_CUT),
+    "table_wise": _CUT,
+    "column_wise": _CUT,
+    "row_wise": _CUT,
+    "table_row_wise": _CUT,
+    "table_column_wise": _CUT,
+    "grid_shard": _CUT,
+}
+CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {"cpu": _BY_TYPE, "cuda": _BY_TYPE}
 REDUCTIONS = ("partial", "ordered")
 ROW_STATES = ("shard", "table")
 

@@ -31,7 +31,7 @@ from shardwise.embeddings import (
 from .collection import ShardedCollection
 from .env import ShardingEnv
 from .held import Mark
-from .layout import Shard, TableOptions
+from .layout import CAPABILITIES, Shard, TableOptions
 from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from .plan import (
     SERVED_KERNELS,
@@ -149,6 +149,11 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         """As given."""
         return self._fused_params
 
+    @property
+    def default_optimizer(self) -> Mark:
+        """Class and keyword arguments of the optimizer of tables that have none in their backward."""
+        return self._default_optimizer
+
     def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
         """Tables by name."""
         collection = cast(EmbeddingBagCollection, module)
@@ -157,13 +162,12 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """All of them, on the CPU as on a GPU."""
         _require_device_type(compute_device_type)
-        return [kind.value for kind in ShardingType]
+        return [kind.value for kind in ShardingType if kind.value in CAPABILITIES[compute_device_type]]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """ "dense" of replicated tables (an optimizer in the backward is kept), "fused" of all others."""
         _require_device_type(compute_device_type)
-        replicated = sharding_type == ShardingType.DATA_PARALLEL.value
-        return [(EmbeddingComputeKernel.DENSE if replicated else EmbeddingComputeKernel.FUSED).value]
+        return list(CAPABILITIES[compute_device_type].get(sharding_type, ())[:1])
 
     def shard(
         self,
@@ -374,5 +378,5 @@ def _derived(module: nn.Module, near: ModuleSharder[Any]) -> str:
 
 
 def _require_device_type(device_type: str) -> None:
-    if device_type not in ("cpu", "cuda"):
-        raise ValueError(f"compute_device_type must be 'cpu' or 'cuda', got {device_type!r}")
+    if device_type not in CAPABILITIES:
+        raise ValueError(f"compute_device_type must be {' or '.join(map(repr, CAPABILITIES))}, got {device_type!r}")
