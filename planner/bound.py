@@ -19,6 +19,8 @@ MOST_PIECES = 3000
 # how often the interval that is left is halved, by weights of fixed form and by the best weights
 HALVINGS = 14
 TRIALS = 7
+# a reason for a bound
+BESIDE = "blocks beside what lies on all ranks"
 
 
 @dataclass(frozen=True)
@@ -89,19 +91,21 @@ class _Targets:
         """Why the target cannot be reached; without linear programs."""
         kept = self._usable(kept_choices(self.problem, self.options, self.relaxed, target_ms * (1 + SPARE)), target_ms)
         if kept is None:
-            return "blocks beside what lies on all ranks"
+            return BESIDE
         pieces = pieces_of(self.problem, kept)
         return fixed_weights_refute(pieces, self._room(target_ms), self.problem.world_size, self.shape)
 
     def refute_by_branching(self, target_ms: float) -> str | None:
         """Likewise, with the best weights, and one choice after the other decided where weights are not enough."""
         stack = [kept_choices(self.problem, self.options, self.relaxed, target_ms * (1 + SPARE))]
+        reason = BESIDE
         while stack:
             kept = self._usable(stack.pop(), target_ms)
             if kept is None:
                 continue
             if self.weighing.work <= 0:
                 return None
+            reason = "packings of a rank, and branching over choices"
             refuted, shares = self.weighing.refute(kept, self._room(target_ms))
             if refuted:
                 continue
@@ -109,7 +113,7 @@ class _Targets:
             if branches is None:
                 return None
             stack += branches
-        return "packings of a rank, and branching over choices"
+        return reason
 
     def _room(self, target_ms: float) -> float:
         """Milliseconds of a rank for tables."""
