@@ -173,3 +173,14 @@ def test_options_need_the_place_that_fits_them_best() -> None:
     item = Item(("t",), (choice(np.array([[2.0]]), hbm=8),))
     options = options_of(Problem((item,), 2, np.array([4, 9]), np.array([1, 1]), np.array([0.0, 3.0])))
     assert options.need_ms.tolist() == [[5.0]]
+
+
+def test_ranks_that_are_alike_are_numbered_once() -> None:
+    """Nine equal tables on four ranks: with ranks in order of use HiGHS sees at the root that one rank has three."""
+    pytest.importorskip("scipy")
+    problem = whole(*[1.0] * 9, world=4)
+    first = solve_exactly(problem)
+    assert first.proven and first.assignment is not None
+    assert loads(problem, first.assignment).time_ms.max() == 3
+    assert first.assignment.starts[0] == (0,) and set(first.assignment.starts[1]) <= {0, 1}
+    assert solve_exactly(problem, hint=first.assignment, nodes=1).proven
