@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from .bound_weights import SPARE, Weighing, fixed_weights_refute, pieces_of
+from .exact import solve_exactly
 from .exact_model import kept_choices
 from .problem import Floats, Problem
 from .relax import Bools, Relaxed, options_of, relax
@@ -18,6 +19,8 @@ MOST_PIECES = 3000
 # how often the interval that is left is halved, by weights of fixed form and by the best weights
 HALVINGS = 14
 TRIALS = 7
+# a reason for a bound
+BESIDE = "blocks beside what lies on all ranks"
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Bound:
 
 
 def lower_bound(
-    problem: Problem, *, upper_ms: float = np.inf, relaxed: Relaxed | None = None, gap: float = 0.0, work: int = 400
+    problem: Problem, *, upper_ms: float = np.inf, relaxed: Relaxed | None = None, gap: float = 0.0, work: float = 150
 ) -> Bound:
     """The best bound found before it comes within `gap` of `upper_ms` or the work is spent.
 
@@ -37,7 +40,7 @@ def lower_bound(
         upper_ms: time of a plan that is known.
         relaxed: from `relax`, if it is there.
         gap: as a share of the bound.
-        work: rounds of linear programs and knapsacks, some milliseconds each.
+        work: rounds of linear programs and knapsacks over a hundred pieces, some 15 ms each.
     """
     relaxed = relax(problem) if relaxed is None else relaxed
     best = Bound(relaxed.bound_ms, relaxed.reason)
@@ -88,19 +91,21 @@ class _Targets:
         """Why the target cannot be reached; without linear programs."""
         kept = self._usable(kept_choices(self.problem, self.options, self.relaxed, target_ms * (1 + SPARE)), target_ms)
         if kept is None:
-            return "blocks beside what lies on all ranks"
+            return BESIDE
         pieces = pieces_of(self.problem, kept)
         return fixed_weights_refute(pieces, self._room(target_ms), self.problem.world_size, self.shape)
 
     def refute_by_branching(self, target_ms: float) -> str | None:
         """Likewise, with the best weights, and one choice after the other decided where weights are not enough."""
         stack = [kept_choices(self.problem, self.options, self.relaxed, target_ms * (1 + SPARE))]
+        reason = BESIDE
         while stack:
             kept = self._usable(stack.pop(), target_ms)
             if kept is None:
                 continue
             if self.weighing.work <= 0:
                 return None
+            reason = "packings of a rank, and branching over choices"
             refuted, shares = self.weighing.refute(kept, self._room(target_ms))
             if refuted:
                 continue
@@ -108,7 +113,7 @@ class _Targets:
             if branches is None:
                 return None
             stack += branches
-        return "packings of a rank, and branching over choices"
+        return reason
 
     def _room(self, target_ms: float) -> float:
         """Milliseconds of a rank for tables."""
@@ -152,7 +157,20 @@ class _Targets:
         return without, only
 
 
-def prove_infeasible(problem: Problem) -> str | None:
-    """Why no assignment fits in memory, in words; None if that is not proven."""
+def prove_infeasible(problem: Problem, *, nodes: int = 500) -> str | None:
+    """Why no assignment fits in memory, in words; None if that is not proven.
+
+    Args:
+        nodes: of the search tree, if all else fails.
+    """
     relaxed = relax(problem)
-    return relaxed.reason if np.isinf(relaxed.bound_ms) else None
+    if np.isinf(relaxed.bound_ms):
+        return relaxed.reason
+    options = options_of(problem)
+    for what, limit in (("hbm", problem.hbm), ("ddr", problem.ddr)):
+        pieces = pieces_of(problem, np.isfinite(options.need_ms), what)
+        reason = fixed_weights_refute(pieces, float(limit.max()), problem.world_size, options.need_ms.shape)
+        if reason is not None:
+            return f"{reason}, in bytes of {what}"
+    found = solve_exactly(problem, relaxed=relaxed, nodes=nodes)
+    return "every way to place the tables was searched" if np.isinf(found.bound_ms) else None

@@ -23,6 +23,8 @@ from .relax import Bools
 GRID = 1000
 # weights and times are compared with this much to spare
 SPARE = 1e-9
+# packings without a piece in common that each round of the program learns
+OTHERS = 3
 # the k of the weights of fixed form
 LONGER_THAN = range(1, 25)
 
@@ -81,11 +83,11 @@ def fixed_weights_refute(pieces: Pieces, room: float, ranks: int, shape: tuple[i
     for k in LONGER_THAN:
         # a piece counts 1/k for every 1/(k + 1) of the room that it is longer than
         if least_weight(pieces, np.floor((k + 1) * share) / k, shape) > ranks * (1 + SPARE):
-            return f"at most {k} pieces longer than 1/{k + 1} of the slowest rank's time fit on a rank"
+            return f"no more than {k} pieces larger than 1/{k + 1} of a rank fit on one"
     for short in np.unique(np.round(share[(share > 0) & (share < 0.5)], 3))[:50]:
         weight = np.where(share > 1 - short, 1.0, np.where(share < short, 0.0, share))
         if least_weight(pieces, weight, shape) > ranks * (1 + SPARE):
-            return "long pieces leave no room for others on their rank"
+            return "large pieces leave no room for others on their rank"
     return None
 
 
@@ -142,14 +144,14 @@ def _with_piece(value: Floats, size: int, weight: float, most: int) -> tuple[Flo
 class Weighing:
     """The linear program over weights; packings that were found stay for later targets and other choices.
 
-    `work` is what is left of it: each round of the program costs a unit and more where there are many pieces.
+    `work` is what is left of it: a round of the program costs about a unit where a hundred pieces are alive.
     """
 
     def __init__(self, pieces: Pieces, ranks: int, shape: tuple[int, int], work: float) -> None:
         self.pieces, self.ranks, self.shape, self.work = pieces, ranks, shape, work
         self.packings: list[Packed] = []
 
-    def refute(self, kept: Bools, room_ms: float, rounds: int = 60) -> tuple[bool, Floats]:
+    def refute(self, kept: Bools, room_ms: float, rounds: int = 100) -> tuple[bool, Floats]:
         """Whether no plan of the choices kept [I, C] has all ranks done within `room_ms`.
 
         Pieces must not be longer than the room. Also the share of each choice [I, C] in the program's optimum, for
@@ -162,25 +164,33 @@ class Weighing:
         sizes = np.minimum(np.floor(pieces.ms / room_ms * GRID * (1 - SPARE)), GRID).astype(np.int64)
         packings = self._known(alive, sizes)
         cost = np.concatenate([np.full(self.shape[0], -1.0), np.zeros(alive.size)])
-        shares = np.zeros(self.shape)
+        shares, best, most = np.zeros(self.shape), None, 0.0
         for _ in range(rounds):
-            self.work -= 1 + alive.size / 100
+            self.work -= 0.3 + (alive.size / 100) ** 1.5
             matrix, right, pairs = _program(pieces, packings, self.shape)
             result = linprog(cost, matrix, right, bounds=(0, None), method="highs")
             if result.status != 0:
                 break
             shares[pairs[:, 0], pairs[:, 1]] = -result.ineqlin.marginals[: len(pairs)]
-            weights = np.maximum(result.x[self.shape[0] :], 0)
             if -result.fun <= self.ranks * (1 + SPARE):
                 break
-            value, packed = heaviest(pieces, sizes, weights, GRID)
+            weights = np.maximum(result.x[self.shape[0] :], 0)
+            # the program jumps between extremes; halfway to the best weights so far, packings teach more
+            asked = weights if best is None else (weights + best) / 2
+            value, packed = heaviest(pieces, sizes, asked, GRID)
             # weights divided by that value are valid, whatever the solver thinks
-            if least_weight(pieces, weights, self.shape) > self.ranks * value * (1 + SPARE):
+            proven = least_weight(pieces, asked, self.shape) / value
+            if proven > self.ranks * (1 + SPARE):
                 return True, shares
-            if value <= 1 + SPARE:
-                break
-            packings.append(packed)
-            self.packings.append(Packed(alive[packed.pieces], packed.counts))
+            if proven > most:
+                best, most = asked / value, proven
+            asked = asked.copy()
+            for n in range(OTHERS):
+                if n:
+                    _, packed = heaviest(pieces, sizes, asked, GRID)
+                packings.append(packed)
+                self.packings.append(Packed(alive[packed.pieces], packed.counts))
+                asked[packed.pieces] = 0
         return False, shares
 
     def _known(self, alive: Ints, sizes: Ints) -> list[Packed]:

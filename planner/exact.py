@@ -21,8 +21,9 @@ from .relax import Relaxed, options_of, relax
 
 # share that a bound from HiGHS is lowered by
 MARGIN = 3e-7
-# a plan is looked for that is better than the one known by at least this share
-BETTER = 5e-7
+# plans are looked for that are better than the one known by this share, to prove that there is none; if that is not
+# settled, plans up to so much slower are allowed, because HiGHS bounds worse where there is nothing to find
+BETTER, SLOWER = 5e-7, 1e-3
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,12 @@ def solve_exactly(
     model = build_model(problem, kept, unit_ms)
     if len(model.upper) > variables:
         return known
-    model.upper[0] = SCALE * upper_ms / unit_ms * (1 - BETTER) if hint is not None else np.inf
-    found = _minimise(model, SCALE * relaxed.bound_ms / unit_ms, nodes, seconds)
+    lower, found = SCALE * relaxed.bound_ms / unit_ms, None
+    for share in (1 - BETTER, 1 + SLOWER):
+        model.upper[0] = SCALE * share * upper_ms / unit_ms
+        found = _minimise(model, lower, nodes, seconds)
+        if found is not None or hint is None:
+            break
     if found is None:
         return known
     bound_ms = max(relaxed.bound_ms, found.bound * unit_ms / SCALE * (1 - MARGIN))

@@ -116,7 +116,36 @@ def build_model(problem: Problem, kept: Bools, unit_ms: float, memory: bool = Tr
             # a limit that even all together do not reach is no limit
             if what == 0 or (memory and sum(factor * model.upper[v] for v, factor in row) > number):
                 model.most.append((row, number))
+    if _ranks_are_alike(problem, kept):
+        _break_symmetry(model, problem, kept)
     return model
+
+
+def _ranks_are_alike(problem: Problem, kept: Bools) -> bool:
+    """Any two ranks could change their numbers, for all that the choices kept [I, C] know."""
+    limits = (problem.hbm, problem.ddr, problem.base_ms)
+    if any((limit != limit[0]).any() for limit in limits) or any(item.ranks is not None for item in problem.items):
+        return False
+    world, hosts = problem.world_size, problem.local_size < problem.world_size
+    choices = [problem.items[i].choices[c] for i, c in zip(*np.nonzero(kept), strict=True)]
+    arrays = ((choice.time_ms, choice.hbm, choice.ddr) for choice in choices)
+    even = [all((array == array[:, :1]).all() for array in three) for three in arrays]
+    whole = all(c.span == 1 or (c.span == world and same) for c, same in zip(choices, even, strict=True))
+    return whole and not any(choice.one_host and hosts for choice in choices)
+
+
+def _break_symmetry(model: Model, problem: Problem, kept: Bools) -> None:
+    """Ranks are numbered in the order in which items, those with most work first, use them."""
+    work = [max(problem.items[i].choices[c].work_ms for c in np.flatnonzero(row)) for i, row in enumerate(kept)]
+    used = 0
+    for i in sorted(range(len(work)), key=lambda i: -work[i]):
+        blocks = {int(c): problem.items[i].choices[c].blocks for c in np.flatnonzero(kept[i])}
+        for c, count in blocks.items():
+            for group in model.groups.get((i, c), []):
+                for start, variable in group.places.items():
+                    if start >= used + count:
+                        model.upper[variable] = 0.0
+        used += max((count for c, count in blocks.items() if (i, c) in model.groups), default=0)
 
 
 def _add_choice(model: Model, problem: Problem, i: int, c: int) -> Iterator[tuple[int, int, tuple[float, ...]]]:

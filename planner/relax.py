@@ -170,7 +170,9 @@ def _relax_part(problem: Problem, part: Bools, reason: str) -> Relaxed:
     base, ranks = float(problem.base_ms[part].sum()), int(part.sum())
     least = max(float(options.need_ms.min(axis=1, initial=np.inf).max(initial=0.0)), float(problem.base_ms.max()))
     if not np.isfinite(least):
-        return Relaxed(np.inf, "a table fits nowhere", np.zeros_like(options.work_ms))
+        nowhere = options.need_ms.min(axis=1, initial=np.inf).argmax()
+        names = ", ".join(problem.items[nowhere].names)
+        return Relaxed(np.inf, f"{names}: no choice fits on the ranks that it may use", np.zeros_like(options.work_ms))
     steps = np.unique(options.need_ms[np.isfinite(options.need_ms) & (options.need_ms > least)])
     targets = np.concatenate([[least], steps])
     found: dict[int, tuple[float, Cheapest]] = {}
@@ -192,6 +194,8 @@ def _relax_part(problem: Problem, part: Bools, reason: str) -> Relaxed:
     # below targets[low] the choices that are usable there do not reach it: that was seen on the way
     bound = reached(low)
     cheapest = found[low][1]
+    if np.isinf(bound):
+        return Relaxed(np.inf, "all tables together need more memory than there is", cheapest.mix)
     if bound == least and len(problem.items):
         reason = "largest block of a table"
     return Relaxed(bound * (1 - ROUNDING), reason, cheapest.mix, *cheapest.prices)

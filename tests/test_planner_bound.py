@@ -18,18 +18,70 @@ def test_no_bound_exceeds_the_optimum(kind: str) -> None:
     for seed in range(100):
         problem = random_problem(kind, seed)
         best = oracle.best_time_ms(problem)
-        if best is None:
-            continue
-        assert relax(problem).bound_ms <= best * (1 + SLACK), seed
-        assert lower_bound(problem).ms <= best * (1 + SLACK), seed
-        assert lower_bound(problem, upper_ms=best * 1.001, work=60).ms <= best * (1 + SLACK), seed
-        assert prove_infeasible(problem) is None, seed
+        if best is not None:
+            assert relax(problem).bound_ms <= best * (1 + SLACK), seed
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exact_solutions_are_those_of_brute_force(kind: str) -> None:
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 210), marks=pytest.mark.long)], ids=str)
+def test_no_bound_by_weights_exceeds_the_optimum(kind: str, seeds: range) -> None:
     pytest.importorskip("scipy")
-    for seed in range(30):
+    for seed in seeds:
+        problem = random_problem(kind, seed)
+        best = oracle.best_time_ms(problem)
+        if best is not None:
+            assert lower_bound(problem, upper_ms=best, work=6).ms <= best * (1 + SLACK), seed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_proven_not_to_fit_does_not_fit(kind: str) -> None:
+    pytest.importorskip("scipy")
+    for seed in range(10):
+        problem = random_problem(kind, seed)
+        assert (oracle.best_time_ms(problem) is None) == (prove_infeasible(problem) is not None), seed
+
+
+@pytest.mark.parametrize(
+    ("problem", "optimum"),
+    [
+        pytest.param(whole(5, 4, 4, world=2), 8, id="two on one rank"),
+        pytest.param(whole(*[3] * 7, world=3), 9, id="three on one rank"),
+        pytest.param(whole(*[3] * 7, world=3, base=2), 11, id="beside what ranks do anyway"),
+    ],
+)
+def test_pigeonholes_bound_the_plan_without_a_solver(
+    problem: Problem, optimum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.planner.bound.find_spec", lambda name: None)
+    bound = lower_bound(problem, upper_ms=optimum)
+    assert 0.999 * optimum < bound.ms <= optimum * (1 + SLACK)
+    assert relax(problem).bound_ms < 0.95 * optimum
+
+
+def test_weights_see_that_only_some_pairs_of_tables_fit_together() -> None:
+    """Three of 5 and four of 3 on three ranks: below 10 a rank with a 5 has room for one 3, and one 3 is left over."""
+    pytest.importorskip("scipy")
+    problem = whole(5, 5, 5, 3, 3, 3, 3, world=3)
+    bound = lower_bound(problem, upper_ms=10)
+    assert bound.ms == pytest.approx(10, rel=2e-3) and bound.ms <= 10 * (1 + SLACK)
+    assert relax(problem).bound_ms == pytest.approx(9, rel=1e-9)
+
+
+def test_blocks_lie_beside_what_lies_on_all_ranks() -> None:
+    """A table over all ranks takes 4 on each of 4; the other takes 5 whole, beside it 9, and 3 + 3 cut, beside it 7."""
+    rows, cut = choice(np.full((1, 4), 4.0)), choice(np.full((2, 1), 3.0))
+    items = (Item(("a",), (rows,)), Item(("b",), (choice(np.array([[5.0]])), cut)))
+    problem = Problem(items, 4, np.full(4, 9), np.full(4, 9))
+    bound = lower_bound(problem, upper_ms=7.0)
+    assert bound.ms == pytest.approx(7, rel=1e-3) and bound.ms <= 7 * (1 + SLACK)
+    assert bound.reason == "blocks beside what lies on all ranks"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 220), marks=pytest.mark.long)], ids=str)
+def test_exact_solutions_are_those_of_brute_force(kind: str, seeds: range) -> None:
+    pytest.importorskip("scipy")
+    for seed in seeds:
         problem = random_problem(kind, seed)
         best, found = oracle.best_time_ms(problem), solve_exactly(problem)
         assert found.proven, seed
@@ -121,3 +173,14 @@ def test_options_need_the_place_that_fits_them_best() -> None:
     item = Item(("t",), (choice(np.array([[2.0]]), hbm=8),))
     options = options_of(Problem((item,), 2, np.array([4, 9]), np.array([1, 1]), np.array([0.0, 3.0])))
     assert options.need_ms.tolist() == [[5.0]]
+
+
+def test_ranks_that_are_alike_are_numbered_once() -> None:
+    """Nine equal tables on four ranks: with ranks in order of use HiGHS sees at the root that one rank has three."""
+    pytest.importorskip("scipy")
+    problem = whole(*[1.0] * 9, world=4)
+    first = solve_exactly(problem)
+    assert first.proven and first.assignment is not None
+    assert loads(problem, first.assignment).time_ms.max() == 3
+    assert first.assignment.starts[0] == (0,) and set(first.assignment.starts[1]) <= {0, 1}
+    assert solve_exactly(problem, hint=first.assignment, nodes=1).proven
