@@ -1,9 +1,9 @@
 """Plans of TorchRec's planner and of ours for sets of tables, under TorchRec's estimates and rated by TorchRec.
 
-For each set and shape: TorchRec's planner with each of its proposers, then our search over exactly the options that
-TorchRec enumerates, over those and 32-wide column shards, and our planner by itself with `cost="torchrec"`. A plan of
-ours is rated by torchrec's `NoopPerfModel` on torchrec's own `ShardingOption`s, whose memory is added up as well. What
-was computed is kept as JSON, a file for each set and shape, and is not computed again.
+For each set and shape: TorchRec's planner with each of its proposers and as it is, then our search over exactly the
+options that TorchRec enumerates, over those and 32-wide column shards, and our planner by itself with
+`cost="torchrec"`. A plan of ours is rated by torchrec's `NoopPerfModel` on torchrec's own `ShardingOption`s, whose
+memory is added up as well. What was computed is kept as JSON, a file for each set and shape, and is not computed again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,20 @@ from shardwise.planner.solve import solve
 from shardwise.planner.tables import Table
 from shardwise.planner.topology import Topology
 
+from .planner_sets import generated
+
 GIB = 1024**3
 NARROW = 32
-# of TorchRec's planner, which stops a proposer after this many
-TIMEOUT_SECONDS = 500
+# tables of generated sets
+GENERATED = (50, 200)
 PROPOSERS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("GreedyProposer", {}),
     "greedy, sum of shards": ("GreedyProposer", {"use_depth": False}),
     "uniform": ("UniformProposer", {}),
     "grid search": ("GridSearchProposer", {}),
     "dynamic programming": ("DynamicProgrammingProposer", {}),
+    # grid search, both greedy ones and uniform, one after the other
+    "as it is": ("", {}),
 }
 SAME, NARROWER, BY_ITSELF = "ours, its options", f"ours, and {NARROW}-wide columns", "ours, plan_tables"
 
@@ -61,7 +66,7 @@ SHAPES = tuple(Shape(ranks, hosts, batch) for ranks, hosts in ((8, 1), (16, 2), 
 def plans(
     tables: Path | None, results: Path, *, only: str = "", shapes: str = "", largest: int = 2000, again: bool = False
 ) -> int:
-    """Compares all sets in a folder; status 1 if a plan of ours is worse than the best of TorchRec's.
+    """Compares all sets in a folder and generated ones; status 1 if a plan of ours is worse than TorchRec's best.
 
     Args:
         results: folder of what was computed.
@@ -70,19 +75,29 @@ def plans(
         again: ours are computed anew.
     """
     results.mkdir(parents=True, exist_ok=True)
-    worse = 0
-    for file in sorted(tables.glob("*.json")) if tables else ():
-        if file.stem == "INDEX" or only not in file.stem:
-            continue
-        found = read_tables(file)
-        for shape in SHAPES:
-            if shapes in str(shape) and len(found) * shape.ranks <= largest:
-                worse += _compare(file.stem, found, shape, results, again)
-    return int(worse > 0)
+    shown = []
+    for name, read in _sets(tables):
+        if only in name:
+            found = read()
+            for shape in SHAPES:
+                if shapes in str(shape) and len(found) * shape.ranks <= largest:
+                    shown.append(_compare(name, found, shape, results, again))
+                    _show(shown[-1])
+    print("\n".join(_summary(shown)))
+    return int(any(_faults(known) for known in shown))
 
 
-def _compare(name: str, tables: Sequence[Table], shape: Shape, results: Path, again: bool) -> bool:
-    """Fills in what a file of results lacks, and prints it."""
+def _sets(folder: Path | None) -> Iterator[tuple[str, Callable[[], Sequence[Table]]]]:
+    """Names of sets, and how to get their tables."""
+    for file in sorted(folder.glob("*.json")) if folder else ():
+        if file.stem != "INDEX":
+            yield file.stem, partial(read_tables, file)
+    for count in GENERATED:
+        yield f"generated_{count}", partial(generated, count)
+
+
+def _compare(name: str, tables: Sequence[Table], shape: Shape, results: Path, again: bool) -> dict[str, Any]:
+    """What is known of a set and shape, after what the file lacks was computed."""
     file = results / f"{name}-{shape}.json"
     known: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     side = _TorchRec(tables, shape)
@@ -91,12 +106,14 @@ def _compare(name: str, tables: Sequence[Table], shape: Shape, results: Path, ag
         "topology": str(side.ours), "reservation": "none", "optimizer": "none",
         "enumerator": "TorchRec's, all types and kernels that it offers on a GPU, its estimators",
     }  # fmt: skip
-    runs: dict[str, dict[str, Any]] = known.setdefault("runs", {})
+    before: dict[str, dict[str, Any]] = known.get("runs", {})
+    runs = known["runs"] = dict(before)
     for label, run in side.runs():
-        if label not in runs or (again and label.startswith("ours")):
+        if label not in before or (again and label.startswith("ours")):
             runs[label] = _timed(run)
-            file.write_text(json.dumps(known, indent=1))
-    return _show(known)
+            file.write_text(json.dumps(known, indent=1) + "\n")
+    known["runs"] = {label: runs[label] for label, _ in side.runs()}
+    return known
 
 
 def _timed(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -120,9 +137,9 @@ class _TorchRec:
     def runs(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         """What is computed, by name."""
         for label in PROPOSERS:
-            yield label, lambda label=label: self._theirs(label)  # type: ignore[misc]
-        yield SAME, lambda: self._searched(None)
-        yield NARROWER, lambda: self._searched(NARROW)
+            yield label, partial(self._theirs, label)
+        yield SAME, partial(self._searched, None)
+        yield NARROWER, partial(self._searched, NARROW)
         yield BY_ITSELF, self._by_itself
 
     def _enumerated(self, min_partition: int | None = None) -> list[Any]:
@@ -153,10 +170,11 @@ class _TorchRec:
             storage_reservation=import_module(
                 "torchrec.distributed.planner.storage_reservations"
             ).FixedPercentageStorageReservation(0.0),
-            proposer=getattr(import_module("torchrec.distributed.planner.proposers"), proposer)(**arguments),
+            proposer=getattr(import_module("torchrec.distributed.planner.proposers"), proposer)(**arguments)
+            if proposer
+            else None,
             stats=[],
             debug=False,
-            timeout_seconds=TIMEOUT_SECONDS,
         )
         try:
             planner.plan(self.model, import_module("torchrec.distributed.sharding_plan").get_default_sharders())
@@ -239,14 +257,11 @@ def _model(tables: Sequence[Table]) -> nn.Module:
     return made
 
 
-def _show(known: dict[str, Any]) -> bool:
-    """Prints a set; is a plan of ours worse than the best of TorchRec's, or a bound above a plan?"""
-    runs, shape = known["runs"], Shape(**known["shape"])
-    print(f"\n{known['set']}: {known['tables']} tables, batch {shape.batch_size}, {known['settings']['topology']}")
-    print("; ".join(f"{what}: {said}" for what, said in known["settings"].items() if what != "topology"))
-    best = min((runs[one]["rating_ms"] for one in PROPOSERS if runs[one]["rating_ms"] is not None), default=None)
-    faults = []
-    for label, run in runs.items():
+def _show(known: dict[str, Any]) -> None:
+    """Prints all that was run for a set and shape, with the settings."""
+    print(f"\n{known['set']}: {known['tables']} tables, batch {known['shape']['batch_size']}")
+    print("\n".join(f"  {what}: {said}" for what, said in known["settings"].items()))
+    for label, run in known["runs"].items():
         rating = run["rating_ms"]
         told = f"{rating:12.6f} ms" if rating is not None else f"no plan: {run['why']}"
         if "bound_ms" in run:
@@ -255,13 +270,46 @@ def _show(known: dict[str, Any]) -> bool:
         if "enumeration_cpu_s" in run:
             spent += f", {run['enumeration_cpu_s']:.2f} s CPU of it TorchRec's enumerator"
         print(f"  {label:28} {told}  [{spent}]")
-        if label.startswith("ours") and best is not None and (rating is None or rating > best * (1 + 1e-9)):
-            faults.append(label)
-    same = runs.get(SAME, {})
-    if best is not None and same.get("bound_ms", 0) > best * (1 + 1e-6):
-        faults.append("the bound is above a plan of TorchRec's")
-    if best is not None and same.get("rating_ms") is not None:
-        print(f"  best of TorchRec's over ours, its options: {best / same['rating_ms']:.4f}")
-    if faults:
-        print(f"  WORSE: {', '.join(faults)}")
-    return bool(faults)
+    print("".join(f"  WRONG: {fault}\n" for fault in _faults(known)), end="", flush=True)
+
+
+def _best(known: dict[str, Any]) -> tuple[float, str] | None:
+    """The best rating of TorchRec's plans, and whose it is."""
+    ratings = [(known["runs"][label]["rating_ms"], label) for label in PROPOSERS]
+    return min(((rating, label) for rating, label in ratings if rating is not None), default=None)
+
+
+def _faults(known: dict[str, Any]) -> list[str]:
+    """Plans of ours that are worse than the best of TorchRec's, and bounds above a plan."""
+    best, found = _best(known), []
+    if best is None:
+        return []
+    for label in (SAME, NARROWER, BY_ITSELF):
+        run = known["runs"][label]
+        if run["rating_ms"] is None or run["rating_ms"] > best[0] * (1 + 1e-9):
+            found.append(f"{label} is worse than {best[1]}")
+        if run.get("bound_ms", 0) > best[0] * (1 + 1e-6):
+            found.append(f"the bound of {label} is above the plan of {best[1]}")
+    return found
+
+
+def _summary(shown: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A row for each set and shape that both or one can plan."""
+    yield (
+        "\n| set | tables | ranks x hosts | batch | TorchRec's best, ms | by | ours | bound | with 32-wide columns |"
+        " TorchRec's CPU s, as it is | ours |"
+    )
+    yield "| --- |" + " ---: |" * 4 + " --- |" + " ---: |" * 5
+    for known in shown:
+        best, runs, shape = _best(known), known["runs"], Shape(**known["shape"])
+        same, narrower = runs[SAME], runs[NARROWER]
+        if best is None and same["rating_ms"] is None:
+            continue
+        theirs = "none | " if best is None else f"{best[0]:.4f} | {best[1]}"
+        ours = [one["rating_ms"] for one in (same, narrower)]
+        told = ["none" if rating is None else f"{rating:.4f}" for rating in ours]
+        bound = f"{same['bound_ms']:.4f}" + (" (optimal)" if same["proven"] else "") if "bound_ms" in same else ""
+        yield (
+            f"| {known['set']} | {known['tables']} | {shape.ranks} x {shape.hosts} | {shape.batch_size} | {theirs} |"
+            f" {told[0]} | {bound} | {told[1]} | {runs['as it is']['cpu_s']:.2f} | {runs[BY_ITSELF]['cpu_s']:.2f} |"
+        )

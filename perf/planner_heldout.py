@@ -228,10 +228,10 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# The cost model against plans that it was not calibrated on",
         "",
-        f"Made by `python -m shardwise.perf.planner_heldout` in {found['seconds']} s, on {found['machine']}. {WORLD} gloo"
-        f" ranks of one thread each on {found['cpus']} cores; shardwise {found['shardwise']}, torch {found['torch']}; load"
-        f" average {found['load'][0]:.1f} before and {found['load'][1]:.1f} after. Medians of {ROUNDS} steps of the"
-        " slower rank, plans taking turns. Constants were measured just before, on the workloads of"
+        f"Made by `python -m shardwise.perf.planner_heldout` in {found['seconds']} s, on {found['machine']}, shardwise"
+        f" {found['shardwise']}, torch {found['torch']}: {WORLD} gloo ranks of one thread each on {found['cpus']} cores"
+        f" (load average {found['load'][0]:.1f} before, {found['load'][1]:.1f} after). Times are medians of {ROUNDS}"
+        " steps of the slower rank, plans taking turns. Constants were measured just before, on the workloads of"
         " `sharding/planning/calibrate_cases.py`; the plans below are of other tables, widths, lengths and batches.",
         "",
         f"- Predictions span {says['predictions_span']:.1f} x; Spearman's correlation is {says['spearman']:.3f}"

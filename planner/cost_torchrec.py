@@ -136,11 +136,11 @@ class TorchRecCost:
             [f.batch_size or self._batch_size for f in features],
             table.pooled,
         )
-        own, cache, missed = table.element_bytes, constraint.cache_params if constraint else None, 0.0
-        known = cache is not None and cache.stats is not None and cache.load_factor is not None
-        if known and way.compute_kernel == "fused_uvm_caching":
-            assert cache is not None
-            missed = cache.stats.expected_miss_rate(cache.load_factor) * cache.stats.expected_lookups
+        own, missed = table.element_bytes, 0.0
+        cache = constraint.cache_params if constraint else None
+        stats, ratio = (cache.stats, cache.load_factor) if cache else (None, None)
+        if stats is not None and ratio is not None and way.compute_kernel == "fused_uvm_caching":
+            missed = stats.expected_miss_rate(ratio) * stats.expected_lookups
         output = element_bytes(constraint.output_dtype) if constraint and constraint.output_dtype else own
         return Lookups(ids, outputs, table.pooled, table.weighted, own, (own, own), (own, own), output, missed)
 

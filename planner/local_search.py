@@ -18,7 +18,9 @@ REMOVED = 8
 # how much worse than the best a packing may be to go on from, as a share
 WORSE = 0.02
 # how often an item gets a choice that is not the best for it
-FORCED = 0.3
+FORCED = 0.25
+# how often two items change roles
+TRADED = 0.25
 LEAST = 1e-12
 
 
@@ -47,21 +49,32 @@ def improve(packing: Packing, generator: np.random.Generator) -> Iterator[int]:
 def _disturb(packing: Packing, generator: np.random.Generator) -> list[tuple[int, int]]:
     """Remove some items; returns them in the order in which to place them again, with a choice or -1 for any."""
     removed = _pick(packing, generator)
-    forced = -1
-    if generator.random() < FORCED:
+    kind = generator.random()
+    first = forced = -1
+    if kind < TRADED:
+        # one that lies on many ranks and one that does not change roles
+        wide = np.flatnonzero(packing.spans > 1)
+        if len(wide):
+            i, first = int(wide[generator.integers(len(wide))]), removed[0]
+            same = packing.spans[i]
+            removed = list(dict.fromkeys([first, i, *removed[: int(generator.integers(3))]]))
+            forced = next((int(g.numbers[packing.cost(first)[g.numbers].argmin()])
+                           for g in packing.space.groups[first] if g.span == same), -1)  # fmt: skip
+    elif kind < TRADED + FORCED:
         # another choice for one, so that the others find another place
-        i = removed[-1]
-        costs = packing.cost(i)
-        others = [int(n) for n in np.argsort(costs, kind="stable") if np.isfinite(costs[n]) and n != packing.chosen[i]]
-        if others:
-            forced = others[int(len(others) * generator.random() ** 2)]
+        first = removed[-1]
+        costs = packing.cost(first)
+        usable = np.flatnonzero(np.isfinite(costs) & (np.arange(len(costs)) != packing.chosen[first]))
+        if len(usable):
+            others = usable[np.argsort(costs[usable], kind="stable")]
+            forced = int(others[int(len(others) * generator.random() ** 2)])
     for i in removed:
         packing.take(i)
     sizes = np.array([packing.cost(i).min() for i in removed]) * generator.uniform(0.5, 1.5, len(removed))
     order = [removed[n] for n in np.argsort(-sizes, kind="stable")]
     if forced < 0:
         return [(i, -1) for i in order]
-    return [(removed[-1], forced)] + [(i, -1) for i in order if i != removed[-1]]
+    return [(first, forced), *((i, -1) for i in order if i != first)]
 
 
 def descend(packing: Packing) -> Iterator[int]:

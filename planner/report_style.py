@@ -1,10 +1,13 @@
-"""How the report looks: its style sheet, and the patterns by which strategies and parts differ where colour does not.
+"""How the report looks: its style sheet, small pieces of HTML, and patterns, by which looks differ beside their colour.
 
 A strategy's pattern shows how it cuts: level lines for rows, upright lines for columns, both for grids, dots for
 replicas. Parts of time that move bytes between ranks are hatched, those that compute are plain.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
 
 # class of a colour -> (light, dark); strategies s-*, parts of time p-*
 COLOURS = {
@@ -58,6 +61,33 @@ def style_sheet() -> str:
         for name in COLOURS
     )
     return PAGE.replace("LIGHT", light).replace("DARK", dark) + fills
+
+
+def swatch(look: str) -> str:
+    """A small sample of a look, for legends."""
+    return f'<svg width="14" height="14" aria-hidden="true"><rect class="b {look}" width="14" height="14"/></svg>'
+
+
+def look(strategy: str) -> str:
+    """The class of a strategy."""
+    return f"s-{strategy}" if f"s-{strategy}" in COLOURS else "s-other"
+
+
+def soft(text: str) -> str:
+    """A paragraph beside the point."""
+    return f'<p class="soft">{escape(text)}</p>'
+
+
+def figure(svg: str, legend: Iterable[tuple[str, str]]) -> str:
+    """A picture that scrolls where it is too wide, and its legend of looks and names."""
+    items = "".join(f"<li>{swatch(look)}{escape(name)}</li>" for look, name in legend)
+    scrolled = f'<div class="scroll" tabindex="0">{svg}</div>'
+    return f'<figure>{scrolled}<figcaption><ul class="legend">{items}</ul></figcaption></figure>'
+
+
+def numbers(cells: Iterable[str]) -> str:
+    """Cells of a table, to the right."""
+    return "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
 
 
 PAGE = """

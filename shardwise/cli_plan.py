@@ -86,9 +86,14 @@ def add_plan(commands: click.Group) -> None:
     @as_html
     def explain(path: Path, count: int | None, as_json: bool, html: Path | None) -> None:
         """Why the plan in the file PLAN is as it is: each table and its alternatives, each rank's time and memory."""
-        from .planner.files_plan import load_planned
+        from .planner.files_plan import is_whole, load_planned, read_plan
 
         with _told():
+            text = read_plan(path).get("about", {}).get("explanation")
+            if text and not is_whole(read_plan(path)) and not (as_json or html):
+                # a plan that TorchRec's search made has words, and nothing to make more of
+                click.echo(text)
+                return
             _give(load_planned(path), None, html, as_json, count)
 
     @plan.command()

@@ -130,6 +130,15 @@ def test_plans_that_say_nothing_about_themselves_are_compared_by_their_shards(ma
     assert refused.exit_code == 2 and "says nothing about how it was made" in refused.stderr
 
 
+def test_of_a_plan_that_has_only_words_these_are_shown(made: Path) -> None:
+    said = json.loads(made.read_text())
+    assert said["about"]["explanation"] == explain(load_planned(made))
+    said["about"] = {"explanation": "because"}
+    made.write_text(json.dumps(said))
+    assert run("explain", made).stdout == "because\n"
+    assert run("explain", made, "--json").exit_code == 2
+
+
 def test_whatif_plans_again_and_shows_both(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "after.json"
     changes = ("--world-size", 8, "--hosts", 1, "--dtype", "fp16:user", "--card", "a100-80", "--batch-size", 100)
@@ -163,7 +172,7 @@ def wrong(*arguments: str, tables: str = "tables.json") -> list[str]:
 
 
 def on_h100(*arguments: str, tables: str = "tables.json") -> list[str]:
-    return on_h100(*arguments, tables=tables)
+    return wrong("--card", "h100", *arguments, tables=tables)
 
 
 WRONG = {

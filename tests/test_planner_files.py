@@ -238,7 +238,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "changed by hand": (
         lambda said: {**said, "plan": {**said["plan"], "": {}}},
-        "its plan is not the one that it says it made: it was changed by hand",
+        "table 'user' is not placed as the planner chose: the plan was changed",
     ),
 }
 
@@ -250,6 +250,13 @@ def test_a_broken_plan_is_named_with_its_file(case: str, tmp_path: Path) -> None
     with pytest.raises(ValueError) as caught:
         load_planned(file)
     assert str(caught.value).startswith(f"{file}: {text}")
+
+
+def test_what_training_adds_to_a_plan_is_no_change_of_it(tmp_path: Path) -> None:
+    said = planned_to_json(made())
+    said["plan"]["over"] = {"weight": {"sharding_type": "data_parallel", "compute_kernel": "dense", "ranks": [0]}}
+    said["plan"][""]["user"]["stochastic_rounding"] = True
+    assert load_planned(write(tmp_path / "plan.json", said)).solution == made().solution
 
 
 def test_prices_that_changed_since_are_told(tmp_path: Path) -> None:

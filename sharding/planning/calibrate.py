@@ -61,6 +61,7 @@ def calibrate(
     out: str | Path | None = None,
     progress: Progress | None = None,
     threads: int = 1,
+    chosen: Sequence[Case] | None = None,
 ) -> Constants:
     """The constants of this machine, measured by `world_size` processes on it that are started here.
 
@@ -70,6 +71,7 @@ def calibrate(
         out: JSON file to write, with the measurements.
         progress: told how many rounds are done, of how many.
         threads: of each process.
+        chosen: cases, by default all of `calibrate_cases`.
 
     Raises:
         ValueError: fewer than two processes, or fewer GPUs than processes.
@@ -83,7 +85,7 @@ def calibrate(
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="calibrate") as folder:
         ranks = [
-            context.Process(target=_rank, args=(rank, world_size, device, folder, seconds, threads, theirs))
+            context.Process(target=_rank, args=(rank, world_size, device, folder, seconds, threads, chosen, theirs))
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -96,7 +98,7 @@ def calibrate(
                 process.join(10)
                 if process.is_alive():
                     process.kill()
-    constants = fit(found, Topology(world_size, device), f"{world_size} {device} ranks of {threads} threads")
+    constants = fit(found, Topology(world_size, device), f"{world_size} {device} ranks of {threads} threads", chosen)
     if out is not None:
         constants.save(out, {"times": [asdict(one) for one in found]})
     return constants
@@ -120,7 +122,16 @@ def _hear(conn: Connection, ranks: Sequence[Any], progress: Progress | None) -> 
             progress(*found)
 
 
-def _rank(rank: int, world_size: int, device: str, folder: str, seconds: float, threads: int, conn: Connection) -> None:
+def _rank(
+    rank: int,
+    world_size: int,
+    device: str,
+    folder: str,
+    seconds: float,
+    threads: int,
+    chosen: Sequence[Case] | None,
+    conn: Connection,
+) -> None:
     """One process."""
     torch.set_num_threads(threads)
     os.environ.setdefault("LOCAL_RANK", str(rank))
@@ -134,7 +145,7 @@ def _rank(rank: int, world_size: int, device: str, folder: str, seconds: float, 
         assert dist.group.WORLD is not None
         env = ShardingEnv.from_process_group(dist.group.WORLD)
         told: Progress | None = (lambda *done: conn.send(("progress", done))) if rank == 0 else None
-        found = measure(env, here, seconds=seconds, progress=told)
+        found = measure(env, here, seconds=seconds, progress=told, chosen=chosen)
         if rank == 0:
             conn.send(("found", found))
     finally:
@@ -214,7 +225,7 @@ def fit(
     # which rank is the slowest depends on the constants
     for _ in range(8):
         rows = np.stack([mine[int(np.argmax(mine @ now))] for mine in ranks])
-        now = _least_squares(rows / target[:, None], np.ones(len(target)))
+        now = least_squares(rows / target[:, None], np.ones(len(target)))
     return _constants(now, f"measured: {where}")
 
 
@@ -285,7 +296,7 @@ def _constants(solution: Floats, source: str) -> Constants:
     return Constants(**found, source=source)
 
 
-def _least_squares(rows: Floats, target: Floats) -> Floats:
+def least_squares(rows: Floats, target: Floats) -> Floats:
     """x >= 0 with the least |rows x - target| [constants], by active sets (Lawson and Hanson 1974)."""
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     scaled = rows / scale

@@ -34,7 +34,8 @@ from shardwise.sharding.generators import placement
 from shardwise.sharding.layout import Shard
 from shardwise.sharding.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+# those that a trial knows, by the names that tables have
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "RowWiseAdagrad": RowWiseAdagrad,
     "Adam": torch.optim.Adam, "LAMB": LAMB,
 }  # fmt: skip
@@ -99,7 +100,7 @@ class Net(nn.Module):
         for collection, mine in self.collections(pooled, rows):
             for table, parameter in zip(mine, collection.parameters(), strict=True):
                 if table.optimizer is not None:
-                    apply_optimizer_in_backward(_OPTIMIZERS[table.optimizer], [parameter], {"lr": 0.01})
+                    apply_optimizer_in_backward(OPTIMIZERS[table.optimizer], [parameter], {"lr": 0.01})
 
     def collections(self, *tables: list[Table]) -> list[tuple[nn.Module, list[Table]]]:
         """Each collection that there is, and its tables, given those that are pooled and those that are not."""
@@ -183,6 +184,10 @@ class Step:
         dense = {one.table.name for one in placed if one.way.replica and one.table.optimizer is None}
         self._dense = [p for name, p in self.model.named_parameters() if name.split(".")[-2] in dense]
 
+    def collections(self) -> list[ShardedCollection]:
+        """The sharded collections of the model."""
+        return [one for one in self.model.module.children() if isinstance(one, ShardedCollection)]
+
     def _next(self) -> int:
         self._count += 1
         return self._count % len(self._batches)
@@ -199,7 +204,7 @@ class Step:
     def alone(self, device: torch.device) -> tuple[float, float]:
         """Milliseconds of this rank's lookup, and of its update, in a step that does not use their results."""
         (batch,) = self._batches[self._next()]
-        (collection,) = [one for one in self.model.module.children() if isinstance(one, ShardedCollection)]
+        (collection,) = self.collections()
         flight = collection.begin(batch)
         looked_up = timed(lambda: collection.look_up(flight), device)
         assert flight.pending is not None
