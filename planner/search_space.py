@@ -153,7 +153,7 @@ def _fits(use: Floats, limits: Floats, whose: list[tuple[Item, bool]], problem: 
     if not n:
         return np.zeros(len(use), bool)
     room = limits[1:, : n * span].reshape(-1, n, span)
-    easy: Bools = np.less_equal(use[:, 1:].max(axis=2, initial=0), room.min(axis=1)).all(axis=(1, 2))
+    easy = np.array(np.all(use[:, 1:].max(axis=2, initial=0) <= room.min(axis=1), axis=(1, 2)), bool)
     for row, (item, one_host) in enumerate(whose):
         if easy[row] and item.ranks is None:
             continue
