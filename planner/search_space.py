@@ -142,8 +142,7 @@ def _closed_slots(closed: Bools | None, span: int, problem: Problem) -> Bools | 
     if closed is None:
         return None
     n = slots(span, problem)
-    found: Bools = closed[: n * span].reshape(n, span).any(axis=1)
-    return found
+    return np.array(closed[: n * span].reshape(n, span).any(axis=1), bool)
 
 
 def _fits(use: Floats, limits: Floats, whose: list[tuple[Item, bool]], problem: Problem) -> Bools:

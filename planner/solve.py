@@ -27,8 +27,8 @@ SIZE = 250_000
 # smaller problems get up to so many times more steps, each of them takes less
 MORE = 4
 # a mixed-integer program of up to so many variables, and so many nodes of its tree
-VARIABLES = 700
-NODES = 200
+VARIABLES = 400
+NODES = 100
 
 
 def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
