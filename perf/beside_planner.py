@@ -18,6 +18,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -47,17 +48,16 @@ def our_library() -> Library:
 
 def their_library() -> Library:
     """torchrec's classes."""
-    import torchrec.distributed.types as plans
-    import torchrec.optim
-    from torchrec.distributed.planner import shard_estimators, types
-    from torchrec.modules.embedding_configs import DataType
-
+    plans = import_module("torchrec.distributed.types")
     both = ModuleType("types")
     # ours has them in one place
-    vars(both).update({**vars(types), "PipelineType": plans.PipelineType, "StorageUsageType": plans.StorageUsageType})
+    vars(both).update(vars(import_module("torchrec.distributed.planner.types")))
+    vars(both).update(PipelineType=plans.PipelineType, StorageUsageType=plans.StorageUsageType)
+    estimators = import_module("torchrec.distributed.planner.shard_estimators")
+    rowwise = import_module("torchrec.optim").RowWiseAdagrad
     return Library(
-        both, shard_estimators, plans.CacheParams, plans.KeyValueParams, DataType,
-        {**DENSE_OPTIMIZERS, "RowWiseAdagrad": torchrec.optim.RowWiseAdagrad},
+        both, estimators, plans.CacheParams, plans.KeyValueParams,
+        import_module("torchrec.modules.embedding_configs").DataType, {**DENSE_OPTIMIZERS, "RowWiseAdagrad": rowwise},
     )  # fmt: skip
 
 
@@ -108,11 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="plans: sets whose name has this in it")
     parser.add_argument("--shapes", default="", help="plans: shapes whose text has this in it, '8x1' say")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "planner")
-    parser.add_argument("--largest", type=int, default=20_000, help="plans: most tables x ranks for TorchRec")
+    parser.add_argument("--largest", type=int, default=2000, help="plans: most tables x ranks for TorchRec")
     parser.add_argument("--again", action="store_true", help="plans: ours anew, TorchRec's as stored")
     given = parser.parse_args(arguments)
     try:
-        import torchrec  # noqa: F401
+        import_module("torchrec")
     except ImportError:
         print("torchrec is not installed")
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -50,18 +51,16 @@ class _Rows(EmbeddingCollectionSharder):
 
 def compare() -> Iterator[tuple[str, int, int, bool]]:
     """What is enumerated, how many options ours and TorchRec's are, and whether they are the same."""
-    import torchrec
-    from torchrec.distributed.planner import enumerators
-    from torchrec.distributed.planner import types as their_types
-    from torchrec.distributed.sharding_plan import get_default_sharders
-
+    torchrec, their_types = import_module("torchrec"), import_module("torchrec.distributed.planner.types")
+    enumerators = import_module("torchrec.distributed.planner.enumerators")
+    sharders = import_module("torchrec.distributed.sharding_plan").get_default_sharders()
     for machines, topology in TOPOLOGIES.items():
         for asked, constraints in CONSTRAINTS.items():
             if topology["compute_device"] == "cpu" and constraints:
                 continue
             theirs = _listed(their_types, enumerators.EmbeddingEnumerator, topology, constraints)
             ours = _listed(types, EmbeddingEnumerator, topology, constraints)
-            listed = theirs.enumerate(_model(torchrec), get_default_sharders())
+            listed = theirs.enumerate(_model(torchrec), sharders)
             found = ours.enumerate(_model(shardwise), [_Bags(), _Rows()])
             same = sorted(map(_said, found)) == sorted(map(_said, listed))
             # tables come in the same order; TorchRec's order of a table's types depends on the process

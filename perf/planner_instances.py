@@ -1,4 +1,4 @@
-"""Small random planning problems as TorchRec's planner has them: options with made-up times and sizes, many of them tied.
+"""Small random planning problems as TorchRec's planner has them: made-up options, many of them tied.
 
 `types` is the module whose classes are used, TorchRec's `planner.types` or ours, so that both can be given the same.
 """

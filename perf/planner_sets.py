@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     if not options.plot:
         print(
-            "| set | tables | ranks | batch | step ms | bound ms | gap | gap beyond base | proven | seconds | bound from |"
+            "| set | tables | ranks | batch | step ms | bound ms | gap | beyond base | proven | seconds | bound from |"
         )
         print("|---|---|---|---|---|---|---|---|---|---|---|")
     else:

@@ -243,7 +243,7 @@ def _less_reserved(request: Request) -> _Candidates:
     whole = [left + kept for left, kept in zip(request.topology.hbm, request.reserved, strict=True)]
     most = max(kept / has for kept, has in zip(request.reserved, whole, strict=True) if has)
     for part in (0.75, 0.5, 0.25, 0.0):
-        text = f"reserve {most * part:.3g} of each device's memory instead of {most:.3g}"
+        text = f"reserve {100 * most * part:.3g} % of each device's memory instead of {100 * most:.3g} %"
         yield text, _bind(whatif.with_reserved, request, part)
 
 

@@ -23,6 +23,7 @@ class Constants:
 
     Args:
         copy_gb_s: reading and writing memory in order, both counted.
+        fresh_gb_s: the same where the memory was just allocated, as rows of ids are moved in every step.
         row_gb_s: reading or writing rows that lie anywhere and were not used just before.
         again_gb_s: reading rows that this batch used before.
         id_ns: an id on the rank that looks it up: received, brought in order, its row found.
@@ -43,6 +44,7 @@ class Constants:
     """
 
     copy_gb_s: float
+    fresh_gb_s: float
     row_gb_s: float
     again_gb_s: float
     id_ns: float
@@ -132,6 +134,7 @@ def _card(name: str, memory_gib: float, memory_gb_s: float, link_gb_s: float, ne
         memory_gib,
         Constants(
             copy_gb_s=0.9 * memory_gb_s,
+            fresh_gb_s=0.9 * memory_gb_s,
             row_gb_s=0.65 * memory_gb_s,
             again_gb_s=1.5 * memory_gb_s,
             id_ns=0.02,
@@ -166,6 +169,7 @@ _CPU = Card(
     128.0,
     Constants(
         copy_gb_s=8.0,
+        fresh_gb_s=5.0,
         row_gb_s=3.0,
         again_gb_s=12.0,
         id_ns=10.0,

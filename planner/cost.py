@@ -11,7 +11,7 @@ Per step, for one block of w columns at place s of its span (all constants: `con
     U_s            different rows among them (`skew.py`);   G = W b  bags of all ranks
     e, q           bytes of an element and of the optimizer's state of a row of w columns
     input_comms    N_s ids of 4 bytes (8 above 2^31 rows, 4 more with weights) and G lengths, from other ranks
-    fwd_compute    N_s id_ns + G bag_ns + U_s w e / row_gb_s + (N_s - U_s) w e / again_gb_s + 2 * 4 G w / copy_gb_s
+    fwd_compute    N_s id_ns + G bag_ns + U_s w e / row_gb_s + (N_s - U_s) w e / again_gb_s + 4 G w / copy_gb_s
     fwd_comms      4 G w bytes to other ranks (rows, 4 N_s w, where nothing is pooled)
     bwd_comms      as fwd_comms, the other way
     bwd_compute    N_s (update_id_ns + 4 w / again_gb_s) + U_s (update_row_ns + 2 (w e + q) / row_gb_s)
@@ -48,6 +48,10 @@ from .ways import Way, ways_of
 # results and their gradients travel as fp32
 _RESULT = 4
 _EXCHANGES = 4
+# How often each number of a result is read or written, pooled (True) or row by row. At its source: put together, its
+# gradient packed and divided by the ranks. Where it is looked up: written; rows are also brought into the order of
+# their sources, and packed. In the backward there: read; rows also brought into the order of slots.
+_SOURCE, _FORWARD, _BACKWARD = {True: 6, False: 8}, {True: 1, False: 5}, {True: 1, False: 5}
 # milliseconds of a nanosecond and of a microsecond; also GB/s of a byte per millisecond
 _NS, _US = 1e-6, 1e-3
 _DEFAULTS = inspect.signature(Topology.__init__).parameters
@@ -89,8 +93,7 @@ class ShardwiseCost:
         for table in tables:
             ids, rows = table.ids(self.batch_size), self._results(table)
             total += len(table.features) * one.feature_us * _US + ids * one.sent_id_ns * _NS
-            # the output is written once and read once by who puts it together, and so is its gradient
-            total += 4 * rows * table.embedding_dim * _RESULT / one.copy_gb_s * _NS
+            total += self._moved(table, _SOURCE[table.pooled] * rows * table.embedding_dim)
         exchanges = _EXCHANGES * one.exchange_us if world > 1 else 0.0
         collections = len({table.module for table in tables})
         return total + collections * (one.step_us + exchanges) * _US
@@ -103,6 +106,11 @@ class ShardwiseCost:
         if found is None:
             found = self._priced[key] = self._choice(table, way)
         return found
+
+    def _moved(self, table: Table, numbers: Any) -> Any:
+        """Time to read or write fp32 numbers one after another."""
+        bandwidth = self.constants.copy_gb_s if table.pooled else self.constants.fresh_gb_s
+        return numbers * _RESULT / bandwidth * _NS
 
     def _results(self, table: Table) -> float:
         """Rows of the output that one rank gets."""
@@ -159,18 +167,18 @@ class ShardwiseCost:
     def _lookup(self, table: Table, width: int, ids: Any, distinct: Any, bags: float) -> Any:
         """A forward on the rank that holds the rows."""
         one, row = self.constants, width * table.element_bytes
-        written = (bags if table.pooled else ids) * width * _RESULT
+        written = _FORWARD[table.pooled] * (bags if table.pooled else ids) * width
         loops = bags * one.bag_ns if table.pooled else 0.0
         rows = distinct * row / one.row_gb_s + (ids - distinct) * row / one.again_gb_s
-        return (ids * one.id_ns + loops + rows + 2 * written / one.copy_gb_s) * _NS
+        return (ids * one.id_ns + loops + rows) * _NS + self._moved(table, written)
 
     def _update(self, table: Table, width: int, ids: Any, distinct: Any, bags: float) -> Any:
         """A backward there."""
         one = self.constants
         row = width * table.element_bytes + state_bytes(table.optimizer, width)
-        came = (bags if table.pooled else ids) * width * _RESULT
+        came = _BACKWARD[table.pooled] * (bags if table.pooled else ids) * width
         gathered = ids * (one.update_id_ns + width * _RESULT / one.again_gb_s)
-        return (gathered + distinct * (one.update_row_ns + 2 * row / one.row_gb_s) + came / one.copy_gb_s) * _NS
+        return (gathered + distinct * (one.update_row_ns + 2 * row / one.row_gb_s)) * _NS + self._moved(table, came)
 
     def _replica(self, table: Table) -> dict[str, Any]:
         """Looked up at home; ids and gradients of all ranks come here, where every replica makes the same update."""
@@ -184,9 +192,10 @@ class ShardwiseCost:
             "fwd_compute": self._lookup(table, width, mine, near, bags),
             "bwd_compute": self._update(table, width, world * mine, all_of, world * bags),
             "bwd_comms": self._wire(results),
-            # ids are packed for every rank
+            # ids and gradients are packed for every rank
             "overhead": len(table.features) * self.constants.stream_us * _US
-            + (world - 1) * mine * self.constants.sent_id_ns * _NS,
+            + (world - 1) * mine * self.constants.sent_id_ns * _NS
+            + self._moved(table, (4 if table.pooled else 6) * (world - 1) * self._results(table) * width),
         }
 
     def _dense(self, table: Table) -> dict[str, Any]:

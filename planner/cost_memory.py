@@ -17,7 +17,7 @@ from .ways import Way
 # optimizer class -> states of an element, and of a row: fp32 numbers (`kernels/rules.py`)
 STATES: dict[str, tuple[int, int]] = {
     "SGD": (0, 0), "RowWiseAdagrad": (0, 1), "Adagrad": (1, 0), "Adam": (2, 0), "AdamW": (2, 0), "SparseAdam": (2, 0),
-    "LAMB": (2, 0), "LarsSGD": (1, 0), "PartialRowWiseAdam": (1, 1), "PartialRowWiseLAMB": (1, 1), "Ftrl": (2, 0),
+    "LAMB": (2, 0), "LarsSGD": (1, 0), "PartialRowWiseAdam": (1, 1), "PartialRowWiseLAMB": (1, 1), "FTRL": (2, 0),
 }  # fmt: skip
 # one whose rule is not known
 _UNKNOWN = (2, 0)
@@ -47,6 +47,7 @@ def step_bytes(table: Table, way: Way, width: int, world_size: int, batch_size: 
     # as they came and in order as int32; sort keys, places and bags of each
     of_ids = ids * share * (2 * 4 + 16 + 8 * table.weighted)
     results = bags if table.pooled else ids * share
-    # lengths and offsets; the gradient as it came, and as the update reads it
-    total = np.ceil(of_ids + bags * 12 + 2 * 4 * results * width)
+    # lengths and offsets; the gradient as it came, and as the update reads it. Rows are also moved into other orders
+    copies = 2 if table.pooled else 5
+    total = np.ceil(of_ids + bags * 12 + copies * 4 * results * width)
     return np.broadcast_to(total, (way.span,)).astype(np.int64)

@@ -18,7 +18,8 @@ from .shard_estimators import element_bytes, l1_bytes
 from .sharding_option import PipelineType
 from .tables import Feature, Table
 from .topology import Topology
-from .torchrec_formulas import Keeping, Lookups, lookups_of_batch, shard_perf, shard_storage
+from .torchrec_formulas import Lookups, lookups_of_batch, shard_perf
+from .torchrec_memory import Keeping, shard_storage
 from .torchrec_options import allowed_kernels, allowed_types, compute_kernels, cuts, row_shares, sharding_types
 from .ways import Way
 
@@ -60,6 +61,13 @@ class TorchRecCost:
         self._constraints = dict(constraints or {})
         self._column_widths = tuple(column_widths)
         self._pipeline = pipeline
+
+    def at(self, topology: Topology, batch_size: int) -> TorchRecCost:
+        """The same model for other machines or another batch size."""
+        return TorchRecCost(
+            topology, batch_size, constraints=self._constraints, column_widths=self._column_widths,
+            pipeline=self._pipeline,
+        )  # fmt: skip
 
     def base_ms(self, tables: Sequence[Table]) -> float:
         """TorchRec counts nothing beside tables."""
@@ -128,11 +136,11 @@ class TorchRecCost:
             [f.batch_size or self._batch_size for f in features],
             table.pooled,
         )
-        own, cache, missed = table.element_bytes, constraint.cache_params if constraint else None, 0.0
-        known = cache is not None and cache.stats is not None and cache.load_factor is not None
-        if known and way.compute_kernel == "fused_uvm_caching":
-            assert cache is not None
-            missed = cache.stats.expected_miss_rate(cache.load_factor) * cache.stats.expected_lookups
+        own, missed = table.element_bytes, 0.0
+        cache = constraint.cache_params if constraint else None
+        stats, ratio = (cache.stats, cache.load_factor) if cache else (None, None)
+        if stats is not None and ratio is not None and way.compute_kernel == "fused_uvm_caching":
+            missed = stats.expected_miss_rate(ratio) * stats.expected_lookups
         output = element_bytes(constraint.output_dtype) if constraint and constraint.output_dtype else own
         return Lookups(ids, outputs, table.pooled, table.weighted, own, (own, own), (own, own), output, missed)
 

@@ -6,20 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from .constants_measured import CARDS, Constants
+from .constraints import ParameterConstraints
 from .cost import ShardwiseCost
 from .cost_model import CostModel
+from .cost_torchrec import TorchRecCost
 from .topology import Topology
 
 COSTS = ("shardwise", "torchrec")
 
 
 def cost_model(
-    cost: str | CostModel, topology: Topology, batch_size: int, *, constants: Constants | None = None
+    cost: str | CostModel,
+    topology: Topology,
+    batch_size: int,
+    *,
+    constants: Constants | None = None,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> CostModel:
     """The cost model of this name for these machines and samples of one rank; a model is returned as it is.
 
     Args:
-        constants: measured on the user's machine; by default what is known of the topology's card.
+        constants: for "shardwise", measured on the user's machine; by default what is known of the topology's card.
+        constraints: for "torchrec", which reads caches and output types there.
 
     Raises:
         ValueError: there is no such name.
@@ -29,11 +37,9 @@ def cost_model(
     if cost not in COSTS:
         raise ValueError(f"cost {cost!r} is not one of {', '.join(COSTS)}; a cost model of your own is fine too")
     if cost == "torchrec":
-        from .cost_torchrec import TorchRecCost
-
-        made: CostModel = TorchRecCost(topology, batch_size)
-        return made
-    return ShardwiseCost(topology, batch_size, constants or constants_of(topology.card))
+        return TorchRecCost(topology, batch_size, constraints=constraints)
+    known = constants or constants_of(topology.card)
+    return ShardwiseCost(topology, batch_size) if known is None else ShardwiseCost(topology, batch_size, known)
 
 
 def cost_from(name: str, topology: Topology, batch_size: int, constants: Mapping[str, Any] | None) -> CostModel:

@@ -27,6 +27,7 @@ from .wording import (
     ranks,
     rows,
     shape,
+    share,
     where,
     why,
 )  # fmt: skip
@@ -69,7 +70,7 @@ def facts(planned: Planned) -> dict[str, str]:
     time = planned.loads.time_ms
     slowest = slowest_ranks(planned)
     bound = f"{ms(solution.bound_ms)} ms: no plan within the limits is faster ({solution.bound_from})"
-    gap = f"{solution.gap:.2%}: " + (
+    gap = f"{share(solution.gap)}: " + (
         "this plan is proven to be optimal" if solution.proven else "no plan can be faster by more than that"
     )
     return {
@@ -81,19 +82,32 @@ def facts(planned: Planned) -> dict[str, str]:
         "cost model": planned.cost,
         "batch": f"{planned.batch_size:,} samples a rank",
         "topology": _topology(planned),
+        "choices": _choices(planned),
         **planned.settings,
     }
 
 
 def _topology(planned: Planned) -> str:
     topology, problem = planned.topology, planned.problem
-    parts = [headline(planned).partition(" on ")[2], topology.compute_device]
+    device = topology.compute_device if topology.card is None else f"{topology.compute_device} {topology.card}"
+    parts = [headline(planned).partition(" on ")[2], device]
     held = planned.loads
     for name, caps, values in (("HBM", problem.hbm, held.hbm), ("DDR", problem.ddr, held.ddr)):
         low, high = int(caps.min()), int(caps.max())
         if high and values.any():
             parts.append(f"{gib(low) if low == high else f'{gib(low)} to {gib(high)}'} GiB of {name} a rank for tables")
     return ", ".join(parts)
+
+
+def _choices(planned: Planned) -> str:
+    """What the search could choose from."""
+    every = [choice for item in planned.problem.items for choice in item.choices]
+    kinds = {choice.sharding_type for choice in every}
+    kernels = listed(sorted({choice.compute_kernel for choice in every})) if every else "none"
+    order = [*(name for name in STRATEGIES if name in kinds), *sorted(kinds - set(STRATEGIES))]
+    fixed = sum(len(item.names) for item in planned.problem.items if len(item.choices) == 1)
+    told = f"{counted(len(every), 'way')} to place the tables: {listed(order)}; kernels {kernels}" if every else "none"
+    return told + (f"; {counted(fixed, 'table')} with one way only" if fixed else "")
 
 
 def _header(planned: Planned, width: int) -> list[str]:
@@ -118,14 +132,16 @@ def _slowest(planned: Planned, told: Sequence[Row], width: int) -> list[str]:
         return []
     parts = planned.loads.parts_ms[:, first]
     comms = sum(float(parts[PARTS.index(part)]) for part in PARTS if part.endswith("comms"))
-    share = comms / float(parts.sum()) if parts.sum() else 0.0
+    exchanged = comms / float(parts.sum()) if parts.sum() else 0.0
     longest = listed([f"{names[piece.item]} ({ms(piece.time_ms)} ms)" for piece in here[:5]])
     others = f" and {counted(len(here) - 5, 'other')}" if len(here) > 5 else ""
-    text = f"Rank {first} is the slowest: {ms(float(parts.sum()))} ms, {share:.0%} of it exchange. It holds {longest}"
+    text = (
+        f"Rank {first} is the slowest: {ms(float(parts.sum()))} ms, {exchanged:.0%} of it exchange. It holds {longest}"
+    )
     text += f"{others}."
     if len(near) > 1:
         many = ranks(near[1:], world) if len(near) <= 9 else counted(len(near) - 1, "rank")
-        text += f" Within 0.1 % of it: {many}."
+        text += f" Within 0.1% of it: {many}."
     return textwrap.wrap(text, max(40, width))
 
 

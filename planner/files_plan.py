@@ -1,8 +1,8 @@
 """Plans as files, without torch: what `ShardingPlan.load` reads, and beside it all that the plan was made from.
 
-`about` has tables, topology, batch size, cost model, constraints, settings, which choice each item got, and what was
-predicted, so that a plan can be explained, compared and made again with a change. Prices are not in it: the same cost
-model makes them again.
+`about` has the explanation as text, then tables, topology, batch size, cost model, constraints, settings, which choice
+each item got, and what was predicted, so that a plan can be explained, compared and made again with a change. Prices
+are not in it: the same cost model makes them again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from .cost_model import CostModel
 from .costs import cost_from
+from .explain import explain
 from .files import constraint_to, constraints_from, read_data, table_from, table_to
 from .hardware import BasicCommsBandwidths, CustomTopologyData
 from .planned import Planned
@@ -68,6 +69,7 @@ def planned_to_json(planned: Planned) -> dict[str, Any]:
             "bound_from": solution.bound_from, "proven": solution.proven, "steps": solution.steps,
             "seconds": planned.seconds,
         },
+        "explanation": explain(planned),
         "ranks": [
             {"ms": ms, "hbm_bytes": hbm, "ddr_bytes": ddr}
             for ms, hbm, ddr in zip(loads.time_ms.tolist(), loads.hbm.tolist(), loads.ddr.tolist(), strict=True)
@@ -143,8 +145,12 @@ def planned_from_json(data: Mapping[str, Any], where: str, *, cost: CostModel | 
         said["seconds"],
         request,
     )
-    if _modules(planned) != data["plan"]:
-        raise ValueError(f"{where}: its plan is not the one that it says it made: it was changed by hand")
+    for module, of_module in _modules(planned).items():
+        for name, one in of_module.items():
+            # a model may have more tables, and training may say more of one
+            written = data["plan"].get(module, {}).get(name, {})
+            if {key: written.get(key) for key in one} != one:
+                raise ValueError(f"{where}: table {name!r} is not placed as the planner chose: the plan was changed")
     now = float(planned.loads.time_ms.max())
     if abs(now - solution.time_ms) > 1e-6 * solution.time_ms:
         warnings.warn(

@@ -226,6 +226,10 @@ def _place_on_devices(option: ShardingOption, queue: _Queue) -> None:
     for shard in option.shards:
         assert shard.storage is not None
         device = queue.take(shard.storage)
+        if device is None and apart:
+            raise _partition_error(
+                f"table {option.name}: no rank that has no column shard of it yet has room for {shard.storage}"
+            )
         if device is None:
             raise _partition_error(
                 f"Device partition failed. Couldn't find a rank for shard {shard} of table {option.name}, "

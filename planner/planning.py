@@ -24,7 +24,7 @@ from .cost_model import CostModel
 from .costs import cost_model
 from .errors import PlannerError, PlannerErrorType
 from .planned import Planned
-from .problem import Choice, DoesNotFitError, Item, Problem
+from .problem import Assignment, Choice, DoesNotFitError, Item, Problem, Solution
 from .relax import relax
 from .request import Request
 from .solve import solve
@@ -61,7 +61,7 @@ def plan_tables(
         NoRoomError: no plan stays within memory, or none was found; says what would help.
         PlannerError: constraints name what there is not, leave a table no choice, or contradict each other.
     """
-    model = cost_model(cost, topology, batch_size)
+    model = cost_model(cost, topology, batch_size, constraints=constraints)
     request = Request(
         tuple(tables), topology, batch_size, model, dict(constraints or {}), tuple(reserved), dict(settings or {})
     )
@@ -86,12 +86,18 @@ def plan_request(request: Request, *, seconds: float | None = None) -> Planned:
     """
     begin = time.perf_counter()
     problem, here = problem_of(request)
-    solution = solve(problem, seconds=seconds)
+    solution = solve(problem, seconds=seconds) if problem.items else _nothing(problem)
     taken = time.perf_counter() - begin
     return Planned(
         here, request.topology, request.batch_size, request.cost.name, problem, solution, dict(request.settings), taken,
         request,
     )  # fmt: skip
+
+
+def _nothing(problem: Problem) -> Solution:
+    """The plan for no tables."""
+    anyway = float(problem.base_ms.max())
+    return Solution(Assignment((), ()), anyway, anyway, "there is nothing to place", True)
 
 
 def has_plan(request: Request) -> bool:

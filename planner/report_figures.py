@@ -58,7 +58,7 @@ def draw(stacks: Sequence[Sequence[Block]], chart: Chart) -> str:
     """The figure as an SVG element; blocks stand in their order, the first at the bottom."""
     heights = [sum(block.value for block in stack) for stack in stacks]
     most = max([*heights, chart.bound or 0.0, 1e-12])
-    if chart.limits is not None and max(heights) > 0.35 * float(chart.limits.max()):
+    if chart.limits is not None and shows_limits(max(heights), chart.limits):
         most = max(most, float(chart.limits.max()))
     step = _tick(most)
     scale = HEIGHT / (most * 1.02)
@@ -100,6 +100,11 @@ def draw(stacks: Sequence[Sequence[Block]], chart: Chart) -> str:
     )
 
 
+def shows_limits(most: float, limits: Floats) -> bool:
+    """Limits are in the picture unless the columns would be low then."""
+    return most > 0.35 * float(limits.max())
+
+
 def merged(stack: Sequence[Block], thin: float, most: int, say: Callable[[float], str]) -> list[Block]:
     """The blocks, of which thin ones and those past the `most` largest are drawn as one for each look."""
     sizes = sorted((block.value for block in stack), reverse=True)
@@ -117,11 +122,6 @@ def merged(stack: Sequence[Block], thin: float, most: int, say: Callable[[float]
             total = sum(one.value for one in mine)
             found.append(Block(total, block.look, "", f"{counted(len(mine), 'small block')}, {say(total)} together"))
     return [block for block in found if block.value > 0]
-
-
-def swatch(look: str) -> str:
-    """A small sample of a look, for legends."""
-    return f'<svg width="14" height="14" aria-hidden="true"><rect class="b {look}" width="14" height="14"/></svg>'
 
 
 def _block(block: Block, x: float, y: float, width: float, tall: float) -> str:

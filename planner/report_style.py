@@ -1,10 +1,13 @@
-"""How the report looks: its style sheet, and the patterns by which strategies and parts differ where colour does not.
+"""How the report looks: its style sheet, small pieces of HTML, and patterns, by which looks differ beside their colour.
 
 A strategy's pattern shows how it cuts: level lines for rows, upright lines for columns, both for grids, dots for
 replicas. Parts of time that move bytes between ranks are hatched, those that compute are plain.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
 
 # class of a colour -> (light, dark); strategies s-*, parts of time p-*
 COLOURS = {
@@ -60,6 +63,33 @@ def style_sheet() -> str:
     return PAGE.replace("LIGHT", light).replace("DARK", dark) + fills
 
 
+def swatch(look: str) -> str:
+    """A small sample of a look, for legends."""
+    return f'<svg width="14" height="14" aria-hidden="true"><rect class="b {look}" width="14" height="14"/></svg>'
+
+
+def look(strategy: str) -> str:
+    """The class of a strategy."""
+    return f"s-{strategy}" if f"s-{strategy}" in COLOURS else "s-other"
+
+
+def soft(text: str) -> str:
+    """A paragraph beside the point."""
+    return f'<p class="soft">{escape(text)}</p>'
+
+
+def figure(svg: str, legend: Iterable[tuple[str, str]]) -> str:
+    """A picture that scrolls where it is too wide, and its legend of looks and names."""
+    items = "".join(f"<li>{swatch(look)}{escape(name)}</li>" for look, name in legend)
+    scrolled = f'<div class="scroll" tabindex="0">{svg}</div>'
+    return f'<figure>{scrolled}<figcaption><ul class="legend">{items}</ul></figcaption></figure>'
+
+
+def numbers(cells: Iterable[str]) -> str:
+    """Cells of a table, to the right."""
+    return "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
+
+
 PAGE = """
 :root{color-scheme:light dark;--page:#fcfcfa;--ink:#1f2328;--soft:#59636e;--rule:#d9dde1;--well:#eef0f1;--line:#fff;
 --mark:#b3261e;LIGHT}
@@ -85,7 +115,7 @@ svg.chart{max-width:none}
 svg text{font:11.5px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;fill:var(--soft)}
 svg text.in{fill:#fff;font-weight:600;pointer-events:none;paint-order:stroke;stroke:#0009;stroke-width:2.2px;
 stroke-linejoin:round}
-svg text.strong{fill:var(--ink);font-weight:600}
+svg text.strong{fill:var(--ink);font-weight:600;paint-order:stroke;stroke:var(--page);stroke-width:3px}
 svg text.mark{fill:var(--mark);font-weight:600}
 .end{text-anchor:end}.mid{text-anchor:middle}
 .well{fill:var(--well)}
@@ -101,8 +131,11 @@ table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:
 th{font-weight:600;text-align:left;color:var(--soft);font-size:12.5px;vertical-align:bottom}
 th,td{padding:5px 10px 5px 0;border-bottom:1px solid var(--rule)}
 td,tbody th{vertical-align:top}
-table.tables{table-layout:fixed;min-width:860px}
-th.n{white-space:normal}
+table.tables{table-layout:fixed;min-width:640px}
+tr.top>*{border-bottom:0;padding-bottom:0}
+td.why{padding-top:2px;font-size:13px;color:var(--soft)}
+.ways{width:auto;min-width:60%;color:var(--ink)}.ways td,.ways th{padding-right:22px}
+.ways tr:last-child>*{border-bottom:0}
 .n{text-align:right;white-space:nowrap}
 tbody th{color:var(--ink);font-size:13.5px;overflow-wrap:anywhere}
 td table{margin:6px 0 4px;font-size:12.5px}

@@ -1,6 +1,6 @@
 """TorchRec's estimators: they write the time and the storage of every shard into sharding options.
 
-The formulas are in `torchrec_formulas`; here is what they are told about an option.
+The formulas are in `torchrec_formulas` and `torchrec_memory`; here is what they are told about an option.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .hardware import Perf, Storage
 from .sharding_option import CacheStatistics, PipelineType, SharderData, SharderDataMap, ShardingOption
 from .tables import ELEMENT_BYTES
 from .topology import Topology
-from .torchrec_formulas import Keeping, Lookups, lookups_of_batch, optimizer_name, shard_perf, shard_storage
+from .torchrec_formulas import Lookups, lookups_of_batch, shard_perf
+from .torchrec_memory import Keeping, calculate_pipeline_io_cost, optimizer_name, shard_storage
 from .utils import extract_comm_data_type_size, get_num_poolings, is_prefetch_pipelined
 
 _MIB = 1024**2
@@ -332,5 +333,6 @@ __all__ = [
     "EmbeddingOffloadStats",
     "EmbeddingPerfEstimator",
     "EmbeddingStorageEstimator",
+    "calculate_pipeline_io_cost",
     "calculate_shard_storages",
 ]

@@ -267,7 +267,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _on(ranks: Sequence[int]) -> str:
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {_ranks(ranks)}"
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {_ranks(ranks)}" if ranks else "no rank"
 
 
 def _slowest(times: Sequence[float]) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .constants import BIGINT_DTYPE as ID_BYTES
+from .torchrec_formulas import Lookups, lookups_of_batch
+from .torchrec_memory import batch_bytes, optimizer_multiplier, optimizer_name
 from .types import CriticalPathEstimate, ParameterConstraints, Perf, ShardingOption, Storage, Topology
 from .utils import bytes_to_mb, get_num_poolings
 
@@ -99,43 +100,25 @@ def reserved(reservation: Any, topology: Topology) -> Reserved:
 
 
 def shard_io_bytes(
-    option: ShardingOption,
-    topology: Topology,
-    batch_sizes: Sequence[int],
-    num_poolings: Sequence[float],
+    option: ShardingOption, topology: Topology, batch_sizes: Sequence[int], num_poolings: Sequence[float]
 ) -> list[tuple[int, int]]:
-    """Bytes of ids that come in and of embeddings that go out in a step, for each shard.
-
-    A shard on one rank serves the batches of all, one of rows a part of their ids, a replica its own batch. Row shards
-    of sequence collections send the rows of their ids, all others a row for every bag that is not empty.
-    """
-    ids = bags = 0.0
-    for length, poolings, batch in zip(option.input_lengths, num_poolings, batch_sizes, strict=True):
-        ids += length * poolings * batch
-        bags += min(1.0, length) * poolings * batch
-    world, parts = topology.world_size, 1
-    if option.sharding_type == "data_parallel":
-        world = 1
-    elif option.sharding_type == "row_wise":
-        parts = world
-    elif option.sharding_type in ("table_row_wise", "grid_shard"):
-        parts = topology.intra_group_size
-    sent = bags if option.is_pooled else ids / parts
-    element = option.tensor.element_size()
+    """Bytes of ids that come in and of embeddings that go out in a step, for each shard."""
+    ids, outputs = lookups_of_batch(option.input_lengths, num_poolings, batch_sizes, option.is_pooled)
+    element = float(option.tensor.element_size())
+    # what is exchanged counts in the table's own type here, whatever a codec makes of it
+    lookups = Lookups(ids, outputs, option.is_pooled, False, element, (element, element), (element, element), element)
     return [
-        (math.ceil(ids / parts * world * ID_BYTES), math.ceil(sent * world * shard.size[1] * element))
-        if math.prod(shard.size)
-        else (0, 0)
+        batch_bytes(
+            option.sharding_type, topology.world_size, topology.intra_group_size, lookups, shard.size[0], shard.size[1]
+        )
         for shard in option.shards
     ]
 
 
 def optimizer_bytes(option: ShardingOption) -> int:
     """Bytes of optimizer state of the whole table, by the optimizer that it was given."""
-    kinds = getattr(option.tensor, "_optimizer_classes", None) or [None]
-    kind = None if kinds[0] is None else kinds[0].__name__
-    multiple = {None: 0.0, "SGD": 0.0, "Adam": 2.0, "RowWiseAdagrad": 1 / option.tensor.shape[-1]}.get(kind, 1.0)
-    return int(math.ceil(weight_bytes(option) * multiple))
+    multiplier = optimizer_multiplier(optimizer_name(option.tensor), option.tensor.shape[-1])
+    return math.ceil(weight_bytes(option) * multiplier)
 
 
 def weight_bytes(option: ShardingOption) -> int:

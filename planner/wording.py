@@ -60,6 +60,11 @@ def size(value: float) -> str:
     return f"{value:.0f} bytes"
 
 
+def share(value: float) -> str:
+    """A gap in percent: "1.12%"; "<0.01%" rather than nothing."""
+    return "<0.01%" if 0 < value < 5e-5 else f"{value:.2%}"
+
+
 def counted(number: int, what: str) -> str:
     """ "1 rank", "3 ranks"."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}{'es' if what.endswith('x') else 's'}"

@@ -93,6 +93,14 @@ if TYPE_CHECKING:
         ShardingPlan,
         ShardingType,
     )
+    from .planning.options import (
+        extract_plan,
+        to_sharding_plan,
+    )
+    from .planning.planners import (
+        EmbeddingPlannerBase,
+        EmbeddingShardingPlanner,
+    )
     from .qcomms import (
         CommOp,
         CommType,
@@ -129,6 +137,8 @@ __all__ = [
     "EmbeddingCollectionSharder",
     "EmbeddingComputeKernel",
     "EmbeddingModuleShardingPlan",
+    "EmbeddingPlannerBase",
+    "EmbeddingShardingPlanner",
     "EmbeddingTowerCollectionSharder",
     "EmbeddingTowerSharder",
     "EvalPipelineSparseDist",
@@ -169,6 +179,7 @@ __all__ = [
     "column_wise",
     "construct_module_sharding_plan",
     "data_parallel",
+    "extract_plan",
     "get_default_sharders",
     "get_module_to_default_sharders",
     "get_qcomm_codecs",
@@ -183,6 +194,7 @@ __all__ = [
     "table_column_wise",
     "table_row_wise",
     "table_wise",
+    "to_sharding_plan",
 ]
 
 _HOME = {
@@ -201,6 +213,8 @@ _HOME = {
     "EmbeddingCollectionSharder": "sharders",
     "EmbeddingComputeKernel": "plan",
     "EmbeddingModuleShardingPlan": "plan",
+    "EmbeddingPlannerBase": "planning.planners",
+    "EmbeddingShardingPlanner": "planning.planners",
     "EmbeddingTowerCollectionSharder": "nested",
     "EmbeddingTowerSharder": "nested",
     "EvalPipelineSparseDist": "pipeline",
@@ -241,6 +255,7 @@ _HOME = {
     "column_wise": "generators",
     "construct_module_sharding_plan": "generators",
     "data_parallel": "generators",
+    "extract_plan": "planning.options",
     "get_default_sharders": "sharders",
     "get_module_to_default_sharders": "generators",
     "get_qcomm_codecs": "qcomms",
@@ -255,6 +270,7 @@ _HOME = {
     "table_column_wise": "generators",
     "table_row_wise": "generators",
     "table_wise": "generators",
+    "to_sharding_plan": "planning.options",
 }
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from .agreement import Facts, agree, facts_of_versions
 from .dense import materialize, move
-from .dmp import balanced_plan
 from .env import ShardingEnv, default_env
 from .exchange import Exchange, hang_up
 from .generators import ParameterShardingGenerator, apply_to_all
@@ -27,6 +26,7 @@ from .planned import (
     warn_of_default_optimizer,
     warn_of_other_devices,
 )
+from .planning.planners import plan_for
 from .sharders import ModuleSharder, get_default_sharders, require_sharder
 from .watch import watch_over
 
@@ -96,8 +96,8 @@ def shard_modules(
         module: the model; returned, or its sharded form if it is a collection itself.
         env: rank and process group; by default those of torch.distributed's default group.
         device: where this rank's tables are; by default CUDA where there is one, else the CPU.
-        plan: where tables go; a collection that it does not name stays as it is. By default whole tables balanced over
-            the ranks.
+        plan: where tables go; a collection that it does not name stays as it is. By default as
+            `DistributedModelParallel`.
         sharders: what shards which class of module; by default `get_default_sharders()`.
         init_params: give other layers that are on meta their values, and move them to `device`.
         timeout_s: as `DistributedModelParallel`.
@@ -107,8 +107,9 @@ def shard_modules(
     """
     env, here = env or default_env(), _device(device)
     watch_over([env.process_group], timeout_s, hang_up)
-    places = find_places(module, get_default_sharders() if sharders is None else sharders, plan, lambda kind: env)
-    plan = agree_on_plan(places, plan, here, env.process_group, balanced_plan(here.type), partial=True)
+    used = get_default_sharders() if sharders is None else sharders
+    places = find_places(module, used, plan, lambda kind: env)
+    plan = agree_on_plan(places, plan, here, env.process_group, lambda: plan_for(module, used, env, here), partial=True)
     warn_of_default_optimizer(places, plan, stacklevel=2)
     module = shard_places(module, places, plan, here)
     if init_params:

@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.embeddings import CombinedOptimizer, optimizer_of
-from shardwise.planner import balanced_table_wise
 
 from .agreement import Facts, facts_of_dense
 from .data_parallel_wrapper import DataParallelWrapper, DefaultDataParallelWrapper
 from .dense import materialize, move
 from .env import ShardingEnv, default_env
 from .exchange import hang_up
-from .generators import construct_module_sharding_plan, data_parallel, table_wise
 from .plan import EmbeddingModuleShardingPlan, ShardingPlan
 from .planned import (
     Place,
@@ -26,9 +24,9 @@ from .planned import (
     find_places,
     shard_places,
     sharded_collections,
-    tables_in,
     warn_of_default_optimizer,
 )
+from .planning.planners import plan_for
 from .reshard import changes_of, reshard_by_plan
 from .sharders import ModuleSharder, get_default_sharders
 from .state import check_weights
@@ -48,7 +46,8 @@ class DistributedModelParallel(nn.Module):
         env: rank and process group; by default those of torch.distributed's default group.
         device: where this rank computes, a string or `torch.device`; by default "cpu". Tables go there whatever device
             the plan names, with a warning where it names another.
-        plan: where each table goes; by default whole tables balanced over the ranks.
+        plan: where each table goes; by default rank 0 plans with `EmbeddingShardingPlanner`, for machines like its own
+            and 512 samples a rank.
         sharders: what shards which class of module; by default `get_default_sharders()`.
         init_data_parallel: False leaves dense layers as they are until you call `init_data_parallel()`: for lazy
             modules, which get their parameters in a first forward, and for your own work on the model in between.
@@ -62,6 +61,7 @@ class DistributedModelParallel(nn.Module):
 
     Raises:
         RuntimeError: there is no process group, or ranks hold different plans, tables or versions of shardwise.
+        PlannerError: no plan is given, and none stays within memory.
         ValueError: the plan does not fit the module, the process group does not serve the device, a table's optimizer
             has no fused rule, a dense layer has one in the backward, or `model_tracker_configs` are given. What fails
             on one rank is raised on all.
@@ -102,7 +102,8 @@ class DistributedModelParallel(nn.Module):
         self._watch = watch_over(self._groups(), timeout_s, hang_up)
         places = find_places(module, self._sharders, plan, self._env_of)
         self._plan = agree_on_plan(
-            places, plan, self._device, self._env.data_parallel_group, balanced_plan(self._device.type),
+            places, plan, self._device, self._env.data_parallel_group,
+            lambda: plan_for(module, self._sharders, self._env, self._device),
             more=_dense_facts(module, places, self._env, data_parallel=init_data_parallel, values=init_parameters),
         )  # fmt: skip
         warn_of_default_optimizer(places, self._plan, stacklevel=2)
@@ -278,24 +279,6 @@ class DistributedModelParallel(nn.Module):
     def _env_of(self, kind: type[nn.Module]) -> ShardingEnv:
         """The ranks over which modules of a class are sharded."""
         return self._env
-
-
-def balanced_plan(device_type: str) -> Callable[[Sequence[Place]], ShardingPlan]:
-    """How a plan is made where none is given: whole tables, balanced over the ranks."""
-
-    def make(places: Sequence[Place]) -> ShardingPlan:
-        plan = ShardingPlan()
-        for place in places:
-            # what is no table of a collection is a sharder's own business
-            generators = dict.fromkeys(place.parameters(), data_parallel())
-            for shard in balanced_table_wise(tables_in(place.module), place.env.world_size):
-                generators[shard.table] = table_wise(shard.rank)
-            plan.plan[place.path] = construct_module_sharding_plan(
-                place.module, generators, place.sharder, place.env.local_world_size, place.env.world_size, device_type
-            )
-        return plan
-
-    return make
 
 
 def _dense_facts(

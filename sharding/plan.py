@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
@@ -21,6 +23,7 @@ from shardwise.embeddings import (
 )
 from shardwise.kernels import BoundsCheckMode
 
+from .env import get_local_size
 from .layout import CAPABILITIES, Shard, TableOptions
 from .layout import data_parallel as data_parallel_shards
 
@@ -153,16 +156,65 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
 
 @dataclass
 class ShardingPlan:
-    """Module path -> plan of that module's tables; the root module's path is ''."""
+    """Module path -> plan of that module's tables; the root module's path is ''.
+
+    Args:
+        plan: by module path.
+        explanation: why the planner chose it; prints behind the tables.
+        world_size, local_world_size: the ranks it is for, and those of a host, where known.
+    """
 
     plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
+    explanation: object | None = field(default=None, kw_only=True, compare=False, repr=False)
+    world_size: int | None = field(default=None, kw_only=True, compare=False, repr=False)
+    local_world_size: int | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
         """The plan of the module at this path, or None."""
         return self.plan.get(module_path)
 
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        world_size: int | None = None,
+        local_world_size: int | None = None,
+    ) -> None:
+        """Write the plan to a JSON file, which `load` and `shardwise plan` read.
+
+        Args:
+            path: of the file; one that is there is replaced.
+            world_size: ranks that the plan is for; needed where it was made by hand, without a process group.
+            local_world_size: those of a host, by default as `ShardingEnv` finds them.
+
+        Raises:
+            ValueError: nobody says how many ranks, or the plan does not fit so many.
+        """
+        from .plan_files import save_plan
+
+        world = self.world_size if world_size is None else world_size
+        if world is None and dist.is_initialized():
+            world = dist.get_world_size()
+        if world is None:
+            raise ValueError("a plan's file says how many ranks it is for: save(path, world_size=...)")
+        local = self.local_world_size if local_world_size is None else local_world_size
+        save_plan(self, path, world, get_local_size(world) if local is None else local)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> ShardingPlan:
+        """The plan in a file that `save` or `shardwise plan` wrote.
+
+        Raises:
+            ValueError: the file is no plan, or what it says does not hold together; names the file and the table.
+            OSError: there is no such file.
+        """
+        from .plan_files import load_plan
+
+        return load_plan(path)
+
     def __str__(self) -> str:
-        return "\n\n".join(f"module: {path}{plan}" for path, plan in self.plan.items())
+        parts = [f"module: {path}{plan}" for path, plan in self.plan.items()]
+        return "\n\n".join(parts if self.explanation is None else [*parts, str(self.explanation)])
 
     def _serialize(self) -> dict[str, Any]:
         """The plan as dicts, lists, strings and numbers."""

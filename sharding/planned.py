@@ -44,8 +44,8 @@ class Place:
         return self.sharder.shardable_parameters(self.module)
 
 
-# the places of a model -> a plan for them
-PlanMaker = Callable[[Sequence[Place]], ShardingPlan]
+# a plan for a model's places, made by all ranks together and the same on all of them
+PlanMaker = Callable[[], ShardingPlan]
 
 
 def find_places(
@@ -55,12 +55,20 @@ def find_places(
     env_of: Callable[[type[nn.Module]], ShardingEnv],
 ) -> list[Place]:
     """What is to be sharded in `module`, each module once."""
+    found = find_modules(module, sharders, plan)
+    return [Place(paths, one, sharder, env_of(type(one))) for paths, one, sharder in found]
+
+
+def find_modules(
+    module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan | None = None
+) -> list[tuple[tuple[str, ...], nn.Module, ModuleSharder[Any]]]:
+    """The modules in `module` that have a sharder: all paths of each, the module, what shards it."""
     paths: dict[int, list[str]] = {}
     found: dict[int, tuple[nn.Module, ModuleSharder[Any]]] = {}
     for path, one, sharder in _walk(module, sharders, plan, "", {}):
         paths.setdefault(id(one), []).append(path)
         found[id(one)] = one, sharder
-    return [Place(tuple(paths[number]), one, sharder, env_of(type(one))) for number, (one, sharder) in found.items()]
+    return [(tuple(paths[number]), one, sharder) for number, (one, sharder) in found.items()]
 
 
 def _walk(
@@ -110,25 +118,32 @@ def agree_on_plan(
         RuntimeError: ranks have different plans, tables or versions; says which.
     """
 
-    def planned() -> tuple[ShardingPlan, Facts]:
+    def checked() -> tuple[None, Facts]:
         facts = {**facts_of_versions(device), **more()}
         for pg in {id(env.process_group): env.process_group for env in (place.env for place in places)}.values():
             require_device(pg, device)
-        chosen = plan if plan is not None else make_plan(places)
-        unknown = set(chosen.plan) - {place.path for place in places}
+        facts["plan"] = "none" if plan is None else "given"
+        unknown = set(() if plan is None else plan.plan) - {place.path for place in places}
         if unknown:
             has = sorted(place.path for place in places)
             raise ValueError(f"the plan names modules {sorted(unknown)}, the model has {has}")
         facts["modules with tables"] = str([place.path for place in places])
         for place in places:
             facts |= facts_of_tables(place.module, place.sharder, place.path)
-        for place in places:
-            facts |= _cuts_of(place, chosen, partial)
-        return chosen, facts
+        if plan is not None:
+            for place in places:
+                facts |= _cuts_of(place, plan, partial)
+        return None, facts
 
-    agreed, _ = agree(Exchange(group), exchange_device(group, device), planned)
-    warn_of_other_devices(agreed, device, stacklevel=3)
-    return agreed
+    agree(Exchange(group), exchange_device(group, device), checked)
+    chosen = plan
+    if chosen is None:
+        chosen = make_plan()
+        for place in places:
+            # ranks agree on the tables by now, so a plan that does not fit them fails on all alike
+            _cuts_of(place, chosen, partial)
+    warn_of_other_devices(chosen, device, stacklevel=3)
+    return chosen
 
 
 def shard_places(module: nn.Module, places: Sequence[Place], plan: ShardingPlan, device: torch.device) -> nn.Module:
@@ -195,8 +210,14 @@ def _cuts_of(place: Place, plan: ShardingPlan, partial: bool) -> dict[str, str]:
             f"the plan has no part for module {place.path!r}; it has {sorted(plan.plan)}. To leave it unsharded, pass"
             " sharders without one for it"
         )
+    world = place.env.world_size
+    if plan.world_size not in (None, world):
+        raise ValueError(
+            f"the plan is for {plan.world_size} ranks, and module {place.path!r} is sharded over {world}: plan again"
+            f" for {world} (EmbeddingShardingPlanner, or shardwise plan --world-size {world})"
+        )
     inside = f" of module {place.path!r}" if place.path else ""
-    cuts = plan_cuts(of_module, place.parameters(), place.sharder, place.env.world_size)
+    cuts = plan_cuts(of_module, place.parameters(), place.sharder, world)
     return {name + inside: text for name, text in cuts.items()}
 
 

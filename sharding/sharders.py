@@ -149,6 +149,11 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         """As given."""
         return self._fused_params
 
+    @property
+    def default_optimizer(self) -> Mark:
+        """Class and keyword arguments of the optimizer of tables that have none in their backward."""
+        return self._default_optimizer
+
     def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
         """Tables by name."""
         collection = cast(EmbeddingBagCollection, module)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import click
 
+    from .planner.cost_model import CostModel
     from .planner.planned import Planned
     from .planner.request import Request
     from .planner.topology import Topology
@@ -24,7 +25,7 @@ def add_plan(commands: click.Group) -> None:
     """Give a group of commands the group `plan`."""
     import click
 
-    from .cli_plan_options import Share, Size, TypeOfTables
+    from .cli_plan_options import dtype, share, size
     from .planner.costs import COSTS
     from .planner.topology import CARD_HBM_GIB
 
@@ -35,8 +36,8 @@ def add_plan(commands: click.Group) -> None:
     out = click.option("--out", type=target, help="Write the plan; training loads it with ShardingPlan.load.")
     seconds = click.option("--seconds", type=click.FloatRange(0), help="Search so long; by default a fixed work.")
     card = click.option("--card", type=click.Choice([*CARD_HBM_GIB]), help="The kind of GPU: its memory and speeds.")
-    hbm = click.option("--hbm", type=Size(), help="Memory of a GPU, 80GiB say.")
-    ddr = click.option("--ddr", type=Size(), help="Memory of the host that a rank has.  [default: 128GiB]")
+    hbm = click.option("--hbm", type=size, help="Memory of a GPU, 80GiB say.")
+    ddr = click.option("--ddr", type=size, help="Memory of the host that a rank has.  [default: 128GiB]")
 
     @commands.group(invoke_without_command=True)
     @click.option("--tables", type=file, help="JSON or TOML: name, num_embeddings, embedding_dim of each, and more.")
@@ -55,7 +56,7 @@ def add_plan(commands: click.Group) -> None:
     @click.option("--constants", type=file, help="What `plan calibrate` measured.")
     @click.option(
         "--reserve",
-        type=Share(),
+        type=share,
         default="15%",
         help="Kept of each GPU's memory, a share or a size.",
         show_default=True,
@@ -65,7 +66,7 @@ def add_plan(commands: click.Group) -> None:
     @as_json
     @as_html
     @click.pass_context
-    def plan(ctx: click.Context, as_json: bool, html: Path | None, out: Path | None, **asked: Any) -> None:
+    def plan(ctx: click.Context, /, as_json: bool, html: Path | None, out: Path | None, **asked: Any) -> None:
         """Plan where tables go, or look at plans.
 
         Prints the plan and how far it is, at most, from the fastest there is. If the tables do not fit it ends with
@@ -85,9 +86,14 @@ def add_plan(commands: click.Group) -> None:
     @as_html
     def explain(path: Path, count: int | None, as_json: bool, html: Path | None) -> None:
         """Why the plan in the file PLAN is as it is: each table and its alternatives, each rank's time and memory."""
-        from .planner.files_plan import load_planned
+        from .planner.files_plan import is_whole, load_planned, read_plan
 
         with _told():
+            text = read_plan(path).get("about", {}).get("explanation")
+            if text and not is_whole(read_plan(path)) and not (as_json or html):
+                # a plan that TorchRec's search made has words, and nothing to make more of
+                click.echo(text)
+                return
             _give(load_planned(path), None, html, as_json, count)
 
     @plan.command()
@@ -105,7 +111,7 @@ def add_plan(commands: click.Group) -> None:
     @click.argument("path", metavar="PLAN", type=file)
     @click.option("--world-size", type=click.IntRange(1), help="So many ranks.")
     @click.option("--hosts", type=click.IntRange(1), help="On so many hosts.")
-    @click.option("--dtype", "dtypes", type=TypeOfTables(), multiple=True, help="fp16, or fp16:table; may repeat.")
+    @click.option("--dtype", "dtypes", type=dtype, multiple=True, help="fp16, or fp16:table; may repeat.")
     @click.option("--optimizer", help="Of all tables.")
     @card
     @hbm
@@ -135,6 +141,17 @@ def add_plan(commands: click.Group) -> None:
             click.echo(_beside(before, after))
             click.echo(f"\n{found}")
 
+    @plan.command()
+    @click.option("--world-size", type=click.IntRange(2), default=2, help="Processes.", show_default=True)
+    @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+    @click.option("--seconds", type=click.FloatRange(1), default=60.0, help="To measure.", show_default=True)
+    @click.option("--threads", type=click.IntRange(1), default=1, help="Of each process.", show_default=True)
+    @click.option("--out", type=target, required=True, help="Where the constants go; `plan --constants` reads them.")
+    @as_json
+    def calibrate(world_size: int, device: str, seconds: float, threads: int, out: Path, as_json: bool) -> None:
+        """Measure this machine: lookups, updates and exchanges of several sizes, in processes started here."""
+        _calibrate(world_size, device, seconds, threads, out, as_json)
+
 
 @contextmanager
 def _told() -> Iterator[None]:
@@ -144,15 +161,13 @@ def _told() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, PlannerError) as error:
-        _fail(str(error))
+        _wrong(str(error))
 
 
-def _fail(message: str, status: int = 2) -> NoReturn:
-    import click
+def _wrong(message: str) -> NoReturn:
+    from .cli_plan_options import Wrong
 
-    error = click.ClickException(message)
-    error.exit_code = status
-    raise error
+    raise Wrong(message)
 
 
 def _request(
@@ -178,18 +193,20 @@ def _request(
     from .planner.request import Request
 
     if tables is None or world_size is None:
-        _fail("say what to plan: --tables FILE --world-size N (or a command: shardwise plan --help)")
+        _wrong("say what to plan: --tables FILE --world-size N (or a command: shardwise plan --help)")
     if world_size % hosts:
-        _fail(f"{world_size} ranks do not divide among {hosts} hosts")
+        _wrong(f"{world_size} ranks do not divide among {hosts} hosts")
     if device == "cuda" and hbm is None and card is None:
-        _fail("say how much memory a GPU has: --card h100, or --hbm 80GiB")
+        _wrong("say how much memory a GPU has: --card h100, or --hbm 80GiB")
+    if device == "cpu" and (hbm is not None or card is not None):
+        _wrong("--hbm and --card are of GPUs, and --device is cpu: give --ddr")
     every = read_tables(tables)
     default = None if optimizer == "none" else optimizer
     every = [replace(one, optimizer=one.optimizer or default) for one in every]
     topology, reserved = _topology(device, world_size, hosts, hbm, ddr, card, reserve)
     measured = None if constants is None else Constants.load(constants)
-    model = cost_model(cost, topology, batch_size, constants=measured)
     rules = {} if constraints is None else read_constraints(constraints)
+    model = cost_model(cost, topology, batch_size, constants=measured, constraints=rules)
     settings = {
         "tables": str(tables),
         "reservation": _told_share(reserve) if device == "cuda" else "none",
@@ -197,10 +214,15 @@ def _request(
     }
     if constraints is not None:
         settings["constraints"] = f"{constraints}, for {len(rules)} tables"
-    source = getattr(getattr(model, "constants", None), "source", None)
-    if source:
-        settings["constants"] = f"{constants or 'preset'}: {source}"
+    if source := _source(model, constants):
+        settings["constants"] = source
     return Request(tuple(every), topology, batch_size, model, rules, reserved, settings)
+
+
+def _source(cost: CostModel, path: Path | None) -> str:
+    """Where the constants of a cost model come from; "" of one that has none."""
+    known = getattr(cost, "constants", None)
+    return "" if known is None else f"{path or 'preset'}: {known.source}"
 
 
 def _topology(
@@ -216,7 +238,7 @@ def _topology(
         return whole, ()
     left = [one - less for one, less in zip(whole.hbm, kept, strict=True)]
     if min(left) < 0:
-        _fail(f"--reserve {_told_share(reserve)} is more than the {min(whole.hbm) / 2**30:.4g} GiB of a GPU")
+        _wrong(f"--reserve {_told_share(reserve)} is more than the {min(whole.hbm) / 2**30:.4g} GiB of a GPU")
     return resized_topology(whole, hbm=left), kept
 
 
@@ -237,28 +259,40 @@ def _changed(
     ddr: int | None,
     batch_size: int | None,
 ) -> Request:
-    """The request with the changes that were asked for."""
+    """The request with the changes that were asked for, which its settings then tell."""
     from .planner import whatif
 
-    old = request.topology
+    old, told = request.topology, []
     if world_size is not None or hosts is not None:
         world = world_size or old.world_size
         if hosts is not None and world % hosts:
-            _fail(f"{world} ranks do not divide among {hosts} hosts")
+            _wrong(f"{world} ranks do not divide among {hosts} hosts")
         request = whatif.with_world(request, world, local_world_size=None if hosts is None else world // hosts)
+        told.append(f"{world} ranks on {request.topology.hosts} hosts")
     for data_type, name in dtypes:
         request = whatif.with_data_type(request, data_type, names=None if name is None else [name])
+        told.append(f"{data_type.value.lower()} for {name or 'all tables'}")
     if optimizer is not None:
         request = whatif.with_optimizer(request, None if optimizer == "none" else optimizer)
+        told.append(f"optimizer {optimizer}")
     if card is not None:
         request = whatif.with_card(request, card)
-    if hbm is not None:
-        request = whatif.with_hbm(request, hbm)
-    if ddr is not None:
-        request = whatif.with_ddr(request, ddr)
+        told.append(f"cards {card}")
+    for what, given, change in (
+        ("HBM", hbm, whatif.with_hbm), ("DDR", ddr, whatif.with_ddr),
+    ):  # fmt: skip
+        if given is not None:
+            request = change(request, given)
+            told.append(f"{given / 2**30:.4g} GiB {what}")
     if batch_size is not None:
         request = whatif.with_batch_size(request, batch_size)
-    return request
+        told.append(f"batches of {batch_size}")
+    if not told:
+        _wrong("say what changes: --world-size, --hosts, --dtype, --optimizer, --card, --hbm, --ddr or --batch-size")
+    settings = {**request.settings, "what if": ", ".join(told)}
+    if "constants" in settings and card is not None:
+        settings["constants"] = _source(request.cost, None)
+    return replace(request, settings=settings)
 
 
 def _planned(request: Request, seconds: float | None, as_json: bool) -> Planned:
@@ -274,7 +308,7 @@ def _planned(request: Request, seconds: float | None, as_json: bool) -> Planned:
         except NoRoomError as error:
             if as_json:
                 click.echo(json.dumps(error.as_dict(), indent=1))
-            _fail(str(error), 1)
+            raise click.ClickException(str(error)) from error
 
 
 def _give(planned: Planned, out: Path | None, html: Path | None, as_json: bool, count: int | None = None) -> None:
@@ -308,6 +342,30 @@ def _difference(a: Path, b: Path) -> Any:
     if is_whole(first) and is_whole(second):
         return diff(planned_from_json(first, str(a)), planned_from_json(second, str(b)))
     return CutDifference.between(first, second)
+
+
+def _calibrate(world_size: int, device: str, seconds: float, threads: int, out: Path, as_json: bool) -> None:
+    import click
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from .sharding.planning.calibrate import calibrate
+
+    with _told(), Progress(console=Console(stderr=True), auto_refresh=False) as shown:
+        task = shown.add_task("measuring")
+
+        def tell(done: int, of: int) -> None:
+            shown.update(task, completed=done, total=of, refresh=True)
+
+        try:
+            found = calibrate(world_size, device, seconds=seconds, out=out, progress=tell, threads=threads)
+        except RuntimeError as error:
+            raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=1))
+        return
+    for name, value in found.to_json().items():
+        click.echo(f"{name:16}{value if isinstance(value, str) else format(value, '.4g')}")
 
 
 def _summary(planned: Planned) -> dict[str, Any]:

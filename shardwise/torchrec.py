@@ -83,6 +83,8 @@ _PIPELINES = _at(
 _LOADING = _at("shardwise.sharding.pipeline", "DataLoadingThread")
 _UNWRAP = "shardwise.sharding.unwrap"
 _LOCAL = _at("shardwise.sharding.comm", "get_local_rank", "get_local_size")
+_PLANNERS = _at("shardwise.sharding.planning.planners", "EmbeddingPlannerBase", "EmbeddingShardingPlanner")
+_PLANNED_FOR = _at("shardwise.planner.types", "ParameterConstraints", "Topology")
 
 # TorchRec's module -> its name -> where ours is, as module:name
 TABLE: Mapping[str, Mapping[str, str]] = {
@@ -171,7 +173,127 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     | _DEFAULT_SHARDERS
     | _at("shardwise.sharding.dmp_collection", "DMPCollection")
     | _at(_UNWRAP, "get_module", "get_unwrapped_module"),
-    "torchrec.distributed.planner.types": _PLAN,
+    "torchrec.distributed.planner": _PLANNERS
+    | _PLANNED_FOR
+    | _at("shardwise.planner.utils", "bytes_to_gb", "sharder_name"),
+    "torchrec.distributed.planner.constants": _at(
+        "shardwise.planner.constants",
+        "BATCH_SIZE",
+        "BIGINT_DTYPE",
+        "CROSS_NODE_BANDWIDTH",
+        "DDR_CAP",
+        "DDR_MEM_BW",
+        "HBM_CAP",
+        "HBM_MEM_BW",
+        "HBM_TO_DDR_MEM_BW",
+        "INTRA_NODE_BANDWIDTH",
+        "MIN_CW_DIM",
+        "NUM_POOLINGS",
+        "POOLING_FACTOR",
+        "kernel_bw_lookup",
+    ),
+    "torchrec.distributed.planner.enumerators": _at(
+        "shardwise.planner.enumerators", "EmbeddingEnumerator", "get_partition_by_type"
+    ),
+    "torchrec.distributed.planner.partitioners": _at(
+        "shardwise.planner.partitioners",
+        "GreedyPerfPartitioner",
+        "MemoryBalancedPartitioner",
+        "ShardingOptionGroup",
+        "SortBy",
+    ),
+    "torchrec.distributed.planner.perf_models": _at(
+        "shardwise.planner.perf_models", "NoopPerfModel", "NoopStorageModel"
+    ),
+    "torchrec.distributed.planner.planners": _PLANNERS
+    | _at(
+        "shardwise.sharding.planning.options",
+        "extract_plan",
+        "to_sharding_plan",
+        "validate_compute_kernels",
+        "validate_modules_inclusion_in_sharding_plan",
+        "validate_rank_assignment",
+    ),
+    "torchrec.distributed.planner.proposers": _at(
+        "shardwise.planner.proposers",
+        "DynamicProgrammingProposer",
+        "EmbeddingOffloadScaleupProposer",
+        "GreedyProposer",
+        "GridSearchProposer",
+        "UniformProposer",
+        "proposers_to_proposals_list",
+    ),
+    "torchrec.distributed.planner.shard_estimators": _at(
+        "shardwise.planner.shard_estimators",
+        "EmbeddingOffloadStats",
+        "EmbeddingPerfEstimator",
+        "EmbeddingStorageEstimator",
+        "calculate_shard_storages",
+        "get_num_poolings",
+    ),
+    "torchrec.distributed.planner.stats": _at("shardwise.planner.stats", "EmbeddingStats", "NoopEmbeddingStats"),
+    "torchrec.distributed.planner.storage_reservations": _at(
+        "shardwise.planner.storage_reservations",
+        "FixedAbsoluteStorageReservation",
+        "FixedPercentageStorageReservation",
+        "HeuristicalStorageReservation",
+        "InferenceStorageReservation",
+        "StorageReservationType",
+    ),
+    "torchrec.distributed.planner.types": _PLAN
+    | _PLANNED_FOR
+    | _at(
+        "shardwise.planner.types",
+        "BasicCommsBandwidths",
+        "CacheStatistics",
+        "CollectiveType",
+        "CriticalPathEstimate",
+        "CustomTopologyData",
+        "DeviceHardware",
+        "Enumerator",
+        "GeneralizedCommsBandwidth",
+        "HardwareConfig",
+        "KernelConfig",
+        "PartitionByType",
+        "Partitioner",
+        "Perf",
+        "PerfModel",
+        "PipelineType",
+        "PlanDebugStats",
+        "PlanLoader",
+        "PlannerError",
+        "PlannerErrorType",
+        "Proposer",
+        "Shard",
+        "ShardEstimator",
+        "SharderData",
+        "ShardingOption",
+        "Stats",
+        "Storage",
+        "StorageReservation",
+        "TopologyConfigBase",
+        "TopologyFactory",
+        "TrainerConfig",
+        "hash_planner_context_inputs",
+        "hash_planner_context_inputs_str",
+        "hash_sha256_str",
+        "hash_sha256_to_int",
+        "round_to_nearest",
+    ),
+    "torchrec.distributed.planner.utils": _at(
+        "shardwise.planner.utils",
+        "BinarySearchPredicate",
+        "LuusJaakolaSearch",
+        "bytes_to_gb",
+        "bytes_to_mb",
+        "gb_to_bytes",
+        "mb_to_bytes",
+        "placement",
+        "prod",
+        "reset_shard_rank",
+        "sharder_name",
+        "storage_repr_in_gb",
+    ),
     "torchrec.distributed.shard": _at("shardwise.sharding.composable", "shard", "shard_modules"),
     "torchrec.distributed.sharding_plan": _GENERATORS
     | _DEFAULT_SHARDERS

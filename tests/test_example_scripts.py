@@ -54,6 +54,14 @@ def test_jagged_takes_a_batch_apart_and_puts_it_together() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_planning_plans_for_a_cluster_and_trains_here(ranks: int) -> None:
+    printed = run_on(ranks, "examples/planning.py")
+    assert "Plan: 6 tables on 8 ranks (2 hosts of 4)" in printed and "INSUFFICIENT_STORAGE" in printed
+    assert printed.splitlines()[-1] == "trained a step by plan0.json: pooled (4, 384)"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_sharded_learns_its_labels(ranks: int) -> None:
     printed = run_on(ranks, "examples/sharded.py")
     found = re.search(r"loss (\S+) -> (\S+); pooled \(8, 32\)", printed)

@@ -19,7 +19,7 @@ from shardwise.planner.explain import explain
 from shardwise.planner.planned import Planned
 from shardwise.planner.problem import PARTS, Assignment, Item, Problem
 from shardwise.planner.topology import GIB
-from shardwise.planner.wording import gib, ms, ranks, size
+from shardwise.planner.wording import gib, ms, ranks, share, size
 
 HERE = Path(__file__).parent
 
@@ -45,6 +45,16 @@ def test_the_header_has_the_step_the_bound_and_what_decided_the_result() -> None
         "every way that PlainCosts",
     ):
         assert said in text
+
+
+def test_the_header_has_what_could_be_chosen() -> None:
+    rules = {"t3": ParameterConstraints(["row_wise"])}
+    planned = some_plan(some_tables(5), 4, local_size=2, hbm_gib=64, constraints=rules)
+    assert sum(len(item.choices) for item in planned.problem.items) == 33
+    said = (
+        "33 ways to place the tables: table_wise, column_wise, row_wise, table_row_wise, table_column_wise, grid_shard"
+    )
+    assert f"{said} and data_parallel; kernels dense and fused; 1 table with one way only" in flat(explain(planned))
 
 
 def test_an_optimal_plan_says_so() -> None:
@@ -199,6 +209,11 @@ def test_milliseconds_have_four_digits_or_so(value: float, said: str) -> None:
 )
 def test_bytes_have_the_unit_that_suits(value: float, short: str, long: str) -> None:
     assert (gib(value), size(value)) == (short, long)
+
+
+@pytest.mark.parametrize(("value", "said"), [(0.0, "0.00%"), (1e-6, "<0.01%"), (1e-4, "0.01%"), (0.0112, "1.12%")])
+def test_a_gap_is_never_told_as_none_that_is_some(value: float, said: str) -> None:
+    assert share(value) == said
 
 
 def test_print_shows_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:

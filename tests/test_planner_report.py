@@ -13,6 +13,8 @@ import pytest
 from planner_plain_costs import some_plan, some_tables
 
 from shardwise.planner.alternatives import alternatives
+from shardwise.planner.diff import diff
+from shardwise.planner.explain import explain
 from shardwise.planner.planned import Planned
 from shardwise.planner.problem import PARTS
 from shardwise.planner.report import report
@@ -92,7 +94,7 @@ def test_names_are_escaped_everywhere() -> None:
 def test_every_table_is_in_the_list_with_its_numbers() -> None:
     planned = small()
     page = report(planned)
-    rows = dict(re.findall(r'<tr><th scope="row">(\w+)<br>(.*?)</td></tr>(?=<tr><th|</tbody>)', page, re.DOTALL))
+    rows = dict(re.findall(r'<tr class="top"><th scope="row">(\w+)<br>(.*?)(?=<tr class="top">|$)', page, re.DOTALL))
     assert set(rows) == {table.name for table in planned.tables}
     found = alternatives(planned)
     for index, (table, choice, _) in enumerate(planned.placed()):
@@ -182,3 +184,12 @@ def test_of_very_many_tables_those_with_least_work_have_no_details() -> None:
     assert "Of 650, the 600 with most work have them." in page
     assert page.count("<details><summary>") == 600
     assert all(f">t{n}<br>" in page for n in range(650))
+
+
+def test_a_plan_of_nothing_has_a_page_and_a_text() -> None:
+    planned = some_plan([], 4)
+    tags = Tags()
+    tags.feed(report(planned))
+    assert not tags.open
+    assert explain(planned).startswith("Plan: 0 tables on 4 ranks\n")
+    assert str(diff(planned, planned)) == "no difference: 0 tables placed alike"

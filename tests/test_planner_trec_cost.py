@@ -12,15 +12,23 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from shardwise.embeddings import (
+    DataType,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from shardwise.planner import torchrec_options
 from shardwise.planner.cost_torchrec import TorchRecCost
 from shardwise.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
 from shardwise.planner.options import placed_options, problem_of
 from shardwise.planner.planning import plan_tables
 from shardwise.planner.problem import Assignment, faults, loads
+from shardwise.planner.shard_estimators import EmbeddingOffloadStats
 from shardwise.planner.tables import Feature, Table
 from shardwise.planner.types import CustomTopologyData, ParameterConstraints, Shard, ShardingOption, Topology
+from shardwise.sharding.plan import CacheParams
 from shardwise.sharding.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
 DIMS = (8, 128, 384, 512)
@@ -91,8 +99,18 @@ def enumerated(topology: Topology, constraints: dict[str, ParameterConstraints] 
                 "s": ParameterConstraints(compute_kernels=["fused_uvm_caching"]),
             },
         ),
+        (
+            TWO_HOSTS,
+            {
+                "t2": ParameterConstraints(
+                    cache_params=CacheParams(load_factor=0.3, stats=EmbeddingOffloadStats(0.5, 77, [5, 2, 1, 1], 1074)),
+                    output_dtype=DataType.FP16,
+                ),
+                "s": ParameterConstraints(cache_params=CacheParams(load_factor=0.5, prefetch_pipeline=True)),
+            },
+        ),
     ],
-    ids=["two hosts", "cpu", "uneven memory", "pods", "constraints"],
+    ids=["two hosts", "cpu", "uneven memory", "pods", "constraints", "caches"],
 )
 def test_a_way_costs_what_the_estimators_say_of_its_shards(
     topology: Topology, constraints: dict[str, ParameterConstraints]

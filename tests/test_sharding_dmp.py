@@ -320,7 +320,8 @@ def test_what_is_on_meta_is_initialised_and_replicas_begin_equal() -> None:
 
 
 def local_state() -> dict[str, Tensor]:
-    dmp = DistributedModelParallel(Net("sequences beside pooled"))
+    model = Net("sequences beside pooled")
+    dmp = DistributedModelParallel(model, plan=mixed_plan(model))
     return {name: value.clone() for name, value in local_tensors(dmp.state_dict()).items() if value.numel()}
 
 

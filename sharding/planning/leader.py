@@ -1,0 +1,66 @@
+"""One rank plans, all get the plan: as JSON, with its explanation; and its error, so that none waits for a plan."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.planner.errors import PlannerError, PlannerErrorType
+from shardwise.sharding.exchange import Exchange
+from shardwise.sharding.failures import agreed
+from shardwise.sharding.plan import ShardingPlan
+from shardwise.sharding.plan_files import plan_from_json, plan_to_json
+
+
+def plan_on_leader(pg: dist.ProcessGroup | None, make: Callable[[], ShardingPlan]) -> ShardingPlan:
+    """What `make` returns on rank 0 of the group, on all of them; all ranks call this together.
+
+    Raises:
+        What `make` raised: PlannerError and Python's own as they are, others as RuntimeError with their text.
+    """
+    exchange = Exchange(pg)
+    mine: ShardingPlan | None = None
+    failure: Exception | None = None
+    said = b""
+    if exchange.rank == 0:
+        try:
+            mine = make()
+            said = json.dumps(_told(mine)).encode()
+        except Exception as error:
+            failure = error
+            said = json.dumps(_error_told(error)).encode()
+    data = json.loads(exchange.value(said, 0))
+    if failure is not None:
+        raise agreed(failure)
+    if mine is not None:
+        return mine
+    if "error" in data:
+        raise agreed(_error_of(data)) from RuntimeError("rank 0 could not plan")
+    return plan_from_json(data, "the plan of rank 0")
+
+
+def _told(plan: ShardingPlan) -> dict[str, Any]:
+    assert plan.world_size is not None and plan.local_world_size is not None
+    return plan_to_json(plan, plan.world_size, plan.local_world_size)
+
+
+def _error_told(error: Exception) -> dict[str, str]:
+    kind = error.error_type.value if isinstance(error, PlannerError) else type(error).__name__
+    return {"error": str(error), "planner_error" if isinstance(error, PlannerError) else "class": kind}
+
+
+def _error_of(data: dict[str, str]) -> Exception:
+    if "planner_error" in data:
+        return PlannerError(data["error"], PlannerErrorType(data["planner_error"]))
+    kind = getattr(builtins, data["class"], None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return kind(data["error"])
+        except TypeError:
+            # one that takes more than a text
+            pass
+    return RuntimeError(f"{data['class']}: {data['error']}")

@@ -1,0 +1,448 @@
+"""`EmbeddingShardingPlanner`: where the tables of a model should go, by our search or by parts of a TorchRec planner.
+
+Our search runs unless a proposer, a partitioner or a performance model is given: then TorchRec's loop runs with these.
+Under our search a custom enumerator's options are what is searched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.planner.components import (
+    Enumerator,
+    Partitioner,
+    PerfModel,
+    PlanDebugStats,
+    PlanLoader,
+    Proposer,
+    Stats,
+    StorageReservation,
+)
+from shardwise.planner.constants import BATCH_SIZE
+from shardwise.planner.constraints import ParameterConstraints
+from shardwise.planner.cost_model import CostModel
+from shardwise.planner.costs import cost_model
+from shardwise.planner.enumerators import EmbeddingEnumerator
+from shardwise.planner.errors import PlannerError, PlannerErrorType
+from shardwise.planner.explain import explain
+from shardwise.planner.files_plan import planned_to_json
+from shardwise.planner.hashes import hash_planner_context_inputs, hash_planner_context_inputs_str
+from shardwise.planner.options import placed_options, problem_of
+from shardwise.planner.partitioners import GreedyPerfPartitioner
+from shardwise.planner.perf_models import NoopPerfModel
+from shardwise.planner.planned import Planned
+from shardwise.planner.planning import plan_tables
+from shardwise.planner.problem import DoesNotFitError
+from shardwise.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
+from shardwise.planner.proposing import no_plan_error, propose_plans
+from shardwise.planner.sharding_option import ShardingOption
+from shardwise.planner.solve import solve
+from shardwise.planner.stats import EmbeddingStats
+from shardwise.planner.storage_reservations import HeuristicalStorageReservation, ModelStorageReservation
+from shardwise.planner.topology import Topology
+from shardwise.sharding.env import ShardingEnv
+from shardwise.sharding.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from shardwise.sharding.sharders import ModuleSharder, get_default_sharders
+
+from .leader import plan_on_leader
+from .machines import topology_here
+from .options import (
+    load_options,
+    options_of,
+    to_sharding_plan,
+    validate_compute_kernels,
+    validate_modules_inclusion_in_sharding_plan,
+    validate_rank_assignment,
+)
+from .tables import DATA_PARALLEL, ModelTables, OfModel, tables_of_model
+
+Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
+_logger = logging.getLogger(__name__)
+# our search has ended long before by itself
+_LONG_S = 30.0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a plan is as it is: prints as `shardwise plan explain` tells it. `planned` has the numbers."""
+
+    planned: Planned
+
+    def __str__(self) -> str:
+        return explain(self.planned)
+
+    def about(self) -> dict[str, Any]:
+        """What the file of a plan says about it."""
+        found: dict[str, Any] = planned_to_json(self.planned)["about"]
+        return found
+
+
+class EmbeddingPlannerBase(ABC):
+    """What planners share: the machines, the batch, what tables may do, and that one rank plans for all.
+
+    Args:
+        topology: the machines; by default those of this process and its process group.
+        batch_size: samples of one rank, by default 512.
+        enumerator: lists what may be done with each table; by default `EmbeddingEnumerator`.
+        storage_reservation: what is kept from tables; by default `HeuristicalStorageReservation`.
+        stats: what tells about a plan, one or several.
+        constraints: by table name, in every module alike.
+        debug: stats tell more.
+        callbacks: each may change the best plan, a list of sharding options, before it becomes a `ShardingPlan`.
+        timeout_seconds: for a search.
+        heuristical_storage_reservation_percentage: of the default reservation.
+
+    Raises:
+        RuntimeError: no topology is given, and nobody says how many ranks there are.
+        ValueError: `batch_size` or `timeout_seconds` is not positive.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        storage_reservation: StorageReservation | None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+        callbacks: list[Callback] | None = None,
+        timeout_seconds: int | None = None,
+        heuristical_storage_reservation_percentage: float = 0.15,
+    ) -> None:
+        for what, value in (("batch_size", batch_size), ("timeout_seconds", timeout_seconds)):
+            if value is not None and value <= 0:
+                raise ValueError(f"{what} must be positive, got {value}")
+        self._topology = topology_here() if topology is None else topology
+        self._batch_size = batch_size or BATCH_SIZE
+        self._constraints = constraints
+        self._enumerator: Enumerator = enumerator or EmbeddingEnumerator(self._topology, self._batch_size, constraints)
+        self._storage_reservation = storage_reservation or HeuristicalStorageReservation(
+            heuristical_storage_reservation_percentage
+        )
+        self._stats: list[Stats] = stats if isinstance(stats, list) else [] if stats is None else [stats]
+        self._debug, self._callbacks, self._timeout_seconds = debug, list(callbacks or []), timeout_seconds
+
+    @abstractmethod
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> ShardingPlan:
+        """A plan for a module's tables."""
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """`plan` on rank 0 of a process group, and the result on all of its ranks; all call this together.
+
+        Args:
+            sharders: by default `get_default_sharders()`.
+            pg: by default all ranks.
+
+        Raises:
+            RuntimeError: there is no process group.
+            What `plan` raises, on all ranks.
+        """
+        group = pg or (dist.group.WORLD if dist.is_initialized() else None)
+        if group is None:
+            raise RuntimeError(
+                "no process group: call torch.distributed.init_process_group first, or plan(module, sharders) in one"
+                " process"
+            )
+        used = get_default_sharders() if sharders is None else sharders
+        plan = plan_on_leader(group, lambda: self.plan(module, used))
+        for of_module in plan.plan.values():
+            for name, one in of_module.items():
+                # what does not travel as text, and every rank was given
+                said = (self._constraints or {}).get(name, ParameterConstraints())
+                one.cache_params, one.key_value_params = said.cache_params, said.key_value_params
+        return plan
+
+    def hash_planner_context_inputs(self) -> int:
+        """A number that stands for topology, batch size, enumerator, reservation and constraints.
+
+        Raises:
+            ValueError: the enumerator has not enumerated yet.
+        """
+        return hash_planner_context_inputs(
+            self._topology, self._batch_size, self._enumerator, self._storage_reservation, self._constraints
+        )
+
+    def hash_planner_context_inputs_str(self) -> str:
+        """As `hash_planner_context_inputs`, as text."""
+        return hash_planner_context_inputs_str(
+            self._topology, self._batch_size, self._enumerator, self._storage_reservation, self._constraints
+        )
+
+
+class EmbeddingShardingPlanner(EmbeddingPlannerBase):
+    """Finds the plan whose slowest rank is fastest, within memory; says how far from the best it may be, and why.
+
+    The plan prints with an explanation, which `last_plan` has as numbers.
+
+    Args:
+        topology, batch_size, enumerator, storage_reservation, stats, constraints, debug, callbacks, timeout_seconds: as
+            `EmbeddingPlannerBase`. The default reservation under our search is `ModelStorageReservation`.
+        proposer, partitioner, performance_model: of TorchRec's search, which runs if one of them is given; the others
+            have its defaults.
+        plan_loader: a plan that it has for these tables and machines is taken.
+        cost: "shardwise", "torchrec" (TorchRec's formulas), or a cost model of yours.
+        seconds: stop our search then; by default it does a fixed amount of work, which gives the same plan every time.
+
+    Raises:
+        As `EmbeddingPlannerBase`.
+
+    Example:
+        >>> planner = EmbeddingShardingPlanner(Topology(world_size=8, compute_device="cuda"), batch_size=4096)
+        >>> plan = planner.plan(model, get_default_sharders())
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        storage_reservation: StorageReservation | None = None,
+        proposer: Proposer | list[Proposer] | None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: PerfModel | None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+        callbacks: list[Callback] | None = None,
+        timeout_seconds: int | None = None,
+        plan_loader: PlanLoader | None = None,
+        *,
+        cost: str | CostModel = "shardwise",
+        seconds: float | None = None,
+    ) -> None:
+        self._is_ours = proposer is None and partitioner is None and performance_model is None
+        if storage_reservation is None and self._is_ours:
+            storage_reservation = ModelStorageReservation()
+        if stats is None and not self._is_ours:
+            stats = EmbeddingStats()
+        super().__init__(
+            topology, batch_size, enumerator, storage_reservation, stats, constraints, debug, callbacks, timeout_seconds
+        )
+        given = proposer if isinstance(proposer, list) else [proposer] if proposer is not None else None
+        self._proposers: list[Proposer] = given or [
+            GridSearchProposer(), GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer(),
+        ]  # fmt: skip
+        self._partitioner = partitioner or GreedyPerfPartitioner()
+        self._perf_model = performance_model or NoopPerfModel(self._topology)
+        self.plan_loader = plan_loader
+        self._cost, self._seconds = cost, seconds
+        self._is_default_batch, self._is_custom_enumerator = batch_size is None, enumerator is not None
+        if not self._is_ours or self._is_custom_enumerator:
+            self._require_known(cost)
+        self._num_proposals = self._num_plans = 0
+        self._best_plan: list[ShardingOption] | None = None
+        self._last_plan: Planned | None = None
+        # what is said of a plan that our search made of a custom enumerator's options
+        self._told: str | None = None
+
+    def _require_known(self, cost: str | CostModel) -> None:
+        """Refuse what only our search over our own options knows."""
+        if cost != "shardwise":
+            raise ValueError(
+                f"cost={cost!r} has no effect here: options of an enumerator have its estimators' costs; leave it out,"
+                " or leave enumerator, proposer, partitioner and performance_model to the planner"
+            )
+        for name, one in (self._constraints or {}).items():
+            for what in ("ranks", "not_on", "same_rank"):
+                if getattr(one, what):
+                    raise ValueError(
+                        f"table {name!r}: the constraint {what}={getattr(one, what)!r} has no effect with an"
+                        " enumerator, proposer, partitioner or performance_model of your own: leave it out, or these"
+                    )
+
+    @property
+    def last_plan(self) -> Planned | None:
+        """All that is known of the last plan that our search made; None without one."""
+        return self._last_plan
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> ShardingPlan:
+        """The best plan that is found for the tables of a module; an empty one if it has none.
+
+        Raises:
+            PlannerError: no plan stays within memory and constraints; says which ranks lack how much and what would
+                help. Or constraints name tables, types or ranks that there are not, or the loaded plan is for something
+                else.
+        """
+        begin = time.perf_counter()
+        self._num_proposals = self._num_plans = 0
+        self._best_plan = self._last_plan = self._told = None
+        may_replicate = [
+            name for name, one in (self._constraints or {}).items() if DATA_PARALLEL in (one.sharding_types or ())
+        ]
+        model = tables_of_model(module, sharders, self._topology.compute_device, may_replicate)
+        if not model.modules:
+            return to_sharding_plan([], self._topology)
+        reserved = self._storage_reservation.reserve(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            module=module,
+            sharders=sharders,
+            constraints=self._constraints,
+        )
+        options = self._by_options(module, sharders, reserved)
+        if options is None:
+            options = self._by_tables(model, reserved)
+        for callback in self._callbacks:
+            options = callback(options)
+        self._best_plan = options
+        plan = to_sharding_plan(options, self._topology)
+        _add_rest(plan, model)
+        self._tell(plan, options, sharders, time.perf_counter() - begin)
+        if not any(one.device_group for one in (self._constraints or {}).values()):
+            validate_modules_inclusion_in_sharding_plan(plan, module, sharders)
+        validate_rank_assignment(plan, self._topology)
+        validate_compute_kernels(options)
+        if not self._callbacks:
+            # a callback may have changed what would be explained
+            plan.explanation = self._told if self._last_plan is None else Explanation(self._last_plan)
+        if _logger.isEnabledFor(logging.INFO) and plan.explanation is not None:
+            _logger.info("%s", plan.explanation)
+        return plan
+
+    def _by_tables(self, model: ModelTables, reserved: Topology) -> list[ShardingOption]:
+        """Our search over what our engine can do."""
+        if not model.tables:
+            return []
+        cost = cost_model(self._cost, reserved, self._batch_size)
+        self._last_plan = plan_tables(
+            model.tables,
+            reserved,
+            self._batch_size,
+            cost=OfModel(cost),
+            constraints=self._constraints,
+            reserved=_taken(self._topology, reserved),
+            seconds=self._limit(),
+            settings=self._settings(),
+        )
+        self._num_proposals = self._num_plans = 1
+        return options_of(self._last_plan, model.modules, model.parameters, self._constraints or {})
+
+    def _by_options(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]], reserved: Topology
+    ) -> list[ShardingOption] | None:
+        """A loaded plan, TorchRec's search, or ours over what a custom enumerator lists; None for none of them."""
+        if self._is_ours and not self._is_custom_enumerator and self.plan_loader is None:
+            return None
+        search_space = self._enumerator.enumerate(module=module, sharders=sharders)
+        if self.plan_loader is not None:
+            loaded = load_options(self.plan_loader, search_space, self.hash_planner_context_inputs_str())
+            if loaded:
+                return loaded
+        if self._is_ours:
+            return self._search(search_space, reserved) if self._is_custom_enumerator else None
+        found = propose_plans(
+            search_space,
+            self._enumerator,
+            reserved,
+            self._proposers,
+            self._partitioner,
+            self._perf_model,
+            timeout_seconds=self._timeout_seconds,
+        )
+        self._num_proposals, self._num_plans = found.proposals, found.plans
+        if found.best is None:
+            raise no_plan_error(found, self._topology, reserved, self._storage_reservation, self._batch_size)
+        return found.best
+
+    def _search(self, search_space: list[ShardingOption], reserved: Topology) -> list[ShardingOption]:
+        """Our search over options that a custom enumerator listed and priced."""
+        problem, options = problem_of(search_space, reserved)
+        try:
+            solution = solve(problem, seconds=self._limit())
+        except DoesNotFitError as error:
+            raise PlannerError(
+                f"no plan of {len(options)} tables stays within memory: {error}. Reduce the tables or the batch, allow"
+                " more sharding types, or take more devices",
+                PlannerErrorType.INSUFFICIENT_STORAGE,
+            ) from error
+        self._num_proposals = self._num_plans = 1
+        self._told = (
+            f"Plan: {len(options)} tables, {len(search_space)} options of {type(self._enumerator).__name__}. Slowest"
+            f" rank {solution.time_ms:.4g} ms by its estimates; no plan of them is faster than {solution.bound_ms:.4g}"
+            f" ms ({solution.bound_from}), so this one is within {solution.gap:.2%} of the best."
+        )
+        return placed_options(problem, options, solution.assignment)
+
+    def _limit(self) -> float | None:
+        """Seconds for our search, which ends by itself before long timeouts."""
+        if self._seconds is not None or self._timeout_seconds is None:
+            return self._seconds
+        return self._timeout_seconds if self._timeout_seconds < _LONG_S else None
+
+    def _settings(self) -> dict[str, str]:
+        """What decided the plan besides the tables and the machines."""
+        said = {"batch size": f"{self._batch_size} is the default: batch_size says another"}
+        return {**(said if self._is_default_batch else {}), "reservation": str(self._storage_reservation)}
+
+    def _tell(
+        self, plan: ShardingPlan, options: list[ShardingOption], sharders: list[ModuleSharder[Any]], seconds: float
+    ) -> None:
+        for stats in self._stats:
+            stats.log(
+                sharding_plan=plan,
+                topology=self._topology,
+                batch_size=self._batch_size,
+                storage_reservation=self._storage_reservation,
+                num_proposals=self._num_proposals,
+                num_plans=self._num_plans,
+                run_time=seconds,
+                best_plan=options,
+                constraints=self._constraints,
+                sharders=sharders,
+                enumerator=self._enumerator,
+                debug=self._debug,
+                debug_stats=PlanDebugStats(type(self).__name__, self._timeout_seconds),
+            )
+
+
+def plan_for(
+    module: nn.Module, sharders: Sequence[ModuleSharder[Any]], env: ShardingEnv, device: torch.device
+) -> ShardingPlan:
+    """The plan that a model gets where none is given, the same on all ranks, which call this together.
+
+    Raises:
+        As `EmbeddingShardingPlanner.plan`, on all ranks.
+    """
+
+    def make() -> ShardingPlan:
+        here = topology_here(device.type, world_size=env.world_size, local_world_size=env.local_world_size)
+        with warnings.catch_warnings():
+            # who shards the model said so already
+            warnings.filterwarnings("ignore", message=".*; it is not sharded")
+            return EmbeddingShardingPlanner(here).plan(module, list(sharders))
+
+    return plan_on_leader(env.process_group, make)
+
+
+def _taken(whole: Topology, reserved: Topology) -> list[int]:
+    """Bytes of device memory that a reservation took from each rank; none where there is no such memory."""
+    taken = [before - after for before, after in zip(whole.hbm, reserved.hbm, strict=True)]
+    return taken if any(taken) else []
+
+
+def _add_rest(plan: ShardingPlan, model: ModelTables) -> None:
+    """Place what can only be on every rank, and modules with no tables at all."""
+    assert plan.world_size is not None
+    for path, name in model.replicated:
+        of_module = plan.plan.setdefault(path, EmbeddingModuleShardingPlan())
+        of_module[name] = ParameterSharding(DATA_PARALLEL, "dense", list(range(plan.world_size)))
+    full = {path for path, _ in model.replicated} | {table.module for table in model.tables}
+    for path in model.modules:
+        if path not in full:
+            plan.plan[path] = EmbeddingModuleShardingPlan()

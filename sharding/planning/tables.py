@@ -1,0 +1,179 @@
+"""The tables of a model as the planner reads them: sizes, types, features, optimizers, and what their sharders can do.
+
+A module with a sharder counts once, at the first of its paths, as where it is sharded. Its tables are those of the
+collections in it; a matrix that its sharder places and that lies in no collection counts as a pooled table with one
+feature; whatever else a sharder places is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwise.embeddings import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    dtype_to_data_type,
+    optimizer_of,
+)
+from shardwise.planner.constraints import ParameterConstraints
+from shardwise.planner.cost_model import CostModel
+from shardwise.planner.problem import Choice
+from shardwise.planner.tables import Feature, Table
+from shardwise.planner.topology import Topology
+from shardwise.planner.ways import Way
+from shardwise.planner.whatif import at
+from shardwise.sharding.layout import CAPABILITIES
+from shardwise.sharding.plan import ShardingType, tables_of
+from shardwise.sharding.planned import collections_in, find_modules
+from shardwise.sharding.sharders import BaseEmbeddingSharder, ModuleSharder
+
+DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+
+
+@dataclass(frozen=True)
+class ModelTable(Table):
+    """A table of a model; `ways` are the sharding types that its sharder offers, each with a compute kernel."""
+
+    ways: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelTables:
+    """What of a model a plan places.
+
+    Args:
+        tables: those that the planner chooses a way for, in the order of the model.
+        replicated: module path and name of what can only be on every rank.
+        modules: those that have them, by path.
+        parameters: the tables, by `Table.path`.
+    """
+
+    tables: tuple[ModelTable, ...]
+    replicated: tuple[tuple[str, str], ...]
+    modules: Mapping[str, nn.Module]
+    parameters: Mapping[str, nn.Parameter]
+
+
+def tables_of_model(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[Any]],
+    compute_device: str,
+    may_replicate: Sequence[str] = (),
+) -> ModelTables:
+    """The tables of a model's modules that have a sharder.
+
+    Args:
+        compute_device: "cpu" or "cuda".
+        may_replicate: names of tables that may be data_parallel though that changes how they train. All others are only
+            if they have an optimizer in the backward, which every replica then applies, or do not train: a replica
+            without one leaves its gradient to the optimizer of the dense layers, whatever its sharder's default is.
+    """
+    tables: list[ModelTable] = []
+    replicated: list[tuple[str, str]] = []
+    modules: dict[str, nn.Module] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for paths, one, sharder in find_modules(module, sharders):
+        modules[paths[0]] = one
+        known = {table.name: (table, pooled, weighted) for table, pooled, weighted in _configs(one)}
+        for name, param in sharder.shardable_parameters(one).items():
+            ways = _ways(sharder, param, compute_device, name in may_replicate)
+            if param.dim() != 2:
+                replicated.append((paths[0], name))
+                continue
+            rows, dim = param.shape
+            pooled = weighted = True
+            features: tuple[Feature, ...] = (Feature(name),)
+            if name in known:
+                config, pooled, weighted = known[name]
+                features = tuple(map(Feature, config.feature_names or [config.name]))
+            table = ModelTable(
+                name, rows, dim, _data_type(param), features, pooled, weighted, _optimizer(sharder, param), paths[0],
+                ways=ways,
+            )  # fmt: skip
+            tables.append(table)
+            parameters[table.path] = param
+    return ModelTables(tuple(tables), tuple(replicated), modules, parameters)
+
+
+class OfModel:
+    """A cost model that knows what the sharders of a model's tables can do; `cost` prices it."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+
+    @property
+    def name(self) -> str:
+        """That of `cost`."""
+        return self._cost.name
+
+    @property
+    def constants(self) -> object:
+        """Those of `cost`, if it has any."""
+        return getattr(self._cost, "constants", None)
+
+    def ways(self, table: Table, constraint: ParameterConstraints | None = None) -> Sequence[Way]:
+        """Those of `cost` that the table's sharder offers."""
+        found = self._cost.ways(table, constraint)
+        if isinstance(table, ModelTable):
+            return [way for way in found if (way.sharding_type, way.compute_kernel) in table.ways]
+        return found
+
+    def price(self, table: Table, way: Way) -> Choice:
+        """As `cost`."""
+        return self._cost.price(table, way)
+
+    def base_ms(self, tables: Sequence[Table]) -> float:
+        """As `cost`."""
+        return self._cost.base_ms(tables)
+
+    def at(self, topology: Topology, batch_size: int) -> OfModel:
+        """The same for other machines."""
+        return OfModel(at(self._cost, topology, batch_size))
+
+
+def _configs(module: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, bool, bool]]:
+    """The configs in a module, each with whether its bags are pooled and whether its ids have weights."""
+    for one in collections_in(module):
+        pooled = isinstance(one, EmbeddingBagCollection)
+        weighted = isinstance(one, EmbeddingBagCollection) and one.is_weighted()
+        assert pooled or isinstance(one, EmbeddingCollection)
+        for config in tables_of(one):
+            yield config, pooled, weighted
+
+
+def _ways(
+    sharder: ModuleSharder[Any], param: nn.Parameter, compute_device: str, may_replicate: bool
+) -> tuple[tuple[str, str], ...]:
+    keeps = may_replicate or not param.requires_grad or optimizer_of(param) is not None
+    is_ours = isinstance(sharder, BaseEmbeddingSharder)
+    served = CAPABILITIES.get(compute_device, {})
+    return tuple(
+        (kind, kernel)
+        for kind in sharder.sharding_types(compute_device)
+        if kind != DATA_PARALLEL or keeps or not is_ours
+        for kernel in (served.get(kind, ()) if is_ours else sharder.compute_kernels(kind, compute_device))
+    )
+
+
+def _optimizer(sharder: ModuleSharder[Any], param: nn.Parameter) -> str | None:
+    """The class name of what trains a table in its backward."""
+    if not param.requires_grad:
+        return None
+    mark = optimizer_of(param)
+    if mark is None and isinstance(sharder, BaseEmbeddingSharder):
+        mark = sharder.default_optimizer
+    return None if mark is None else mark[0].__name__
+
+
+def _data_type(param: nn.Parameter) -> DataType:
+    try:
+        return dtype_to_data_type(param.dtype)
+    except ValueError:
+        # counted as the widest
+        return DataType.FP32
