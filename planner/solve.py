@@ -29,6 +29,8 @@ MORE = 4
 # a mixed-integer program of up to so many variables, and so many nodes of its tree
 VARIABLES = 400
 NODES = 100
+# items times ranks beyond which no program is that small
+PROGRAM = 2000
 
 
 def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
@@ -57,7 +59,12 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
     if not known.proven and known.time_ms > enough_ms:
         effort = min(MORE, SIZE / (len(problem.items) * problem.world_size))
         search.go_on(int(STEPS[1] * effort) if deadline is None else None, enough_ms, deadline)
-    best = search.best if search.fits and search.time_ms < known.time_ms else known.assignment
+    if search.fits and search.time_ms < known.time_ms:
+        known = replace(known, assignment=search.best, time_ms=search.time_ms)
+        if deadline is None or time.perf_counter() < deadline:
+            # a better plan leaves fewer choices that could lead to one still better
+            known = _exactly(problem, known, relaxed, deadline)
+    best = known.assignment
     if best is None:
         assert search.best is not None
         raise _error(problem, search.best, proven=known.proven)
@@ -86,12 +93,8 @@ def _known(problem: Problem, search: Search, relaxed: Relaxed, deadline: float |
     known = Known(best, time_ms, relaxed.bound_ms, relaxed.reason, time_ms <= relaxed.bound_ms * (1 + EXACT))
     if known.proven or (deadline is not None and time.perf_counter() >= deadline):
         return known
-    left = None if deadline is None else deadline - time.perf_counter()
-    exact = solve_exactly(problem, hint=best, relaxed=relaxed, variables=VARIABLES, nodes=NODES, seconds=left)
-    if exact.assignment is not None and exact.assignment is not best:
-        best, time_ms = exact.assignment, float(loads(problem, exact.assignment).time_ms.max())
-    reason = "mixed-integer program" if exact.bound_ms > relaxed.bound_ms else relaxed.reason
-    known = Known(best, time_ms, exact.bound_ms, reason, exact.proven)
+    known = _exactly(problem, known, relaxed, deadline)
+    best, time_ms = known.assignment, known.time_ms
     if known.proven or (deadline is not None and time.perf_counter() >= deadline):
         return known
     if best is None:
@@ -100,6 +103,21 @@ def _known(problem: Problem, search: Search, relaxed: Relaxed, deadline: float |
     if bound.ms > known.bound_ms:
         known = replace(known, bound_ms=bound.ms, bound_from=bound.reason)
     return replace(known, proven=time_ms <= known.bound_ms * (1 + EXACT))
+
+
+def _exactly(problem: Problem, known: Known, relaxed: Relaxed, deadline: float | None) -> Known:
+    """What is known after a mixed-integer program; the same where that would be too large."""
+    if len(problem.items) * problem.world_size > PROGRAM:
+        return known
+    left = None if deadline is None else deadline - time.perf_counter()
+    hint = known.assignment
+    exact = solve_exactly(problem, hint=hint, relaxed=relaxed, variables=VARIABLES, nodes=NODES, seconds=left)
+    best, time_ms = hint, known.time_ms
+    if exact.assignment is not None and exact.assignment is not hint:
+        best, time_ms = exact.assignment, float(loads(problem, exact.assignment).time_ms.max())
+    if exact.bound_ms > known.bound_ms:
+        return Known(best, time_ms, exact.bound_ms, "mixed-integer program", exact.proven)
+    return replace(known, assignment=best, time_ms=time_ms, proven=exact.proven)
 
 
 def _prices(space: Space, relaxed: Relaxed) -> Floats:
