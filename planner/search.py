@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -18,6 +19,11 @@ from .search_space import Space
 
 # first packings that moves are tried on
 FIRST = 3
+# packings under a target that moves are tried on, and how many moves
+SECOND = 2
+MOVES = 300
+# a first gap so small is left to moves
+CLOSE = 3e-3
 # the search aims a little above the bound: that is as good, and leaves pressure on ranks that are truly late
 AIM = 1 + 1e-5
 # targets tried between the bound and the best
@@ -62,13 +68,10 @@ class Search:
             if _late(deadline):
                 break
         for packing in packings:
-            for spent in descend(packing):
-                self.steps += spent
-                if _late(deadline):
-                    break
-            self._see(packing)
+            self._settle(packing, deadline)
         low, high = self.target_ms, self.time_ms
-        for _ in range(BISECTIONS if self.fits else 0):
+        wide = self.fits and high > low * (1 + CLOSE)
+        for _ in range(BISECTIONS if wide else 0):
             # ranks that all stay under a target somewhat above the bound are what is needed
             middle = (low + high) / 2
             for packing in repack(self.space, middle, self.prices):
@@ -81,12 +84,8 @@ class Search:
             low, high = (low, middle) if packing.total <= 0 else (middle, high)
             packing.aim(self.target_ms)
             packings.append(packing)
-        for packing in packings[FIRST:]:
-            for spent in descend(packing):
-                self.steps += spent
-                if _late(deadline):
-                    break
-            self._see(packing)
+        for packing in sorted(packings[FIRST:], key=lambda p: p.total)[:SECOND]:
+            self._settle(packing, deadline)
         self._packing = min(packings, key=lambda p: p.total)
 
     def go_on(self, steps: int | None, enough_ms: float, deadline: float | None = None) -> None:
@@ -102,6 +101,14 @@ class Search:
             self._tries += 1
             self.steps += next(self._moves)
             self._see(self._packing)
+
+    def _settle(self, packing: Packing, deadline: float | None) -> None:
+        """Moves that help, up to `MOVES` of them."""
+        for spent in islice(descend(packing), MOVES):
+            self.steps += spent
+            if _late(deadline):
+                break
+        self._see(packing)
 
     def _see(self, packing: Packing) -> None:
         fits = packing.fits

@@ -21,11 +21,12 @@ from .search_space import Space, read
 ENOUGH = 1e-3
 # what counts as proven optimal
 EXACT = 1e-6
-# steps of the search before and after the dearer bounds; of a problem of SIZE items times ranks
+# steps of the search before and after the dearer bounds, of a problem of SIZE items times ranks and DENSE items a rank;
+# a step takes longer where either is larger, and smaller problems get up to MORE times as many
 STEPS = (200, 1000)
 SIZE = 250_000
-# smaller problems get up to so many times more steps, each of them takes less
-MORE = 4
+DENSE = 12
+MORE = 3
 # a mixed-integer program of up to so many variables, and so many nodes of its tree
 VARIABLES = 400
 NODES = 500
@@ -57,7 +58,8 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
     known = _known(problem, search, relaxed, deadline)
     enough_ms = known.bound_ms * (1 + (ENOUGH if deadline is None else EXACT))
     if not known.proven and known.time_ms > enough_ms:
-        effort = min(MORE, SIZE / (len(problem.items) * problem.world_size))
+        items, ranks = len(problem.items), problem.world_size
+        effort = min(MORE, SIZE / (items * ranks), DENSE * ranks / items)
         search.go_on(int(STEPS[1] * effort) if deadline is None else None, enough_ms, deadline)
     if search.fits and search.time_ms < known.time_ms:
         known = replace(known, assignment=search.best, time_ms=search.time_ms)
