@@ -13,14 +13,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-from shardwise.planner.files import read_tables
-from shardwise.planner.planned import Planned
-from shardwise.planner.planning import plan_tables
-from shardwise.planner.report import report
-from shardwise.planner.tables import Feature, Table
-from shardwise.planner.topology import GIB, Topology
+from shardwise.planner import Feature, Planned, Table, Topology, plan_tables, read_tables, report
 
 SETS = Path(os.environ.get("SHARDWISE_TABLES", Path(__file__).parents[2] / "shared" / "tables"))
 CHROMIUM = os.environ.get("CHROMIUM", "chromium")
@@ -28,13 +24,15 @@ FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
+GIB = 1024**3
 # pixels of the pictures
 WIDTH = 1100
 
 
 def few_tables() -> Planned:
     """26 tables on 8 ranks of 80 GiB, 15 % of it kept free."""
-    tables = read_tables(SETS / "mlperf_dlrm_dcnv2_multihot.json")
+    read = read_tables(SETS / "mlperf_dlrm_dcnv2_multihot.json")
+    tables = [replace(table, optimizer="RowWiseAdagrad") for table in read]
     topology = Topology(8, "cuda", int(0.85 * 80 * GIB))
     return plan_tables(tables, topology, 8192, settings={"reservation": "15 % of 80 GiB"})
 

@@ -85,7 +85,8 @@ def main() -> None:
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if several:
         dist.init_process_group("gloo")
-    env = ShardingEnv.from_process_group(dist.group.WORLD) if several else ShardingEnv.from_local(1, 0)
+    everyone = dist.group.WORLD
+    env = ShardingEnv.from_local(1, 0) if everyone is None else ShardingEnv.from_process_group(everyone)
     if env.rank == 0:
         plan_for_a_cluster()
     with tempfile.TemporaryDirectory() as folder:

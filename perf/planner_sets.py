@@ -214,7 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(row)
         print(
             f"| {row.set} | {row.tables} | {row.ranks} | {row.batch_size} | {row.step_ms:.4g} | {row.bound_ms:.4g} |"
-            f" {row.gap:.2%} | {row.gap_beyond_base:.2%} | {'yes' if row.proven else 'no'} | {row.seconds:.2f} | {row.bound_from} |",
+            f" {row.gap:.2%} | {row.gap_beyond_base:.2%} | {'yes' if row.proven else 'no'} | {row.seconds:.2f} |"
+            f" {row.bound_from} |",
             flush=True,
         )
     if options.json:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from .cost_torchrec import (
         TorchRecCost,
     )
+    from .difference import (
+        diff,
+    )
     from .enumerators import (
         EmbeddingEnumerator,
     )
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
         PlannerError,
         PlannerErrorType,
     )
-    from .explain import (
+    from .explanation import (
         explain,
     )
     from .files import (
@@ -79,6 +82,9 @@ if TYPE_CHECKING:
         GreedyProposer,
         GridSearchProposer,
         UniformProposer,
+    )
+    from .report_page import (
+        report,
     )
     from .shard_estimators import (
         EmbeddingOffloadStats,
@@ -165,11 +171,13 @@ __all__ = [
     "TopologyFactory",
     "TorchRecCost",
     "UniformProposer",
+    "diff",
     "explain",
     "load_planned",
     "plan_tables",
     "read_constraints",
     "read_tables",
+    "report",
     "save_planned",
 ]
 
@@ -224,11 +232,13 @@ _HOME = {
     "TopologyFactory": "topology_factory",
     "TorchRecCost": "cost_torchrec",
     "UniformProposer": "proposers",
-    "explain": "explain",
+    "diff": "difference",
+    "explain": "explanation",
     "load_planned": "files_plan",
     "plan_tables": "planning",
     "read_constraints": "files",
     "read_tables": "files",
+    "report": "report_page",
     "save_planned": "files_plan",
 }
 

@@ -166,6 +166,7 @@ class _Tries:
 
 def _suggestions(request: Request, weighed: _Weighed, tries: _Tries) -> Iterator[Suggestion]:
     heavy = weighed.tables
+    told: list[str] = []
     for kind, candidates in (
         ("constraint", _laxer(request, heavy)),
         ("dtype", _one_half(request, weighed)),
@@ -177,7 +178,8 @@ def _suggestions(request: Request, weighed: _Weighed, tries: _Tries) -> Iterator
         ("card", _bigger_cards(request)),
     ):
         for count, (text, make) in enumerate(candidates):
-            if count >= TRIES_OF_A_KIND:
+            # half the bytes of one table are less of a change than those of several
+            if count >= TRIES_OF_A_KIND or kind in told:
                 break
             try:
                 changed = make()
@@ -185,6 +187,7 @@ def _suggestions(request: Request, weighed: _Weighed, tries: _Tries) -> Iterator
                 # a cost model that cannot be asked about other machines
                 break
             if tries.fits(changed):
+                told.append(kind)
                 yield Suggestion(kind, text, changed)
                 break
 

@@ -18,6 +18,9 @@ Per step, for one block of w columns at place s of its span (all constants: `con
                    + 4 G w / copy_gb_s
     overhead       stream_us for each feature
 
+Where nothing is pooled the 4 G w bytes that are written and read are 5 times 4 N_s w at fresh_gb_s: rows are also
+brought into the order of their sources, or of slots, and packed.
+
 Row ranges hold partial sums of all bags: every source adds them (S - 1 times 12 b w bytes, in fwd_compute) after it
 divided its ids (cut_id_ns, in overhead). Where the span is one of several hosts, sums are added within the host first:
 4 G w bytes travel inside, and only 4 b w W / L bytes to and from counterparts. A replicated table with an optimizer is

@@ -17,7 +17,7 @@ from typing import Any
 
 from .cost_model import CostModel
 from .costs import cost_from
-from .explain import explain
+from .explanation import explain
 from .files import constraint_to, constraints_from, read_data, table_from, table_to
 from .hardware import BasicCommsBandwidths, CustomTopologyData
 from .planned import Planned

@@ -46,7 +46,7 @@ class Planned:
         return loads(self.problem, self.solution.assignment)
 
     def __str__(self) -> str:
-        from .explain import explain
+        from .explanation import explain
 
         return explain(self)
 

@@ -142,8 +142,7 @@ def _closed_slots(closed: Bools | None, span: int, problem: Problem) -> Bools | 
     if closed is None:
         return None
     n = slots(span, problem)
-    found: Bools = closed[: n * span].reshape(n, span).any(axis=1)
-    return found
+    return np.array(closed[: n * span].reshape(n, span).any(axis=1), bool)
 
 
 def _fits(use: Floats, limits: Floats, whose: list[tuple[Item, bool]], problem: Problem) -> Bools:
@@ -153,7 +152,7 @@ def _fits(use: Floats, limits: Floats, whose: list[tuple[Item, bool]], problem: 
     if not n:
         return np.zeros(len(use), bool)
     room = limits[1:, : n * span].reshape(-1, n, span)
-    easy: Bools = np.less_equal(use[:, 1:].max(axis=2, initial=0), room.min(axis=1)).all(axis=(1, 2))
+    easy = np.array(np.all(use[:, 1:].max(axis=2, initial=0) <= room.min(axis=1), axis=(1, 2)), bool)
     for row, (item, one_host) in enumerate(whose):
         if easy[row] and item.ranks is None:
             continue

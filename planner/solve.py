@@ -6,10 +6,12 @@ Relax, search, bound, and for small problems solve exactly; each only where the 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .bound import lower_bound
+from .bound import lower_bound, prove_infeasible
+from .exact import solve_exactly
 from .problem import Assignment, DoesNotFitError, Floats, Problem, Solution, faults, loads
 from .relax import Relaxed, relax
 from .search import Search
@@ -19,9 +21,16 @@ from .search_space import Space, read
 ENOUGH = 1e-3
 # what counts as proven optimal
 EXACT = 1e-6
-# steps of the search before and after the dearer bound, for a problem of up to so many items times ranks
-STEPS = (100, 1000)
+# steps of the search before and after the dearer bounds; of a problem of SIZE items times ranks
+STEPS = (200, 1000)
 SIZE = 250_000
+# smaller problems get up to so many times more steps, each of them takes less
+MORE = 4
+# a mixed-integer program of up to so many variables, and so many nodes of its tree
+VARIABLES = 400
+NODES = 500
+# items times ranks beyond which no program is that small
+PROGRAM = 2000
 
 
 def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
@@ -44,20 +53,71 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
     space = read(problem)
     search = Search(space, relaxed.bound_ms, _prices(space, relaxed))
     search.begin(deadline)
-    effort = min(1.0, SIZE / max(1, len(problem.items) * problem.world_size))
     search.go_on(STEPS[0], relaxed.bound_ms * (1 + ENOUGH), deadline)
-    bound = lower_bound(problem, upper_ms=search.time_ms, relaxed=relaxed, gap=EXACT)
-    close = EXACT if deadline is not None else ENOUGH
-    search.go_on(None if deadline is not None else int(STEPS[1] * effort), bound.ms * (1 + close), deadline)
-    assert search.best is not None
-    if not search.fits:
-        raise _error(problem, search.best, proven=False)
-    found = faults(problem, search.best)
+    known = _known(problem, search, relaxed, deadline)
+    enough_ms = known.bound_ms * (1 + (ENOUGH if deadline is None else EXACT))
+    if not known.proven and known.time_ms > enough_ms:
+        effort = min(MORE, SIZE / (len(problem.items) * problem.world_size))
+        search.go_on(int(STEPS[1] * effort) if deadline is None else None, enough_ms, deadline)
+    if search.fits and search.time_ms < known.time_ms:
+        known = replace(known, assignment=search.best, time_ms=search.time_ms)
+        if deadline is None or time.perf_counter() < deadline:
+            # a better plan leaves fewer choices that could lead to one still better
+            known = _exactly(problem, known, relaxed, deadline)
+    best = known.assignment
+    if best is None:
+        assert search.best is not None
+        raise _error(problem, search.best, proven=known.proven)
+    found = faults(problem, best)
     assert not found, found
-    time_ms = float(loads(problem, search.best).time_ms.max())
-    bound_ms = min(bound.ms, time_ms)
+    time_ms = float(loads(problem, best).time_ms.max())
+    bound_ms = min(known.bound_ms, time_ms)
     proven = time_ms <= bound_ms * (1 + EXACT)
-    return Solution(search.best, time_ms, bound_ms, bound.reason, proven, search.steps)
+    return Solution(best, time_ms, bound_ms, known.bound_from, proven, search.steps)
+
+
+@dataclass(frozen=True)
+class Known:
+    """The best assignment that is within memory, if there is one, and what is proven."""
+
+    assignment: Assignment | None
+    time_ms: float
+    bound_ms: float
+    bound_from: str
+    proven: bool
+
+
+def _known(problem: Problem, search: Search, relaxed: Relaxed, deadline: float | None) -> Known:
+    """The dearer bounds and, where the problem is small, the exact solution; only while the gap is open."""
+    best, time_ms = (search.best, search.time_ms) if search.fits else (None, np.inf)
+    known = Known(best, time_ms, relaxed.bound_ms, relaxed.reason, time_ms <= relaxed.bound_ms * (1 + EXACT))
+    if known.proven or (deadline is not None and time.perf_counter() >= deadline):
+        return known
+    known = _exactly(problem, known, relaxed, deadline)
+    best, time_ms = known.assignment, known.time_ms
+    if known.proven or (deadline is not None and time.perf_counter() >= deadline):
+        return known
+    if best is None:
+        return replace(known, proven=prove_infeasible(problem) is not None)
+    bound = lower_bound(problem, upper_ms=time_ms, relaxed=relaxed, gap=ENOUGH)
+    if bound.ms > known.bound_ms:
+        known = replace(known, bound_ms=bound.ms, bound_from=bound.reason)
+    return replace(known, proven=time_ms <= known.bound_ms * (1 + EXACT))
+
+
+def _exactly(problem: Problem, known: Known, relaxed: Relaxed, deadline: float | None) -> Known:
+    """What is known after a mixed-integer program; the same where that would be too large."""
+    if len(problem.items) * problem.world_size > PROGRAM:
+        return known
+    left = None if deadline is None else deadline - time.perf_counter()
+    hint = known.assignment
+    exact = solve_exactly(problem, hint=hint, relaxed=relaxed, variables=VARIABLES, nodes=NODES, seconds=left)
+    best, time_ms = hint, known.time_ms
+    if exact.assignment is not None and exact.assignment is not hint:
+        best, time_ms = exact.assignment, float(loads(problem, exact.assignment).time_ms.max())
+    if exact.bound_ms > known.bound_ms:
+        return Known(best, time_ms, exact.bound_ms, "mixed-integer program", exact.proven)
+    return replace(known, assignment=best, time_ms=time_ms, proven=exact.proven)
 
 
 def _prices(space: Space, relaxed: Relaxed) -> Floats:

@@ -16,11 +16,14 @@ from .stats_sections import (
     peak_sections,
     rank_section,
     reservation_section,
+    round_to_one_sigfig,
     top_tables_section,
 )
 from .stats_totals import rank_totals, reserved
 from .types import Enumerator, ParameterConstraints, PlanDebugStats, ShardingOption, Stats, StorageReservation, Topology
 from .utils import build_sharder_data_map, sharder_name
+
+__all__ = ["EmbeddingStats", "NoopEmbeddingStats", "round_to_one_sigfig"]
 
 logger = logging.getLogger(__name__)
 

@@ -64,9 +64,10 @@ def save_plan(plan: ShardingPlan, path: str | os.PathLike[str], world_size: int,
     data = plan_to_json(plan, world_size, local_world_size)
     # what cannot be read again is not written
     plan_from_json(data, f"a plan for {world_size} ranks")
-    if hasattr(plan.explanation, "about"):
+    about = getattr(plan.explanation, "about", None)
+    if about is not None:
         # what the planner knows, so that `shardwise plan` can explain the plan and change it
-        data["about"] |= plan.explanation.about()
+        data["about"] |= about()
     for name, one in ((name, one) for tables in plan.plan.values() for name, one in tables.items()):
         if lost := [what for what in _UNWRITTEN if getattr(one, what) is not None]:
             warnings.warn(f"table {name!r}: the file of a plan has no {' and no '.join(lost)}", stacklevel=4)

@@ -125,7 +125,7 @@ def add_plan(commands: click.Group) -> None:
         path: Path, seconds: float | None, out: Path | None, as_json: bool, html: Path | None, **changes: Any
     ) -> None:
         """Plan again what the file PLAN was made from, with a change, and show both."""
-        from .planner.diff import diff
+        from .planner.difference import diff
         from .planner.files_plan import load_planned
 
         with _told():
@@ -315,7 +315,7 @@ def _give(planned: Planned, out: Path | None, html: Path | None, as_json: bool, 
     """Print a plan and write the files that were asked for."""
     import click
 
-    from .planner.explain import explain
+    from .planner.explanation import explain
     from .planner.files_plan import planned_to_json
 
     _write(planned, out, html)
@@ -324,7 +324,7 @@ def _give(planned: Planned, out: Path | None, html: Path | None, as_json: bool, 
 
 def _write(planned: Planned, out: Path | None, html: Path | None) -> None:
     from .planner.files_plan import save_planned
-    from .planner.report import report
+    from .planner.report_page import report
 
     with _told():
         if out is not None:
@@ -335,7 +335,7 @@ def _write(planned: Planned, out: Path | None, html: Path | None) -> None:
 
 def _difference(a: Path, b: Path) -> Any:
     """Between two files: all that is known of both, or where one is without that, where shards lie."""
-    from .planner.diff import diff
+    from .planner.difference import diff
     from .planner.files_plan import CutDifference, is_whole, planned_from_json, read_plan
 
     first, second = read_plan(a), read_plan(b)

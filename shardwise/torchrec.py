@@ -179,17 +179,11 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.planner.constants": _at(
         "shardwise.planner.constants",
         "BATCH_SIZE",
-        "BIGINT_DTYPE",
         "CROSS_NODE_BANDWIDTH",
-        "DDR_CAP",
         "DDR_MEM_BW",
-        "HBM_CAP",
         "HBM_MEM_BW",
         "HBM_TO_DDR_MEM_BW",
         "INTRA_NODE_BANDWIDTH",
-        "MIN_CW_DIM",
-        "NUM_POOLINGS",
-        "POOLING_FACTOR",
         "kernel_bw_lookup",
     ),
     "torchrec.distributed.planner.enumerators": _at(

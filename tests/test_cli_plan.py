@@ -20,7 +20,7 @@ from shardwise import cli
 from shardwise.cli_plan_options import dtype, share, size
 from shardwise.embeddings.config import DataType
 from shardwise.planner.constants_measured import CARDS
-from shardwise.planner.explain import explain
+from shardwise.planner.explanation import explain
 from shardwise.planner.files_plan import load_planned
 
 TABLES = [
@@ -36,7 +36,7 @@ TABLES = [
 ]
 
 
-def run(*arguments: str | Path) -> Result:
+def run(*arguments: str | Path | int) -> Result:
     return CliRunner().invoke(cli.commands(), ["plan", *map(str, arguments)])
 
 

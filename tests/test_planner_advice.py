@@ -75,6 +75,7 @@ def test_half_the_bytes_of_one_table_are_suggested_where_they_are_enough() -> No
     error = refused([table("big", 20), *(table(f"t{n}", 2) for n in range(7))], gpus(2, 16))
     one = of_kind(error, "dtype")
     assert one.text == "fp16 for 'big'"
+    assert [other.kind for other in error.suggestions].count("dtype") == 1
     kinds = {made.name: made.data_type for made in one.request.tables}
     assert kinds.pop("big") == DataType.FP16 and set(kinds.values()) == {DataType.FP32}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,7 +92,8 @@ def _peak(placed: list[Placed]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
+    found: list[Any] = list(profile.profiler.kineto_results.events())
+    events = [one for one in found if one.name() == "[memory]"]
     changes = [one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())]
     return int(np.cumsum(changes).max())
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from planner_plain_costs import any_solution, some_plan, some_tables
 
-from shardwise.planner.diff import diff
+from shardwise.planner.difference import diff
 from shardwise.planner.planned import Planned
 from shardwise.planner.problem import Assignment, loads
 from shardwise.planner.wording import gib, ms

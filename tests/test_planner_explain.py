@@ -15,7 +15,7 @@ from planner_plain_costs import any_solution, some_plan, some_tables
 
 from shardwise.planner.alternatives import alternatives
 from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.explain import explain
+from shardwise.planner.explanation import explain
 from shardwise.planner.planned import Planned
 from shardwise.planner.problem import PARTS, Assignment, Item, Problem
 from shardwise.planner.topology import GIB
@@ -164,7 +164,7 @@ def test_wide_text_is_wrapped_to_the_width() -> None:
 
 SCRIPT = """
 from planner_plain_costs import some_plan, some_tables
-from shardwise.planner.explain import explain
+from shardwise.planner.explanation import explain
 print(explain(some_plan(some_tables(60), 16, local_size=8, hbm_gib=64)))
 """
 

@@ -14,8 +14,8 @@ from shardwise.embeddings.config import DataType
 from shardwise.planner.constants_measured import CARDS
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.cost import ShardwiseCost
-from shardwise.planner.diff import diff
-from shardwise.planner.explain import explain
+from shardwise.planner.difference import diff
+from shardwise.planner.explanation import explain
 from shardwise.planner.files import constraint_to, constraints_from, read_constraints, read_tables, table_from, table_to
 from shardwise.planner.files_plan import CutDifference, load_planned, planned_to_json, read_plan, save_planned
 from shardwise.planner.hardware import BasicCommsBandwidths
@@ -187,6 +187,19 @@ def test_a_plan_from_a_file_can_be_made_again_with_changes(tmp_path: Path) -> No
     ):
         one, two = plan_request(change(request)), plan_request(change(here))
         assert one.solution == two.solution and np.array_equal(one.loads.time_ms, two.loads.time_ms)
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "expected"), [(8, None, (8, 2)), (6, 3, (6, 3)), (3, None, (3, 3)), (2, None, (2, 2))]
+)
+def test_another_world_keeps_its_hosts_where_they_divide_it(
+    world: int, local: int | None, expected: tuple[int, int]
+) -> None:
+    request = made().request
+    assert request is not None
+    changed = with_world(request, world, local_world_size=local)
+    assert (changed.topology.world_size, changed.topology.local_world_size) == expected
+    assert changed.topology.hbm == [8 * GIB] * world and changed.reserved == (GIB,) * world
 
 
 def test_a_changed_request_is_priced_for_its_own_machines() -> None:

@@ -73,7 +73,7 @@ def plan(model: nn.Module, **more: Any) -> ShardingPlan:
 
 
 def test_tables_are_read_as_they_are_sharded() -> None:
-    model = nn.ModuleDict()
+    model: Any = nn.ModuleDict()
     model["bags"] = bags(2, "b", optimizer=RowWiseAdagrad, is_weighted=True)
     model["plain"] = bags(1, "p", optimizer=None)
     model["again"] = model["bags"]

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.perf.planner_instances import Module, Weight
 from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.stats import EmbeddingStats, NoopEmbeddingStats
+from shardwise.planner.stats import EmbeddingStats, NoopEmbeddingStats, round_to_one_sigfig
 from shardwise.planner.stats_totals import critical_path, imbalance, optimizer_bytes, shard_io_bytes
 from shardwise.planner.types import Perf, Shard, ShardingOption, Storage, Topology
 
@@ -171,3 +171,8 @@ def test_optimizers_keep_their_share_of_the_weights(name: str | None, share: flo
         tensor._optimizer_classes = [type(name, (), {})]
     one = ShardingOption("t", tensor, ("m", Module()), [1.0], 8, "table_wise", "device", "fused", [])
     assert optimizer_bytes(one) == 3200 * share
+
+
+@pytest.mark.parametrize("value, text", [(0.0123, "0.01"), (0.95, "0.9"), (0.00096, "0.001"), (0.0, "0")])
+def test_small_numbers_have_one_figure(value: float, text: str) -> None:
+    assert round_to_one_sigfig(value) == text

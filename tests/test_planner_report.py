@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from planner_plain_costs import some_plan, some_tables
 
+from shardwise import planner
 from shardwise.planner.alternatives import alternatives
-from shardwise.planner.diff import diff
-from shardwise.planner.explain import explain
+from shardwise.planner.difference import diff
+from shardwise.planner.explanation import explain
 from shardwise.planner.planned import Planned
 from shardwise.planner.problem import PARTS
-from shardwise.planner.report import report
 from shardwise.planner.report_figures import Block, merged
+from shardwise.planner.report_page import report
 from shardwise.planner.report_style import COLOURS
 from shardwise.planner.topology import GIB
 from shardwise.planner.wording import PART_NAMES, gib, ms
@@ -184,6 +185,11 @@ def test_of_very_many_tables_those_with_least_work_have_no_details() -> None:
     assert "Of 650, the 600 with most work have them." in page
     assert page.count("<details><summary>") == 600
     assert all(f">t{n}<br>" in page for n in range(650))
+
+
+def test_the_package_gives_functions_whatever_was_imported_before() -> None:
+    """A module of the same name, once imported, stood where the function was looked for."""
+    assert (planner.explain, planner.report, planner.diff) == (explain, report, diff)
 
 
 def test_a_plan_of_nothing_has_a_page_and_a_text() -> None:

@@ -41,6 +41,8 @@ _SIZES = (1, 1 << 12, 1 << 15, 1 << 18, 1 << 20)
 _WARM_UP, _FEWEST_ROUNDS = 2, 3
 # a constant that costs nothing that could be measured: a bandwidth of so many GB/s
 _MOST_GB_S = 1e4
+# the relative error that a constant twice its preset counts as
+_NEAR = 0.03
 
 
 @dataclass(frozen=True)
@@ -215,18 +217,26 @@ def _exchange(exchange: Exchange, sent: Tensor, each: Sequence[int]) -> None:
 def fit(
     measured: Sequence[Measured], topology: Topology, where: str, chosen: Sequence[Case] | None = None
 ) -> Constants:
-    """The constants, at least 0, with the least sum of squared relative errors."""
+    """The constants, at least 0, with the least sum of squared relative errors.
+
+    A constant that the measurements say little of stays near the device's preset: that it leaves it counts as a small
+    error too. Where all ranks are on one host, other hosts are taken to be as near.
+    """
     by_name = {case.name: case for case in (cases() if chosen is None else chosen)}
     parts = {name: _linear(case, topology) for name, case in by_name.items()}
     measured = _without_calls(measured)
     ranks = [_of_ranks(one, parts, topology) for one in measured]
     target = np.array([one.ms for one in measured])
-    now = _vector(CARDS["cpu"].constants)
+    now = preset = _vector(CARDS["cpu" if topology.compute_device == "cpu" else "h100"].constants)
+    near = _NEAR * np.eye(len(preset))
+    wanted = np.concatenate([np.ones(len(target)), _NEAR * np.ones(len(preset))])
     # which rank is the slowest depends on the constants
     for _ in range(8):
         rows = np.stack([mine[int(np.argmax(mine @ now))] for mine in ranks])
-        now = least_squares(rows / target[:, None], np.ones(len(target)))
-    return _constants(now, f"measured: {where}")
+        now = preset * least_squares(np.concatenate([rows / target[:, None] * preset, near]), wanted)
+    found = _constants(now, f"measured: {where}")
+    several = topology.local_world_size < topology.world_size
+    return found if several else found.with_(inter_gb_s=found.intra_gb_s)
 
 
 def _linear(case: Case, topology: Topology) -> Floats:
@@ -290,9 +300,6 @@ def _constants(solution: Floats, source: str) -> Constants:
     found: dict[str, Any] = {}
     for name, value in zip(NUMBERS, solution.tolist(), strict=True):
         found[name] = (min(_MOST_GB_S, 1 / value) if value > 0 else _MOST_GB_S) if name.endswith("_gb_s") else value
-    # hosts are only told apart where there are several
-    if found["inter_gb_s"] == _MOST_GB_S:
-        found["inter_gb_s"] = found["intra_gb_s"]
     return Constants(**found, source=source)
 
 

@@ -239,7 +239,7 @@ def load_options(
     """
     made_for = loader.plan_context_hash()
     if made_for is not None and made_for != context:
-        name = loader.get_plan_id() if hasattr(loader, "get_plan_id") else None
+        name = getattr(loader, "get_plan_id", lambda: None)()
         raise PlannerError(
             f"the plan{f' {name}' if name else ''} was made for other tables, machines or settings: its context is"
             f" {made_for}, this planner's {context}",

@@ -34,7 +34,7 @@ from shardwise.planner.cost_model import CostModel
 from shardwise.planner.costs import cost_model
 from shardwise.planner.enumerators import EmbeddingEnumerator
 from shardwise.planner.errors import PlannerError, PlannerErrorType
-from shardwise.planner.explain import explain
+from shardwise.planner.explanation import explain
 from shardwise.planner.files_plan import planned_to_json
 from shardwise.planner.hashes import hash_planner_context_inputs, hash_planner_context_inputs_str
 from shardwise.planner.options import placed_options, problem_of

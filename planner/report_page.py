@@ -11,7 +11,7 @@ from html import escape
 import numpy as np
 
 from .alternatives import Alternative, alternatives, slowest_ranks
-from .explain import facts, headline
+from .explanation import facts, headline
 from .planned import Planned
 from .problem import Choice
 from .report_ranks import by_table, rank_numbers, time_by_part
