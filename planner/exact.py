@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -115,9 +116,11 @@ def _minimise(model: Model, lower: float, nodes: int, seconds: float | None) -> 
         entries = [(factor, row, variable) for row, (terms, _) in enumerate(rows) for variable, factor in terms]
         factors, row_numbers, columns = (np.array(column) for column in zip(*entries, strict=True))
         matrix = sparse.csr_array((factors, (row_numbers, columns)), shape=(len(rows), size))
-        right = np.array([number for _, number in rows])
+        right: Any = np.array([number for _, number in rows])
         constraints.append(LinearConstraint(matrix, right if exact else -np.inf, right))
-    smallest, integral, cost = np.zeros(size), np.ones(size), np.zeros(size)
+    largest: Any = np.array(model.upper)
+    smallest: Any = np.zeros(size)
+    integral, cost = np.ones(size), np.zeros(size)
     smallest[0], integral[0], cost[0] = min(lower, model.upper[0]), 0, 1
     options: dict[str, float] = {"node_limit": nodes, "mip_rel_gap": 1e-7}
     if seconds is not None:
@@ -126,7 +129,7 @@ def _minimise(model: Model, lower: float, nodes: int, seconds: float | None) -> 
         result = milp(
             cost,
             constraints=constraints,
-            bounds=Bounds(smallest, np.array(model.upper)),
+            bounds=Bounds(smallest, largest),
             integrality=integral,
             options=options,
         )

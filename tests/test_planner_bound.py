@@ -175,12 +175,22 @@ def test_options_need_the_place_that_fits_them_best() -> None:
     assert options.need_ms.tolist() == [[5.0]]
 
 
-def test_ranks_that_are_alike_are_numbered_once() -> None:
-    """Nine equal tables on four ranks: with ranks in order of use HiGHS sees at the root that one rank has three."""
+def test_ranks_that_are_alike_are_numbered_in_the_order_of_use() -> None:
+    """The first table lies on rank 0, and each other where one before it lies or on the next rank."""
     pytest.importorskip("scipy")
-    problem = whole(*[1.0] * 9, world=4)
-    first = solve_exactly(problem)
-    assert first.proven and first.assignment is not None
-    assert loads(problem, first.assignment).time_ms.max() == 3
-    assert first.assignment.starts[0] == (0,) and set(first.assignment.starts[1]) <= {0, 1}
-    assert solve_exactly(problem, hint=first.assignment, nodes=1).proven
+    problem = whole(9, 8, 7, 6, 5, 5, 4, world=4)
+    found = solve_exactly(problem)
+    assert found.proven and found.assignment is not None
+    assert loads(problem, found.assignment).time_ms.max() == pytest.approx(oracle.best_time_ms(problem))
+    starts = [start for (start,) in found.assignment.starts]
+    assert all(start <= n for n, start in enumerate(starts))
+
+
+def test_ranks_that_differ_keep_their_numbers() -> None:
+    """The large table fits on the last rank only."""
+    pytest.importorskip("scipy")
+    items = tuple(
+        Item((f"t{i}",), (choice(np.array([[time]]), hbm=size),)) for i, (time, size) in enumerate([(3, 9), (2, 1)])
+    )
+    found = solve_exactly(Problem(items, 3, np.array([5, 5, 9]), np.full(3, 9)))
+    assert found.proven and found.assignment is not None and found.assignment.starts[0] == (2,)
