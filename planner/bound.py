@@ -16,6 +16,8 @@ from .relax import Bools, Relaxed, options_of, relax
 
 # more pieces than these are like sand, and the relaxation is as good
 MOST_PIECES = 3000
+# beyond these the best weights take long to find and say no more than those of fixed form
+MOST_PACKED = 600
 # how often the interval that is left is halved, by weights of fixed form and by the best weights
 HALVINGS = 14
 TRIALS = 7
@@ -52,7 +54,7 @@ def lower_bound(
     if targets.pieces.ms.size > MOST_PIECES:
         return best
     best = _halve(best, high, gap, HALVINGS, targets.refute_cheaply)
-    if np.isfinite(upper_ms) and find_spec("scipy"):
+    if targets.pieces.ms.size <= MOST_PACKED and np.isfinite(upper_ms) and find_spec("scipy"):
         best = _halve(best, upper_ms, gap, TRIALS, targets.refute_by_branching)
     return best
 
