@@ -74,13 +74,7 @@ class Search:
         for _ in range(BISECTIONS if wide else 0):
             # ranks that all stay under a target somewhat above the bound are what is needed
             middle = (low + high) / 2
-            for packing in repack(self.space, middle, self.prices):
-                self.steps += 1
-                if _late(deadline):
-                    break
-                self._see(packing)
-                if packing.total <= 0:
-                    break
+            packing = self._under(middle, deadline)
             low, high = (low, middle) if packing.total <= 0 else (middle, high)
             packing.aim(self.target_ms)
             packings.append(packing)
@@ -101,6 +95,17 @@ class Search:
             self._tries += 1
             self.steps += next(self._moves)
             self._see(self._packing)
+
+    def _under(self, target_ms: float, deadline: float | None) -> Packing:
+        """The last of the packings under a target, which meets it if one does."""
+        packing = None
+        for packing in repack(self.space, target_ms, self.prices):
+            self.steps += 1
+            self._see(packing)
+            if packing.total <= 0 or _late(deadline):
+                break
+        assert packing is not None
+        return packing
 
     def _settle(self, packing: Packing, deadline: float | None) -> None:
         """Moves that help, up to `MOVES` of them."""
