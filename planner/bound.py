@@ -10,9 +10,9 @@ import numpy as np
 
 from .bound_weights import SPARE, Weighing, fixed_weights_refute, pieces_of
 from .exact import solve_exactly
-from .exact_model import kept_choices
+from .exact_model import affordable, kept_choices
 from .problem import Floats, Problem
-from .relax import Bools, Relaxed, options_of, relax
+from .relax import Bools, Relaxed, relax
 
 # more pieces than these are like sand, and the relaxation is as good
 MOST_PIECES = 3000
@@ -78,10 +78,13 @@ class _Targets:
     """Asks whether a target can be reached; what was learned of one serves the next."""
 
     def __init__(self, problem: Problem, relaxed: Relaxed, upper_ms: float, work: float) -> None:
-        self.problem, self.relaxed, self.options = problem, relaxed, options_of(problem)
+        self.problem, self.relaxed, self.options = problem, relaxed, relaxed.options
         self.shape = self.options.need_ms.shape
-        self.pieces = pieces_of(problem, kept_choices(problem, self.options, relaxed, upper_ms * (1 + SPARE)))
+        self.kept = kept_choices(problem, relaxed, upper_ms * (1 + SPARE))
+        self.pieces = pieces_of(problem, self.kept)
         self.weighing = Weighing(self.pieces, problem.world_size, self.shape, work)
+        self.priced_ms = self.options.work_ms + relaxed.ms_per_hbm_byte * self.options.hbm
+        self.priced_ms += relaxed.ms_per_ddr_byte * self.options.ddr
         # what choices add to every rank [I, C]
         self.everywhere_ms = np.zeros(self.shape)
         for i, item in enumerate(problem.items):
@@ -91,15 +94,15 @@ class _Targets:
 
     def refute_cheaply(self, target_ms: float) -> str | None:
         """Why the target cannot be reached; without linear programs."""
-        kept = self._usable(kept_choices(self.problem, self.options, self.relaxed, target_ms * (1 + SPARE)), target_ms)
+        kept = self._usable(self.kept & affordable(self.problem, self.relaxed, target_ms * (1 + SPARE)), target_ms)
         if kept is None:
             return BESIDE
-        pieces = pieces_of(self.problem, kept)
+        pieces = self.pieces.of(kept)
         return fixed_weights_refute(pieces, self._room(target_ms), self.problem.world_size, self.shape)
 
     def refute_by_branching(self, target_ms: float) -> str | None:
         """Likewise, with the best weights, and one choice after the other decided where weights are not enough."""
-        stack = [kept_choices(self.problem, self.options, self.relaxed, target_ms * (1 + SPARE))]
+        stack = [self.kept & affordable(self.problem, self.relaxed, target_ms * (1 + SPARE))]
         reason = BESIDE
         while stack:
             kept = self._usable(stack.pop(), target_ms)
@@ -128,21 +131,19 @@ class _Targets:
             beside = (least.sum() - least)[:, None]
             fewer = kept & (self.options.need_ms + beside <= target_ms * (1 + SPARE))
             if (fewer == kept).all():
-                return kept if self._sand(kept) <= self._capacity(target_ms) * (1 + SPARE) else None
+                return kept if self._work_ms(kept) <= self._capacity_ms(target_ms) * (1 + SPARE) else None
             kept = fewer
         return None
 
-    def _sand(self, kept: Bools) -> float:
+    def _work_ms(self, kept: Bools) -> float:
         """Least work of the choices kept, memory paid for at the prices of the relaxation."""
-        prices = self.relaxed.ms_per_hbm_byte, self.relaxed.ms_per_ddr_byte
-        priced = self.options.work_ms + prices[0] * self.options.hbm + prices[1] * self.options.ddr
-        return float(np.where(kept, priced, np.inf).min(axis=1).sum())
+        return float(np.where(kept, self.priced_ms, np.inf).min(axis=1).sum())
 
-    def _capacity(self, target_ms: float) -> float:
-        """Milliseconds of all ranks, and what all memory is worth."""
-        problem, prices = self.problem, (self.relaxed.ms_per_hbm_byte, self.relaxed.ms_per_ddr_byte)
-        time = float((target_ms - problem.base_ms).sum())
-        return time + prices[0] * float(problem.hbm.sum()) + prices[1] * float(problem.ddr.sum())
+    def _capacity_ms(self, target_ms: float) -> float:
+        """Time of all ranks, and what all memory is worth."""
+        problem, relaxed = self.problem, self.relaxed
+        worth = relaxed.ms_per_hbm_byte * problem.hbm.sum() + relaxed.ms_per_ddr_byte * problem.ddr.sum()
+        return float((target_ms - problem.base_ms).sum() + worth)
 
     def _branch(self, kept: Bools, shares: Floats) -> tuple[Bools, Bools] | None:
         """The choice that is most in doubt: without it, and only it; None where nothing is in doubt."""
@@ -168,7 +169,7 @@ def prove_infeasible(problem: Problem, *, nodes: int = 500) -> str | None:
     relaxed = relax(problem)
     if np.isinf(relaxed.bound_ms):
         return relaxed.reason
-    options = options_of(problem)
+    options = relaxed.options
     for what, limit in (("hbm", problem.hbm), ("ddr", problem.ddr)):
         pieces = pieces_of(problem, np.isfinite(options.need_ms), what)
         reason = fixed_weights_refute(pieces, float(limit.max()), problem.world_size, options.need_ms.shape)

@@ -47,6 +47,19 @@ class Pieces:
     items: Ints
     choices: Ints
 
+    def of(self, kept: Bools) -> Pieces:
+        """Those of the choices kept [I, C]."""
+        return self.at(self.alive(kept))
+
+    def alive(self, kept: Bools) -> Ints:
+        """Numbers of those of the choices kept [I, C]."""
+        return np.flatnonzero(kept[self.items, self.choices])
+
+    def at(self, numbers: Ints) -> Pieces:
+        """Those of these numbers."""
+        total, most, items, choices = (a[numbers] for a in (self.total, self.most, self.items, self.choices))
+        return Pieces(self.ms[numbers], total, most, items, choices)
+
 
 @dataclass(frozen=True, eq=False)
 class Packed:
@@ -93,11 +106,11 @@ def fixed_weights_refute(pieces: Pieces, room: float, ranks: int, shape: tuple[i
 
 def least_weight(pieces: Pieces, weights: Floats, shape: tuple[int, int]) -> float:
     """Weight of the lightest choice of each item, summed; `shape` is [I, C]."""
-    sums = np.zeros(shape)
-    np.add.at(sums, (pieces.items, pieces.choices), weights * pieces.total)
-    there = np.zeros(shape, bool)
-    there[pieces.items, pieces.choices] = True
-    return float(np.where(there, sums, np.inf).min(axis=1).sum())
+    where = pieces.items * shape[1] + pieces.choices
+    sums = np.full(shape[0] * shape[1], np.inf)
+    sums[where] = 0
+    sums += np.bincount(where, weights * pieces.total, sums.size)
+    return float(sums.reshape(shape).min(axis=1).sum())
 
 
 def heaviest(pieces: Pieces, sizes: Ints, weights: Floats, room: int) -> tuple[float, Packed]:
@@ -159,8 +172,8 @@ class Weighing:
         """
         from scipy.optimize import linprog
 
-        alive = np.flatnonzero(kept[self.pieces.items, self.pieces.choices])
-        pieces = Pieces(*(getattr(self.pieces, name)[alive] for name in ("ms", "total", "most", "items", "choices")))
+        alive = self.pieces.alive(kept)
+        pieces = self.pieces.at(alive)
         sizes = np.minimum(np.floor(pieces.ms / room_ms * GRID * (1 - SPARE)), GRID).astype(np.int64)
         packings = self._known(alive, sizes)
         cost = np.concatenate([np.full(self.shape[0], -1.0), np.zeros(alive.size)])

@@ -18,7 +18,7 @@ import numpy as np
 
 from .exact_model import SCALE, Model, build_model, kept_choices, read_assignment
 from .problem import Assignment, Problem, faults, loads
-from .relax import Relaxed, options_of, relax
+from .relax import Relaxed, relax
 
 # share that a bound from HiGHS is lowered by
 MARGIN = 3e-7
@@ -68,7 +68,7 @@ def solve_exactly(
     if known.proven or not problem.items:
         return known
     unit_ms = upper_ms if hint is not None else relaxed.bound_ms or 1.0
-    kept = kept_choices(problem, options_of(problem), relaxed, upper_ms)
+    kept = kept_choices(problem, relaxed, upper_ms)
     if not kept.any(axis=1).all():
         # every plan that is better needs a choice that it cannot contain
         return Exact(hint, upper_ms, True)
@@ -76,9 +76,9 @@ def solve_exactly(
     if len(model.upper) > variables:
         return known
     lower, found = SCALE * relaxed.bound_ms / unit_ms, None
-    for share in (1 - BETTER, 1 + SLOWER):
+    for share, most in ((1 - BETTER, nodes), (1 + SLOWER, nodes // 4)):
         model.upper[0] = SCALE * share * upper_ms / unit_ms
-        found = _minimise(model, lower, nodes, seconds)
+        found = _minimise(model, lower, most, None if seconds is None else seconds / 2)
         if found is not None or hint is None:
             break
     if found is None:

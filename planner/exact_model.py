@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .problem import Assignment, Choice, Floats, Problem
-from .relax import Bools, Options, Relaxed
+from .relax import Bools, Relaxed
 
 SCALE = 1000.0
 
@@ -52,21 +52,9 @@ class Model:
         return len(self.upper) - 1
 
 
-def kept_choices(problem: Problem, options: Options, relaxed: Relaxed, upper_ms: float) -> Bools:
-    """Which choices [I, C] a plan faster than `upper_ms` may contain: a superset.
-
-    A choice drops out if a block of it does not fit under the target, if its work exceeds that of the cheapest by
-    more than all ranks have to spare, or if another choice of the item is at least as good in everything.
-    """
-    hbm, ddr = relaxed.ms_per_hbm_byte, relaxed.ms_per_ddr_byte
-    priced = options.work_ms + hbm * options.hbm + ddr * options.ddr
-    priced = np.where(np.isfinite(options.need_ms) & (options.need_ms <= upper_ms), priced, np.inf)
-    least = priced.min(axis=1, keepdims=True)
-    if not np.isfinite(least).all():
-        return np.zeros(priced.shape, bool)
-    spare = problem.world_size * upper_ms - problem.base_ms.sum() - least.sum()
-    spare += hbm * problem.hbm.sum() + ddr * problem.ddr.sum()
-    kept: Bools = np.isfinite(priced) & (priced - least <= spare * (1 + 1e-9) + 1e-9 * abs(least).sum())
+def kept_choices(problem: Problem, relaxed: Relaxed, upper_ms: float) -> Bools:
+    """Which choices [I, C] a plan no slower than `upper_ms` may contain, or one as good: a superset."""
+    kept = affordable(problem, relaxed, upper_ms)
     for i, item in enumerate(problem.items):
         better: list[Choice] = []
         for c in np.flatnonzero(kept[i]):
@@ -75,6 +63,23 @@ def kept_choices(problem: Problem, options: Options, relaxed: Relaxed, upper_ms:
                 kept[i, c] = False
             else:
                 better.append(choice)
+    return kept
+
+
+def affordable(problem: Problem, relaxed: Relaxed, upper_ms: float) -> Bools:
+    """The choices [I, C] whose blocks fit under a target, and whose work leaves enough time for all others.
+
+    Work is that of the relaxation, memory paid for at its prices; none is kept if the target is below its bound.
+    """
+    options, hbm, ddr = relaxed.options, relaxed.ms_per_hbm_byte, relaxed.ms_per_ddr_byte
+    priced = options.work_ms + hbm * options.hbm + ddr * options.ddr
+    priced = np.where(np.isfinite(options.need_ms) & (options.need_ms <= upper_ms), priced, np.inf)
+    least = priced.min(axis=1, keepdims=True)
+    if not np.isfinite(least).all():
+        return np.zeros(priced.shape, bool)
+    spare = problem.world_size * upper_ms - problem.base_ms.sum() - least.sum()
+    spare += hbm * problem.hbm.sum() + ddr * problem.ddr.sum()
+    kept: Bools = np.isfinite(priced) & (priced - least <= spare * (1 + 1e-9) + 1e-9 * abs(least).sum())
     return kept
 
 

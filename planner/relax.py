@@ -53,12 +53,14 @@ class Relaxed:
         bound_ms: no plan is faster; infinite if memory allows no plan.
         reason: how it was found, in words.
         mix: share of each choice [I, C] in the relaxed optimum, rows sum to 1; at most a few items are truly mixed.
+        options: all choices as arrays, for all ranks.
         ms_per_hbm_byte, ms_per_ddr_byte: what a byte is worth at the optimum, 0 where memory does not bind.
     """
 
     bound_ms: float
     reason: str
     mix: Floats
+    options: Options
     ms_per_hbm_byte: float = 0.0
     ms_per_ddr_byte: float = 0.0
 
@@ -172,7 +174,9 @@ def _relax_part(problem: Problem, part: Bools, reason: str) -> Relaxed:
     if not np.isfinite(least):
         nowhere = options.need_ms.min(axis=1, initial=np.inf).argmax()
         names = ", ".join(problem.items[nowhere].names)
-        return Relaxed(np.inf, f"{names}: no choice fits on the ranks that it may use", np.zeros_like(options.work_ms))
+        return Relaxed(
+            np.inf, f"{names}: no choice fits on the ranks that it may use", np.zeros_like(options.work_ms), options
+        )
     steps = np.unique(options.need_ms[np.isfinite(options.need_ms) & (options.need_ms > least)])
     targets = np.concatenate([[least], steps])
     found: dict[int, tuple[float, Cheapest]] = {}
@@ -195,10 +199,10 @@ def _relax_part(problem: Problem, part: Bools, reason: str) -> Relaxed:
     bound = reached(low)
     cheapest = found[low][1]
     if np.isinf(bound):
-        return Relaxed(np.inf, "all tables together need more memory than there is", cheapest.mix)
+        return Relaxed(np.inf, "all tables together need more memory than there is", cheapest.mix, options)
     if bound == least and len(problem.items):
         reason = "largest block of a table"
-    return Relaxed(bound * (1 - ROUNDING), reason, cheapest.mix, *cheapest.prices)
+    return Relaxed(bound * (1 - ROUNDING), reason, cheapest.mix, options, *cheapest.prices)
 
 
 @dataclass(frozen=True, eq=False)
