@@ -16,10 +16,10 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $(CORES) / $(RANKS) )); echo $$(( n > 0 ? n : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev demo test lint types check clean
+.PHONY: help env dev demo test test-long lint types check clean
 
 help:  ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "settings: DATA=<folder>  RANKS=$(RANKS)  JOBS=$(JOBS)  PYTHON=$(PYTHON)  ARGS='<more options of the example>'"
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -49,6 +49,9 @@ test: .venv/.installed  ## all tests: torch path, kernels in the interpreter, ke
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) -m interpreted
 	@echo "tests 3/3: Triton kernels compiled for GPUs that need not be present"
 	@$(BIN)/python -m pytest -n $(JOBS) -m compiled
+
+test-long: .venv/.installed  ## more cases of the planner's tests: 1,000 problems each against all their assignments
+	@$(BIN)/python -m pytest -n $(JOBS) -m long
 
 lint: .venv/.dev  ## ruff: rules and format
 	@$(BIN)/ruff check .

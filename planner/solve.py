@@ -28,7 +28,7 @@ SIZE = 250_000
 DENSE = 12
 MORE = 3
 # a mixed-integer program of up to so many variables, and so many nodes of its tree
-VARIABLES = 400
+VARIABLES = 600
 NODES = 500
 # items times ranks beyond which no program is that small
 PROGRAM = 2000

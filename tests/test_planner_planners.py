@@ -146,7 +146,6 @@ def test_constraints_pass_into_the_plan() -> None:
 @pytest.mark.parametrize(
     ("constraints", "words"),
     [
-        ({"t9": ParameterConstraints()}, "'t9', which the model does not have: did you mean"),
         ({"t0": ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0])}, "one number for each of its 2 features"),
         ({"t0": ParameterConstraints(sharding_types=["by_magic"])}, "sharding_types has 'by_magic'"),
         ({"t0": ParameterConstraints(compute_kernels=["fused_uvm"])}, "leaves no way to place it"),
@@ -156,6 +155,12 @@ def test_constraints_pass_into_the_plan() -> None:
 def test_constraints_that_cannot_be_met_are_named(constraints: dict[str, ParameterConstraints], words: str) -> None:
     with pytest.raises(PlannerError, match=words):
         plan(bags(), constraints=constraints)
+
+
+def test_a_constraint_for_a_table_of_another_model_is_told_and_changes_nothing() -> None:
+    with pytest.warns(UserWarning, match="does not have: 't9': did you mean"):
+        found = plan(bags(), constraints={"t9": ParameterConstraints(sharding_types=["row_wise"])})
+    assert found == plan(bags())
 
 
 def test_a_model_without_tables_has_an_empty_plan() -> None:

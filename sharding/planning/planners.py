@@ -10,7 +10,7 @@ import logging
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from shardwise.planner.components import (
 )
 from shardwise.planner.constants import BATCH_SIZE
 from shardwise.planner.constraints import ParameterConstraints
+from shardwise.planner.constraints_applied import ANY, nearest
 from shardwise.planner.cost_model import CostModel
 from shardwise.planner.costs import cost_model
 from shardwise.planner.enumerators import EmbeddingEnumerator
@@ -276,8 +277,9 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
 
         Raises:
             PlannerError: no plan stays within memory and constraints; says which ranks lack how much and what would
-                help. Or constraints name tables, types or ranks that there are not, or the loaded plan is for something
-                else.
+                help. Or constraints name types or ranks that there are not, or the loaded plan is for something else.
+
+        A constraint for a table that the model does not have is passed over, with a warning.
         """
         begin = time.perf_counter()
         self._num_proposals = self._num_plans = 0
@@ -325,7 +327,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             reserved,
             self._batch_size,
             cost=OfModel(cost),
-            constraints=self._constraints,
+            constraints=_of_tables(self._constraints or {}, [table.name for table in model.tables]),
             reserved=_taken(self._topology, reserved),
             seconds=self._limit(),
             settings=self._settings(),
@@ -428,6 +430,18 @@ def plan_for(
             return EmbeddingShardingPlanner(here).plan(module, list(sharders))
 
     return plan_on_leader(env.process_group, make)
+
+
+def _of_tables(
+    constraints: Mapping[str, ParameterConstraints], names: Sequence[str]
+) -> dict[str, ParameterConstraints]:
+    """Those that speak of tables of the model. TorchRec's programs share one dict between models."""
+    known = {*names, ANY}
+    strange = [name for name in constraints if name not in known]
+    if strange:
+        told = ", ".join(f"{name!r}{nearest(name, names)}" for name in strange)
+        warnings.warn(f"constraints name tables that the model does not have: {told}", stacklevel=4)
+    return {name: one for name, one in constraints.items() if name in known}
 
 
 def _taken(whole: Topology, reserved: Topology) -> list[int]:
