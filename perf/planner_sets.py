@@ -189,7 +189,7 @@ def drawn(points: Sequence[tuple[int, int, float]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tables", type=Path, help="folder of sets; without it only generated ones are planned")
     parser.add_argument("--only", default="", metavar="TEXT", help="sets with this in their name")
     parser.add_argument("--cost", default="shardwise", choices=["shardwise", "torchrec"])

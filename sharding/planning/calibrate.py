@@ -28,9 +28,9 @@ from shardwise.planner.constants_measured import CARDS, FORMAT, NUMBERS, Constan
 from shardwise.planner.cost import ShardwiseCost
 from shardwise.planner.problem import PARTS, Floats
 from shardwise.planner.topology import Topology
-from shardwise.sharding.env import ShardingEnv
-from shardwise.sharding.exchange import Exchange
 
+from ..env import ShardingEnv
+from ..exchange import Exchange
 from .calibrate_cases import NOTHING, Case, cases
 from .trial import Placed, Step, timed
 

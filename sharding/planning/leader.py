@@ -10,10 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.planner.errors import PlannerError, PlannerErrorType
-from shardwise.sharding.exchange import Exchange
-from shardwise.sharding.failures import agreed
-from shardwise.sharding.plan import ShardingPlan
-from shardwise.sharding.plan_files import plan_from_json, plan_to_json
+
+from ..exchange import Exchange
+from ..failures import agreed
+from ..plan import ShardingPlan
+from ..plan_files import plan_from_json, plan_to_json
 
 
 def plan_on_leader(pg: dist.ProcessGroup | None, make: Callable[[], ShardingPlan]) -> ShardingPlan:

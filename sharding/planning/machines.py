@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.planner.topology import CARD_HBM_GIB, GIB, Topology
-from shardwise.sharding.env import get_local_size, number_in_environment
+
+from ..env import get_local_size, number_in_environment
 
 # where a container finds its limit, in bytes or "max"
 _LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")

@@ -19,16 +19,17 @@ from shardwise.planner.problem import PARTS, Choice
 from shardwise.planner.sharding_option import Shard, ShardingOption
 from shardwise.planner.tables import Table
 from shardwise.planner.topology import Topology
-from shardwise.sharding.generators import placement
-from shardwise.sharding.plan import (
+
+from ..generators import placement
+from ..plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingPlan,
     ShardingType,
 )
-from shardwise.sharding.planned import find_modules
-from shardwise.sharding.sharders import ModuleSharder
+from ..planned import find_modules
+from ..sharders import ModuleSharder
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 # kernels with a cache, of which a share of the rows is in device memory

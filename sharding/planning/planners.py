@@ -51,10 +51,10 @@ from shardwise.planner.solve import solve
 from shardwise.planner.stats import EmbeddingStats
 from shardwise.planner.storage_reservations import HeuristicalStorageReservation, ModelStorageReservation
 from shardwise.planner.topology import Topology
-from shardwise.sharding.env import ShardingEnv
-from shardwise.sharding.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
-from shardwise.sharding.sharders import ModuleSharder, get_default_sharders
 
+from ..env import ShardingEnv
+from ..plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from ..sharders import ModuleSharder, get_default_sharders
 from .leader import plan_on_leader
 from .machines import topology_here
 from .options import (

@@ -28,10 +28,11 @@ from shardwise.planner.tables import Feature, Table
 from shardwise.planner.topology import Topology
 from shardwise.planner.ways import Way
 from shardwise.planner.whatif import at
-from shardwise.sharding.layout import CAPABILITIES
-from shardwise.sharding.plan import ShardingType, tables_of
-from shardwise.sharding.planned import collections_in, find_modules
-from shardwise.sharding.sharders import BaseEmbeddingSharder, ModuleSharder
+
+from ..layout import CAPABILITIES
+from ..plan import ShardingType, tables_of
+from ..planned import collections_in, find_modules
+from ..sharders import BaseEmbeddingSharder, ModuleSharder
 
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 

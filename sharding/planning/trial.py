@@ -27,12 +27,13 @@ from shardwise.embeddings import (
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.planner.tables import Skew, Table
 from shardwise.planner.ways import Way
-from shardwise.sharding.collection import ShardedCollection
-from shardwise.sharding.dmp import DistributedModelParallel
-from shardwise.sharding.env import ShardingEnv
-from shardwise.sharding.generators import placement
-from shardwise.sharding.layout import Shard
-from shardwise.sharding.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+
+from ..collection import ShardedCollection
+from ..dmp import DistributedModelParallel
+from ..env import ShardingEnv
+from ..generators import placement
+from ..layout import Shard
+from ..plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 # those that a trial knows, by the names that tables have
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
