@@ -27,8 +27,9 @@ STEPS = (200, 1000)
 SIZE = 250_000
 DENSE = 12
 MORE = 3
-# a mixed-integer program of up to so many variables, and so many nodes of its tree
+# a mixed-integer program of up to so many variables; nodes of its tree before other bounds are tried, and after
 VARIABLES = 600
+FIRST_NODES = 20
 NODES = 500
 # items times ranks beyond which no program is that small
 PROGRAM = 2000
@@ -56,16 +57,16 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
     search.begin(deadline)
     search.go_on(STEPS[0], relaxed.bound_ms * (1 + ENOUGH), deadline)
     known = _known(problem, search, relaxed, deadline)
-    enough_ms = known.bound_ms * (1 + (ENOUGH if deadline is None else EXACT))
-    if not known.proven and known.time_ms > enough_ms:
+    if _is_open(known, deadline):
+        enough_ms = _enough_ms(known, deadline)
         items, ranks = len(problem.items), problem.world_size
         effort = min(MORE, SIZE / (items * ranks), DENSE * ranks / items)
         search.go_on(int(STEPS[1] * effort) if deadline is None else None, enough_ms, deadline)
     if search.fits and search.time_ms < known.time_ms:
         known = replace(known, assignment=search.best, time_ms=search.time_ms)
-        if deadline is None or time.perf_counter() < deadline:
-            # a better plan leaves fewer choices that could lead to one still better
-            known = _exactly(problem, known, relaxed, deadline)
+    if _is_open(known, deadline):
+        # a better plan leaves fewer choices that could lead to one still better
+        known = _exactly(problem, known, relaxed, deadline, NODES)
     best = known.assignment
     if best is None:
         assert search.best is not None
@@ -95,7 +96,7 @@ def _known(problem: Problem, search: Search, relaxed: Relaxed, deadline: float |
     known = Known(best, time_ms, relaxed.bound_ms, relaxed.reason, time_ms <= relaxed.bound_ms * (1 + EXACT))
     if known.proven or (deadline is not None and time.perf_counter() >= deadline):
         return known
-    known = _exactly(problem, known, relaxed, deadline)
+    known = _exactly(problem, known, relaxed, deadline, FIRST_NODES if search.fits else NODES)
     best, time_ms = known.assignment, known.time_ms
     if known.proven or (deadline is not None and time.perf_counter() >= deadline):
         return known
@@ -107,13 +108,25 @@ def _known(problem: Problem, search: Search, relaxed: Relaxed, deadline: float |
     return replace(known, proven=time_ms <= known.bound_ms * (1 + EXACT))
 
 
-def _exactly(problem: Problem, known: Known, relaxed: Relaxed, deadline: float | None) -> Known:
+def _enough_ms(known: Known, deadline: float | None) -> float:
+    """A plan as fast as this needs no more search; who gives seconds wants them used."""
+    return known.bound_ms * (1 + (ENOUGH if deadline is None else EXACT))
+
+
+def _is_open(known: Known, deadline: float | None) -> bool:
+    """Whether there is a gap to work on, and time."""
+    if known.proven or known.time_ms <= _enough_ms(known, deadline):
+        return False
+    return deadline is None or time.perf_counter() < deadline
+
+
+def _exactly(problem: Problem, known: Known, relaxed: Relaxed, deadline: float | None, nodes: int) -> Known:
     """What is known after a mixed-integer program; the same where that would be too large."""
     if len(problem.items) * problem.world_size > PROGRAM:
         return known
     left = None if deadline is None else deadline - time.perf_counter()
     hint = known.assignment
-    exact = solve_exactly(problem, hint=hint, relaxed=relaxed, variables=VARIABLES, nodes=NODES, seconds=left)
+    exact = solve_exactly(problem, hint=hint, relaxed=relaxed, variables=VARIABLES, nodes=nodes, seconds=left)
     best, time_ms = hint, known.time_ms
     if exact.assignment is not None and exact.assignment is not hint:
         best, time_ms = exact.assignment, float(loads(problem, exact.assignment).time_ms.max())
