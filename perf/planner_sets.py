@@ -148,7 +148,11 @@ def scaling(cost: str) -> list[tuple[int, int, float]]:
     found = []
     for count in (25, 50, 100, 200, 400, 800, 1600):
         for ranks in (8, 32, 128):
-            row = run("", generated(count), machines(ranks, "h100", 80), 512, cost)
+            try:
+                row = run("", generated(count), machines(ranks, "h100", 80), 512, cost)
+            except PlannerError as error:
+                print(f"{count} tables x {ranks} ranks: {str(error).splitlines()[0]}", file=sys.stderr)
+                continue
             found.append((count, ranks, row.cpu_seconds))
             print(f"{count} tables x {ranks} ranks: {row.cpu_seconds:.2f} s of CPU, gap {row.gap:.2%}", flush=True)
     return found
@@ -190,8 +194,9 @@ def drawn(points: Sequence[tuple[int, int, float]]) -> str:
         place = f'cx="{x(tables * ranks):.1f}" cy="{y(second):.1f}"'
         parts.append(f'<circle {place} r="4" fill="{colours[ranks]}">{title}</circle>')
     for n, (ranks, colour) in enumerate(colours.items()):
-        parts.append(f'<circle cx="{left + 20}" cy="{36 + 18 * n}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{left + 30}" y="{40 + 18 * n}">{ranks} ranks</text>')
+        at = height - bottom - 60 + 18 * n
+        parts.append(f'<circle cx="{width - 110}" cy="{at}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{width - 100}" y="{at + 4}">{ranks} ranks</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -52,7 +52,7 @@ def test_every_command_and_its_options_are_there() -> None:
 
 
 def test_pictures_are_there_small_and_made_by_the_script() -> None:
-    shown = set(re.findall(r"!\[.*?\]\((pictures/.*?)\)", PAGE.read_text()))
+    shown = set(re.findall(r"!\[.*?\]\((pictures/.*?\.png)\)", PAGE.read_text()))
     script = (DOCS / "planner_pictures.py").read_text()
     assert shown == {f"pictures/planner_report_{name}.png" for name in re.findall(r'\("(\d+)", \w+_tables\(\)', script)}
     for path in shown:
