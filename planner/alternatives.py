@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .planned import Planned
-from .problem import Choice, Floats, Ints
+from .problem import Choice, Floats, Ints, chosen
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,7 @@ def pieces(planned: Planned) -> list[list[Piece]]:
     """What lies on each rank, by item."""
     problem, assignment = planned.problem, planned.solution.assignment
     found: list[list[Piece]] = [[] for _ in range(problem.world_size)]
-    for index, (number, starts) in enumerate(zip(assignment.choices, assignment.starts, strict=True)):
-        choice = problem.items[index].choices[number]
+    for index, (_, choice, starts) in enumerate(chosen(problem, assignment)):
         here: dict[int, list[tuple[float, int, int]]] = {}
         columns = [array.tolist() for array in (choice.time_ms, choice.hbm, choice.ddr)]
         for block, start in enumerate(starts):

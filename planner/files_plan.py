@@ -22,9 +22,10 @@ from .files import constraint_to, constraints_from, read_data, table_from, table
 from .hardware import BasicCommsBandwidths, CustomTopologyData
 from .planned import Planned
 from .planning import problem_of
-from .problem import Assignment, Choice, Problem, Solution
+from .problem import Assignment, Problem, Solution, chosen
 from .request import Request
 from .topology import Topology
+from .utils import placement
 
 FORMAT, VERSION = "shardwise-plan", 1
 _SPEEDS = (
@@ -62,7 +63,7 @@ def planned_to_json(planned: Planned) -> dict[str, Any]:
                 "tables": list(item.names), "sharding_type": choice.sharding_type,
                 "compute_kernel": choice.compute_kernel, "widths": list(choice.widths), "starts": list(starts),
             }
-            for item, choice, starts in _chosen(planned)
+            for item, choice, starts in chosen(planned.problem, solution.assignment)
         ],
         "predicted": {
             "step_ms": solution.time_ms, "bound_ms": solution.bound_ms, "gap": solution.gap,
@@ -217,14 +218,6 @@ def _cuts(data: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _chosen(planned: Planned) -> list[tuple[Any, Choice, tuple[int, ...]]]:
-    assignment = planned.solution.assignment
-    return [
-        (item, item.choices[number], starts)
-        for item, number, starts in zip(planned.problem.items, assignment.choices, assignment.starts, strict=True)
-    ]
-
-
 def _assignment(problem: Problem, said: list[dict[str, Any]], where: str) -> Assignment:
     """The choices of a file among those that there are."""
     by_names = {tuple(one["tables"]): one for one in said}
@@ -259,8 +252,7 @@ def _modules(planned: Planned) -> dict[str, dict[str, Any]]:
                 {
                     "shard_offsets": [shard.rows[0], shard.cols[0]],
                     "shard_sizes": [shard.rows[1] - shard.rows[0], shard.cols[1] - shard.cols[0]],
-                    "placement": f"rank:{shard.rank}/"
-                    + ("cpu" if device == "cpu" else f"{device}:{shard.rank % local}"),
+                    "placement": placement(device, shard.rank, local),
                 }
                 for shard in ([] if replicated else shards)
             ],

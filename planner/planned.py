@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from shardwise.sharding.layout import Shard
 
-from .problem import Choice, Loads, Problem, Solution, loads
+from .problem import Choice, Loads, Problem, Solution, chosen, loads
 from .request import Request
 from .tables import Table
 from .topology import Topology
@@ -53,9 +53,8 @@ class Planned:
     def placed(self) -> Iterator[tuple[Table, Choice, tuple[int, ...]]]:
         """Every table, its choice and the first rank of each block. Tables that share a rank share their choice."""
         where = {}
-        assignment = self.solution.assignment
-        for item, number, starts in zip(self.problem.items, assignment.choices, assignment.starts, strict=True):
-            where.update(dict.fromkeys(item.names, (item.choices[number], starts)))
+        for item, choice, starts in chosen(self.problem, self.solution.assignment):
+            where.update(dict.fromkeys(item.names, (choice, starts)))
         for table in self.tables:
             yield table, *where[table.path]
 

@@ -10,7 +10,7 @@ Letters: W ranks, L ranks of a host, K blocks of a choice, S span, P parts of ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -169,13 +169,18 @@ class Loads:
         return total
 
 
+def chosen(problem: Problem, assignment: Assignment) -> Iterator[tuple[Item, Choice, tuple[int, ...]]]:
+    """Every item, its choice and the first rank of each block."""
+    for item, number, starts in zip(problem.items, assignment.choices, assignment.starts, strict=True):
+        yield item, item.choices[number], starts
+
+
 def loads(problem: Problem, assignment: Assignment) -> Loads:
     """What every rank does and holds under an assignment: the specification that the search is checked against."""
     ranks = problem.world_size
     parts, hbm, ddr = np.zeros((len(PARTS), ranks)), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     parts[PARTS.index("overhead")] += problem.base_ms
-    for item, number, starts in zip(problem.items, assignment.choices, assignment.starts, strict=True):
-        choice = item.choices[number]
+    for _, choice, starts in chosen(problem, assignment):
         for block, start in enumerate(starts):
             where = slice(start, start + choice.span)
             parts[:, where] += choice.parts_ms[:, block]
@@ -187,8 +192,8 @@ def loads(problem: Problem, assignment: Assignment) -> Loads:
 def faults(problem: Problem, assignment: Assignment) -> list[str]:
     """What is wrong with an assignment, limits of memory included; empty if it may be used."""
     found = []
-    for item, number, starts in zip(problem.items, assignment.choices, assignment.starts, strict=True):
-        choice, name = item.choices[number], ", ".join(item.names)
+    for item, choice, starts in chosen(problem, assignment):
+        name = ", ".join(item.names)
         allowed = set(range(problem.world_size)) if item.ranks is None else set(item.ranks)
         if len(starts) != choice.blocks:
             found.append(f"{name}: {len(starts)} places for {choice.blocks} blocks")

@@ -65,7 +65,7 @@ class Search:
             self.steps += 1
             self._see(packing)
             packings = sorted([*packings, packing], key=lambda p: p.total)[:FIRST]
-            if _late(deadline):
+            if late(deadline):
                 break
         for packing in packings:
             self._settle(packing, deadline)
@@ -88,7 +88,7 @@ class Search:
         if self._moves is None:
             self._moves = improve(self._packing, np.random.default_rng(SEED))
         end = np.inf if steps is None else self.steps + steps
-        while self.steps < end and not _late(deadline) and not (self.fits and self.time_ms <= enough_ms):
+        while self.steps < end and not late(deadline) and not (self.fits and self.time_ms <= enough_ms):
             if self._tries % ROUND == 0 or self._packing.total <= 0:
                 share = SHARES[self._tries // ROUND % len(SHARES)] if self.fits else 0.0
                 self._packing.aim(self.target_ms + share * (self.time_ms - self.target_ms))
@@ -102,7 +102,7 @@ class Search:
         for packing in repack(self.space, target_ms, self.prices):
             self.steps += 1
             self._see(packing)
-            if packing.total <= 0 or _late(deadline):
+            if packing.total <= 0 or late(deadline):
                 break
         assert packing is not None
         return packing
@@ -111,7 +111,7 @@ class Search:
         """Moves that help, up to `MOVES` of them."""
         for spent in islice(descend(packing), MOVES):
             self.steps += spent
-            if _late(deadline):
+            if late(deadline):
                 break
         self._see(packing)
 
@@ -126,5 +126,6 @@ class Search:
             self.pressure, self.fits = packing.total, fits
 
 
-def _late(deadline: float | None) -> bool:
+def late(deadline: float | None) -> bool:
+    """Whether there is a deadline, and it is over."""
     return deadline is not None and time.perf_counter() >= deadline

@@ -14,7 +14,7 @@ from .bound import lower_bound, prove_infeasible
 from .exact import solve_exactly
 from .problem import Assignment, DoesNotFitError, Floats, Problem, Solution, faults, loads
 from .relax import Relaxed, relax
-from .search import Search
+from .search import Search, late
 from .search_space import Space, read
 
 # a plan so little slower than a bound is as good as optimal: the model that prices it is not that exact
@@ -64,8 +64,8 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
         search.go_on(int(STEPS[1] * effort) if deadline is None else None, enough_ms, deadline)
     if search.fits and search.time_ms < known.time_ms:
         known = replace(known, assignment=search.best, time_ms=search.time_ms)
-    if _is_open(known, deadline):
-        # a better plan leaves fewer choices that could lead to one still better
+    # without a plan the program was asked all that it can say; the better a plan is, the fewer choices it leaves
+    if known.assignment is not None and _is_open(known, deadline):
         known = _exactly(problem, known, relaxed, deadline, NODES)
     best = known.assignment
     if best is None:
@@ -94,11 +94,11 @@ def _known(problem: Problem, search: Search, relaxed: Relaxed, deadline: float |
     """The dearer bounds and, where the problem is small, the exact solution; only while the gap is open."""
     best, time_ms = (search.best, search.time_ms) if search.fits else (None, np.inf)
     known = Known(best, time_ms, relaxed.bound_ms, relaxed.reason, time_ms <= relaxed.bound_ms * (1 + EXACT))
-    if known.proven or (deadline is not None and time.perf_counter() >= deadline):
+    if known.proven or late(deadline):
         return known
     known = _exactly(problem, known, relaxed, deadline, FIRST_NODES if search.fits else NODES)
     best, time_ms = known.assignment, known.time_ms
-    if known.proven or (deadline is not None and time.perf_counter() >= deadline):
+    if known.proven or late(deadline):
         return known
     if best is None:
         return replace(known, proven=prove_infeasible(problem) is not None)
@@ -115,9 +115,7 @@ def _enough_ms(known: Known, deadline: float | None) -> float:
 
 def _is_open(known: Known, deadline: float | None) -> bool:
     """Whether there is a gap to work on, and time."""
-    if known.proven or known.time_ms <= _enough_ms(known, deadline):
-        return False
-    return deadline is None or time.perf_counter() < deadline
+    return not (known.proven or known.time_ms <= _enough_ms(known, deadline) or late(deadline))
 
 
 def _exactly(problem: Problem, known: Known, relaxed: Relaxed, deadline: float | None, nodes: int) -> Known:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -95,14 +96,12 @@ def _dense_bytes(module: Any, inside: Iterable[Any], multiplier: float) -> int:
     return size(module) - sum(size(one) for one in inside)
 
 
-def _share(percentage: float) -> float:
-    if not 0 <= percentage <= 1:
-        raise ValueError(f"percentage must be a share from 0 to 1, got {percentage}")
-    return percentage
-
-
 def _on(compute_device: str, size: int) -> Storage:
     return Storage(hbm=0, ddr=size) if compute_device == "cpu" else Storage(hbm=size, ddr=0)
+
+
+def _ids_storage(topology: Topology, inputs: Inputs, copies: int) -> Storage:
+    return _on(topology.compute_device, math.ceil(sum(inputs.ids) * BIGINT_DTYPE) * copies)
 
 
 def _take(topology: Topology, storage: Storage) -> None:
@@ -116,9 +115,15 @@ def _take_share(topology: Topology, percentage: float) -> None:
 
 
 class _Reservation(StorageReservation):
-    """One that remembers what it returned."""
+    """A share of device memory and what else a subclass keeps; remembers what it returned."""
 
-    def __init__(self) -> None:
+    # whether a rank that is left with less than nothing is an error
+    _requires_rest = False
+
+    def __init__(self, percentage: float) -> None:
+        if not 0 <= percentage <= 1:
+            raise ValueError(f"percentage must be a share from 0 to 1, got {percentage}")
+        self._percentage = percentage
         self._dense_storage: Storage | None = None
         self._kjt_storage: Storage | None = None
         self._last_reserved_topology: Topology | None = None
@@ -128,34 +133,6 @@ class _Reservation(StorageReservation):
         """A copy of what `reserve` returned last."""
         return copy.deepcopy(self._last_reserved_topology)
 
-    def _done(self, reserved: Topology) -> Topology:
-        self._last_reserved_topology = copy.deepcopy(reserved)
-        return reserved
-
-    def _take_inputs(self, topology: Topology, inputs: Inputs, copies: int) -> None:
-        size = math.ceil(sum(inputs.ids) * BIGINT_DTYPE) * copies
-        self._kjt_storage = _on(topology.compute_device, size)
-        _take(topology, self._kjt_storage)
-
-    def _take_dense(
-        self, topology: Topology, module: Any, inputs: Inputs, multiplier: float, estimate: int | None
-    ) -> None:
-        size = estimate or _dense_bytes(module, inputs.modules, multiplier)
-        self._dense_storage = _on(topology.compute_device, size)
-        _take(topology, self._dense_storage)
-
-
-class FixedPercentageStorageReservation(_Reservation):
-    """Keeps a share of device memory.
-
-    Raises:
-        ValueError: the share is not between 0 and 1.
-    """
-
-    def __init__(self, percentage: float) -> None:
-        super().__init__()
-        self._percentage = _share(percentage)
-
     def reserve(
         self,
         topology: Topology,
@@ -164,14 +141,47 @@ class FixedPercentageStorageReservation(_Reservation):
         sharders: list[Any],
         constraints: dict[str, ParameterConstraints] | None = None,
     ) -> Topology:
-        """A copy of the topology with what is left; host memory stays whole, on a CPU too."""
+        """A copy of the topology with what is left.
+
+        Raises:
+            PlannerError: nothing is, where the reservation is a guess by what the model has.
+        """
         reserved = copy.deepcopy(topology)
+        self._keep(reserved, module, inputs_of(module, sharders, batch_size, constraints))
+        if self._requires_rest:
+            self._require_rest(topology, reserved, batch_size)
+        self._last_reserved_topology = copy.deepcopy(reserved)
+        return reserved
+
+    @abstractmethod
+    def _keep(self, reserved: Topology, module: Any, inputs: Inputs) -> None:
+        """Take from `reserved` what is not for tables."""
+
+    def _require_rest(self, topology: Topology, reserved: Topology, batch_size: int) -> None:
+        """Raise PlannerError where a rank has less than nothing left."""
+        for before, after in zip(topology.devices, reserved.devices, strict=True):
+            if after.storage.hbm < 0 or after.storage.ddr < 0:
+                raise PlannerError(
+                    f"rank {before.rank} has no memory left for tables: of {storage_repr_in_gb(before.storage)},"
+                    f" {self._percentage:.0%} is a reserve, dense layers take {storage_repr_in_gb(self._dense_storage)}"
+                    f" and batches of {batch_size} {storage_repr_in_gb(self._kjt_storage)}. Reduce the batch, reserve a"
+                    " smaller share, say what dense layers really take (dense_tensor_estimate, or"
+                    " FixedPercentageStorageReservation where they are sharded), or take devices with more memory",
+                    PlannerErrorType.INSUFFICIENT_STORAGE,
+                )
+
+
+class FixedPercentageStorageReservation(_Reservation):
+    """Keeps a share of device memory; host memory stays whole, on a CPU too.
+
+    Raises:
+        ValueError: the share is not between 0 and 1.
+    """
+
+    def _keep(self, reserved: Topology, module: Any, inputs: Inputs) -> None:
         _take_share(reserved, self._percentage)
         # nothing is kept for inputs: the number is for statistics
-        inputs = inputs_of(module, sharders, batch_size, constraints)
-        size = math.ceil(sum(inputs.ids) * BIGINT_DTYPE) * _TORCHREC_BATCHES
-        self._kjt_storage = _on(topology.compute_device, size)
-        return self._done(reserved)
+        self._kjt_storage = _ids_storage(reserved, inputs, _TORCHREC_BATCHES)
 
     def __str__(self) -> str:
         return f"{self._percentage:.0%} of device memory"
@@ -195,25 +205,37 @@ class FixedAbsoluteStorageReservation(FixedPercentageStorageReservation):
         """So many GiB."""
         return cls(gb_to_bytes(hbm_reserved_gb))
 
-    def reserve(
-        self,
-        topology: Topology,
-        batch_size: int,
-        module: Any,
-        sharders: list[Any],
-        constraints: dict[str, ParameterConstraints] | None = None,
-    ) -> Topology:
-        """A copy of the topology with what is left."""
-        reserved = super().reserve(topology, batch_size, module, sharders, constraints)
+    def _keep(self, reserved: Topology, module: Any, inputs: Inputs) -> None:
+        super()._keep(reserved, module, inputs)
         for device in reserved.devices:
             device.storage.hbm = max(0, device.storage.hbm - self._hbm_reserved_bytes)
-        return self._done(reserved)
 
     def __str__(self) -> str:
         return f"{self._hbm_reserved_bytes / 1024**3:.4g} GiB of device memory"
 
 
-class HeuristicalStorageReservation(_Reservation):
+class _Guess(_Reservation):
+    """TorchRec's kind: dense parameters some times over, and copies of a batch of ids."""
+
+    def _take_inputs(self, topology: Topology, inputs: Inputs, copies: int) -> None:
+        self._kjt_storage = _ids_storage(topology, inputs, copies)
+        _take(topology, self._kjt_storage)
+
+    def _take_dense(
+        self, topology: Topology, module: Any, inputs: Inputs, multiplier: float, estimate: int | None
+    ) -> None:
+        size = estimate or _dense_bytes(module, inputs.modules, multiplier)
+        self._dense_storage = _on(topology.compute_device, size)
+        _take(topology, self._dense_storage)
+
+    def __str__(self) -> str:
+        return (
+            f"{self._percentage:.0%} of device memory, dense layers {storage_repr_in_gb(self._dense_storage)},"
+            f" inputs {storage_repr_in_gb(self._kjt_storage)}"
+        )
+
+
+class HeuristicalStorageReservation(_Guess):
     """TorchRec's guess for training: a share of device memory, dense parameters several times, twenty batches of ids.
 
     Args:
@@ -225,46 +247,25 @@ class HeuristicalStorageReservation(_Reservation):
         ValueError: the share is not between 0 and 1.
     """
 
+    _requires_rest = True
+
     def __init__(
         self,
         percentage: float,
         parameter_multiplier: float = 6.0,
         dense_tensor_estimate: int | None = None,
     ) -> None:
-        super().__init__()
-        self._percentage = _share(percentage)
+        super().__init__(percentage)
         self._parameter_multiplier = parameter_multiplier
         self._dense_tensor_estimate = dense_tensor_estimate
 
-    def reserve(
-        self,
-        topology: Topology,
-        batch_size: int,
-        module: Any,
-        sharders: list[Any],
-        constraints: dict[str, ParameterConstraints] | None = None,
-    ) -> Topology:
-        """A copy of the topology with what is left.
-
-        Raises:
-            PlannerError: nothing is.
-        """
-        reserved = copy.deepcopy(topology)
-        inputs = inputs_of(module, sharders, batch_size, constraints)
+    def _keep(self, reserved: Topology, module: Any, inputs: Inputs) -> None:
         _take_share(reserved, self._percentage)
         self._take_dense(reserved, module, inputs, self._parameter_multiplier, self._dense_tensor_estimate)
         self._take_inputs(reserved, inputs, _TORCHREC_BATCHES)
-        _require_rest(topology, reserved, self._dense_storage, self._kjt_storage, self._percentage, batch_size)
-        return self._done(reserved)
-
-    def __str__(self) -> str:
-        return (
-            f"{self._percentage:.0%} of device memory, dense layers {storage_repr_in_gb(self._dense_storage)},"
-            f" inputs {storage_repr_in_gb(self._kjt_storage)}"
-        )
 
 
-class InferenceStorageReservation(_Reservation):
+class InferenceStorageReservation(_Guess):
     """TorchRec's guess for serving: a share of device memory, dense parameters once, and one batch of ids.
 
     Args:
@@ -276,31 +277,13 @@ class InferenceStorageReservation(_Reservation):
     """
 
     def __init__(self, percentage: float, dense_tensor_estimate: int | None = None) -> None:
-        super().__init__()
-        self._percentage = _share(percentage)
+        super().__init__(percentage)
         self._dense_tensor_estimate = dense_tensor_estimate
 
-    def reserve(
-        self,
-        topology: Topology,
-        batch_size: int,
-        module: Any,
-        sharders: list[Any],
-        constraints: dict[str, ParameterConstraints] | None = None,
-    ) -> Topology:
-        """A copy of the topology with what is left."""
-        reserved = copy.deepcopy(topology)
-        inputs = inputs_of(module, sharders, batch_size, constraints)
+    def _keep(self, reserved: Topology, module: Any, inputs: Inputs) -> None:
         _take_share(reserved, self._percentage)
         self._take_dense(reserved, module, inputs, 1, self._dense_tensor_estimate)
         self._take_inputs(reserved, inputs, 1)
-        return self._done(reserved)
-
-    def __str__(self) -> str:
-        return (
-            f"{self._percentage:.0%} of device memory, dense layers {storage_repr_in_gb(self._dense_storage)},"
-            f" inputs {storage_repr_in_gb(self._kjt_storage)}"
-        )
 
 
 class ModelStorageReservation(_Reservation):
@@ -318,26 +301,13 @@ class ModelStorageReservation(_Reservation):
         ValueError: it is not between 0 and 1.
     """
 
+    _requires_rest = True
+
     def __init__(self, percentage: float = 0.15) -> None:
-        super().__init__()
-        self._percentage = _share(percentage)
+        super().__init__(percentage)
 
-    def reserve(
-        self,
-        topology: Topology,
-        batch_size: int,
-        module: Any,
-        sharders: list[Any],
-        constraints: dict[str, ParameterConstraints] | None = None,
-    ) -> Topology:
-        """A copy of the topology with what is left.
-
-        Raises:
-            PlannerError: nothing is.
-        """
-        reserved = copy.deepcopy(topology)
-        inputs = inputs_of(module, sharders, batch_size, constraints)
-        cpu = topology.compute_device == "cpu"
+    def _keep(self, reserved: Topology, module: Any, inputs: Inputs) -> None:
+        cpu = reserved.compute_device == "cpu"
         _take_share(reserved, self._percentage)
         if cpu:
             for device in reserved.devices:
@@ -350,12 +320,10 @@ class ModelStorageReservation(_Reservation):
         )
         # an id and its weight; a length for each bag
         batch = sum(inputs.ids) * (BIGINT_DTYPE + 4) + sum(inputs.bags) * BIGINT_DTYPE
-        self._dense_storage = _on(topology.compute_device, math.ceil(dense))
-        self._kjt_storage = _on(topology.compute_device, math.ceil(batch * _BATCHES * _COPIES))
+        self._dense_storage = _on(reserved.compute_device, math.ceil(dense))
+        self._kjt_storage = _on(reserved.compute_device, math.ceil(batch * _BATCHES * _COPIES))
         _take(reserved, self._dense_storage)
         _take(reserved, self._kjt_storage)
-        _require_rest(topology, reserved, self._dense_storage, self._kjt_storage, self._percentage, batch_size)
-        return self._done(reserved)
 
     def __str__(self) -> str:
         dense, inputs = (_size(one) for one in (self._dense_storage, self._kjt_storage))
@@ -365,24 +333,3 @@ class ModelStorageReservation(_Reservation):
 def _size(storage: Storage | None) -> str:
     size = 0 if storage is None else storage.hbm + storage.ddr
     return f"{size / 1024**3:.3g} GiB" if size >= 1024**3 / 10 else f"{size / 1024**2:.3g} MiB"
-
-
-def _require_rest(
-    topology: Topology,
-    reserved: Topology,
-    dense: Storage | None,
-    inputs: Storage | None,
-    percentage: float,
-    batch_size: int,
-) -> None:
-    """Raise PlannerError where a rank has less than nothing left."""
-    for before, after in zip(topology.devices, reserved.devices, strict=True):
-        if after.storage.hbm < 0 or after.storage.ddr < 0:
-            raise PlannerError(
-                f"rank {before.rank} has no memory left for tables: of {storage_repr_in_gb(before.storage)},"
-                f" {percentage:.0%} is a reserve, dense layers take {storage_repr_in_gb(dense)} and batches of"
-                f" {batch_size} {storage_repr_in_gb(inputs)}. Reduce the batch, reserve a smaller share, say what dense"
-                " layers really take (dense_tensor_estimate, or FixedPercentageStorageReservation where they are"
-                " sharded), or take devices with more memory",
-                PlannerErrorType.INSUFFICIENT_STORAGE,
-            )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .alternatives import Alternative
-from .problem import PARTS, Choice, Item
+from .problem import PARTS, Choice, Item, chosen
 from .tables import Table
 from .topology import GIB
 
@@ -152,12 +152,10 @@ class Row:
 
 def rows(planned: Planned) -> list[Row]:
     """Every item, the one with most work first."""
-    assignment, by_path = planned.solution.assignment, {table.path: table for table in planned.tables}
+    by_path = {table.path: table for table in planned.tables}
     found = [
-        Row(index, item, tuple(by_path[name] for name in item.names), item.choices[number], starts)
-        for index, (item, number, starts) in enumerate(
-            zip(planned.problem.items, assignment.choices, assignment.starts, strict=True)
-        )
+        Row(index, item, tuple(by_path[name] for name in item.names), choice, starts)
+        for index, (item, choice, starts) in enumerate(chosen(planned.problem, planned.solution.assignment))
     ]
     return sorted(found, key=lambda row: (-row.choice.work_ms, row.index))
 
