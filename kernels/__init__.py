@@ -31,8 +31,11 @@ from .keyed_select import keyed_jagged_index_select
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .permute import expand_into_jagged_permute, permute_1d, permute_2d, permute_segments
 from .pooled import pooled_lookup
+from .quantize import dequantize_rows, quantize_rows
+from .quantized_lookup import quantized_pooled_lookup, quantized_sequence_lookup
 from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
 from .regrouping import permute_pooled, regroup
+from .row_formats import ROW_FORMATS, RowFormat, row_format
 from .rule import RULES, Rule, define_rule, rule_named
 from .sequence import sequence_lookup
 from .softmax import jagged_softmax
@@ -44,6 +47,7 @@ from .weight_gradient import per_id_weight_gradient
 
 __all__ = [
     "DECAYS",
+    "ROW_FORMATS",
     "RULES",
     "BoundsCheckMode",
     "Bucketized",
@@ -51,6 +55,7 @@ __all__ = [
     "Feature",
     "JaggedUnique",
     "RegroupPlan",
+    "RowFormat",
     "Rule",
     "Rule",
     "Segment",
@@ -62,6 +67,7 @@ __all__ = [
     "check_ids",
     "complete_cumsum",
     "define_rule",
+    "dequantize_rows",
     "describe_gradient",
     "describe_weight",
     "expand_into_jagged_permute",
@@ -100,9 +106,13 @@ __all__ = [
     "plan_pieces",
     "plan_regroup",
     "pooled_lookup",
+    "quantize_rows",
+    "quantized_pooled_lookup",
+    "quantized_sequence_lookup",
     "raise_from_guard",
     "regroup",
     "require_ids",
+    "row_format",
     "rule_named",
     "segment_sum",
     "sequence_lookup",

@@ -328,11 +328,13 @@ _FOLDERS = (
     "checkpoint",
     "data",
     "embeddings",
+    "inference",
     "jagged",
     "kernels",
     "models",
     "perf",
     "planner",
+    "quant",
     "sharding",
     "torchrec",
 )

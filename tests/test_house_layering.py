@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("kernels", "jagged", "embeddings", "planner", "sharding", "models", "data", "perf")
+FOLDERS = ("kernels", "jagged", "embeddings", "planner", "sharding", "models", "data", "inference", "perf")
 MAX_LINES = 500
 
 # folder -> the parts of shardwise it may import, itself and _version apart; "" is the facade
@@ -23,8 +23,9 @@ OURS: dict[str, set[str]] = {
     "sharding": {"embeddings", "jagged", "kernels"},
     "models": {"", "jagged", "embeddings", "data"},
     "data": {"", "jagged", "embeddings"},
-    "perf": {"", *FOLDERS, "torchrec"},
-    "shardwise": {"", *(set(FOLDERS) - {"perf"}), "torchrec"},
+    "inference": {"", "quant", "kernels", "jagged", "embeddings", "sharding", "planner"},
+    "perf": {"", *FOLDERS, "torchrec", "quant"},
+    "shardwise": {"", *(set(FOLDERS) - {"perf"}), "torchrec", "quant"},
 }
 # folder -> libraries
 THEIRS: dict[str, set[str]] = {
@@ -35,6 +36,7 @@ THEIRS: dict[str, set[str]] = {
     "sharding": {"torch", "safetensors", "numpy", "tqdm"},
     "models": {"torch", "torchmetrics"},
     "data": {"torch", "numpy", "pyarrow", "tqdm"},
+    "inference": {"torch", "numpy", "safetensors"},
     "perf": {"torch", "triton", "numba", "numpy", "scipy", "tqdm", "click", "rich", "pytest", "fbgemm_gpu", "torchrec"},
     "shardwise": {"torch", "click", "rich", "tqdm"},
 }
@@ -60,7 +62,7 @@ def violations(path: str, source: str) -> list[str]:
             if path.startswith(("sharding/dmp.py", "sharding/planning/")):
                 allowed = allowed | {"planner"}
             # a name taken from the facade itself comes as "shardwise.<name>"
-            if part.split(".")[0] not in {*FOLDERS, "torchrec", "_version"}:
+            if part.split(".")[0] not in {*FOLDERS, "torchrec", "quant", "_version"}:
                 part = ""
             if not any(part == area or (area and part.startswith(f"{area}.")) for area in allowed):
                 found.append(f"{path}:{line}: {folder} may not import {name}")

@@ -1,0 +1,68 @@
+"""What the rows of a quantized table are made of: which numbers, how many bits, and what turns them into values again.
+
+A table of R rows and D columns is two planes, the payload first: payload uint8 [R, row_bytes], then scales [R, k] where
+k is 2 (scale, bias), 1 (scale) or 0. A row of payload holds nothing else, so that it can be read 16 bytes at a time.
+value = number * scale + bias, each term only where the format has it. With fewer than 8 bits a number, column j lies in
+byte j * bits / 8, the first column in the lowest bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """One way to store rows: `bits` a number, `parts` of a row's scales (2: scale and bias, 1: scale, 0: neither).
+
+    `scale_dtypes` are those the scales may have, the default first; `levels` the highest number of an integer format.
+    """
+
+    name: str
+    bits: int
+    parts: int
+    scale_dtypes: tuple[torch.dtype, ...] = ()
+    levels: int = 0
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of a row's payload."""
+        return -(-dim * self.bits // 8)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of scales unless another is asked for; fp16 where there are none."""
+        return self.scale_dtypes[0] if self.scale_dtypes else torch.float16
+
+    def bytes_moved(self, dim: int, scale_dtype: torch.dtype | None = None) -> int:
+        """Bytes of a row with its scales."""
+        return self.row_bytes(dim) + self.parts * (scale_dtype or self.scale_dtype).itemsize
+
+
+_HALF_OR_SINGLE = (torch.float16, torch.float32)
+
+# fp16 and bf16 rows are here so that one lookup serves every table of a quantized collection
+ROW_FORMATS: dict[str, RowFormat] = {
+    format.name: format
+    for format in (
+        RowFormat("int8", 8, 2, _HALF_OR_SINGLE, levels=255),
+        RowFormat("int4", 4, 2, _HALF_OR_SINGLE, levels=15),
+        RowFormat("int2", 2, 2, _HALF_OR_SINGLE, levels=3),
+        RowFormat("fp8", 8, 1, (torch.float32,)),
+        RowFormat("fp16", 16, 0),
+        RowFormat("bf16", 16, 0),
+        RowFormat("fp32", 32, 0),
+    )
+}
+
+
+def row_format(name: str) -> RowFormat:
+    """The format of that name.
+
+    Raises:
+        ValueError: there is none; names those that are.
+    """
+    if name not in ROW_FORMATS:
+        raise ValueError(f"no row format is named {name!r}; there are {', '.join(ROW_FORMATS)}")
+    return ROW_FORMATS[name]
