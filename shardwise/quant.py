@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from .embeddings.quant import EmbeddingBagCollection, EmbeddingCollection
+from .embeddings.quant import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    FeatureProcessedEmbeddingBagCollection,
+    QuantConfig,
+)
 
-__all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
+__all__ = [
+    "EmbeddingBagCollection",
+    "EmbeddingCollection",
+    "FeatureProcessedEmbeddingBagCollection",
+    "QuantConfig",
+]
