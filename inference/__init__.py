@@ -9,11 +9,47 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .export import export_model
+    from .folder import ModelDamaged, ModelFacts
+    from .predict import BatchingMetadata, PredictFactory, PredictModule, QualNameMetadata, quantize_dense
+    from .program import Program, load_program
     from .quantize import quantize_inference_model
+    from .signature import Signature
+    from .tables import Table, read_tables
 
-__all__ = ["quantize_inference_model"]
+__all__ = [
+    "BatchingMetadata",
+    "ModelDamaged",
+    "ModelFacts",
+    "PredictFactory",
+    "PredictModule",
+    "Program",
+    "QualNameMetadata",
+    "Signature",
+    "Table",
+    "export_model",
+    "load_program",
+    "quantize_dense",
+    "quantize_inference_model",
+    "read_tables",
+]
 
-_HOME = {"quantize_inference_model": "quantize"}
+_HOME = {
+    "BatchingMetadata": "predict",
+    "ModelDamaged": "folder",
+    "ModelFacts": "folder",
+    "PredictFactory": "predict",
+    "PredictModule": "predict",
+    "Program": "program",
+    "QualNameMetadata": "predict",
+    "Signature": "signature",
+    "Table": "tables",
+    "export_model": "export",
+    "load_program": "program",
+    "quantize_dense": "predict",
+    "quantize_inference_model": "quantize",
+    "read_tables": "tables",
+}
 
 
 def __getattr__(name: str) -> object:
