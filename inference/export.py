@@ -32,7 +32,7 @@ from .folder import (
 )
 from .predict import PredictFactory, parts_of
 from .signature import Signature
-from .tracing import Call, Traced, TracedTables, plain_call, sample_inputs, trace
+from .tracing import PLANES, Call, Traced, TracedTables, plain_call, sample_inputs, trace
 
 
 def export_model(
@@ -115,12 +115,9 @@ def _compare(traced: Traced, inputs: Mapping[str, Tensor]) -> None:
 
 def _tensors(tables: QuantizedTables, number: int) -> Iterator[tuple[str, str, Tensor]]:
     """Plane, name in the file and cells of each tensor of a table, views of the planes."""
-    name = tables.tables[number].name
-    yield "payload", f"{name}.payload", tables.payload_of(number)
-    if tables.format.parts:
-        yield "scales", f"{name}.scales", tables.scales_of(number)
-    if getattr(tables, "remapping", None) is not None:
-        yield "remapping", f"{name}.remapping", tables.remapping_of(number)
+    for what in PLANES:
+        if getattr(tables, what, None) is not None and (what != "scales" or tables.format.parts):
+            yield what, f"{tables.tables[number].name}.{what}", getattr(tables, f"{what}_of")(number)
 
 
 def _write_tables(path: Path, groups: Sequence[TracedTables]) -> None:
@@ -134,7 +131,7 @@ def _write_tables(path: Path, groups: Sequence[TracedTables]) -> None:
 def _planes(group: TracedTables) -> Iterator[Plane]:
     for what, name, plane in group.planes():
         places = [
-            Place(tensor, cells.storage_offset())
+            Place(tensor, int(cells.storage_offset()))
             for n in range(len(group.tables.tables))
             for of, tensor, cells in _tensors(group.tables, n)
             if of == what

@@ -88,8 +88,10 @@ class Table:
         if self.scales is None:
             return numbers
         scales = self.scales[rows].astype(np.float32)
-        found = numbers * scales[:, :1]
-        return found + scales[:, 1:] if scales.shape[1] == 2 else found
+        found: Floats = numbers * scales[:, :1]
+        if scales.shape[1] == 2:
+            found += scales[:, 1:]
+        return found
 
 
 def read_tables(folder: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Table]:

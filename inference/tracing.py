@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
-import torch.fx.experimental._config as shape_settings
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -23,6 +23,9 @@ from shardwise.embeddings.quant import QuantizedTables
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from .signature import Signature
+
+# typed by nobody: the module is made when it is imported
+_shapes: Any = import_module("torch.fx.experimental._config")
 
 # (model, batch of ids, dense input or None) -> what the model says
 Call = Callable[[nn.Module, KeyedJaggedTensor, Tensor | None], Any]
@@ -84,7 +87,7 @@ def trace(model: nn.Module, signature: Signature, call: Call = plain_call) -> Tr
         # what does not fit says so here in its own words, and the names of outputs are no part of a program
         outputs = list(module.named(**inputs))
     # so that the program is not tied to batches of two and more samples, which is what torch takes a 2 for
-    with torch.no_grad(), _tables_alone(groups), shape_settings.patch(backed_size_oblivious=True):
+    with torch.no_grad(), _tables_alone(groups), _shapes.patch(backed_size_oblivious=True):
         program = torch.export.export(module, (), inputs, dynamic_shapes=sizes, strict=False)
     return Traced(program, module, groups, outputs)
 
