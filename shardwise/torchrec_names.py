@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from .torchrec_names_distributed import DISTRIBUTED
 
-__all__ = ["TABLE"]
+__all__ = ["FBGEMM", "TABLE"]
 
 # our module, or the module of TorchRec that defines the names: `theirs=ours` where ours has another
 NAMES: Mapping[str, Mapping[str, str]] = {
@@ -117,6 +117,24 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+# of FBGEMM what TorchRec's programs import, for machines without it
+FBGEMM_NAMES: Mapping[str, Mapping[str, str]] = {
+    "fbgemm_gpu.split_embedding_configs": {
+        "shardwise.embeddings.fbgemm_types": "EmbOptimType SparseType",
+    },
+    "fbgemm_gpu.split_table_batched_embeddings_ops_common": {
+        "shardwise.embeddings.fbgemm_types": "CacheAlgorithm EmbeddingLocation MultiPassPrefetchConfig PoolingMode",
+        "shardwise.kernels.bounds": "BoundsCheckMode",
+    },
+    "fbgemm_gpu.split_table_batched_embeddings_ops_training": {
+        "fbgemm_gpu.split_embedding_configs": "SparseType OptimType=EmbOptimType",
+        "fbgemm_gpu.split_table_batched_embeddings_ops_common": (
+            "BoundsCheckMode CacheAlgorithm EmbeddingLocation MultiPassPrefetchConfig PoolingMode"
+        ),
+        "shardwise.embeddings": "WeightDecayMode",
+    },
+}
+
 
 def _table(names: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
     """`names` with one entry a name, and each pointer to another module of TorchRec followed."""
@@ -136,3 +154,4 @@ def _table(names: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
 
 # TorchRec's module -> its name -> where ours is, as module:name
 TABLE: Mapping[str, Mapping[str, str]] = _table(NAMES)
+FBGEMM: Mapping[str, Mapping[str, str]] = _table(FBGEMM_NAMES)
