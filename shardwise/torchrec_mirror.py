@@ -116,8 +116,8 @@ class Finder(MetaPathFinder, Loader):
         if theirs is None:
             return None
         if theirs not in MODULES:
-            # raised here, because `from module import name` drops the message of an AttributeError
-            raise ModuleNotFoundError(advice(theirs), name=fullname)
+            # raised here, because `from module import name` drops the message of an AttributeError, and of an error with a name
+            raise ModuleNotFoundError(advice(theirs))
         return ModuleSpec(fullname, self, origin=__file__, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -49,12 +49,12 @@ mb = KeyedJaggedTensor.from_lengths_sync(
     values=torch.tensor([101, 202, 303, 404, 505, 606]).to(device),
     lengths=torch.tensor([2, 0, 1, 1, 1, 1]).to(device),
 )
-before = {name: value.clone() for name, value in model.state_dict().items()}
+tables = {name.split(".")[-2]: value.local_shards()[0].tensor for name, value in model.state_dict().items()}
+before = {name: table.clone() for name, table in tables.items()}
 pooled_embeddings = model(mb)
 print(pooled_embeddings)
 pooled_embeddings["product"].sum().backward()
-after = model.state_dict()
-for name, value in before.items():
-    moved = (after[name] - value).abs().sum(dim=1).nonzero().flatten().tolist()
-    print(name.split(".")[-2], "moved rows", moved)
+for name, table in tables.items():
+    moved = (table - before[name]).abs().sum(dim=1).nonzero().flatten().tolist()
+    print(name, "moved rows", moved)
 dist.destroy_process_group()
