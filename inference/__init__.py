@@ -9,11 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .quantize import quantize_inference_model
+    from .quantize import quantize_embeddings, quantize_inference_model, set_pruning_data
+    from .weights import assign_weights_to_tbe, get_table_to_weights_from_tbe
 
-__all__ = ["quantize_inference_model"]
+__all__ = [
+    "assign_weights_to_tbe",
+    "get_table_to_weights_from_tbe",
+    "quantize_embeddings",
+    "quantize_inference_model",
+    "set_pruning_data",
+]
 
-_HOME = {"quantize_inference_model": "quantize"}
+_HOME = {
+    "assign_weights_to_tbe": "weights",
+    "get_table_to_weights_from_tbe": "weights",
+    "quantize_embeddings": "quantize",
+    "quantize_inference_model": "quantize",
+    "set_pruning_data": "quantize",
+}
 
 
 def __getattr__(name: str) -> object:
