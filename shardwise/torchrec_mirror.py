@@ -116,7 +116,7 @@ class Finder(MetaPathFinder, Loader):
         if theirs is None:
             return None
         if theirs not in MODULES:
-            # raised here, because `from module import name` drops the message of an AttributeError, and of an error with a name
+            # raised here and without a name, or `from module import name` says it in other words
             raise ModuleNotFoundError(advice(theirs))
         return ModuleSpec(fullname, self, origin=__file__, is_package=True)
 

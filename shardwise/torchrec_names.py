@@ -24,6 +24,13 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.datasets.utils": {
         "shardwise.data": "Batch",
     },
+    "torchrec.inference.modules": {
+        "shardwise.inference.quantize": (
+            "quantize_embeddings quantize_feature quantize_inference_model set_pruning_data "
+            "trim_torch_package_prefix_from_typename DEFAULT_QUANTIZATION_DTYPE DEFAULT_QUANT_MAPPING"
+        ),
+        "shardwise.inference.weights": "assign_weights_to_tbe get_table_to_weights_from_tbe",
+    },
     "torchrec.models.dlrm": {
         "shardwise.models": "DLRMTrain DenseArch InteractionArch OverArch SparseArch DLRM",
     },
@@ -35,6 +42,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.embeddings": (
             "BaseEmbeddingConfig EmbeddingBagConfig EmbeddingConfig PoolingType data_type_to_dtype dtype_to_data_type"
         ),
+        "shardwise.quant": "QuantConfig",
     },
     "torchrec.modules.embedding_modules": {
         "shardwise.embeddings": (
@@ -96,11 +104,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.optim.warmup": {
         "shardwise.embeddings": "WarmupOptimizer WarmupPolicy WarmupStage",
     },
+    "torchrec.quant": {
+        "shardwise.quant": "EmbeddingBagCollection",
+    },
+    "torchrec.quant.embedding_modules": {
+        "shardwise.quant": "EmbeddingBagCollection EmbeddingCollection FeatureProcessedEmbeddingBagCollection",
+    },
     "torchrec.sparse.jagged_tensor": {
         "shardwise.jagged": (
-            "ComputeJTDictToKJT ComputeKJTToJTDict JaggedTensor KeyedJaggedTensor KeyedTensor "
-            "flatten_kjt_list jt_is_equal kjt_is_equal permute_multi_embedding regroup_kts "
-            "unflatten_kjt_list"
+            "ComputeJTDictToKJT ComputeKJTToJTDict JaggedTensor KeyedJaggedTensor KeyedTensor flatten_kjt_list "
+            "jt_is_equal kjt_is_equal permute_multi_embedding regroup_kts unflatten_kjt_list"
         ),
     },
     "torchrec.sparse.jagged_tensor_validator": {
