@@ -17,10 +17,12 @@ from shardwise.embeddings import (
     BaseEmbeddingConfig,
     DataType,
     EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
     EmbeddingCollection,
     dtype_to_data_type,
     optimizer_of,
 )
+from shardwise.embeddings.quant import QuantizedCollection
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.cost_model import CostModel
 from shardwise.planner.problem import Choice
@@ -90,12 +92,15 @@ def tables_of_model(
             rows, dim = param.shape
             pooled = weighted = True
             features: tuple[Feature, ...] = (Feature(name),)
+            served = isinstance(one, QuantizedCollection)
+            data_type = _data_type(param)
             if name in known:
                 config, pooled, weighted = known[name]
                 features = tuple(map(Feature, config.feature_names or [config.name]))
+                data_type = config.data_type if served else data_type
             table = ModelTable(
-                name, rows, dim, _data_type(param), features, pooled, weighted, _optimizer(sharder, param), paths[0],
-                ways=ways,
+                name, rows, dim, data_type, features, pooled, weighted, _optimizer(sharder, param), paths[0],
+                served=served, ways=ways,
             )  # fmt: skip
             tables.append(table)
             parameters[table.path] = param
@@ -140,6 +145,10 @@ class OfModel:
 
 def _configs(module: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, bool, bool]]:
     """The configs in a module, each with whether its bags are pooled and whether its ids have weights."""
+    if isinstance(module, QuantizedCollection):
+        pooled = isinstance(module, EmbeddingBagCollectionInterface)
+        for config in module._configs:
+            yield config, pooled, isinstance(module, EmbeddingBagCollectionInterface) and module.is_weighted()
     for one in collections_in(module):
         pooled = isinstance(one, EmbeddingBagCollection)
         weighted = isinstance(one, EmbeddingBagCollection) and one.is_weighted()
