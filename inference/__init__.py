@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .quantize import quantize_embeddings, quantize_inference_model, set_pruning_data
+    from .sharded import shard_quant_model
     from .weights import assign_weights_to_tbe, get_table_to_weights_from_tbe
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "quantize_embeddings",
     "quantize_inference_model",
     "set_pruning_data",
+    "shard_quant_model",
 ]
 
 _HOME = {
@@ -26,6 +28,7 @@ _HOME = {
     "quantize_embeddings": "quantize",
     "quantize_inference_model": "quantize",
     "set_pruning_data": "quantize",
+    "shard_quant_model": "sharded",
 }
 
 

@@ -25,8 +25,9 @@ from shardwise.inference import (
     get_table_to_weights_from_tbe,
     quantize_inference_model,
     set_pruning_data,
+    shard_quant_model,
 )
-from shardwise.inference.sharded import DEFAULT_SHARDERS, shard_quant_model
+from shardwise.inference.sharded import DEFAULT_SHARDERS
 from shardwise.kernels import BoundsCheckMode
 from shardwise.sharding import (
     ShardingEnv,

@@ -85,14 +85,14 @@ def tables_of_model(
         modules[paths[0]] = one
         known = {table.name: (table, pooled, weighted) for table, pooled, weighted in _configs(one)}
         for name, param in sharder.shardable_parameters(one).items():
-            ways = _ways(sharder, param, compute_device, name in may_replicate)
+            served = isinstance(one, QuantizedCollection)
+            ways = _ways(sharder, param, compute_device, name in may_replicate, served=served)
             if param.dim() != 2:
                 replicated.append((paths[0], name))
                 continue
             rows, dim = param.shape
             pooled = weighted = True
             features: tuple[Feature, ...] = (Feature(name),)
-            served = isinstance(one, QuantizedCollection)
             data_type = _data_type(param)
             if name in known:
                 config, pooled, weighted = known[name]
@@ -158,16 +158,17 @@ def _configs(module: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, bool, boo
 
 
 def _ways(
-    sharder: ModuleSharder[Any], param: nn.Parameter, compute_device: str, may_replicate: bool
+    sharder: ModuleSharder[Any], param: nn.Parameter, compute_device: str, may_replicate: bool, *, served: bool
 ) -> tuple[tuple[str, str], ...]:
-    keeps = may_replicate or not param.requires_grad or optimizer_of(param) is not None
+    # a replica of a table that is served would be on one device alone: that of outputs, whatever its memory
+    keeps = may_replicate or not (served or param.requires_grad) or optimizer_of(param) is not None
     is_ours = isinstance(sharder, BaseEmbeddingSharder)
-    served = CAPABILITIES.get(compute_device, {})
+    trains = CAPABILITIES.get(compute_device, {})
     return tuple(
         (kind, kernel)
         for kind in sharder.sharding_types(compute_device)
-        if kind != DATA_PARALLEL or keeps or not is_ours
-        for kernel in (served.get(kind, ()) if is_ours else sharder.compute_kernels(kind, compute_device))
+        if kind != DATA_PARALLEL or keeps or not (is_ours or served)
+        for kernel in (trains.get(kind, ()) if is_ours else sharder.compute_kernels(kind, compute_device))
     )
 
 

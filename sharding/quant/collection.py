@@ -27,7 +27,7 @@ from shardwise.sharding.plan import ParameterSharding
 from .checks import IdCheck
 from .fused_params import bounds_check_mode, bounds_check_of
 from .pieces import byte_span, first_device, here, pieces_of, reachable
-from .storage import ServedTable, ShardedTables, TableValues
+from .storage import Place, ServedTable, ShardedTables, TableValues
 
 # one for all tables, or one for each type of device
 Envs = ShardingEnv | Mapping[str, ShardingEnv]
@@ -187,16 +187,10 @@ class ShardedQuantizedCollection(nn.Module):
         """Make the children, whose buffers are views of the pieces."""
         children = nn.ModuleDict()
         for t, config in enumerate(self._configs):
-            places = self._tables.places[t]
-            devices = dict.fromkeys(place.part.device for place in places)
-            child = children[config.name] = ShardedRows(self._tables.tables[t].table, list(devices))
+            table = self._tables.tables[t].table
+            child = children[config.name] = ShardedRows(table, self._tables.places[t])
             for path, name, _, _, view in self._buffers_of(t):
-                owner: nn.Module = child
-                for step in path.split(".")[:-1]:
-                    if step not in owner._modules:
-                        owner.add_module(step, nn.Module())
-                    owner = owner.get_submodule(step)
-                owner.register_buffer(name, view, persistent=False)
+                child.get_submodule(path.rstrip(".")).register_buffer(name, view, persistent=False)
         self.add_module(self._children_name, children)
 
     def _buffers_of(self, t: int) -> Iterator[tuple[str, str, tuple[int, int], tuple[int, int], Tensor]]:
@@ -274,17 +268,20 @@ class ShardedQuantizedCollection(nn.Module):
 
 
 class ShardedRows(nn.Module):
-    """The pieces of one quantized table as buffers; its collection saves and loads them."""
+    """The pieces of one quantized table as buffers, several in `shards`; its collection saves and loads them."""
 
-    def __init__(self, table: QuantizedTable, devices: Sequence[torch.device]) -> None:
+    def __init__(self, table: QuantizedTable, places: Sequence[Place]) -> None:
         super().__init__()
-        self._table, self._devices = table, list(devices)
+        self._table, self._places = table, places
+        if len(places) > 1:
+            self.shards = nn.ModuleList(PieceOfRows(place) for place in places)
 
     def extra_repr(self) -> str:
-        """Rows, dim, format and devices."""
+        """Rows, dim, format and, of a table in one piece, the device."""
         table = self._table
         ids = "" if table.ids is None else f" for {table.ids} ids"
-        return f"{table.rows}{ids} x {table.dim}, {table.format}, on {', '.join(map(str, self._devices))}"
+        where = f", on {self._places[0].part.device}" if len(self._places) == 1 else ""
+        return f"{table.rows}{ids} x {table.dim}, {table.format}{where}"
 
     def _get_name(self) -> str:
         return "QuantizedRows"
@@ -302,6 +299,19 @@ class ShardedRows(nn.Module):
         known = {prefix + name for name in _names(self._table)}
         if strict:
             unexpected_keys += [name for name in state_dict if name.startswith(prefix) and name not in known]
+
+
+class PieceOfRows(nn.Module):
+    """A piece of a quantized table as buffers."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    def extra_repr(self) -> str:
+        """Rows, columns and device."""
+        (top, bottom), (left, right) = self._place.shard.rows, self._place.shard.cols
+        return f"rows [{top}, {bottom}), columns [{left}, {right}), on {self._place.part.device}"
 
 
 def _names(table: QuantizedTable) -> list[str]:
