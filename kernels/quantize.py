@@ -50,7 +50,9 @@ def quantize_rows_ref(weights: Tensor, format: str, scale_dtype: torch.dtype | N
     low, high = rows.aminmax(dim=1, keepdim=True)
     if kind.levels == 255 and dtype == torch.float32:
         scale = (high - low) / 255
-        numbers = torch.round((rows - low) * (255 / (high - low + _EPSILON)))
+        span = high - low + _EPSILON
+        # a number over a tensor would be the number times the reciprocal: rounded twice
+        numbers = torch.round((rows - low) * (torch.full_like(span, 255.0) / span))
         return numbers.to(torch.uint8), torch.cat([scale, low], 1)
     covers = kind.levels == 255
     bias = _half_towards(low, -1) if covers else low.to(dtype)
