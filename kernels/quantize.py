@@ -83,7 +83,7 @@ def _unpack(payload: Tensor, kind: RowFormat) -> Tensor:
     if per_byte == 1:
         return payload
     places = [(payload >> (place * kind.bits)) & kind.levels for place in range(per_byte)]
-    return torch.stack(places, 2).view(payload.shape[0], -1)
+    return torch.stack(places, 2).view(payload.shape[0], payload.shape[1] * per_byte)
 
 
 def quantize_rows(weights: Tensor, format: str, scale_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

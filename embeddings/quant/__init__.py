@@ -2,24 +2,35 @@
 
 from .bag_collection import EmbeddingBagCollection, FeatureProcessedEmbeddingBagCollection
 from .collection import QuantizedCollection, QuantizedRows
+from .fbgemm_rows import FUSED_8BIT, FUSED_NBIT, INFERENCE, FusedLayout, fuse_rows, inference_layout, split_rows
 from .formats import QuantConfig, quantized_data_type, table_format
 from .pruning import set_pruning_data
 from .sequence_collection import EmbeddingCollection
 from .table_weights import TableWeights, quantized_rows
 from .tables import QuantizedTable, QuantizedTables
+from .torchrec_state import load_torchrec_state_dict, torchrec_state_dict
 
 __all__ = [
+    "FUSED_8BIT",
+    "FUSED_NBIT",
+    "INFERENCE",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
     "FeatureProcessedEmbeddingBagCollection",
+    "FusedLayout",
     "QuantConfig",
     "QuantizedCollection",
     "QuantizedRows",
     "QuantizedTable",
     "QuantizedTables",
     "TableWeights",
+    "fuse_rows",
+    "inference_layout",
+    "load_torchrec_state_dict",
     "quantized_data_type",
     "quantized_rows",
     "set_pruning_data",
+    "split_rows",
     "table_format",
+    "torchrec_state_dict",
 ]
