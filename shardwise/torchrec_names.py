@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from .torchrec_names_distributed import DISTRIBUTED
 
-__all__ = ["TABLE"]
+__all__ = ["FBGEMM", "TABLE"]
 
 # our module, or the module of TorchRec that defines the names: `theirs=ours` where ours has another
 NAMES: Mapping[str, Mapping[str, str]] = {
@@ -24,6 +24,13 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.datasets.utils": {
         "shardwise.data": "Batch",
     },
+    "torchrec.inference.modules": {
+        "shardwise.inference.quantize": (
+            "quantize_embeddings quantize_feature quantize_inference_model set_pruning_data "
+            "trim_torch_package_prefix_from_typename DEFAULT_QUANTIZATION_DTYPE DEFAULT_QUANT_MAPPING"
+        ),
+        "shardwise.inference.weights": "assign_weights_to_tbe get_table_to_weights_from_tbe",
+    },
     "torchrec.models.dlrm": {
         "shardwise.models": "DLRMTrain DenseArch InteractionArch OverArch SparseArch DLRM",
     },
@@ -35,6 +42,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.embeddings": (
             "BaseEmbeddingConfig EmbeddingBagConfig EmbeddingConfig PoolingType data_type_to_dtype dtype_to_data_type"
         ),
+        "shardwise.quant": "QuantConfig",
     },
     "torchrec.modules.embedding_modules": {
         "shardwise.embeddings": (
@@ -96,11 +104,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.optim.warmup": {
         "shardwise.embeddings": "WarmupOptimizer WarmupPolicy WarmupStage",
     },
+    "torchrec.quant": {
+        "shardwise.quant": "EmbeddingBagCollection",
+    },
+    "torchrec.quant.embedding_modules": {
+        "shardwise.quant": "EmbeddingBagCollection EmbeddingCollection FeatureProcessedEmbeddingBagCollection",
+    },
     "torchrec.sparse.jagged_tensor": {
         "shardwise.jagged": (
-            "ComputeJTDictToKJT ComputeKJTToJTDict JaggedTensor KeyedJaggedTensor KeyedTensor "
-            "flatten_kjt_list jt_is_equal kjt_is_equal permute_multi_embedding regroup_kts "
-            "unflatten_kjt_list"
+            "ComputeJTDictToKJT ComputeKJTToJTDict JaggedTensor KeyedJaggedTensor KeyedTensor flatten_kjt_list "
+            "jt_is_equal kjt_is_equal permute_multi_embedding regroup_kts unflatten_kjt_list"
         ),
     },
     "torchrec.sparse.jagged_tensor_validator": {
@@ -114,6 +127,24 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.types": {
         "shardwise.embeddings": "DataType",
+    },
+}
+
+# of FBGEMM what TorchRec's programs import, for machines without it
+FBGEMM_NAMES: Mapping[str, Mapping[str, str]] = {
+    "fbgemm_gpu.split_embedding_configs": {
+        "shardwise.embeddings.fbgemm_types": "EmbOptimType SparseType",
+    },
+    "fbgemm_gpu.split_table_batched_embeddings_ops_common": {
+        "shardwise.embeddings.fbgemm_types": "CacheAlgorithm EmbeddingLocation MultiPassPrefetchConfig PoolingMode",
+        "shardwise.kernels.bounds": "BoundsCheckMode",
+    },
+    "fbgemm_gpu.split_table_batched_embeddings_ops_training": {
+        "fbgemm_gpu.split_embedding_configs": "SparseType OptimType=EmbOptimType",
+        "fbgemm_gpu.split_table_batched_embeddings_ops_common": (
+            "BoundsCheckMode CacheAlgorithm EmbeddingLocation MultiPassPrefetchConfig PoolingMode"
+        ),
+        "shardwise.embeddings": "WeightDecayMode",
     },
 }
 
@@ -136,3 +167,4 @@ def _table(names: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
 
 # TorchRec's module -> its name -> where ours is, as module:name
 TABLE: Mapping[str, Mapping[str, str]] = _table(NAMES)
+FBGEMM: Mapping[str, Mapping[str, str]] = _table(FBGEMM_NAMES)

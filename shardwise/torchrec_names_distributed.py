@@ -33,8 +33,8 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.dist_data": {
         "shardwise.sharding.dist_data": (
-            "JaggedTensorAllToAll KJTAllToAll KJTAllToAllSplitsAwaitable KJTAllToAllTensorsAwaitable "
-            "KJTOneToAll SplitsAllToAllAwaitable TensorAllToAll"
+            "JaggedTensorAllToAll KJTAllToAll KJTAllToAllSplitsAwaitable KJTAllToAllTensorsAwaitable KJTOneToAll "
+            "SplitsAllToAllAwaitable TensorAllToAll"
         ),
         "shardwise.sharding.pooled_dist": (
             "EmbeddingsAllToOne EmbeddingsAllToOneReduce PooledEmbeddingsAllGather PooledEmbeddingsAllToAll "
@@ -111,8 +111,8 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.planner.planners": {
         "shardwise.sharding.planning.planners": "EmbeddingPlannerBase EmbeddingShardingPlanner",
         "shardwise.sharding.planning.options": (
-            "extract_plan to_sharding_plan validate_compute_kernels "
-            "validate_modules_inclusion_in_sharding_plan validate_rank_assignment"
+            "extract_plan to_sharding_plan validate_compute_kernels validate_modules_inclusion_in_sharding_plan "
+            "validate_rank_assignment"
         ),
     },
     "torchrec.distributed.planner.proposers": {
@@ -140,18 +140,18 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.types": "ShardingPlan",
         "shardwise.planner.types": (
             "BasicCommsBandwidths CacheStatistics CollectiveType CriticalPathEstimate CustomTopologyData "
-            "DeviceHardware Enumerator GeneralizedCommsBandwidth HardwareConfig KernelConfig "
-            "ParameterConstraints PartitionByType Partitioner Perf PerfModel PipelineType PlanDebugStats "
-            "PlanLoader PlannerError PlannerErrorType Proposer Shard ShardEstimator SharderData "
-            "ShardingOption Stats Storage StorageReservation Topology TopologyConfigBase TopologyFactory "
-            "TrainerConfig hash_planner_context_inputs hash_planner_context_inputs_str hash_sha256_str "
-            "hash_sha256_to_int round_to_nearest"
+            "DeviceHardware Enumerator GeneralizedCommsBandwidth HardwareConfig KernelConfig ParameterConstraints "
+            "PartitionByType Partitioner Perf PerfModel PipelineType PlanDebugStats PlanLoader PlannerError "
+            "PlannerErrorType Proposer Shard ShardEstimator SharderData ShardingOption Stats Storage "
+            "StorageReservation Topology TopologyConfigBase TopologyFactory TrainerConfig "
+            "hash_planner_context_inputs hash_planner_context_inputs_str hash_sha256_str hash_sha256_to_int "
+            "round_to_nearest"
         ),
     },
     "torchrec.distributed.planner.utils": {
         "shardwise.planner.utils": (
-            "BinarySearchPredicate LuusJaakolaSearch bytes_to_gb bytes_to_mb gb_to_bytes mb_to_bytes "
-            "placement prod reset_shard_rank sharder_name storage_repr_in_gb"
+            "BinarySearchPredicate LuusJaakolaSearch bytes_to_gb bytes_to_mb gb_to_bytes mb_to_bytes placement prod "
+            "reset_shard_rank sharder_name storage_repr_in_gb"
         ),
     },
     "torchrec.distributed.shard": {
@@ -160,8 +160,8 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.sharding_plan": {
         "shardwise.sharding.generators": (
             "apply_to_all calculate_shard_sizes_and_offsets column_wise construct_module_sharding_plan "
-            "data_parallel get_module_to_default_sharders get_sharding_constructor_from_type grid_shard "
-            "placement placement_helper row_wise table_row_wise table_wise"
+            "data_parallel get_module_to_default_sharders get_sharding_constructor_from_type grid_shard placement "
+            "placement_helper row_wise table_row_wise table_wise"
         ),
         "shardwise.sharding.sharders": "get_default_sharders",
         "torchrec.distributed.embeddingbag": "EmbeddingBagCollectionSharder",
