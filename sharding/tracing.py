@@ -33,7 +33,7 @@ class Tracer(fx.Tracer):
         return ours or named or super().is_leaf_module(m, module_qualified_name)
 
     def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """The graph of `root`; that of a `DistributedModelParallel` is of the model inside, which no wrapper watches."""
+        """The graph of `root`; that of a `DistributedModelParallel` is of the model inside, without its wrappers."""
         if not isinstance(root, DistributedModelParallel):
             return super().trace(root, concrete_args)
         inside = next(path for path, module in root.named_modules() if module is root.module)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import Net, batch_of, dense_optimizer, plain_loop, same, sharded, state_of
+from pipeline_models import batch_of, dense_optimizer, plain_loop, sharded
 from ranks import run_ranks
 from torch import Tensor, fx, nn
 
-from shardwise import DistributedModelParallel, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from shardwise.sharding.pipeline import TrainPipelineSparseDist
 from shardwise.sharding.pipeline.arguments import ArgInfo, ArgInfoStepFactory, CallArgs
 from shardwise.sharding.pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
@@ -115,7 +115,9 @@ def by_hand(kind: str, steps: int) -> tuple[bool, str]:
         args[path], found = helper.get_node_args(node)
         assert found == 1
     forwards: dict[str, Any] = {}
-    make = {one.__name__: one for one in (PipelinedForward, PrefetchPipelinedForward, PrefetchEmbeddingPipelinedForward)}
+    make = {
+        one.__name__: one for one in (PipelinedForward, PrefetchPipelinedForward, PrefetchEmbeddingPipelinedForward)
+    }
     for path, module in collections.items():
         forwards[path] = module.forward = make[kind](path, args[path], module, context)
     optimizer = dense_optimizer(model)
@@ -163,4 +165,6 @@ def test_the_context_type_of_the_pipeline_itself_is_no_reason_to_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = nn.Linear(1, 1)
-        TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), 0.1), "cpu", True, False, TrainPipelineContext)
+        TrainPipelineSparseDist(
+            model, torch.optim.SGD(model.parameters(), 0.1), "cpu", True, False, TrainPipelineContext
+        )

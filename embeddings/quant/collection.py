@@ -79,7 +79,7 @@ _WARNED: set[str] = set()
 def _warn_once(message: str) -> None:
     if message not in _WARNED:
         _WARNED.add(message)
-        warnings.warn(message, stacklevel=6)
+        warnings.warn(message, stacklevel=5)
 
 
 class QuantizedCollection(nn.Module):
@@ -163,7 +163,8 @@ class QuantizedCollection(nn.Module):
 
         Raises:
             KeyError: a table is missing.
-            ValueError: payload or scales have another shape or dtype than the table; names it.
+            ValueError: payload or scales have another shape or dtype than the table, or it is pruned and on meta; names
+                it.
         """
         if missing := [config.name for config in self._configs if config.name not in weights]:
             raise KeyError(f"no weights for tables {missing}")
@@ -180,6 +181,8 @@ class QuantizedCollection(nn.Module):
             given[t] = payload, scales_as(scales, table, group.scales.dtype)
         first = next(iter(given.values()))[0] if given else None
         if first is not None and self.device.type == "meta" and first.device.type != "meta":
+            if pruned := [table.name for group in self._groups if group.is_pruned for table in group.tables]:
+                raise ValueError(f"tables {pruned} are pruned: load a state dict, which has their index remapping")
             self.to_empty(device=first.device)
         for t, (payload, scales) in given.items():
             group, number = homes[t]

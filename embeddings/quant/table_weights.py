@@ -41,16 +41,19 @@ def quantized_rows(
         row = int(finite.logical_not().nonzero()[0, 0])
         raise ValueError(f"table {name!r}: row {row} has values that are not finite; it cannot be quantized")
     if kind.parts:
-        fits, what, way_out = scales.isfinite().all(dim=1), f"{scales.dtype} scales", "ask for float32 scales"
+        fits, what = scales.isfinite().all(dim=1), f"{scales.dtype} scales"
     elif format in _LARGEST:
         fits = rows.abs().amax(dim=1).float() <= torch.finfo(_LARGEST[format]).max
-        what, way_out = format, "choose another dtype for this table"
+        what = format
     else:
         return payload, scales
     if not bool(fits.all()):
         row = int(fits.logical_not().nonzero()[0, 0])
         largest = float(rows[row].abs().max())
-        raise ValueError(f"table {name!r}: row {row} reaches {largest:g}, too large for {what}: {way_out}")
+        raise ValueError(
+            f"table {name!r}: row {row} reaches {largest:g}, too large for {what}: choose another dtype for"
+            " this table, bfloat16 say"
+        )
     return payload, scales
 
 
