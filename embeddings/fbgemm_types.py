@@ -168,4 +168,4 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
     """
     if pooling_type is PoolingType.NONE:
         raise ValueError(f"pooling {pooling_type} has no mode of torch.nn.EmbeddingBag")
-    return pooling_type.value.lower()
+    return str(pooling_type.value).lower()
