@@ -311,9 +311,14 @@ class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Sharders of collections, `FusedEmbeddingCollection` included (TorchRec leaves it out); towers need their own."""
+    """Sharders of collections, trained and quantized ones, more than TorchRec's; towers need their own."""
     # here, as it derives from what this file has
     from .nested import FeatureProcessedEmbeddingBagCollectionSharder
+    from .quant import (
+        QuantEmbeddingBagCollectionSharder,
+        QuantEmbeddingCollectionSharder,
+        QuantFeatureProcessedEmbeddingBagCollectionSharder,
+    )
 
     return [
         EmbeddingBagCollectionSharder(),
@@ -321,6 +326,9 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         FusedEmbeddingBagCollectionSharder(),
         FusedEmbeddingCollectionSharder(),
         FeatureProcessedEmbeddingBagCollectionSharder(),
+        QuantEmbeddingBagCollectionSharder(),
+        QuantEmbeddingCollectionSharder(),
+        QuantFeatureProcessedEmbeddingBagCollectionSharder(),
     ]
 
 
