@@ -141,7 +141,7 @@ class DLRM(nn.Module):
                 f"got {list(dense_arch_layer_sizes)}"
             )
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
-        self.inter_arch = InteractionArch(features).to(dense_device)
+        self.inter_arch: nn.Module = InteractionArch(features).to(dense_device)
         self.over_arch = OverArch(dim + features * (features + 1) // 2, over_arch_layer_sizes, device=dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
