@@ -32,7 +32,7 @@ from .collection import ShardedCollection
 from .env import ShardingEnv
 from .held import Mark
 from .layout import CAPABILITIES, Shard, TableOptions
-from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedFusedEmbeddingBagCollection
 from .plan import (
     SERVED_KERNELS,
     EmbeddingComputeKernel,
@@ -205,8 +205,10 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         *,
         dedup: bool = False,
     ) -> ShardedCollection:
-        pooled = isinstance(module, EmbeddingBagCollection)
-        make: Any = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
+        make: Any = ShardedEmbeddingCollection
+        if isinstance(module, EmbeddingBagCollection):
+            fused = isinstance(module, FusedEmbeddingBagCollection)
+            make = ShardedFusedEmbeddingBagCollection if fused else ShardedEmbeddingBagCollection
         made: ShardedCollection = make(
             module, shards, env, device,
             default_optimizer=self._default_optimizer, options=dict(options), codecs=self.qcomm_codecs_registry,
@@ -293,6 +295,11 @@ class FusedEmbeddingBagCollectionSharder(_BringsOptimizer[FusedEmbeddingBagColle
         """`FusedEmbeddingBagCollection`."""
         return FusedEmbeddingBagCollection
 
+    @property
+    def sharded_module_type(self) -> type[ShardedFusedEmbeddingBagCollection]:
+        """`ShardedFusedEmbeddingBagCollection`."""
+        return ShardedFusedEmbeddingBagCollection
+
 
 class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]):
     """The sharder of `FusedEmbeddingCollection`, which brings its optimizer: `fused_params` raise ValueError."""
@@ -304,9 +311,14 @@ class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Sharders of collections, `FusedEmbeddingCollection` included (TorchRec leaves it out); towers need their own."""
+    """Sharders of collections, trained and quantized ones, more than TorchRec's; towers need their own."""
     # here, as it derives from what this file has
     from .nested import FeatureProcessedEmbeddingBagCollectionSharder
+    from .quant import (
+        QuantEmbeddingBagCollectionSharder,
+        QuantEmbeddingCollectionSharder,
+        QuantFeatureProcessedEmbeddingBagCollectionSharder,
+    )
 
     return [
         EmbeddingBagCollectionSharder(),
@@ -314,6 +326,9 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         FusedEmbeddingBagCollectionSharder(),
         FusedEmbeddingCollectionSharder(),
         FeatureProcessedEmbeddingBagCollectionSharder(),
+        QuantEmbeddingBagCollectionSharder(),
+        QuantEmbeddingCollectionSharder(),
+        QuantFeatureProcessedEmbeddingBagCollectionSharder(),
     ]
 
 
