@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, next_power_of_2, register, runs_kernel, tl, triton
+from ._op import INTERPRETED, launch_options, next_power_of_2, register, runs_kernel, tl, triton
 from .row_formats import RowFormat, row_format
 from .row_numbers import UNFUSED, paired, row_scales, row_values
 
@@ -279,7 +279,7 @@ def _quantize_rows(weights: Tensor, format: str, scale_dtype: torch.dtype) -> tu
         block_r = max(1, _TILE // block_d)
         _quantize_rows_kernel[(triton.cdiv(rows, block_r),)](
             weights.contiguous(), payload, scales, rows, dim, kind.row_bytes(dim),
-            kind.bits, kind.parts, FP8_MAX, _EPSILON, block_r, block_d, block_q, **UNFUSED,
+            kind.bits, kind.parts, FP8_MAX, _EPSILON, block_r, block_d, block_q, **launch_options(4, 96), **UNFUSED,
         )  # fmt: skip
     return payload, scales
 
