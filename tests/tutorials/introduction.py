@@ -54,9 +54,7 @@ pooled_embeddings = model(mb)
 print(pooled_embeddings)
 
 # what the tutorial says of the numbers, computed by hand
-weights = {
-    name.split(".")[-2]: value.local_shards()[0].tensor.cpu() for name, value in model.state_dict().items()
-}
+weights = {name.split(".")[-2]: value.local_shards()[0].tensor.cpu() for name, value in model.state_dict().items()}
 product, user = weights["product_table"], weights["user_table"]
 expected = torch.cat(
     [
