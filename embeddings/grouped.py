@@ -7,7 +7,6 @@ Shapes: per group a KJT of its features, B samples each, and what it found: pool
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Protocol, TypeVar
 
 import torch
@@ -107,8 +106,12 @@ def rows_by_name(
             lengths, sizes = own_lengths(features, picked), picked.length_per_key()
         else:
             per_id, lengths, sizes = expand_bags(picked, per_id, inverse_of(features, picked.keys()))
-        ends = list(accumulate(sizes, initial=0))
+        if picked.capacity() is not None:
+            # what is past the last bag is nobody's
+            sizes = [*sizes, per_id[0].shape[0] - sum(sizes)]
+        # not slices: torch.export cannot tell that sizes it does not know lie within the tensor
+        split = [torch.split_with_sizes(tensor, sizes) for tensor in per_id]
         for number, name in enumerate(name for t in tables for name in names_by_table[t]):
-            values, *ids = [tensor[ends[number] : ends[number + 1]] for tensor in per_id]
+            values, *ids = [pieces[number] for pieces in split]
             by_name[name] = JaggedTensor(values, weights=ids[0] if ids else None, lengths=lengths[number])
     return {name: by_name[name] for names in names_by_table for name in names}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwise.embeddings import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from shardwise.jagged import KeyedJaggedTensor
 
+from .quantize import quantize_feature
 from .signature import Signature
 from .tracing import Call
 
@@ -140,12 +141,6 @@ def quantize_dense(
             child.half()
             child.register_forward_pre_hook(quantize_feature)
     return predict_module
-
-
-def quantize_feature(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A pre-hook of a forward: its fp32 and fp64 tensors as fp16."""
-    floats = (torch.float32, torch.float64)
-    return tuple(one.half() if isinstance(one, Tensor) and one.dtype in floats else one for one in inputs)
 
 
 def parts_of(

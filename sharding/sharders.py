@@ -32,7 +32,7 @@ from .collection import ShardedCollection
 from .env import ShardingEnv
 from .held import Mark
 from .layout import CAPABILITIES, Shard, TableOptions
-from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedFusedEmbeddingBagCollection
 from .plan import (
     SERVED_KERNELS,
     EmbeddingComputeKernel,
@@ -205,8 +205,10 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         *,
         dedup: bool = False,
     ) -> ShardedCollection:
-        pooled = isinstance(module, EmbeddingBagCollection)
-        make: Any = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
+        make: Any = ShardedEmbeddingCollection
+        if isinstance(module, EmbeddingBagCollection):
+            fused = isinstance(module, FusedEmbeddingBagCollection)
+            make = ShardedFusedEmbeddingBagCollection if fused else ShardedEmbeddingBagCollection
         made: ShardedCollection = make(
             module, shards, env, device,
             default_optimizer=self._default_optimizer, options=dict(options), codecs=self.qcomm_codecs_registry,
@@ -292,6 +294,11 @@ class FusedEmbeddingBagCollectionSharder(_BringsOptimizer[FusedEmbeddingBagColle
     def module_type(self) -> type[FusedEmbeddingBagCollection]:
         """`FusedEmbeddingBagCollection`."""
         return FusedEmbeddingBagCollection
+
+    @property
+    def sharded_module_type(self) -> type[ShardedFusedEmbeddingBagCollection]:
+        """`ShardedFusedEmbeddingBagCollection`."""
+        return ShardedFusedEmbeddingBagCollection
 
 
 class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]):

@@ -126,9 +126,9 @@ class Finder(MetaPathFinder, Loader):
         module.path = self._theirs(spec.name) or spec.name
         module.__doc__ = f"What shardwise has of {module.path}."
         # for `from module import *`
-        module.__all__ = sorted(_NAMES.get(module.path, {}))  # type: ignore[attr-defined]
+        module.__all__ = sorted(_NAMES.get(module.path, {}))
         if module.path == "torchrec":
-            module.__version__ = SERVED_VERSION  # type: ignore[attr-defined]
+            module.__version__ = SERVED_VERSION
         return module
 
     def exec_module(self, module: ModuleType) -> None:

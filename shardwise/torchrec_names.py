@@ -20,9 +20,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "torchrec.types": "DataType",
         "torchrec.modules.embedding_configs": "EmbeddingBagConfig EmbeddingConfig PoolingType",
         "torchrec.modules.embedding_modules": "EmbeddingBagCollection EmbeddingCollection",
+        "shardwise.embeddings": "EmbeddingBagCollectionInterface",
     },
     "torchrec.datasets.utils": {
         "shardwise.data": "Batch",
+    },
+    "torchrec.fx": {
+        "shardwise.sharding.tracing": "Tracer symbolic_trace",
+    },
+    "torchrec.fx.tracer": {
+        "shardwise.sharding.tracing": "Tracer symbolic_trace",
     },
     "torchrec.inference.modules": {
         "shardwise.inference.quantize": (
@@ -43,6 +50,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "BaseEmbeddingConfig EmbeddingBagConfig EmbeddingConfig PoolingType data_type_to_dtype dtype_to_data_type"
         ),
         "shardwise.quant": "QuantConfig",
+        "shardwise.embeddings.config": "EmbeddingTableConfig",
+        "shardwise.embeddings.fbgemm_types": (
+            "data_type_to_sparse_type pooling_type_to_pooling_mode pooling_type_to_str"
+        ),
     },
     "torchrec.modules.embedding_modules": {
         "shardwise.embeddings": (

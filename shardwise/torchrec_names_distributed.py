@@ -13,6 +13,11 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.types": "Awaitable ModuleSharder NoWait ParameterSharding ShardingEnv",
         "torchrec.distributed.comm": "get_local_rank get_local_size",
         "torchrec.distributed.utils": "get_unsharded_module_names sharded_model_copy",
+        "torch.distributed._shard.sharded_tensor": "ShardedTensor",
+        "shardwise.sharding.pipeline": (
+            "DataLoadingThread EvalPipelineSparseDist PrefetchTrainPipelineSparseDist TrainPipeline "
+            "TrainPipelineBase TrainPipelineSparseDist"
+        ),
     },
     "torchrec.distributed.collective_utils": {
         "shardwise.sharding.collective_utils": "invoke_on_rank_and_broadcast_result is_leader run_on_leader",
@@ -30,6 +35,9 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
             "reduce_scatter_v_per_feature_pooled reduce_scatter_v_pooled set_gradient_division "
             "set_use_sync_collectives torchrec_use_sync_collectives variable_batch_alltoall_pooled"
         ),
+    },
+    "torchrec.distributed.composable.table_batched_embedding_slice": {
+        "shardwise.embeddings.table_slice": "TableBatchedEmbeddingSlice",
     },
     "torchrec.distributed.dist_data": {
         "shardwise.sharding.dist_data": (
@@ -61,11 +69,12 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.embedding_types": {
         "shardwise.sharding.plan": "EmbeddingComputeKernel",
         "shardwise.sharding.sharders": "BaseEmbeddingSharder",
+        "shardwise.embeddings.config": "EmbeddingTableConfig",
     },
     "torchrec.distributed.embeddingbag": {
         "shardwise.sharding.sharders": "EmbeddingBagCollectionSharder",
         "shardwise.sharding.embedding_bag": "EmbeddingBagSharder ShardedEmbeddingBag",
-        "shardwise.sharding.modules": "EmbeddingBagCollectionAwaitable ShardedEmbeddingBagCollection",
+        "shardwise.sharding.modules": "EmbeddingBagCollectionAwaitable ShardedEmbeddingBagCollection logger",
     },
     "torchrec.distributed.fbgemm_qcomm_codec": {
         "shardwise.sharding.qcomms": "CommType QCommsConfig get_qcomm_codecs get_qcomm_codecs_registry",
@@ -80,6 +89,10 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.fused_embeddingbag": {
         "shardwise.sharding.sharders": "FusedEmbeddingBagCollectionSharder",
+        "shardwise.sharding.modules": "ShardedFusedEmbeddingBagCollection",
+    },
+    "torchrec.distributed.global_settings": {
+        "shardwise.sharding.global_settings": "get_propogate_device set_propogate_device",
     },
     "torchrec.distributed.model_parallel": {
         "shardwise.sharding.dmp": "DistributedModelParallel",
@@ -157,11 +170,15 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.shard": {
         "shardwise.sharding.composable": "shard shard_modules",
     },
+    "torchrec.distributed.sharding.dynamic_sharding": {
+        "shardwise.sharding.plan_delta": "output_sharding_plan_delta_single output_sharding_plans_delta",
+    },
     "torchrec.distributed.sharding_plan": {
         "shardwise.sharding.generators": (
-            "apply_to_all calculate_shard_sizes_and_offsets column_wise construct_module_sharding_plan "
-            "data_parallel get_module_to_default_sharders get_sharding_constructor_from_type grid_shard placement "
-            "placement_helper row_wise table_row_wise table_wise"
+            "ParameterShardingGenerator apply_to_all calculate_shard_sizes_and_offsets column_wise "
+            "construct_module_sharding_plan data_parallel get_module_to_default_sharders "
+            "get_sharding_constructor_from_type grid_shard placement placement_helper row_wise table_row_wise "
+            "table_wise"
         ),
         "shardwise.sharding.sharders": "get_default_sharders",
         "torchrec.distributed.embeddingbag": "EmbeddingBagCollectionSharder",
@@ -183,8 +200,24 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.train_pipeline.gradient_accumulation": {
         "shardwise.sharding.accumulation": "GradientAccumulationConfig GradientAccumulationWrapper",
     },
+    "torchrec.distributed.train_pipeline.pipeline_context": {
+        "shardwise.sharding.pipeline.contexts": "PrefetchTrainPipelineContext TrainPipelineContext",
+    },
     "torchrec.distributed.train_pipeline.pipeline_stage": {
         "shardwise.sharding.pipeline": "PipelineStage SparseDataDistUtil",
+    },
+    "torchrec.distributed.train_pipeline.runtime_forwards": {
+        "shardwise.sharding.pipeline.forwards": (
+            "BaseForward PipelinedForward PrefetchEmbeddingPipelinedForward PrefetchPipelinedForward"
+        ),
+    },
+    "torchrec.distributed.train_pipeline.tracing": {
+        "shardwise.sharding.pipeline.arguments": (
+            "ArgInfo ArgInfoStepFactory CallArgs DictArgInfoStep GetAttrArgInfoStep GetItemArgInfoStep "
+            "ListArgInfoStep NoopArgInfoStep PostprocArgInfoStep ScalarArgInfoStep"
+        ),
+        "shardwise.sharding.pipeline.node_arguments": "NodeArgsHelper",
+        "shardwise.sharding.tracing": "Tracer",
     },
     "torchrec.distributed.train_pipeline.train_pipelines": {
         "shardwise.sharding.pipeline": (
@@ -192,8 +225,12 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
             "TrainPipelineBase TrainPipelineSparseDist"
         ),
     },
+    "torchrec.distributed.train_pipeline.types": {
+        "shardwise.sharding.pipeline.arguments": "ArgInfo BaseArgInfoStep CallArgs",
+    },
     "torchrec.distributed.train_pipeline.utils": {
         "shardwise.sharding.pipeline": "DataLoadingThread",
+        "shardwise.sharding.pipeline.contexts": "TrainPipelineContext",
     },
     "torchrec.distributed.types": {
         "shardwise.kernels.bounds": "BoundsCheckMode",
@@ -208,8 +245,20 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         ),
         "shardwise.sharding.qcomms": "CommOp NoOpQuantizedCommCodec QuantizedCommCodec QuantizedCommCodecs",
         "shardwise.sharding.dmp_collection": "DMPCollectionConfig",
+        "torch.distributed._shard.sharded_tensor": "ShardedTensor",
+        "torch.distributed._shard.metadata": "ShardMetadata",
+        "torch.distributed._shard.sharding_spec": "EnumerableShardingSpec",
+        "shardwise.embeddings.fbgemm_types": "CacheAlgorithm MultiPassPrefetchConfig",
+        "shardwise.sharding.key_value": "KeyValueParams",
+        "shardwise.sharding.bucket_metadata": "ShardingBucketMetadata",
+        "shardwise.sharding.generators": "ParameterShardingGenerator",
     },
     "torchrec.distributed.utils": {
-        "shardwise.sharding.unwrap": "copy_to_device get_unsharded_module_names sharded_model_copy",
+        "shardwise.sharding.unwrap": "CopyableMixin copy_to_device get_unsharded_module_names sharded_model_copy",
+        "shardwise.sharding.fused_params": (
+            "add_params_from_parameter_sharding convert_to_fbgemm_types merge_fused_params"
+        ),
+        "shardwise.sharding.bucket_metadata": "get_bucket_metadata_from_shard_metadata",
+        "shardwise.embeddings.table_bytes": "weights_bytes_in_emb_kernel",
     },
 }

@@ -247,10 +247,10 @@ def test_quantize_embeddings_replaces_what_it_is_asked_to() -> None:
 
 
 BAD_ROWS: list[tuple[torch.dtype, float, str]] = [
-    (torch.int8, float("nan"), "table 'b': row 4 has values that are not finite"),
-    (torch.float32, float("inf"), "table 'b': row 4 has values that are not finite"),
-    (torch.int8, -1e6, "table 'b': row 4 reaches 1e.06, too large for torch.float16 scales: choose another dtype"),
-    (torch.float16, -1e5, "table 'b': row 4 reaches 100000, too large for fp16: choose another dtype"),
+    (torch.int8, float("nan"), "table 'b': row 4 is not finite, nan in column 2"),
+    (torch.float32, float("inf"), "table 'b': row 4 is not finite, inf in column 2"),
+    (torch.int8, -1e6, "table 'b': row 4 reaches from -1e.06 to .*, more than fp16 scales hold: scale_dtype=torch.flo"),
+    (torch.float16, -1e5, "table 'b': row 4 reaches from -100000 to .*, more than fp16 rows hold: take bf16"),
 ]
 
 
@@ -264,12 +264,20 @@ def test_rows_that_cannot_be_stored_are_named_and_nothing_is_replaced(
     with pytest.raises(ValueError, match=said):
         quantize_inference_model(model, quantization_dtype=dtype)
     assert type(model[0]) is EmbeddingBagCollection
+    if value == -1e6:
+        for scales in (torch.float32, {"b": torch.float32}):
+            made = quantize_inference_model(copy.deepcopy(model[0]), scale_dtype=scales)
+            assert isinstance(made, quant.EmbeddingBagCollection)
+            step = 1e6 / 255
+            assert (values_of(made)["b"] - weight(model[0], "b")).abs().max() <= 0.51 * step
 
 
 def test_what_is_asked_for_in_vain_is_refused() -> None:
     net = Net()
     with pytest.raises(ValueError, match=r"names tables that are not quantized: \['x'\]; there are \['a', 'b', 'c',"):
         quantize_inference_model(net, per_table_weight_dtype={"x": torch.int8})
+    with pytest.raises(ValueError, match=r"scale_dtype names tables that are not quantized: \['x'\]"):
+        quantize_inference_model(net, scale_dtype={"x": torch.float32})
     with pytest.raises(ValueError, match="table 'a': tables are quantized to int8, .*, not to torch.int64"):
         quantize_inference_model(net, quantization_dtype=torch.int64)
     assert type(net.bags) is EmbeddingBagCollection

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings.collection import pick_features
+from shardwise.embeddings.grouped import pick_features
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 

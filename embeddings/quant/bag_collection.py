@@ -123,7 +123,10 @@ class EmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterfac
         asked = conversion_of(
             module, module.embedding_bag_configs(), use_precomputed_fake_quant=use_precomputed_fake_quant
         )
-        made = cls(asked.configs, module.is_weighted(), module.device, asked.output_dtype, policy=module._policy)
+        made = cls(
+            asked.configs, module.is_weighted(), module.device, asked.output_dtype,
+            scale_dtype=asked.scale_dtype, policy=module._policy,
+        )  # fmt: skip
         return fill_from(made, module, asked)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -205,8 +208,9 @@ class FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection):
             module, bags.embedding_bag_configs(), use_precomputed_fake_quant=use_precomputed_fake_quant
         )
         made = cls(
-            asked.configs, True, bags.device, asked.output_dtype, feature_processor=processors, policy=bags._policy
-        )
+            asked.configs, True, bags.device, asked.output_dtype, feature_processor=processors,
+            scale_dtype=asked.scale_dtype, policy=bags._policy,
+        )  # fmt: skip
         return fill_from(made, bags, asked)
 
     def _get_name(self) -> str:

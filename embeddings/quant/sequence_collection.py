@@ -93,7 +93,10 @@ class EmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
         check_float_module(cls, module, FloatEmbeddingCollection)
         assert isinstance(module, FloatEmbeddingCollection)
         asked = conversion_of(module, module.embedding_configs(), use_precomputed_fake_quant=use_precomputed_fake_quant)
-        made = cls(asked.configs, module.device, module.need_indices(), asked.output_dtype, policy=module._policy)
+        made = cls(
+            asked.configs, module.device, module.need_indices(), asked.output_dtype,
+            scale_dtype=asked.scale_dtype, policy=module._policy,
+        )  # fmt: skip
         return fill_from(made, module, asked)
 
     def need_indices(self) -> bool:

@@ -1,4 +1,4 @@
-"""The snippet of TorchRec 1.0's announcement: jagged tensors, planning, sharding, quantizing, sharding for inference."""
+"""The snippet of TorchRec 1.0's announcement: jagged tensors, a plan, sharding, quantizing, serving."""
 
 import os
 

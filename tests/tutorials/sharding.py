@@ -95,7 +95,7 @@ def single_rank_execution(
         keys=keys, values=torch.arange(8, device=device) + rank, lengths=torch.ones(8, dtype=torch.int64, device=device)
     )
     rows = sharded_model(kjt).to_dict()
-    for number, key in enumerate(keys):
+    for key in keys:
         table = getattr(module.embedding_bags, key.replace("_feature", ""))
         torch.testing.assert_close(rows[key].detach(), table.weight.detach()[kjt[key].values()])
     print(f"rank:{rank},answers are those of the unsharded tables", flush=True)
