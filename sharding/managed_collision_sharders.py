@@ -111,8 +111,8 @@ class _ManagedCollisionSharder(BaseEmbeddingSharder[C]):
             )
         if isinstance(env, ShardingEnv2D):
             raise ValueError(
-                f"{type(module).__name__}: replicas (2D) give slots to ids of their own batches, and so their rows cannot be"
-                " averaged: shard it over all ranks"
+                f"{type(module).__name__}: replicas (2D) give slots to ids of their own batches, so their rows cannot"
+                " be averaged: shard it over all ranks"
             )
         inner, where = module._embedding_module, torch.device(device or "cpu")
         sharder = self._e_sharder if type(inner) is self._e_sharder.module_type else _sharder_of(inner, self)
