@@ -39,7 +39,10 @@ def test_the_wheel_holds_every_folder_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[1] for name in names if name.count("/") > 1} == {*FOLDERS, "served"}
     sources = {
         *(f"shardwise/{path.name}" for path in (ROOT / "shardwise").glob("*.py")),
-        *(f"shardwise/{path.relative_to(ROOT / 'shardwise')}" for path in (ROOT / "shardwise" / "served").rglob("*.py")),
+        *(
+            f"shardwise/{path.relative_to(ROOT / 'shardwise')}"
+            for path in (ROOT / "shardwise" / "served").rglob("*.py")
+        ),
         *(f"shardwise/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")),
         *(f"shardwise/{path.relative_to(ROOT)}" for path in (ROOT / "kernels" / "tuned").glob("*.json")),
         "shardwise/py.typed",
