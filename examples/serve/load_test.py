@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from bad_requests import JSON, Bad, bad_requests
+from bad_requests import Bad, bad_requests
 from instances import answer, read_instances
 
 from shardwise.inference import ModelFacts, Program, load_program
@@ -88,20 +88,22 @@ def requests(program: Program, args: argparse.Namespace) -> list[Good | Bad]:
     return made
 
 
-async def send(session: aiohttp.ClientSession, one: Good | Bad, seen: Seen) -> None:
-    """Send a request and look at the answer."""
+async def send(session: aiohttp.ClientSession, one: Good | Bad, seen: Seen, free: asyncio.Semaphore) -> None:
+    """Send a request as soon as a connection is free, and look at the answer."""
     bad = one if isinstance(one, Bad) else Bad(one.body, {}, status=200)
-    began = time.perf_counter()
-    seen.open += 1
-    seen.most_open = max(seen.most_open, seen.open)
-    try:
-        async with session.request(bad.method, bad.path, data=bad.body, headers=dict(bad.headers or JSON)) as response:
-            status, content = response.status, await response.json()
-    except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
-        seen.wrong.append(f"{bad.body[:80]!r}: {type(error).__name__}: {error}")
-        return
-    finally:
-        seen.open -= 1
+    async with free:
+        began = time.perf_counter()
+        seen.open += 1
+        seen.most_open = max(seen.most_open, seen.open)
+        try:
+            asked = session.request(bad.method, bad.path, data=bad.body, headers=dict(bad.headers))
+            async with asked as response:
+                status, content = response.status, await response.json()
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+            seen.wrong.append(f"{bad.body[:80]!r}: {type(error).__name__}: {error}")
+            return
+        finally:
+            seen.open -= 1
     seen.seconds.append(time.perf_counter() - began)
     seen.statuses[status] += 1
     if status != bad.status:
@@ -138,7 +140,9 @@ async def storm(url: str, made: Sequence[Good | Bad], connections: int) -> tuple
         # nobody has an answer yet when the last of them asks for a connection, so each opens its own
         await asyncio.gather(*(session.get("/healthz") for _ in range(connections)))
         began = time.perf_counter()
-        await asyncio.gather(*(send(session, one, seen) for one in made))
+        # of more requests than connections, the next is sent when one is answered
+        free = asyncio.Semaphore(connections)
+        await asyncio.gather(*(send(session, one, seen, free) for one in made))
         seconds = time.perf_counter() - began
         async with session.get("/metrics") as response:
             return seen, seconds, await response.text()
@@ -186,7 +190,7 @@ def report(seen: Seen, seconds: float, metrics: str) -> list[str]:
     batches, instances = (float(numbers[f"serve_batch_instances_{what}"]) for what in ("count", "sum"))
     by_status = ", ".join(f"{status}: {count}" for status, count in sorted(seen.statuses.items()))
     rows = {
-        "requests, all at once": f"{len(seen.seconds)}, {seen.most_open} of them unanswered at a time",
+        "requests, and unanswered at a time": f"{len(seen.seconds)}, {seen.most_open}",
         "open connections, as the server counts": numbers["serve_connections"],
         "seconds, requests a second": f"{seconds:.2f}, {len(seen.seconds) / seconds:.0f}",
         "latency p50, p95, p99, worst": ", ".join(f"{one:.3f} s" for one in (*percentile.values(), ordered[-1])),
@@ -216,10 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = requests(load_program(args.folder), args)
     bad = sum(isinstance(one, Bad) for one in made)
     print(f"{len(made)} requests, {bad} of them bad, over {connections} connections", flush=True)
-    passed_on = [
-        f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("max-instances", "max-bytes", "max-batch")
-    ]
-    with running(args.folder, *passed_on, f"--max-queue={args.requests * args.instances}") as (url, _):
+    limits = {name: getattr(args, name) for name in ("max_instances", "max_bytes", "max_batch")}
+    limits["max_queue"] = args.requests * args.instances
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
+    with running(args.folder, *options) as (url, _):
         seen, seconds, metrics = asyncio.run(storm(url, made, connections))
     print("\n".join([*report(seen, seconds, metrics), *seen.wrong[:20]]))
     return 1 if seen.wrong or len(seen.seconds) < len(made) else 0
