@@ -79,6 +79,13 @@ class TableCollection(nn.Module):
             self._fused_optimizer = FusedOptimizer(self._groups, self._children_name)
         return self._fused_optimizer
 
+    def renew_rows(self, table: str, rows: Tensor, values: Tensor, *, quietly: bool = False) -> None:
+        """Have rows [n] of a table begin anew. Arguments as `TableGroup.renew`."""
+        self._settle()
+        names = [config.name for config in self._configs]
+        group, number = self._homes()[names.index(table)]
+        group.renew(number, rows, values, quietly=quietly)
+
     def check(self) -> None:
         """Raise now what a bad id on CUDA would raise at the next forward."""
         for group in self._groups:

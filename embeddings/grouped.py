@@ -27,6 +27,7 @@ class Group(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
+        ...
 
     def check(self, ids: Tensor, offsets: Tensor, *, padded: bool = False) -> None:
         """Raise for bad ids or offsets."""

@@ -93,8 +93,7 @@ class TableGroup:
         if fresh:
             rule = rule_named(spec.rule)
             self.states = []
-            for name, kind in rule.states.items():
-                start = spec.initial_accumulator_value if name == rule.accumulator else 0.0
+            for start, kind in zip(self._starts(), rule.states.values(), strict=True):
                 size = self.rows if kind == "row" else self.flat.shape[0]
                 state = in_huge_pages(torch.empty(size, dtype=torch.float32, device=device))
                 self.states.append(state.fill_(start))
@@ -163,6 +162,28 @@ class TableGroup:
         if rule.counts_steps:
             views["step"] = self.step
         return views
+
+    def _starts(self) -> list[float]:
+        """What each optimizer state of a row begins with."""
+        spec = self.optimizer or OptimizerSpec("gradient")
+        rule = rule_named(spec.rule)
+        return [spec.initial_accumulator_value if name == rule.accumulator else 0.0 for name in rule.states]
+
+    @torch.no_grad()
+    def renew(self, table: int, rows: Tensor, values: Tensor, *, quietly: bool = False) -> None:
+        """Have rows [n] of a table begin anew with `values` [n, dim], optimizer states as at the start.
+
+        Gradients that wait for a step of these rows are dropped. With `quietly` a graph that saved the table before
+        does not notice.
+        """
+        flat = self.flat.data if quietly else self.flat
+        self._cut(flat, table)[rows] = values.to(flat)
+        states = [view for name, view in self.state_views(table).items() if name != "step"]
+        for start, state in zip(self._starts(), states, strict=bool(states)):
+            state[rows] = start
+        if self.sums is not None:
+            dim, gone = self.tables[table].dim, rows + self.first_rows[table]
+            self.sums = [part.without(gone) if part.segment.dim == dim else part for part in self.sums]
 
     @torch.no_grad()
     def take_over(self, table: int, source: TableGroup, source_table: int) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .predict import BatchingMetadata, PredictFactory, PredictModule, QualNameMetadata, quantize_dense
     from .program import Program, load_program
     from .quantize import quantize_embeddings, quantize_inference_model, set_pruning_data
+    from .sharded import shard_quant_model
     from .signature import Signature
     from .tables import Table, read_tables
     from .weights import assign_weights_to_tbe, get_table_to_weights_from_tbe
@@ -37,6 +38,7 @@ __all__ = [
     "quantize_inference_model",
     "read_tables",
     "set_pruning_data",
+    "shard_quant_model",
 ]
 
 _HOME = {
@@ -58,6 +60,7 @@ _HOME = {
     "quantize_inference_model": "quantize",
     "read_tables": "tables",
     "set_pruning_data": "quantize",
+    "shard_quant_model": "sharded",
 }
 
 

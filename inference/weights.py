@@ -17,6 +17,7 @@ class HoldsQuantizedTables(Protocol):
 
     def table_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Payload and scales of each table, as views where they lie in one piece."""
+        ...
 
     def assign_table_weights(self, weights: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
         """Copy in the payload and scales of every table."""

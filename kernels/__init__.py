@@ -32,7 +32,9 @@ from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .permute import expand_into_jagged_permute, permute_1d, permute_2d, permute_segments
 from .pooled import pooled_lookup
 from .quantize import dequantize_rows, quantize_rows
-from .quantized_lookup import quantized_pooled_lookup, quantized_sequence_lookup
+from .quantize_pooled import dequantize_pooled, quantize_pooled
+from .quantized_lookup import quantized_pooled_lookup
+from .quantized_sequence import quantized_sequence_lookup
 from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
 from .regrouping import permute_pooled, regroup
 from .row_formats import ROW_FORMATS, RowFormat, row_format
@@ -67,6 +69,7 @@ __all__ = [
     "check_ids",
     "complete_cumsum",
     "define_rule",
+    "dequantize_pooled",
     "dequantize_rows",
     "describe_gradient",
     "describe_weight",
@@ -106,6 +109,7 @@ __all__ = [
     "plan_pieces",
     "plan_regroup",
     "pooled_lookup",
+    "quantize_pooled",
     "quantize_rows",
     "quantized_pooled_lookup",
     "quantized_sequence_lookup",

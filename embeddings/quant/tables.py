@@ -84,10 +84,7 @@ class QuantizedTables:
         self.payload = torch.zeros(payload_bytes, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(rows * self.format.parts, dtype=dtype, device=device)
         self.remapping = torch.empty(ids, dtype=torch.int32, device=device) if self.is_pruned else None
-        for t, table in enumerate(tables):
-            if self.remapping is not None:
-                row = torch.arange(self.remapping_of(t).shape[0], dtype=torch.int32, device=device)
-                self.remapping_of(t).copy_(torch.where(row < table.rows, row, -1))
+        self._keep_first_rows()
         self._place()
 
     @property
@@ -99,6 +96,11 @@ class QuantizedTables:
     def device(self) -> torch.device:
         """Where the tables are."""
         return self.payload.device
+
+    def _keep_first_rows(self) -> None:
+        for t, table in enumerate(self.tables if self.is_pruned else ()):
+            row = torch.arange(self.remapping_of(t).shape[0], dtype=torch.int32, device=self.device)
+            self.remapping_of(t).copy_(torch.where(row < table.rows, row, -1))
 
     def _place(self) -> None:
         """What lookups need beside the tables, on their device."""
@@ -148,7 +150,10 @@ class QuantizedTables:
         if any(plane.dtype != torch.uint8 for plane in moved):
             raise TypeError(f"quantized tables stay {self.format.name}: quantize the float tables to another dtype")
         payload, scales, *remapping = [new.view(old.dtype) for new, old in zip(moved, planes, strict=True)]
+        comes_to_life = self.payload.is_meta and not payload.is_meta
         self.payload, self.scales, self.remapping = payload, scales, remapping[0] if remapping else None
+        if comes_to_life:
+            self._keep_first_rows()
         self._place()
 
     def check(self, ids: Tensor, offsets: Tensor, *, padded: bool = False) -> None:
