@@ -35,6 +35,7 @@ def commands() -> click.Group:
     import click
 
     from .cli_ckpt import add_ckpt
+    from .cli_export import add_export
     from .cli_migrate import add_migrate
     from .cli_plan import add_plan
     from .kernels.compiled import TARGETS
@@ -72,6 +73,7 @@ def commands() -> click.Group:
         sys.exit(_check(chosen, targets or [*TARGETS], jobs))
 
     add_ckpt(shardwise)
+    add_export(shardwise)
     add_migrate(shardwise)
     add_plan(shardwise)
     return shardwise

@@ -23,7 +23,7 @@ from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
 from shardwise.embeddings.variable_batch import expand_pooled, inverse_or_none, pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
-from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, QuantizedSettings
+from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, tell_what_does_nothing
 from .from_float import check_float_module, conversion_of, fill_from
 from .table_weights import TableWeights
 from .tables import QuantizedTables
@@ -76,11 +76,9 @@ class EmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterfac
         scale_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
-        settings = QuantizedSettings(
-            register_tbes, quant_state_dict_split_scale_bias, row_alignment, cache_features_order
-        )
+        tell_what_does_nothing(type(self).__name__, register_tbes=register_tbes, row_alignment=row_alignment)
         super().__init__(
-            tables, device, output_dtype, table_name_to_quantized_weights, settings,
+            tables, device, output_dtype, table_name_to_quantized_weights,
             scale_dtype=scale_dtype, policy=policy,
         )  # fmt: skip
         self._is_weighted = is_weighted

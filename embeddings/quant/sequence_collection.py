@@ -19,7 +19,7 @@ from shardwise.embeddings.sequence_collection import EmbeddingCollection as Floa
 from shardwise.embeddings.variable_batch import pad_strides
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
-from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, QuantizedSettings
+from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, tell_what_does_nothing
 from .from_float import check_float_module, conversion_of, fill_from
 from .table_weights import TableWeights
 from .tables import QuantizedTables
@@ -63,11 +63,9 @@ class EmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
         dims = {config.name: config.embedding_dim for config in tables}
         if len(set(dims.values())) > 1:
             raise ValueError(f"EmbeddingCollection: all tables need one embedding_dim, got {dims}")
-        settings = QuantizedSettings(
-            register_tbes, quant_state_dict_split_scale_bias, row_alignment, cache_features_order
-        )
+        tell_what_does_nothing(type(self).__name__, register_tbes=register_tbes, row_alignment=row_alignment)
         super().__init__(
-            tables, device, output_dtype, table_name_to_quantized_weights, settings,
+            tables, device, output_dtype, table_name_to_quantized_weights,
             scale_dtype=scale_dtype, policy=policy,
         )  # fmt: skip
         self._need_indices = need_indices

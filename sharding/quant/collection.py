@@ -150,14 +150,22 @@ class ShardedQuantizedCollection(nn.Module):
 
         Raises:
             KeyError: a table is missing.
-            ValueError: payload or scales have another shape or dtype than the table; names it.
+            ValueError: payload or scales have another shape or dtype than the table, or it is pruned and on meta; names
+                it. Nothing is changed.
         """
         if missing := [config.name for config in self._configs if config.name not in weights]:
             raise KeyError(f"no weights for tables {missing}")
-        for t, config in enumerate(self._configs):
-            payload, scales = weights[config.name]
-            served = self._tables.tables[t]
-            self._tables.fill(t, TableValues(payload, scales_as(scales, served.table, served.scale_dtype)))
+        empty, values = self._tables.empty, []
+        for served in self._tables.tables:
+            payload, scales = weights[served.table.name]
+            values.append(TableValues(payload, scales_as(scales, served.table, served.scale_dtype)))
+            self._tables.require_fit(served, values[-1])
+            if served.table.ids is not None and served.table.name in empty:
+                raise ValueError(
+                    f"table {served.table.name!r} is pruned: load a state dict, which has its index remapping"
+                )
+        for t, one in enumerate(values):
+            self._tables.fill(t, one)
         self._show()
 
     def buffers_of_shards(self) -> dict[str, BufferOfShard]:

@@ -195,14 +195,9 @@ class ShardedTables:
             payload[rows, part_of_row], scales[rows] = own[0].to(device), own[1].to(device)
         return TableValues(payload, scales, self.remapping(t))
 
-    @torch.no_grad()
-    def fill(self, t: int, values: TableValues) -> None:
-        """Copy a whole table into its pieces, which come to life if they are on meta; those of one part together.
-
-        Raises:
-            ValueError: the values are not those of such a table; names it.
-        """
-        served = self.tables[t]
+    @staticmethod
+    def require_fit(served: ServedTable, values: TableValues) -> None:
+        """ValueError if values are not those of such a table; names it."""
         table = served.table
         shapes = (table.rows, table.row_bytes), (table.rows, row_format(table.format).parts)
         for what, given, shape, dtype in (
@@ -215,6 +210,16 @@ class ShardedTables:
                     f"table {table.name!r}: {what} of {table.format} rows is {dtype} {list(shape)}, got {given.dtype}"
                     f" {list(given.shape)}"
                 )
+
+    @torch.no_grad()
+    def fill(self, t: int, values: TableValues) -> None:
+        """Copy a whole table into its pieces, which come to life if they are on meta; those of one part together.
+
+        Raises:
+            ValueError: as `require_fit`.
+        """
+        self.require_fit(self.tables[t], values)
+        table = self.tables[t].table
         if values.payload.is_meta:
             return
         for place in self.places[t]:
