@@ -41,6 +41,7 @@ from .policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .row_store import ResidentRows, RowStore
 from .row_sums import RowSums, add_sums, apply_sums, sum_rows
 from .table_layout import LookupFeature, TableShape, lay_out
+from .unread_guard import UnreadGuard
 
 
 class TableGroup:
@@ -116,7 +117,7 @@ class TableGroup:
         self.guard = new_guard(device)
         # what the update hangs on in the autograd graph: no parameter, no gradient of its own
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
-        self._unread: _UnreadGuard | None = None
+        self._unread: UnreadGuard | None = None
 
     def _pack_trained(self) -> None:
         # the update sees no row of a frozen table: all ids of it lie outside and count as none
@@ -133,6 +134,11 @@ class TableGroup:
     def is_frozen(self, table: int) -> bool:
         """Whether updates leave a table alone."""
         return self._frozen[table]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self.flat.device
 
     def view(self, table: int) -> Tensor:
         """Table number `table` as [rows, dim] of the flat buffer."""
@@ -233,7 +239,7 @@ class TableGroup:
             first = 0 if fatal else 1
             self.guard[first:].copy_(torch.minimum(self.guard[first:], found[first:]))
             found[2:].copy_(self.guard[2:])
-            self._unread = _UnreadGuard(found, ids, offsets)
+            self._unread = UnreadGuard(found, ids, offsets)
             if self.policy.strict:
                 self.raise_pending()
 
@@ -377,27 +383,6 @@ class TableGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._anchor = torch.zeros(1, device=self.flat.device, requires_grad=True)
-
-
-class _UnreadGuard:
-    """A guard on its way to the host: read without a wait for anything but its own copy."""
-
-    def __init__(self, guard: Tensor, ids: Tensor, offsets: Tensor) -> None:
-        # the step's own findings: the group's guard may be cleared while they are on their way
-        self.guard, self.ids, self.offsets = guard.clone(), ids, offsets
-        self._host = torch.empty(3, dtype=torch.int64, pin_memory=True)
-        self._host.copy_(self.guard, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-
-    def is_raised(self) -> bool:
-        # host sync with the check of the batch before, which ran long ago
-        self._copied.synchronize()
-        return not is_clean(self._host)
-
-    def gradient_is_finite(self) -> bool:
-        """Whether the gradients so far were finite; only after `is_raised`."""
-        return bool(self._host[2] == new_guard()[2])
 
 
 class _LookupWithUpdate(torch.autograd.Function):

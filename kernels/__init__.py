@@ -32,7 +32,8 @@ from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .permute import expand_into_jagged_permute, permute_1d, permute_2d, permute_segments
 from .pooled import pooled_lookup
 from .quantize import dequantize_rows, quantize_rows
-from .quantized_lookup import quantized_pooled_lookup, quantized_sequence_lookup
+from .quantized_lookup import quantized_pooled_lookup
+from .quantized_sequence import quantized_sequence_lookup
 from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
 from .regrouping import permute_pooled, regroup
 from .row_formats import ROW_FORMATS, RowFormat, row_format

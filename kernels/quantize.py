@@ -1,12 +1,17 @@
 """Quantize rows and back: fp32, fp16 or bf16 rows to the payload and scales of a format of row_formats.py.
 
 Shapes: W [R, D] rows, Q [R, row_bytes] uint8 payload, S [R, parts] scales (fp16 or fp32).
-Bytes moved: R * (D * itemsize(W) + row_bytes + parts * itemsize(S)).
+Bytes moved: R * (D * itemsize(W) + row_bytes + parts * itemsize(S)); W is read a second time from the cache.
 
 Integer formats: bias is the row's minimum, scale its range / levels, both in the dtype of S before numbers are made
 from them, number = round((value - bias) / scale) to nearest even, cut to [0, levels]. A constant row has scale 1. These
 are the steps of FBGEMM's N-bit rows, whose bits come out for int4 and int2 with fp16 scales; int8 with fp32 scales
 gives the bits of its fused 8-bit rows. fp8 is e4m3 with scale = max|row| / 448.
+
+int8 with fp16 scales rounds the bias down and the scale up, so that the 256 levels reach from end to end of the row.
+Rounded to nearest, a row of values within 1e-4 lost up to 11 steps at its upper end, one around 10 with a spread of
+0.01 up to 39; so they lose half a step, 0.63 of one in the second. FBGEMM's tables, which make numbers with the fp32
+scale and round it afterwards, lose 11 and 39.
 """
 
 from __future__ import annotations
@@ -14,14 +19,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._op import register
+from ._op import INTERPRETED, next_power_of_2, register, runs_kernel, tl, triton
 from .row_formats import RowFormat, row_format
+from .row_numbers import UNFUSED, paired, row_scales, row_values
 
 # the largest number of e4m3
 FP8_MAX = 448.0
 # what FBGEMM adds to the range of a fused 8-bit row before it divides by it
 _EPSILON = 1e-8
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# of the values that rows without scales hold
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# elements of a tile
+_TILE = 256 if INTERPRETED else 1024
+# elements that the torch path makes fp32 at a time
+_BLOCK_ELEMENTS = 1 << 20
 
 
 def quantize_rows_ref(weights: Tensor, format: str, scale_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -30,7 +41,7 @@ def quantize_rows_ref(weights: Tensor, format: str, scale_dtype: torch.dtype | N
     dtype = scale_dtype or kind.scale_dtype
     rows = weights.float()
     if not kind.parts:
-        packed = weights.to(_DTYPES[format]).contiguous().view(torch.uint8)
+        packed = weights.to(DTYPES[format], copy=True, memory_format=torch.contiguous_format).view(torch.uint8)
         return packed, rows.new_empty(rows.shape[0], 0, dtype=dtype)
     if kind.parts == 1:
         scale = (rows.abs().amax(1, keepdim=True) / FP8_MAX).to(dtype)
@@ -39,10 +50,14 @@ def quantize_rows_ref(weights: Tensor, format: str, scale_dtype: torch.dtype | N
     low, high = rows.aminmax(dim=1, keepdim=True)
     if kind.levels == 255 and dtype == torch.float32:
         scale = (high - low) / 255
-        numbers = torch.round((rows - low) * (255 / (high - low + _EPSILON)))
+        span = high - low + _EPSILON
+        # a number over a tensor would be the number times the reciprocal: rounded twice
+        numbers = torch.round((rows - low) * (torch.full_like(span, 255.0) / span))
         return numbers.to(torch.uint8), torch.cat([scale, low], 1)
-    bias = low.to(dtype)
-    scale = ((high - bias.float()) / kind.levels).to(dtype)
+    covers = kind.levels == 255
+    bias = _half_towards(low, -1) if covers else low.to(dtype)
+    scale = (high - bias.float()) / kind.levels
+    scale = _half_towards(scale, 1) if covers else scale.to(dtype)
     inverse = 1 / scale.float()
     degenerate = (scale == 0) | inverse.isinf()
     scale = torch.where(degenerate, torch.ones_like(scale), scale)
@@ -57,12 +72,21 @@ def dequantize_rows_ref(
     """W [R, D] of Q and S, computed in fp32."""
     kind = row_format(format)
     if not kind.parts:
-        rows: Tensor = payload.contiguous().view(_DTYPES[format])
-        return rows[:, :dim].to(dtype)
+        rows: Tensor = payload.contiguous().view(DTYPES[format])
+        return rows[:, :dim].to(dtype, copy=True)
     if kind.parts == 1:
         return (payload.view(torch.float8_e4m3fn).float() * scales[:, :1].float()).to(dtype)
     numbers = _unpack(payload, kind)[:, :dim].float()
     return (numbers * scales[:, :1].float() + scales[:, 1:].float()).to(dtype)
+
+
+def _half_towards(x: Tensor, sign: int) -> Tensor:
+    """The fp16 number next to x that is not below it (sign 1), or not above it (-1)."""
+    half = x.to(torch.float16)
+    bits = half.view(torch.int16)
+    # bits of a negative number are negative, and grow with its magnitude
+    following = (bits + torch.where(bits < 0, -sign, sign).to(torch.int16)).view(torch.float16)
+    return torch.where((x - half.float()) * sign > 0, following, half)
 
 
 def _pack(numbers: Tensor, kind: RowFormat) -> Tensor:
@@ -83,7 +107,96 @@ def _unpack(payload: Tensor, kind: RowFormat) -> Tensor:
     if per_byte == 1:
         return payload
     places = [(payload >> (place * kind.bits)) & kind.levels for place in range(per_byte)]
-    return torch.stack(places, 2).view(payload.shape[0], -1)
+    return torch.stack(places, 2).view(payload.shape[0], payload.shape[1] * per_byte)
+
+
+@triton.jit
+def _half_below(x):  # type: ignore[no-untyped-def]
+    half = x.to(tl.float16)
+    bits = half.to(tl.int16, bitcast=True)
+    lower = tl.where(bits < 0, bits + 1, bits - 1).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.where(half.to(tl.float32) > x, lower, half)
+
+
+@triton.jit
+def _e4m3(x):  # type: ignore[no-untyped-def]
+    """Codes of fp32 numbers of at most 448, to nearest even."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # the 20 bits that go decide by a sum; the exponent then counts from 120 less
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # below 2**-6 a code is a number of steps of 2**-9, which 2**14 has room for
+    few = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, few, normal)
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _quantize_rows_kernel(W, Q, S, R, D, row_bytes, BITS: tl.constexpr, PARTS: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    COVERS: tl.constexpr = BITS == 8 and S.dtype.element_ty == tl.float16
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    here = r < R
+    low = tl.full((BLOCK_R,), float("inf"), tl.float32)
+    high = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    broken = tl.zeros((BLOCK_R,), tl.int32)
+    for begin in range(0, D, BLOCK_D):
+        d = begin + tl.arange(0, BLOCK_D)
+        mask = here[:, None] & (d < D)[None, :]
+        w = tl.load(W + (r * D)[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        low = tl.minimum(low, tl.min(tl.where(mask, w, float("inf")), 1))
+        high = tl.maximum(high, tl.max(tl.where(mask, w, float("-inf")), 1))
+        broken = tl.maximum(broken, tl.max((w != w).to(tl.int32), 1))
+    # minima pass over a NaN; it shall be seen in the scales
+    low = tl.where(broken != 0, float("nan"), low)
+    ones = tl.full((BLOCK_R,), 1.0, tl.float32)
+    if PARTS == 1:
+        bias = ones * 0.0
+        scale = tl.div_rn(tl.where(broken != 0, float("nan"), tl.maximum(high, -low)), ones * FP8_MAX)
+        scale = tl.where(scale == 0.0, 1.0, scale)
+        tl.store(S + r, scale, mask=here)
+    elif BITS == 8 and not COVERS:
+        bias = low
+        scale = tl.div_rn(high - low, ones * 255.0)
+        inverse = tl.div_rn(ones * 255.0, high - low + EPSILON)
+    else:
+        half = _half_below(low) if COVERS else low.to(S.dtype.element_ty)
+        bias = half.to(tl.float32)
+        scale = tl.div_rn(high - bias, ones * LEVELS)
+        rounded = -_half_below(-scale) if COVERS else scale.to(S.dtype.element_ty)
+        scale = rounded.to(tl.float32)
+        # 2**-128: inverses of such scales are infinite
+        scale = tl.where(tl.abs(scale) <= 2.938735877055719e-39, 1.0, scale)
+        inverse = tl.div_rn(ones, scale)
+    if PARTS == 2:
+        tl.store(S + r * 2, scale.to(S.dtype.element_ty), mask=here)
+        tl.store(S + r * 2 + 1, bias.to(S.dtype.element_ty), mask=here)
+    for begin in range(0, row_bytes, BLOCK_Q):
+        q = begin + tl.arange(0, BLOCK_Q)
+        packed = tl.zeros((BLOCK_R, BLOCK_Q), tl.int32)
+        for place in tl.static_range(8 // BITS):
+            d = q * (8 // BITS) + place
+            mask = here[:, None] & (d < D)[None, :]
+            w = tl.load(W + (r * D)[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            if PARTS == 1:
+                packed = _e4m3(tl.div_rn(w, scale[:, None] + tl.zeros_like(w)))
+            else:
+                n = tl.minimum(tl.maximum((w - bias[:, None]) * inverse[:, None], 0.0), LEVELS)
+                # a sum that leaves no room for a fraction rounds to nearest even
+                n = ((n + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000) << (place * BITS)
+                packed |= tl.where(mask, n, 0)
+        tl.store(Q + (r * row_bytes)[:, None] + q[None, :], packed.to(tl.uint8), mask=here[:, None] & (q < row_bytes)[None, :])  # fmt: skip  # noqa: E501
+
+
+@triton.jit
+def _dequantize_rows_kernel(Q, S, W, R, D, row_bytes, BITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (r < R)[:, None] & (d < D)[None, :]
+    scale, bias = row_scales(S, r, r < R, PARTS)
+    q = tl.load(Q + (r * row_bytes)[:, None] + (d // (8 // BITS))[None, :], mask=mask, other=0)
+    w = row_values(q, scale, bias, (d % (8 // BITS) * BITS)[None, :], BITS, PARTS)
+    tl.store(W + (r * D)[:, None] + d[None, :], w.to(W.dtype.element_ty), mask=mask)
 
 
 def quantize_rows(weights: Tensor, format: str, scale_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -92,13 +205,41 @@ def quantize_rows(weights: Tensor, format: str, scale_dtype: torch.dtype | None 
     Shapes: weights [R, D] fp32, fp16 or bf16; returns payload uint8 [R, row_bytes] and scales [R, parts].
 
     Raises:
-        ValueError: an unknown format, or scales of a dtype that the format does not have.
+        ValueError: an unknown format, scales of a dtype that the format does not have, or a row that is not finite or
+            that the format cannot hold. Rows are not looked at while the call is traced.
     """
     kind = row_format(format)
     dtype = scale_dtype or kind.scale_dtype
     if kind.parts and dtype not in kind.scale_dtypes:
         raise ValueError(f"scales of {format} rows are {' or '.join(map(str, kind.scale_dtypes))}, not {dtype}")
-    return torch.ops.shardwise.quantize_rows(weights, format, dtype)  # type: ignore[no-any-return]
+    if weights.dim() != 2 or not weights.is_floating_point():
+        raise ValueError(f"rows to quantize are floats [R, D], got {weights.dtype} {list(weights.shape)}")
+    payload, scales = torch.ops.shardwise.quantize_rows(weights, format, dtype)
+    if not _is_traced(weights):
+        _require_rows(weights, payload if not kind.parts else scales, kind, dtype)
+    return payload, scales
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether the tensor stands for values that there will be."""
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack()) or tensor.is_meta
+
+
+def _require_rows(weights: Tensor, made: Tensor, kind: RowFormat, dtype: torch.dtype) -> None:
+    """ValueError for the first row that was no row of finite numbers, or came to be none: `made` shows it."""
+    found = made if kind.parts else made.view(DTYPES[kind.name])
+    # one host sync: a minimum and a maximum, which hand on NaN
+    if not found.numel() or bool(torch.stack(found.aminmax()).isfinite().all()):
+        return
+    row = int((~found.isfinite()).any(1).nonzero()[0])
+    values = weights[row].float()
+    if bool(values.isfinite().all()):
+        limit = f"{float(values.min()):g} to {float(values.max()):g}"
+        if kind.parts and dtype == torch.float16:
+            raise ValueError(f"row {row} reaches from {limit}, more than fp16 scales hold: scale_dtype=torch.float32")
+        raise ValueError(f"row {row} reaches from {limit}, more than {kind.name} rows hold: take bf16 or fp32 rows")
+    column = int((~values.isfinite()).nonzero()[0])
+    raise ValueError(f"row {row} is not finite, {float(values[column])} in column {column}: mend it before quantizing")
 
 
 def dequantize_rows(
@@ -122,7 +263,20 @@ def dequantize_rows(
 
 
 def _quantize_rows(weights: Tensor, format: str, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return quantize_rows_ref(weights, format, scale_dtype)
+    kind, (rows, dim) = row_format(format), weights.shape
+    payload = torch.empty(rows, kind.row_bytes(dim), dtype=torch.uint8, device=weights.device)
+    scales = torch.empty(rows, kind.parts, dtype=scale_dtype, device=weights.device)
+    if not kind.parts or not runs_kernel(weights):
+        for block in _blocks(rows, dim):
+            payload[block], scales[block] = quantize_rows_ref(weights[block], format, scale_dtype)
+    elif rows:
+        block_d, block_q = (min(next_power_of_2(n), _TILE) for n in (dim, kind.row_bytes(dim)))
+        block_r = max(1, _TILE // block_d)
+        _quantize_rows_kernel[(triton.cdiv(rows, block_r),)](
+            weights.contiguous(), payload, scales, rows, dim, kind.row_bytes(dim),
+            kind.bits, kind.parts, FP8_MAX, _EPSILON, block_r, block_d, block_q, **UNFUSED,
+        )  # fmt: skip
+    return payload, scales
 
 
 def _fake_quantize(weights: Tensor, format: str, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -132,11 +286,29 @@ def _fake_quantize(weights: Tensor, format: str, scale_dtype: torch.dtype) -> tu
 
 
 def _dequantize_rows(payload: Tensor, scales: Tensor, dim: int, format: str, dtype: torch.dtype) -> Tensor:
-    return dequantize_rows_ref(payload, scales, dim, format, dtype)
+    kind, rows = row_format(format), payload.shape[0]
+    weights = torch.empty(rows, dim, dtype=dtype, device=payload.device)
+    if not kind.parts or not runs_kernel(payload):
+        for block in _blocks(rows, dim):
+            weights[block] = dequantize_rows_ref(payload[block], scales[block], dim, format, dtype)
+    elif rows:
+        block_d = min(next_power_of_2(dim), _TILE)
+        block_r = max(1, _TILE // block_d)
+        _dequantize_rows_kernel[(triton.cdiv(rows, block_r), triton.cdiv(dim, block_d))](
+            payload.contiguous(), paired(scales.contiguous()), weights, rows, dim, kind.row_bytes(dim),
+            kind.bits, kind.parts, block_r, block_d, **UNFUSED,
+        )  # fmt: skip
+    return weights
 
 
 def _fake_dequantize(payload: Tensor, scales: Tensor, dim: int, format: str, dtype: torch.dtype) -> Tensor:
     return payload.new_empty(payload.shape[0], dim, dtype=dtype)
+
+
+def _blocks(rows: int, dim: int) -> list[slice]:
+    """Rows that the torch path does at a time: what it makes of them then stays in a core's cache."""
+    step = max(1, _BLOCK_ELEMENTS // max(dim, 1))
+    return [slice(row, row + step) for row in range(0, rows, step)]
 
 
 register(

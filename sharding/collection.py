@@ -75,7 +75,7 @@ class ShardedCollection(nn.Module, Staged):
         self._weighted = bool(getattr(module, "is_weighted", bool)())
         self._policy = module._policy
         self._names_by_table = module._names_by_table
-        self._env, self._exchange = env, Exchange(env.process_group)
+        self._env, self._exchange = env, Exchange(env.require_group())
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss. False of one
         # collection, or of all by comm_ops.set_gradient_division, leaves sums over ranks
         self.gradient_division = True

@@ -33,7 +33,7 @@ from .env import ShardingEnv
 from .held import Mark
 from .id_map import IdMap
 from .layout import CAPABILITIES, Shard, TableOptions
-from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedFusedEmbeddingBagCollection
 from .plan import (
     SERVED_KERNELS,
     EmbeddingComputeKernel,
@@ -213,8 +213,10 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         dedup: bool = False,
         id_maps: Mapping[str, IdMap] | None = None,
     ) -> ShardedCollection:
-        pooled = isinstance(module, EmbeddingBagCollection)
-        make: Any = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
+        make: Any = ShardedEmbeddingCollection
+        if isinstance(module, EmbeddingBagCollection):
+            fused = isinstance(module, FusedEmbeddingBagCollection)
+            make = ShardedFusedEmbeddingBagCollection if fused else ShardedEmbeddingBagCollection
         made: ShardedCollection = make(
             module, shards, env, device,
             default_optimizer=self._default_optimizer, options=dict(options), codecs=self.qcomm_codecs_registry,
@@ -302,6 +304,11 @@ class FusedEmbeddingBagCollectionSharder(_BringsOptimizer[FusedEmbeddingBagColle
         """`FusedEmbeddingBagCollection`."""
         return FusedEmbeddingBagCollection
 
+    @property
+    def sharded_module_type(self) -> type[ShardedFusedEmbeddingBagCollection]:
+        """`ShardedFusedEmbeddingBagCollection`."""
+        return ShardedFusedEmbeddingBagCollection
+
 
 class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]):
     """The sharder of `FusedEmbeddingCollection`, which brings its optimizer: `fused_params` raise ValueError."""
@@ -313,13 +320,18 @@ class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Sharders of collections, `FusedEmbeddingCollection` included (TorchRec leaves it out); towers need their own."""
+    """Sharders of collections, trained and quantized ones, more than TorchRec's; towers need their own."""
     # here, as it derives from what this file has
     from .managed_collision_sharders import (
         ManagedCollisionEmbeddingBagCollectionSharder,
         ManagedCollisionEmbeddingCollectionSharder,
     )
     from .nested import FeatureProcessedEmbeddingBagCollectionSharder
+    from .quant import (
+        QuantEmbeddingBagCollectionSharder,
+        QuantEmbeddingCollectionSharder,
+        QuantFeatureProcessedEmbeddingBagCollectionSharder,
+    )
 
     return [
         EmbeddingBagCollectionSharder(),
@@ -329,6 +341,9 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         FeatureProcessedEmbeddingBagCollectionSharder(),
         ManagedCollisionEmbeddingBagCollectionSharder(),
         ManagedCollisionEmbeddingCollectionSharder(),
+        QuantEmbeddingBagCollectionSharder(),
+        QuantEmbeddingCollectionSharder(),
+        QuantFeatureProcessedEmbeddingBagCollectionSharder(),
     ]
 
 

@@ -2,6 +2,50 @@
 
 from __future__ import annotations
 
-from .embeddings.quant import EmbeddingBagCollection, EmbeddingCollection
+from .embeddings.quant import (
+    FUSED_8BIT,
+    FUSED_NBIT,
+    INFERENCE,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    FeatureProcessedEmbeddingBagCollection,
+    FusedLayout,
+    QuantConfig,
+    for_each_module_of_type_do,
+    fuse_rows,
+    inference_layout,
+    load_torchrec_state_dict,
+    meta_to_cpu_placement,
+    quant_prep_customize_row_alignment,
+    quant_prep_enable_cache_features_order,
+    quant_prep_enable_quant_state_dict_split_scale_bias,
+    quant_prep_enable_quant_state_dict_split_scale_bias_for_types,
+    quant_prep_enable_register_tbes,
+    quantize_state_dict,
+    split_rows,
+    torchrec_state_dict,
+)
 
-__all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
+__all__ = [
+    "FUSED_8BIT",
+    "FUSED_NBIT",
+    "INFERENCE",
+    "EmbeddingBagCollection",
+    "EmbeddingCollection",
+    "FeatureProcessedEmbeddingBagCollection",
+    "FusedLayout",
+    "QuantConfig",
+    "for_each_module_of_type_do",
+    "fuse_rows",
+    "inference_layout",
+    "load_torchrec_state_dict",
+    "meta_to_cpu_placement",
+    "quant_prep_customize_row_alignment",
+    "quant_prep_enable_cache_features_order",
+    "quant_prep_enable_quant_state_dict_split_scale_bias",
+    "quant_prep_enable_quant_state_dict_split_scale_bias_for_types",
+    "quant_prep_enable_register_tbes",
+    "quantize_state_dict",
+    "split_rows",
+    "torchrec_state_dict",
+]

@@ -102,7 +102,10 @@ class Engine:
         self.module, self.shards, self.env, self.device, self.more = module, shards, env, device, more
 
 
-@pytest.mark.parametrize("sharder", get_default_sharders(), ids=lambda one: type(one).__name__)
+TRAINS = [one for one in get_default_sharders() if isinstance(one, BaseEmbeddingSharder)]
+
+
+@pytest.mark.parametrize("sharder", TRAINS, ids=lambda one: type(one).__name__)
 def test_a_sharder_offers_every_type_on_every_device(sharder: ModuleSharder[Any]) -> None:
     """torchrec 1.8.0 has no row-wise types on the CPU, so that its own tutorial does not run there."""
     module = MODULES[sharder.module_type]
@@ -317,4 +320,4 @@ def test_fused_params_that_make_no_optimizer_are_refused(make: Any, message: str
 def test_sharders_say_what_they_make() -> None:
     assert EmbeddingBagCollectionSharder().sharded_module_type.__name__ == "ShardedEmbeddingBagCollection"
     assert EmbeddingCollectionSharder().sharded_module_type.__name__ == "ShardedEmbeddingCollection"
-    assert [one.module_type for one in get_default_sharders()] == list(MODULES)
+    assert [one.module_type for one in TRAINS] == list(MODULES)

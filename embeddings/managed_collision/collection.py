@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings.collection import pick_features
 from shardwise.embeddings.config import BaseEmbeddingConfig
+from shardwise.embeddings.grouped import pick_features
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
 from .modules import ManagedCollisionModule
