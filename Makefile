@@ -5,7 +5,7 @@ RANKS ?= 2
 JOBS ?= 2
 DATA ?=
 ARGS ?=
-EXTRAS ?= test,data,cpu,cli,plan
+EXTRAS ?= test,data,cpu,cli,plan,migrate,serve
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt

@@ -2,7 +2,6 @@
 
 from .bag_collection import EmbeddingBagCollection
 from .clipping import GradientClipping, GradientClippingOptimizer
-from .collection import pick_features
 from .config import (
     BaseEmbeddingConfig,
     DataType,
@@ -23,6 +22,7 @@ from .feature_processors import (
 )
 from .fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection, fuse_embedding_optimizer
 from .fused_optimizer import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from .grouped import pick_features
 from .interfaces import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from .keyed_optimizer import (
     CombinedOptimizer,

@@ -13,6 +13,7 @@ from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
 from .collection import TableCollection, require_features
 from .config import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
+from .grouped import columns_in_table_order
 from .interfaces import EmbeddingBagCollectionInterface
 from .policy import DEFAULT_POLICY, LookupPolicy
 from .table_group import TableGroup
@@ -85,10 +86,8 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         require_full_batch(features, who)
         inverse = inverse_or_none(features, self._feature_names)
         found = self._lookup(pad_strides(features), self._pooled)
-        if len(found) == 1:
-            values = found[0][1]
-        elif found:
-            values = torch.cat(self._columns_in_config_order([pooled for _, pooled in found]), dim=1)
+        if found:
+            values = columns_in_table_order(found, self._groups, self._members, self._names_by_table)
         else:
             values = torch.empty(features.stride(), 0, device=features.device())
         if inverse is not None:
@@ -105,14 +104,6 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
 
     def _pooled(self, group: TableGroup, picked: KeyedJaggedTensor) -> Tensor:
         return group.pooled(picked.values(), picked.offsets(), picked.weights() if self._is_weighted else None)
-
-    def _columns_in_config_order(self, pooled: list[Tensor]) -> list[Tensor]:
-        blocks: dict[int, list[Tensor]] = {}
-        for (group, tables), values in zip(self._grouped(), pooled, strict=True):
-            pieces = iter(torch.split(values, group.dims, dim=1))
-            for t in tables:
-                blocks[t] = [next(pieces) for _ in self._names_by_table[t]]
-        return [block for t in sorted(blocks) for block in blocks[t]]
 
     def _is_averaged(self, config: BaseEmbeddingConfig) -> bool:
         assert isinstance(config, EmbeddingBagConfig)

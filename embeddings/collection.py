@@ -19,6 +19,7 @@ from shardwise.jagged import KeyedJaggedTensor
 from .accumulation import Accumulation
 from .config import BaseEmbeddingConfig, embedding_names_by_table, named_tables, table_dtype
 from .fused_optimizer import FusedOptimizer
+from .grouped import Found, look_up_groups
 from .optimizers import OptimizerSpec, mark_optimizer, optimizer_of, optimizer_spec
 from .policy import DEFAULT_POLICY, LookupPolicy
 from .table_group import TableGroup
@@ -78,16 +79,19 @@ class TableCollection(nn.Module):
             self._fused_optimizer = FusedOptimizer(self._groups, self._children_name)
         return self._fused_optimizer
 
+    def renew_rows(self, table: str, rows: Tensor, values: Tensor, *, quietly: bool = False) -> None:
+        """Have rows [n] of a table begin anew. Arguments as `TableGroup.renew`."""
+        self._settle()
+        names = [config.name for config in self._configs]
+        group, number = self._homes()[names.index(table)]
+        group.renew(number, rows, values, quietly=quietly)
+
     def check(self) -> None:
         """Raise now what a bad id on CUDA would raise at the next forward."""
         for group in self._groups:
             group.raise_pending()
 
-    def _lookup(
-        self,
-        features: KeyedJaggedTensor,
-        look_up: Callable[[TableGroup, KeyedJaggedTensor], Tensor],
-    ) -> list[tuple[KeyedJaggedTensor, Tensor]]:
+    def _lookup(self, features: KeyedJaggedTensor, look_up: Callable[[TableGroup, KeyedJaggedTensor], Tensor]) -> Found:
         """Pick, check and look up the features of each group, of a batch of one batch size."""
         if not torch.compiler.is_compiling():
             self._settle()
@@ -97,14 +101,7 @@ class TableCollection(nn.Module):
                 f"{type(self).__name__}: an optimizer was applied or a table frozen since the last lookup;"
                 " call fused_optimizer() or look one batch up before torch.compile traces the collection"
             )
-        found = []
-        for group in self._groups:
-            picked = pick_features(features, [f.name for f in group.lookups])
-            if picked.device() != group.flat.device:
-                raise ValueError(f"ids are on {picked.device()}, the tables on {group.flat.device}")
-            group.check(picked.values(), picked.offsets(), padded=picked.capacity() is not None)
-            found.append((picked, look_up(group, picked)))
-        return found
+        return look_up_groups(self._groups, features, look_up)
 
     def _group(self, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """Make the groups; tables of one dtype and optimizer share one, in the order of their configs.
@@ -382,20 +379,3 @@ def require_features(features: object, who: str, weighted: bool) -> KeyedJaggedT
     if weighted and features.weights_or_none() is None:
         raise ValueError("this collection is weighted: the batch must carry per-id weights")
     return features
-
-
-def pick_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
-    """The named features in that order, a name as often as it is listed.
-
-    Raises:
-        KeyError: names the features that are missing.
-    """
-    keys = features.keys()
-    if list(names) == list(keys):
-        return features
-    place = {key: number for number, key in enumerate(keys)}
-    # a feature of several tables is listed for each of them
-    missing = [name for name in dict.fromkeys(names) if name not in place]
-    if missing:
-        raise KeyError(f"features {missing} are not in the batch, which has {list(keys)}")
-    return features.permute([place[name] for name in names])

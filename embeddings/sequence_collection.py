@@ -5,8 +5,6 @@ Shapes: KJT of F features and B samples in; per feature a JaggedTensor with valu
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor, nn
 
@@ -14,10 +12,11 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
 from .collection import TableCollection, require_features
 from .config import BaseEmbeddingConfig, EmbeddingConfig
+from .grouped import rows_by_name
 from .interfaces import EmbeddingCollectionInterface
 from .policy import DEFAULT_POLICY, LookupPolicy
 from .table_group import TableGroup
-from .variable_batch import expand_bags, inverse_of, own_lengths, pad_strides
+from .variable_batch import pad_strides
 
 
 class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
@@ -67,19 +66,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         """
         require_features(features, type(self).__name__, False)
         found = self._lookup(pad_strides(features), self._rows)
-        by_name: dict[str, JaggedTensor] = {}
-        for (_, tables), (picked, rows) in zip(self._grouped(), found, strict=True):
-            per_id = [rows, picked.values()] if self._need_indices else [rows]
-            if features.inverse_indices_or_none() is None:
-                lengths, sizes = own_lengths(features, picked), picked.length_per_key()
-            else:
-                per_id, lengths, sizes = expand_bags(picked, per_id, inverse_of(features, picked.keys()))
-            ends = list(accumulate(sizes, initial=0))
-            names = [name for t in tables for name in self._names_by_table[t]]
-            for number, name in enumerate(names):
-                values, *ids = [tensor[ends[number] : ends[number + 1]] for tensor in per_id]
-                by_name[name] = JaggedTensor(values, weights=ids[0] if ids else None, lengths=lengths[number])
-        return {name: by_name[name] for names in self._names_by_table for name in names}
+        return rows_by_name(features, found, self._members, self._names_by_table, need_indices=self._need_indices)
 
     def need_indices(self) -> bool:
         """Whether outputs carry their ids as weights."""

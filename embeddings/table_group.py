@@ -41,6 +41,7 @@ from .policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .row_store import ResidentRows, RowStore
 from .row_sums import RowSums, add_sums, apply_sums, sum_rows
 from .table_layout import LookupFeature, TableShape, lay_out
+from .unread_guard import UnreadGuard
 
 
 class TableGroup:
@@ -92,8 +93,7 @@ class TableGroup:
         if fresh:
             rule = rule_named(spec.rule)
             self.states = []
-            for name, kind in rule.states.items():
-                start = spec.initial_accumulator_value if name == rule.accumulator else 0.0
+            for start, kind in zip(self._starts(), rule.states.values(), strict=True):
                 size = self.rows if kind == "row" else self.flat.shape[0]
                 state = in_huge_pages(torch.empty(size, dtype=torch.float32, device=device))
                 self.states.append(state.fill_(start))
@@ -117,7 +117,7 @@ class TableGroup:
         self.guard = new_guard(device)
         # what the update hangs on in the autograd graph: no parameter, no gradient of its own
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
-        self._unread: _UnreadGuard | None = None
+        self._unread: UnreadGuard | None = None
 
     def _pack_trained(self) -> None:
         # the update sees no row of a frozen table: all ids of it lie outside and count as none
@@ -134,6 +134,11 @@ class TableGroup:
     def is_frozen(self, table: int) -> bool:
         """Whether updates leave a table alone."""
         return self._frozen[table]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self.flat.device
 
     def view(self, table: int) -> Tensor:
         """Table number `table` as [rows, dim] of the flat buffer."""
@@ -157,6 +162,28 @@ class TableGroup:
         if rule.counts_steps:
             views["step"] = self.step
         return views
+
+    def _starts(self) -> list[float]:
+        """What each optimizer state of a row begins with."""
+        spec = self.optimizer or OptimizerSpec("gradient")
+        rule = rule_named(spec.rule)
+        return [spec.initial_accumulator_value if name == rule.accumulator else 0.0 for name in rule.states]
+
+    @torch.no_grad()
+    def renew(self, table: int, rows: Tensor, values: Tensor, *, quietly: bool = False) -> None:
+        """Have rows [n] of a table begin anew with `values` [n, dim], optimizer states as at the start.
+
+        Gradients that wait for a step of these rows are dropped. With `quietly` a graph that saved the table before
+        does not notice.
+        """
+        flat = self.flat.data if quietly else self.flat
+        self._cut(flat, table)[rows] = values.to(flat)
+        states = [view for name, view in self.state_views(table).items() if name != "step"]
+        for start, state in zip(self._starts(), states, strict=bool(states)):
+            state[rows] = start
+        if self.sums is not None:
+            dim, gone = self.tables[table].dim, rows + self.first_rows[table]
+            self.sums = [part.without(gone) if part.segment.dim == dim else part for part in self.sums]
 
     @torch.no_grad()
     def take_over(self, table: int, source: TableGroup, source_table: int) -> None:
@@ -212,7 +239,7 @@ class TableGroup:
             first = 0 if fatal else 1
             self.guard[first:].copy_(torch.minimum(self.guard[first:], found[first:]))
             found[2:].copy_(self.guard[2:])
-            self._unread = _UnreadGuard(found, ids, offsets)
+            self._unread = UnreadGuard(found, ids, offsets)
             if self.policy.strict:
                 self.raise_pending()
 
@@ -356,27 +383,6 @@ class TableGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._anchor = torch.zeros(1, device=self.flat.device, requires_grad=True)
-
-
-class _UnreadGuard:
-    """A guard on its way to the host: read without a wait for anything but its own copy."""
-
-    def __init__(self, guard: Tensor, ids: Tensor, offsets: Tensor) -> None:
-        # the step's own findings: the group's guard may be cleared while they are on their way
-        self.guard, self.ids, self.offsets = guard.clone(), ids, offsets
-        self._host = torch.empty(3, dtype=torch.int64, pin_memory=True)
-        self._host.copy_(self.guard, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-
-    def is_raised(self) -> bool:
-        # host sync with the check of the batch before, which ran long ago
-        self._copied.synchronize()
-        return not is_clean(self._host)
-
-    def gradient_is_finite(self) -> bool:
-        """Whether the gradients so far were finite; only after `is_raised`."""
-        return bool(self._host[2] == new_guard()[2])
 
 
 class _LookupWithUpdate(torch.autograd.Function):

@@ -27,6 +27,9 @@ divided its ids (cut_id_ns, in overhead). Where the span is one of several hosts
 looked up at home; then every rank gets the ids and gradients of all. One without is trained by its dense gradient: a
 ring's all-reduce of R w numbers. What a block makes every source do in addition to `base_ms` is charged to the ranks
 that hold it, times W / S, so that the work of all ranks together is right.
+
+A served table (`Table.served`) is looked up by one process, which has the batch: n ids, not W n, travel to a device and
+results back to the first. Of row ranges the rows of the table travel instead, and are pooled there. No backward.
 """
 
 from __future__ import annotations
@@ -127,11 +130,14 @@ class ShardwiseCost:
         parts = np.stack([by_width[width] for width in way.widths], axis=1)
         held = np.stack([memory[width] for width in way.widths])
         none = np.zeros_like(held)
-        hbm, ddr = (none, held) if self.topology.compute_device == "cpu" else (held, none)
+        on_host = self.topology.compute_device == "cpu" or way.compute_kernel.startswith("quant_uvm")
+        hbm, ddr = (none, held) if on_host else (held, none)
         return Choice(way.sharding_type, way.compute_kernel, way.widths, parts, hbm, ddr, way.one_host)
 
     def _block(self, table: Table, way: Way, width: int) -> Floats:
         """Time by `PARTS` [P, S] of a block."""
+        if table.served:
+            return _stacked(self._served(table, way, width), way.span)
         if way.replica:
             found = self._replica(table) if table.optimizer is not None else self._dense(table)
             return np.repeat(_stacked(found, 1), way.span, axis=1)
@@ -166,6 +172,29 @@ class ShardwiseCost:
             again = (len(way.widths) - 1) / len(way.widths)
             found["overhead"] += again * sources * (mine * one.sent_id_ns * _NS)
         return {**found, "fwd_comms": exchange, "bwd_comms": exchange}
+
+    def _served(self, table: Table, way: Way, width: int) -> dict[str, Any]:
+        one, bags = self.constants, table.bags(self.batch_size)
+        rows = (table.num_embeddings,) if way.replica else way.rows
+        share, distinct = shares(table.num_embeddings, table.ids(self.batch_size), table.skew, rows)
+        ids = table.ids(self.batch_size) * share
+        if way.replica:
+            # it is where the outputs are, and there alone
+            found = {"fwd_compute": self._lookup(table, width, ids, distinct, bags)}
+            return {part: time * (np.arange(way.span) == 0) for part, time in found.items()}
+        row = width * table.element_bytes + table.scale_bytes
+        results = ids * row if way.span > 1 else (bags if table.pooled else ids) * width * _RESULT
+        # other devices than the first send and receive
+        moved = 1 - 1 / self.topology.world_size
+        compute = self._lookup(table, width, ids, distinct, bags)
+        if way.span > 1:
+            compute = compute + 3 * ids * row / one.copy_gb_s * _NS
+        return {
+            "input_comms": moved * ids * _id_bytes(table) / one.intra_gb_s * _NS,
+            "fwd_compute": compute,
+            "fwd_comms": moved * results / one.intra_gb_s * _NS,
+            "overhead": len(table.features) * one.stream_us * _US,
+        }
 
     def _lookup(self, table: Table, width: int, ids: Any, distinct: Any, bags: float) -> Any:
         """A forward on the rank that holds the rows."""

@@ -33,11 +33,26 @@ def block_bytes(table: Table, way: Way, width: int, world_size: int, batch_size:
     """Bytes at each place of a block's span [S]."""
     rows = np.array(way.rows, np.int64)
     # 4-bit rows fill whole bytes
-    held = (rows * int(8 * width * table.element_bytes) + 7) // 8 + rows * state_bytes(table.optimizer, width)
+    held = (rows * int(8 * width * table.element_bytes) + 7) // 8
+    if table.served:
+        held += rows * table.scale_bytes + served_bytes(table, way, width, batch_size)
+        # the one copy of a replicated table is where the outputs are
+        return held * (np.arange(way.span) == 0) if way.replica else held
+    held += rows * state_bytes(table.optimizer, width)
     if way.replica and table.optimizer is None:
         # the dense gradient, and the bucket that it is reduced in
         return held + 2 * 4 * table.num_embeddings * width
     return held + step_bytes(table, way, width, world_size, batch_size)
+
+
+def served_bytes(table: Table, way: Way, width: int, batch_size: int) -> Ints:
+    """Bytes at each place that a lookup needs besides rows: ids, and what comes out or, of row ranges, rows."""
+    ids = table.ids(batch_size)
+    share = 1.0 if way.replica else shares(table.num_embeddings, ids, table.skew, way.rows)[0]
+    cut = way.span > 1 and not way.replica
+    row = width * table.element_bytes + table.scale_bytes if cut else 4.0 * width
+    results = ids * share if cut or not table.pooled else table.bags(batch_size)
+    return np.broadcast_to(np.ceil(ids * share * 8 + results * row), (way.span,)).astype(np.int64)
 
 
 def step_bytes(table: Table, way: Way, width: int, world_size: int, batch_size: int) -> Ints:

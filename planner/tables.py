@@ -15,6 +15,8 @@ ELEMENT_BYTES = {
     DataType.FP32: 4.0, DataType.FP16: 2.0, DataType.BF16: 2.0, DataType.INT8: 1.0, DataType.UINT8: 1.0,
     DataType.NFP8: 1.0, DataType.INT4: 0.5, DataType.INT2: 0.25,
 }  # fmt: skip
+# bytes of the scale, and bias, of a quantized row
+SCALE_BYTES = {DataType.INT8: 4, DataType.UINT8: 4, DataType.INT4: 4, DataType.INT2: 4, DataType.NFP8: 4}
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Table:
         optimizer: the class name of the optimizer in its backward, "SGD" or "RowWiseAdagrad" say; None without one.
         module: path of its module in the model.
         skew: how its ids are drawn.
+        served: it is quantized and only looked up, by one process that has the whole batch and all devices.
     """
 
     name: str
@@ -75,11 +78,17 @@ class Table:
     optimizer: str | None = None
     module: str = ""
     skew: Skew = Skew()
+    served: bool = False
 
     @property
     def element_bytes(self) -> float:
         """Bytes of one element."""
         return ELEMENT_BYTES[self.data_type]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a row beside its elements."""
+        return SCALE_BYTES.get(self.data_type, 0) if self.served else 0
 
     @property
     def path(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.sharding.layout import CAPABILITIES, MIN_COLUMNS, split_rows
+from shardwise.sharding.layout import CAPABILITIES, MIN_COLUMNS, SERVING, split_rows
 
 from .constraints import ParameterConstraints
 from .tables import Table
@@ -41,7 +41,7 @@ class Way:
 
 
 def ways_of(table: Table, topology: Topology, constraint: ParameterConstraints | None = None) -> list[Way]:
-    """The ways in which the engine can train a table on these machines and that the constraint allows; maybe none.
+    """The ways in which the engine can train (or serve) a table here and that the constraint allows; maybe none.
 
     Columns are cut evenly, at every width that divides the dim, is a multiple of 4 and at least `min_partition`, into
     no more blocks than there are ranks (or, by host, ranks of a host, or hosts). Types that say "host" are ways of
@@ -50,7 +50,7 @@ def ways_of(table: Table, topology: Topology, constraint: ParameterConstraints |
     """
     asked = constraint or ParameterConstraints()
     kernels = None if asked.compute_kernels is None else [_ALIASES.get(one, one) for one in asked.compute_kernels]
-    served = CAPABILITIES.get(topology.compute_device, {})
+    served = (SERVING if table.served else CAPABILITIES).get(topology.compute_device, {})
     found: list[Way] = []
     others: list[Way] = []
     for sharding_type, mine in served.items():

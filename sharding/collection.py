@@ -36,7 +36,7 @@ from .failures import agreed
 from .flags import error_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .held import Collection, Held, Mark, Stores, tables_of
-from .id_map import IdMap
+from .id_map import IdMap, id_ranges
 from .layout import Shard, TableOptions, validate
 from .owner import Batch, InFlight, Owner
 from .qcomms import codecs_of
@@ -75,7 +75,7 @@ class ShardedCollection(nn.Module, Staged):
         self._weighted = bool(getattr(module, "is_weighted", bool)())
         self._policy = module._policy
         self._names_by_table = module._names_by_table
-        self._env, self._exchange = env, Exchange(env.process_group)
+        self._env, self._exchange = env, Exchange(env.require_group())
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss. False of one
         # collection, or of all by comm_ops.set_gradient_division, leaves sums over ranks
         self.gradient_division = True
@@ -87,7 +87,7 @@ class ShardedCollection(nn.Module, Staged):
         self._stores = stores
 
         def plan() -> tuple[tuple[Routes, list[Mark | None]], Facts]:
-            chosen, mapped = options or {}, frozenset(self._id_maps)
+            chosen, mapped = options or {}, id_ranges(self._id_maps)
             tables, marks = tables_of(module, shards, default_optimizer, chosen, mapped)
             routes, facts = self._plan(tables, shards)
             return (routes, marks), facts

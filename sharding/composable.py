@@ -17,6 +17,7 @@ from .plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from .planned import (
     Place,
     agree_on_plan,
+    device_here,
     exchange_device,
     facts_of_tables,
     find_places,
@@ -148,5 +149,5 @@ _UNNAMED = "table '': "
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        return device_here(device, stacklevel=3)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -21,6 +21,7 @@ from .plan import EmbeddingModuleShardingPlan, ShardingPlan
 from .planned import (
     Place,
     agree_on_plan,
+    device_here,
     find_places,
     shard_places,
     sharded_collections,
@@ -91,7 +92,7 @@ class DistributedModelParallel(nn.Module):
             if value is not None and not isinstance(value, kind):
                 hint = ": ShardingPlan({module path: its plan})" if kind is ShardingPlan else ""
                 raise TypeError(f"{what} must be a {kind.__name__}{hint}, got {type(value).__name__}")
-        self._env, self._device = env or default_env(), torch.device(device or "cpu")
+        self._env, self._device = env or default_env(), device_here(device or "cpu", stacklevel=2)
         self._sharders = get_default_sharders() if sharders is None else list(sharders)
         for one in self._sharders:
             if not isinstance(one, ModuleSharder):

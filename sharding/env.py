@@ -49,6 +49,9 @@ class ShardingStrategy(Enum):
 class ShardingEnv:
     """Rank and world size, and the process group of the exchanges; without a group one process holds everything.
 
+    Several ranks without a group, as `from_local` makes them, are the devices of one process: quantized tables can be
+    sharded over these, tables that train need a group.
+
     `local_world_size` consecutive ranks are one host, by default LOCAL_WORLD_SIZE of the environment where that divides
     the world, else all ranks. With `output_dtensor` state dicts have DTensors of tables that are cut evenly over all
     ranks, instead of ShardedTensors.
@@ -65,8 +68,6 @@ class ShardingEnv:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size}")
-        if pg is None and world_size != 1:
-            raise ValueError(f"{world_size} ranks need a process group between them")
         if local_world_size is None:
             local_world_size = get_local_size(world_size)
         if local_world_size < 1 or world_size % local_world_size:
@@ -86,12 +87,14 @@ class ShardingEnv:
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
-        """One process without torch.distributed.
+        """One process without torch.distributed, with as many devices as there are ranks."""
+        return ShardingEnv(world_size, rank, local_world_size=world_size)
 
-        Raises:
-            ValueError: more than one rank is asked for.
-        """
-        return ShardingEnv(world_size, rank)
+    def require_group(self) -> dist.ProcessGroup | None:
+        """The process group; ValueError if there are several ranks and none between them."""
+        if self.process_group is None and self.world_size != 1:
+            raise ValueError(f"{self.world_size} ranks need a process group between them")
+        return self.process_group
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ShardingEnv:

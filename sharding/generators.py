@@ -38,7 +38,8 @@ def data_parallel() -> ParameterShardingGenerator:
     def generate(
         param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: ModuleSharder[Any]
     ) -> ParameterSharding:
-        return ParameterSharding(ShardingType.DATA_PARALLEL.value, "dense", list(range(world_size)))
+        kernel = _kernel_of(sharder, ShardingType.DATA_PARALLEL, device_type, "dense")
+        return ParameterSharding(ShardingType.DATA_PARALLEL.value, kernel, list(range(world_size)))
 
     return generate
 
@@ -359,9 +360,16 @@ def _generator(
             for s, at in zip(shards, placements if placements and quantized else where, strict=True)
         ]
         ranks, spec = [shard.rank for shard in shards], EnumerableShardingSpec(cuts)
-        return ParameterSharding(kind.value, kernel or "fused", ranks, spec, reduction=reduction, row_state=row_state)
+        chosen = kernel or _kernel_of(sharder, kind, device_type, "fused")
+        return ParameterSharding(kind.value, chosen, ranks, spec, reduction=reduction, row_state=row_state)
 
     return generate
+
+
+def _kernel_of(sharder: ModuleSharder[Any], kind: ShardingType, device_type: str, usual: str) -> str:
+    """The kernel of a table where nobody says: of quantized ones what their sharder offers first, else the usual."""
+    offered = sharder.compute_kernels(kind.value, device_type)
+    return next((kernel for kernel in offered if kernel.startswith("quant")), usual)
 
 
 def _host(hosts: Hosts, index: int) -> Sequence[int]:

@@ -31,6 +31,13 @@ _BY_TYPE = {
     "grid_shard": _CUT,
 }
 CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {"cpu": _BY_TYPE, "cuda": _BY_TYPE}
+# The same of quantized tables, which one process serves: "quant" on the device of a shard, the others in the memory of
+# the host.
+_ON_GPU = ("quant", "quant_uvm", "quant_uvm_caching")
+SERVING: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "cpu": dict.fromkeys(_BY_TYPE, _ON_GPU[:1]),
+    "cuda": dict.fromkeys(_BY_TYPE, _ON_GPU),
+}
 REDUCTIONS = ("partial", "ordered")
 ROW_STATES = ("shard", "table")
 

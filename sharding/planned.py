@@ -253,23 +253,28 @@ def _device_types(group: dist.ProcessGroup | None) -> list[str]:
     return [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
 
 
+def device_here(device: torch.device | str, stacklevel: int) -> torch.device:
+    """The device to compute on: `device`, or the CPU with a warning if it is a GPU and there is none here."""
+    asked = torch.device(device)
+    if asked.type != "cuda" or torch.cuda.is_available():
+        return asked
+    warnings.warn(f"device {str(device)!r}: there is no CUDA here, so all runs on the CPU", stacklevel=stacklevel + 1)
+    return torch.device("cpu")
+
+
 def require_device(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Raise ValueError where a group cannot exchange tensors on a device, or there is no such device."""
+    """Raise ValueError where a group cannot exchange tensors on a device."""
     served = _device_types(group)
     if served and device.type not in served:
         raise ValueError(
             f"device {str(device)!r}: the process group ({dist.get_backend(group)}) exchanges tensors on"
             f" {', '.join(served)}: pass device={served[0]!r}, or make the group with a backend for {device.type}"
         )
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {str(device)!r}: there is no CUDA here: pass device='cpu'")
 
 
 def exchange_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     """A device on which the ranks can tell each other that `device` will not do."""
     served = _device_types(group)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return torch.device("cpu")
     return torch.device(served[0]) if served and device.type not in served else device
 
 

@@ -1,7 +1,8 @@
 """The command line, `shardwise` or `python -m shardwise`. Needs click and rich: `pip install shardwise[cli]`.
 
 `kernels check` compiles every kernel for GPUs that need not be present and holds what comes out to what is promised.
-`ckpt` looks at checkpoints and writes them anew (cli_ckpt.py). `plan` plans where tables go (cli_plan.py).
+`ckpt` looks at checkpoints and writes them anew (cli_ckpt.py). `migrate` reports on programs written for TorchRec
+(cli_migrate.py). `plan` plans where tables go (cli_plan.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def commands() -> click.Group:
     import click
 
     from .cli_ckpt import add_ckpt
+    from .cli_export import add_export
+    from .cli_migrate import add_migrate
     from .cli_plan import add_plan
     from .kernels.compiled import TARGETS
 
@@ -70,6 +73,8 @@ def commands() -> click.Group:
         sys.exit(_check(chosen, targets or [*TARGETS], jobs))
 
     add_ckpt(shardwise)
+    add_export(shardwise)
+    add_migrate(shardwise)
     add_plan(shardwise)
     return shardwise
 

@@ -38,7 +38,7 @@ THEIRS: dict[str, set[str]] = {
     "data": {"torch", "numpy", "pyarrow", "tqdm"},
     "inference": {"torch", "numpy", "safetensors"},
     "perf": {"torch", "triton", "numba", "numpy", "scipy", "tqdm", "click", "rich", "pytest", "fbgemm_gpu", "torchrec"},
-    "shardwise": {"torch", "click", "rich", "tqdm"},
+    "shardwise": {"torch", "click", "rich", "tqdm", "libcst"},
 }
 COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, quant
+from shardwise import DataType, EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, quant
 from shardwise.kernels import ROW_FORMATS, dequantize_rows, quantize_rows
 from shardwise.quant import (
     FUSED_8BIT,
@@ -136,14 +136,15 @@ class Bits(Tensor):
 
 
 FORMATS = {"item": "int8", "user": "int4", "tag": "int2", "city": "fp16"}
+TYPES = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16)
 
 
 def bags() -> quant.EmbeddingBagCollection:
     configs = [
-        EmbeddingBagConfig(name=name, num_embeddings=6 + t, embedding_dim=4 * (t + 1), feature_names=[f"f_{name}"])
+        EmbeddingBagConfig(6 + t, 4 * (t + 1), name, feature_names=[f"f_{name}"], data_type=TYPES[t])
         for t, name in enumerate(FORMATS)
     ]
-    return quant.EmbeddingBagCollection(configs, False, "cpu", formats=FORMATS)
+    return quant.EmbeddingBagCollection(configs, False, "cpu")
 
 
 class Net(nn.Module):
@@ -207,9 +208,7 @@ def test_a_torchrec_state_dict_fills_a_model(split: bool, alignment: int) -> Non
 
 def test_a_collection_alone_and_sequences_are_filled_too() -> None:
     sequences = quant.EmbeddingCollection(
-        [EmbeddingConfig(name="t", num_embeddings=3, embedding_dim=4, feature_names=["f"])],
-        "cpu",
-        formats={"t": "int8"},
+        [EmbeddingConfig(3, 4, "t", feature_names=["f"], data_type=DataType.INT8)], "cpu"
     )
     payload, scales = quantize_rows(torch.randn(3, 4), "int8")
     rows = fuse_rows(payload, scales, dim=4, format="int8", layout=INFERENCE)
@@ -240,6 +239,6 @@ def test_tables_that_do_not_fit_are_refused_by_name_and_nothing_is_loaded() -> N
 
 
 def test_what_torchrec_has_no_rows_for_is_not_written() -> None:
-    config = EmbeddingBagConfig(name="t", num_embeddings=3, embedding_dim=4, feature_names=["f"])
+    config = EmbeddingBagConfig(3, 4, "t", feature_names=["f"], data_type=DataType.BF16)
     with pytest.raises(ValueError, match="table 't': INFERENCE rows hold int8, int4, int2, fp16, fp32, not bf16"):
-        torchrec_state_dict(quant.EmbeddingBagCollection([config], False, "cpu", formats={"t": "bf16"}))
+        torchrec_state_dict(quant.EmbeddingBagCollection([config], False, "cpu"))

@@ -459,7 +459,7 @@ def test_one_process_needs_no_process_group() -> None:
         dmp = DistributedModelParallel(model, env=ShardingEnv.from_local(1, 0), device=device)
         assert torch.equal(dmp(batch_of(0).sparse_features).values(), wanted)
     with pytest.raises(ValueError, match="2 ranks need a process group"):
-        ShardingEnv.from_local(2, 0)
+        DistributedModelParallel(ebc(), env=ShardingEnv.from_local(2, 0))
 
 
 def test_a_table_without_an_optimizer_is_named_in_a_warning() -> None:

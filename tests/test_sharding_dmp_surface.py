@@ -339,8 +339,13 @@ def plan_devices() -> list[str]:
     dmp(mine()).backward()
     assert {param.device.type for param in dmp.parameters()} == {"cpu"}
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="rank 0: device 'cuda': there is no CUDA here: pass device='cpu'"):
-            DistributedModelParallel(Net(), device="cuda" if dist.get_rank() == 0 else "cpu")
+        with warnings.catch_warnings(record=True) as caught_of_device:
+            warnings.simplefilter("always")
+            on_cpu = DistributedModelParallel(Net(), device="cuda")
+        on_cpu(mine()).backward()
+        assert on_cpu.device.type == "cpu"
+        said = [str(one.message) for one in caught_of_device if "CUDA" in str(one.message)]
+        assert said == ["device 'cuda': there is no CUDA here, so all runs on the CPU"]
     with pytest.raises(
         ValueError, match="rank 1: device 'xla': the process group .gloo. exchanges tensors on cpu, cuda"
     ):

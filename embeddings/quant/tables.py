@@ -1,18 +1,23 @@
 """Quantized tables of one format in two flat buffers: where each lies, views of it, and its lookups.
 
 Shapes: payload flat uint8, scales flat [all rows * parts]; table t is payload [R_t, row_bytes] and scales [R_t, parts],
-views of the two. I [N] ids, O [F*B + 1] offsets, features in the order given.
+views of the two. I [N] ids, O [F*B + 1] offsets, features in the order given. Pruned tables have an index remapping,
+int32 [ids of t]: the row of each id, or -1 for an id whose row was left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
 from shardwise.embeddings.table_layout import LookupFeature
+from shardwise.embeddings.unread_guard import UnreadGuard
 from shardwise.kernels import (
     BoundsCheckMode,
     Feature,
@@ -21,8 +26,11 @@ from shardwise.kernels import (
     pack_features,
     quantized_pooled_lookup,
     quantized_sequence_lookup,
+    raise_from_guard,
     row_format,
 )
+from shardwise.kernels.cpu_lookup import offsets_are_good
+from shardwise.kernels.features import FIRST_ROW, locate_ids
 
 # every table begins on a boundary that serves the widest load
 _BOUNDARY = 64
@@ -30,12 +38,16 @@ _BOUNDARY = 64
 
 @dataclass(frozen=True)
 class QuantizedTable:
-    """A table of `rows` x `dim` values as `format` (row_formats.py) stores them."""
+    """A table of `rows` x `dim` values as `format` (row_formats.py) stores them.
+
+    A pruned table takes more `ids` than it has rows; else ids are rows.
+    """
 
     name: str
     rows: int
     dim: int
     format: str
+    ids: int | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -46,7 +58,8 @@ class QuantizedTable:
 class QuantizedTables:
     """Storage and lookups of tables of one format; knows nothing of modules or devices other than its own.
 
-    Zeros until it is filled through `payload_of` and `scales_of`.
+    Zeros until it is filled through `payload_of` and `scales_of`; the remapping of a pruned table keeps its first rows
+    until `remapping_of` is given another. Either all tables are pruned or none.
     """
 
     def __init__(
@@ -56,40 +69,59 @@ class QuantizedTables:
         *,
         scale_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL,
+        policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
         self.tables, self.lookups = list(tables), list(features)
         self.format = row_format(tables[0].format)
-        self.bounds_check = bounds_check
+        self.policy = policy
         self.dims = [tables[f.table].dim for f in features]
         self.names = [f"feature {f.name!r} (table {tables[f.table].name!r})" for f in features]
-        self._bases: list[int] = []
-        self._first_rows: list[int] = []
-        byte = row = 0
-        for table in tables:
-            self._bases.append(byte)
-            self._first_rows.append(row)
-            byte += -(-table.rows * table.row_bytes // _BOUNDARY) * _BOUNDARY
-            row += table.rows
+        spaces = [-(-table.rows * table.row_bytes // _BOUNDARY) * _BOUNDARY for table in tables]
+        *self._bases, payload_bytes = accumulate(spaces, initial=0)
+        *self._first_rows, rows = accumulate((table.rows for table in tables), initial=0)
+        *self._first_ids, ids = accumulate((table.ids or 0 for table in tables), initial=0)
         dtype = scale_dtype or self.format.scale_dtype
-        self.payload = torch.zeros(byte, dtype=torch.uint8, device=device)
-        self.scales = torch.zeros(row * self.format.parts, dtype=dtype, device=device)
+        self.payload = torch.zeros(payload_bytes, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(rows * self.format.parts, dtype=dtype, device=device)
+        self.remapping = torch.empty(ids, dtype=torch.int32, device=device) if self.is_pruned else None
+        self._keep_first_rows()
         self._place()
 
+    @property
+    def is_pruned(self) -> bool:
+        """Whether ids are remapped to rows."""
+        return any(table.ids is not None for table in self.tables)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self.payload.device
+
+    def _keep_first_rows(self) -> None:
+        for t, table in enumerate(self.tables if self.is_pruned else ()):
+            row = torch.arange(self.remapping_of(t).shape[0], dtype=torch.int32, device=self.device)
+            self.remapping_of(t).copy_(torch.where(row < table.rows, row, -1))
+
     def _place(self) -> None:
-        self.features = pack_features(
-            [
-                Feature(
-                    self._bases[f.table],
-                    self.tables[f.table].rows,
-                    self.tables[f.table].dim,
-                    self._first_rows[f.table],
-                    f.mean,
-                )
-                for f in self.lookups
-            ],
-            self.payload.device,
-        )
+        """What lookups need beside the tables, on their device."""
+        spec = [
+            Feature(
+                self._bases[f.table],
+                self.tables[f.table].rows,
+                self.tables[f.table].dim,
+                self._first_rows[f.table],
+                f.mean,
+            )
+            for f in self.lookups
+        ]
+        self.features = pack_features(spec, self.device)
+        # ids are checked, and remapped, by their own numbers
+        by_ids = [
+            one._replace(rows=self.tables[f.table].ids or 0, first_row=self._first_ids[f.table])
+            for one, f in zip(spec, self.lookups, strict=True)
+        ]
+        self.checked = pack_features(by_ids, self.device) if self.is_pruned else self.features
+        self._unread: UnreadGuard | None = None
 
     def payload_of(self, table: int) -> Tensor:
         """The payload of a table, uint8 [rows, row_bytes], a view."""
@@ -101,28 +133,85 @@ class QuantizedTables:
         first, rows, parts = self._first_rows[table], self.tables[table].rows, self.format.parts
         return self.scales[first * parts : (first + rows) * parts].view(rows, parts)
 
+    def remapping_of(self, table: int) -> Tensor:
+        """The row of each id of a pruned table, int32 [ids], a view."""
+        assert self.remapping is not None
+        return self.remapping[self._first_ids[table] :][: self.tables[table].ids]
+
     def move(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply a move to another device; payload and scales keep their dtypes."""
-        self.payload = fn(self.payload)
-        scales = fn(self.scales)
-        self.scales = scales.to(self.scales.dtype)
+        """Apply a move to another device, `nn.Module._apply`'s say; payload and scales keep their dtypes.
+
+        Raises:
+            TypeError: the move changes the dtype of integers too, as `module.type(dtype)` does.
+        """
+        planes = [self.payload, self.scales, *([] if self.remapping is None else [self.remapping])]
+        # scales go as bytes: `.half()` and its like are about tensors that are trained
+        moved = [fn(plane.view(torch.uint8)) for plane in planes]
+        if any(plane.dtype != torch.uint8 for plane in moved):
+            raise TypeError(f"quantized tables stay {self.format.name}: quantize the float tables to another dtype")
+        payload, scales, *remapping = [new.view(old.dtype) for new, old in zip(moved, planes, strict=True)]
+        comes_to_life = self.payload.is_meta and not payload.is_meta
+        self.payload, self.scales, self.remapping = payload, scales, remapping[0] if remapping else None
+        if comes_to_life:
+            self._keep_first_rows()
         self._place()
 
     def check(self, ids: Tensor, offsets: Tensor, *, padded: bool = False) -> None:
-        """Raise for bad ids or offsets as `shardwise.kernels.check_ids` does, unless the mode says otherwise."""
-        if self.lookups and self.bounds_check is not BoundsCheckMode.IGNORE:
-            fatal = self.bounds_check is BoundsCheckMode.FATAL
-            guard = new_guard(ids.device)
-            check_ids(ids, offsets, self.features, guard, names=self.names, fatal=fatal, padded=padded)
+        """Raise for bad ids or offsets; on CUDA those of the batch before, unless the policy is strict.
+
+        With `padded` the ids past the last offset are nobody's and may be anything; without it there are none.
+
+        Raises:
+            IndexError, ValueError, TypeError: as `shardwise.kernels.check_ids`.
+        """
+        if not self.lookups:
+            return
+        mode, traced = self.policy.bounds_check, torch.compiler.is_compiling()
+        if mode is BoundsCheckMode.IGNORE and (
+            ids.is_cuda or traced or offsets_are_good(offsets, ids.shape[0], padded)
+        ):
+            # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids
+            return
+        self.raise_pending()
+        guard, fatal = new_guard(ids.device), mode is BoundsCheckMode.FATAL
+        check_ids(ids, offsets, self.checked, guard, names=self.names, fatal=fatal, padded=padded)
+        # a graph has nobody to read what it left in a guard: on CUDA its bad ids count as none
+        if ids.is_cuda and not traced:
+            self._unread = UnreadGuard(guard, ids, offsets)
+            if self.policy.strict:
+                self.raise_pending()
+
+    def raise_pending(self) -> None:
+        """Raise what an earlier batch left in the guard on CUDA."""
+        if self._unread is None:
+            return
+        unread, self._unread = self._unread, None
+        if unread.is_raised():
+            fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
+            raise_from_guard(unread.guard, unread.ids, unread.offsets, self.checked, self.names, fatal=fatal)
 
     def pooled(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """[B, sum of dims]: rows added or averaged per bag."""
+        weights = None if per_id_weights is None else per_id_weights.detach()
         return quantized_pooled_lookup(
-            self.payload, self.scales, ids, offsets, per_id_weights, self.features, self.dims, self.format.name, dtype
-        )
+            self.payload, self.scales, self._rows_of(ids, offsets), offsets, weights,
+            self.features, self.dims, self.format.name, dtype,
+        )  # fmt: skip
 
     def sequence(self, ids: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         """[N, dim]: the row of each id."""
         return quantized_sequence_lookup(
-            self.payload, self.scales, ids, offsets, self.features, self.dims[0], self.format.name, dtype
-        )
+            self.payload, self.scales, self._rows_of(ids, offsets), offsets,
+            self.features, self.dims[0], self.format.name, dtype,
+        )  # fmt: skip
+
+    def _rows_of(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """The row of each id: itself, or what the remapping says, -1 where there is none."""
+        if self.remapping is None:
+            return ids
+        _, feature, is_known = locate_ids(ids, offsets, self.checked)
+        at = torch.where(is_known, ids + self.checked[feature, FIRST_ROW], 0)
+        return torch.where(is_known, self.remapping[at], -1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_unread": None}

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from .collections import _QuantizedCollection
+from .collection import QuantizedCollection
 from .fbgemm_rows import INFERENCE, fuse_rows, inference_layout, split_rows
 from .tables import QuantizedTable
 
@@ -101,10 +101,10 @@ def _planes(weight: Tensor, parts: list[Tensor | None], table: QuantizedTable) -
     return split_rows(fused, dim=table.dim, format=table.format, layout=split, table=name)
 
 
-def _collections(module: nn.Module) -> Iterator[tuple[str, _QuantizedCollection]]:
+def _collections(module: nn.Module) -> Iterator[tuple[str, QuantizedCollection]]:
     """Quantized collections with what their entries' names begin with."""
     for path, child in module.named_modules():
-        if isinstance(child, _QuantizedCollection):
+        if isinstance(child, QuantizedCollection):
             yield f"{path}." if path else "", child
 
 

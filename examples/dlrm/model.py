@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -31,31 +31,39 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Callable[..., torch.opt
 }
 
 
-def build_model(source: Source, args: argparse.Namespace, device: torch.device) -> DistributedModelParallel:
-    # Seeded weights on the CPU, the same on each rank: sharding keeps them, so the run does not depend on the number of
-    # ranks. Tables too large for one process go on device="meta" instead, and each rank makes its own shards.
-    torch.manual_seed(args.seed)
+def build_dlrm(feature_rows: Mapping[str, int], dense: int, dim: int, device: torch.device) -> DLRMTrain:
+    """The model before it is sharded: the tables on the CPU, the dense layers on `device`."""
     tables = [
         EmbeddingBagConfig(
             name=f"t_{feature}",
-            embedding_dim=args.dim,
+            embedding_dim=dim,
             num_embeddings=rows,
             feature_names=[feature],
             pooling=PoolingType.MEAN,
         )
-        for feature, rows in source.feature_rows.items()
+        for feature, rows in feature_rows.items()
     ]
     ebc = EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
-    sparse_optimizer, _ = OPTIMIZERS[args.optimizer]
-    apply_optimizer_in_backward(sparse_optimizer, ebc.parameters(), {"lr": args.lr})
-    model = DLRM(
-        ebc,
-        dense_in_features=len(source.dense_names),
-        dense_arch_layer_sizes=[64, args.dim],
-        over_arch_layer_sizes=[16, 1],
-        dense_device=device,
+    return DLRMTrain(
+        DLRM(
+            ebc,
+            dense_in_features=dense,
+            dense_arch_layer_sizes=[64, dim],
+            over_arch_layer_sizes=[16, 1],
+            dense_device=device,
+        )
     )
-    return DistributedModelParallel(DLRMTrain(model), device=device)
+
+
+def build_model(source: Source, args: argparse.Namespace, device: torch.device) -> DistributedModelParallel:
+    # Seeded weights on the CPU, the same on each rank: sharding keeps them, so the run does not depend on the number of
+    # ranks. Tables too large for one process go on device="meta" instead, and each rank makes its own shards.
+    torch.manual_seed(args.seed)
+    model = build_dlrm(source.feature_rows, len(source.dense_names), args.dim, device)
+    sparse_optimizer, _ = OPTIMIZERS[args.optimizer]
+    tables = model.model.sparse_arch.embedding_bag_collection
+    apply_optimizer_in_backward(sparse_optimizer, tables.parameters(), {"lr": args.lr})
+    return DistributedModelParallel(model, device=device)
 
 
 def build_optimizer(model: DistributedModelParallel, args: argparse.Namespace) -> CombinedOptimizer:

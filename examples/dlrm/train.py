@@ -8,7 +8,8 @@
 Every rank takes its slice of the same global batches, so a run at one rank and a run at two are the same training, and
 so is one that was killed and goes on from its last checkpoint. After each epoch it prints the area under the ROC curve
 (AUC, higher is better) and the normalized entropy (NE, lower is better, 1 is what predicting the mean click rate
-scores) on samples that are never trained on.
+scores) on samples that are never trained on; at the end, the AUC with the tables quantized to int8. `--export DIR`
+writes that model into a folder that serves it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import torch.distributed as dist
 from model import OPTIMIZERS, build_model, build_optimizer
 from progress import Checkpoints, Progress
 from report import Logger, Report, without_nan
-from torch import Tensor
+from serving import CPU, export, quantize, table_bytes
+from torch import Tensor, nn
 
 import shardwise
 from shardwise import (
@@ -41,6 +43,7 @@ from shardwise import (
     TrainPipelineSparseDist,
 )
 from shardwise.data import Batch, Clicks, Source, open_folder
+from shardwise.inference.folder import require_free
 from shardwise.models import auc, normalized_entropy
 
 # name -> what trains on a stream of batches; None is the plain loop
@@ -89,6 +92,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--metrics", type=Path, default=None, help="write metrics to this file, a JSON object a line")
     parser.add_argument("--log-every", type=int, default=50, help="steps of a line of metrics")
     parser.add_argument("--json", type=Path, default=None, help="write configuration and results to this file")
+    parser.add_argument("--export", type=Path, default=None, help="write the model, its tables int8, into this folder")
     args = parser.parse_args(argv)
     for name in ("epochs", "steps", "batch_size", "dim", "checkpoint_every", "keep_last", "log_every"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
@@ -114,6 +118,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} {path}: {error}")
         if path.is_dir():
             parser.error(f"--{name} {path} is a folder, name a file")
+    if args.export is not None:
+        try:
+            require_free(args.export, force=True)
+        except FileExistsError as error:
+            parser.error(f"--export: {error}")
     return args
 
 
@@ -179,6 +188,7 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None) -
         checkpoints.finish()
 
     epochs = progress.epochs
+    quantized = evaluate_quantized(args, model, source, share)
     say("\n".join(["", "  ".join(f"{name:>13}" for name in epochs[0]), *map(row, epochs)]))
     result: dict[str, Any] = {
         "config": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
@@ -190,11 +200,19 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None) -
             "python": platform.python_version(),
         },
         "epochs": epochs,
+        "int8": quantized,
         "skipped_rows": dict(source.skipped),
     }
     if isinstance(source, Clicks):
         result["ceiling_auc"] = source.bayes_auc()
         say(f"the labels are noisy by design: a perfect model would score a test AUC of {result['ceiling_auc']:.4f}")
+    say(
+        f"int8 tables: test AUC {quantized['test_auc']:.4f} (fp32 {epochs[-1]['test_auc']:.4f}),"
+        f" {quantized['fp32_table_bytes'] / 1e6:.2f} MB become {quantized['table_bytes'] / 1e6:.2f} MB,"
+        f" {quantized['ratio']:.2f}x smaller"
+    )
+    if args.export is not None:
+        say(f"exported to {args.export}: shardwise.inference.load_program loads it")
     if source.skipped:
         say(f"rank 0 skipped bad rows: {dict(source.skipped)}")
     if args.json is not None and rank == 0:
@@ -275,8 +293,25 @@ def train_epoch(
     progress.gather(rank_sum, seconds=time.perf_counter() - begin)
 
 
+def evaluate_quantized(
+    args: argparse.Namespace, model: DistributedModelParallel, source: Source, share: dict[str, int]
+) -> dict[str, float]:
+    """How the model does on the same test samples with int8 tables; rank 0 exports it where that is asked for."""
+    served = quantize(model, source, args.dim)
+    logits, labels = evaluate(served, read(source.evaluate(args.batch_size, **share)), CPU)
+    before, after = 4 * args.dim * sum(source.feature_rows.values()), table_bytes(served)
+    if args.export is not None and dist.get_rank() == 0:
+        export(served, source, args.export)
+    return {
+        "test_auc": auc(logits, labels),
+        "fp32_table_bytes": before,
+        "table_bytes": after,
+        "ratio": before / after,
+    }
+
+
 @torch.no_grad()
-def evaluate(model: DistributedModelParallel, batches: Iterator[Batch], device: torch.device) -> tuple[Tensor, Tensor]:
+def evaluate(model: nn.Module, batches: Iterator[Batch], device: torch.device) -> tuple[Tensor, Tensor]:
     """Logits and labels of all ranks' samples, on the CPU."""
     model.eval()
     # the empty starts serve a source without test samples

@@ -17,10 +17,12 @@ from shardwise.embeddings import (
     BaseEmbeddingConfig,
     DataType,
     EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
     EmbeddingCollection,
     dtype_to_data_type,
     optimizer_of,
 )
+from shardwise.embeddings.quant import QuantizedCollection
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.cost_model import CostModel
 from shardwise.planner.problem import Choice
@@ -83,19 +85,22 @@ def tables_of_model(
         modules[paths[0]] = one
         known = {table.name: (table, pooled, weighted) for table, pooled, weighted in _configs(one)}
         for name, param in sharder.shardable_parameters(one).items():
-            ways = _ways(sharder, param, compute_device, name in may_replicate)
+            served = isinstance(one, QuantizedCollection)
+            ways = _ways(sharder, param, compute_device, name in may_replicate, served=served)
             if param.dim() != 2:
                 replicated.append((paths[0], name))
                 continue
             rows, dim = param.shape
             pooled = weighted = True
             features: tuple[Feature, ...] = (Feature(name),)
+            data_type = _data_type(param)
             if name in known:
                 config, pooled, weighted = known[name]
                 features = tuple(map(Feature, config.feature_names or [config.name]))
+                data_type = config.data_type if served else data_type
             table = ModelTable(
-                name, rows, dim, _data_type(param), features, pooled, weighted, _optimizer(sharder, param), paths[0],
-                ways=ways,
+                name, rows, dim, data_type, features, pooled, weighted, _optimizer(sharder, param), paths[0],
+                served=served, ways=ways,
             )  # fmt: skip
             tables.append(table)
             parameters[table.path] = param
@@ -140,6 +145,10 @@ class OfModel:
 
 def _configs(module: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, bool, bool]]:
     """The configs in a module, each with whether its bags are pooled and whether its ids have weights."""
+    if isinstance(module, QuantizedCollection):
+        pooled = isinstance(module, EmbeddingBagCollectionInterface)
+        for config in module._configs:
+            yield config, pooled, isinstance(module, EmbeddingBagCollectionInterface) and module.is_weighted()
     for one in collections_in(module):
         pooled = isinstance(one, EmbeddingBagCollection)
         weighted = isinstance(one, EmbeddingBagCollection) and one.is_weighted()
@@ -149,16 +158,17 @@ def _configs(module: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, bool, boo
 
 
 def _ways(
-    sharder: ModuleSharder[Any], param: nn.Parameter, compute_device: str, may_replicate: bool
+    sharder: ModuleSharder[Any], param: nn.Parameter, compute_device: str, may_replicate: bool, *, served: bool
 ) -> tuple[tuple[str, str], ...]:
-    keeps = may_replicate or not param.requires_grad or optimizer_of(param) is not None
+    # a replica of a table that is served would be on one device alone: that of outputs, whatever its memory
+    keeps = may_replicate or not (served or param.requires_grad) or optimizer_of(param) is not None
     is_ours = isinstance(sharder, BaseEmbeddingSharder)
-    served = CAPABILITIES.get(compute_device, {})
+    trains = CAPABILITIES.get(compute_device, {})
     return tuple(
         (kind, kernel)
         for kind in sharder.sharding_types(compute_device)
-        if kind != DATA_PARALLEL or keeps or not is_ours
-        for kernel in (served.get(kind, ()) if is_ours else sharder.compute_kernels(kind, compute_device))
+        if kind != DATA_PARALLEL or keeps or not (is_ours or served)
+        for kernel in (trains.get(kind, ()) if is_ours else sharder.compute_kernels(kind, compute_device))
     )
 
 

@@ -1,0 +1,43 @@
+"""Managed collision: tables that give their rows to the ids that are worth them, out of a range of any size.
+
+`MCHManagedCollisionModule` maps the ids of a table to its rows, an eviction policy says which ids have one, and the
+collections here are those of embeddings/ behind such maps. Names are TorchRec's.
+"""
+
+from .collection import ManagedCollisionCollection, apply_mc_method_to_jt_dict, change_ids
+from .embedding import (
+    BaseManagedCollisionEmbeddingCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from .filters import average_threshold_filter, dynamic_threshold_filter, probabilistic_threshold_filter
+from .fresh import fresh_rows
+from .mch import MCHManagedCollisionModule
+from .modules import ManagedCollisionModule
+from .policies import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    MCHEvictionPolicy,
+    MCHEvictionPolicyMetadataInfo,
+)
+
+__all__ = [
+    "BaseManagedCollisionEmbeddingCollection",
+    "DistanceLFU_EvictionPolicy",
+    "LFU_EvictionPolicy",
+    "LRU_EvictionPolicy",
+    "MCHEvictionPolicy",
+    "MCHEvictionPolicyMetadataInfo",
+    "MCHManagedCollisionModule",
+    "ManagedCollisionCollection",
+    "ManagedCollisionEmbeddingBagCollection",
+    "ManagedCollisionEmbeddingCollection",
+    "ManagedCollisionModule",
+    "apply_mc_method_to_jt_dict",
+    "average_threshold_filter",
+    "change_ids",
+    "dynamic_threshold_filter",
+    "fresh_rows",
+    "probabilistic_threshold_filter",
+]

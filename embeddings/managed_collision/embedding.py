@@ -1,0 +1,145 @@
+"""Collections whose tables give their rows to ids of any range: `ManagedCollisionEmbedding{Bag,}Collection`.
+
+A forward maps the ids to slots, gives slots with a new id a new row, and looks the slots up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.embeddings.bag_collection import EmbeddingBagCollection
+from shardwise.embeddings.collection import TableCollection
+from shardwise.embeddings.config import BaseEmbeddingConfig
+from shardwise.embeddings.sequence_collection import EmbeddingCollection
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from .collection import ManagedCollisionCollection
+from .fresh import fresh_rows
+
+
+class BaseManagedCollisionEmbeddingCollection(nn.Module):
+    """What the two have in common. A forward returns (embeddings, remapped ids or None), always a tuple.
+
+    A row whose slot goes to another id begins anew: by the table's `init_fn`, with the optimizer states of a fused
+    optimizer as at the start. (States of an optimizer that steps outside of the backward stay.) Its values depend on
+    the table's name and the number of batches seen alone, so they need no state of a random generator.
+
+    Args:
+        embedding_module: the collection.
+        managed_collision_collection: modules of the same tables.
+        return_remapped_features: return the slots too, as a KJT.
+        allow_in_place_embed_weight_update: renew rows behind autograd's back, for several forwards before a backward.
+
+    Raises:
+        ValueError: the two have different tables.
+    """
+
+    _managed_collision_collection: ManagedCollisionCollection
+    _embedding_module: EmbeddingBagCollection | EmbeddingCollection
+
+    def __init__(
+        self,
+        embedding_module: EmbeddingBagCollection | EmbeddingCollection,
+        managed_collision_collection: ManagedCollisionCollection,
+        return_remapped_features: bool = False,
+        allow_in_place_embed_weight_update: bool = False,
+    ) -> None:
+        super().__init__()
+        mine, theirs = _facts(embedding_module._configs), _facts(managed_collision_collection.embedding_configs())
+        if mine != theirs:
+            raise ValueError(f"the embedding module has tables {mine}, the managed collision collection {theirs}")
+        self._managed_collision_collection = managed_collision_collection
+        self._embedding_module = embedding_module
+        self._return_remapped_features = return_remapped_features
+        self._allow_in_place_embed_weight_update = allow_in_place_embed_weight_update
+
+    def forward(
+        self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
+    ) -> tuple[KeyedTensor | dict[str, JaggedTensor], KeyedJaggedTensor | None]:
+        """Map the batch's ids to slots and look those up.
+
+        Raises:
+            KeyError, ValueError, TypeError: as the collection inside.
+            TypeError: the collection inside was sharded by itself.
+        """
+        if not isinstance(self._embedding_module, TableCollection):
+            raise TypeError(
+                f"{type(self).__name__}: its collection was sharded without it, and ranks would give slots to ids of"
+                f" their own batches alone: give a {type(self).__name__}Sharder too"
+            )
+        slots = self._managed_collision_collection(features, mutate_miss_lengths=mutate_miss_lengths)
+        self._renew(self._managed_collision_collection.evict())
+        found = self._embedding_module(slots)
+        return found, slots if self._return_remapped_features else None
+
+    @torch.no_grad()
+    def _renew(self, evicted: Mapping[str, Tensor | None]) -> None:
+        """Have the rows of slots begin anew."""
+        modules = self._managed_collision_collection.modules_by_table()
+        for config in self._embedding_module._configs:
+            slots = evicted[config.name]
+            if slots is not None and slots.numel():
+                values = fresh_rows(config, slots.numel(), modules[config.name].batches_seen())
+                self._embedding_module.renew_rows(
+                    config.name, slots, values, quietly=self._allow_in_place_embed_weight_update
+                )
+
+
+class ManagedCollisionEmbeddingBagCollection(BaseManagedCollisionEmbeddingCollection):
+    """An `EmbeddingBagCollection` for ids of any range: (KeyedTensor, remapped ids or None).
+
+    Example:
+        >>> table = EmbeddingBagConfig(100, 8, "item", feature_names=["clicked"])
+        >>> items = MCHManagedCollisionModule(100, "cpu", LFU_EvictionPolicy(), eviction_interval=1)
+        >>> collection = ManagedCollisionCollection({"item": items}, [table])
+        >>> module = ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection([table]), collection)
+        >>> batch = KeyedJaggedTensor(["clicked"], torch.tensor([2**60, 7, 7]), lengths=torch.tensor([2, 1]))
+        >>> pooled, _ = module(batch)
+        >>> pooled["clicked"].shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        managed_collision_collection: ManagedCollisionCollection,
+        return_remapped_features: bool = False,
+        allow_in_place_embed_weight_update: bool = False,
+    ) -> None:
+        super().__init__(
+            embedding_bag_collection, managed_collision_collection, return_remapped_features,
+            allow_in_place_embed_weight_update,
+        )  # fmt: skip
+
+    @property
+    def _embedding_bag_collection(self) -> EmbeddingBagCollection:
+        assert isinstance(self._embedding_module, EmbeddingBagCollection)
+        return self._embedding_module
+
+
+class ManagedCollisionEmbeddingCollection(BaseManagedCollisionEmbeddingCollection):
+    """An `EmbeddingCollection` for ids of any range: (JaggedTensor by feature, remapped ids or None)."""
+
+    def __init__(
+        self,
+        embedding_collection: EmbeddingCollection,
+        managed_collision_collection: ManagedCollisionCollection,
+        return_remapped_features: bool = False,
+        allow_in_place_embed_weight_update: bool = False,
+    ) -> None:
+        super().__init__(
+            embedding_collection, managed_collision_collection, return_remapped_features,
+            allow_in_place_embed_weight_update,
+        )  # fmt: skip
+
+    @property
+    def _embedding_collection(self) -> EmbeddingCollection:
+        assert isinstance(self._embedding_module, EmbeddingCollection)
+        return self._embedding_module
+
+
+def _facts(configs: Sequence[BaseEmbeddingConfig]) -> dict[str, tuple[int, int, list[str]]]:
+    return {config.name: (config.num_embeddings, config.embedding_dim, config.feature_names) for config in configs}

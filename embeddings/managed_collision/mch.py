@@ -1,0 +1,258 @@
+"""The table of ids that have slots: `MCHManagedCollisionModule`.
+
+Letters: Z slots, N ids of a batch. State: `_mch_sorted_raw_ids` [Z] ids, ascending, the largest int64 where a slot is
+free; `_mch_remapped_ids_mapping` [Z] their slots; `_mch_<name>` [Z] numbers of the policy. The last slot never has an
+id: it is the row of all ids that have none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardwise.jagged import JaggedTensor
+
+from .modules import ManagedCollisionModule, padded_borders
+from .policies import MCHEvictionPolicy
+
+_FREE = torch.iinfo(torch.int64).max
+
+
+class MCHManagedCollisionModule(ManagedCollisionModule):
+    """Gives slots to the ids that an eviction policy finds worth them, anew every `eviction_interval` batches.
+
+    While training, each call notes the batch's ids; the last call of an interval gives slots to new ones among them
+    before it maps its own batch. Ids without a slot share the last one, so Z - 1 ids have rows of their own. The id
+    2^63 - 1, which marks free slots, never gets one.
+
+    Ids noted since the last interval ended are no part of the state: training that goes on from a checkpoint made after
+    a whole number of intervals gives the same bits as if it had not stopped.
+
+    Args:
+        zch_size: Z, rows of the table.
+        device: where the state is, a string or `torch.device`.
+        eviction_policy: which ids have the slots.
+        eviction_interval: batches.
+        input_hash_size: ids are in [0, input_hash_size); row shards divide this range evenly.
+        input_hash_func: called with ids and `input_hash_size`, what ids are told apart by.
+        mch_size, mch_hash_func: have no effect, as in TorchRec; a warning says so.
+        name: of the table, for messages.
+        output_global_offset, output_segments, buckets: of a row shard; set by what shards a table.
+
+    Raises:
+        ValueError: `zch_size` or `eviction_interval` is not positive.
+    """
+
+    _mch_sorted_raw_ids: Tensor
+    _mch_remapped_ids_mapping: Tensor
+    _current_iter_tensor: Tensor
+    _output_segments_tensor: Tensor
+
+    def __init__(
+        self,
+        zch_size: int,
+        device: torch.device | str,
+        eviction_policy: MCHEvictionPolicy,
+        eviction_interval: int,
+        input_hash_size: int = 2**63 - 1,
+        input_hash_func: Callable[[Tensor, int], Tensor] | None = None,
+        mch_size: int | None = None,
+        mch_hash_func: Callable[[Tensor, int], Tensor] | None = None,
+        name: str | None = None,
+        output_global_offset: int = 0,
+        output_segments: list[int] | None = None,
+        buckets: int = 1,
+    ) -> None:
+        for what, value in (("zch_size", zch_size), ("eviction_interval", eviction_interval)):
+            if value <= 0:
+                raise ValueError(f"managed collision module {name!r}: {what} must be positive, got {value}")
+        borders = output_segments or [output_global_offset, output_global_offset + zch_size]
+        super().__init__(device, borders)
+        if mch_size is not None or mch_hash_func is not None:
+            warnings.warn("mch_size and mch_hash_func have no effect: ids without a slot share one", stacklevel=2)
+        self._name, self._zch_size, self._first_slot = name, zch_size, output_global_offset
+        self._segments, self._buckets = borders, buckets
+        self._eviction_policy, self._eviction_interval = eviction_policy, eviction_interval
+        self._input_hash_size, self._input_hash_func = input_hash_size, input_hash_func
+        slots = torch.arange(zch_size, dtype=torch.int64, device=self._device) + output_global_offset
+        self.register_buffer("_mch_sorted_raw_ids", torch.full_like(slots, _FREE))
+        self.register_buffer("_mch_remapped_ids_mapping", slots)
+        for info in eviction_policy.metadata_info:
+            if info.is_mch_metadata:
+                self.register_buffer(f"_mch_{info.metadata_name}", torch.zeros_like(slots))
+        self._evicted: Tensor | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget what belongs to the interval under way."""
+        self._history: list[Tensor] = []
+        self._history_metadata: dict[str, list[Tensor]] = {
+            info.metadata_name: [] for info in self._eviction_policy.metadata_info if info.is_history_metadata
+        }
+        # batches seen, on the host: None until the state says
+        self._iteration: int | None = None
+        self._last_eviction = 0
+
+    def _metadata(self) -> dict[str, Tensor]:
+        """The policy's numbers of each entry, live."""
+        names = [info.metadata_name for info in self._eviction_policy.metadata_info if info.is_mch_metadata]
+        return {name: self.get_buffer(f"_mch_{name}") for name in names}
+
+    def forward(self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True) -> dict[str, JaggedTensor]:
+        """Slots in the place of a batch's ids, once it was noted and, at the end of an interval, slots were given."""
+        return self.remap(self.profile(self.preprocess(features)))
+
+    @property
+    def preprocesses(self) -> bool:
+        """Whether there is an `input_hash_func`."""
+        return self._input_hash_func is not None
+
+    def preprocess(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """Ids hashed by `input_hash_func`, if there is one."""
+        if self._input_hash_func is None:
+            return features
+        return {
+            name: _with_values(feature, self._input_hash_func(feature.values(), self._input_hash_size))
+            for name, feature in features.items()
+        }
+
+    @torch.no_grad()
+    def profile(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """Note a batch's ids, and give slots at the end of an interval; nothing unless training."""
+        if not self.training:
+            return features
+        if self._iteration is None:
+            self._iteration = self._last_eviction = self.batches_seen()
+        self._iteration += 1
+        self._current_iter_tensor += 1
+        for feature in features.values():
+            # a copy: batches may be overwritten once they were looked up
+            ids = feature.values().detach().to(torch.int64, copy=True)
+            self._history.append(ids)
+            noted = {name: torch.zeros_like(ids) for name in self._history_metadata}
+            self._eviction_policy.record_history_metadata(self._iteration, ids, noted)
+            for name, numbers in noted.items():
+                self._history_metadata[name].append(numbers)
+        if self._iteration - self._last_eviction == self._eviction_interval:
+            self._give_slots(self._iteration)
+        return features
+
+    def _give_slots(self, iteration: int) -> None:
+        """End the interval."""
+        policy, history = self._eviction_policy, torch.cat(self._history)
+        noted = {name: torch.cat(numbers) for name, numbers in self._history_metadata.items()}
+        self._begin()
+        self._iteration = self._last_eviction = iteration
+        named = history != _FREE
+        # host sync on CUDA, as those below: distinct ids are a number that only the device knows
+        if not bool(named.all()):
+            history, noted = history[named], {name: numbers[named] for name, numbers in noted.items()}
+        ids, inverse, counts = torch.unique(history, return_inverse=True, return_counts=True)
+        passes: Tensor | None = None
+        if policy._threshold_filtering_func is not None:
+            passes, _ = policy._threshold_filtering_func(counts)
+        noted = policy.coalesce_history_metadata(iteration, noted, counts, inverse, threshold_mask=passes)
+        if passes is not None:
+            ids, counts = ids[passes], counts[passes]
+        order = torch.argsort(counts, descending=True, stable=True)
+        ids, counts = ids[order], counts[order]
+        entries = self._entries(ids)
+        known = self._mch_sorted_raw_ids[entries] == ids
+        given_up, taken = policy.update_metadata_and_generate_eviction_scores(
+            iteration, self._zch_size, order, counts, known, entries[known], self._metadata(), noted
+        )
+        self._mch_sorted_raw_ids[given_up] = ids[~known][taken]
+        slots = self._mch_remapped_ids_mapping[given_up]
+        # of several intervals that nobody asked about each slot once
+        self._evicted = slots if self._evicted is None else torch.unique(torch.cat([self._evicted, slots]))
+        self._sort()
+
+    def _sort(self) -> None:
+        """Bring all entries into the order of their ids; free ones keep theirs, so the last stays last."""
+        order = torch.argsort(self._mch_sorted_raw_ids, stable=True)
+        for entries in (self._mch_sorted_raw_ids, self._mch_remapped_ids_mapping, *self._metadata().values()):
+            entries.copy_(entries[order])
+
+    def _entries(self, ids: Tensor) -> Tensor:
+        """Where each id stands, if it does; the last entry is nobody's."""
+        return torch.searchsorted(self._mch_sorted_raw_ids[:-1], ids)
+
+    def remap(
+        self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True, write_weights: Tensor | None = None
+    ) -> dict[str, JaggedTensor]:
+        """Slots in the place of ids; the last slot for those that have none."""
+        return {name: _with_values(feature, self._slots(feature.values())) for name, feature in features.items()}
+
+    def _slots(self, values: Tensor) -> Tensor:
+        ids = values.to(torch.int64)
+        entries = self._entries(ids)
+        known = (self._mch_sorted_raw_ids[entries] == ids) & (ids != _FREE)
+        slots = self._mch_remapped_ids_mapping[entries]
+        return torch.where(known, slots, self._first_slot + self._zch_size - 1).to(values.dtype)
+
+    def evict(self) -> Tensor | None:
+        """Slots [n] that got an id, be it their first, since this was asked last; None where no interval ended."""
+        slots, self._evicted = self._evicted, None
+        return slots
+
+    def reset_inference_mode(self) -> None:
+        """Forget what was evicted: nothing is to begin anew."""
+        self._evicted = None
+
+    def output_size(self) -> int:
+        """Z."""
+        return self._zch_size
+
+    def input_size(self) -> int:
+        """`input_hash_size`."""
+        return self._input_hash_size
+
+    def buckets(self) -> int:
+        """How many equal ranges of ids have slots of their own."""
+        return self._buckets
+
+    def open_slots(self) -> Tensor:
+        """How many slots no id has yet, [1]; the last one, which none gets, is not counted."""
+        free = torch.full((1,), _FREE, dtype=torch.int64, device=self._mch_sorted_raw_ids.device)
+        return self._zch_size - 1 - torch.searchsorted(self._mch_sorted_raw_ids, free)
+
+    @torch.no_grad()
+    def validate_state(self) -> None:
+        """After a load: check that the slots are these, and begin an interval.
+
+        Raises:
+            ValueError: the checkpoint was cut at other rows.
+        """
+        loaded = self._output_segments_tensor.tolist()
+        first, end = self._first_slot, self._first_slot + self._zch_size
+        if first not in loaded or end not in loaded:
+            borders = [border for border in loaded if border >= 0]
+            raise ValueError(
+                f"managed collision module {self._name!r}: its slots [{first}, {end}) are no whole segments of what is"
+                f" loaded, whose borders are {borders}: ids and slots were divided otherwise there"
+            )
+        self._output_segments_tensor.copy_(padded_borders(self._segments, self._output_segments_tensor.device))
+        self._evicted = None
+        self._begin()
+        self._sort()
+
+    def rebuild_with_output_id_range(
+        self,
+        output_id_range: tuple[int, int],
+        output_segments: list[int],
+        device: torch.device | str | None = None,
+    ) -> MCHManagedCollisionModule:
+        """One like it, without ids, that gives out the slots [low, high)."""
+        low, high = output_id_range
+        return type(self)(
+            high - low, device or self.device, self._eviction_policy, self._eviction_interval,
+            input_hash_size=self._input_hash_size, input_hash_func=self._input_hash_func, name=self._name,
+            output_global_offset=low, output_segments=output_segments, buckets=len(output_segments) - 1,
+        )  # fmt: skip
+
+
+def _with_values(feature: JaggedTensor, values: Tensor) -> JaggedTensor:
+    return JaggedTensor(values, feature.weights_or_none(), feature.lengths())

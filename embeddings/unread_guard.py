@@ -1,0 +1,29 @@
+"""What a check of ids on CUDA found, read by a later lookup instead of waiting for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels import is_clean, new_guard
+
+
+class UnreadGuard:
+    """A guard on its way to the host: read without a wait for anything but its own copy."""
+
+    def __init__(self, guard: Tensor, ids: Tensor, offsets: Tensor) -> None:
+        # the step's own findings: the group's guard may be cleared while they are on their way
+        self.guard, self.ids, self.offsets = guard.clone(), ids, offsets
+        self._host = torch.empty(3, dtype=torch.int64, pin_memory=True)
+        self._host.copy_(self.guard, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def is_raised(self) -> bool:
+        # host sync with the check of the batch before, which ran long ago
+        self._copied.synchronize()
+        return not is_clean(self._host)
+
+    def gradient_is_finite(self) -> bool:
+        """Whether the gradients so far were finite; only after `is_raised`."""
+        return bool(self._host[2] == new_guard()[2])

@@ -1,0 +1,198 @@
+"""Serve an exported model over HTTP: `python examples/serve/server.py --folder served`. Needs `shardwise[serve]`.
+
+    POST /predict    {"instances": [...]} -> {"predictions": [...]}; see instances.py for what an instance is
+    GET /v1/model    what the model takes and gives, and the limits of this server
+    GET /healthz     200 when it answers, 503 while it loads and once it goes down
+    GET /metrics     for Prometheus
+
+Every refusal is JSON, `{"error": {"code": ..., "message": ...}}`, with the instance, the feature, the value and what is
+permitted where there are such. SIGTERM and SIGINT let it answer what it has taken, and end it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from aiohttp import web
+from batches import Batcher, Limits, ModelFailed
+from errors import Handler, Refused, json_response, told
+from instances import Instance, answer, check_outputs, read_body, read_instances
+from metrics import BATCH_SIZES, LATENCY_SECONDS, Counts, Gauge, Histogram, text
+
+from shardwise.inference import Program, load_program
+
+# a burst of new connections waits in the kernel until they are accepted
+BACKLOG = 4096
+SHUTDOWN_SECONDS = 60.0
+
+
+class Server:
+    """The application, its model and its numbers. `state` is "loading", "ready" or "draining"."""
+
+    def __init__(self, folder: str, limits: Limits, *, max_instances: int, max_bytes: int, threads: int) -> None:
+        if not 1 <= max_instances <= limits.max_batch:
+            raise ValueError(f"max_instances must be in [1, max_batch = {limits.max_batch}], got {max_instances}")
+        self.folder, self.limits, self.max_instances, self.max_bytes = folder, limits, max_instances, max_bytes
+        self.state = "loading"
+        self.program: Program | None = None
+        # torch reads its number of threads in the thread that computes
+        self.worker = ThreadPoolExecutor(1, "model", initializer=torch.set_num_threads, initargs=(threads,))
+        self.requests = Counts("serve_requests_total", "Requests answered.", ("path", "status"))
+        self.latency = Histogram("serve_predict_seconds", "From request to answer.", LATENCY_SECONDS)
+        self.batch_sizes = Histogram("serve_batch_instances", "Instances in a batch.", BATCH_SIZES)
+        self.batcher: Batcher[Instance] = Batcher(self._predict, self.worker, limits, self.batch_sizes.add)
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[self._counted, told], client_max_size=self.max_bytes)
+        app.router.add_post("/predict", self.predict)
+        app.router.add_get("/healthz", self.health)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/v1/model", self.model)
+        return app
+
+    def load(self) -> None:
+        """Load the model and run it once, so that the first request need not wait for what is made at first use."""
+        program = load_program(self.folder)
+        check_outputs(program.facts)
+        facts = program.facts
+        one = Instance([0.0] * len(facts.dense), [[] for _ in facts.features], [[] for _ in facts.features])
+        for size in (1, min(2, self.limits.max_batch)):
+            answer(program, [one] * size)
+        self.program = program
+
+    async def run(self) -> None:
+        """Load in the worker while /healthz says so, then answer."""
+        await asyncio.get_running_loop().run_in_executor(self.worker, self.load)
+        self.batcher.start()
+        self.state = "ready"
+
+    async def drain(self) -> None:
+        """Answer what waits."""
+        await self.batcher.drain()
+        self.worker.shutdown()
+
+    def _predict(self, instances: list[Instance]) -> list[dict[str, Any]]:
+        return answer(self._loaded(), instances)
+
+    def _loaded(self) -> Program:
+        if self.program is None or self.state != "ready":
+            raise Refused(503, self.state, f"the server is {self.state}")
+        return self.program
+
+    async def predict(self, request: web.Request) -> web.Response:
+        facts = self._loaded().facts
+        if request.content_type != "application/json":
+            raise Refused(415, "wrong_content_type", f"the body is {request.content_type}", "application/json")
+        instances = read_instances(read_body(await request.read()), facts, max_instances=self.max_instances)
+        predictions = await self.batcher.submit(instances)
+        try:
+            return json_response({"predictions": predictions})
+        except ValueError:
+            raise ModelFailed("an output is not finite") from None
+
+    async def health(self, request: web.Request) -> web.Response:
+        return json_response({"status": self.state}, status=200 if self.state == "ready" else 503)
+
+    async def model(self, request: web.Request) -> web.Response:
+        facts = self._loaded().facts
+        features = [{"name": one.name, "ids": [0, one.ids], "missing": "no ids"} for one in facts.features]
+        limits = {**asdict(self.limits), "max_instances": self.max_instances, "max_bytes": self.max_bytes}
+        return json_response(
+            {
+                "features": features, "dense": facts.dense, "weighted": facts.weighted,
+                "outputs": [asdict(one) for one in facts.outputs], "versions": facts.versions, "limits": limits,
+            }
+        )  # fmt: skip
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        numbers: list[Counts | Histogram | Gauge] = [self.requests, self.latency, self.batch_sizes]
+        numbers.append(Gauge("serve_queue_instances", "Instances that wait.", lambda: self.batcher.waiting))
+        numbers.append(Gauge("serve_ready", "1 when requests are answered.", lambda: int(self.state == "ready")))
+        if self.program is not None:
+            facts = self.program.facts
+            about = {"tables": str(len(facts.tables)), **facts.versions}
+            size = sum(one.bytes for one in facts.tables)
+            numbers.append(Gauge("serve_model_info", "The model that is served.", lambda: 1, about))
+            numbers.append(Gauge("serve_model_table_bytes", "Bytes of its tables.", lambda: size))
+        return web.Response(text=text(numbers), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    @web.middleware
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        began = time.perf_counter()
+        resource = request.match_info.route.resource
+        path = "other" if resource is None else resource.canonical
+        status = "disconnected"
+        try:
+            response = await handler(request)
+            status = str(response.status)
+            return response
+        finally:
+            self.requests.add(path, status)
+            if path == "/predict":
+                self.latency.add(time.perf_counter() - began)
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    default = Limits()
+    parser = argparse.ArgumentParser(description="Serve an exported model over HTTP.")
+    parser.add_argument("--folder", required=True, help="what `shardwise export` wrote")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one; the first line printed says which")
+    parser.add_argument("--max-batch", type=int, default=default.max_batch, help="instances in a batch")
+    parser.add_argument("--max-wait-ms", type=float, default=default.max_wait_ms, help="how long a request waits")
+    parser.add_argument("--max-queue", type=int, default=default.max_queue, help="instances that may wait")
+    parser.add_argument("--max-instances", type=int, default=64, help="instances of a request")
+    parser.add_argument("--max-bytes", type=int, default=2**20, help="bytes of a request's body")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the model")
+    return parser.parse_args(argv)
+
+
+async def serve(server: Server, host: str, port: int) -> None:
+    """Serve until a signal ends it."""
+    stop = asyncio.Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(one, stop.set)
+    # a client that goes away takes its request out of the queue
+    runner = web.AppRunner(
+        server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+        bound = runner.addresses[0]
+        print(f"listening on http://{bound[0]}:{bound[1]}", flush=True)
+        await server.run()
+        print("ready", flush=True)
+        await stop.wait()
+        server.state = "draining"
+    finally:
+        # requests that were taken are answered; new connections are not
+        await runner.cleanup()
+        await server.drain()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parsed(argv)
+    try:
+        limits = Limits(args.max_batch, args.max_wait_ms, args.max_queue)
+        server = Server(
+            args.folder, limits, max_instances=args.max_instances, max_bytes=args.max_bytes, threads=args.threads
+        )
+        asyncio.run(serve(server, args.host, args.port))
+    except (ValueError, OSError) as error:
+        print(f"server: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""A folder that serves a model: which files it has, what `model.json` says of them, and how it appears all at once.
+
+    model.json           facts about the model (`ModelFacts`), with the size and checksum of each other file
+    tables.safetensors   of each table `<table>.payload` uint8 [rows, row_bytes], `<table>.scales` [rows, parts] unless
+                         its format has none, `<table>.remapping` int32 [ids] if it is pruned
+    program.pt2          the exported program, without the tables
+    program.aoti.pt2     the same, compiled, where that was asked for
+
+Nothing in here needs torch or numpy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+FACTS, TABLES, PROGRAM, COMPILED = "model.json", "tables.safetensors", "program.pt2", "program.aoti.pt2"
+
+# of the format; a reader refuses folders of a later one
+VERSION = 1
+
+_BLOCK_BYTES = 16 * 2**20
+
+
+class ModelDamaged(ValueError):
+    """A file of a model's folder is missing, cut off, changed or not what it should be; the message names it."""
+
+
+@dataclass(frozen=True)
+class FeatureFacts:
+    """A feature of the input, and the tables that its ids go to.
+
+    An id is good in [0, ids). `ids` is None where no quantized table takes them.
+    """
+
+    name: str
+    tables: tuple[str, ...]
+    ids: int | None
+
+
+@dataclass(frozen=True)
+class TableFacts:
+    """A table of `rows` x `dim`, as `format` of kernels/row_formats.py stores it; `features` look it up.
+
+    `pooling` is "sum", "mean", or None where rows stay apart. An id is good in [0, ids); that of a pruned table is
+    remapped to a row, or to -1 where its row was left out. `bytes` counts payload, scales and remapping.
+    """
+
+    name: str
+    rows: int
+    ids: int
+    dim: int
+    format: str
+    scale_dtype: str | None
+    pruned: bool
+    pooling: str | None
+    features: tuple[str, ...]
+    bytes: int
+
+    @property
+    def payload(self) -> str:
+        """The payload's name in the file."""
+        return f"{self.name}.payload"
+
+    @property
+    def scales(self) -> str | None:
+        """The scales' name in the file; None where the format has none."""
+        return None if self.scale_dtype is None else f"{self.name}.scales"
+
+    @property
+    def remapping(self) -> str | None:
+        """The remapping's name in the file; None where ids are rows."""
+        return f"{self.name}.remapping" if self.pruned else None
+
+    @property
+    def fp32_bytes(self) -> int:
+        """Bytes of all its ids as rows of fp32."""
+        return 4 * self.ids * self.dim
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the file of tables begins in a plane, in elements."""
+
+    tensor: str
+    begin: int
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A flat tensor of the program that holds tensors of several tables; what they leave out is zero."""
+
+    name: str
+    dtype: str
+    elements: int
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class OutputFacts:
+    """An output; sizes of `shape` that vary are "batch", or "ids" where they follow from the ids."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """A file: its size and checksum."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """All that `model.json` says. `dense` names the columns of the dense input, of which there may be none."""
+
+    format_version: int
+    versions: dict[str, str]
+    dense: tuple[str, ...]
+    features: tuple[FeatureFacts, ...]
+    weighted: bool
+    outputs: tuple[OutputFacts, ...]
+    tables: tuple[TableFacts, ...]
+    planes: tuple[Plane, ...]
+    files: tuple[FileFacts, ...]
+
+
+def read_facts(folder: str | os.PathLike[str]) -> ModelFacts:
+    """What the `model.json` of a folder says.
+
+    Raises:
+        FileNotFoundError: the folder, or that file in it, is not there.
+        ModelDamaged: it is not what an export writes, or what a later version wrote; names the file and the key.
+    """
+    path = Path(folder) / FACTS
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{folder} is no exported model: there is no {path}") from None
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise ModelDamaged(f"{path} is no JSON: {error}") from None
+    version = found.get("format_version") if isinstance(found, dict) else None
+    if isinstance(version, int) and version > VERSION:
+        wrote = found.get("versions", {}).get("shardwise", "a later one")
+        raise ModelDamaged(
+            f"{path} has format version {version}, this shardwise reads up to {VERSION}: it was written by"
+            f" shardwise {wrote}, use that or a later one"
+        )
+    try:
+        facts: ModelFacts = _parsed(ModelFacts, found, "the file")
+    except ValueError as error:
+        raise ModelDamaged(f"{path}: {error}") from None
+    return facts
+
+
+def check_file(folder: str | os.PathLike[str], facts: ModelFacts, name: str, *, verify: bool) -> Path:
+    """The path of a file of the folder, which has the size that is written down, and with `verify` the checksum.
+
+    Raises:
+        ModelDamaged: it has not; names the file.
+    """
+    path = Path(folder) / name
+    wanted = next((one for one in facts.files if one.name == name), None)
+    if wanted is None:
+        raise ModelDamaged(f"{Path(folder) / FACTS} lists no file {name!r}")
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ModelDamaged(f"{path}: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise ModelDamaged(f"{path} is no regular file")
+    if found.st_size != wanted.bytes:
+        raise ModelDamaged(f"{path} has {found.st_size} bytes, it was written with {wanted.bytes}")
+    if verify and file_facts(path).sha256 != wanted.sha256:
+        raise ModelDamaged(f"{path} has other bytes than were written: its checksum is not that of {FACTS}")
+    return path
+
+
+def file_facts(path: Path) -> FileFacts:
+    """Size and checksum of a file as it is."""
+    checksum, size = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            checksum.update(block)
+            size += len(block)
+    return FileFacts(path.name, size, checksum.hexdigest())
+
+
+def write_facts(folder: Path, facts: ModelFacts) -> None:
+    """Write `model.json`."""
+    (folder / FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
+
+
+@contextmanager
+def new_folder(target: str | os.PathLike[str], *, force: bool) -> Iterator[Path]:
+    """A folder to write into, which becomes `target` when the block ends well and vanishes when it fails.
+
+    Files and names are on the disk before that. A model that is there stays until then.
+
+    Raises:
+        FileExistsError: `target` is there, and is no exported model or may not be replaced (`force`).
+    """
+    target = Path(target).absolute()
+    require_free(target, force=force)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(4)
+    made, old = (target.with_name(f".{target.name}.{what}-{token}") for what in ("new", "old"))
+    made.mkdir()
+    try:
+        yield made
+        for path in (*made.iterdir(), made):
+            _sync(path)
+        there = target.exists()
+        if there:
+            os.rename(target, old)
+        try:
+            os.rename(made, target)
+        except OSError:
+            if there:
+                os.rename(old, target)
+            raise
+        _sync(target.parent)
+    finally:
+        for leftover in (made, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def require_free(target: Path, *, force: bool) -> None:
+    """FileExistsError where `new_folder` would raise it; costs nothing, so that it can be asked before any work."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not (target / FACTS).is_file():
+        raise FileExistsError(f"{target} is there and is no exported model: choose another folder")
+    if not force:
+        raise FileExistsError(f"{target} holds a model: pass force=True (--force) to replace it")
+
+
+def _sync(path: Path) -> None:
+    """See a file, or the names in a folder, onto the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _parsed(kind: Any, value: Any, where: str) -> Any:
+    """`value` of a JSON file as a `kind`: a dataclass, tuple[X, ...], dict[str, str], X | Y, str, int or bool.
+
+    Keys that a dataclass does not have are left out: later writers of this version may add some.
+
+    Raises:
+        ValueError: it is something else; names the place.
+    """
+    if is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} must be an object, got {_kind(value)}")
+        missing = [field.name for field in fields(kind) if field.name not in value]
+        if missing:
+            raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}")
+        types = get_type_hints(kind)
+        return kind(**{f.name: _parsed(types[f.name], value[f.name], f"{where}: {f.name!r}") for f in fields(kind)})  # type: ignore[operator]
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where} must be a list, got {_kind(value)}")
+        return tuple(_parsed(get_args(kind)[0], one, f"{where}[{number}]") for number, one in enumerate(value))
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+            raise ValueError(f"{where} must be an object of strings")
+        return value
+    allowed: Sequence[type] = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    # True is an int for Python, not for JSON
+    if type(value) not in allowed:
+        raise ValueError(f"{where} must be {' or '.join(one.__name__ for one in allowed)}, got {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

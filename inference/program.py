@@ -1,0 +1,137 @@
+"""An exported model, loaded to serve: needs torch and the kernels of shardwise, and nothing of what trained it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+# the program calls its ops
+import shardwise.kernels
+
+from .folder import PROGRAM, TABLES, ModelDamaged, ModelFacts, check_file, read_facts
+
+assert shardwise.kernels is not None
+
+
+class Program:
+    """A model that answers batches; `facts` is what `model.json` says of it.
+
+    It holds no state between calls: several threads may call it.
+    """
+
+    def __init__(self, facts: ModelFacts, module: nn.Module) -> None:
+        self.facts, self._module = facts, module
+
+    @torch.inference_mode()
+    def __call__(
+        self, values: Tensor, lengths: Tensor, *, dense: Tensor | None = None, weights: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The outputs of a batch of B samples, by name.
+
+        Shapes: values [N] ids of all features, the first feature's first; lengths [F, B] or [F * B], how many of them
+        each sample has; weights [N], for a weighted model; dense [B, columns], for one that has a dense input.
+
+        Raises:
+            TypeError: a tensor has the wrong dtype.
+            ValueError: shapes or lengths do not fit together, or an input is missing or too much.
+            IndexError: an id is outside its table; names feature, table, sample and id.
+        """
+        inputs = {"values": _ids("values", values), "lengths": self._lengths(lengths, values)}
+        batch = inputs["lengths"].shape[1]
+        inputs.update(self._floats("weights", weights, (values.shape[0],) if self.facts.weighted else None))
+        inputs.update(self._floats("dense", dense, (batch, len(self.facts.dense)) if self.facts.dense else None))
+        found = self._module(**inputs)
+        return dict(zip((output.name for output in self.facts.outputs), found, strict=True))
+
+    def _lengths(self, lengths: Tensor, values: Tensor) -> Tensor:
+        count = len(self.facts.features)
+        if values.dim() != 1:
+            raise ValueError(f"values must have one dim, got shape {list(values.shape)}")
+        if lengths.numel() % count or lengths.dim() not in (1, 2) or (lengths.dim() == 2 and lengths.shape[0] != count):
+            raise ValueError(
+                f"lengths must be [{count}, batch] for features {[one.name for one in self.facts.features]},"
+                f" got shape {list(lengths.shape)}"
+            )
+        lengths = _ids("lengths", lengths).view(count, lengths.numel() // count)
+        if lengths.is_cpu and (int(lengths.sum()) != values.shape[0] or bool((lengths < 0).any())):
+            raise ValueError(
+                f"lengths must not be negative, and add up to the {values.shape[0]} values; they add up to"
+                f" {int(lengths.sum())}, the least is {int(lengths.min()) if lengths.numel() else 0}"
+            )
+        return lengths
+
+    def _floats(self, name: str, given: Tensor | None, shape: tuple[int, ...] | None) -> dict[str, Tensor]:
+        if given is None and shape is None:
+            return {}
+        if given is None:
+            raise ValueError(f"this model takes {name}, of shape {list(shape or ())}")
+        if shape is None:
+            raise ValueError(f"this model takes no {name}")
+        if not given.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {_name(given.dtype)}")
+        if tuple(given.shape) != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(given.shape)}")
+        return {name: given.float()}
+
+
+def load_program(folder: str | os.PathLike[str], *, verify: bool = True) -> Program:
+    """The model of a folder that `export_model` wrote, on the CPU.
+
+    Args:
+        folder: where it is.
+        verify: compare the checksums of its files first, for which they are read once more.
+
+    Raises:
+        FileNotFoundError: it is no exported model.
+        ModelDamaged: a file is missing, cut off or changed, or of a later version; names it.
+    """
+    facts = read_facts(folder)
+    tables = check_file(folder, facts, TABLES, verify=verify)
+    path = check_file(folder, facts, PROGRAM, verify=verify)
+    try:
+        program = torch.export.load(path)
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        raise ModelDamaged(f"{path} cannot be loaded by torch {torch.__version__}: {error}") from error
+    planes = read_planes(tables, facts)
+    state = program.state_dict
+    missing = sorted(set(planes) - set(state))
+    if missing:
+        raise ModelDamaged(f"{path} has no {', '.join(missing)}, of which {folder} has tables")
+    state.update(planes)
+    return Program(facts, program.module())
+
+
+def read_planes(path: Path, facts: ModelFacts) -> dict[str, Tensor]:
+    """The flat planes of the tables, by their names in the program.
+
+    Raises:
+        ModelDamaged: the file lacks a tensor, or it does not fit where it goes.
+    """
+    found: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for plane in facts.planes:
+                whole = torch.zeros(plane.elements, dtype=getattr(torch, plane.dtype))
+                for place in plane.places:
+                    cells = file.get_tensor(place.tensor).reshape(-1)
+                    if cells.dtype != whole.dtype or not 0 <= place.begin <= whole.numel() - cells.numel():
+                        raise ModelDamaged(f"{path}: {place.tensor} does not fit into the program's {plane.name}")
+                    whole[place.begin : place.begin + cells.numel()] = cells
+                found[plane.name] = whole
+    except SafetensorError as error:
+        raise ModelDamaged(f"{path}: {error}") from error
+    return found
+
+
+def _ids(name: str, given: Tensor) -> Tensor:
+    if given.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {_name(given.dtype)}")
+    return given.long()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,153 @@
+"""`ShardedQuantEmbeddingBagCollection`, `ShardedQuantEmbeddingCollection`: quantized tables on devices of one process.
+
+Inputs, outputs, their bits and state dicts are those of the quantized collection that was sharded. Outputs are plain
+and on one device, `device`; the batch may be on any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise.embeddings import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingBagConfig,
+    EmbeddingCollectionInterface,
+    EmbeddingConfig,
+    pick_features,
+)
+from shardwise.embeddings.collection import require_features
+from shardwise.embeddings.grouped import rows_by_name
+from shardwise.embeddings.quant import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    FeatureProcessedEmbeddingBagCollection,
+)
+from shardwise.embeddings.variable_batch import expand_pooled, inverse_or_none, require_full_batch
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.sharding.plan import ParameterSharding
+
+from .collection import Envs, ShardedQuantizedCollection
+
+
+class ShardedQuantEmbeddingBagCollection(ShardedQuantizedCollection, EmbeddingBagCollectionInterface):
+    """A quantized `EmbeddingBagCollection` in pieces. Arguments are those of `ShardedQuantizedCollection`."""
+
+    _children_name = "embedding_bags"
+    _is_pooled = True
+
+    def __init__(
+        self,
+        module: EmbeddingBagCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: Envs,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device)
+        self._is_weighted = module.is_weighted()
+        self._embedding_names = [name for names in self._names_by_table for name in names]
+        self._embedding_dims = [config.embedding_dim for config in self._configs for _ in config.feature_names]
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Look the batch up.
+
+        Raises:
+            KeyError, IndexError, ValueError, TypeError: as the quantized `EmbeddingBagCollection`.
+            RuntimeError: tables are on meta.
+        """
+        who = type(self).__name__
+        require_features(features, who, self._is_weighted)
+        require_full_batch(features, who)
+        inverse = inverse_or_none(features, self._tables.features)
+        values = self._tables.pooled(self._ready(features), self._output_dtype, weighted=self._is_weighted)
+        if inverse is not None:
+            values = expand_pooled(values, self._embedding_dims, inverse.to(values.device))
+        return KeyedTensor(self._embedding_names, self._embedding_dims, values)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The configs of the tables, in their order, with their quantized data types."""
+        return self._configs  # type: ignore[no-any-return]
+
+    def is_weighted(self) -> bool:
+        """Whether lookups are scaled by the batch's weights."""
+        return self._is_weighted
+
+
+class ShardedQuantFeatureProcessedEmbeddingBagCollection(ShardedQuantEmbeddingBagCollection):
+    """A quantized `FeatureProcessedEmbeddingBagCollection` in pieces; its processors run where outputs are."""
+
+    def __init__(
+        self,
+        module: FeatureProcessedEmbeddingBagCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: Envs,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device)
+        is_meta = device is not None and torch.device(device).type == "meta"
+        # processors have values whether tables do or not
+        self.feature_processor = module.feature_processor if is_meta else module.feature_processor.to(self.device)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Process the batch and look it up.
+
+        Raises:
+            KeyError, IndexError, ValueError, TypeError, RuntimeError: as `ShardedQuantEmbeddingBagCollection`, or as
+            the processor does.
+        """
+        require_features(features, type(self).__name__, False)
+        return super().forward(self.feature_processor(features.to(self.device)))
+
+
+class ShardedQuantEmbeddingCollection(ShardedQuantizedCollection, EmbeddingCollectionInterface):
+    """A quantized `EmbeddingCollection` in pieces. Arguments are those of `ShardedQuantizedCollection`."""
+
+    _children_name = "embeddings"
+    _is_pooled = False
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: Envs,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device)
+        self._need_indices = module.need_indices()
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Look the batch up.
+
+        Raises:
+            KeyError, IndexError, ValueError, TypeError: as the quantized `EmbeddingCollection`.
+            RuntimeError: tables are on meta.
+        """
+        require_features(features, type(self).__name__, False)
+        padded = self._ready(features)
+        rows = self._tables.sequence(padded, self._output_dtype)
+        picked = pick_features(padded, self._tables.features).to(self.device)
+        return rows_by_name(
+            features.to(self.device), [(picked, rows)], [range(len(self._configs))], self._names_by_table,
+            need_indices=self._need_indices,
+        )  # fmt: skip
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The configs of the tables, in their order, with their quantized data types."""
+        return self._configs  # type: ignore[no-any-return]
+
+    def need_indices(self) -> bool:
+        """Whether outputs carry their ids as weights."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """The dim of every table."""
+        return self._configs[0].embedding_dim if self._configs else 0
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Output names of each table's features."""
+        return self._names_by_table

@@ -1,0 +1,336 @@
+"""Quantized tables in pieces on several devices: where each lies, filling and reading them, and their lookups.
+
+A piece with all rows of its columns is looked up where it is, and what comes out is brought home, the device of
+outputs: scales are those of whole rows, so that columns side by side are those of the whole. Of a table that is cut by
+rows the raw rows that a batch asks for are brought home, and looked up there as a table whose row i is that of the i-th
+id. Either way the same rows meet in the same order in the same op as in one uncut table: the same bits.
+
+Shapes: I [N] ids, O [F*B + 1] offsets, Y [B, D] of a lookup pooled, [N, D] unpooled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.embeddings import pick_features
+from shardwise.embeddings.quant import QuantizedTable, QuantizedTables
+from shardwise.embeddings.table_layout import LookupFeature
+from shardwise.jagged import KeyedJaggedTensor
+from shardwise.kernels import (
+    Feature,
+    pack_features,
+    quantized_pooled_lookup,
+    quantized_sequence_lookup,
+    row_format,
+)
+from shardwise.sharding.layout import Shard
+
+from .pieces import Piece, byte_span
+
+
+@dataclass(frozen=True)
+class ServedTable:
+    """A table and the features that look it up, averaged or added."""
+
+    table: QuantizedTable
+    features: tuple[str, ...]
+    mean: bool
+    scale_dtype: torch.dtype
+
+
+class TableValues(NamedTuple):
+    """A whole table: payload uint8 [rows, row_bytes], scales [rows, parts], the row of each id if it is pruned."""
+
+    payload: Tensor
+    scales: Tensor
+    remapping: Tensor | None = None
+
+
+@dataclass
+class Part:
+    """Pieces of one format on one device; `device` is where they are to be while they are on meta."""
+
+    device: torch.device
+    held: QuantizedTables
+
+    def materialize(self) -> None:
+        """Allocate zeros where there is no memory yet."""
+        if self.held.payload.is_meta:
+            self.held.move(partial(torch.zeros_like, device=self.device))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A piece of a table: table number `number` of a part."""
+
+    shard: Shard
+    part: Part
+    number: int
+
+
+class ShardedTables:
+    """Storage and lookups of tables in pieces; knows nothing of modules, and checks no ids.
+
+    Args:
+        tables, pieces: the tables, and the pieces of each.
+        home: the device of outputs, and of pieces that have none of their own.
+        pooled: whether lookups pool.
+        meta: allocate nothing until values come.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[ServedTable],
+        pieces: Sequence[Sequence[Piece]],
+        home: torch.device,
+        *,
+        pooled: bool,
+        meta: bool,
+    ) -> None:
+        self.tables = list(tables)
+        # a tensor, so that whatever moves the tables moves it too
+        self._marker = torch.empty(0, device=home)
+        self._cut = [t for t, of in enumerate(pieces) if any(p.shard.rows != (0, tables[t].table.rows) for p in of)]
+        # ids of pruned tables that are cut by rows are remapped at home
+        self._remappings = {
+            t: torch.empty(count, dtype=torch.int32, device="meta" if meta else home)
+            for t in self._cut
+            if (count := tables[t].table.ids) is not None
+        }
+        members: dict[object, list[tuple[int, Piece]]] = {}
+        for t, (served, of) in enumerate(zip(tables, pieces, strict=True)):
+            for piece in of:
+                device = home if piece.device.type == "meta" else piece.device
+                width = 0 if pooled else piece.shard.cols[1] - piece.shard.cols[0]
+                remaps = served.table.ids is not None and t not in self._cut
+                key = device, served.table.format, served.scale_dtype, width, remaps
+                members.setdefault(key, []).append((t, replace(piece, device=device)))
+        self.parts: list[Part] = []
+        self.places: list[list[Place]] = [[] for _ in tables]
+        # where the blocks of columns of each output come from: (source, lookup), sources being parts, then cut tables
+        blocks: dict[tuple[int, int, int], tuple[int, int]] = {}
+        for found in members.values():
+            part = self._part(found, meta)
+            lookups = iter(range(len(part.held.lookups)))
+            for number, (t, piece) in enumerate(found):
+                self.places[t].append(Place(piece.shard, part, number))
+                for j in range(0 if t in self._cut else len(tables[t].features)):
+                    blocks[t, j, piece.shard.cols[0]] = len(self.parts), next(lookups)
+            self.parts.append(part)
+        for source, t in enumerate(self._cut, start=len(self.parts)):
+            blocks |= {(t, j, 0): (source, j) for j in range(len(tables[t].features))}
+        outputs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for t, j, column in sorted(blocks):
+            outputs.setdefault((t, j), []).append(blocks[t, j, column])
+        self._outputs = list(outputs.values())
+
+    def _part(self, found: Sequence[tuple[int, Piece]], meta: bool) -> Part:
+        tables, features = [], []
+        for number, (t, piece) in enumerate(found):
+            served, ((first, last), (left, right)) = self.tables[t], (piece.shard.rows, piece.shard.cols)
+            ids = None if t in self._cut else served.table.ids
+            tables.append(QuantizedTable(served.table.name, last - first, right - left, served.table.format, ids))
+            if t not in self._cut:
+                features += [LookupFeature(feature, number, served.mean) for feature in served.features]
+        device, scale_dtype = found[0][1].device, self.tables[found[0][0]].scale_dtype
+        held = QuantizedTables(tables, features, scale_dtype=scale_dtype, device="meta" if meta else device)
+        return Part(device, held)
+
+    @property
+    def home(self) -> torch.device:
+        """The device of outputs."""
+        return self._marker.device
+
+    @property
+    def features(self) -> list[str]:
+        """The features in the order of outputs."""
+        return [feature for served in self.tables for feature in served.features]
+
+    @property
+    def empty(self) -> list[str]:
+        """Tables of which a piece is on meta."""
+        on_meta = [t for t, places in enumerate(self.places) if any(p.part.held.payload.is_meta for p in places)]
+        return [self.tables[t].table.name for t in on_meta]
+
+    def move(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply what `nn.Module._apply` applies, to all pieces and to where outputs are."""
+        for part in self.parts:
+            part.held.move(fn)
+            if not part.held.payload.is_meta:
+                part.device = part.held.payload.device
+        self._remappings = {t: fn(remapping) for t, remapping in self._remappings.items()}
+        marker = fn(self._marker)
+        if not marker.is_meta:
+            self._marker = marker
+
+    def planes(self, place: Place) -> tuple[Tensor, Tensor]:
+        """Payload uint8 [rows, bytes] and scales [rows, parts] of a piece, views."""
+        return place.part.held.payload_of(place.number), place.part.held.scales_of(place.number)
+
+    def remapping(self, t: int) -> Tensor | None:
+        """The row of each id of a pruned table, int32 [ids]."""
+        if self.tables[t].table.ids is None:
+            return None
+        first = self.places[t][0]
+        return self._remappings[t] if t in self._cut else first.part.held.remapping_of(first.number)
+
+    def whole(self, t: int) -> TableValues:
+        """A whole table: views of the piece if there is one alone, else a copy in the memory of the host."""
+        if len(self.places[t]) == 1:
+            return TableValues(*self.planes(self.places[t][0]), self.remapping(t))
+        served = self.tables[t]
+        table, device = served.table, "meta" if self.empty else "cpu"
+        payload = torch.empty(table.rows, table.row_bytes, dtype=torch.uint8, device=device)
+        scales = torch.empty(table.rows, row_format(table.format).parts, dtype=served.scale_dtype, device=device)
+        for place in self.places[t]:
+            rows, part_of_row = slice(*place.shard.rows), slice(*byte_span(table, place.shard.cols))
+            own = self.planes(place)
+            payload[rows, part_of_row], scales[rows] = own[0].to(device), own[1].to(device)
+        return TableValues(payload, scales, self.remapping(t))
+
+    @staticmethod
+    def require_fit(served: ServedTable, values: TableValues) -> None:
+        """ValueError if values are not those of such a table; names it."""
+        table = served.table
+        shapes = (table.rows, table.row_bytes), (table.rows, row_format(table.format).parts)
+        for what, given, shape, dtype in (
+            ("payload", values.payload, shapes[0], torch.uint8),
+            ("scales", values.scales, shapes[1], served.scale_dtype),
+            ("index_remapping", values.remapping, (table.ids,), torch.int32),
+        ):
+            if given is not None and (tuple(given.shape), given.dtype) != (shape, dtype):
+                raise ValueError(
+                    f"table {table.name!r}: {what} of {table.format} rows is {dtype} {list(shape)}, got {given.dtype}"
+                    f" {list(given.shape)}"
+                )
+
+    @torch.no_grad()
+    def fill(self, t: int, values: TableValues) -> None:
+        """Copy a whole table into its pieces, which come to life if they are on meta; those of one part together.
+
+        Raises:
+            ValueError: as `require_fit`.
+        """
+        self.require_fit(self.tables[t], values)
+        table = self.tables[t].table
+        if values.payload.is_meta:
+            return
+        for place in self.places[t]:
+            place.part.materialize()
+            own = self.planes(place)
+            rows, part_of_row = slice(*place.shard.rows), slice(*byte_span(table, place.shard.cols))
+            own[0].copy_(values.payload[rows, part_of_row])
+            own[1].copy_(values.scales[rows])
+            if values.remapping is not None and t not in self._cut:
+                place.part.held.remapping_of(place.number).copy_(values.remapping)
+        if t in self._remappings and values.remapping is not None:
+            self._remappings[t] = values.remapping.to(self.home, copy=True)
+
+    def pooled(self, features: KeyedJaggedTensor, dtype: torch.dtype, *, weighted: bool) -> Tensor:
+        """Y of all lookups side by side, [B, sum of dims], at home."""
+        found: dict[int, Sequence[Tensor]] = {}
+        results = []
+        for source, part, batch in self._batches(features):
+            weights = batch.weights() if weighted else None
+            with _on(part.device):
+                results.append((source, part.held.pooled(batch.values(), batch.offsets(), weights, dtype)))
+        # all devices are at work before the first result is brought home
+        for source, result in results:
+            found[source] = torch.split(_moved(result, self.home), self.parts[source].held.dims, dim=1)
+        for source, t in enumerate(self._cut, start=len(self.parts)):
+            batch, table = self._picked(features, self.tables[t].features, self.home), self.tables[t].table
+            weights, dims = batch.weights().detach() if weighted else None, [table.dim] * len(self.tables[t].features)
+            payload, scales, ids, packed = self._gathered(t, batch)
+            with _on(self.home):
+                rows = quantized_pooled_lookup(
+                    payload, scales, ids, batch.offsets(), weights, packed, dims, table.format, dtype
+                )
+            found[source] = torch.split(rows, dims, dim=1)
+        blocks = [found[source][number] for output in self._outputs for source, number in output]
+        return torch.cat(blocks, dim=1) if blocks else torch.empty(features.stride(), 0, dtype=dtype, device=self.home)
+
+    def sequence(self, features: KeyedJaggedTensor, dtype: torch.dtype) -> Tensor:
+        """Y of all lookups one below another, [N, dim], at home."""
+        found: dict[int, Sequence[Tensor]] = {}
+        results = []
+        for source, part, batch in self._batches(features):
+            with _on(part.device):
+                rows = part.held.sequence(batch.values(), batch.offsets(), dtype)
+            results.append((source, rows, batch.length_per_key()))
+        for source, rows, sizes in results:
+            found[source] = _split(_moved(rows, self.home), sizes)
+        for source, t in enumerate(self._cut, start=len(self.parts)):
+            batch, table = self._picked(features, self.tables[t].features, self.home), self.tables[t].table
+            payload, scales, ids, packed = self._gathered(t, batch)
+            with _on(self.home):
+                rows = quantized_sequence_lookup(
+                    payload, scales, ids, batch.offsets(), packed, table.dim, table.format, dtype
+                )
+            found[source] = _split(rows, batch.length_per_key())
+        outputs = [[found[source][number] for source, number in output] for output in self._outputs]
+        joined = [blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1) for blocks in outputs]
+        return torch.cat(joined) if joined else torch.empty(0, 0, dtype=dtype, device=self.home)
+
+    def _batches(self, features: KeyedJaggedTensor) -> Iterator[tuple[int, Part, KeyedJaggedTensor]]:
+        """The features that each part looks up, on its device."""
+        for source, part in enumerate(self.parts):
+            if part.held.lookups:
+                yield source, part, self._picked(features, [f.name for f in part.held.lookups], part.device)
+
+    @staticmethod
+    def _picked(features: KeyedJaggedTensor, names: Sequence[str], device: torch.device) -> KeyedJaggedTensor:
+        return pick_features(features, names).to(device, non_blocking=device.type == "cuda")
+
+    def _gathered(self, t: int, batch: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A table cut by rows as the ids of a batch see it, at home.
+
+        Returns:
+            Flat payload and scales of N rows, of which row i is that of I[i]; ids 0 to N - 1, -1 where I[i] has no row;
+            the feature tensor of a lookup of these.
+        """
+        served, remapping = self.tables[t], self._remappings.get(t)
+        table, parts = served.table, row_format(served.table.format).parts
+        rows = batch.values()
+        if remapping is not None:
+            is_known = (rows >= 0) & (rows < remapping.shape[0])
+            rows = torch.where(is_known, remapping[torch.where(is_known, rows, 0)], -1)
+        count = rows.shape[0]
+        payload = torch.zeros(count, table.row_bytes, dtype=torch.uint8, device=self.home)
+        scales = torch.zeros(count, parts, dtype=served.scale_dtype, device=self.home)
+        for place in self.places[t]:
+            low, high = place.shard.rows
+            # waits for a GPU: nobody else knows how many rows travel
+            wanted = ((rows >= low) & (rows < high)).nonzero().squeeze(1)
+            at = _moved(rows[wanted] - low, place.part.device)
+            own_payload, own_scales = self.planes(place)
+            left, right = byte_span(table, place.shard.cols)
+            payload[wanted, left:right] = _moved(own_payload[at], self.home)
+            if left == 0:
+                # every piece of a row has the scales of the whole row
+                scales[wanted] = _moved(own_scales[at], self.home)
+        has_row = (rows >= 0) & (rows < table.rows)
+        ids = torch.where(has_row, torch.arange(count, dtype=rows.dtype, device=rows.device), -1)
+        packed = pack_features([Feature(0, count, table.dim, 0, served.mean)] * len(served.features), self.home)
+        return payload.view(-1), scales.view(-1), ids, packed
+
+
+def _split(rows: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Rows of each lookup; what is over is padding."""
+    return torch.split(rows[: sum(sizes)], list(sizes))
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    # the CPU would read what a copy that it does not wait for has not written yet
+    return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,1 @@
+"""Stand-ins that child processes find on `sys.path`; see shardwise/torchrec_run.py."""

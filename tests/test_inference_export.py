@@ -1,0 +1,249 @@
+"""Exported programs give the bits of their models, at any batch size, in a process that holds nothing of training."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inference_models import CASES, DENSE, FEATURES, bags, dlrm
+from torch import nn
+
+from shardwise.inference import (
+    ModelDamaged,
+    Program,
+    Signature,
+    export_model,
+    load_program,
+    quantize_inference_model,
+)
+from shardwise.inference.folder import read_facts
+
+FRESH = """
+import sys, torch
+from shardwise.inference import load_program
+program = load_program(sys.argv[1])
+found = program(**torch.load(sys.argv[2]))
+torch.save(found, sys.argv[3])
+print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("shardwise.")}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported DLRM, for tests that do not change it."""
+    path = tmp_path_factory.mktemp("served") / "dlrm"
+    export_model(CASES["dlrm"].model(), path, signature=CASES["dlrm"].signature)
+    return path
+
+
+@pytest.fixture(scope="module")
+def program(folder: Path) -> Program:
+    return load_program(folder)
+
+
+def test_batches_without_ids_and_ids_in_int32_are_served(program: Program) -> None:
+    case = CASES["dlrm"]
+    for batch in (case.batch(3, longest=0), {**(ids := case.batch(3)), "values": ids["values"].int()}):
+        wanted = case.wanted(case.model(), {**batch, "values": batch["values"].long()})
+        assert torch.equal(program(**batch)["output"], wanted["output"])
+
+
+def test_a_fresh_process_serves_without_the_training_parts(folder: Path, tmp_path: Path) -> None:
+    batch = CASES["dlrm"].batch(5)
+    torch.save(batch, tmp_path / "batch")
+    command = [sys.executable, "-c", FRESH, str(folder), str(tmp_path / "batch"), str(tmp_path / "found")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    assert done.stdout.split() == ["_version", "inference", "kernels"]
+    wanted = CASES["dlrm"].wanted(CASES["dlrm"].model(), batch)
+    assert torch.equal(torch.load(tmp_path / "found")["output"], wanted["output"])
+
+
+def test_the_tables_are_written_once(tmp_path: Path) -> None:
+    export_model(quantize_inference_model(bags()), tmp_path / "small", signature=Signature(FEATURES))
+    big = quantize_inference_model(bags(rows=20_000))
+    facts = export_model(big, tmp_path / "big", signature=Signature(FEATURES))
+    grown = {
+        name: (tmp_path / "big" / name).stat().st_size - (tmp_path / "small" / name).stat().st_size
+        for name in ("tables.safetensors", "program.pt2")
+    }
+    assert grown["tables.safetensors"] > 0.99 * sum(table.bytes for table in facts.tables)
+    assert abs(grown["program.pt2"]) < 1000
+
+
+def test_model_json_says_what_there_is(folder: Path) -> None:
+    facts = read_facts(folder)
+    assert facts.dense == tuple(DENSE) and not facts.weighted
+    assert [(one.name, one.tables, one.ids) for one in facts.features] == [
+        ("a", ("a",), 50), ("b", ("b",), 51), ("c", ("c",), 52),
+    ]  # fmt: skip
+    assert [(one.name, one.dtype, one.shape) for one in facts.outputs] == [("output", "float32", ("batch", 1))]
+    table = facts.tables[0]
+    assert (table.rows, table.dim, table.format, table.scale_dtype, table.pooling) == (50, 8, "int8", "float16", "mean")
+    assert table.bytes == 50 * (8 + 4) and table.fp32_bytes == 50 * 32
+    assert facts.versions["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"values": torch.tensor([50, 1, 1])}, IndexError, r"feature 'a' \(table 'a'\), sample 0: id 50 is outside"),
+        ({"values": torch.tensor([1, 1, -1])}, IndexError, r"feature 'c' .*id -1 is outside \[0, 52\)"),
+        ({"values": torch.tensor([1, 2])}, ValueError, "add up to the 2 values; they add up to 3"),
+        ({"lengths": torch.tensor([[-1], [2], [2]])}, ValueError, "must not be negative.*the least is -1"),
+        ({"lengths": torch.ones(2, 1, dtype=torch.int64)}, ValueError, r"lengths must be \[3, batch\]"),
+        ({"values": torch.ones(3)}, TypeError, "values must be int32 or int64, got float32"),
+        ({"values": torch.ones(3, 1, dtype=torch.int64)}, ValueError, "values must have one dim"),
+        ({"dense": None}, ValueError, r"takes dense, of shape \[1, 2\]"),
+        ({"dense": torch.zeros(2, 2)}, ValueError, r"dense must have shape \[1, 2\], got \[2, 2\]"),
+        ({"dense": torch.zeros(1, 2, dtype=torch.int64)}, TypeError, "dense must be floating point, got int64"),
+        ({"weights": torch.ones(3)}, ValueError, "takes no weights"),
+    ],
+)
+def test_bad_inputs_are_named(program: Program, change: dict[str, Any], error: type[Exception], message: str) -> None:
+    good = {"values": torch.ones(3, dtype=torch.int64), "lengths": torch.ones(3, 1, dtype=torch.int64)}
+    with pytest.raises(error, match=message):
+        program(**{**good, "dense": torch.zeros(1, 2), **change})
+    # and nothing of it stays
+    assert program(**good, dense=torch.zeros(1, 2))["output"].shape == (1, 1)
+
+
+def test_a_failing_export_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["pooled"]
+    export_model(case.model(), tmp_path / "out", signature=case.signature)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def broken(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("shardwise.inference.export.save_program", broken)
+    with pytest.raises(OSError, match="no space left"):
+        export_model(case.model(), tmp_path / "out", signature=case.signature, force=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_there_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    case = CASES["pooled"]
+    export_model(case.model(), tmp_path / "out", signature=case.signature)
+    with pytest.raises(FileExistsError, match="holds a model: pass force=True"):
+        export_model(case.model(), tmp_path / "out", signature=case.signature)
+    other = CASES["two formats"]
+    export_model(other.model(), tmp_path / "out", signature=other.signature, force=True)
+    assert {table.format for table in read_facts(tmp_path / "out").tables} == {"int8", "int4"}
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").touch()
+    with pytest.raises(FileExistsError, match="thesis is there and is no exported model"):
+        export_model(case.model(), tmp_path / "thesis", signature=case.signature, force=True)
+    assert (tmp_path / "thesis" / "chapter1.tex").exists()
+
+
+class Counts(nn.Module):
+    """Gives another answer at each call, which no program can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc, self.calls = quantize_inference_model(bags()), itertools.count()
+
+    def forward(self, features: Any) -> Any:
+        return self.ebc(features).values() + next(self.calls)
+
+
+@pytest.mark.parametrize(
+    ("model", "signature", "error", "message"),
+    [
+        (bags, Signature(FEATURES), ValueError, "no quantized tables: quantize it with quantize_inference_model"),
+        (lambda: quantize_inference_model(bags()), None, ValueError, "the inputs of the model need names"),
+        (lambda: quantize_inference_model(bags()), Signature(["a"]), KeyError, r"\['b', 'c'\] are not in the batch"),
+        (lambda: quantize_inference_model(dlrm()), Signature(FEATURES, ["age"]), RuntimeError, "cannot be multiplied"),
+        (
+            lambda: quantize_inference_model(bags()), Signature(FEATURES, outputs=["x"]), ValueError,
+            "has 3 outputs, .* the signature names",
+        ),
+        (Counts, Signature(FEATURES), RuntimeError, "differs from the model's"),
+        (
+            lambda: nn.ModuleList([quantize_inference_model(bags()), quantize_inference_model(bags())]),
+            Signature(FEATURES), ValueError, "two tables are named 'a', in '0' and '1'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_is_refused(
+    tmp_path: Path, model: Any, signature: Signature | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        export_model(model(), tmp_path / "out", signature=signature)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("features", "dense", "message"),
+    [([], [], "at least one feature"), (["a", "a"], [], "features repeat 'a'"), ("ab", [], "must be a list of names")],
+)
+def test_signatures_are_checked(features: Any, dense: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Signature(features, dense)
+
+
+def test_a_model_is_the_same_after_its_export(tmp_path: Path) -> None:
+    case = CASES["two formats"]
+    model = case.model()
+    batch, state = case.batch(4), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wanted = case.wanted(model, batch)
+    export_model(model, tmp_path / "out", signature=case.signature)
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(one, wanted[name]) for name, one in case.wanted(model, batch).items())
+
+
+def damage(folder: Path, what: str) -> None:
+    name, _, how = what.partition(": ")
+    path = folder / name
+    if how == "gone":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-10])
+    elif how == "flipped":
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(bytes(data))
+    else:
+        facts = json.loads(path.read_text())
+        exec(how, {"facts": facts})
+        path.write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("model.json: gone", FileNotFoundError, "is no exported model: there is no .*model.json"),
+        ("model.json: cut", ModelDamaged, "model.json is no JSON"),
+        ("tables.safetensors: gone", ModelDamaged, "tables.safetensors: No such file"),
+        ("tables.safetensors: cut", ModelDamaged, r"tables.safetensors has \d+ bytes, it was written with \d+"),
+        ("tables.safetensors: flipped", ModelDamaged, "tables.safetensors has other bytes than were written"),
+        ("program.pt2: flipped", ModelDamaged, "program.pt2 has other bytes than were written"),
+        ("program.pt2: gone", ModelDamaged, "program.pt2: No such file"),
+        ("model.json: facts['format_version'] = 2", ModelDamaged, "format version 2, this shardwise reads up to 1"),
+        ("model.json: del facts['tables']", ModelDamaged, "model.json: the file lacks 'tables'"),
+        ("model.json: facts['tables'][1]['dim'] = '8'", ModelDamaged, r"'tables'\[1\]: 'dim' must be int, got str"),
+        ("model.json: facts['weighted'] = 1", ModelDamaged, "'weighted' must be bool, got int"),
+        ("model.json: facts['files'] = []", ModelDamaged, "lists no file 'tables.safetensors'"),
+        ("model.json: facts['planes'][0]['name'] = 'x'", ModelDamaged, "program.pt2 has no x"),
+        ("model.json: facts['planes'][0]['places'][0]['begin'] = 10**6", ModelDamaged, "a.payload does not fit"),
+        ("model.json: facts['planes'][0]['places'][0]['tensor'] = 'x'", ModelDamaged, "tables.safetensors: .*x"),
+    ],
+)
+def test_damage_is_named(folder: Path, tmp_path: Path, what: str, error: type[Exception], message: str) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in folder.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    damage(broken, what)
+    with pytest.raises(error, match=message):
+        load_program(broken)

@@ -1,0 +1,27 @@
+"""An exported program gives the bits of its model, whatever the model takes and gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from inference_models import CASES
+
+from shardwise.inference import export_model, load_program
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_gives_the_bits_of_its_model_at_any_batch_size(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = case.model()
+    facts = export_model(model, tmp_path / "out", signature=case.signature, call=case.call)
+    program = load_program(tmp_path / "out")
+    assert program.facts == facts
+    assert [output.name for output in facts.outputs] == case.outputs
+    for size in (0, 1, 2, 7):
+        batch = case.batch(size)
+        wanted, found = case.wanted(model, batch), program(**batch)
+        assert list(found) == case.outputs
+        for output in case.outputs:
+            torch.testing.assert_close(found[output], wanted[output], rtol=0, atol=0)

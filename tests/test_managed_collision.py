@@ -1,0 +1,300 @@
+"""Managed collision modules: which ids have slots, batch by batch, against a slow model in Python lists."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.embeddings import EmbeddingBagConfig
+from shardwise.embeddings.managed_collision import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHEvictionPolicy,
+    MCHManagedCollisionModule,
+    apply_mc_method_to_jt_dict,
+    average_threshold_filter,
+    dynamic_threshold_filter,
+    probabilistic_threshold_filter,
+)
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+
+FREE = 2**63 - 1
+
+
+@dataclass
+class Entry:
+    """An id and its slot; a free slot's id is the largest."""
+
+    id: int
+    slot: int
+    count: int = 0
+    last: int = 0
+
+
+class Slow:
+    """The module in lists: `worth(entry, batch)` scores entries, an interval ends every `interval` batches."""
+
+    def __init__(self, slots: int, interval: int, worth: Callable[[Entry, int], float]) -> None:
+        self.entries = [Entry(FREE, slot) for slot in range(slots)]
+        self.interval, self.worth, self.batch = interval, worth, 0
+        self.history: list[tuple[int, int]] = []
+
+    def __call__(self, ids: list[int]) -> tuple[list[int], list[int] | None]:
+        """Slots of a batch, and those that got an id."""
+        self.batch += 1
+        self.history += [(one, self.batch) for one in ids]
+        given = self._end() if self.batch % self.interval == 0 else None
+        slots = {entry.id: entry.slot for entry in self.entries if entry.id != FREE}
+        return [slots.get(one, len(self.entries) - 1) for one in ids], given
+
+    def _end(self) -> list[int]:
+        counts, last = Counter(one for one, _ in self.history), dict(self.history)
+        self.history = []
+        known = {entry.id: entry for entry in self.entries if entry.id != FREE}
+        for one in counts.keys() & known.keys():
+            known[one].count += counts[one]
+            known[one].last = last[one]
+        self.entries[-1].count, self.entries[-1].last = FREE, self.batch
+        new = sorted(counts.keys() - known.keys(), key=lambda one: (-counts[one], one))
+        both = self.entries + [Entry(one, -1, counts[one], last[one]) for one in new]
+        size = len(self.entries)
+        ranked = sorted(range(len(both)), key=lambda n: -self.worth(both[n], self.batch))
+        leave, come = [n for n in ranked[size:] if n < size], [n for n in ranked[:size] if n >= size]
+        slots = [self.entries[n].slot for n in leave]
+        for n, other in zip(leave, come, strict=True):
+            both[other].slot = self.entries[n].slot
+            self.entries[n] = both[other]
+        self.entries.sort(key=lambda entry: entry.id)
+        return slots
+
+
+POLICIES: dict[str, tuple[Callable[[], MCHEvictionPolicy], Callable[[Entry, int], float]]] = {
+    "LFU": (LFU_EvictionPolicy, lambda entry, batch: entry.count),
+    "LRU": (LRU_EvictionPolicy, lambda entry, batch: entry.last - batch),
+    "DistanceLFU": (DistanceLFU_EvictionPolicy, lambda entry, batch: entry.count / (batch - entry.last + 1)),
+}
+
+
+def batch_of(step: int, *, size: int = 20) -> list[int]:
+    """Ids of a batch: a few that come always, some that drift; batches have different sizes."""
+    draw = torch.Generator().manual_seed(step)
+    often = torch.randint(0, 5, (size // 2,), generator=draw) * 2**55
+    rare = torch.randint(0, 12, (size // 2 + step % 3,), generator=draw) + 4 * step - 10
+    return [*often.tolist(), *rare.tolist()]
+
+
+def remap(module: MCHManagedCollisionModule, ids: list[int]) -> list[int]:
+    """Slots of ids."""
+    jagged = JaggedTensor(torch.tensor(ids, dtype=torch.int64), lengths=torch.tensor([len(ids)]))
+    return module({"t": jagged})["t"].values().tolist()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 9, 40])
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ids_get_the_slots_that_a_slow_model_gives_them(policy: str, interval: int, slots: int) -> None:
+    make, worth = POLICIES[policy]
+    module, slow = MCHManagedCollisionModule(slots, "cpu", make(), interval), Slow(slots, interval, worth)
+    for step in range(12):
+        ids = batch_of(step)
+        expected, given = slow(ids)
+        assert remap(module, ids) == expected
+        evicted = module.evict()
+        assert (None if evicted is None else evicted.tolist()) == given
+        assert module._mch_sorted_raw_ids.tolist() == [entry.id for entry in slow.entries]
+        assert module._mch_remapped_ids_mapping.tolist() == [entry.slot for entry in slow.entries]
+        assert module.open_slots().tolist() == [sum(entry.id == FREE for entry in slow.entries) - 1]
+        metadata = {"counts": [e.count for e in slow.entries], "last_access_iter": [e.last for e in slow.entries]}
+        for name, values in module._metadata().items():
+            assert values.tolist() == metadata[name]
+
+
+def test_ids_without_a_slot_share_the_last_one_and_evaluation_learns_nothing() -> None:
+    module = MCHManagedCollisionModule(4, "cpu", LFU_EvictionPolicy(), 1)
+    assert remap(module, [5, 5, 5, 6, 6, 7, 8]) == [0, 0, 0, 1, 1, 2, 3]
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    module.eval()
+    assert remap(module, [8, 8, 8, 8, 9, 6]) == [3, 3, 3, 3, 3, 1]
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module.batches_seen() == 1
+
+
+def test_a_batch_larger_than_the_first_is_noted_whole() -> None:
+    """The history was sized by the first batch, and an empty one left nothing to be learned ever after (TorchRec)."""
+    module = MCHManagedCollisionModule(100, "cpu", LFU_EvictionPolicy(), 2)
+    remap(module, [])
+    assert remap(module, list(range(60))) == list(range(39, 99))
+
+
+def test_the_id_that_marks_free_slots_gets_none() -> None:
+    """It equalled the mark of a free slot, and was given the row of the next id to come (TorchRec)."""
+    module = MCHManagedCollisionModule(4, "cpu", DistanceLFU_EvictionPolicy(), 1)
+    for _ in range(2):
+        assert remap(module, [FREE, 3, FREE]) == [3, 2, 3]
+    assert module.open_slots().tolist() == [2]
+
+
+def test_int32_ids_stay_int32() -> None:
+    module = MCHManagedCollisionModule(4, "cpu", LFU_EvictionPolicy(), 1)
+    ids = torch.tensor([9, -4, 9], dtype=torch.int32)
+    found = module({"t": JaggedTensor(ids, lengths=torch.tensor([3]))})["t"].values()
+    assert found.dtype == torch.int32 and found.tolist() == [1, 2, 1]
+
+
+def test_filters_let_ids_pass_by_their_counts() -> None:
+    counts = torch.tensor([1, 2, 3, 30])
+    assert average_threshold_filter(counts)[0].tolist() == [False, False, False, True]
+    assert dynamic_threshold_filter(counts, 0.25)[0].tolist() == [False, False, True, True]
+    assert float(dynamic_threshold_filter(counts, 0.25)[1]) == 2.25
+    torch.manual_seed(0)
+    passed, draw = probabilistic_threshold_filter(counts, 0.2)
+    assert passed.tolist() == [1 - 0.8**n > p for n, p in zip(counts.tolist(), draw.tolist(), strict=True)]
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert all(keep(nothing)[0].shape == (0,) for keep in (average_threshold_filter, dynamic_threshold_filter))
+    module = MCHManagedCollisionModule(
+        4, "cpu", LRU_EvictionPolicy(threshold_filtering_func=average_threshold_filter), 1
+    )
+    assert remap(module, [1, 2, 2, 2, 3]) == [3, 2, 2, 2, 3]
+
+
+def test_evictions_of_several_intervals_come_together_once() -> None:
+    module = MCHManagedCollisionModule(3, "cpu", LRU_EvictionPolicy(), 1)
+    for ids in ([1, 2], [3], [4]):
+        remap(module, ids)
+    evicted = module.evict()
+    assert evicted is not None and evicted.tolist() == [0, 1] and module.evict() is None
+    remap(module, [5])
+    module.reset_inference_mode()
+    assert module.evict() is None
+
+
+def test_ids_are_told_apart_by_their_hash() -> None:
+    module = MCHManagedCollisionModule(8, "cpu", LFU_EvictionPolicy(), 1, 10, lambda ids, size: ids % size)
+    assert remap(module, [3, 13, 24]) == [5, 5, 6] and module.input_size() == 10
+    features = {"t": JaggedTensor(torch.tensor([13, 24]), lengths=torch.tensor([2]))}
+    assert apply_mc_method_to_jt_dict(module, "preprocess", features)["t"].values().tolist() == [3, 4]
+
+
+STATE = [
+    *("_output_segments_tensor", "_current_iter_tensor", "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"),
+    *("_mch_counts", "_mch_last_access_iter"),
+]
+
+
+@pytest.mark.parametrize("how", ["load", "copy", "pickle"])
+def test_training_goes_on_from_a_state_with_the_same_slots(how: str) -> None:
+    module = MCHManagedCollisionModule(9, "cpu", DistanceLFU_EvictionPolicy(), 2)
+    assert list(module.state_dict()) == STATE and module.state_dict()[STATE[0]].shape == (1025,)
+    for step in range(4):
+        remap(module, batch_of(step))
+    module.evict()
+    if how == "load":
+        other = MCHManagedCollisionModule(9, "cpu", DistanceLFU_EvictionPolicy(), 2)
+        # one that has learned already: it forgets that
+        for step in range(7, 10):
+            remap(other, batch_of(step))
+        other.load_state_dict({name: value.clone() for name, value in module.state_dict().items()})
+    else:
+        other = copy.deepcopy(module) if how == "copy" else pickle.loads(pickle.dumps(module))
+    for step in range(4, 9):
+        assert remap(other, batch_of(step)) == remap(module, batch_of(step))
+        assert str(other.evict()) == str(module.evict())
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in module.state_dict().items())
+
+
+def test_a_row_shard_gives_out_its_own_slots() -> None:
+    whole = MCHManagedCollisionModule(10, "cpu", LFU_EvictionPolicy(), 1, input_hash_size=100, name="t")
+    module = whole.rebuild_with_output_id_range((6, 10), [0, 6, 10])
+    assert remap(module, [1, 2, 2, 3, 4]) == [7, 6, 6, 8, 9]
+    assert (module.output_size(), module.buckets(), module.input_size()) == (4, 2, 100)
+    evicted = module.evict()
+    assert evicted is not None and sorted(evicted.tolist()) == [6, 7, 8]
+    again = whole.rebuild_with_output_id_range((6, 10), [0, 3, 6, 10])
+    again.load_state_dict(module.state_dict())
+    assert again._output_segments_tensor[:5].tolist() == [0, 3, 6, 10, -1]
+    with pytest.raises(ValueError, match=r"its slots \[5, 10\) are no whole segments .* borders are \[0, 6, 10\]"):
+        whole.rebuild_with_output_id_range((5, 10), [0, 5, 10]).load_state_dict({**_cut(module.state_dict(), 5)})
+
+
+def _cut(state: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    return {n: torch.cat([v, v[-1:]])[:size] if n.startswith("_mch") else v for n, v in state.items()}
+
+
+def tables() -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(name="a", num_embeddings=4, embedding_dim=2, feature_names=["f", "g"]),
+        EmbeddingBagConfig(name="b", num_embeddings=8, embedding_dim=2, feature_names=["h"]),
+    ]
+
+
+def modules() -> dict[str, Any]:
+    # not in the order of the tables
+    return {
+        "b": MCHManagedCollisionModule(8, "cpu", LFU_EvictionPolicy(), 2),
+        "a": MCHManagedCollisionModule(4, "cpu", LFU_EvictionPolicy(), 1),
+    }
+
+
+def test_a_collection_maps_the_features_of_a_table_together() -> None:
+    collection = ManagedCollisionCollection(modules(), tables())
+    keys, ids = ["h", "other", "g", "f"], [[8, 9], [1], [70, 80], [90, 80]]
+    batch = KeyedJaggedTensor(
+        keys, torch.tensor(sum(ids, [])), torch.arange(7.0), torch.tensor([1, 1, 1, 0, 0, 2, 2, 0])
+    )
+    found = collection(batch)
+    assert found.keys() == ["f", "g", "h"] and found.lengths().tolist() == [2, 0, 0, 2, 1, 1]
+    # 80 came most often, then the smaller; the interval of "b" has not ended
+    assert found.values().tolist() == [2, 0, 1, 0, 7, 7]
+    assert found.weights().tolist() == [5, 6, 3, 4, 0, 1]
+    evicted, free = collection.evict(), collection.open_slots()
+    assert evicted["a"] is not None and sorted(evicted["a"].tolist()) == [0, 1, 2] and evicted["b"] is None
+    assert {name: int(count) for name, count in free.items()} == {"a": 0, "b": 7}
+    assert collection.table_to_number_buckets() == {"a": 1, "b": 1}
+
+
+def test_features_may_differ_in_batch_size() -> None:
+    collection = ManagedCollisionCollection(modules(), tables())
+    batch = KeyedJaggedTensor(
+        ["f", "g", "h"], torch.tensor([5, 6, 5, 7]), lengths=torch.tensor([2, 1, 0, 1]),
+        stride_per_key_per_rank=[[1], [2], [1]],
+    )  # fmt: skip
+    found = collection(batch)
+    assert found.stride_per_key() == [1, 2, 1] and found.values().tolist() == [1, 2, 1, 7]
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"none given for \['a'\], no such table \['c'\]"):
+        ManagedCollisionCollection({"b": modules()["b"], "c": modules()["a"]}, tables())
+    with pytest.raises(ValueError, match="table 'a': its managed collision module has 8 slots for 4 rows"):
+        ManagedCollisionCollection({"a": modules()["b"], "b": modules()["b"]}, tables())
+    shared = tables()
+    shared[1].feature_names = ["g"]
+    with pytest.raises(ValueError, match=r"features \['g'\] are looked up in several tables"):
+        ManagedCollisionCollection(modules(), shared)
+    for what in ({"zch_size": 0}, {"eviction_interval": 0}):
+        given: dict[str, Any] = {
+            "zch_size": 4,
+            "eviction_interval": 1,
+            "eviction_policy": LFU_EvictionPolicy(),
+            "device": "cpu",
+        } | what
+        with pytest.raises(ValueError, match=f"{next(iter(what))} must be positive, got 0"):
+            MCHManagedCollisionModule(**given)
+    with pytest.raises(ValueError, match="at most 1024 segments, got 1025"):
+        MCHManagedCollisionModule(4, "cpu", LFU_EvictionPolicy(), 1, output_segments=list(range(1026)))
+    with pytest.warns(UserWarning, match="mch_size and mch_hash_func have no effect"):
+        MCHManagedCollisionModule(4, "cpu", LFU_EvictionPolicy(), 1, mch_size=3)
+    with pytest.raises(KeyError, match=r"features \['h'\] are not in the batch"):
+        ManagedCollisionCollection(modules(), tables())(
+            KeyedJaggedTensor(["f", "g"], torch.tensor([1]), lengths=torch.tensor([1, 0]))
+        )
