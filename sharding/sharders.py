@@ -31,6 +31,7 @@ from shardwise.embeddings import (
 from .collection import ShardedCollection
 from .env import ShardingEnv
 from .held import Mark
+from .id_map import IdMap
 from .layout import CAPABILITIES, Shard, TableOptions
 from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedFusedEmbeddingBagCollection
 from .plan import (
@@ -183,6 +184,13 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
             TypeError: the module is not of class `module_type`.
             ValueError: the plan does not fit the module.
         """
+        shards, options = self._cut(module, params, env, module_fqn)
+        return self._build(module, shards, env, torch.device(device or "cpu"), options)
+
+    def _cut(
+        self, module: nn.Module, params: Mapping[str, ParameterSharding], env: ShardingEnv, module_fqn: str | None
+    ) -> tuple[list[Shard], dict[str, TableOptions]]:
+        """The shards of a module's plan, and how they work together. Raises as `shard`."""
         if not isinstance(module, self.module_type):
             raise TypeError(f"{type(self).__name__} shards {self.module_type.__name__}, got {type(module).__name__}")
         where = f" of module {module_fqn!r}" if module_fqn else ""
@@ -192,8 +200,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         shards = [
             shard for name, size in sizes.items() for shard in shards_of(name, params[name], *size, env.world_size)
         ]
-        options = {name: options_of(params[name]) for name in sizes}
-        return self._build(module, shards, env, torch.device(device or "cpu"), options)
+        return shards, {name: options_of(params[name]) for name in sizes}
 
     def _build(
         self,
@@ -204,6 +211,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         options: Mapping[str, TableOptions],
         *,
         dedup: bool = False,
+        id_maps: Mapping[str, IdMap] | None = None,
     ) -> ShardedCollection:
         make: Any = ShardedEmbeddingCollection
         if isinstance(module, EmbeddingBagCollection):
@@ -212,7 +220,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         made: ShardedCollection = make(
             module, shards, env, device,
             default_optimizer=self._default_optimizer, options=dict(options), codecs=self.qcomm_codecs_registry,
-            dedup=dedup,
+            dedup=dedup, id_maps=id_maps,
         )  # fmt: skip
         return made
 
@@ -267,8 +275,9 @@ class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
         options: Mapping[str, TableOptions],
         *,
         dedup: bool = False,
+        id_maps: Mapping[str, IdMap] | None = None,
     ) -> ShardedCollection:
-        return super()._build(module, shards, env, device, options, dedup=self._use_index_dedup)
+        return super()._build(module, shards, env, device, options, dedup=self._use_index_dedup, id_maps=id_maps)
 
 
 class _BringsOptimizer(BaseEmbeddingSharder[M]):
@@ -313,6 +322,14 @@ class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]
 def get_default_sharders() -> list[ModuleSharder[Any]]:
     """Sharders of collections, trained and quantized ones, more than TorchRec's; towers need their own."""
     # here, as it derives from what this file has
+    from .managed_collision_quant import (
+        QuantManagedCollisionEmbeddingBagCollectionSharder,
+        QuantManagedCollisionEmbeddingCollectionSharder,
+    )
+    from .managed_collision_sharders import (
+        ManagedCollisionEmbeddingBagCollectionSharder,
+        ManagedCollisionEmbeddingCollectionSharder,
+    )
     from .nested import FeatureProcessedEmbeddingBagCollectionSharder
     from .quant import (
         QuantEmbeddingBagCollectionSharder,
@@ -326,9 +343,13 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         FusedEmbeddingBagCollectionSharder(),
         FusedEmbeddingCollectionSharder(),
         FeatureProcessedEmbeddingBagCollectionSharder(),
+        ManagedCollisionEmbeddingBagCollectionSharder(),
+        ManagedCollisionEmbeddingCollectionSharder(),
         QuantEmbeddingBagCollectionSharder(),
         QuantEmbeddingCollectionSharder(),
         QuantFeatureProcessedEmbeddingBagCollectionSharder(),
+        QuantManagedCollisionEmbeddingBagCollectionSharder(),
+        QuantManagedCollisionEmbeddingCollectionSharder(),
     ]
 
 

@@ -105,6 +105,11 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         """Slots in the place of a batch's ids, once it was noted and, at the end of an interval, slots were given."""
         return self.remap(self.profile(self.preprocess(features)))
 
+    @property
+    def preprocesses(self) -> bool:
+        """Whether there is an `input_hash_func`."""
+        return self._input_hash_func is not None
+
     def preprocess(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """Ids hashed by `input_hash_func`, if there is one."""
         if self._input_hash_func is None:
@@ -192,10 +197,6 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         """Slots [n] that got an id, be it their first, since this was asked last; None where no interval ended."""
         slots, self._evicted = self._evicted, None
         return slots
-
-    def reset_inference_mode(self) -> None:
-        """Forget what was evicted: nothing is to begin anew."""
-        self._evicted = None
 
     def output_size(self) -> int:
         """Z."""

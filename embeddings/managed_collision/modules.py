@@ -61,6 +61,11 @@ class ManagedCollisionModule(nn.Module, ABC):
         """What names of features end with that are looked up and not profiled."""
         return self._read_only_suffix
 
+    @property
+    def preprocesses(self) -> bool:
+        """Whether `preprocess` may change ids; False spares batches the way through it."""
+        return True
+
     def batches_seen(self) -> int:
         """How many batches it has profiled."""
         counted = self._buffers.get("_current_iter_tensor")
@@ -88,6 +93,10 @@ class ManagedCollisionModule(nn.Module, ABC):
     @abstractmethod
     def evict(self) -> Tensor | None:
         """Slots that got another id since this was asked last, whose rows are to begin anew; None where none could."""
+
+    def reset_inference_mode(self) -> None:
+        """Forget what was evicted: from now on ids are only looked up."""
+        self.evict()
 
     @abstractmethod
     def output_size(self) -> int:
