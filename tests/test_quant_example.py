@@ -26,10 +26,7 @@ def test_the_example_quantizes_moves_prunes_and_converts() -> None:
     assert "behind maps: True KeyedTensor True\nbehind maps: True dict True" in said
     assert "5.8 times smaller, off by 0.000" in said and "quantized: [True, True, True]" in said
     assert "outputs: torch.float16 tables: ['INT8', 'INT8']" in said and "on cpu" in said
-    assert (
-        said.count("behind maps: True True True") == 2
-        and "(item): QuantizedRows(1 for 1000 ids x 64, int8, float16 scales)" in said
-    )
+    assert "(item): QuantizedRows(1 for 1000 ids x 64, int8, float16 scales)" in said
     assert "rows of zeros: {'clicked': [True, True], 'bought': [True, False], 'user': [False, True]}" in said
     assert said.splitlines()[-2:] == [
         "72 16", "prepared: ['EmbeddingBagCollection', 'EmbeddingBagCollection', 'EmbeddingCollection']"
