@@ -98,10 +98,10 @@ def test_outputs_of_16_bits_are_those_of_32_rounded(
         # the interpreter cuts fp32 to bf16 where a GPU rounds
         tolerance = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-11
         wide = quantized_pooled_lookup_ref(*batch(case).pooled)
-        assert_close(quantized_pooled_lookup(*there.pooled, dtype), wide.to(dtype), tolerance)
+        assert_close(quantized_pooled_lookup(*there.pooled, output_dtype=dtype), wide.to(dtype), tolerance)
         alike = batch(replace(case, tables=((9, 8), (5, 8))))
-        rows = quantized_sequence_lookup(*alike.to(there.payload.device).sequence, dtype)
-        assert_close(rows, quantized_sequence_lookup_ref(*alike.sequence, dtype), tolerance)
+        rows = quantized_sequence_lookup(*alike.to(there.payload.device).sequence, output_dtype=dtype)
+        assert_close(rows, quantized_sequence_lookup_ref(*alike.sequence, output_dtype=dtype), tolerance)
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
