@@ -245,7 +245,9 @@ def test_a_forward_of_its_own_is_not_lost() -> None:
         assert shard_quant_model(nn.Sequential(model), 1, "cpu")[1].plan == {}
     with pytest.raises(TypeError, match="Scaled has a forward of its own"):
         QuantEmbeddingBagCollectionSharder().shard(
-            model, plan_of(quantized(), table_wise(0), table_wise(0)).plan[""], ShardingEnv.from_local(2, 0)
+            model,
+            plan_of(quantized(), table_wise(0), table_wise(0)).plan[""],
+            ShardingEnv.from_local(2, 0),  # type: ignore[arg-type]
         )
 
 
