@@ -243,12 +243,9 @@ def test_a_forward_of_its_own_is_not_lost() -> None:
         pytest.warns(UserWarning, match="nothing was sharded"),
     ):
         assert shard_quant_model(nn.Sequential(model), 1, "cpu")[1].plan == {}
+    plan = plan_of(quantized(), table_wise(0), table_wise(0)).plan[""]
     with pytest.raises(TypeError, match="Scaled has a forward of its own"):
-        QuantEmbeddingBagCollectionSharder().shard(
-            model,
-            plan_of(quantized(), table_wise(0), table_wise(0)).plan[""],
-            ShardingEnv.from_local(2, 0),  # type: ignore[arg-type]
-        )
+        QuantEmbeddingBagCollectionSharder().shard(model, plan, ShardingEnv.from_local(2, 0))  # type: ignore[arg-type]
 
 
 def test_a_block_takes_the_bytes_that_the_planner_says() -> None:
