@@ -1,4 +1,4 @@
-"""Readers of click data, each an iterator of `Batch`: generated clicks, MovieLens, Criteo."""
+"""Readers of click data, each an iterator of `Batch`: generated clicks, MovieLens, Criteo, random batches; splits."""
 
 from .batch import Batch
 from .clicks import ClickFeature, Clicks
@@ -6,7 +6,9 @@ from .criteo import Criteo
 from .folder import open_folder
 from .movielens import MovieLens
 from .position import Position, restore_position
+from .random_batches import RandomRecDataset
 from .source import Source, rank_slice
+from .splits import idx_split_train_val, rand_split_train_val
 
 __all__ = [
     "Batch",
@@ -15,8 +17,11 @@ __all__ = [
     "Criteo",
     "MovieLens",
     "Position",
+    "RandomRecDataset",
     "Source",
+    "idx_split_train_val",
     "open_folder",
+    "rand_split_train_val",
     "rank_slice",
     "restore_position",
 ]

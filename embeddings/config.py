@@ -160,6 +160,15 @@ class EmbeddingBagConfig(BaseEmbeddingConfig):
 
 
 @dataclass
+class EmbeddingTableConfig(EmbeddingBagConfig):
+    """A pooled table and what its module knows of it besides: weighted lookups, a feature processor, output keys."""
+
+    is_weighted: bool = False
+    has_feature_processor: bool = False
+    embedding_names: list[str] = field(default_factory=list)
+
+
+@dataclass
 class EmbeddingConfig(BaseEmbeddingConfig):
     """A sequence table: every id keeps a row of its own."""
 

@@ -98,6 +98,18 @@ class EmbeddingLocation(IntEnum):
     MTIA = 4
 
 
+def require_location(location: EmbeddingLocation | None, device: torch.device | str | None) -> None:
+    """Raise ValueError where rows on this device cannot lie there; FBGEMM's own enum is understood as well."""
+    # by name, as the real FBGEMM may be installed
+    name = "DEVICE" if location is None else location.name
+    on_cpu = torch.device(device or "cpu").type in ("cpu", "meta")
+    if name != "DEVICE" and not (name == "HOST" and on_cpu):
+        raise ValueError(
+            f"location={name}: rows lie on the collection's device, {device or 'cpu'}: leave it None. Caches over host"
+            " memory are not served"
+        )
+
+
 class PoolingMode(IntEnum):
     """How the rows of a bag become one."""
 

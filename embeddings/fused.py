@@ -10,6 +10,7 @@ from torch import nn
 from .bag_collection import EmbeddingBagCollection
 from .collection import TableCollection
 from .config import EmbeddingBagConfig, EmbeddingConfig
+from .fbgemm_types import EmbeddingLocation, require_location
 from .optimizers import apply_optimizer_in_backward, optimizer_of
 from .policy import DEFAULT_POLICY, LookupPolicy
 from .sequence_collection import EmbeddingCollection
@@ -39,9 +40,11 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection, _Fused):
         tables, is_weighted, device, policy: as `EmbeddingBagCollection`.
         optimizer_type: torch.optim.SGD, Adagrad or Adam, or `RowWiseAdagrad`.
         optimizer_kwargs: its keyword arguments, `lr` first of all (default 0.01).
+        location: where rows lie: DEVICE is on the device, HOST is the same for the CPU; the others are not served.
 
     Raises:
-        ValueError: the optimizer has no fused rule, or an argument that the rule does not take.
+        ValueError: the optimizer has no fused rule, or an argument that the rule does not take; the location is not
+            served.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection, _Fused):
         optimizer_kwargs: dict[str, Any],
         is_weighted: bool = False,
         device: torch.device | str | None = None,
+        location: EmbeddingLocation | None = None,
         *,
         policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
+        require_location(location, device)
         super().__init__(tables, is_weighted, device, policy=policy)
         self._train_with(optimizer_type, optimizer_kwargs)
 
@@ -68,9 +73,11 @@ class FusedEmbeddingCollection(EmbeddingCollection, _Fused):
         optimizer_kwargs: dict[str, Any],
         device: torch.device | str | None = None,
         need_indices: bool = False,
+        location: EmbeddingLocation | None = None,
         *,
         policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
+        require_location(location, device)
         super().__init__(tables, device, need_indices, policy=policy)
         self._train_with(optimizer_type, optimizer_kwargs)
 
@@ -80,6 +87,7 @@ def fuse_embedding_optimizer(
     optimizer_type: type[torch.optim.Optimizer],
     optimizer_kwargs: dict[str, Any],
     device: torch.device | str | None = None,
+    location: EmbeddingLocation | None = None,
 ) -> nn.Module:
     """Replace every `EmbeddingBagCollection` and `EmbeddingCollection` of `model` by its fused twin, weights kept.
 
@@ -89,8 +97,11 @@ def fuse_embedding_optimizer(
     model, or the twin if `model` itself is a collection.
 
     Raises:
-        ValueError: a table has an optimizer already, or the new one has no fused rule.
+        ValueError: a table has an optimizer already, the new one has no fused rule, or the location is not served.
     """
+    for module in model.modules():
+        if isinstance(module, TableCollection):
+            require_location(location, device or module.device)
     return _fuse(model, (optimizer_type, optimizer_kwargs), device, {})
 
 

@@ -41,6 +41,11 @@ class RowSums:
     rows: Tensor
     gradient: Tensor
 
+    def without(self, rows: Tensor) -> RowSums:
+        """The same but for some rows."""
+        kept = ~torch.isin(self.rows, rows)
+        return RowSums(self.segment, self.ids[kept], self.rows[kept], self.gradient[kept])
+
     def to(self, device: torch.device) -> RowSums:
         """The same on a device."""
         return RowSums(self.segment, self.ids.to(device), self.rows.to(device), self.gradient.to(device))

@@ -173,13 +173,17 @@ class TableGroup:
     def renew(self, table: int, rows: Tensor, values: Tensor, *, quietly: bool = False) -> None:
         """Have rows [n] of a table begin anew with `values` [n, dim], optimizer states as at the start.
 
-        With `quietly` a graph that saved the table before does not notice.
+        Gradients that wait for a step of these rows are dropped. With `quietly` a graph that saved the table before
+        does not notice.
         """
         flat = self.flat.data if quietly else self.flat
         self._cut(flat, table)[rows] = values.to(flat)
         states = [view for name, view in self.state_views(table).items() if name != "step"]
         for start, state in zip(self._starts(), states, strict=bool(states)):
             state[rows] = start
+        if self.sums is not None:
+            dim, gone = self.tables[table].dim, rows + self.first_rows[table]
+            self.sums = [part.without(gone) if part.segment.dim == dim else part for part in self.sums]
 
     @torch.no_grad()
     def take_over(self, table: int, source: TableGroup, source_table: int) -> None:

@@ -61,6 +61,8 @@ def quantize_inference_model(
     fp_weight_dtype: torch.dtype = DEFAULT_QUANTIZATION_DTYPE,
     quantization_dtype: torch.dtype = DEFAULT_QUANTIZATION_DTYPE,
     output_dtype: torch.dtype = torch.float32,
+    *,
+    scale_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
 ) -> nn.Module:
     """The model for inference: every float collection replaced by its quantized form, in place, in eval mode.
 
@@ -74,10 +76,12 @@ def quantize_inference_model(
         fp_weight_dtype: of the tables of `FeatureProcessedEmbeddingBagCollection`.
         quantization_dtype: of all other tables: int8, quint4x2, quint2x4, float8_e4m3fn, float16, bfloat16, float32.
         output_dtype: of the outputs of collections.
+        scale_dtype: of the scales of int8, int4 and int2 rows, for all tables or by name: float16, or float32.
 
     Raises:
         TypeError: part of the model is sharded, or a collection has a forward of its own.
-        ValueError: `per_table_weight_dtype` names no table of these collections; or a table cannot be quantized.
+        ValueError: `per_table_weight_dtype` or `scale_dtype` name no table of these collections; or a table cannot be
+            quantized.
     """
     mapping = DEFAULT_QUANT_MAPPING if quantization_mapping is None else quantization_mapping
     processed = _typename(FeatureProcessedEmbeddingBagCollection)
@@ -86,7 +90,7 @@ def quantize_inference_model(
     for name, quantized in classes.items():
         ours = _TORCHREC_NAMES.get(name, name)
         dtype = fp_weight_dtype if ours == processed else quantization_dtype
-        rules[ours] = _Rule(quantized, QuantConfig(output_dtype, dtype, per_table_weight_dtype))
+        rules[ours] = _Rule(quantized, QuantConfig(output_dtype, dtype, per_table_weight_dtype, scale_dtype))
     return _replace(model, rules).eval()
 
 
@@ -146,11 +150,11 @@ def _replace(model: nn.Module, rules: Mapping[str, _Rule]) -> nn.Module:
         warnings.warn("nothing was quantized: the model has no float collection", stacklevel=3)
     inside = (one for module in outermost for one in module.modules() if isinstance(one, TableCollection))
     tables = {config.name for one in inside for config in one._configs}
-    asked = {name for rule in rules.values() for name in rule.qconfig.per_table_weight_dtype or ()}
-    if unknown := sorted(asked - tables):
-        raise ValueError(
-            f"per_table_weight_dtype names tables that are not quantized: {unknown}; there are {sorted(tables)}"
-        )
+    for rule in rules.values():
+        for what in ("per_table_weight_dtype", "scale_dtype"):
+            asked = getattr(rule.qconfig, what)
+            if isinstance(asked, Mapping) and (unknown := sorted(set(asked) - tables)):
+                raise ValueError(f"{what} names tables that are not quantized: {unknown}; there are {sorted(tables)}")
     return _replaced(model, rules, {})
 
 

@@ -1,21 +1,47 @@
-"""Models over embedding collections: DLRM, its parts, and the metrics to judge it by."""
+"""Models over embedding collections: DLRM and DeepFM, their parts, and the metrics to judge them by."""
 
 from .activation import SwishLayerNorm
+from .crossnet import CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet
+from .deepfm import FMInteractionArch, SimpleDeepFMNN, SimpleDeepFMNNWrapper
 from .dlrm import DLRM, DenseArch, DLRMTrain, InteractionArch, OverArch, SparseArch
+from .dlrm_interactions import (
+    DLRM_DCN,
+    DLRM_Projection,
+    DLRMWrapper,
+    InteractionDCNArch,
+    InteractionProjectionArch,
+    choose,
+)
+from .factorization import DeepFM, FactorizationMachine
 from .metrics import auc, log_loss, normalized_entropy
 from .mlp import MLP, Perceptron
 
 __all__ = [
     "DLRM",
+    "DLRM_DCN",
     "MLP",
+    "CrossNet",
     "DLRMTrain",
+    "DLRMWrapper",
+    "DLRM_Projection",
+    "DeepFM",
     "DenseArch",
+    "FMInteractionArch",
+    "FactorizationMachine",
     "InteractionArch",
+    "InteractionDCNArch",
+    "InteractionProjectionArch",
+    "LowRankCrossNet",
+    "LowRankMixtureCrossNet",
     "OverArch",
     "Perceptron",
+    "SimpleDeepFMNN",
+    "SimpleDeepFMNNWrapper",
     "SparseArch",
     "SwishLayerNorm",
+    "VectorCrossNet",
     "auc",
+    "choose",
     "log_loss",
     "normalized_entropy",
 ]

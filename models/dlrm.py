@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from shardwise.embeddings import EmbeddingBagCollection, embedding_names_by_table
 
@@ -52,7 +52,8 @@ class SparseArch(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         pooled = cast("KeyedTensor", self.embedding_bag_collection(features))
-        if list(pooled.keys()) == self._names:
+        # a trace has no keys to compare, and our collections give them in this order
+        if isinstance(pooled, fx.Proxy) or list(pooled.keys()) == self._names:
             values = pooled.values()
         else:
             by_name = pooled.to_dict()
@@ -140,7 +141,7 @@ class DLRM(nn.Module):
                 f"got {list(dense_arch_layer_sizes)}"
             )
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
-        self.inter_arch = InteractionArch(features).to(dense_device)
+        self.inter_arch: nn.Module = InteractionArch(features).to(dense_device)
         self.over_arch = OverArch(dim + features * (features + 1) // 2, over_arch_layer_sizes, device=dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:

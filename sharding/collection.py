@@ -36,7 +36,7 @@ from .failures import agreed
 from .flags import error_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .held import Collection, Held, Mark, Stores, tables_of
-from .id_map import IdMap
+from .id_map import IdMap, id_ranges
 from .layout import Shard, TableOptions, validate
 from .owner import Batch, InFlight, Owner
 from .qcomms import codecs_of
@@ -87,7 +87,7 @@ class ShardedCollection(nn.Module, Staged):
         self._stores = stores
 
         def plan() -> tuple[tuple[Routes, list[Mark | None]], Facts]:
-            chosen, mapped = options or {}, frozenset(self._id_maps)
+            chosen, mapped = options or {}, id_ranges(self._id_maps)
             tables, marks = tables_of(module, shards, default_optimizer, chosen, mapped)
             routes, facts = self._plan(tables, shards)
             return (routes, marks), facts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -39,7 +39,7 @@ def tables_of(
     shards: Sequence[Shard],
     default_optimizer: Mark,
     options: dict[str, TableOptions],
-    mapped: frozenset[str],
+    mapped: Mapping[str, int | None],
 ) -> tuple[list[Table], list[Mark | None]]:
     """Tables and the optimizer marks they will carry; a frozen table has none, a cut one always has one otherwise."""
     replicated = {shard.table for shard in shards if shard.replica}
@@ -53,7 +53,7 @@ def tables_of(
             Table(
                 config.name, config.num_embeddings, config.embedding_dim, param.dtype, spec,
                 tuple(config.feature_names), module._is_averaged(config), options.get(config.name, TableOptions()),
-                config.name in mapped,
+                config.name in mapped, mapped.get(config.name),
             )
         )  # fmt: skip
         marks.append(mark)

@@ -6,6 +6,7 @@ that layers which do not need it run meanwhile.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.embeddings import EmbeddingCollection, pick_features
+from shardwise.embeddings.table_bytes import weights_bytes_in_emb_kernel
 from shardwise.embeddings.variable_batch import expand_bags, expand_pooled, inverse_of
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -20,6 +22,9 @@ from .awaitable import LazyAwaitable
 from .collection import ShardedCollection
 from .dedup import repeated
 from .owner import InFlight
+
+# says what each rank holds of a pooled collection, at level INFO
+logger = logging.getLogger(__name__)
 
 
 class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
@@ -54,6 +59,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         names = [name for names in self._names_by_table for name in names]
+        held = weights_bytes_in_emb_kernel(self)
+        logger.info("sharded: rank %d holds %d bytes of %d tables", self._env.rank, held, len(self._names_by_table))
         # checked once; each output has its own values
         self._output = KeyedTensor(names, self._routes.dims, torch.empty(0, sum(self._routes.dims), device="cpu"))
 
@@ -83,6 +90,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if given.inverse_indices_or_none() is not None:
             values = expand_pooled(values, dims, inverse_of(given, self._routes.features))
         return self._output.with_values(values.to(self._policy.output_dtype))
+
+
+class ShardedFusedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+    """A `FusedEmbeddingBagCollection` over several ranks: its tables train with the optimizer that it brought."""
 
 
 class ShardedEmbeddingCollection(ShardedCollection):

@@ -22,7 +22,8 @@ from .codecs import Codec
 from .exchange import Exchange, Pending
 from .header import Head
 from .held import Held
-from .id_map import IdMap
+from .id_map import IdMap, Renewal, RenewingIdMap
+from .layout import Span
 from .results import by_slot, by_source
 from .route import Inbound, Outbound
 from .routes import HOST, POOLED, ROWS, Group, Routes
@@ -55,6 +56,8 @@ class InFlight:
     result_sizes: list[int] = field(default_factory=list)
     # for each group the slots of its ids, and what holds them until the update
     leases: list[tuple[Tensor, Any] | None] = field(default_factory=list)
+    # rows of tables with an id map that begin anew before the lookup, by table and rows of the shard
+    renewals: dict[tuple[str, Span], Renewal] = field(default_factory=dict)
 
 
 class Owner:
@@ -89,13 +92,31 @@ class Owner:
         inbound, at = flight.inbound, 0
         # host sync on CUDA: where the ids of each slot begin
         ends = [0, *inbound.lengths.sum(1).cumsum(0).tolist()]
+        # column shards of the same rows see the same ids: they are translated once
+        found: dict[tuple[str, Span], Tensor] = {}
         for group, part in zip(self.held.groups, self.parts, strict=True):
-            for slot in part.slots if flight.update or not part.is_replica else ():
-                table = part.shards[slot.shard].table
-                if table in id_maps:
-                    mine = inbound.ids[ends[at] : ends[at + 1]]
-                    mine.copy_(id_maps[table].translate(table, mine, group.step))
-                at += 1
+            slots = part.slots if flight.update or not part.is_replica else ()
+            for number, shard in enumerate(part.shards):
+                begin, at = at, at + sum(slot.shard == number for slot in slots)
+                one = id_maps.get(shard.table)
+                if one is None or begin == at:
+                    continue
+                mine, key = inbound.ids[ends[begin] : ends[at]], (shard.table, shard.rows)
+                if key not in found:
+                    found[key] = one.translate(shard.table, mine, group.step)
+                    renewal = one.renewal() if isinstance(one, RenewingIdMap) else None
+                    if renewal is not None:
+                        flight.renewals[key] = renewal
+                mine.copy_(found[key])
+
+    def renew(self, flight: InFlight) -> None:
+        """Have the rows begin anew that went to other ids."""
+        for group, part in zip(self.held.groups, self.parts, strict=True):
+            for number, shard in enumerate(part.shards):
+                one = flight.renewals.get((shard.table, shard.rows))
+                if one is not None:
+                    group.renew(number, one.rows, one.values[:, slice(*shard.cols)])
+        flight.renewals = {}
 
     def prefetch(self, flight: InFlight) -> bool:
         """Bring the rows that were asked for to slots, ahead of the lookup; False where a store has no room yet."""
@@ -118,6 +139,7 @@ class Owner:
     def look_up(self, flight: InFlight) -> None:
         """Find the rows that were asked for and send them off."""
         found: dict[int, Tensor] = {}
+        self.renew(flight)
         ahead, flight.leases = flight.leases, []
         for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):
             if not part.slots or (part.is_replica and not flight.update):

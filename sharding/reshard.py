@@ -96,7 +96,7 @@ def changes_of(
     if all(isinstance(one, ParameterSharding) for one in given.values()):
         if path is None and len(paths) != 1:
             raise ValueError(f"say by sharded_module_fqn which module is resharded, the model has {sorted(paths)}")
-        found: dict[str, Any] = {paths[0] if path is None else path: (_mebibytes(given), given)}
+        found: dict[str, Any] = {paths[0] if path is None else path: (mebibytes(given), given)}
     else:
         found = dict(given) if path is None else {one: given[one] for one in given if one == path}
     if set(found) - set(paths) or not found:
@@ -107,7 +107,7 @@ def changes_of(
     return found
 
 
-def _mebibytes(plan: Mapping[str, ParameterSharding]) -> float:
+def mebibytes(plan: Mapping[str, ParameterSharding]) -> float:
     """The volume of tables in fp32, as TorchRec counts it."""
     cuts = [shard.shard_sizes for one in plan.values() if one.sharding_spec for shard in one.sharding_spec.shards]
     return sum(rows * cols for rows, cols in cuts) * 4 / 2**20

@@ -78,7 +78,7 @@ class Sending:
 
     def _find_checks(self, routes: Routes, keys: Sequence[str], device: torch.device) -> None:
         """What the ids of each key are checked against: the smallest of the tables that they are looked up in."""
-        rows = [_ANY if table.mapped else table.rows for table in routes.tables]
+        rows = [(table.id_range or _ANY) if table.mapped else table.rows for table in routes.tables]
         smallest: dict[str, tuple[int, int]] = {}
         for feature, table in routes.lookups:
             smallest[feature] = min(smallest.get(feature, (_ANY, table)), (rows[table], table))

@@ -40,11 +40,13 @@ class Table:
     options: TableOptions = TableOptions()
     # whether the owner turns ids into rows (`IdMap`), so that any number may come
     mapped: bool = False
+    # ids of a mapped table that its row shards divide evenly, [0, id_range)
+    id_range: int | None = None
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A lookup whose bucket k has the rows [borders[k], borders[k + 1])."""
+    """A lookup whose bucket k has the rows (of a table with an id map the ids) [borders[k], borders[k + 1])."""
 
     lookup: int
     borders: tuple[int, ...]
@@ -243,7 +245,7 @@ def plan_routes(
             if len(strip) == 1 and not (pooled and kind == ROWS):
                 streams = [[Stream(n) for n in lookups_of[number]]]
             else:
-                borders = (0, *(shard.rows[1] for shard in strip))
+                borders = _borders(table, strip)
                 # strips that are cut alike share what travels
                 numbers = {n: cuts.setdefault(Cut(n, borders), len(cuts)) for n in lookups_of[number]}
                 streams = [[Stream(n, cut, k) for n, cut in numbers.items()] for k in range(len(strip))]
@@ -270,15 +272,32 @@ class _Placed:
 
 
 def _require_one_domain(table: Table, shards: Sequence[Shard]) -> None:
-    """Ids of a mapped table say nothing of rows, so no range of rows can be asked for, nor looked up at home."""
+    """Ids of a mapped table say nothing of rows, so no range of rows can be asked for, nor looked up at home.
+
+    Where shards divide its ids, each must have rows to give out.
+    """
     how = "every rank holds them" if any(shard.replica for shard in shards) else None
     if how is None and any(shard.rows != (0, table.rows) for shard in shards):
-        how = "the plan cuts them over several"
+        if table.id_range is None:
+            how = "the plan cuts them over several"
+        elif any(shard.rows[0] >= shard.rows[1] for shard in shards):
+            raise ValueError(
+                f"table {table.name!r}: its {table.rows} rows leave a row shard without any, and ids of each need some;"
+                " cut it over fewer ranks"
+            )
     if how is not None:
         raise ValueError(
             f"table {table.name!r}: an id map gives out rows of one rank, but {how}; cut the table by columns or leave"
             " it whole"
         )
+
+
+def _borders(table: Table, strip: Sequence[Shard]) -> tuple[int, ...]:
+    """Where the ids of one row shard end and those of the next begin."""
+    if table.id_range is None:
+        return (0, *(shard.rows[1] for shard in strip))
+    block = -(-table.id_range // len(strip))
+    return tuple(min(block * k, table.id_range) for k in range(len(strip) + 1))
 
 
 def _strips(table: Table, shards: Sequence[Shard]) -> list[list[Shard]]:

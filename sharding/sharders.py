@@ -31,8 +31,9 @@ from shardwise.embeddings import (
 from .collection import ShardedCollection
 from .env import ShardingEnv
 from .held import Mark
+from .id_map import IdMap
 from .layout import CAPABILITIES, Shard, TableOptions
-from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from .modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedFusedEmbeddingBagCollection
 from .plan import (
     SERVED_KERNELS,
     EmbeddingComputeKernel,
@@ -183,6 +184,13 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
             TypeError: the module is not of class `module_type`.
             ValueError: the plan does not fit the module.
         """
+        shards, options = self._cut(module, params, env, module_fqn)
+        return self._build(module, shards, env, torch.device(device or "cpu"), options)
+
+    def _cut(
+        self, module: nn.Module, params: Mapping[str, ParameterSharding], env: ShardingEnv, module_fqn: str | None
+    ) -> tuple[list[Shard], dict[str, TableOptions]]:
+        """The shards of a module's plan, and how they work together. Raises as `shard`."""
         if not isinstance(module, self.module_type):
             raise TypeError(f"{type(self).__name__} shards {self.module_type.__name__}, got {type(module).__name__}")
         where = f" of module {module_fqn!r}" if module_fqn else ""
@@ -192,8 +200,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         shards = [
             shard for name, size in sizes.items() for shard in shards_of(name, params[name], *size, env.world_size)
         ]
-        options = {name: options_of(params[name]) for name in sizes}
-        return self._build(module, shards, env, torch.device(device or "cpu"), options)
+        return shards, {name: options_of(params[name]) for name in sizes}
 
     def _build(
         self,
@@ -204,13 +211,16 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         options: Mapping[str, TableOptions],
         *,
         dedup: bool = False,
+        id_maps: Mapping[str, IdMap] | None = None,
     ) -> ShardedCollection:
-        pooled = isinstance(module, EmbeddingBagCollection)
-        make: Any = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
+        make: Any = ShardedEmbeddingCollection
+        if isinstance(module, EmbeddingBagCollection):
+            fused = isinstance(module, FusedEmbeddingBagCollection)
+            make = ShardedFusedEmbeddingBagCollection if fused else ShardedEmbeddingBagCollection
         made: ShardedCollection = make(
             module, shards, env, device,
             default_optimizer=self._default_optimizer, options=dict(options), codecs=self.qcomm_codecs_registry,
-            dedup=dedup,
+            dedup=dedup, id_maps=id_maps,
         )  # fmt: skip
         return made
 
@@ -265,8 +275,9 @@ class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
         options: Mapping[str, TableOptions],
         *,
         dedup: bool = False,
+        id_maps: Mapping[str, IdMap] | None = None,
     ) -> ShardedCollection:
-        return super()._build(module, shards, env, device, options, dedup=self._use_index_dedup)
+        return super()._build(module, shards, env, device, options, dedup=self._use_index_dedup, id_maps=id_maps)
 
 
 class _BringsOptimizer(BaseEmbeddingSharder[M]):
@@ -293,6 +304,11 @@ class FusedEmbeddingBagCollectionSharder(_BringsOptimizer[FusedEmbeddingBagColle
         """`FusedEmbeddingBagCollection`."""
         return FusedEmbeddingBagCollection
 
+    @property
+    def sharded_module_type(self) -> type[ShardedFusedEmbeddingBagCollection]:
+        """`ShardedFusedEmbeddingBagCollection`."""
+        return ShardedFusedEmbeddingBagCollection
+
 
 class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]):
     """The sharder of `FusedEmbeddingCollection`, which brings its optimizer: `fused_params` raise ValueError."""
@@ -304,9 +320,18 @@ class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Sharders of collections, `FusedEmbeddingCollection` included (TorchRec leaves it out); towers need their own."""
+    """Sharders of collections, trained and quantized ones, more than TorchRec's; towers need their own."""
     # here, as it derives from what this file has
+    from .managed_collision_sharders import (
+        ManagedCollisionEmbeddingBagCollectionSharder,
+        ManagedCollisionEmbeddingCollectionSharder,
+    )
     from .nested import FeatureProcessedEmbeddingBagCollectionSharder
+    from .quant import (
+        QuantEmbeddingBagCollectionSharder,
+        QuantEmbeddingCollectionSharder,
+        QuantFeatureProcessedEmbeddingBagCollectionSharder,
+    )
 
     return [
         EmbeddingBagCollectionSharder(),
@@ -314,6 +339,11 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         FusedEmbeddingBagCollectionSharder(),
         FusedEmbeddingCollectionSharder(),
         FeatureProcessedEmbeddingBagCollectionSharder(),
+        QuantEmbeddingBagCollectionSharder(),
+        QuantEmbeddingCollectionSharder(),
+        QuantFeatureProcessedEmbeddingBagCollectionSharder(),
+        ManagedCollisionEmbeddingBagCollectionSharder(),
+        ManagedCollisionEmbeddingCollectionSharder(),
     ]
 
 

@@ -113,6 +113,14 @@ def copy_to_device(module: nn.Module, current_device: torch.device, to_device: t
     return copied
 
 
+class CopyableMixin(nn.Module):
+    """A module that copies itself to a device: derive from it in the place of nn.Module."""
+
+    def copy(self, device: torch.device) -> nn.Module:
+        """A copy whose tensors on the CPU are moved to `device`; it shares those of other devices."""
+        return copy_to_device(self, torch.device("cpu"), device)
+
+
 def _copied_to(device: torch.device | None) -> Callable[[Tensor, dict[Any, Any]], Tensor]:
     """How a tensor is copied: views of one memory stay views of one."""
 

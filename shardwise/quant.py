@@ -22,7 +22,6 @@ from .embeddings.quant import (
     quant_prep_enable_quant_state_dict_split_scale_bias_for_types,
     quant_prep_enable_register_tbes,
     quantize_state_dict,
-    set_pruning_data,
     split_rows,
     torchrec_state_dict,
 )
@@ -47,7 +46,6 @@ __all__ = [
     "quant_prep_enable_quant_state_dict_split_scale_bias_for_types",
     "quant_prep_enable_register_tbes",
     "quantize_state_dict",
-    "set_pruning_data",
     "split_rows",
     "torchrec_state_dict",
 ]

@@ -13,6 +13,12 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.types": "Awaitable ModuleSharder NoWait ParameterSharding ShardingEnv",
         "torchrec.distributed.comm": "get_local_rank get_local_size",
         "torchrec.distributed.utils": "get_unsharded_module_names sharded_model_copy",
+        "torch.distributed._shard.sharded_tensor": "ShardedTensor",
+        "torchrec.distributed.train_pipeline.utils": "DataLoadingThread",
+        "torchrec.distributed.train_pipeline.train_pipelines": (
+            "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist TrainPipeline TrainPipelineBase "
+            "TrainPipelineSparseDist"
+        ),
     },
     "torchrec.distributed.collective_utils": {
         "shardwise.sharding.collective_utils": "invoke_on_rank_and_broadcast_result is_leader run_on_leader",
@@ -30,6 +36,9 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
             "reduce_scatter_v_per_feature_pooled reduce_scatter_v_pooled set_gradient_division "
             "set_use_sync_collectives torchrec_use_sync_collectives variable_batch_alltoall_pooled"
         ),
+    },
+    "torchrec.distributed.composable.table_batched_embedding_slice": {
+        "shardwise.embeddings.table_slice": "TableBatchedEmbeddingSlice",
     },
     "torchrec.distributed.dist_data": {
         "shardwise.sharding.dist_data": (
@@ -61,11 +70,13 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.embedding_types": {
         "shardwise.sharding.plan": "EmbeddingComputeKernel",
         "shardwise.sharding.sharders": "BaseEmbeddingSharder",
+        "torchrec.modules.embedding_configs": "EmbeddingTableConfig",
+        "shardwise.sharding.quant": "BaseQuantEmbeddingSharder",
     },
     "torchrec.distributed.embeddingbag": {
         "shardwise.sharding.sharders": "EmbeddingBagCollectionSharder",
         "shardwise.sharding.embedding_bag": "EmbeddingBagSharder ShardedEmbeddingBag",
-        "shardwise.sharding.modules": "EmbeddingBagCollectionAwaitable ShardedEmbeddingBagCollection",
+        "shardwise.sharding.modules": "EmbeddingBagCollectionAwaitable ShardedEmbeddingBagCollection logger",
     },
     "torchrec.distributed.fbgemm_qcomm_codec": {
         "shardwise.sharding.qcomms": "CommType QCommsConfig get_qcomm_codecs get_qcomm_codecs_registry",
@@ -80,6 +91,28 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.fused_embeddingbag": {
         "shardwise.sharding.sharders": "FusedEmbeddingBagCollectionSharder",
+        "shardwise.sharding.modules": "ShardedFusedEmbeddingBagCollection",
+    },
+    "torchrec.distributed.fused_params": {
+        "shardwise.sharding.quant": (
+            "FUSED_PARAM_BOUNDS_CHECK_MODE FUSED_PARAM_LENGTHS_TO_OFFSETS_LOOKUP "
+            "FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS FUSED_PARAM_REGISTER_TBE_BOOL "
+            "FUSED_PARAM_TBE_ROW_ALIGNMENT"
+        ),
+        "shardwise.sharding.quant.fused_params": (
+            "fused_param_bounds_check_mode fused_param_lengths_to_offsets_lookup get_fused_param_tbe_row_alignment "
+            "is_fused_param_quant_state_dict_split_scale_bias is_fused_param_register_tbe"
+        ),
+    },
+    "torchrec.distributed.global_settings": {
+        "shardwise.sharding.global_settings": "get_propogate_device set_propogate_device",
+    },
+    "torchrec.distributed.infer_utils": {
+        "shardwise.sharding.quant": (
+            "get_all_torchrec_modules get_path_device_tuples get_tbe_specs_from_sharded_module "
+            "get_tbes_from_sharded_module"
+        ),
+        "shardwise.sharding.quant.inspect": "get_non_scriptable_trec_module",
     },
     "torchrec.distributed.model_parallel": {
         "shardwise.sharding.dmp": "DistributedModelParallel",
@@ -154,20 +187,43 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
             "reset_shard_rank sharder_name storage_repr_in_gb"
         ),
     },
+    "torchrec.distributed.quant_embedding": {
+        "shardwise.quant": "QuantEmbeddingCollection=EmbeddingCollection",
+        "shardwise.sharding.quant": "QuantEmbeddingCollectionSharder ShardedQuantEmbeddingCollection",
+    },
+    "torchrec.distributed.quant_embeddingbag": {
+        "shardwise.quant": (
+            "QuantEmbeddingBagCollection=EmbeddingBagCollection "
+            "QuantFeatureProcessedEmbeddingBagCollection=FeatureProcessedEmbeddingBagCollection"
+        ),
+        "shardwise.sharding.quant": (
+            "QuantEmbeddingBagCollectionSharder QuantFeatureProcessedEmbeddingBagCollectionSharder "
+            "ShardedQuantEmbeddingBagCollection ShardedQuantFeatureProcessedEmbeddingBagCollection"
+        ),
+    },
+    "torchrec.distributed.quant_state": {
+        "shardwise.sharding.quant": "WeightSpec sharded_tbes_weights_spec",
+    },
     "torchrec.distributed.shard": {
         "shardwise.sharding.composable": "shard shard_modules",
     },
+    "torchrec.distributed.sharding.dynamic_sharding": {
+        "shardwise.sharding.plan_delta": "output_sharding_plan_delta_single output_sharding_plans_delta",
+    },
     "torchrec.distributed.sharding_plan": {
         "shardwise.sharding.generators": (
-            "apply_to_all calculate_shard_sizes_and_offsets column_wise construct_module_sharding_plan "
-            "data_parallel get_module_to_default_sharders get_sharding_constructor_from_type grid_shard placement "
-            "placement_helper row_wise table_row_wise table_wise"
+            "ParameterShardingGenerator apply_to_all calculate_shard_sizes_and_offsets column_wise "
+            "construct_module_sharding_plan data_parallel get_module_to_default_sharders "
+            "get_sharding_constructor_from_type grid_shard placement placement_helper row_wise table_row_wise "
+            "table_wise"
         ),
         "shardwise.sharding.sharders": "get_default_sharders",
         "torchrec.distributed.embeddingbag": "EmbeddingBagCollectionSharder",
         "torchrec.distributed.embedding": "EmbeddingCollectionSharder",
         "torchrec.distributed.fused_embeddingbag": "FusedEmbeddingBagCollectionSharder",
         "torchrec.distributed.fp_embeddingbag": "FeatureProcessedEmbeddingBagCollectionSharder",
+        "torchrec.distributed.quant_embeddingbag": "QuantEmbeddingBagCollectionSharder",
+        "torchrec.distributed.quant_embedding": "QuantEmbeddingCollectionSharder",
     },
     "torchrec.distributed.train_pipeline": {
         "torchrec.distributed.train_pipeline.train_pipelines": (
@@ -183,8 +239,25 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.train_pipeline.gradient_accumulation": {
         "shardwise.sharding.accumulation": "GradientAccumulationConfig GradientAccumulationWrapper",
     },
+    "torchrec.distributed.train_pipeline.pipeline_context": {
+        "shardwise.sharding.pipeline.contexts": "PrefetchTrainPipelineContext TrainPipelineContext",
+    },
     "torchrec.distributed.train_pipeline.pipeline_stage": {
         "shardwise.sharding.pipeline": "PipelineStage SparseDataDistUtil",
+    },
+    "torchrec.distributed.train_pipeline.runtime_forwards": {
+        "shardwise.sharding.pipeline.forwards": (
+            "BaseForward PipelinedForward PrefetchEmbeddingPipelinedForward PrefetchPipelinedForward"
+        ),
+    },
+    "torchrec.distributed.train_pipeline.tracing": {
+        "torchrec.distributed.train_pipeline.types": "ArgInfo CallArgs",
+        "shardwise.sharding.pipeline.arguments": (
+            "ArgInfoStepFactory DictArgInfoStep GetAttrArgInfoStep GetItemArgInfoStep ListArgInfoStep "
+            "NoopArgInfoStep PostprocArgInfoStep ScalarArgInfoStep"
+        ),
+        "shardwise.sharding.pipeline.node_arguments": "NodeArgsHelper",
+        "shardwise.sharding.tracing": "Tracer",
     },
     "torchrec.distributed.train_pipeline.train_pipelines": {
         "shardwise.sharding.pipeline": (
@@ -192,8 +265,12 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
             "TrainPipelineBase TrainPipelineSparseDist"
         ),
     },
+    "torchrec.distributed.train_pipeline.types": {
+        "shardwise.sharding.pipeline.arguments": "ArgInfo BaseArgInfoStep CallArgs",
+    },
     "torchrec.distributed.train_pipeline.utils": {
         "shardwise.sharding.pipeline": "DataLoadingThread",
+        "torchrec.distributed.train_pipeline.pipeline_context": "TrainPipelineContext",
     },
     "torchrec.distributed.types": {
         "shardwise.kernels.bounds": "BoundsCheckMode",
@@ -208,8 +285,20 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         ),
         "shardwise.sharding.qcomms": "CommOp NoOpQuantizedCommCodec QuantizedCommCodec QuantizedCommCodecs",
         "shardwise.sharding.dmp_collection": "DMPCollectionConfig",
+        "torch.distributed._shard.sharded_tensor": "ShardedTensor",
+        "torch.distributed._shard.metadata": "ShardMetadata",
+        "torch.distributed._shard.sharding_spec": "EnumerableShardingSpec",
+        "shardwise.embeddings.fbgemm_types": "CacheAlgorithm MultiPassPrefetchConfig",
+        "shardwise.sharding.key_value": "KeyValueParams",
+        "shardwise.sharding.bucket_metadata": "ShardingBucketMetadata",
+        "shardwise.planner.types": "CacheStatistics PipelineType",
     },
     "torchrec.distributed.utils": {
-        "shardwise.sharding.unwrap": "copy_to_device get_unsharded_module_names sharded_model_copy",
+        "shardwise.sharding.unwrap": "CopyableMixin copy_to_device get_unsharded_module_names sharded_model_copy",
+        "shardwise.sharding.fused_params": (
+            "add_params_from_parameter_sharding convert_to_fbgemm_types merge_fused_params"
+        ),
+        "shardwise.sharding.bucket_metadata": "get_bucket_metadata_from_shard_metadata",
+        "shardwise.embeddings.table_bytes": "weights_bytes_in_emb_kernel",
     },
 }

@@ -52,6 +52,12 @@ def test_jagged_takes_a_batch_apart_and_puts_it_together() -> None:
     assert printed.splitlines()[-6:] == said
 
 
+def test_quantized_tables_in_pieces_give_the_same_bits() -> None:
+    said = run("examples/quantize_sharded.py").splitlines()
+    assert len([line for line in said if line.endswith("same bits: True")]) == 4
+    assert "embedding_bags.place.shards.1.weight: [100, 8] at [0, 8] of embedding_bags.place.weight" in said
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_planning_plans_for_a_cluster_and_trains_here(ranks: int) -> None:

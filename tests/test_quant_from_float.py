@@ -10,11 +10,13 @@ import pytest
 import torch
 from embedding_batches import kjt, weight
 from quantized_tables import BAGS, assert_looks_up_its_buffers, configs, float_bags, values_of
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from shardwise import (
     BoundsCheckMode,
     DataType,
+    DistributedModelParallel,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -32,6 +34,7 @@ from shardwise import (
     apply_optimizer_in_backward,
     quant,
 )
+from shardwise.checkpoint import full_state_dict
 from shardwise.embeddings import PositionWeightedModule
 from shardwise.embeddings.collection import TableCollection
 from shardwise.inference import quantize_embeddings, quantize_inference_model, set_pruning_data
@@ -247,10 +250,10 @@ def test_quantize_embeddings_replaces_what_it_is_asked_to() -> None:
 
 
 BAD_ROWS: list[tuple[torch.dtype, float, str]] = [
-    (torch.int8, float("nan"), "table 'b': row 4 has values that are not finite"),
-    (torch.float32, float("inf"), "table 'b': row 4 has values that are not finite"),
-    (torch.int8, -1e6, "table 'b': row 4 reaches 1e.06, too large for torch.float16 scales: choose another dtype"),
-    (torch.float16, -1e5, "table 'b': row 4 reaches 100000, too large for fp16: choose another dtype"),
+    (torch.int8, float("nan"), "table 'b': row 4 is not finite, nan in column 2"),
+    (torch.float32, float("inf"), "table 'b': row 4 is not finite, inf in column 2"),
+    (torch.int8, -1e6, "table 'b': row 4 reaches from -1e.06 to .*, more than fp16 scales hold: scale_dtype=torch.flo"),
+    (torch.float16, -1e5, "table 'b': row 4 reaches from -100000 to .*, more than fp16 rows hold: take bf16"),
 ]
 
 
@@ -264,12 +267,20 @@ def test_rows_that_cannot_be_stored_are_named_and_nothing_is_replaced(
     with pytest.raises(ValueError, match=said):
         quantize_inference_model(model, quantization_dtype=dtype)
     assert type(model[0]) is EmbeddingBagCollection
+    if value == -1e6:
+        for scales in (torch.float32, {"b": torch.float32}):
+            made = quantize_inference_model(copy.deepcopy(model[0]), scale_dtype=scales)
+            assert isinstance(made, quant.EmbeddingBagCollection)
+            step = 1e6 / 255
+            assert (values_of(made)["b"] - weight(model[0], "b")).abs().max() <= 0.51 * step
 
 
 def test_what_is_asked_for_in_vain_is_refused() -> None:
     net = Net()
     with pytest.raises(ValueError, match=r"names tables that are not quantized: \['x'\]; there are \['a', 'b', 'c',"):
         quantize_inference_model(net, per_table_weight_dtype={"x": torch.int8})
+    with pytest.raises(ValueError, match=r"scale_dtype names tables that are not quantized: \['x'\]"):
+        quantize_inference_model(net, scale_dtype={"x": torch.float32})
     with pytest.raises(ValueError, match="table 'a': tables are quantized to int8, .*, not to torch.int64"):
         quantize_inference_model(net, quantization_dtype=torch.int64)
     assert type(net.bags) is EmbeddingBagCollection
@@ -281,6 +292,29 @@ def test_what_is_asked_for_in_vain_is_refused() -> None:
     module.qconfig = quant.QuantConfig(torch.float32, torch.int8)  # type: ignore[assignment]
     with pytest.warns(UserWarning, match="use_precomputed_fake_quant has no effect"):
         quant.EmbeddingBagCollection.from_float(module, use_precomputed_fake_quant=True)
+
+
+def quantize_what_is_sharded() -> tuple[str, bool]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(float_bags())
+    sharded = DistributedModelParallel(copy.deepcopy(plain))
+    said = ""
+    try:
+        quantize_inference_model(sharded)
+    except TypeError as error:
+        said = str(error)
+    found = nn.Sequential(float_bags())
+    found.load_state_dict(full_state_dict(sharded))
+    quantize_inference_model(found)
+    quantize_inference_model(plain)
+    return said, torch.equal(found(kjt(BAGS)).values(), plain(kjt(BAGS)).values())
+
+
+@pytest.mark.ranks
+def test_a_sharded_model_is_not_passed_over_and_is_shown_the_way_out() -> None:
+    for said, same in run_ranks(2, quantize_what_is_sharded):
+        assert "is a sharded ShardedEmbeddingBagCollection: load shardwise.checkpoint.full_state_dict(model)" in said
+        assert same
 
 
 def test_a_model_on_meta_is_quantized_without_rows() -> None:

@@ -29,6 +29,14 @@ from shardwise.embeddings import (
     PartialRowWiseLAMB,
     PositionWeightedModuleCollection,
 )
+from shardwise.embeddings.managed_collision import (
+    BaseManagedCollisionEmbeddingCollection,
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+    MCHManagedCollisionModule,
+)
 from shardwise.sharding import (
     BaseEmbeddingSharder,
     EmbeddingBagCollectionSharder,
@@ -50,6 +58,14 @@ from shardwise.sharding.sharders import optimizer_from, require_sharder, sharder
 
 BAGS = [EmbeddingBagConfig(7, 4, "t"), EmbeddingBagConfig(9, 4, "u", feature_names=["f", "g"])]
 SEQUENCES = [EmbeddingConfig(7, 4, "t"), EmbeddingConfig(9, 4, "u")]
+
+
+def maps_of(tables: Any) -> ManagedCollisionCollection:
+    """A map for each table."""
+    maps = {t.name: MCHManagedCollisionModule(t.num_embeddings, "meta", LFU_EvictionPolicy(), 1) for t in tables}
+    return ManagedCollisionCollection(maps, tables)
+
+
 MODULES: dict[type[nn.Module], nn.Module] = {
     EmbeddingBagCollection: EmbeddingBagCollection(BAGS, device="meta"),
     EmbeddingCollection: EmbeddingCollection(SEQUENCES, device="meta"),
@@ -58,7 +74,15 @@ MODULES: dict[type[nn.Module], nn.Module] = {
     FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollection(
         EmbeddingBagCollection(BAGS, True, "meta"), PositionWeightedModuleCollection({"f": 3}, "meta")
     ),
+    ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(BAGS, device="meta"), maps_of(BAGS)
+    ),
+    ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollection(
+        EmbeddingCollection(SEQUENCES, device="meta"), maps_of(SEQUENCES)
+    ),
 }
+# replicas would give slots to the ids of their own batches
+NOT_MAPPED = {"data_parallel", "table_row_wise", "grid_shard"}
 ALL_TYPES = [
     "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
 ]  # fmt: skip
@@ -78,7 +102,10 @@ class Engine:
         self.module, self.shards, self.env, self.device, self.more = module, shards, env, device, more
 
 
-@pytest.mark.parametrize("sharder", get_default_sharders(), ids=lambda one: type(one).__name__)
+TRAINS = [one for one in get_default_sharders() if isinstance(one, BaseEmbeddingSharder)]
+
+
+@pytest.mark.parametrize("sharder", TRAINS, ids=lambda one: type(one).__name__)
 def test_a_sharder_offers_every_type_on_every_device(sharder: ModuleSharder[Any]) -> None:
     """torchrec 1.8.0 has no row-wise types on the CPU, so that its own tutorial does not run there."""
     module = MODULES[sharder.module_type]
@@ -87,8 +114,10 @@ def test_a_sharder_offers_every_type_on_every_device(sharder: ModuleSharder[Any]
     assert {id(param) for param in params.values()} == {
         id(param) for name, param in module.named_parameters() if "embedding" in name
     }
+    mapped = isinstance(module, BaseManagedCollisionEmbeddingCollection)
+    served = [kind for kind in ALL_TYPES if not mapped or kind not in NOT_MAPPED]
     for device in ("cpu", "cuda"):
-        assert sharder.sharding_types(device) == ALL_TYPES
+        assert sharder.sharding_types(device) == served
         for kind in ALL_TYPES:
             assert sharder.compute_kernels(kind, device) == ["dense" if kind == "data_parallel" else "fused"]
     assert sharder.qcomm_codecs_registry is None
@@ -197,6 +226,7 @@ def test_a_sharder_hands_shards_and_options_to_the_engine(
         "options": {"t": TableOptions(row_state="table"), "u": TableOptions("ordered")},
         "codecs": {"all_to_all": 1},
         "dedup": dedup,
+        "id_maps": None,
     }
     made = sharder.shard(module, plan, env)
     assert made.device == torch.device("cpu")
@@ -290,4 +320,4 @@ def test_fused_params_that_make_no_optimizer_are_refused(make: Any, message: str
 def test_sharders_say_what_they_make() -> None:
     assert EmbeddingBagCollectionSharder().sharded_module_type.__name__ == "ShardedEmbeddingBagCollection"
     assert EmbeddingCollectionSharder().sharded_module_type.__name__ == "ShardedEmbeddingCollection"
-    assert [one.module_type for one in get_default_sharders()] == list(MODULES)
+    assert [one.module_type for one in TRAINS] == list(MODULES)

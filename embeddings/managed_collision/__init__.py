@@ -4,7 +4,7 @@
 collections here are those of embeddings/ behind such maps. Names are TorchRec's.
 """
 
-from .collection import ManagedCollisionCollection, apply_mc_method_to_jt_dict
+from .collection import ManagedCollisionCollection, apply_mc_method_to_jt_dict, change_ids
 from .embedding import (
     BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
@@ -36,6 +36,7 @@ __all__ = [
     "ManagedCollisionModule",
     "apply_mc_method_to_jt_dict",
     "average_threshold_filter",
+    "change_ids",
     "dynamic_threshold_filter",
     "fresh_rows",
     "probabilistic_threshold_filter",

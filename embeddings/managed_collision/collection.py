@@ -94,33 +94,10 @@ class ManagedCollisionCollection(nn.Module):
             KeyError: a feature is missing.
         """
         modules = self.modules_by_table()
-        return self._mapped(
-            features, lambda table, ids: modules[table]({table: ids}, mutate_miss_lengths=mutate_miss_lengths)[table]
-        )
-
-    def preprocess(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Preprocessed ids alone, as they travel where tables are sharded. As `forward` otherwise."""
-        modules = self.modules_by_table()
-        return self._mapped(features, lambda table, ids: modules[table].preprocess({table: ids})[table])
-
-    def _mapped(
-        self, features: KeyedJaggedTensor, change: Callable[[str, JaggedTensor], JaggedTensor]
-    ) -> KeyedJaggedTensor:
-        picked = pick_features(features, self._feature_names)
-        pieces = picked.split([len(config.feature_names) for config in self._embedding_configs])
-        changed = [
-            change(config.name, JaggedTensor(piece.values(), lengths=piece.lengths()))
-            for config, piece in zip(self._embedding_configs, pieces, strict=True)
-        ]
-        variable = picked.variable_stride_per_key()
-        return KeyedJaggedTensor(
-            picked.keys(),
-            torch.cat([ids.values() for ids in changed]),
-            picked.weights_or_none(),
-            torch.cat([ids.lengths() for ids in changed]),
-            stride=None if variable else picked.stride(),
-            stride_per_key_per_rank=picked.stride_per_key_per_rank() if variable else None,
-            inverse_indices=picked.inverse_indices_or_none(),
+        return change_ids(
+            features,
+            self._embedding_configs,
+            lambda table, ids: modules[table]({table: ids}, mutate_miss_lengths=mutate_miss_lengths)[table],
         )
 
     def evict(self) -> dict[str, Tensor | None]:
@@ -130,3 +107,31 @@ class ManagedCollisionCollection(nn.Module):
     def open_slots(self) -> dict[str, Tensor]:
         """How many slots no id has yet, by table."""
         return {table: module.open_slots() for table, module in self.modules_by_table().items()}
+
+
+def change_ids(
+    features: KeyedJaggedTensor,
+    configs: Sequence[BaseEmbeddingConfig],
+    change: Callable[[str, JaggedTensor], JaggedTensor],
+) -> KeyedJaggedTensor:
+    """The features of some tables, in their order, with what `change(table, ids)` makes of the ids of each table.
+
+    Raises:
+        KeyError: a feature is missing.
+    """
+    picked = pick_features(features, [name for config in configs for name in config.feature_names])
+    pieces = picked.split([len(config.feature_names) for config in configs])
+    changed = [
+        change(config.name, JaggedTensor(piece.values(), lengths=piece.lengths()))
+        for config, piece in zip(configs, pieces, strict=True)
+    ]
+    variable = picked.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        picked.keys(),
+        torch.cat([ids.values() for ids in changed]),
+        picked.weights_or_none(),
+        torch.cat([ids.lengths() for ids in changed]),
+        stride=None if variable else picked.stride(),
+        stride_per_key_per_rank=picked.stride_per_key_per_rank() if variable else None,
+        inverse_indices=picked.inverse_indices_or_none(),
+    )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.embeddings.bag_collection import EmbeddingBagCollection
+from shardwise.embeddings.collection import TableCollection
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.embeddings.sequence_collection import EmbeddingCollection
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -62,7 +63,13 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
 
         Raises:
             KeyError, ValueError, TypeError: as the collection inside.
+            TypeError: the collection inside was sharded by itself.
         """
+        if not isinstance(self._embedding_module, TableCollection):
+            raise TypeError(
+                f"{type(self).__name__}: its collection was sharded without it, and ranks would give slots to ids of"
+                f" their own batches alone: give a {type(self).__name__}Sharder too"
+            )
         slots = self._managed_collision_collection(features, mutate_miss_lengths=mutate_miss_lengths)
         self._renew(self._managed_collision_collection.evict())
         found = self._embedding_module(slots)

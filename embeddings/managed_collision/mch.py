@@ -105,6 +105,11 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         """Slots in the place of a batch's ids, once it was noted and, at the end of an interval, slots were given."""
         return self.remap(self.profile(self.preprocess(features)))
 
+    @property
+    def preprocesses(self) -> bool:
+        """Whether there is an `input_hash_func`."""
+        return self._input_hash_func is not None
+
     def preprocess(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """Ids hashed by `input_hash_func`, if there is one."""
         if self._input_hash_func is None:

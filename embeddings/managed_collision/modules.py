@@ -61,6 +61,11 @@ class ManagedCollisionModule(nn.Module, ABC):
         """What names of features end with that are looked up and not profiled."""
         return self._read_only_suffix
 
+    @property
+    def preprocesses(self) -> bool:
+        """Whether `preprocess` may change ids; False spares batches the way through it."""
+        return True
+
     def batches_seen(self) -> int:
         """How many batches it has profiled."""
         counted = self._buffers.get("_current_iter_tensor")

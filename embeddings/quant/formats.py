@@ -40,12 +40,14 @@ class QuantConfig(NamedTuple):
 
     `activation` is the dtype of outputs, `weight` that of tables; both a torch dtype or, as in TorchRec, an observer
     class such as `torch.quantization.PlaceholderObserver.with_args(dtype=torch.int8)`. `per_table_weight_dtype` has the
-    dtypes of tables that want another than `weight`.
+    dtypes of tables that want another than `weight`. `scale_dtype`, which TorchRec does not have, is that of the
+    quantized collections: float32 scales hold rows that float16 scales cannot.
     """
 
     activation: Any
     weight: Any
     per_table_weight_dtype: Mapping[str, torch.dtype] | None = None
+    scale_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
 
 
 def table_format(config: BaseEmbeddingConfig) -> RowFormat:

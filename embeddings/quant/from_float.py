@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -29,6 +29,7 @@ class Conversion(Generic[ConfigT]):
     configs: list[ConfigT]
     kept: dict[str, Kept]
     output_dtype: torch.dtype
+    scale_dtype: torch.dtype | dict[str, torch.dtype] | None
 
 
 def check_float_module(quantized: type[nn.Module], module: nn.Module, wanted: type[nn.Module]) -> None:
@@ -66,8 +67,14 @@ def conversion_of(
         replace(config, num_embeddings_post_pruning=None if (own := kept[config.name]) is None else own.ids.shape[0])
         for config in quantized_configs(configs, qconfig)
     ]
+    scales = getattr(qconfig, "scale_dtype", None)
+    if isinstance(scales, Mapping):
+        scales = {name: dtype for name, dtype in scales.items() if name in kept}
     return Conversion(
-        quantized, {name: own for name, own in kept.items() if own is not None}, observed_dtype(qconfig.activation)
+        quantized,
+        {name: own for name, own in kept.items() if own is not None},
+        observed_dtype(qconfig.activation),
+        scales,
     )
 
 

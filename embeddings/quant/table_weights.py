@@ -16,8 +16,6 @@ from .tables import QuantizedTable
 
 TableWeights: TypeAlias = tuple[Tensor, Tensor | None]
 
-_LARGEST = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 def quantized_rows(
     name: str, rows: Tensor, format: str, scale_dtype: torch.dtype | None = None
@@ -25,36 +23,12 @@ def quantized_rows(
     """Payload and scales of a table's float rows; on meta as empty as those.
 
     Raises:
-        TypeError: they are no fp32, fp16 or bf16 rows.
-        ValueError: a value is not finite, or too large for the format; names the table and the row.
+        ValueError: a row is not finite, or the format cannot hold it; names the table and the row.
     """
-    if rows.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"table {name!r}: float32, float16 or bfloat16 rows are quantized, not {rows.dtype}")
-    rows = rows.detach()
-    kind = row_format(format)
-    payload, scales = quantize_rows(rows, format, scale_dtype)
-    if rows.is_meta or not rows.numel():
-        return payload, scales
-    finite = rows.isfinite().all(dim=1)
-    # host syncs, once per table: a bad row must not be served
-    if not bool(finite.all()):
-        row = int(finite.logical_not().nonzero()[0, 0])
-        raise ValueError(f"table {name!r}: row {row} has values that are not finite; it cannot be quantized")
-    if kind.parts:
-        fits, what = scales.isfinite().all(dim=1), f"{scales.dtype} scales"
-    elif format in _LARGEST:
-        fits = rows.abs().amax(dim=1).float() <= torch.finfo(_LARGEST[format]).max
-        what = format
-    else:
-        return payload, scales
-    if not bool(fits.all()):
-        row = int(fits.logical_not().nonzero()[0, 0])
-        largest = float(rows[row].abs().max())
-        raise ValueError(
-            f"table {name!r}: row {row} reaches {largest:g}, too large for {what}: choose another dtype for"
-            " this table, bfloat16 say"
-        )
-    return payload, scales
+    try:
+        return quantize_rows(rows.detach(), format, scale_dtype)
+    except ValueError as error:
+        raise ValueError(f"table {name!r}: {error}") from None
 
 
 def scales_as(scales: Tensor | None, table: QuantizedTable, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from shardwise.sharding.dmp_collection import DMPCollection
 
 from .ahead import Ahead
 from .base import FedPipeline, warn_of_unused
+from .contexts import TrainPipelineContext
 from .feed import Fetched
 from .streams import current, new_stream
 
@@ -68,7 +69,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
             execute_all_batches=execute_all_batches,
         )  # fmt: skip
         warn_of_unused(
-            apply_jit=apply_jit, context_type=context_type is not None,
+            apply_jit=apply_jit, context_type=context_type not in (None, TrainPipelineContext),
             enable_inplace_copy_batch=enable_inplace_copy_batch,
             free_features_storage_early=free_features_storage_early, clear_data_dist_inputs=clear_data_dist_inputs,
         )  # fmt: skip

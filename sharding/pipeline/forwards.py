@@ -1,0 +1,140 @@
+"""Forwards of sharded modules in a pipeline of your own: they take a batch that was routed ahead.
+
+    context = TrainPipelineContext()
+    step = context.module_contexts["ebc"] = model.ebc.create_context()
+    context.input_dist_tensors_requests["ebc"] = model.ebc.input_dist(step, batch).wait()
+    model.ebc.forward = PipelinedForward("ebc", CallArgs([], {}), model.ebc, context)
+    losses, output = model(batch)
+
+All ranks call them for the same batches in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from shardwise.sharding.awaitable import Awaitable, LazyAwaitable
+from shardwise.sharding.stages import Staged, StepContext
+
+from .arguments import CallArgs
+from .contexts import PrefetchTrainPipelineContext, TrainPipelineContext
+from .streams import current, on, record_stream, wait_for
+
+Context = TypeVar("Context", bound=TrainPipelineContext)
+
+
+class BaseForward(Generic[Context]):
+    """In the place of a sharded module's forward.
+
+    Args:
+        name: the module's path, which its entries in the context have.
+        args: what the module is called with, as parts of the batch; for the pipeline's own use.
+        module: the sharded module.
+        context: of the batch whose step comes next; `set_context` changes it.
+        stream: where the batch was routed; None on the CPU.
+    """
+
+    def __init__(
+        self, name: str, args: CallArgs, module: Staged, context: Context, stream: torch.Stream | None = None
+    ) -> None:
+        self._name, self._args, self._module, self._context, self._stream = name, args, module, context, stream
+
+    @property
+    def name(self) -> str:
+        """The module's path."""
+        return self._name
+
+    @property
+    def args(self) -> CallArgs:
+        """What the module is called with."""
+        return self._args
+
+    def set_context(self, context: Context) -> None:
+        """Take the next batch from here."""
+        self._context = context
+
+    def get_context(self) -> Context:
+        """Where the next batch is taken from."""
+        return self._context
+
+    def _take(self, inputs: dict[str, Any], contexts: dict[str, StepContext]) -> tuple[StepContext, Any]:
+        """The module's own of both; what is taken is gone, so that no batch is looked up twice."""
+        if self._name not in inputs:
+            raise RuntimeError(
+                f"module {self._name!r}: no batch was routed for this call, only for {sorted(inputs)}. A pipelined"
+                " module is called once in a step"
+            )
+        return contexts.pop(self._name), inputs.pop(self._name)
+
+    def _here(self, arrived: Any) -> Any:
+        """`arrived` for the current stream."""
+        here = current(self._stream)
+        if here is not None:
+            wait_for(self._stream)
+            record_stream(arrived, here)
+        return arrived
+
+
+class PipelinedForward(BaseForward[TrainPipelineContext]):
+    """Waits for the ids of the batch, and looks them up."""
+
+    def __call__(self, *input: Any, **kwargs: Any) -> LazyAwaitable[Any]:
+        """The lazy result of the batch that was routed; what the model passes is not looked at.
+
+        Raises:
+            RuntimeError: no batch was routed for this module.
+        """
+        ctx, request = self._take(self._context.input_dist_tensors_requests, self._context.module_contexts)
+        with on(self._stream):
+            arrived = request.wait()
+        return self._module.compute_and_output_dist(ctx, self._here(arrived))
+
+
+class PrefetchPipelinedForward(BaseForward[PrefetchTrainPipelineContext]):
+    """Looks up a batch whose ids are here, and its rows in their slots."""
+
+    def __init__(
+        self,
+        name: str,
+        args: CallArgs,
+        module: Staged,
+        context: PrefetchTrainPipelineContext,
+        prefetch_stream: torch.Stream | None = None,
+    ) -> None:
+        super().__init__(name, args, module, context, prefetch_stream)
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Awaitable[Any]:
+        """As `PipelinedForward`."""
+        return self._look_up()
+
+    def _look_up(self) -> LazyAwaitable[Any]:
+        taken = self._context.module_input_post_prefetch, self._context.module_contexts_post_prefetch
+        ctx, arrived = self._take(*taken)
+        return self._module.compute_and_output_dist(ctx, self._here(arrived))
+
+
+class PrefetchEmbeddingPipelinedForward(PrefetchPipelinedForward):
+    """The lookup itself is made ahead, by `compute_and_output_dist`: rows are those before the updates in between."""
+
+    _result: LazyAwaitable[Any] | None = None
+
+    def compute_and_output_dist(self) -> None:
+        """Look the batch up now, for the module's next call.
+
+        Raises:
+            RuntimeError: no batch was routed for this module.
+        """
+        self._result = self._look_up()
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Awaitable[Any]:
+        """The lazy result of the batch that was looked up.
+
+        Raises:
+            RuntimeError: none was.
+        """
+        if self._result is None:
+            raise RuntimeError(f"module {self._name!r}: compute_and_output_dist() comes before the module's call")
+        result, self._result = self._result, None
+        return result
