@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -92,7 +93,10 @@ def load_program(folder: str | os.PathLike[str], *, compiled: bool = False, veri
     tables = check_file(folder, facts, TABLES, verify=verify)
     path = check_file(folder, facts, PROGRAM, verify=verify)
     try:
-        program = torch.export.load(path)
+        with warnings.catch_warnings():
+            # torch 2.9 says so of bytes that nobody writes to
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            program = torch.export.load(path)
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         raise ModelDamaged(f"{path} cannot be loaded by torch {torch.__version__}: {error}") from error
     planes = read_planes(tables, facts)

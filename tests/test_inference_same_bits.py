@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_a_traced_model_refuses_bad_ids(name: str) -> None:
     """A compiler left the check of ids out, since what it wrote to was read by nobody: a bad id became a row of
     zeros."""
     case = CASES[name]
-    compiled = torch.compile(case.model(), backend="aot_eager")
+    compiled: Any = torch.compile(case.model(), backend="aot_eager")
     batch = case.batch(3)
     case.wanted(compiled, batch)
     batch["values"][0] = 1000
