@@ -137,9 +137,12 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
         tables = self.shardable_parameters(module)
         if set(params) != set(tables):
             raise ValueError(f"the plan{where} has tables {sorted(params)}, the module {sorted(tables)}")
-        if not tables:
-            return module
-        return self._sharded_type(module, params, env, self._fused_params, device).train(module.training)
+        return self._make(module, params, env, device).train(module.training) if tables else module
+
+    def _make(
+        self, module: M, params: Mapping[str, ParameterSharding], env: Envs, device: torch.device | str | None
+    ) -> nn.Module:
+        return self._sharded_type(module, params, env, self._fused_params, device)
 
 
 class QuantEmbeddingBagCollectionSharder(BaseQuantEmbeddingSharder[EmbeddingBagCollection]):
