@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from shardwise import quant
 from shardwise.embeddings import EmbeddingBagCollection, EmbeddingCollection, FeatureProcessedEmbeddingBagCollection
 from shardwise.embeddings.collection import TableCollection
+from shardwise.embeddings.managed_collision import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from shardwise.embeddings.quant import QuantConfig, set_pruning_data
 
 __all__ = [
@@ -44,6 +48,12 @@ DEFAULT_QUANT_MAPPING: dict[str, type[nn.Module]] = {
 _TORCHREC_NAMES = {
     "torchrec.modules.embedding_modules.EmbeddingBagCollection": _typename(EmbeddingBagCollection),
     "torchrec.modules.embedding_modules.EmbeddingCollection": _typename(EmbeddingCollection),
+    "torchrec.modules.mc_embedding_modules.ManagedCollisionEmbeddingBagCollection": _typename(
+        ManagedCollisionEmbeddingBagCollection
+    ),
+    "torchrec.modules.mc_embedding_modules.ManagedCollisionEmbeddingCollection": _typename(
+        ManagedCollisionEmbeddingCollection
+    ),
 }
 
 
@@ -85,7 +95,12 @@ def quantize_inference_model(
     """
     mapping = DEFAULT_QUANT_MAPPING if quantization_mapping is None else quantization_mapping
     processed = _typename(FeatureProcessedEmbeddingBagCollection)
-    classes: dict[str, type[nn.Module]] = {processed: quant.FeatureProcessedEmbeddingBagCollection, **mapping}
+    classes: dict[str, type[nn.Module]] = {
+        processed: quant.FeatureProcessedEmbeddingBagCollection,
+        _typename(ManagedCollisionEmbeddingBagCollection): quant.QuantManagedCollisionEmbeddingBagCollection,
+        _typename(ManagedCollisionEmbeddingCollection): quant.QuantManagedCollisionEmbeddingCollection,
+        **mapping,
+    }
     rules = {}
     for name, quantized in classes.items():
         ours = _TORCHREC_NAMES.get(name, name)

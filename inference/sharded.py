@@ -14,6 +14,10 @@ from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.storage_reservations import FixedPercentageStorageReservation
 from shardwise.planner.topology import Topology
 from shardwise.sharding.env import ShardingEnv
+from shardwise.sharding.managed_collision_quant import (
+    QuantManagedCollisionEmbeddingBagCollectionSharder,
+    QuantManagedCollisionEmbeddingCollectionSharder,
+)
 from shardwise.sharding.plan import EmbeddingComputeKernel, ShardingPlan, ShardingType
 from shardwise.sharding.planned import find_places, shard_places
 from shardwise.sharding.planning.planners import EmbeddingShardingPlanner
@@ -38,6 +42,8 @@ DEFAULT_SHARDERS: list[ModuleSharder[Any]] = [
     QuantEmbeddingBagCollectionSharder(fused_params=DEFAULT_FUSED_PARAMS),
     QuantEmbeddingCollectionSharder(fused_params=DEFAULT_FUSED_PARAMS),
     QuantFeatureProcessedEmbeddingBagCollectionSharder(fused_params=DEFAULT_FUSED_PARAMS),
+    QuantManagedCollisionEmbeddingBagCollectionSharder(QuantEmbeddingBagCollectionSharder(DEFAULT_FUSED_PARAMS)),
+    QuantManagedCollisionEmbeddingCollectionSharder(QuantEmbeddingCollectionSharder(DEFAULT_FUSED_PARAMS)),
 ]
 _TABLE_WISE = {
     "*": ParameterConstraints(

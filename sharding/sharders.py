@@ -322,6 +322,10 @@ class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]
 def get_default_sharders() -> list[ModuleSharder[Any]]:
     """Sharders of collections, trained and quantized ones, more than TorchRec's; towers need their own."""
     # here, as it derives from what this file has
+    from .managed_collision_quant import (
+        QuantManagedCollisionEmbeddingBagCollectionSharder,
+        QuantManagedCollisionEmbeddingCollectionSharder,
+    )
     from .managed_collision_sharders import (
         ManagedCollisionEmbeddingBagCollectionSharder,
         ManagedCollisionEmbeddingCollectionSharder,
@@ -339,11 +343,13 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         FusedEmbeddingBagCollectionSharder(),
         FusedEmbeddingCollectionSharder(),
         FeatureProcessedEmbeddingBagCollectionSharder(),
+        ManagedCollisionEmbeddingBagCollectionSharder(),
+        ManagedCollisionEmbeddingCollectionSharder(),
         QuantEmbeddingBagCollectionSharder(),
         QuantEmbeddingCollectionSharder(),
         QuantFeatureProcessedEmbeddingBagCollectionSharder(),
-        ManagedCollisionEmbeddingBagCollectionSharder(),
-        ManagedCollisionEmbeddingCollectionSharder(),
+        QuantManagedCollisionEmbeddingBagCollectionSharder(),
+        QuantManagedCollisionEmbeddingCollectionSharder(),
     ]
 
 

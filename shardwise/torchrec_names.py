@@ -160,6 +160,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "quant_prep_enable_quant_state_dict_split_scale_bias_for_types quant_prep_enable_register_tbes "
             "quantize_state_dict"
         ),
+        "shardwise.embeddings.quant": (
+            "QuantManagedCollisionEmbeddingBagCollection QuantManagedCollisionEmbeddingCollection"
+        ),
     },
     "torchrec.quant.utils": {
         "shardwise.quant": "meta_to_cpu_placement",

@@ -114,6 +114,19 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         ),
         "shardwise.sharding.quant.inspect": "get_non_scriptable_trec_module",
     },
+    "torchrec.distributed.mc_embedding": {
+        "shardwise.sharding.managed_collision_sharders": "ManagedCollisionEmbeddingCollectionSharder",
+        "shardwise.sharding.managed_collision": "ShardedManagedCollisionEmbeddingCollection",
+    },
+    "torchrec.distributed.mc_embeddingbag": {
+        "shardwise.sharding.managed_collision_sharders": "ManagedCollisionEmbeddingBagCollectionSharder",
+        "shardwise.sharding.managed_collision": "ShardedManagedCollisionEmbeddingBagCollection",
+    },
+    "torchrec.distributed.mc_modules": {
+        "shardwise.sharding.managed_collision_sharders": "ManagedCollisionCollectionSharder",
+        "shardwise.sharding.managed_collision": "ShardedManagedCollisionCollection",
+        "shardwise.sharding.managed_collision_quant": "InferManagedCollisionCollectionSharder",
+    },
     "torchrec.distributed.model_parallel": {
         "shardwise.sharding.dmp": "DistributedModelParallel",
         "shardwise.sharding.data_parallel_wrapper": "DataParallelWrapper DefaultDataParallelWrapper",
@@ -190,6 +203,9 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.quant_embedding": {
         "shardwise.quant": "QuantEmbeddingCollection=EmbeddingCollection",
         "shardwise.sharding.quant": "QuantEmbeddingCollectionSharder ShardedQuantEmbeddingCollection",
+        "shardwise.sharding.managed_collision_quant": (
+            "QuantManagedCollisionEmbeddingCollectionSharder ShardedQuantManagedCollisionEmbeddingCollection"
+        ),
     },
     "torchrec.distributed.quant_embeddingbag": {
         "shardwise.quant": (
@@ -199,6 +215,9 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.quant": (
             "QuantEmbeddingBagCollectionSharder QuantFeatureProcessedEmbeddingBagCollectionSharder "
             "ShardedQuantEmbeddingBagCollection ShardedQuantFeatureProcessedEmbeddingBagCollection"
+        ),
+        "shardwise.sharding.managed_collision_quant": (
+            "QuantManagedCollisionEmbeddingBagCollectionSharder ShardedQuantManagedCollisionEmbeddingBagCollection"
         ),
     },
     "torchrec.distributed.quant_state": {
@@ -223,7 +242,11 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.fused_embeddingbag": "FusedEmbeddingBagCollectionSharder",
         "torchrec.distributed.fp_embeddingbag": "FeatureProcessedEmbeddingBagCollectionSharder",
         "torchrec.distributed.quant_embeddingbag": "QuantEmbeddingBagCollectionSharder",
-        "torchrec.distributed.quant_embedding": "QuantEmbeddingCollectionSharder",
+        "torchrec.distributed.quant_embedding": (
+            "QuantEmbeddingCollectionSharder QuantManagedCollisionEmbeddingCollectionSharder"
+        ),
+        "torchrec.distributed.mc_embeddingbag": "ManagedCollisionEmbeddingBagCollectionSharder",
+        "torchrec.distributed.mc_embedding": "ManagedCollisionEmbeddingCollectionSharder",
     },
     "torchrec.distributed.train_pipeline": {
         "torchrec.distributed.train_pipeline.train_pipelines": (

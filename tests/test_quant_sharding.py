@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
 from shardwise import (
     EmbeddingBagCollection,
@@ -30,6 +32,7 @@ from shardwise.inference import (
 from shardwise.inference.sharded import DEFAULT_SHARDERS
 from shardwise.kernels import BoundsCheckMode
 from shardwise.sharding import (
+    ParameterSharding,
     ShardingEnv,
     ShardingPlan,
     column_wise,
@@ -159,6 +162,17 @@ def test_a_sharded_model_gives_the_bits_of_the_unsharded_one(cuts: str, kind: st
 def test_every_row_format_keeps_its_bits(cuts: str, kind: str, format: str) -> None:
     model, kjt = quantized(kind, format), batch(kind == "weighted")
     assert same_bits(sharded(model, PLANS[cuts])(kjt), model(kjt))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_column_blocks_may_be_cut_at_different_rows(kind: str) -> None:
+    model, kjt = quantized(kind), batch(kind in ("weighted", "processed"))
+    plan = plan_of(model, PLANS["row_wise"])
+    width = 32 if kind in ("sequence", "indices") else 64
+    tiles = [(0, 0, 20, 8), (20, 0, 17, 8), (0, 8, 9, width - 8), (9, 8, 0, width - 8), (9, 8, 28, width - 8)]
+    cuts = [ShardMetadata([r, c], [h, w], f"rank:{n % WORLD}/cpu") for n, (r, c, h, w) in enumerate(tiles)]
+    plan.plan[""]["item"] = ParameterSharding("grid_shard", "quant", None, EnumerableShardingSpec(cuts))
+    assert same_bits(shard_quant_model(model, WORLD, "cpu", "cpu", sharding_plan=plan)[0](kjt), model(kjt))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -365,6 +379,38 @@ def test_a_sharded_model_is_exported_for_any_number_of_ids(cuts: str) -> None:
     short = KeyedJaggedTensor(kjt.keys(), kjt.values()[:2], lengths=none.index_fill(0, torch.tensor([1, 3]), 1))
     for one in (kjt, short):
         assert torch.equal(program.module()(one.values(), one.lengths()), model(one).values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cuts", PLANS)
+def test_pieces_on_a_gpu_give_its_bits_and_rows_may_lie_anywhere(cuts: str, kind: str) -> None:
+    """One GPU holds the pieces of all ranks; of tables cut by rows every second piece is on the host."""
+    model, kjt = quantized(kind).to("cuda"), batch(kind in ("weighted", "processed"))
+    plan = plan_of(model, PLANS[cuts])
+    for one in plan.plan[""].values():
+        for n, shard in enumerate(one.sharding_spec.shards if one.sharding_spec else ()):
+            where = "cpu" if n % 2 and "row" in one.sharding_type else "cuda:0"
+            shard.placement = torch.distributed._remote_device(f"rank:{n % WORLD}/{where}")
+    found: Any = shard_quant_model(model, WORLD, "cuda", "cuda", sharding_plan=plan)[0]
+    wanted = model(kjt.to("cuda"))
+    for one in (kjt, kjt.to("cuda")):
+        assert same_bits(found(one), wanted)
+    found.check()
+
+
+@pytest.mark.gpu
+def test_pieces_on_several_devices_stay_where_they_are() -> None:
+    plan = plan_of(quantized("pooled"), (row_wise(), table_wise(0), table_wise(0)))
+    spec = plan.plan[""]["item"].sharding_spec
+    assert spec is not None
+    spec.shards[1].placement = torch.distributed._remote_device("rank:1/cuda:0")
+    model: Any = shard_quant_model(quantized("pooled"), WORLD, "cpu", "cpu", sharding_plan=plan)[0]
+    devices = model.devices()
+    assert torch.device("cuda:0") in devices["item"]
+    wanted = model(batch())
+    assert model.to("cuda").devices() == devices and model.device == torch.device("cuda:0")
+    assert same_bits(model.to("cpu")(batch()), wanted)
 
 
 CUTS_INSIDE_BYTES = {

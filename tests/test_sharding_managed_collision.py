@@ -329,7 +329,7 @@ def test_what_ranks_cannot_do_is_refused_by_name() -> None:
         assert "return_remapped_features=True is not served where tables are sharded" in said[1]
         assert "table 'a': its managed collision module has learned ids" in said[2]
         assert "rank 1: " in said[3] and f"is outside [0, {IDS})" in said[3]
-        assert "its collection was sharded without it" in said[4]
+        assert "its collection was sharded or quantized without it" in said[4]
 
 
 def test_every_default_list_of_sharders_has_those_of_managed_collision() -> None:

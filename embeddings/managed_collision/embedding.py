@@ -63,12 +63,12 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
 
         Raises:
             KeyError, ValueError, TypeError: as the collection inside.
-            TypeError: the collection inside was sharded by itself.
+            TypeError: the collection inside was sharded or quantized by itself.
         """
         if not isinstance(self._embedding_module, TableCollection):
             raise TypeError(
-                f"{type(self).__name__}: its collection was sharded without it, and ranks would give slots to ids of"
-                f" their own batches alone: give a {type(self).__name__}Sharder too"
+                f"{type(self).__name__}: its collection was sharded or quantized without it, and would take slots for"
+                f" ids of its own; give a sharder for {type(self).__name__} too, or quantize that"
             )
         slots = self._managed_collision_collection(features, mutate_miss_lengths=mutate_miss_lengths)
         self._renew(self._managed_collision_collection.evict())

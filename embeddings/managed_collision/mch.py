@@ -198,10 +198,6 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         slots, self._evicted = self._evicted, None
         return slots
 
-    def reset_inference_mode(self) -> None:
-        """Forget what was evicted: nothing is to begin anew."""
-        self._evicted = None
-
     def output_size(self) -> int:
         """Z."""
         return self._zch_size

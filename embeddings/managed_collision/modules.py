@@ -94,6 +94,10 @@ class ManagedCollisionModule(nn.Module, ABC):
     def evict(self) -> Tensor | None:
         """Slots that got another id since this was asked last, whose rows are to begin anew; None where none could."""
 
+    def reset_inference_mode(self) -> None:
+        """Forget what was evicted: from now on ids are only looked up."""
+        self.evict()
+
     @abstractmethod
     def output_size(self) -> int:
         """How many slots there are: rows of the table."""

@@ -4,6 +4,10 @@ from .bag_collection import EmbeddingBagCollection, FeatureProcessedEmbeddingBag
 from .collection import QuantizedCollection, QuantizedRows
 from .fbgemm_rows import FUSED_8BIT, FUSED_NBIT, INFERENCE, FusedLayout, fuse_rows, inference_layout, split_rows
 from .formats import QuantConfig, quantized_data_type, table_format
+from .managed_collision import (
+    QuantManagedCollisionEmbeddingBagCollection,
+    QuantManagedCollisionEmbeddingCollection,
+)
 from .prepare import (
     for_each_module_of_type_do,
     meta_to_cpu_placement,
@@ -29,6 +33,8 @@ __all__ = [
     "FeatureProcessedEmbeddingBagCollection",
     "FusedLayout",
     "QuantConfig",
+    "QuantManagedCollisionEmbeddingBagCollection",
+    "QuantManagedCollisionEmbeddingCollection",
     "QuantizedCollection",
     "QuantizedRows",
     "QuantizedTable",

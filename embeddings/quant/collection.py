@@ -24,11 +24,11 @@ from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import row_format
 
 from .formats import table_format
+from .outputs import OUTPUT_DTYPES
 from .table_weights import TableWeights, scales_as
 from .tables import QuantizedTable, QuantizedTables
 
 DEFAULT_ROW_ALIGNMENT = 16
-OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class QuantizedRows(nn.Module):
@@ -127,7 +127,7 @@ class QuantizedCollection(nn.Module):
         return self._groups[0].device if self._groups else self._empty_device
 
     def output_dtype(self) -> torch.dtype:
-        """The dtype of the output."""
+        """The dtype of the output; uint8 for rows of bytes."""
         return self._output_dtype
 
     def check(self) -> None:

@@ -21,6 +21,7 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
 from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, tell_what_does_nothing
 from .from_float import check_float_module, conversion_of, fill_from
+from .outputs import lookup_dtype, sequence_output
 from .table_weights import TableWeights
 from .tables import QuantizedTables
 
@@ -79,7 +80,8 @@ class EmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
         """
         require_features(features, type(self).__name__, False)
         found = self._look_up(pad_strides(features), self._rows)
-        return rows_by_name(features, found, self._members, self._names_by_table, need_indices=self._need_indices)
+        by_name = rows_by_name(features, found, self._members, self._names_by_table, need_indices=self._need_indices)
+        return sequence_output(by_name, self._output_dtype)
 
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> EmbeddingCollection:
@@ -114,7 +116,7 @@ class EmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
         return self._names_by_table
 
     def _rows(self, group: QuantizedTables, picked: KeyedJaggedTensor) -> Tensor:
-        return group.sequence(picked.values(), picked.offsets(), self._output_dtype)
+        return group.sequence(picked.values(), picked.offsets(), lookup_dtype(self._output_dtype))
 
     def _get_name(self) -> str:
         return "QuantizedEmbeddingCollection"

@@ -1,0 +1,186 @@
+"""Quantized collections behind maps, in pieces on devices of one process.
+
+Ids are mapped where outputs are, by the whole maps, before they go to the pieces: so any plan gives the bits of the
+unsharded collection.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.embeddings.managed_collision import ManagedCollisionCollection
+from shardwise.embeddings.quant import (
+    QuantManagedCollisionEmbeddingBagCollection,
+    QuantManagedCollisionEmbeddingCollection,
+)
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from .layout import SERVING
+from .plan import ParameterSharding, ShardingType
+from .quant import (
+    BaseQuantEmbeddingSharder,
+    QuantEmbeddingBagCollectionSharder,
+    QuantEmbeddingCollectionSharder,
+    ShardedQuantEmbeddingBagCollection,
+    ShardedQuantEmbeddingCollection,
+)
+from .quant.collection import Envs
+from .sharders import ModuleSharder
+
+
+class InferManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection]):
+    """What places the maps of a quantized collection: copies that learn no more, where outputs are."""
+
+    @property
+    def module_type(self) -> type[ManagedCollisionCollection]:
+        """`ManagedCollisionCollection`."""
+        return ManagedCollisionCollection
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """All that serve quantized tables; TorchRec has row-wise alone."""
+        return [kind.value for kind in ShardingType if kind.value in SERVING.get(compute_device_type, {})]
+
+    def shard(
+        self,
+        module: ManagedCollisionCollection,
+        params: Mapping[str, ParameterSharding],
+        env: Envs,
+        device: torch.device | str | None = None,
+        module_fqn: str | None = None,
+    ) -> ManagedCollisionCollection:
+        """A copy on `device`, by default the CPU."""
+        return copy.deepcopy(module).to(torch.device(device or "cpu")).eval()
+
+
+class ShardedQuantManagedCollisionEmbeddingCollection(ShardedQuantEmbeddingCollection):
+    """A quantized `EmbeddingCollection` behind maps, in pieces: (JaggedTensor by feature, remapped ids)."""
+
+    def __init__(
+        self,
+        module: QuantManagedCollisionEmbeddingCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        mc_sharder: InferManagedCollisionCollectionSharder,
+        env: Envs,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device)
+        self._managed_collision_collection = mc_sharder.shard(
+            module._managed_collision_collection, table_name_to_parameter_sharding, env, self.device
+        )
+
+    def forward(  # type: ignore[override]
+        self, features: KeyedJaggedTensor
+    ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor]:
+        """Map the batch's ids and look the slots up. Raises as the collection without maps."""
+        slots = self._managed_collision_collection(features.to(self.device))
+        return super().forward(slots), slots
+
+    def train(self, mode: bool = True) -> Any:
+        """As `nn.Module.train`, but that ids are looked up and not learned in either mode."""
+        super().train(mode)
+        self._managed_collision_collection.eval()
+        return self
+
+
+class ShardedQuantManagedCollisionEmbeddingBagCollection(ShardedQuantEmbeddingBagCollection):
+    """A quantized `EmbeddingBagCollection` behind maps, in pieces: (KeyedTensor, remapped ids)."""
+
+    def __init__(
+        self,
+        module: QuantManagedCollisionEmbeddingBagCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        mc_sharder: InferManagedCollisionCollectionSharder,
+        env: Envs,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device)
+        self._managed_collision_collection = mc_sharder.shard(
+            module._managed_collision_collection, table_name_to_parameter_sharding, env, self.device
+        )
+
+    def forward(  # type: ignore[override]
+        self, features: KeyedJaggedTensor
+    ) -> tuple[KeyedTensor, KeyedJaggedTensor]:
+        """Map the batch's ids and look the slots up. Raises as the collection without maps."""
+        slots = self._managed_collision_collection(features.to(self.device))
+        return super().forward(slots), slots
+
+    def train(self, mode: bool = True) -> Any:
+        """As `nn.Module.train`, but that ids are looked up and not learned in either mode."""
+        super().train(mode)
+        self._managed_collision_collection.eval()
+        return self
+
+
+class QuantManagedCollisionEmbeddingCollectionSharder(
+    BaseQuantEmbeddingSharder[QuantManagedCollisionEmbeddingCollection]
+):
+    """The sharder of `QuantManagedCollisionEmbeddingCollection`.
+
+    Args:
+        e_sharder: has the settings; by default one without any.
+        mc_sharder: what places the maps.
+    """
+
+    def __init__(
+        self,
+        e_sharder: QuantEmbeddingCollectionSharder | None = None,
+        mc_sharder: InferManagedCollisionCollectionSharder | None = None,
+    ) -> None:
+        e_sharder = e_sharder or QuantEmbeddingCollectionSharder()
+        super().__init__(e_sharder.fused_params, e_sharder._shardable_params)
+        self._mc_sharder = mc_sharder or InferManagedCollisionCollectionSharder()
+
+    @property
+    def module_type(self) -> type[QuantManagedCollisionEmbeddingCollection]:
+        """`QuantManagedCollisionEmbeddingCollection`."""
+        return QuantManagedCollisionEmbeddingCollection
+
+    def _make(
+        self,
+        module: QuantManagedCollisionEmbeddingCollection,
+        params: Mapping[str, ParameterSharding],
+        env: Envs,
+        device: torch.device | str | None,
+    ) -> nn.Module:
+        return ShardedQuantManagedCollisionEmbeddingCollection(
+            module, params, self._mc_sharder, env, self._fused_params, device
+        )
+
+
+class QuantManagedCollisionEmbeddingBagCollectionSharder(
+    BaseQuantEmbeddingSharder[QuantManagedCollisionEmbeddingBagCollection]
+):
+    """The sharder of `QuantManagedCollisionEmbeddingBagCollection`; arguments as those of the sharder of sequences."""
+
+    def __init__(
+        self,
+        e_sharder: QuantEmbeddingBagCollectionSharder | None = None,
+        mc_sharder: InferManagedCollisionCollectionSharder | None = None,
+    ) -> None:
+        e_sharder = e_sharder or QuantEmbeddingBagCollectionSharder()
+        super().__init__(e_sharder.fused_params, e_sharder._shardable_params)
+        self._mc_sharder = mc_sharder or InferManagedCollisionCollectionSharder()
+
+    @property
+    def module_type(self) -> type[QuantManagedCollisionEmbeddingBagCollection]:
+        """`QuantManagedCollisionEmbeddingBagCollection`."""
+        return QuantManagedCollisionEmbeddingBagCollection
+
+    def _make(
+        self,
+        module: QuantManagedCollisionEmbeddingBagCollection,
+        params: Mapping[str, ParameterSharding],
+        env: Envs,
+        device: torch.device | str | None,
+    ) -> nn.Module:
+        return ShardedQuantManagedCollisionEmbeddingBagCollection(
+            module, params, self._mc_sharder, env, self._fused_params, device
+        )
