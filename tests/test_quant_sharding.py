@@ -399,6 +399,20 @@ def test_pieces_on_a_gpu_give_its_bits_and_rows_may_lie_anywhere(cuts: str, kind
     found.check()
 
 
+@pytest.mark.gpu
+def test_pieces_on_several_devices_stay_where_they_are() -> None:
+    plan = plan_of(quantized("pooled"), (row_wise(), table_wise(0), table_wise(0)))
+    spec = plan.plan[""]["item"].sharding_spec
+    assert spec is not None
+    spec.shards[1].placement = torch.distributed._remote_device("rank:1/cuda:0")
+    model: Any = shard_quant_model(quantized("pooled"), WORLD, "cpu", "cpu", sharding_plan=plan)[0]
+    devices = model.devices()
+    assert torch.device("cuda:0") in devices["item"]
+    wanted = model(batch())
+    assert model.to("cuda").devices() == devices and model.device == torch.device("cuda:0")
+    assert same_bits(model.to("cpu")(batch()), wanted)
+
+
 CUTS_INSIDE_BYTES = {
     "int4": (column_wise([0, 1], [33, 31]), "int4 rows begin or end inside a byte: cut at multiples of 2 columns"),
     "int2": (column_wise([0, 1], [34, 30]), "int2 rows begin or end inside a byte: cut at multiples of 4 columns"),

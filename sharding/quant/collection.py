@@ -3,7 +3,7 @@
 Buffers are the pieces: a table in one piece has `<children>.<table>.weight` (and `.weight_qscale`, `.weight_qbias`,
 `.index_remapping`), a table in several `<children>.<table>.shards.<n>.weight`. State dicts have whole tables under the
 first names whatever the plan, as the unsharded collection; those of a table in several pieces are copies in the memory
-of the host.
+of the host. `.to(device)` moves pieces that are all on one device; pieces on several stay where they are.
 """
 
 from __future__ import annotations
@@ -128,6 +128,10 @@ class ShardedQuantizedCollection(nn.Module):
             config.name: [place.part.device for place in places]
             for config, places in zip(self._configs, self._tables.places, strict=True)
         }
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """None: tables are buffers."""
+        return iter(())
 
     def check(self) -> None:
         """Raise now what a bad id on CUDA would raise at the next forward."""

@@ -165,8 +165,15 @@ class ShardedTables:
         return [self.tables[t].table.name for t in on_meta]
 
     def move(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply what `nn.Module._apply` applies, to all pieces and to where outputs are."""
+        """Apply what `nn.Module._apply` applies, to all pieces and to where outputs are.
+
+        Pieces on several devices stay there: a model that goes to one device with its dense layers would take them all.
+        """
+        is_spread = len({part.device for part in self.parts}) > 1
         for part in self.parts:
+            payload = part.held.payload
+            if is_spread and not payload.is_meta and not fn(payload[:0]).is_meta:
+                continue
             part.held.move(fn)
             if not part.held.payload.is_meta:
                 part.device = part.held.payload.device
