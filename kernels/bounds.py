@@ -26,11 +26,15 @@ _BLOCK = 64 if INTERPRETED else 1024
 
 
 class BoundsCheckMode(Enum):
-    """What an id outside its table does: raise, warn once and count as no id, or silently count as no id."""
+    """What an id outside its table does: raise, warn once and count as no id, or silently count as no id.
+
+    NONE is TorchRec's word for reads that nobody checks; here it is IGNORE.
+    """
 
     FATAL = 0
     WARNING = 1
     IGNORE = 2
+    NONE = 2
 
 
 def new_guard(device: torch.device | str = "cpu") -> Tensor:
