@@ -130,7 +130,7 @@ def test_a_slice_is_a_part_of_the_buffer_and_of_its_gradient() -> None:
     module.register_parameter("weight", part)
     assert torch.equal(module.state_dict()["weight"], torch.arange(8.0, 20).view(4, 3))
     (flat * 2).sum().backward()
-    assert torch.equal(part.grad, torch.full((4, 3), 2.0))
+    assert part.grad is not None and torch.equal(part.grad, torch.full((4, 3), 2.0))
     part.grad = torch.ones(4, 3)
     assert flat.grad is not None and flat.grad.tolist() == [2.0] * 8 + [1.0] * 12
     with torch.no_grad():
