@@ -30,7 +30,8 @@ class _ByNumber:
 
     def __init__(self, train_perc: float, decimal_places: int, key_fn: Callable[[int], int] | None) -> None:
         self._of: int = 10**decimal_places
-        self._below, self._key_fn = round(train_perc * self._of), key_fn
+        self._below: int = round(train_perc * self._of)
+        self._key_fn = key_fn
 
     def __call__(self) -> Callable[[int], bool]:
         return self._is_chosen

@@ -40,6 +40,7 @@ from .optimizers import (
     optimizer_spec,
 )
 from .policy import GradientCheckMode, LookupPolicy
+from .position_weights import PositionWeightedProcessor
 from .row_store import NoFreeSlots, ResidentRows, RowStore
 from .rule_optimizer import FTRL, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RuleOptimizer, define_optimizer
 from .semi_sync import SemisyncOptimizer
@@ -88,6 +89,7 @@ __all__ = [
     "PoolingType",
     "PositionWeightedModule",
     "PositionWeightedModuleCollection",
+    "PositionWeightedProcessor",
     "ResidentRows",
     "RowStore",
     "RowWiseAdagrad",

@@ -61,12 +61,7 @@ class PositionWeightedModule(FeatureProcessor):
             IndexError: on the CPU, a bag is longer than `max_feature_length`; names sample, length and maximum. On
                 CUDA, where a look would be a host sync, a device-side assertion, as torch's own indexing has it.
         """
-        values, lengths = features.values(), features.lengths()
-        longest = self.position_weight.shape[0]
-        _check_lengths(lengths[None], [longest])
-        position = offsets_range(features.offsets(), values.shape[0])
-        weights = select_rows(self.position_weight, position)
-        return JaggedTensor(values, weights, lengths=lengths)
+        return weigh_by_position(features, self.position_weight)
 
 
 class PositionWeightedModuleCollection(FeatureProcessorsCollection):
@@ -113,7 +108,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         count, padded = sum(sizes), features.values().shape[0]
         listed = [key for key in keys if key in self.max_feature_lengths]
         if not listed:
-            return _with_weights(features, torch.ones(padded, device=features.device()))
+            return with_weights(features, torch.ones(padded, device=features.device()))
         most = [self.max_feature_lengths.get(key, _NO_MAXIMUM) for key in keys]
         _check_lengths(pad_strides(features).lengths().view(len(keys), -1), most, keys)
         # the weights of all features one after another, then a 1 for those that have none
@@ -128,7 +123,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
                 part.fill_(table.shape[0] - 1)
         weights = select_rows(table, row)
         # padding belongs to nobody, and its weight is never read
-        return _with_weights(features, nn.functional.pad(weights, (0, padded - count)) if padded > count else weights)
+        return with_weights(features, nn.functional.pad(weights, (0, padded - count)) if padded > count else weights)
 
 
 class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
@@ -219,6 +214,14 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
 _NO_MAXIMUM = 2**31 - 1
 
 
+def weigh_by_position(features: JaggedTensor, position_weight: Tensor, key: str | None = None) -> JaggedTensor:
+    """The same values and bags, weighed by `position_weight` [maximum]; errors name `key`."""
+    values, lengths = features.values(), features.lengths()
+    _check_lengths(lengths[None], [position_weight.shape[0]], None if key is None else [key])
+    position = offsets_range(features.offsets(), values.shape[0])
+    return JaggedTensor(values, select_rows(position_weight, position), lengths=lengths)
+
+
 def _position_weight(longest: Any, what: str, device: torch.device | str | None) -> nn.Parameter:
     if isinstance(longest, bool) or not isinstance(longest, int) or longest <= 0:
         raise ValueError(f"{what} must be a positive int, got {longest!r}")
@@ -275,7 +278,7 @@ def _process(features: KeyedJaggedTensor, processors: nn.ModuleDict, keys: Seque
     )  # fmt: skip
 
 
-def _with_weights(kjt: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
+def with_weights(kjt: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
     """The same batch with other weights."""
     variable = kjt.variable_stride_per_key()
     return KeyedJaggedTensor(

@@ -32,6 +32,7 @@ from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .permute import expand_into_jagged_permute, permute_1d, permute_2d, permute_segments
 from .pooled import pooled_lookup
 from .quantize import dequantize_rows, quantize_rows
+from .quantize_pooled import dequantize_pooled, quantize_pooled
 from .quantized_lookup import quantized_pooled_lookup
 from .quantized_sequence import quantized_sequence_lookup
 from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
@@ -68,6 +69,7 @@ __all__ = [
     "check_ids",
     "complete_cumsum",
     "define_rule",
+    "dequantize_pooled",
     "dequantize_rows",
     "describe_gradient",
     "describe_weight",
@@ -107,6 +109,7 @@ __all__ = [
     "plan_pieces",
     "plan_regroup",
     "pooled_lookup",
+    "quantize_pooled",
     "quantize_rows",
     "quantized_pooled_lookup",
     "quantized_sequence_lookup",

@@ -72,7 +72,7 @@ def compile_case(case: Case, target: str) -> Report:
             if case.small or name not in _LARGE:
                 attrs.setdefault(path, []).append(["tt.pointer_range", 32])
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=case.constants, attrs=attrs)
-    options = {"num_warps": case.num_warps}
+    options: dict[str, Any] = {"num_warps": case.num_warps, "enable_fp_fusion": case.fuses}
     if TARGETS[target][0] == "cuda" and case.registers is not None:
         options["maxnreg"] = case.registers
     compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)

@@ -200,6 +200,7 @@ def pool(
     ends_of: int, weights: int, ft: int, batch: int, out: int, stride: int, low: int, high: int,
 ) -> None:  # fmt: skip
     """Bags low ... high - 1 of the F * B, those of a feature in its columns of rows of `stride`."""
+    size = parts * (2 if half else 4)
     for bag in range(low, high):
         feature = i8(ft + 8 * FIELDS * (bag // batch), FIELDS)
         dim, rows, first = feature[DIM], feature[ROWS], feature[FIRST_ROW]
@@ -211,9 +212,10 @@ def pool(
         begin, end = _at(ends, ends_of, bag), _at(ends, ends_of, bag + 1)
         for i in range(max(begin, 0), min(end, n)):
             # perhaps an id of another table: asking for a line that is not there does no harm
-            ahead = table + _at(ids, of, min(i + _AHEAD, n - 1)) * width
+            ahead = _at(ids, of, min(i + _AHEAD, n - 1))
             for line in range(0, width, _LINE):
-                _prefetch(ahead + line)
+                _prefetch(table + ahead * width + line)
+            _prefetch(scales + (first + ahead) * size)
             row = _at(ids, of, i)
             if 0 <= row < rows:
                 scale, bias = _row(scales, half, parts, first + row)

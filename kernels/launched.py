@@ -18,11 +18,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from . import bounds, finite, launched_jagged, pooled, sequence, update, weight_gradient
+from . import bounds, finite, launched_jagged, launched_quantized, pooled, sequence, update, weight_gradient
 from .features import Feature, Segment, flatten_segments, pack_features
 from .rule import RULES
 
-_MODULES = (bounds, finite, pooled, sequence, update, weight_gradient, *launched_jagged.MODULES)
+_OWN = (bounds, finite, pooled, sequence, update, weight_gradient)
+_MODULES = (*_OWN, *launched_jagged.MODULES, *launched_quantized.MODULES)
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
     torch.float64: "fp64", torch.int16: "i16", torch.uint8: "u8",
@@ -46,7 +47,8 @@ class Case:
     `types` has a type for each argument that is no constant, a tuple of types for a tuple. `aligned` names those that
     are multiples of 16: (argument,) or (argument, place in the tuple). `rows` describes the rows that the kernel reads:
     cases of equal `rows` must add up the columns of a row in the same order. In a `small` case all memory lies within
-    2 GB, which AMD's compiler uses. `registers` of a thread is what NVIDIA's compiler is told to keep to.
+    2 GB, which AMD's compiler uses. `registers` of a thread is what NVIDIA's compiler is told to keep to; a case that
+    `fuses` may round a product and a sum at once.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Case:
     aligned: tuple[tuple[str | int, ...], ...]
     num_warps: int
     registers: int | None = None
+    fuses: bool = True
     rows: str = ""
     small: bool = False
 
@@ -207,6 +210,7 @@ def _launches() -> Iterator[tuple[Callable[[], object], str, str]]:
             yield partial(look_up_sequence, batch), str(batch), ""
     yield partial(check, Batch(), padded=True), f"{Batch()} padded", ""
     yield from launched_jagged.launches()
+    yield from launched_quantized.launches()
     for batch, rule, settings in _steps():
         words = [settings.get("decay", ""), "rounded" if settings.get("rounding") else ""]
         words.append(f"tile x{settings['scale']}" if settings.get("scale", 1) > 1 else "")
@@ -279,8 +283,9 @@ def _case(name: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]
             if _is_aligned(value) and not parameter.do_not_specialize:
                 aligned.append((parameter.name,))
     return Case(
-        name, kernel, types, constants, tuple(aligned), options.get("num_warps", 4), options.get("maxnreg"), rows
-    )
+        name, kernel, types, constants, tuple(aligned), options.get("num_warps", 4), options.get("maxnreg"),
+        options.get("enable_fp_fusion", True), rows,
+    )  # fmt: skip
 
 
 def _type(value: Tensor | int) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .compiled import TARGETS, Report
 from .launched import Case
 
-_BYTES = {"*fp64": 8, "*fp32": 4, "*fp16": 2, "*bf16": 2, "*i64": 8, "*i32": 4}
+_BYTES = {"*fp64": 8, "*fp32": 4, "*fp16": 2, "*bf16": 2, "*i64": 8, "*i32": 4, "*u8": 1}
 _WIDEST = 16
 
 
@@ -35,6 +35,8 @@ class Move(NamedTuple):
 # kernel -> the rows that it moves for each tile
 MOVES = {
     "pooled_lookup": (Move("load", "W", "ALIGN", 4), Move("store", "Y", "OUT_ALIGN")),
+    "quantized_pooled_lookup": (Move("load", "Q", "ALIGN", 4), Move("store", "Y", "OUT_ALIGN")),
+    "gather_values": (Move("load", "Q", "ALIGN"), Move("store", "Y", "OUT_ALIGN")),
     "gather": (Move("load", "W", "ALIGN"), Move("store", "Y", "ALIGN")),
     "collect": (Move("load", "G", "ALIGN"), Move("store", "Q", "ALIGN")),
     "segment_rows": (Move("load", "V", "ALIGN", 2), Move("store", "Y", "ALIGN")),
@@ -49,6 +51,8 @@ MOVES = {
     "regroup": (Move("load", "X", "ALIGN", one_of=True), Move("store", "Y", "ALIGN", one_of=True)),
 }  # fmt: skip
 LOOKUPS = ("pooled_lookup", "gather")
+# lookups that deal sums of 16 columns a thread out again, after the loop -> barriers at most
+DEALING = {"quantized_pooled_lookup": 7, "gather_values": 7}
 CHECKS = ("check_ids", "check_gradient")
 PRODUCTS = ("dense_bmm", "jagged_bmm")
 # start of a case's name -> registers of a thread at most; the first that fits
@@ -59,7 +63,8 @@ REGISTERS = {
     r"weight_gradient |check_ids ": 96,
     r"dense_bmm |jagged_bmm ": 200,
     r"softmax |softmax_gradient |vector_product |by_rows |by_vectors ": 96,
-    r"unary_chunk ": 96,
+    r"unary_chunk |quantize_rows ": 96,
+    r"quantized_pooled_lookup ": 80,
     r"": 64,
 }
 # of a lookup whose rows are aligned to 16 bytes, whatever its case is called
@@ -94,6 +99,8 @@ def _broken_alone(case: Case, target: str, report: Report) -> Iterator[str]:
         yield f"takes {report.registers} registers, promised at most {most}"
     if case.kernel_name in LOOKUPS and report.barriers > (most := _barriers(case, target)):
         yield f"waits at {report.barriers} barriers, promised {most}"
+    if report.barriers > (most := DEALING.get(case.kernel_name, report.barriers)):
+        yield f"waits at {report.barriers} barriers, promised at most {most}"
     # minima of the checks; and what the compiler keeps books with in shared memory where sm_100 multiplies matrices
     known = "min" if case.kernel_name in CHECKS else r"^ATOMS\.(OR|AND)" if case.kernel_name in PRODUCTS else "$^"
     lasting = [op for op in report.atomics if not re.search(known, op, re.I)]
@@ -105,7 +112,7 @@ def _broken_alone(case: Case, target: str, report: Report) -> Iterator[str]:
 def promised_moves(case: Case, target: str) -> Iterator[tuple[str, int, int]]:
     """("load" or "store", bytes at a time, bytes in all) that a thread moves of the rows of each argument."""
     for what, argument, align, times, one_of in MOVES.get(case.kernel_name, ()):
-        own = _elements(case, target)
+        own = _elements(case, target, what)
         kinds = case.types[argument][:1] if one_of else case.types[argument]
         for i, kind in enumerate(kinds if isinstance(kinds, tuple) else (kinds,)):
             if argument == "states" and case.constants["KINDS"][i] == "row":
@@ -115,16 +122,22 @@ def promised_moves(case: Case, target: str) -> Iterator[tuple[str, int, int]]:
                 continue
             place = (argument, i) if isinstance(kinds, tuple) else (argument,)
             # the mask at the end of a row knows its width as a multiple of ALIGN, whatever the row is aligned to
-            known = min(case.constants[align], case.constants["ALIGN"]) if place in case.aligned else 1
+            ends = min(case.constants.get(name, _WIDEST) for name in ("ALIGN", "DIM_ALIGN"))
+            known = min(case.constants[align], ends) if place in case.aligned else 1
             elements = min(known, own)
             yield what, min(elements * _BYTES[kind], _WIDEST), times * own * _BYTES[kind]
 
 
-def _elements(case: Case, target: str) -> int:
-    """Elements of a tile that a thread holds."""
+def _elements(case: Case, target: str, what: str) -> int:
+    """Elements of a tile that a thread holds when it loads or stores them."""
     blocks = ("BLOCK_B", "BLOCK_C", "BLOCK_N", "BLOCK_R")
     rows: int = next(size for name, size in case.constants.items() if name in blocks)
-    columns: int = case.constants.get("BLOCK_D", 0) or case.constants["BLOCK_V"] * case.constants["ALIGN"]
+    columns: int = case.constants.get("BLOCK_D", 0) or case.constants.get("BLOCK_U", 0)
+    if "BLOCK_U" in case.constants and what == "store":
+        # a byte that holds several numbers becomes as many columns; a constant 1 is a row or a column that is alone
+        columns = min(columns * max(1, 8 // case.constants["BITS"]), case.constants.get("D", columns * 8))
+        rows = min(rows, case.constants.get("N", rows), case.constants.get("B", rows))
+    columns = columns or case.constants["BLOCK_V"] * case.constants["ALIGN"]
     return max(1, rows * columns // (case.num_warps * TARGETS[target][2]))
 
 

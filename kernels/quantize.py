@@ -5,13 +5,12 @@ Bytes moved: R * (D * itemsize(W) + row_bytes + parts * itemsize(S)); W is read 
 
 Integer formats: bias is the row's minimum, scale its range / levels, both in the dtype of S before numbers are made
 from them, number = round((value - bias) / scale) to nearest even, cut to [0, levels]. A constant row has scale 1. These
-are the steps of FBGEMM's N-bit rows, whose bits come out for int4 and int2 with fp16 scales; int8 with fp32 scales
-gives the bits of its fused 8-bit rows. fp8 is e4m3 with scale = max|row| / 448.
+are the steps of FBGEMM's N-bit rows, whose bits come out with fp16 scales; int8 with fp32 scales gives the bits of its
+fused 8-bit rows. fp8 is e4m3 with scale = max|row| / 448.
 
-int8 with fp16 scales rounds the bias down and the scale up, so that the 256 levels reach from end to end of the row.
-Rounded to nearest, a row of values within 1e-4 lost up to 11 steps at its upper end, one around 10 with a spread of
-0.01 up to 39; so they lose half a step, 0.63 of one in the second. FBGEMM's tables, which make numbers with the fp32
-scale and round it afterwards, lose 11 and 39.
+A row of int8 that fp16 scales rounded to nearest would cut by more than half a step at an end has its bias rounded down
+and its scale up, so that the levels reach from end to end: a row of values within 1e-4 lost up to 11 steps, one around
+10 with a spread of 0.01 up to 39, as FBGEMM's do; so they lose half a step, and 0.63 of one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, next_power_of_2, register, runs_kernel, tl, triton
+from ._op import INTERPRETED, launch_options, next_power_of_2, register, runs_kernel, tl, triton
 from .row_formats import RowFormat, row_format
 from .row_numbers import UNFUSED, paired, row_scales, row_values
 
@@ -54,10 +53,14 @@ def quantize_rows_ref(weights: Tensor, format: str, scale_dtype: torch.dtype | N
         # a number over a tensor would be the number times the reciprocal: rounded twice
         numbers = torch.round((rows - low) * (torch.full_like(span, 255.0) / span))
         return numbers.to(torch.uint8), torch.cat([scale, low], 1)
-    covers = kind.levels == 255
-    bias = _half_towards(low, -1) if covers else low.to(dtype)
-    scale = (high - bias.float()) / kind.levels
-    scale = _half_towards(scale, 1) if covers else scale.to(dtype)
+    bias = low.to(dtype)
+    scale = ((high - bias.float()) / kind.levels).to(dtype)
+    if dtype == torch.float16 and kind.bits == 8:
+        reaches = (low >= bias.float() - 0.5 * scale.float()) & (
+            high <= bias.float() + (kind.levels + 0.5) * scale.float()
+        )
+        bias = torch.where(reaches, bias, _half_towards(low, -1))
+        scale = torch.where(reaches, scale, _half_towards((high - bias.float()) / kind.levels, 1))
     inverse = 1 / scale.float()
     degenerate = (scale == 0) | inverse.isinf()
     scale = torch.where(degenerate, torch.ones_like(scale), scale)
@@ -134,7 +137,7 @@ def _e4m3(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _quantize_rows_kernel(W, Q, S, R, D, row_bytes, BITS: tl.constexpr, PARTS: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     LEVELS: tl.constexpr = (1 << BITS) - 1
-    COVERS: tl.constexpr = BITS == 8 and S.dtype.element_ty == tl.float16
+    HALF: tl.constexpr = S.dtype.element_ty == tl.float16
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     here = r < R
     low = tl.full((BLOCK_R,), float("inf"), tl.float32)
@@ -155,16 +158,18 @@ def _quantize_rows_kernel(W, Q, S, R, D, row_bytes, BITS: tl.constexpr, PARTS: t
         scale = tl.div_rn(tl.where(broken != 0, float("nan"), tl.maximum(high, -low)), ones * FP8_MAX)
         scale = tl.where(scale == 0.0, 1.0, scale)
         tl.store(S + r, scale, mask=here)
-    elif BITS == 8 and not COVERS:
+    elif BITS == 8 and not HALF:
         bias = low
         scale = tl.div_rn(high - low, ones * 255.0)
         inverse = tl.div_rn(ones * 255.0, high - low + EPSILON)
     else:
-        half = _half_below(low) if COVERS else low.to(S.dtype.element_ty)
-        bias = half.to(tl.float32)
-        scale = tl.div_rn(high - bias, ones * LEVELS)
-        rounded = -_half_below(-scale) if COVERS else scale.to(S.dtype.element_ty)
-        scale = rounded.to(tl.float32)
+        bias = low.to(S.dtype.element_ty).to(tl.float32)
+        scale = tl.div_rn(high - bias, ones * LEVELS).to(S.dtype.element_ty).to(tl.float32)
+        if HALF and BITS == 8:
+            reaches = (low >= bias - 0.5 * scale) & (high <= bias + (LEVELS + 0.5) * scale)
+            bias = tl.where(reaches, bias, _half_below(low).to(tl.float32))
+            up = -_half_below(-tl.div_rn(high - bias, ones * LEVELS))
+            scale = tl.where(reaches, scale, up.to(tl.float32))
         # 2**-128: inverses of such scales are infinite
         scale = tl.where(tl.abs(scale) <= 2.938735877055719e-39, 1.0, scale)
         inverse = tl.div_rn(ones, scale)
@@ -274,7 +279,7 @@ def _quantize_rows(weights: Tensor, format: str, scale_dtype: torch.dtype) -> tu
         block_r = max(1, _TILE // block_d)
         _quantize_rows_kernel[(triton.cdiv(rows, block_r),)](
             weights.contiguous(), payload, scales, rows, dim, kind.row_bytes(dim),
-            kind.bits, kind.parts, FP8_MAX, _EPSILON, block_r, block_d, block_q, **UNFUSED,
+            kind.bits, kind.parts, FP8_MAX, _EPSILON, block_r, block_d, block_q, **launch_options(4, 96), **UNFUSED,
         )  # fmt: skip
     return payload, scales
 

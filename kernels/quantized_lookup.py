@@ -17,13 +17,16 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ._op import gather_tile, multiple, next_power_of_2, register, runs_kernel, tl, triton
+from ._op import gather_tile, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .cpu_quantized import quantized_pooled_lookup_cpu
 from .features import BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS, batch_size, column_offsets, launch_order
 from .features import row_alignment as alignment
 from .quantize import DTYPES, dequantize_rows_ref
 from .row_formats import RowFormat, row_format
 from .row_numbers import UNFUSED, paired, row_scales, row_values
+
+# of a thread; with fewer, ptxas loads a row where it is added and not while others are on their way
+_REGISTERS = 80
 
 
 def quantized_pooled_lookup_ref(
@@ -208,8 +211,7 @@ def _pooled(
     for width, members in groupby(launch_order(dims), key=lambda f: next_power_of_2(unit_count(dims[f], kind))):
         fs = list(members)
         align = min(unit_alignment(dims[f], kind) for f in fs) if payload.data_ptr() % 16 == 0 else 1
-        # a thread holds 16 columns of numbers, or 16 bytes of values
-        block_b, block_u, warps = gather_tile(width, max(units.itemsize, 8 // kind.bits), align)
+        block_b, block_u, warps = tile(width, kind, align)
         dim_align = min(alignment(dims[f], 1) for f in fs)
         out_align = min(alignment(n, out.itemsize) for n in (columns[-1], *(columns[f] for f in fs if columns[f])))
         grid = (triton.cdiv(batch, block_b), len(fs), triton.cdiv(width, block_u))
@@ -217,10 +219,21 @@ def _pooled(
             units, scales, indices, offsets, per_id_weights if per_id_weights is not None else indices, features, out,
             indices.shape[0], batch, columns[-1], first,
             BASE, ROWS, DIM, COLUMN, MEAN, FIRST_ROW, ORDER, FIELDS, per_id_weights is not None,
-            kind.bits, kind.parts, block_b, block_u, align, dim_align, out_align, num_warps=warps, **UNFUSED,
+            kind.bits, kind.parts, block_b, block_u, align, dim_align, out_align,
+            **launch_options(warps, _REGISTERS), **UNFUSED,
         )  # fmt: skip
         first += len(fs)
     return out
+
+
+def tile(width: int, kind: RowFormat, align: int) -> tuple[int, int, int]:
+    """Rows, units and warps of a tile in which every thread holds 16 columns of numbers, or 16 bytes of values.
+
+    Of rows that move by few bytes at a time it holds less, which takes as many loads and registers.
+    """
+    per_byte = max(1, 8 // kind.bits)
+    units = min(16 // max(kind.bits // 8, per_byte), max(4 // per_byte, 2 * align))
+    return gather_tile(width, 16 // units, align)
 
 
 def row_units(payload: Tensor, kind: RowFormat) -> Tensor:

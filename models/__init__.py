@@ -13,6 +13,7 @@ from .dlrm_interactions import (
     choose,
 )
 from .factorization import DeepFM, FactorizationMachine
+from .lazy import LazyModuleExtensionMixin, lazy_apply
 from .metrics import auc, log_loss, normalized_entropy
 from .mlp import MLP, Perceptron
 
@@ -31,6 +32,7 @@ __all__ = [
     "InteractionArch",
     "InteractionDCNArch",
     "InteractionProjectionArch",
+    "LazyModuleExtensionMixin",
     "LowRankCrossNet",
     "LowRankMixtureCrossNet",
     "OverArch",
@@ -42,6 +44,7 @@ __all__ = [
     "VectorCrossNet",
     "auc",
     "choose",
+    "lazy_apply",
     "log_loss",
     "normalized_entropy",
 ]

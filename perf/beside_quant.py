@@ -33,8 +33,8 @@ STEPS, WORST = 1e-3, 1.0
 VALUES = 1e-6
 # where bits differ on purpose
 DIFFERENT = {
-    "int8, fp16 scales": "our bias is rounded down and our scale up, so that 256 levels reach from end to end of a row;"
-    " FBGEMM rounds both to nearest"
+    "int8, fp16 scales": "FBGEMM rounds bias and scale to nearest; so do we, unless that cuts a row by more than half a"
+    " step at an end: then our bias is rounded down and our scale up, and 256 levels reach from end to end"
 }
 # tables of a lookup, (rows, dim), and what is looked up in them
 TABLES = [(1000, 64), (50, 8), (1, 128), (200, 100)]

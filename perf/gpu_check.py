@@ -42,6 +42,7 @@ from shardwise.kernels import (
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.bounds import OK
 from shardwise.perf.batches import Batch, lookup_bytes, make, optimizer, touched_rows, update_bytes
+from shardwise.perf.gpu_quantized import quantized_bandwidth, quantized_correctness
 from shardwise.perf.timing import copy_bandwidth, gb_per_s, measure, spread, times_us
 
 RULES = [rule for rule in DEFINED if rule != "gradient"]
@@ -309,6 +310,8 @@ SECTIONS: dict[str, Callable[[str, Sizes], dict[str, Any]]] = {
     "update_bandwidth": update_bandwidth,
     "hot_row": hot_row,
     "pinned_table": pinned_table,
+    "quantized_correctness": quantized_correctness,
+    "quantized_bandwidth": quantized_bandwidth,
 }
 
 

@@ -126,7 +126,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
     findings = report.findings()
     names = [
         {
-            "name": one.name, "status": one.status, "ours": one.ours or None, "nearest": one.nearest or None,
+            "name": one.name, "status": one.status, "ours": one.ours or None, "hint": one.hint or None,
             "differences": [{"link": row.link, "row": row.begins} for row in one.differences],
             "places": [{"file": str(file), "line": line} for file, line in report.places[one.name]],
         }
@@ -168,7 +168,7 @@ def _here(one: Finding) -> str:
         return one.ours
     if one.name.endswith(".*"):
         return "import what is used by name"
-    return f"nearest: {one.nearest}" if one.nearest else "nothing like it"
+    return one.hint or "nothing like it"
 
 
 def _where(places: Sequence[tuple[Path, int]]) -> str:

@@ -6,7 +6,6 @@ was rewritten has the same names below `shardwise.torchrec`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,14 +15,17 @@ from typing import Literal
 import shardwise
 
 from .migrate_differences import DIFFERENCES
-from .torchrec import TABLE
+from .torchrec import __all__ as _OURS
+from .torchrec_hints import advice
+from .torchrec_mirror import MODULES
+from .torchrec_names import FBGEMM, TABLE
 
 __all__ = ["MIRROR", "Finding", "Row", "finding", "home_of", "is_module", "mirrored", "name_at"]
 
 MIRROR = "shardwise.torchrec"
 # where TorchRec's names and FBGEMM's begin
 _ROOTS = ("torchrec", "fbgemm_gpu", "torch.ops.fbgemm")
-_MODULES = {".".join(path.split(".")[:end]) for path in TABLE for end in range(1, path.count(".") + 2)}
+_NAMES = {**TABLE, **FBGEMM}
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a name: `ours` is where it is, `nearest` something like it where there is none."""
+    """What became of a name: `ours` is where it is; `hint` says why it is missing and what is near, if we know."""
 
     name: str
     status: Literal["mapped", "differs", "missing"]
     ours: str = ""
-    nearest: str = ""
+    hint: str = ""
     differences: Sequence[Row] = ()
 
 
@@ -53,11 +55,17 @@ class Finding:
 def finding(name: str) -> Finding:
     """What we have of TorchRec's `name`."""
     module, _, last = name.rpartition(".")
-    if last not in TABLE.get(module, {}):
-        if is_module(name):
-            return Finding(name, "mapped", ours=f"shardwise.{name}")
-        return Finding(name, "missing", nearest=_nearest(last))
-    ours = f"shardwise.{last}" if _in_facade(module, last) else TABLE[module][last].replace(":", ".")
+    if last not in _NAMES.get(module, {}):
+        if not is_module(name):
+            return Finding(name, "missing", hint=advice(name).partition("; ")[2])
+        if mirrored(name) == name:
+            return Finding(name, "missing", hint="import what is used of it by name")
+        return Finding(name, "mapped", ours=mirrored(name))
+    ours = _NAMES[module][last].replace(":", ".")
+    if home_of(module, last) == module:
+        return Finding(name, "missing", hint=f"ours is {ours}")
+    if _in_facade(module, last):
+        ours = f"shardwise.{last}"
     called = f"quant.{last}" if name.startswith("torchrec.quant.") else last
     rows = tuple(
         Row(section, begins)
@@ -70,7 +78,7 @@ def finding(name: str) -> Finding:
 
 def is_module(name: str) -> bool:
     """Whether `name` is a module of TorchRec of which we have something."""
-    return name in _MODULES
+    return name in MODULES
 
 
 def name_at(module: str, rest: Sequence[str]) -> str | None:
@@ -82,14 +90,17 @@ def name_at(module: str, rest: Sequence[str]) -> str | None:
     end = module.count(".") + 1
     if parts[:2] == MIRROR.split("."):
         parts, end = parts[1:], max(end - 1, 1)
-        if parts[1:2] in (["TABLE"], ["install"]):
+        if parts[1:] and parts[1] in _OURS:
             return None
     if not any(f"{'.'.join(parts)}.".startswith(f"{root}.") for root in _ROOTS):
         return None
     while end < len(parts):
         module, name = ".".join(parts[:end]), parts[end]
-        if name in TABLE.get(module, {}):
+        if name in _NAMES.get(module, {}):
             return f"{module}.{name}"
+        if name.startswith("__"):
+            # every module has those
+            return module
         if not is_module(f"{module}.{name}"):
             # of what we lack we do not know where modules end: at the first capital
             ends = (at for at in range(end, len(parts)) if parts[at][0].isupper())
@@ -100,7 +111,13 @@ def name_at(module: str, rest: Sequence[str]) -> str | None:
 
 def home_of(module: str, name: str) -> str:
     """The module of ours to import `name` of TorchRec's `module` from."""
-    return "shardwise" if name in TABLE.get(module, {}) and _in_facade(module, name) else mirrored(module)
+    if name not in _NAMES.get(module, {}):
+        return mirrored(module)
+    if _in_facade(module, name):
+        return "shardwise"
+    home, _, ours = _NAMES[module][name].partition(":")
+    # FBGEMM's modules are not served below `shardwise`
+    return home if module in FBGEMM and ours == name else mirrored(module)
 
 
 def mirrored(module: str) -> str:
@@ -112,14 +129,5 @@ def _in_facade(module: str, name: str) -> bool:
     """Whether `shardwise` has that very object: `torchrec.quant` has other classes by the same names."""
     if name not in shardwise.__all__:
         return False
-    home, _, ours = TABLE[module][name].partition(":")
+    home, _, ours = _NAMES[module][name].partition(":")
     return getattr(shardwise, name) is getattr(import_module(home), ours)
-
-
-def _nearest(last: str) -> str:
-    """Of all that we have, what is called most like `last`; empty if nothing is."""
-    places = {name: f"shardwise.{name}" for name in shardwise.__all__}
-    # the first module that has a name is the shortest way to it
-    places |= {name: f"{module}.{name}" for module in reversed([*TABLE]) for name in TABLE[module]}
-    close = difflib.get_close_matches(last, sorted(places), n=1, cutoff=0.7)
-    return places[close[0]] if close else ""

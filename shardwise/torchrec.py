@@ -13,13 +13,14 @@ A name that we lack raises ImportError or AttributeError that says it and what i
 
 from __future__ import annotations
 
-from .torchrec_mirror import install, resolve, serve, served_names, uninstall
+from .torchrec_mirror import SERVED_VERSION, install, resolve, serve, served_names, uninstall
 from .torchrec_names import TABLE
 
 __all__ = ["TABLE", "install", "uninstall"]
 
 # this module is the root of the mirror under our own name
 __path__: list[str] = []
+__version__ = SERVED_VERSION
 serve("shardwise.torchrec", theirs="torchrec")
 
 

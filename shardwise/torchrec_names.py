@@ -19,14 +19,18 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "torchrec.streamable": "Multistreamable Pipelineable",
         "torchrec.types": "DataType",
         "torchrec.modules.embedding_configs": "EmbeddingBagConfig EmbeddingConfig PoolingType",
-        "torchrec.modules.embedding_modules": "EmbeddingBagCollection EmbeddingCollection",
-        "shardwise.embeddings": "EmbeddingBagCollectionInterface",
+        "torchrec.modules.embedding_modules": (
+            "EmbeddingBagCollection EmbeddingBagCollectionInterface EmbeddingCollection"
+        ),
+    },
+    "torchrec.datasets.random": {
+        "shardwise.data": "RandomRecDataset",
     },
     "torchrec.datasets.utils": {
-        "shardwise.data": "Batch",
+        "shardwise.data": "Batch idx_split_train_val rand_split_train_val",
     },
     "torchrec.fx": {
-        "shardwise.sharding.tracing": "Tracer symbolic_trace",
+        "torchrec.fx.tracer": "Tracer symbolic_trace",
     },
     "torchrec.fx.tracer": {
         "shardwise.sharding.tracing": "Tracer symbolic_trace",
@@ -37,12 +41,27 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "trim_torch_package_prefix_from_typename DEFAULT_QUANTIZATION_DTYPE DEFAULT_QUANT_MAPPING"
         ),
         "shardwise.inference.weights": "assign_weights_to_tbe get_table_to_weights_from_tbe",
+        "shardwise.inference": "BatchingMetadata PredictFactory PredictModule QualNameMetadata quantize_dense",
+        "shardwise.inference.sharded": "shard_quant_model DEFAULT_FUSED_PARAMS DEFAULT_SHARDERS",
+    },
+    "torchrec.models.deepfm": {
+        "shardwise.models.deepfm": "DenseArch OverArch SparseArch",
+        "shardwise.models": "FMInteractionArch SimpleDeepFMNN SimpleDeepFMNNWrapper",
     },
     "torchrec.models.dlrm": {
-        "shardwise.models": "DLRMTrain DenseArch InteractionArch OverArch SparseArch DLRM",
+        "shardwise.models": (
+            "DLRMTrain DLRMWrapper DLRM_Projection DenseArch InteractionArch InteractionDCNArch "
+            "InteractionProjectionArch OverArch SparseArch choose DLRM DLRM_DCN"
+        ),
     },
     "torchrec.modules.activation": {
         "shardwise.models": "SwishLayerNorm",
+    },
+    "torchrec.modules.crossnet": {
+        "shardwise.models": "CrossNet LowRankCrossNet LowRankMixtureCrossNet VectorCrossNet",
+    },
+    "torchrec.modules.deepfm": {
+        "shardwise.models": "DeepFM FactorizationMachine",
     },
     "torchrec.modules.embedding_configs": {
         "torchrec.types": "DataType",
@@ -73,6 +92,21 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.modules.fused_embedding_modules": {
         "shardwise.embeddings": "FusedEmbeddingBagCollection FusedEmbeddingCollection fuse_embedding_optimizer",
+    },
+    "torchrec.modules.mc_embedding_modules": {
+        "shardwise.embeddings.managed_collision": (
+            "BaseManagedCollisionEmbeddingCollection ManagedCollisionEmbeddingBagCollection "
+            "ManagedCollisionEmbeddingCollection"
+        ),
+        "torchrec.modules.mc_modules": "ManagedCollisionCollection",
+    },
+    "torchrec.modules.mc_modules": {
+        "shardwise.embeddings.managed_collision": (
+            "DistanceLFU_EvictionPolicy LFU_EvictionPolicy LRU_EvictionPolicy MCHEvictionPolicy "
+            "MCHEvictionPolicyMetadataInfo MCHManagedCollisionModule ManagedCollisionCollection "
+            "ManagedCollisionModule apply_mc_method_to_jt_dict average_threshold_filter dynamic_threshold_filter "
+            "probabilistic_threshold_filter"
+        ),
     },
     "torchrec.modules.mlp": {
         "shardwise.models": "Perceptron MLP",
@@ -116,10 +150,22 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.embeddings": "WarmupOptimizer WarmupPolicy WarmupStage",
     },
     "torchrec.quant": {
-        "shardwise.quant": "EmbeddingBagCollection",
+        "torchrec.quant.embedding_modules": "EmbeddingBagCollection",
     },
     "torchrec.quant.embedding_modules": {
-        "shardwise.quant": "EmbeddingBagCollection EmbeddingCollection FeatureProcessedEmbeddingBagCollection",
+        "shardwise.quant": (
+            "EmbeddingBagCollection EmbeddingCollection FeatureProcessedEmbeddingBagCollection "
+            "for_each_module_of_type_do quant_prep_customize_row_alignment quant_prep_enable_cache_features_order "
+            "quant_prep_enable_quant_state_dict_split_scale_bias "
+            "quant_prep_enable_quant_state_dict_split_scale_bias_for_types quant_prep_enable_register_tbes "
+            "quantize_state_dict"
+        ),
+        "shardwise.embeddings.quant": (
+            "QuantManagedCollisionEmbeddingBagCollection QuantManagedCollisionEmbeddingCollection"
+        ),
+    },
+    "torchrec.quant.utils": {
+        "shardwise.quant": "meta_to_cpu_placement",
     },
     "torchrec.sparse.jagged_tensor": {
         "shardwise.jagged": (

@@ -14,9 +14,10 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.comm": "get_local_rank get_local_size",
         "torchrec.distributed.utils": "get_unsharded_module_names sharded_model_copy",
         "torch.distributed._shard.sharded_tensor": "ShardedTensor",
-        "shardwise.sharding.pipeline": (
-            "DataLoadingThread EvalPipelineSparseDist PrefetchTrainPipelineSparseDist TrainPipeline "
-            "TrainPipelineBase TrainPipelineSparseDist"
+        "torchrec.distributed.train_pipeline.utils": "DataLoadingThread",
+        "torchrec.distributed.train_pipeline.train_pipelines": (
+            "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist TrainPipeline TrainPipelineBase "
+            "TrainPipelineSparseDist"
         ),
     },
     "torchrec.distributed.collective_utils": {
@@ -69,7 +70,8 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.embedding_types": {
         "shardwise.sharding.plan": "EmbeddingComputeKernel",
         "shardwise.sharding.sharders": "BaseEmbeddingSharder",
-        "shardwise.embeddings.config": "EmbeddingTableConfig",
+        "torchrec.modules.embedding_configs": "EmbeddingTableConfig",
+        "shardwise.sharding.quant": "BaseQuantEmbeddingSharder",
     },
     "torchrec.distributed.embeddingbag": {
         "shardwise.sharding.sharders": "EmbeddingBagCollectionSharder",
@@ -91,8 +93,39 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.sharders": "FusedEmbeddingBagCollectionSharder",
         "shardwise.sharding.modules": "ShardedFusedEmbeddingBagCollection",
     },
+    "torchrec.distributed.fused_params": {
+        "shardwise.sharding.quant": (
+            "FUSED_PARAM_BOUNDS_CHECK_MODE FUSED_PARAM_LENGTHS_TO_OFFSETS_LOOKUP "
+            "FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS FUSED_PARAM_REGISTER_TBE_BOOL "
+            "FUSED_PARAM_TBE_ROW_ALIGNMENT"
+        ),
+        "shardwise.sharding.quant.fused_params": (
+            "fused_param_bounds_check_mode fused_param_lengths_to_offsets_lookup get_fused_param_tbe_row_alignment "
+            "is_fused_param_quant_state_dict_split_scale_bias is_fused_param_register_tbe"
+        ),
+    },
     "torchrec.distributed.global_settings": {
         "shardwise.sharding.global_settings": "get_propogate_device set_propogate_device",
+    },
+    "torchrec.distributed.infer_utils": {
+        "shardwise.sharding.quant": (
+            "get_all_torchrec_modules get_path_device_tuples get_tbe_specs_from_sharded_module "
+            "get_tbes_from_sharded_module"
+        ),
+        "shardwise.sharding.quant.inspect": "get_non_scriptable_trec_module",
+    },
+    "torchrec.distributed.mc_embedding": {
+        "shardwise.sharding.managed_collision_sharders": "ManagedCollisionEmbeddingCollectionSharder",
+        "shardwise.sharding.managed_collision": "ShardedManagedCollisionEmbeddingCollection",
+    },
+    "torchrec.distributed.mc_embeddingbag": {
+        "shardwise.sharding.managed_collision_sharders": "ManagedCollisionEmbeddingBagCollectionSharder",
+        "shardwise.sharding.managed_collision": "ShardedManagedCollisionEmbeddingBagCollection",
+    },
+    "torchrec.distributed.mc_modules": {
+        "shardwise.sharding.managed_collision_sharders": "ManagedCollisionCollectionSharder",
+        "shardwise.sharding.managed_collision": "ShardedManagedCollisionCollection",
+        "shardwise.sharding.managed_collision_quant": "InferManagedCollisionCollectionSharder",
     },
     "torchrec.distributed.model_parallel": {
         "shardwise.sharding.dmp": "DistributedModelParallel",
@@ -167,6 +200,29 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
             "reset_shard_rank sharder_name storage_repr_in_gb"
         ),
     },
+    "torchrec.distributed.quant_embedding": {
+        "shardwise.quant": "QuantEmbeddingCollection=EmbeddingCollection",
+        "shardwise.sharding.quant": "QuantEmbeddingCollectionSharder ShardedQuantEmbeddingCollection",
+        "shardwise.sharding.managed_collision_quant": (
+            "QuantManagedCollisionEmbeddingCollectionSharder ShardedQuantManagedCollisionEmbeddingCollection"
+        ),
+    },
+    "torchrec.distributed.quant_embeddingbag": {
+        "shardwise.quant": (
+            "QuantEmbeddingBagCollection=EmbeddingBagCollection "
+            "QuantFeatureProcessedEmbeddingBagCollection=FeatureProcessedEmbeddingBagCollection"
+        ),
+        "shardwise.sharding.quant": (
+            "QuantEmbeddingBagCollectionSharder QuantFeatureProcessedEmbeddingBagCollectionSharder "
+            "ShardedQuantEmbeddingBagCollection ShardedQuantFeatureProcessedEmbeddingBagCollection"
+        ),
+        "shardwise.sharding.managed_collision_quant": (
+            "QuantManagedCollisionEmbeddingBagCollectionSharder ShardedQuantManagedCollisionEmbeddingBagCollection"
+        ),
+    },
+    "torchrec.distributed.quant_state": {
+        "shardwise.sharding.quant": "WeightSpec sharded_tbes_weights_spec",
+    },
     "torchrec.distributed.shard": {
         "shardwise.sharding.composable": "shard shard_modules",
     },
@@ -185,6 +241,12 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.embedding": "EmbeddingCollectionSharder",
         "torchrec.distributed.fused_embeddingbag": "FusedEmbeddingBagCollectionSharder",
         "torchrec.distributed.fp_embeddingbag": "FeatureProcessedEmbeddingBagCollectionSharder",
+        "torchrec.distributed.quant_embeddingbag": "QuantEmbeddingBagCollectionSharder",
+        "torchrec.distributed.quant_embedding": (
+            "QuantEmbeddingCollectionSharder QuantManagedCollisionEmbeddingCollectionSharder"
+        ),
+        "torchrec.distributed.mc_embeddingbag": "ManagedCollisionEmbeddingBagCollectionSharder",
+        "torchrec.distributed.mc_embedding": "ManagedCollisionEmbeddingCollectionSharder",
     },
     "torchrec.distributed.train_pipeline": {
         "torchrec.distributed.train_pipeline.train_pipelines": (
@@ -212,9 +274,10 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.distributed.train_pipeline.tracing": {
+        "torchrec.distributed.train_pipeline.types": "ArgInfo CallArgs",
         "shardwise.sharding.pipeline.arguments": (
-            "ArgInfo ArgInfoStepFactory CallArgs DictArgInfoStep GetAttrArgInfoStep GetItemArgInfoStep "
-            "ListArgInfoStep NoopArgInfoStep PostprocArgInfoStep ScalarArgInfoStep"
+            "ArgInfoStepFactory DictArgInfoStep GetAttrArgInfoStep GetItemArgInfoStep ListArgInfoStep "
+            "NoopArgInfoStep PostprocArgInfoStep ScalarArgInfoStep"
         ),
         "shardwise.sharding.pipeline.node_arguments": "NodeArgsHelper",
         "shardwise.sharding.tracing": "Tracer",
@@ -230,7 +293,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.train_pipeline.utils": {
         "shardwise.sharding.pipeline": "DataLoadingThread",
-        "shardwise.sharding.pipeline.contexts": "TrainPipelineContext",
+        "torchrec.distributed.train_pipeline.pipeline_context": "TrainPipelineContext",
     },
     "torchrec.distributed.types": {
         "shardwise.kernels.bounds": "BoundsCheckMode",
@@ -251,7 +314,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "shardwise.embeddings.fbgemm_types": "CacheAlgorithm MultiPassPrefetchConfig",
         "shardwise.sharding.key_value": "KeyValueParams",
         "shardwise.sharding.bucket_metadata": "ShardingBucketMetadata",
-        "shardwise.sharding.generators": "ParameterShardingGenerator",
+        "shardwise.planner.types": "CacheStatistics PipelineType",
     },
     "torchrec.distributed.utils": {
         "shardwise.sharding.unwrap": "CopyableMixin copy_to_device get_unsharded_module_names sharded_model_copy",

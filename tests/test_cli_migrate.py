@@ -32,6 +32,7 @@ table = torchrec.EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4,
     feature_names=["f"], init_fn=lambda weight: weight.fill_(0.5))
 ebc = torchrec.EmbeddingBagCollection(device="cpu", tables=[table])
 mb = torchrec.KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+print(torchrec.__version__, torchrec.distributed.__doc__)
 print(mb, ebc(mb).values().tolist(), torchrec.optim.RowWiseAdagrad.__name__)
 """,
     "names": """
@@ -124,16 +125,16 @@ def test_json_has_all_of_it(tmp_path: Path) -> None:
         "names": [
             {
                 "name": "torchrec.distributed.planner.Topologie", "status": "missing", "ours": None,
-                "nearest": "torchrec.distributed.planner.Topology", "differences": [],
+                "hint": "nearest: torchrec.distributed.planner.Topology", "differences": [],
                 "places": [{"file": place, "line": 1}],
             },
             {
                 "name": "torchrec.distributed.planner.Topology", "status": "differs", "ours": "shardwise.Topology",
-                "nearest": None, "places": [{"file": place, "line": 3}],
+                "hint": None, "places": [{"file": place, "line": 3}],
                 "differences": [{"link": "docs/differences.md#sharding", "row": "A `Topology` assumes 32 GiB"}],
             },
             {
-                "name": "torchrec.distributed.planner", "status": "mapped", "nearest": None, "differences": [],
+                "name": "torchrec.distributed.planner", "status": "mapped", "hint": None, "differences": [],
                 "ours": "shardwise.torchrec.distributed.planner", "places": [{"file": place, "line": 2}],
             },
         ],

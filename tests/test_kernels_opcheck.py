@@ -28,7 +28,7 @@ from torch import Tensor
 from shardwise.kernels import RULES, check_ids, fused_update, new_guard, pooled_lookup, sequence_lookup
 
 OPS = torch.ops.shardwise
-# the jagged ops are checked beside their other tests
+# the jagged and the quantized ops are checked beside their other tests
 # test file -> ops that are checked there
 JAGGED = {
     "select": {"jagged_index_add", "jagged_index_select"},
@@ -41,6 +41,9 @@ JAGGED = {
         "batched_unary_embeddings", "batched_unary_embeddings_gradient", "jagged_dense_bmm", "jagged_jagged_bmm",
         "jagged_softmax", "jagged_softmax_gradient", "jagged_vector_product", "jagged_vector_product_by_rows",
         "jagged_vector_product_by_vectors",
+    },
+    "quantized_lookup": {
+        "dequantize_rows", "quantize_rows", "quantized_pooled_lookup", "quantized_sequence_lookup",
     },
     "segments": {"invert_permute", "offsets_range", "segment_spread", "segment_sum"},
     "permute": {"collect_segments", "expand_into_jagged_permute", "move_segments"},

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -237,12 +235,3 @@ def test_lookups_compile_into_one_graph(device: str) -> None:
     compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(both, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(there.indices, there.offsets), both(there.indices, there.offsets), strict=True):
         assert_same_bits(got, expected)
-
-
-def test_without_numba_nothing_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_quantized, "_loops", partial(cpu_quantized.numba_loops.loops, "no such loops"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        there = batch(CASES[0])
-        assert_same_bits(quantized_pooled_lookup(*there.pooled), quantized_pooled_lookup_ref(*there.pooled))

@@ -127,6 +127,13 @@ REWRITTEN = {
     "from torchrec.optim import (\n LAMB, # a\n SGD)": "from shardwise.torchrec.optim import (\n LAMB, # a\n SGD)",
     "from  torchrec.optim  import LAMB # noqa": "from  shardwise  import LAMB # noqa",
     "from torchrec.optim import (  # a\n  LAMB,\n  # b\n)  # c": "from shardwise import (  # a\n  LAMB,\n  # b\n)  # c",
+    "from fbgemm_gpu.split_embedding_configs import EmbOptimType as E": (
+        "from shardwise.embeddings.fbgemm_types import EmbOptimType as E"
+    ),
+    "from fbgemm_gpu.split_embedding_configs import EmbOptimType, mystery": (
+        "from fbgemm_gpu.split_embedding_configs import mystery\n"
+        "from shardwise.embeddings.fbgemm_types import EmbOptimType"
+    ),
     # left alone
     "from torchrec.optim import *": "from torchrec.optim import *",
     "from fbgemm_gpu.mystery import Thing": "from fbgemm_gpu.mystery import Thing",

@@ -20,8 +20,8 @@ from shardwise import (
     LookupPolicy,
     quant,
 )
-from shardwise.inference import quantize_inference_model
-from shardwise.kernels import dequantize_rows, quantize_rows
+from shardwise.inference import quantize_inference_model, shard_quant_model
+from shardwise.kernels import dequantize_pooled, dequantize_rows, quantize_rows
 
 # the largest error of a value in [-1, 1], in parts of its row's range
 STEP = {
@@ -75,6 +75,30 @@ def test_outputs_are_rounded_once(dtype: torch.dtype) -> None:
     made = quant.EmbeddingBagCollection(whole.embedding_bag_configs(), False, "cpu", dtype, whole.table_weights())
     assert made.output_dtype() == dtype and made(kjt(BAGS)).values().dtype == dtype
     assert torch.equal(made(kjt(BAGS)).values(), whole(kjt(BAGS)).values().to(dtype))
+
+
+def test_outputs_of_bytes_carry_the_scales_of_each_row() -> None:
+    whole, bags = mixed(), draw({"f": 6, "g": 6, "h": 8}, 5)
+    made = quant.EmbeddingBagCollection(whole.embedding_bag_configs(), False, "cpu", torch.uint8, whole.table_weights())
+    out, wanted = made(kjt(bags)), whole(kjt(bags))
+    assert out.values().dtype == torch.uint8 and made.output_dtype() == torch.uint8
+    assert out.keys() == wanted.keys() and out.length_per_key() == [16, 16, 13, 40]
+    for key, dim in zip(wanted.keys(), wanted.length_per_key(), strict=True):
+        found, values = dequantize_pooled(out[key], [dim]), wanted[key]
+        reach = values.amax(1, keepdim=True) - values.amin(1, keepdim=True)
+        assert bool(((found - values).abs() <= 0.51 / 255 * reach + 1e-7).all())
+    assert torch.equal(
+        dequantize_pooled(out.values(), wanted.length_per_key())[:, 8:16], dequantize_pooled(out["g"], [8])
+    )
+    ec = EmbeddingCollection([EmbeddingConfig(6, 8, "a", feature_names=["f"])], need_indices=True)
+    rows = quantize_inference_model(ec, output_dtype=torch.uint8)(kjt(BAGS))["f"]
+    assert rows.values().shape == (3, 16) and torch.equal(rows.weights(), torch.tensor([1, 2, 4]))
+    sharded, _ = shard_quant_model(
+        quantize_inference_model(ec, output_dtype=torch.uint8), 2, compute_device="cpu", sharding_device="cpu"
+    )
+    assert torch.equal(sharded(kjt(BAGS))["f"].values(), rows.values())
+    found = dequantize_pooled(rows.values(), [8])
+    torch.testing.assert_close(found, quantize_inference_model(ec)(kjt(BAGS))["f"].values(), rtol=0, atol=4e-3)
 
 
 def test_batch_sizes_of_features_and_inverse_indices_as_in_the_trained_collection() -> None:

@@ -127,8 +127,6 @@ def test_copies_look_the_same_rows_up(
 
 
 def test_a_pickle_holds_each_table_once() -> None:
-    size = sum(value.numel() * value.itemsize for value in bags().state_dict().values())
-    assert len(pickle.dumps(bags())) < size + 6000
     made = quantize_inference_model(EmbeddingCollection([EmbeddingConfig(1000, 64, "a")]))
     assert len(pickle.dumps(made)) < 1.1 * 1000 * 68
 

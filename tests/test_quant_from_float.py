@@ -10,11 +10,13 @@ import pytest
 import torch
 from embedding_batches import kjt, weight
 from quantized_tables import BAGS, assert_looks_up_its_buffers, configs, float_bags, values_of
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from shardwise import (
     BoundsCheckMode,
     DataType,
+    DistributedModelParallel,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -32,6 +34,7 @@ from shardwise import (
     apply_optimizer_in_backward,
     quant,
 )
+from shardwise.checkpoint import full_state_dict
 from shardwise.embeddings import PositionWeightedModule
 from shardwise.embeddings.collection import TableCollection
 from shardwise.inference import quantize_embeddings, quantize_inference_model, set_pruning_data
@@ -289,6 +292,29 @@ def test_what_is_asked_for_in_vain_is_refused() -> None:
     module.qconfig = quant.QuantConfig(torch.float32, torch.int8)  # type: ignore[assignment]
     with pytest.warns(UserWarning, match="use_precomputed_fake_quant has no effect"):
         quant.EmbeddingBagCollection.from_float(module, use_precomputed_fake_quant=True)
+
+
+def quantize_what_is_sharded() -> tuple[str, bool]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(float_bags())
+    sharded = DistributedModelParallel(copy.deepcopy(plain))
+    said = ""
+    try:
+        quantize_inference_model(sharded)
+    except TypeError as error:
+        said = str(error)
+    found = nn.Sequential(float_bags())
+    found.load_state_dict(full_state_dict(sharded))
+    quantize_inference_model(found)
+    quantize_inference_model(plain)
+    return said, torch.equal(found(kjt(BAGS)).values(), plain(kjt(BAGS)).values())
+
+
+@pytest.mark.ranks
+def test_a_sharded_model_is_not_passed_over_and_is_shown_the_way_out() -> None:
+    for said, same in run_ranks(2, quantize_what_is_sharded):
+        assert "is a sharded ShardedEmbeddingBagCollection: load shardwise.checkpoint.full_state_dict(model)" in said
+        assert same
 
 
 def test_a_model_on_meta_is_quantized_without_rows() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
 from shardwise import (
     EmbeddingBagCollection,
@@ -30,6 +32,7 @@ from shardwise.inference import (
 from shardwise.inference.sharded import DEFAULT_SHARDERS
 from shardwise.kernels import BoundsCheckMode
 from shardwise.sharding import (
+    ParameterSharding,
     ShardingEnv,
     ShardingPlan,
     column_wise,
@@ -46,11 +49,14 @@ from shardwise.sharding.quant import (
     QuantEmbeddingBagCollectionSharder,
     sharded_tbes_weights_spec,
 )
+from shardwise.sharding.unwrap import copy_to_device
 
+CPU = torch.device("cpu")
 WORLD, LOCAL = 4, 2
 ROWS = {"item": 37, "shop": 11, "city": 5}
 # features of each table; "seen" looks two tables up
 FEATURES = {"item": ["seen", "bought"], "shop": ["seen"], "city": ["home"]}
+KEYS = ["bought", "unread", "home", "seen"]
 # how each of the three tables is cut
 PLANS: dict[str, tuple[Any, Any, Any]] = {
     "table_wise": (table_wise(0), table_wise(3), table_wise(1)),
@@ -101,8 +107,7 @@ def quantized(kind: str, format: str = "int8") -> nn.Module:
 def batch(weighted: bool = False, samples: int = 6) -> KeyedJaggedTensor:
     """Bags of 0 to 8 ids, the last row of every table among them; one feature without ids, one that nobody reads."""
     generator = torch.Generator().manual_seed(3)
-    keys = ["bought", "unread", "home", "seen"]
-    least = {"bought": 37, "unread": 1000, "home": 5, "seen": 11}
+    keys, least = KEYS, {"bought": 37, "unread": 1000, "home": 5, "seen": 11}
     lengths = torch.randint(0, 9, (len(keys), samples), generator=generator)
     lengths[:, 0] = 0
     ids = [
@@ -157,6 +162,17 @@ def test_a_sharded_model_gives_the_bits_of_the_unsharded_one(cuts: str, kind: st
 def test_every_row_format_keeps_its_bits(cuts: str, kind: str, format: str) -> None:
     model, kjt = quantized(kind, format), batch(kind == "weighted")
     assert same_bits(sharded(model, PLANS[cuts])(kjt), model(kjt))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_column_blocks_may_be_cut_at_different_rows(kind: str) -> None:
+    model, kjt = quantized(kind), batch(kind in ("weighted", "processed"))
+    plan = plan_of(model, PLANS["row_wise"])
+    width = 32 if kind in ("sequence", "indices") else 64
+    tiles = [(0, 0, 20, 8), (20, 0, 17, 8), (0, 8, 9, width - 8), (9, 8, 0, width - 8), (9, 8, 28, width - 8)]
+    cuts = [ShardMetadata([r, c], [h, w], f"rank:{n % WORLD}/cpu") for n, (r, c, h, w) in enumerate(tiles)]
+    plan.plan[""]["item"] = ParameterSharding("grid_shard", "quant", None, EnumerableShardingSpec(cuts))
+    assert same_bits(shard_quant_model(model, WORLD, "cpu", "cpu", sharding_plan=plan)[0](kjt), model(kjt))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -231,6 +247,37 @@ def test_collections_inside_a_model_are_replaced_in_place() -> None:
     assert torch.equal(model(batch()), wanted)
 
 
+def test_weights_that_do_not_fit_are_named_and_change_nothing() -> None:
+    model = sharded(quantized("pooled"), PLANS["mix"])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = get_table_to_weights_from_tbe(quantized("pooled", "int4"))
+    with pytest.raises(ValueError, match=r"table 'item': payload of int8 rows is torch.uint8 \[37, 64\], got .*37, 32"):
+        assign_weights_to_tbe(model, weights)
+    with pytest.raises(KeyError, match="no weights for tables .'city'"):
+        assign_weights_to_tbe(model, {name: weights[name] for name in ("item", "shop")})
+    state = {**before, "embedding_bags.item.shards.0.weight": before["embedding_bags.item.weight"]}
+    del state["embedding_bags.city.weight"]
+    state["embedding_bags.shop.weight_qscale"] = torch.zeros(11, 1)
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(state)
+    for said in (
+        'Unexpected key(s) in state_dict: "embedding_bags.item.shards.0.weight"',
+        'Missing key(s) in state_dict: "embedding_bags.city.weight"',
+        "table 'shop': scales of int8 rows is torch.float16 [11, 2]",
+    ):
+        assert said in str(error.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_rows_alone_do_not_fill_a_pruned_table_on_meta() -> None:
+    model = quantize_inference_model(set_pruning_data(float_model("pooled"), {"shop": 6}))
+    empty = sharded(model, PLANS["mix"], "meta")
+    with pytest.raises(ValueError, match="table 'shop' is pruned: load a state dict"):
+        assign_weights_to_tbe(empty, get_table_to_weights_from_tbe(model))
+    empty.load_state_dict(model.state_dict())
+    assert same_bits(empty(batch()), model(batch()))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cuts", ["mix", "row_wise"])
 def test_a_state_dict_does_not_know_the_plan(cuts: str, kind: str) -> None:
@@ -278,6 +325,17 @@ def test_the_spec_of_buffers_says_what_to_copy_where() -> None:
     assert not other["sparse"](batch()).values().any()
 
 
+def test_a_model_can_be_moved_and_emptied() -> None:
+    model = sharded(quantized("sequence"), PLANS["mix"])
+    wanted, state = model(batch()), copy.deepcopy(model.state_dict())
+    gone = copy_to_device(model, CPU, torch.device("meta"))
+    assert all(buffer.is_meta for buffer in gone.buffers()) and same_bits(model(batch()), wanted)
+    gone.to_empty(device="cpu")
+    gone.load_state_dict(state)
+    assert same_bits(gone(batch()), wanted)
+    assert same_bits(model.to("cpu")(batch()), wanted)
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_share_nothing_and_give_the_same_bits(how: Any) -> None:
     model = sharded(quantized("pooled"), PLANS["mix"])
@@ -295,6 +353,64 @@ def test_halving_a_model_leaves_quantized_tables_alone() -> None:
     model = sharded(quantized("pooled", "fp8"), PLANS["mix"])
     wanted = model(batch())
     assert same_bits(model.half()(batch()), wanted)
+
+
+class OfTensors(nn.Module):
+    """A collection behind plain tensors."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.collection(KeyedJaggedTensor(KEYS, ids, lengths=lengths)).values()
+        return found
+
+
+@pytest.mark.parametrize("cuts", ["table_wise", "grid"])
+def test_a_sharded_model_is_exported_for_any_number_of_ids(cuts: str) -> None:
+    model = quantized("pooled")
+    shapes = ({0: torch.export.Dim.DYNAMIC}, None)
+    kjt, none = batch(), torch.zeros(24, dtype=torch.int64)
+    with torch.no_grad():
+        program = torch.export.export(
+            OfTensors(sharded(model, PLANS[cuts])), (kjt.values(), kjt.lengths()), dynamic_shapes=shapes, strict=False
+        )
+    short = KeyedJaggedTensor(kjt.keys(), kjt.values()[:2], lengths=none.index_fill(0, torch.tensor([1, 3]), 1))
+    for one in (kjt, short):
+        assert torch.equal(program.module()(one.values(), one.lengths()), model(one).values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cuts", PLANS)
+def test_pieces_on_a_gpu_give_its_bits_and_rows_may_lie_anywhere(cuts: str, kind: str) -> None:
+    """One GPU holds the pieces of all ranks; of tables cut by rows every second piece is on the host."""
+    model, kjt = quantized(kind).to("cuda"), batch(kind in ("weighted", "processed"))
+    plan = plan_of(model, PLANS[cuts])
+    for one in plan.plan[""].values():
+        for n, shard in enumerate(one.sharding_spec.shards if one.sharding_spec else ()):
+            where = "cpu" if n % 2 and "row" in one.sharding_type else "cuda:0"
+            shard.placement = torch.distributed._remote_device(f"rank:{n % WORLD}/{where}")
+    found: Any = shard_quant_model(model, WORLD, "cuda", "cuda", sharding_plan=plan)[0]
+    wanted = model(kjt.to("cuda"))
+    for one in (kjt, kjt.to("cuda")):
+        assert same_bits(found(one), wanted)
+    found.check()
+
+
+@pytest.mark.gpu
+def test_pieces_on_several_devices_stay_where_they_are() -> None:
+    plan = plan_of(quantized("pooled"), (row_wise(), table_wise(0), table_wise(0)))
+    spec = plan.plan[""]["item"].sharding_spec
+    assert spec is not None
+    spec.shards[1].placement = torch.distributed._remote_device("rank:1/cuda:0")
+    model: Any = shard_quant_model(quantized("pooled"), WORLD, "cpu", "cpu", sharding_plan=plan)[0]
+    devices = model.devices()
+    assert torch.device("cuda:0") in devices["item"]
+    wanted = model(batch())
+    assert model.to("cuda").devices() == devices and model.device == torch.device("cuda:0")
+    assert same_bits(model.to("cpu")(batch()), wanted)
 
 
 CUTS_INSIDE_BYTES = {

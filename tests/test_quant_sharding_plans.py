@@ -16,11 +16,14 @@ from shardwise import (
     EmbeddingConfig,
     KeyedJaggedTensor,
     ParameterConstraints,
+    quant,
 )
 from shardwise.inference import quantize_inference_model, shard_quant_model
 from shardwise.inference.sharded import DEFAULT_SHARDERS
+from shardwise.planner.cost_memory import block_bytes, served_bytes
 from shardwise.planner.errors import PlannerError
 from shardwise.planner.topology import Topology
+from shardwise.planner.ways import Way
 from shardwise.sharding import (
     DistributedModelParallel,
     EmbeddingBagCollectionSharder,
@@ -74,9 +77,10 @@ def test_by_default_every_table_is_whole_on_one_device() -> None:
     model, plan = shard_quant_model(quantized(), 2, "cpu")
     kinds = {name: (one.sharding_type, one.compute_kernel) for name, one in plan.plan[""].items()}
     assert kinds == dict.fromkeys(["item", "shop"], ("table_wise", "quant"))
-    assert sorted(one.ranks for one in plan.plan[""].values()) == [[0], [1]]
+    assert sorted(one.ranks or [] for one in plan.plan[""].values()) == [[0], [1]]
     assert "item  | table_wise    | quant          | [" in str(plan)
     assert "(item): QuantizedRows(100 x 64, int8, on cpu)" in str(model)
+    assert not model.training
 
 
 TYPES = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel")
@@ -124,7 +128,7 @@ def test_memory_limits_are_never_violated() -> None:
     # a table takes 68 bytes a row
     room = {"compute_device": "cuda", "device_memory_size": int(1.2 * 68 * (1 << 14))}
     _, plan = _quietly(shard_quant_model, model, 2, **room)
-    assert sorted(place.ranks for place in plan.plan[""].values()) == [[0], [1]]
+    assert sorted(place.ranks or [] for place in plan.plan[""].values()) == [[0], [1]]
     with pytest.raises(PlannerError, match="insufficient storage"):
         _quietly(shard_quant_model, model, 1, **room)
     with pytest.raises(PlannerError, match="insufficient storage"):
@@ -219,6 +223,38 @@ def test_what_is_not_quantized_is_told() -> None:
         shard_quant_model(quantized(), 1, "cpu", device_memory_size=1)
     with pytest.warns(UserWarning, match=r"fused_params \['output_dtype'\] have no effect"):
         QuantEmbeddingCollectionSharder({"output_dtype": 1})
+
+
+def test_settings_of_training_have_no_effect_and_are_told() -> None:
+    plan = plan_of(quantized(), row_wise(reduction="partial"), table_wise(1))
+    with pytest.warns(UserWarning, match=r"the plan's reduction \(table 'item'\) has no effect"):
+        shard_quant_model(quantized(), 2, "cpu", sharding_plan=plan)
+
+
+def test_a_forward_of_its_own_is_not_lost() -> None:
+    class Scaled(quant.EmbeddingBagCollection):
+        def forward(self, features: KeyedJaggedTensor) -> Any:
+            return super().forward(features).values() * 2
+
+    model = quantized()
+    model.__class__ = Scaled
+    with pytest.warns(UserWarning, match="Scaled derives from EmbeddingBagCollection.*it is not sharded"):
+        assert shard_quant_model(nn.Sequential(model), 1, "cpu")[1].plan == {}
+    with pytest.raises(TypeError, match="Scaled has a forward of its own"):
+        QuantEmbeddingBagCollectionSharder().shard(
+            model, plan_of(quantized(), table_wise(0), table_wise(0)).plan[""], ShardingEnv.from_local(2, 0)
+        )
+
+
+def test_a_block_takes_the_bytes_that_the_planner_says() -> None:
+    model = quantized(item=torch.quint4x2)
+    cut = shard_quant_model(model, 2, "cpu", "cpu", sharding_plan=plan_of(model, row_wise(), column_wise([0, 1])))[0]
+    ways = {"item": Way("row_wise", "quant", (64,), (50, 50)), "shop": Way("column_wise", "quant", (16, 16), (50,))}
+    for table in tables_of_model(model, DEFAULT_SHARDERS, "cpu").tables:
+        way = ways[table.name]
+        said = block_bytes(table, way, way.widths[0], 2, 1) - served_bytes(table, way, way.widths[0], 1)
+        held = [b.nbytes for name, b in cut.named_buffers() if name.startswith(f"embedding_bags.{table.name}.shards.0")]
+        assert said[0] == sum(held)
 
 
 def _other_kernel() -> Any:

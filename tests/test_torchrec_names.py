@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwise import torchrec as names
+from shardwise.torchrec_hints import HINTS, advice
 
+# a type of callables is not a class
+GenericAlias = type(Callable[[int], int])
 ENTRIES = [(path, name) for path, table in names.TABLE.items() for name in table]
 # TorchRec's own list of names, where a checkout has it beside it
 REFERENCE = Path(__file__).parents[2] / "shared" / "reference"
 # exported by upstream's __init__ files, which define nothing themselves
 EXPORTED = {
     "torchrec", "torchrec.distributed", "torchrec.distributed.planner", "torchrec.distributed.train_pipeline",
-    "torchrec.optim",
+    "torchrec.fx", "torchrec.optim", "torchrec.quant",
 }  # fmt: skip
 
 
@@ -26,11 +32,12 @@ EXPORTED = {
 def test_the_entry_leads_to_our_name(path: str, name: str) -> None:
     module = import_module(path.replace("torchrec", "shardwise.torchrec", 1))
     value = getattr(module, name)
-    if isinstance(value, int | float):
-        # a constant does not know where it is from
+    if not callable(value) or isinstance(value, GenericAlias):
+        # a constant does not know where it is from: that of a logger is its name
+        assert isinstance(value, int | float | str | dict | list | logging.Logger | torch.dtype | GenericAlias)
         return
-    # torch's own optimizers are what the backward of a table takes
-    assert value.__module__.startswith(("shardwise.", "torch.optim.")), f"{value!r} is not ours"
+    # torch's own optimizers are what the backward of a table takes, and its sharded tensors what a state dict has
+    assert value.__module__.startswith(("shardwise.", "torch.optim.", "torch.distributed._shard.")), f"{value!r}"
     assert value.__name__ == name or name in dir(module)
 
 
@@ -48,10 +55,15 @@ def test_every_entry_is_a_name_of_torchrec() -> None:
             known.setdefault(path, set()).add(found[1])
     everything = set().union(*known.values())
     features = (REFERENCE / "torchrec_features.md").read_text()
+    unknown = []
     for path, name in ENTRIES:
         # an __init__, or a module that imports the name: listed under `.planner.types.{..., name}` and the like
         elsewhere = path in EXPORTED or f".{path.split('.', 2)[-1]}.{{" in features or path == "torchrec.types"
-        assert name in known.get(path, set()) or (elsewhere and name in everything), f"TorchRec has no {path}.{name}"
+        # of constants there is no list
+        listed = name in known.get(path, set()) or (name.isupper() and path in known)
+        if not listed and not (elsewhere and name in everything):
+            unknown.append(f"{path}.{name}")
+    assert not unknown, "TorchRec has no such names"
 
 
 def in_a_fresh_process(code: str) -> str:
@@ -128,5 +140,72 @@ assert spec is None or "shardwise" not in str(spec.origin)
     ],
 )
 def test_a_name_we_lack_is_said_by_name(statement: str, missing: str) -> None:
-    with pytest.raises((ImportError, AttributeError), match=f"no counterpart of {re.escape(missing)}$"):
+    with pytest.raises((ImportError, AttributeError), match=f"no counterpart of {re.escape(missing)}($|;)"):
         exec(statement, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("torchrec.optim.RowWiseAdaGrad", "nearest: torchrec.optim.RowWiseAdagrad"),
+        ("torchrec.modules.EmbeddingBagCollection", "torchrec.modules.embedding_modules.EmbeddingBagCollection"),
+        ("torchrec.distributed.embeding", "nearest: torchrec.distributed.embedding"),
+        ("torchrec.metrics.auc.AUCMetric", "torchmetrics has most of them"),
+        ("torchrec.distributed.batched_embedding_kernel", "host memory, caches and SSD are not served"),
+        ("fbgemm_gpu.split_table_batched_embeddings_ops_training.SplitTableBatchedEmbeddingBagsCodegen", "are modules"),
+    ],
+)
+def test_a_name_we_lack_is_said_with_its_reason_and_what_is_near(name: str, near: str) -> None:
+    assert advice(name).startswith(f"shardwise has no counterpart of {name}; ")
+    assert near in advice(name)
+
+
+def test_a_hint_is_about_something_that_we_lack() -> None:
+    # a module of which we have a part may have one for the rest
+    for name in HINTS:
+        module, _, last = name.rpartition(".")
+        assert last not in names.TABLE.get(module, {}), f"{name} is there"
+
+
+def test_install_refuses_a_submodule_of_the_real_torchrec() -> None:
+    in_a_fresh_process("""
+import sys, types
+sys.modules["torchrec.sparse"] = types.ModuleType("torchrec.sparse")
+import shardwise.torchrec
+try:
+    shardwise.torchrec.install()
+except ImportError as error:
+    assert "already imported (torchrec.sparse)" in str(error), error
+else:
+    raise SystemExit("install() mixed with the real torchrec")
+""")
+
+
+def test_uninstall_gives_the_name_back() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec, sys
+shardwise.torchrec.install()
+from torchrec.sparse.jagged_tensor import JaggedTensor
+shardwise.torchrec.uninstall()
+assert not [name for name in sys.modules if name.split(".")[0] == "torchrec"]
+from shardwise.torchrec.sparse.jagged_tensor import JaggedTensor as still
+assert still is JaggedTensor
+""")
+
+
+def test_attributes_that_scripts_expect_of_a_bare_import() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec
+shardwise.torchrec.install()
+import torchrec
+for path in ("distributed.DistributedModelParallel", "optim.RowWiseAdagrad", "modules.embedding_modules",
+             "sparse.jagged_tensor.KeyedJaggedTensor", "quant.EmbeddingBagCollection", "PoolingType.SUM",
+             "distributed.planner.EmbeddingShardingPlanner", "inference.modules.quantize_inference_model"):
+    value = torchrec
+    for part in path.split("."):
+        value = getattr(value, part)
+assert torchrec.__version__.startswith("1.8.0+shardwise.")
+space = {}
+exec("from torchrec.optim import *", space)
+assert space["RowWiseAdagrad"] is torchrec.optim.RowWiseAdagrad
+""")

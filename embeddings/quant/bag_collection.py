@@ -23,8 +23,9 @@ from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
 from shardwise.embeddings.variable_batch import expand_pooled, inverse_or_none, pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
-from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, QuantizedSettings
+from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, tell_what_does_nothing
 from .from_float import check_float_module, conversion_of, fill_from
+from .outputs import lookup_dtype, pooled_output
 from .table_weights import TableWeights
 from .tables import QuantizedTables
 
@@ -41,7 +42,8 @@ class EmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterfac
         tables: one config per table.
         is_weighted: whether lookups are scaled by the batch's weights.
         device: "meta" allocates nothing.
-        output_dtype: float32, float16 or bfloat16.
+        output_dtype: float32, float16, bfloat16; or uint8, where each feature has dim + 8 columns, which
+            `shardwise.kernels.dequantize_pooled` turns into values: int8 numbers, then an fp32 scale and bias.
         table_name_to_quantized_weights: payload uint8 [rows, row_bytes] and scales [rows, parts] of each table (scales
             also as bytes, or None where the format has none); zeros without.
         register_tbes, row_alignment: TorchRec's, of no effect: lookups are no modules, rows are not padded.
@@ -76,11 +78,9 @@ class EmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterfac
         scale_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
-        settings = QuantizedSettings(
-            register_tbes, quant_state_dict_split_scale_bias, row_alignment, cache_features_order
-        )
+        tell_what_does_nothing(type(self).__name__, register_tbes=register_tbes, row_alignment=row_alignment)
         super().__init__(
-            tables, device, output_dtype, table_name_to_quantized_weights, settings,
+            tables, device, output_dtype, table_name_to_quantized_weights,
             scale_dtype=scale_dtype, policy=policy,
         )  # fmt: skip
         self._is_weighted = is_weighted
@@ -105,7 +105,7 @@ class EmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterfac
             values = torch.empty(features.stride(), 0, dtype=self._output_dtype, device=features.device())
         if inverse is not None:
             values = expand_pooled(values, self._embedding_dims, inverse)
-        return KeyedTensor(self._embedding_names, self._embedding_dims, values)
+        return pooled_output(values, self._embedding_names, self._embedding_dims, self._output_dtype)
 
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> EmbeddingBagCollection:
@@ -139,7 +139,7 @@ class EmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterfac
 
     def _pooled(self, group: QuantizedTables, picked: KeyedJaggedTensor) -> Tensor:
         weights = picked.weights() if self._is_weighted else None
-        return group.pooled(picked.values(), picked.offsets(), weights, self._output_dtype)
+        return group.pooled(picked.values(), picked.offsets(), weights, lookup_dtype(self._output_dtype))
 
     def _get_name(self) -> str:
         return "QuantizedEmbeddingBagCollection"

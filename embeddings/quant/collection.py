@@ -7,10 +7,9 @@ A table is the buffers `<children>.<table>.weight` (uint8 [rows, row_bytes]), `.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,11 +24,11 @@ from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import row_format
 
 from .formats import table_format
+from .outputs import OUTPUT_DTYPES
 from .table_weights import TableWeights, scales_as
 from .tables import QuantizedTable, QuantizedTables
 
 DEFAULT_ROW_ALIGNMENT = 16
-OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class QuantizedRows(nn.Module):
@@ -56,30 +55,20 @@ class _Home(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True)
-class QuantizedSettings:
-    """Arguments that TorchRec's quantized collections have beside their tables, for a constructor to pass on."""
-
-    register_tbes: bool = False
-    quant_state_dict_split_scale_bias: bool = False
-    row_alignment: int = DEFAULT_ROW_ALIGNMENT
-    cache_features_order: bool = False
-
-    def warn_of_what_does_nothing(self, who: str) -> None:
-        """Say once which of them were set to something that changes nothing here."""
-        if self.register_tbes:
-            _warn_once(f"{who}: register_tbes=True has no effect, lookups here are no modules")
-        if self.row_alignment != DEFAULT_ROW_ALIGNMENT:
-            _warn_once(f"{who}: row_alignment={self.row_alignment} has no effect, rows here are not padded")
-
-
 _WARNED: set[str] = set()
 
 
-def _warn_once(message: str) -> None:
-    if message not in _WARNED:
-        _WARNED.add(message)
-        warnings.warn(message, stacklevel=5)
+def tell_what_does_nothing(who: str, *, register_tbes: bool, row_alignment: int) -> None:
+    """Warn, once for each, of TorchRec's settings that were set and change nothing here."""
+    told = []
+    if register_tbes:
+        told.append(f"{who}: register_tbes=True has no effect, lookups here are no modules")
+    if row_alignment != DEFAULT_ROW_ALIGNMENT:
+        told.append(f"{who}: row_alignment={row_alignment} has no effect, rows here are not padded")
+    for message in told:
+        if message not in _WARNED:
+            _WARNED.add(message)
+            warnings.warn(message, stacklevel=3)
 
 
 class QuantizedCollection(nn.Module):
@@ -94,16 +83,15 @@ class QuantizedCollection(nn.Module):
         device: torch.device | str | None,
         output_dtype: torch.dtype,
         weights: Mapping[str, TableWeights] | None,
-        settings: QuantizedSettings,
         *,
         scale_dtype: torch.dtype | Mapping[str, torch.dtype] | None,
         policy: LookupPolicy,
     ) -> None:
         super().__init__()
-        settings.warn_of_what_does_nothing(type(self).__name__)
         if output_dtype not in OUTPUT_DTYPES:
             raise ValueError(f"output_dtype must be one of {', '.join(map(str, OUTPUT_DTYPES))}, got {output_dtype}")
-        self._configs = copy.deepcopy(named_tables(list(tables), type(self).__name__, self._config_type))
+        given = named_tables(list(tables), type(self).__name__, self._config_type)
+        self._configs = [replace(config, feature_names=list(config.feature_names)) for config in given]
         self._names_by_table = embedding_names_by_table(self._configs)
         self._output_dtype, self._policy = output_dtype, policy
         self._empty_device = torch.device("cpu" if device is None else device)
@@ -139,7 +127,7 @@ class QuantizedCollection(nn.Module):
         return self._groups[0].device if self._groups else self._empty_device
 
     def output_dtype(self) -> torch.dtype:
-        """The dtype of the output."""
+        """The dtype of the output; uint8 for rows of bytes."""
         return self._output_dtype
 
     def check(self) -> None:

@@ -19,8 +19,9 @@ from shardwise.embeddings.sequence_collection import EmbeddingCollection as Floa
 from shardwise.embeddings.variable_batch import pad_strides
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
-from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, QuantizedSettings
+from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, tell_what_does_nothing
 from .from_float import check_float_module, conversion_of, fill_from
+from .outputs import lookup_dtype, sequence_output
 from .table_weights import TableWeights
 from .tables import QuantizedTables
 
@@ -63,11 +64,9 @@ class EmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
         dims = {config.name: config.embedding_dim for config in tables}
         if len(set(dims.values())) > 1:
             raise ValueError(f"EmbeddingCollection: all tables need one embedding_dim, got {dims}")
-        settings = QuantizedSettings(
-            register_tbes, quant_state_dict_split_scale_bias, row_alignment, cache_features_order
-        )
+        tell_what_does_nothing(type(self).__name__, register_tbes=register_tbes, row_alignment=row_alignment)
         super().__init__(
-            tables, device, output_dtype, table_name_to_quantized_weights, settings,
+            tables, device, output_dtype, table_name_to_quantized_weights,
             scale_dtype=scale_dtype, policy=policy,
         )  # fmt: skip
         self._need_indices = need_indices
@@ -81,7 +80,8 @@ class EmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
         """
         require_features(features, type(self).__name__, False)
         found = self._look_up(pad_strides(features), self._rows)
-        return rows_by_name(features, found, self._members, self._names_by_table, need_indices=self._need_indices)
+        by_name = rows_by_name(features, found, self._members, self._names_by_table, need_indices=self._need_indices)
+        return sequence_output(by_name, self._output_dtype)
 
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> EmbeddingCollection:
@@ -116,7 +116,7 @@ class EmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
         return self._names_by_table
 
     def _rows(self, group: QuantizedTables, picked: KeyedJaggedTensor) -> Tensor:
-        return group.sequence(picked.values(), picked.offsets(), self._output_dtype)
+        return group.sequence(picked.values(), picked.offsets(), lookup_dtype(self._output_dtype))
 
     def _get_name(self) -> str:
         return "QuantizedEmbeddingCollection"

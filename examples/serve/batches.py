@@ -67,6 +67,7 @@ class Batcher(Generic[T]):
     limits: Limits
     ran: Callable[[int], None] = lambda _: None
     waiting: int = field(default=0, init=False)
+    most_waiting: int = field(default=0, init=False)
     _queue: deque[_Waiting[T]] = field(default_factory=deque, init=False)
     _arrival: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _loop_task: asyncio.Task[None] | None = field(default=None, init=False)
@@ -93,6 +94,7 @@ class Batcher(Generic[T]):
         one = _Waiting(instances, loop.create_future(), loop.time())
         self._queue.append(one)
         self.waiting += len(instances)
+        self.most_waiting = max(self.most_waiting, self.waiting)
         self._arrival.set()
         try:
             return await one.answer

@@ -58,9 +58,12 @@ class BadRequest(ValueError):
 
 
 def read_body(body: bytes) -> object:
-    """The JSON of a body; BadRequest for what JSON does not have, `NaN` and keys that are there twice among it."""
+    """The JSON of a body; BadRequest for what is none. Of a key that is there twice, one would be lost: refused too.
+
+    NaN and infinities come through, to be refused where they stand.
+    """
     try:
-        return json.loads(body.decode(), parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
+        return json.loads(body.decode(), object_pairs_hook=_no_key_twice)
     except UnicodeDecodeError as error:
         raise BadRequest("invalid_json", f"the body is not UTF-8, from byte {error.start} on") from None
     except json.JSONDecodeError as error:
@@ -144,7 +147,7 @@ def _ids(given: object, feature: str, end: int, number: int) -> list[int]:
         else:
             continue
         raise BadRequest(
-            code, f"{what}: id {_shown(one)} {why}",
+            code, f"{what}: id {_written(one)} {why}",
             instance=number, feature=feature, value=one, permitted=f"integers in [0, {end})",
         )  # fmt: skip
     return given
@@ -162,14 +165,10 @@ def _floats(given: object, what: str, count: int, number: int, feature: str | No
     for place, one in enumerate(given):
         if type(one) not in (int, float) or not abs(one) <= MAX_FLOAT32:
             raise BadRequest(
-                "not_a_number", f"{what}, number {place}: {_shown(one)} is not a finite float32",
+                "not_a_number", f"{what}, number {place}: {_written(one)} is not a finite float32",
                 instance=number, feature=feature, value=one, permitted="finite numbers of float32",
             )  # fmt: skip
     return given
-
-
-def _no_constant(name: str) -> float:
-    raise BadRequest("invalid_json", f"the body is not JSON: {name} is no number of it")
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -182,10 +181,16 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shown(value: object) -> object:
-    """A value as an error repeats it: whole if it is short."""
-    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) <= MAX_INT64):
+    """A value as an error repeats it: itself if it is a number or a short string, otherwise its JSON, cut off."""
+    if value is None or isinstance(value, bool) or (isinstance(value, int | float) and abs(value) <= MAX_INT64):
         return value
     text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _written(value: object) -> str:
+    """The same in a sentence, as JSON spells it."""
+    text = json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

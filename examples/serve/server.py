@@ -16,7 +16,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -46,6 +46,8 @@ class Server:
         self.program: Program | None = None
         # torch reads its number of threads in the thread that computes
         self.worker = ThreadPoolExecutor(1, "model", initializer=torch.set_num_threads, initargs=(threads,))
+        # known once it is bound
+        self.connections: Callable[[], int] = lambda: 0
         self.requests = Counts("serve_requests_total", "Requests answered.", ("path", "status"))
         self.latency = Histogram("serve_predict_seconds", "From request to answer.", LATENCY_SECONDS)
         self.batch_sizes = Histogram("serve_batch_instances", "Instances in a batch.", BATCH_SIZES)
@@ -81,7 +83,9 @@ class Server:
         self.worker.shutdown()
 
     def _predict(self, instances: list[Instance]) -> list[dict[str, Any]]:
-        return answer(self._loaded(), instances)
+        # what was taken before a signal is answered after it
+        assert self.program is not None
+        return answer(self.program, instances)
 
     def _loaded(self) -> Program:
         if self.program is None or self.state != "ready":
@@ -116,6 +120,8 @@ class Server:
     async def metrics(self, request: web.Request) -> web.Response:
         numbers: list[Counts | Histogram | Gauge] = [self.requests, self.latency, self.batch_sizes]
         numbers.append(Gauge("serve_queue_instances", "Instances that wait.", lambda: self.batcher.waiting))
+        numbers.append(Gauge("serve_queue_most_instances", "Most that ever waited.", lambda: self.batcher.most_waiting))
+        numbers.append(Gauge("serve_connections", "Open connections.", self.connections))
         numbers.append(Gauge("serve_ready", "1 when requests are answered.", lambda: int(self.state == "ready")))
         if self.program is not None:
             facts = self.program.facts
@@ -166,6 +172,7 @@ async def serve(server: Server, host: str, port: int) -> None:
         server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS
     )
     await runner.setup()
+    server.connections = lambda: len(runner.server.connections) if runner.server else 0
     try:
         await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
         bound = runner.addresses[0]

@@ -3,7 +3,7 @@
 Buffers are the pieces: a table in one piece has `<children>.<table>.weight` (and `.weight_qscale`, `.weight_qbias`,
 `.index_remapping`), a table in several `<children>.<table>.shards.<n>.weight`. State dicts have whole tables under the
 first names whatever the plan, as the unsharded collection; those of a table in several pieces are copies in the memory
-of the host.
+of the host. `.to(device)` moves pieces that are all on one device; pieces on several stay where they are.
 """
 
 from __future__ import annotations
@@ -129,6 +129,10 @@ class ShardedQuantizedCollection(nn.Module):
             for config, places in zip(self._configs, self._tables.places, strict=True)
         }
 
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """None: tables are buffers."""
+        return iter(())
+
     def check(self) -> None:
         """Raise now what a bad id on CUDA would raise at the next forward."""
         for one in self._checks:
@@ -150,14 +154,22 @@ class ShardedQuantizedCollection(nn.Module):
 
         Raises:
             KeyError: a table is missing.
-            ValueError: payload or scales have another shape or dtype than the table; names it.
+            ValueError: payload or scales have another shape or dtype than the table, or it is pruned and on meta; names
+                it. Nothing is changed.
         """
         if missing := [config.name for config in self._configs if config.name not in weights]:
             raise KeyError(f"no weights for tables {missing}")
-        for t, config in enumerate(self._configs):
-            payload, scales = weights[config.name]
-            served = self._tables.tables[t]
-            self._tables.fill(t, TableValues(payload, scales_as(scales, served.table, served.scale_dtype)))
+        empty, values = self._tables.empty, []
+        for served in self._tables.tables:
+            payload, scales = weights[served.table.name]
+            values.append(TableValues(payload, scales_as(scales, served.table, served.scale_dtype)))
+            self._tables.require_fit(served, values[-1])
+            if served.table.ids is not None and served.table.name in empty:
+                raise ValueError(
+                    f"table {served.table.name!r} is pruned: load a state dict, which has its index remapping"
+                )
+        for t, one in enumerate(values):
+            self._tables.fill(t, one)
         self._show()
 
     def buffers_of_shards(self) -> dict[str, BufferOfShard]:

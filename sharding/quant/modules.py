@@ -25,6 +25,7 @@ from shardwise.embeddings.quant import (
     EmbeddingCollection,
     FeatureProcessedEmbeddingBagCollection,
 )
+from shardwise.embeddings.quant.outputs import lookup_dtype, pooled_output, sequence_output
 from shardwise.embeddings.variable_batch import expand_pooled, inverse_or_none, require_full_batch
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.sharding.plan import ParameterSharding
@@ -62,10 +63,11 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantizedCollection, EmbeddingBa
         require_features(features, who, self._is_weighted)
         require_full_batch(features, who)
         inverse = inverse_or_none(features, self._tables.features)
-        values = self._tables.pooled(self._ready(features), self._output_dtype, weighted=self._is_weighted)
+        dtype = lookup_dtype(self._output_dtype)
+        values = self._tables.pooled(self._ready(features), dtype, weighted=self._is_weighted)
         if inverse is not None:
             values = expand_pooled(values, self._embedding_dims, inverse.to(values.device))
-        return KeyedTensor(self._embedding_names, self._embedding_dims, values)
+        return pooled_output(values, self._embedding_names, self._embedding_dims, self._output_dtype)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The configs of the tables, in their order, with their quantized data types."""
@@ -129,12 +131,13 @@ class ShardedQuantEmbeddingCollection(ShardedQuantizedCollection, EmbeddingColle
         """
         require_features(features, type(self).__name__, False)
         padded = self._ready(features)
-        rows = self._tables.sequence(padded, self._output_dtype)
+        rows = self._tables.sequence(padded, lookup_dtype(self._output_dtype))
         picked = pick_features(padded, self._tables.features).to(self.device)
-        return rows_by_name(
+        by_name = rows_by_name(
             features.to(self.device), [(picked, rows)], [range(len(self._configs))], self._names_by_table,
             need_indices=self._need_indices,
         )  # fmt: skip
+        return sequence_output(by_name, self._output_dtype)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The configs of the tables, in their order, with their quantized data types."""

@@ -56,6 +56,13 @@ def pieces_of(table: QuantizedTable, one: ParameterSharding, world_size: int | N
             f"table {name!r}: a plan does not set output_dtype (here {one.output_dtype!r}): quantize with"
             " output_dtype=..., which holds for the collection"
         )
+    for what in ("cache_params", "key_value_params", "stochastic_rounding", "reduction", "row_state"):
+        if getattr(one, what) is not None:
+            warnings.warn(
+                f"the plan's {what} (table {name!r}) has no effect on a quantized table: outputs always have the bits"
+                " of the unsharded one",
+                stacklevel=4,
+            )
     if one.compute_kernel == "quant_uvm_caching":
         warnings.warn(
             f"table {name!r}: kernel 'quant_uvm_caching' has no cache here: it is served as 'quant_uvm', whose rows the"

@@ -123,16 +123,21 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
             device: where outputs are, by default the first device of the plan; "meta" leaves tables without memory.
 
         Raises:
-            TypeError: the module is not of class `module_type`.
+            TypeError: the module is not of class `module_type`, or has a forward of its own.
             ValueError: the plan does not fit the module.
         """
         if not isinstance(module, self.module_type):
             raise TypeError(f"{type(self).__name__} shards {self.module_type.__name__}, got {type(module).__name__}")
+        if type(module).forward is not self.module_type.forward:
+            raise TypeError(
+                f"{type(module).__name__} has a forward of its own, which {type(self).__name__} would lose: give it a"
+                " sharder whose module_type it is"
+            )
         where = f" of module {module_fqn!r}" if module_fqn else ""
         tables = self.shardable_parameters(module)
         if set(params) != set(tables):
             raise ValueError(f"the plan{where} has tables {sorted(params)}, the module {sorted(tables)}")
-        return self._make(module, params, env, device) if tables else module
+        return self._make(module, params, env, device).train(module.training) if tables else module
 
     def _make(
         self, module: M, params: Mapping[str, ParameterSharding], env: Envs, device: torch.device | str | None

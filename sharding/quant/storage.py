@@ -2,8 +2,8 @@
 
 A piece with all rows of its columns is looked up where it is, and what comes out is brought home, the device of
 outputs: scales are those of whole rows, so that columns side by side are those of the whole. Of a table that is cut by
-rows the raw rows that a batch asks for are brought home, and looked up there as a table whose row i is that of the i-th
-id. Either way the same rows meet in the same order in the same op as in one uncut table: the same bits.
+rows the raw rows that a batch asks for are brought home, and looked up there as a table of which each id has a row of
+its own. Either way the same rows meet in the same order in the same op as in one uncut table: the same bits.
 
 Shapes: I [N] ids, O [F*B + 1] offsets, Y [B, D] of a lookup pooled, [N, D] unpooled.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,8 @@ class ShardedTables:
         self.tables = list(tables)
         # a tensor, so that whatever moves the tables moves it too
         self._marker = torch.empty(0, device=home)
+        # "cuda" is one of its devices by now
+        home = self.home
         self._cut = [t for t, of in enumerate(pieces) if any(p.shard.rows != (0, tables[t].table.rows) for p in of)]
         # ids of pruned tables that are cut by rows are remapped at home
         self._remappings = {
@@ -130,6 +133,8 @@ class ShardedTables:
         for t, j, column in sorted(blocks):
             outputs.setdefault((t, j), []).append(blocks[t, j, column])
         self._outputs = list(outputs.values())
+        # what one part finds is the output then
+        self._is_one = self._outputs == [[(0, n)] for n in range(len(self.features))] and len(self.parts) == 1
 
     def _part(self, found: Sequence[tuple[int, Piece]], meta: bool) -> Part:
         tables, features = [], []
@@ -160,8 +165,15 @@ class ShardedTables:
         return [self.tables[t].table.name for t in on_meta]
 
     def move(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply what `nn.Module._apply` applies, to all pieces and to where outputs are."""
+        """Apply what `nn.Module._apply` applies, to all pieces and to where outputs are.
+
+        Pieces on several devices stay there: a model that goes to one device with its dense layers would take them all.
+        """
+        is_spread = len({part.device for part in self.parts}) > 1
         for part in self.parts:
+            payload = part.held.payload
+            if is_spread and not payload.is_meta and not fn(payload[:0]).is_meta:
+                continue
             part.held.move(fn)
             if not part.held.payload.is_meta:
                 part.device = part.held.payload.device
@@ -195,14 +207,9 @@ class ShardedTables:
             payload[rows, part_of_row], scales[rows] = own[0].to(device), own[1].to(device)
         return TableValues(payload, scales, self.remapping(t))
 
-    @torch.no_grad()
-    def fill(self, t: int, values: TableValues) -> None:
-        """Copy a whole table into its pieces, which come to life if they are on meta; those of one part together.
-
-        Raises:
-            ValueError: the values are not those of such a table; names it.
-        """
-        served = self.tables[t]
+    @staticmethod
+    def require_fit(served: ServedTable, values: TableValues) -> None:
+        """ValueError if values are not those of such a table; names it."""
         table = served.table
         shapes = (table.rows, table.row_bytes), (table.rows, row_format(table.format).parts)
         for what, given, shape, dtype in (
@@ -215,6 +222,16 @@ class ShardedTables:
                     f"table {table.name!r}: {what} of {table.format} rows is {dtype} {list(shape)}, got {given.dtype}"
                     f" {list(given.shape)}"
                 )
+
+    @torch.no_grad()
+    def fill(self, t: int, values: TableValues) -> None:
+        """Copy a whole table into its pieces, which come to life if they are on meta; those of one part together.
+
+        Raises:
+            ValueError: as `require_fit`.
+        """
+        self.require_fit(self.tables[t], values)
+        table = self.tables[t].table
         if values.payload.is_meta:
             return
         for place in self.places[t]:
@@ -236,6 +253,8 @@ class ShardedTables:
             weights = batch.weights() if weighted else None
             with _on(part.device):
                 results.append((source, part.held.pooled(batch.values(), batch.offsets(), weights, dtype)))
+        if self._is_one:
+            return _moved(results[0][1], self.home)
         # all devices are at work before the first result is brought home
         for source, result in results:
             found[source] = torch.split(_moved(result, self.home), self.parts[source].held.dims, dim=1)
@@ -259,6 +278,8 @@ class ShardedTables:
             with _on(part.device):
                 rows = part.held.sequence(batch.values(), batch.offsets(), dtype)
             results.append((source, rows, batch.length_per_key()))
+        if self._is_one:
+            return _moved(results[0][1], self.home)
         for source, rows, sizes in results:
             found[source] = _split(_moved(rows, self.home), sizes)
         for source, t in enumerate(self._cut, start=len(self.parts)):
@@ -281,39 +302,41 @@ class ShardedTables:
 
     @staticmethod
     def _picked(features: KeyedJaggedTensor, names: Sequence[str], device: torch.device) -> KeyedJaggedTensor:
-        return pick_features(features, names).to(device, non_blocking=device.type == "cuda")
+        return pick_features(features, names).to(device, non_blocking=_follows(features.device(), device))
 
     def _gathered(self, t: int, batch: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A table cut by rows as the ids of a batch see it, at home.
+        """What ids of a batch need of a table cut by rows, as a table at home that has a row for each of them.
 
         Returns:
-            Flat payload and scales of N rows, of which row i is that of I[i]; ids 0 to N - 1, -1 where I[i] has no row;
-            the feature tensor of a lookup of these.
+            Flat payload and scales; the row of each id there, -1 where it has none; the feature tensor of a lookup.
         """
         served, remapping = self.tables[t], self._remappings.get(t)
-        table, parts = served.table, row_format(served.table.format).parts
         rows = batch.values()
         if remapping is not None:
             is_known = (rows >= 0) & (rows < remapping.shape[0])
             rows = torch.where(is_known, remapping[torch.where(is_known, rows, 0)], -1)
-        count = rows.shape[0]
-        payload = torch.zeros(count, table.row_bytes, dtype=torch.uint8, device=self.home)
-        scales = torch.zeros(count, parts, dtype=served.scale_dtype, device=self.home)
-        for place in self.places[t]:
-            low, high = place.shard.rows
+        numbers, count = torch.full_like(rows, -1), 0
+        payloads, scales = [], []
+        for low, high, places in self._row_ranges(t):
             # waits for a GPU: nobody else knows how many rows travel
             wanted = ((rows >= low) & (rows < high)).nonzero().squeeze(1)
-            at = _moved(rows[wanted] - low, place.part.device)
-            own_payload, own_scales = self.planes(place)
-            left, right = byte_span(table, place.shard.cols)
-            payload[wanted, left:right] = _moved(own_payload[at], self.home)
-            if left == 0:
-                # every piece of a row has the scales of the whole row
-                scales[wanted] = _moved(own_scales[at], self.home)
-        has_row = (rows >= 0) & (rows < table.rows)
-        ids = torch.where(has_row, torch.arange(count, dtype=rows.dtype, device=rows.device), -1)
-        packed = pack_features([Feature(0, count, table.dim, 0, served.mean)] * len(served.features), self.home)
-        return payload.view(-1), scales.view(-1), ids, packed
+            numbers[wanted] = torch.arange(count, count + wanted.shape[0], dtype=rows.dtype, device=rows.device)
+            count += wanted.shape[0]
+            at = [_moved(rows[wanted] - place.shard.rows[0], place.part.device) for place in places]
+            planes = [self.planes(place) for place in places]
+            blocks = [_moved(own[0].index_select(0, one), self.home) for own, one in zip(planes, at, strict=True)]
+            payloads.append(blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1))
+            # every piece of a row has the scales of the whole row
+            scales.append(_moved(planes[0][1].index_select(0, at[0]), self.home))
+        packed = pack_features([Feature(0, count, served.table.dim, 0, served.mean)] * len(served.features), self.home)
+        return torch.cat(payloads).view(-1), torch.cat(scales).view(-1), numbers, packed
+
+    def _row_ranges(self, t: int) -> Iterator[tuple[int, int, list[Place]]]:
+        """Ranges of rows of a table between which no piece is cut, and the pieces of each by columns."""
+        edges = sorted({edge for place in self.places[t] for edge in place.shard.rows})
+        by_column = sorted(self.places[t], key=lambda place: place.shard.cols)
+        for low, high in pairwise(edges):
+            yield low, high, [p for p in by_column if p.shard.rows[0] <= low and high <= p.shard.rows[1]]
 
 
 def _split(rows: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
@@ -322,8 +345,12 @@ def _split(rows: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    # the CPU would read what a copy that it does not wait for has not written yet
-    return tensor.to(device, non_blocking=device.type == "cuda")
+    return tensor.to(device, non_blocking=_follows(tensor.device, device))
+
+
+def _follows(source: torch.device, target: torch.device) -> bool:
+    """Whether a copy need not be waited for: from GPU to GPU, where streams see to the order."""
+    return source.type == target.type == "cuda"
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
