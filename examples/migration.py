@@ -10,6 +10,7 @@ import shardwise.torchrec
 shardwise.torchrec.install()
 
 import torch
+import torchrec
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -34,8 +35,8 @@ print("same rows:", torch.equal(traced(batch).values(), model(batch).values()))
 
 # a name that we lack says so, and what is near
 try:
-    from torchrec.optim import RowWiseAdaGrad
-except ImportError as error:
+    print(torchrec.optim.RowWiseAdaGrad)
+except AttributeError as error:
     print(error)
 
 # later imports of torchrec are the real one's again
