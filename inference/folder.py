@@ -4,7 +4,7 @@
     tables.safetensors   of each table `<table>.payload` uint8 [rows, row_bytes], `<table>.scales` [rows, parts] unless
                          its format has none, `<table>.remapping` int32 [ids] if it is pruned
     program.pt2          the exported program, without the tables
-    program.aoti.pt2     the same, compiled, where that was asked for
+    program.aoti.pt2     its code, compiled, where that was asked for
 
 Nothing in here needs torch or numpy.
 """

@@ -32,7 +32,7 @@ Call = Callable[[nn.Module, KeyedJaggedTensor, Tensor | None], Any]
 
 # tensors of QuantizedTables that hold tables, and others that their lookups read
 PLANES = ("payload", "scales", "remapping")
-_BESIDE = ("features", "checked")
+_BESIDE = ("features", "checked", "guard")
 
 
 @dataclass(frozen=True)

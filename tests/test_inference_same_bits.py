@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,3 +26,16 @@ def test_a_program_gives_the_bits_of_its_model_at_any_batch_size(name: str, tmp_
         assert list(found) == case.outputs
         for output in case.outputs:
             torch.testing.assert_close(found[output], wanted[output], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["pooled", "sequence"])
+def test_a_traced_model_refuses_bad_ids(name: str) -> None:
+    """A compiler left the check of ids out, since what it wrote to was read by nobody: a bad id became a row of
+    zeros."""
+    case = CASES[name]
+    compiled: Any = torch.compile(case.model(), backend="aot_eager")
+    batch = case.batch(3)
+    case.wanted(compiled, batch)
+    batch["values"][0] = 1000
+    with pytest.raises(IndexError, match=r"id 1000 is outside \[0, 5"):
+        case.wanted(compiled, batch)
