@@ -71,3 +71,13 @@ def test_an_optimizer_applied_just_before_is_never_compiled_away() -> None:
     for name, table in tables_of(eager).items():
         assert_close(tables_of(ebc)[name], table)
     assert ebc._groups[0].optimizer is not None
+
+
+def test_a_compiled_lookup_still_checks_its_ids() -> None:
+    """aot_eager and inductor dropped the check, whose guard nobody read: a bad id counted as none without a word."""
+    torch._dynamo.reset()
+    ebc = collection(None)
+    compiled = torch.compile(loss_of(ebc), backend="aot_eager", fullgraph=True)
+    compiled(IDS, LENGTHS)
+    with pytest.raises(IndexError, match=r"feature 'a' \(table 'a'\), sample 0: id 11 is outside \[0, 5\)"):
+        compiled(IDS + 10, LENGTHS)

@@ -309,10 +309,11 @@ def test_a_collection_is_one_graph() -> None:
     wanted = made(batch).values()
     compiled = torch.compile(Lookup(made), fullgraph=True, backend="eager")
     assert torch.equal(compiled(*inputs), wanted)
-    exported = torch.export.export(Lookup(made), inputs).module()
-    assert torch.equal(exported(*inputs), wanted)
-    with pytest.raises(IndexError, match=r"feature 'h' \(table 'c'\), sample 0: id 12 is outside \[0, 8\)"):
-        exported(inputs[0] + 10 * (torch.arange(11) == 7), inputs[1])
+    program = torch.export.export(Lookup(made), inputs)
+    for exported in (program, program.run_decompositions()):
+        assert torch.equal(exported.module()(*inputs), wanted)
+        with pytest.raises(IndexError, match=r"feature 'h' \(table 'c'\), sample 0: id 12 is outside \[0, 8\)"):
+            exported.module()(inputs[0] + 10 * (torch.arange(11) == 7), inputs[1])
 
 
 @pytest.mark.gpu
