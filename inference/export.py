@@ -34,7 +34,7 @@ from .folder import (
 )
 from .predict import PredictFactory, parts_of
 from .signature import Signature
-from .tracing import PLANES, Call, Traced, TracedTables, plain_call, sample_inputs, trace
+from .tracing import MAPPED, PLANES, Call, Traced, TracedTables, plain_call, sample_inputs, trace
 
 
 def export_model(
@@ -163,6 +163,7 @@ def _table_facts(group: TracedTables) -> Iterator[TableFacts]:
             format=table.format,
             scale_dtype=_name(tables.scales.dtype) if "scales" in held else None,
             pruned="remapping" in held,
+            mapped=isinstance(group.collection, MAPPED),
             pooling=pooling,
             features=tuple(config.feature_names),
             bytes=sum(cells.nbytes for cells in held.values()),
@@ -172,7 +173,8 @@ def _table_facts(group: TracedTables) -> Iterator[TableFacts]:
 def _feature_facts(name: str, tables: Sequence[TableFacts]) -> FeatureFacts:
     """Of a feature, which may go to several tables: an id must be good in all of them."""
     mine = [table for table in tables if name in table.features]
-    return FeatureFacts(name, tuple(table.name for table in mine), min([table.ids for table in mine], default=None))
+    ids = min([table.ids for table in mine if not table.mapped], default=None)
+    return FeatureFacts(name, tuple(table.name for table in mine), ids)
 
 
 def _output_facts(traced: Traced) -> Iterator[OutputFacts]:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from inference_models import CASES
+from test_quant_managed_collision import batch_of, trained
 
-from shardwise.inference import export_model, load_program
+from shardwise.inference import Signature, export_model, load_program, quantize_inference_model
+from shardwise.inference.tracing import named_outputs
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -26,6 +28,19 @@ def test_a_program_gives_the_bits_of_its_model_at_any_batch_size(name: str, tmp_
         assert list(found) == case.outputs
         for output in case.outputs:
             torch.testing.assert_close(found[output], wanted[output], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+def test_ids_behind_maps_may_be_any(tmp_path: Path, pooled: bool) -> None:
+    model = quantize_inference_model(trained(pooled))
+    signature = Signature(["g", "f", "h"])
+    facts = export_model(model, tmp_path / "out", signature=signature, call=lambda model, ids, _: model(ids)[0])
+    assert [feature.ids for feature in facts.features] == [None, None, None]
+    assert all(table.mapped for table in facts.tables)
+    batch = batch_of(9)
+    found = load_program(tmp_path / "out")(batch.values(), batch.lengths())
+    wanted = named_outputs(model(batch)[0])
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("name", ["pooled", "sequence"])
