@@ -50,21 +50,17 @@ class TableBatchedEmbeddingSlice(nn.Parameter):
         copied: TableBatchedEmbeddingSlice = memo[id(self)]
         return copied
 
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        """The part of the buffer's gradient."""
+    def _part_of_gradient(self) -> Tensor | None:
         whole = self._buffer.grad
         return self._given if whole is None else whole[slice(*self._bounds)].view(self.shape)
 
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
+    def _set_gradient(self, value: Tensor | None) -> None:
         self._given = value
         if value is None:
             self._buffer.grad = None
         elif self._buffer.grad is not None:
             self._buffer.grad[slice(*self._bounds)] = value.reshape(-1)
 
-    @property
-    def grad_fn(self) -> None:  # type: ignore[override]
-        """None: to a module it is a parameter."""
-        return None
+    # torch declares them as attributes
+    grad: Any = property(_part_of_gradient, _set_gradient, doc="The part of the buffer's gradient.")
+    grad_fn: Any = property(lambda self: None, doc="None: to a module it is a parameter.")

@@ -26,11 +26,15 @@ _BLOCK = 64 if INTERPRETED else 1024
 
 
 class BoundsCheckMode(Enum):
-    """What an id outside its table does: raise, warn once and count as no id, or silently count as no id."""
+    """What an id outside its table does: raise, warn once and count as no id, or silently count as no id.
+
+    NONE is TorchRec's word for reads that nobody checks; here it is IGNORE.
+    """
 
     FATAL = 0
     WARNING = 1
     IGNORE = 2
+    NONE = 2
 
 
 def new_guard(device: torch.device | str = "cpu") -> Tensor:
@@ -126,7 +130,13 @@ def _check_ids(
             indices.contiguous(), offsets.contiguous(), features, guard, indices.shape[0], count, batch,
             _BLOCK, count.bit_length() + 1, FIELDS, ROWS, OK, padded,
         )  # fmt: skip
-    elif indices.is_cuda or not ids_are_good(indices, offsets, features, padded):
+    elif indices.is_cuda:
+        check_ids_ref(indices, offsets, features, guard, padded)
+    elif ids_are_good(indices, offsets, features, padded):
+        return
+    else:
+        # raised at once, so it need not go through a guard that other threads may be checking into
+        guard = new_guard()
         check_ids_ref(indices, offsets, features, guard, padded)
     if not indices.is_cuda or not runs_kernel(indices):
         # on CPU this reads host memory; on CUDA without triton it is the sync that the slow path costs

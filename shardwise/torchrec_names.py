@@ -82,6 +82,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.modules.embedding_tower": {
         "shardwise.embeddings": "EmbeddingTower EmbeddingTowerCollection tower_input_params",
     },
+    "torchrec.modules.feature_processor": {
+        "shardwise.embeddings.position_weights": "PositionWeightedModule",
+        "shardwise.embeddings": "PositionWeightedProcessor",
+    },
     "torchrec.modules.feature_processor_": {
         "shardwise.embeddings": (
             "FeatureProcessor FeatureProcessorsCollection PositionWeightedModule PositionWeightedModuleCollection"
@@ -92,6 +96,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.modules.fused_embedding_modules": {
         "shardwise.embeddings": "FusedEmbeddingBagCollection FusedEmbeddingCollection fuse_embedding_optimizer",
+    },
+    "torchrec.modules.lazy_extension": {
+        "shardwise.models": "LazyModuleExtensionMixin lazy_apply",
     },
     "torchrec.modules.mc_embedding_modules": {
         "shardwise.embeddings.managed_collision": (

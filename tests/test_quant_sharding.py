@@ -445,7 +445,7 @@ def test_the_bounds_check_mode_is_honoured() -> None:
     good = KeyedJaggedTensor(["bought", "home", "seen"], torch.tensor([4]), lengths=torch.tensor([0, 1, 0]))
     model = quantized("pooled")
     plan = plan_of(model, PLANS["row_wise"])
-    for mode in (BoundsCheckMode.IGNORE, BoundsCheckMode.WARNING):
+    for mode in (BoundsCheckMode.IGNORE, BoundsCheckMode.NONE, BoundsCheckMode.WARNING):
         sharder = QuantEmbeddingBagCollectionSharder({FUSED_PARAM_BOUNDS_CHECK_MODE: mode})
         lenient = sharder.shard(model, plan.plan[""], ShardingEnv.from_local(WORLD, 0))  # type: ignore[arg-type]
         if mode is BoundsCheckMode.WARNING:

@@ -96,3 +96,14 @@ def test_an_error_has_the_traceback_of_the_script_alone(tmp_path: Path) -> None:
 def test_a_command_that_names_nothing_says_so(arguments: list[str], message: str, tmp_path: Path) -> None:
     result = run(*arguments, folder=tmp_path)
     assert result.returncode in (1, 2) and message in result.stderr
+
+
+def test_the_example_of_a_migration_trains_quantizes_and_traces(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    command = [sys.executable, str(root / "examples" / "migration.py")]
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path, env=env)
+    assert result.returncode == 0, result.stderr
+    graph, rows, missing = result.stdout.splitlines()
+    assert graph == "graph: ['placeholder', 'call_module', 'output']" and rows == "same rows: True"
+    assert missing.endswith("no counterpart of torchrec.optim.RowWiseAdaGrad; nearest: torchrec.optim.RowWiseAdagrad")

@@ -72,7 +72,7 @@ class NodeArgsHelper:
         for argument in arguments:
             steps = self._steps(argument)
             if argument is None and none_counts:
-                steps = [ArgInfoStepFactory.from_scalar(None)]
+                steps = _of_constant(None)
             found.append(None if steps is None else ArgInfo(steps))
         return found
 
@@ -109,7 +109,7 @@ class NodeArgsHelper:
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
             parts = [self._element(one) for one in value]
             return None if _lacks(parts) else [ArgInfoStepFactory.from_list(parts)]
-        return [ArgInfoStepFactory.from_scalar(value)]
+        return _of_constant(value)
 
     def _element(self, value: Any) -> Any:
         if not isinstance(value, fx.Node):
@@ -135,6 +135,10 @@ _LACKING = object()
 
 def _lacks(parts: Iterable[object]) -> bool:
     return any(part is _LACKING for part in parts)
+
+
+def _of_constant(value: object) -> list[BaseArgInfoStep]:
+    return [ArgInfoStepFactory.from_scalar(value)]
 
 
 def _of_placeholder(node: fx.Node) -> list[BaseArgInfoStep]:

@@ -49,14 +49,12 @@ def bounds_check_of(fused_params: Mapping[str, Any] | None) -> BoundsCheckMode |
 
 
 def bounds_check_mode(asked: object) -> BoundsCheckMode:
-    """A mode of ours, or the one that has the name of TorchRec's or FBGEMM's; NONE, which checks nothing, is IGNORE.
+    """A mode of ours, or the one that has the name of FBGEMM's.
 
     Raises:
         ValueError: there is no such mode.
     """
     name = str(getattr(asked, "name", asked)).removeprefix("V2_")
-    if name == "NONE":
-        return BoundsCheckMode.IGNORE
     if name not in BoundsCheckMode.__members__:
         raise ValueError(f"bounds check mode {asked!r} is not one of {', '.join(BoundsCheckMode.__members__)}")
     return BoundsCheckMode[name]

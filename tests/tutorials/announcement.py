@@ -1,3 +1,4 @@
+# type: ignore  # torchrec is served at run time
 """The snippet of TorchRec 1.0's announcement: jagged tensors, a plan, sharding, quantizing, serving."""
 
 import os

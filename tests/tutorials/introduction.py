@@ -1,3 +1,4 @@
+# type: ignore  # torchrec is served at run time
 """TorchRec's introduction, as a user would write it: tables on meta, DistributedModelParallel, a batch by hand."""
 
 import os

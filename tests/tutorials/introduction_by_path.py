@@ -1,3 +1,4 @@
+# type: ignore  # torchrec is served at run time
 """The introduction's notebook twin: the same program by TorchRec's module paths."""
 
 import os

@@ -1,3 +1,4 @@
+# type: ignore  # torchrec is served at run time
 """TorchRec's sharding tutorial: two spawned processes, four tables, and the plan of each sharding type."""
 
 import os
