@@ -200,7 +200,7 @@ class QuantizedCollection(nn.Module):
             group, number = homes[t]
             children[config.name] = QuantizedRows(group.tables[number], group.scales.dtype)
             for name, view in _views(group, number):
-                # no view to autograd: torch 2.9 loses the base of buffers that are when it decomposes an exported program
+                # no view to autograd: torch 2.9 loses the base of one where it decomposes an exported program
                 buffer = view.data
                 children[config.name].register_buffer(name, buffer)
                 self._views[config.name, name] = buffer
