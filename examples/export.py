@@ -29,7 +29,7 @@ from shardwise.inference import (
     quantize_inference_model,
     read_tables,
 )
-from shardwise.models import DLRM
+from shardwise.models import DLRM, SparseArch
 
 FEATURES, DENSE = ["user", "clicked"], ["age", "hour"]
 
@@ -70,8 +70,7 @@ class ClickFactory(PredictFactory):
     def run_weights_dependent_transformations(self, predict_module: nn.Module) -> nn.Module:
         assert isinstance(predict_module, PredictModule)
         quantize_inference_model(predict_module, output_dtype=torch.float16)
-        sparse_arch = type(predict_module.predict_module.sparse_arch)
-        return quantize_dense(predict_module, torch.half, additional_embedding_module_type=[sparse_arch])  # type: ignore[list-item]
+        return quantize_dense(predict_module, torch.half, additional_embedding_module_type=[SparseArch])
 
     def model_inputs_data(self) -> dict[str, Any]:
         return {"signature": Signature(FEATURES, DENSE)}

@@ -16,6 +16,13 @@ from shardwise import (
     PositionWeightedModuleCollection,
     quant,
 )
+from shardwise.embeddings.managed_collision import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+    MCHManagedCollisionModule,
+)
 from shardwise.inference import (
     assign_weights_to_tbe,
     get_table_to_weights_from_tbe,
@@ -107,6 +114,26 @@ def pruned() -> None:
     print("rows of zeros:", {key: (~found[key].any(1)).tolist() for key in found.keys()})  # noqa: SIM118
 
 
+def behind_maps() -> None:
+    """Ids of any size go to slots of a table by maps, which learn no more once the table is quantized."""
+    batch = KeyedJaggedTensor(["ad"], torch.tensor([2**40, 7, 2**40]), lengths=torch.tensor([2, 1]))
+    bags, rows = [EmbeddingBagConfig(10, 8, "ad")], [EmbeddingConfig(10, 8, "ad")]
+    pooled = ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(bags), maps_of(bags))
+    unpooled = ManagedCollisionEmbeddingCollection(EmbeddingCollection(rows), maps_of(rows))
+    kinds = (quant.QuantManagedCollisionEmbeddingBagCollection, quant.QuantManagedCollisionEmbeddingCollection)
+    for module, kind in zip((pooled, unpooled), kinds, strict=True):
+        module(batch)
+        made = quantize_inference_model(module)
+        found, slots = made(batch)
+        print("behind maps:", isinstance(made, kind), type(found).__name__, bool((slots.values() < 10).all()))
+
+
+def maps_of(tables: list[EmbeddingBagConfig] | list[EmbeddingConfig]) -> ManagedCollisionCollection:
+    """A map of slots for the one table."""
+    module = MCHManagedCollisionModule(10, torch.device("cpu"), LFU_EvictionPolicy(), 1)
+    return ManagedCollisionCollection({"ad": module}, tables)
+
+
 def as_torchrec_has_them() -> None:
     """TorchRec's state dicts and FBGEMM's rows hold the same bits in another order."""
     made = quantize_inference_model(EmbeddingBagCollection(TABLES))
@@ -141,5 +168,6 @@ if __name__ == "__main__":
     whole_models()
     one_collection()
     pruned()
+    behind_maps()
     as_torchrec_has_them()
     as_torchrec_prepares_it()

@@ -15,7 +15,9 @@ from shardwise.embeddings.quant import QuantizedTables
 from shardwise.sharding.checkpoint.files import write_named
 from shardwise.sharding.checkpoint.manifest import Stored
 
+from .compiled import compile_program
 from .folder import (
+    COMPILED,
     PROGRAM,
     TABLES,
     VERSION,
@@ -32,7 +34,7 @@ from .folder import (
 )
 from .predict import PredictFactory, parts_of
 from .signature import Signature
-from .tracing import PLANES, Call, Traced, TracedTables, plain_call, sample_inputs, trace
+from .tracing import MAPPED, PLANES, Call, Traced, TracedTables, plain_call, sample_inputs, trace
 
 
 def export_model(
@@ -41,6 +43,7 @@ def export_model(
     *,
     signature: Signature | None = None,
     call: Call | None = None,
+    compiled: bool = False,
     force: bool = False,
 ) -> ModelFacts:
     """Write a quantized model into a folder, from which `load_program` serves it and `read_tables` reads its tables.
@@ -54,6 +57,8 @@ def export_model(
         signature: the names of the inputs; of a factory by default `model_inputs_data()["signature"]`.
         call: how the model is called, `call(model, features, dense)` with a KeyedJaggedTensor and a tensor or None. By
             default `model(features)`, or `model(dense, features)` where the signature has a dense input.
+        compiled: also compile it ahead of time, for the processor of this machine (`load_program(compiled=True)`).
+        force: replace a model that is there.
 
     Returns:
         What `model.json` says.
@@ -75,6 +80,8 @@ def export_model(
     with new_folder(folder, force=force) as made:
         _write_tables(made / TABLES, traced.groups)
         save_program(traced, made / PROGRAM)
+        if compiled:
+            compile_program(traced.program, made / COMPILED)
         facts = ModelFacts(
             format_version=VERSION,
             versions={"shardwise": __version__, "torch": str(torch.__version__)},
@@ -84,7 +91,7 @@ def export_model(
             outputs=tuple(_output_facts(traced)),
             tables=tuple(tables),
             planes=tuple(plane for group in traced.groups for plane in _planes(group)),
-            files=tuple(file_facts(made / name) for name in (TABLES, PROGRAM)),
+            files=tuple(file_facts(made / name) for name in (TABLES, PROGRAM, *([COMPILED] if compiled else []))),
         )
         write_facts(made, facts)
     return facts
@@ -156,6 +163,7 @@ def _table_facts(group: TracedTables) -> Iterator[TableFacts]:
             format=table.format,
             scale_dtype=_name(tables.scales.dtype) if "scales" in held else None,
             pruned="remapping" in held,
+            mapped=isinstance(group.collection, MAPPED),
             pooling=pooling,
             features=tuple(config.feature_names),
             bytes=sum(cells.nbytes for cells in held.values()),
@@ -165,7 +173,8 @@ def _table_facts(group: TracedTables) -> Iterator[TableFacts]:
 def _feature_facts(name: str, tables: Sequence[TableFacts]) -> FeatureFacts:
     """Of a feature, which may go to several tables: an id must be good in all of them."""
     mine = [table for table in tables if name in table.features]
-    return FeatureFacts(name, tuple(table.name for table in mine), min([table.ids for table in mine], default=None))
+    ids = min([table.ids for table in mine if not table.mapped], default=None)
+    return FeatureFacts(name, tuple(table.name for table in mine), ids)
 
 
 def _output_facts(traced: Traced) -> Iterator[OutputFacts]:

@@ -4,7 +4,7 @@
     tables.safetensors   of each table `<table>.payload` uint8 [rows, row_bytes], `<table>.scales` [rows, parts] unless
                          its format has none, `<table>.remapping` int32 [ids] if it is pruned
     program.pt2          the exported program, without the tables
-    program.aoti.pt2     the same, compiled, where that was asked for
+    program.aoti.pt2     its code, compiled, where that was asked for
 
 Nothing in here needs torch or numpy.
 """
@@ -40,7 +40,7 @@ class ModelDamaged(ValueError):
 class FeatureFacts:
     """A feature of the input, and the tables that its ids go to.
 
-    An id is good in [0, ids). `ids` is None where no quantized table takes them.
+    An id is good in [0, ids). `ids` is None where any may be: no quantized table takes them, or they are mapped first.
     """
 
     name: str
@@ -53,7 +53,9 @@ class TableFacts:
     """A table of `rows` x `dim`, as `format` of kernels/row_formats.py stores it; `features` look it up.
 
     `pooling` is "sum", "mean", or None where rows stay apart. An id is good in [0, ids); that of a pruned table is
-    remapped to a row, or to -1 where its row was left out. `bytes` counts payload, scales and remapping.
+    remapped to a row, or to -1 where its row was left out. Before a table that is `mapped` stands a managed collision
+    module: ids of any range become its slots in the program, and slots are what it takes itself. `bytes` counts
+    payload, scales and remapping.
     """
 
     name: str
@@ -63,6 +65,7 @@ class TableFacts:
     format: str
     scale_dtype: str | None
     pruned: bool
+    mapped: bool
     pooling: str | None
     features: tuple[str, ...]
     bytes: int

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-# the program calls its ops
-import shardwise.kernels
-
-from .folder import PROGRAM, TABLES, ModelDamaged, ModelFacts, check_file, read_facts
-
-assert shardwise.kernels is not None
+# it imports shardwise.kernels, whose ops programs call
+from .compiled import CompiledModule
+from .folder import COMPILED, PROGRAM, TABLES, ModelDamaged, ModelFacts, check_file, read_facts
 
 
 class Program:
@@ -23,7 +22,7 @@ class Program:
     It holds no state between calls: several threads may call it.
     """
 
-    def __init__(self, facts: ModelFacts, module: nn.Module) -> None:
+    def __init__(self, facts: ModelFacts, module: Callable[..., Sequence[Tensor]]) -> None:
         self.facts, self._module = facts, module
 
     @torch.inference_mode()
@@ -78,11 +77,12 @@ class Program:
         return {name: given.float()}
 
 
-def load_program(folder: str | os.PathLike[str], *, verify: bool = True) -> Program:
+def load_program(folder: str | os.PathLike[str], *, compiled: bool = False, verify: bool = True) -> Program:
     """The model of a folder that `export_model` wrote, on the CPU.
 
     Args:
         folder: where it is.
+        compiled: run the code that was compiled ahead of time, where the export was asked for it.
         verify: compare the checksums of its files first, for which they are read once more.
 
     Raises:
@@ -93,7 +93,10 @@ def load_program(folder: str | os.PathLike[str], *, verify: bool = True) -> Prog
     tables = check_file(folder, facts, TABLES, verify=verify)
     path = check_file(folder, facts, PROGRAM, verify=verify)
     try:
-        program = torch.export.load(path)
+        with warnings.catch_warnings():
+            # torch 2.9 says so of bytes that nobody writes to
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            program = torch.export.load(path)
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         raise ModelDamaged(f"{path} cannot be loaded by torch {torch.__version__}: {error}") from error
     planes = read_planes(tables, facts)
@@ -102,6 +105,8 @@ def load_program(folder: str | os.PathLike[str], *, verify: bool = True) -> Prog
     if missing:
         raise ModelDamaged(f"{path} has no {', '.join(missing)}, of which {folder} has tables")
     state.update(planes)
+    if compiled:
+        return Program(facts, CompiledModule(check_file(folder, facts, COMPILED, verify=verify), program, facts))
     return Program(facts, program.module())
 
 

@@ -14,10 +14,6 @@ from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.storage_reservations import FixedPercentageStorageReservation
 from shardwise.planner.topology import Topology
 from shardwise.sharding.env import ShardingEnv
-from shardwise.sharding.managed_collision_quant import (
-    QuantManagedCollisionEmbeddingBagCollectionSharder,
-    QuantManagedCollisionEmbeddingCollectionSharder,
-)
 from shardwise.sharding.plan import EmbeddingComputeKernel, ShardingPlan, ShardingType
 from shardwise.sharding.planned import find_places, shard_places
 from shardwise.sharding.planning.planners import EmbeddingShardingPlanner
@@ -28,6 +24,10 @@ from shardwise.sharding.quant import (
     QuantEmbeddingBagCollectionSharder,
     QuantEmbeddingCollectionSharder,
     QuantFeatureProcessedEmbeddingBagCollectionSharder,
+)
+from shardwise.sharding.quant.managed_collision import (
+    QuantManagedCollisionEmbeddingBagCollectionSharder,
+    QuantManagedCollisionEmbeddingCollectionSharder,
 )
 from shardwise.sharding.quant.pieces import NO_CUDA, warn_without_cuda
 from shardwise.sharding.sharders import ModuleSharder

@@ -20,6 +20,10 @@ from torch.export import Dim, ExportedProgram
 from shardwise import quant
 from shardwise.embeddings import BaseEmbeddingConfig
 from shardwise.embeddings.quant import QuantizedTables
+from shardwise.embeddings.quant.managed_collision import (
+    QuantManagedCollisionEmbeddingBagCollection,
+    QuantManagedCollisionEmbeddingCollection,
+)
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from .signature import Signature
@@ -32,7 +36,9 @@ Call = Callable[[nn.Module, KeyedJaggedTensor, Tensor | None], Any]
 
 # tensors of QuantizedTables that hold tables, and others that their lookups read
 PLANES = ("payload", "scales", "remapping")
-_BESIDE = ("features", "checked")
+# collections that turn ids of any range into slots of their tables
+MAPPED = (QuantManagedCollisionEmbeddingBagCollection, QuantManagedCollisionEmbeddingCollection)
+_BESIDE = ("features", "checked", "guard")
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,13 @@ def _check_ids(
             indices.contiguous(), offsets.contiguous(), features, guard, indices.shape[0], count, batch,
             _BLOCK, count.bit_length() + 1, FIELDS, ROWS, OK, padded,
         )  # fmt: skip
-    elif indices.is_cuda or not ids_are_good(indices, offsets, features, padded):
+    elif indices.is_cuda:
+        check_ids_ref(indices, offsets, features, guard, padded)
+    elif ids_are_good(indices, offsets, features, padded):
+        return
+    else:
+        # raised at once, so it need not go through a guard that other threads may be checking into
+        guard = new_guard()
         check_ids_ref(indices, offsets, features, guard, padded)
     if not indices.is_cuda or not runs_kernel(indices):
         # on CPU this reads host memory; on CUDA without triton it is the sync that the slow path costs

@@ -136,8 +136,8 @@ def _e4m3(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _quantize_rows_kernel(W, Q, S, R, D, row_bytes, BITS: tl.constexpr, PARTS: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    LEVELS: tl.constexpr = (1 << BITS) - 1
-    HALF: tl.constexpr = S.dtype.element_ty == tl.float16
+    LEVELS: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportInvalidTypeForm]
+    HALF: tl.constexpr = S.dtype.element_ty == tl.float16  # pyright: ignore[reportInvalidTypeForm]
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     here = r < R
     low = tl.full((BLOCK_R,), float("inf"), tl.float32)
@@ -153,6 +153,7 @@ def _quantize_rows_kernel(W, Q, S, R, D, row_bytes, BITS: tl.constexpr, PARTS: t
     # minima pass over a NaN; it shall be seen in the scales
     low = tl.where(broken != 0, float("nan"), low)
     ones = tl.full((BLOCK_R,), 1.0, tl.float32)
+    inverse = ones
     if PARTS == 1:
         bias = ones * 0.0
         scale = tl.div_rn(tl.where(broken != 0, float("nan"), tl.maximum(high, -low)), ones * FP8_MAX)

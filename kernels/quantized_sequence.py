@@ -56,7 +56,7 @@ def _resolve_rows_kernel(I, O, FT, at, N, F, B, units, BASE: tl.constexpr, ROWS:
 
 @triton.jit
 def _gather_values_kernel(Q, S, at, Y, N, D, units, BITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr, ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    PER: tl.constexpr = 8 // BITS if BITS < 8 else 1
+    PER: tl.constexpr = 8 // BITS if BITS < 8 else 1  # pyright: ignore[reportInvalidTypeForm]
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = position < N
     begin = tl.load(at + position, mask=here, other=-1)

@@ -48,16 +48,18 @@ class Batch:
     features: Tensor
     dims: list[int]
 
-    def pooled(self, by: Callable[..., Tensor] = quantized_pooled_lookup) -> Tensor:
+    def pooled(self, by: Callable[..., Any] = quantized_pooled_lookup) -> Tensor:
         where = (self.indices, self.offsets, self.per_id_weights, self.features, self.dims)
-        return by(self.payload, self.scales, *where, self.format)
+        result: Tensor = by(self.payload, self.scales, *where, self.format)
+        return result
 
-    def sequence(self, by: Callable[..., Tensor] = quantized_sequence_lookup) -> Tensor:
+    def sequence(self, by: Callable[..., Any] = quantized_sequence_lookup) -> Tensor:
         where = (self.indices, self.offsets, self.features, self.dims[0])
-        return by(self.payload, self.scales, *where, self.format)
+        result: Tensor = by(self.payload, self.scales, *where, self.format)
+        return result
 
     def to(self, device: str) -> Batch:
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
 
@@ -114,24 +116,30 @@ def quantized_correctness(device: str, sizes: Sizes) -> dict[str, Any]:
 def quantized_bandwidth(device: str, sizes: Sizes) -> dict[str, Any]:
     """Pooled lookup of every format at each dim, sequences and quantizing at one dim; uniform ids."""
     copy, records = copy_bandwidth(device, sizes.copy_bytes, sizes.repeats)["gb_per_s"], []
-    shape = (sizes.tables, sizes.rows, sizes.batch, sizes.length)
 
     def add(what: str, format: str, dim: int, calls: list[Callable[[], object]], moved: int) -> None:
         records.append({"op": what, "format": format, "dim": dim, **measure(calls, moved, device, sizes.repeats, copy)})
 
     for format, kind in ROW_FORMATS.items():
         for dim in sizes.dims:
-            tables, rows, batch, length = shape
-            first = make(device, format, tables, rows, dim, batch, length)
-            shifts = [replace(first, indices=(first.indices + s) % rows) for s in range(INPUTS)]
-            where = (kind, first.scales, first.indices, first.offsets)
-            moved = quantized_pooled_lookup_bytes(*where, None, first.features).bytes_moved
-            add("quantized_pooled_lookup", format, dim, [b.pooled for b in shifts], moved)
-        moved = quantized_sequence_lookup_bytes(*where, first.features).bytes_moved
-        add("quantized_sequence_lookup", format, dim, [b.sequence for b in shifts], moved)
+            batches = _rotated(device, format, sizes, dim)
+            where = (kind, batches[0].scales, batches[0].indices, batches[0].offsets)
+            moved = quantized_pooled_lookup_bytes(*where, None, batches[0].features).bytes_moved
+            add("quantized_pooled_lookup", format, dim, [b.pooled for b in batches], moved)
+        dim = sizes.dims[-1]
+        batches = _rotated(device, format, sizes, dim)
+        where = (kind, batches[0].scales, batches[0].indices, batches[0].offsets)
+        moved = quantized_sequence_lookup_bytes(*where, batches[0].features).bytes_moved
+        add("quantized_sequence_lookup", format, dim, [b.sequence for b in batches], moved)
         if kind.parts:
-            weights = torch.randn(rows, dim, device=device)
-            moved = rows * (dim * 4 + kind.bytes_moved(dim))
+            weights = torch.randn(sizes.rows, dim, device=device)
+            moved = sizes.rows * (dim * 4 + kind.bytes_moved(dim))
             make_rows = partial(torch.ops.shardwise.quantize_rows, weights, format, kind.scale_dtype)
             add("quantize_rows", format, dim, [make_rows], moved)
     return {"copy_gb_per_s": copy, "records": records}
+
+
+def _rotated(device: str, format: str, sizes: Sizes, dim: int) -> list[Batch]:
+    """Distinct batches over one set of tables."""
+    first = make(device, format, sizes.tables, sizes.rows, dim, sizes.batch, sizes.length)
+    return [replace(first, indices=(first.indices + shift) % sizes.rows) for shift in range(INPUTS)]

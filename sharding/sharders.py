@@ -322,10 +322,6 @@ class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]
 def get_default_sharders() -> list[ModuleSharder[Any]]:
     """Sharders of collections, trained and quantized ones, more than TorchRec's; towers need their own."""
     # here, as it derives from what this file has
-    from .managed_collision_quant import (
-        QuantManagedCollisionEmbeddingBagCollectionSharder,
-        QuantManagedCollisionEmbeddingCollectionSharder,
-    )
     from .managed_collision_sharders import (
         ManagedCollisionEmbeddingBagCollectionSharder,
         ManagedCollisionEmbeddingCollectionSharder,
@@ -335,6 +331,10 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         QuantEmbeddingBagCollectionSharder,
         QuantEmbeddingCollectionSharder,
         QuantFeatureProcessedEmbeddingBagCollectionSharder,
+    )
+    from .quant.managed_collision import (
+        QuantManagedCollisionEmbeddingBagCollectionSharder,
+        QuantManagedCollisionEmbeddingCollectionSharder,
     )
 
     return [

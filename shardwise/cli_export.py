@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .checkpoint import Manifest
-    from .inference import ModelFacts, PredictFactory, Signature
+    from .inference import ModelFacts, Signature
 
 _DTYPES = {
     "int8": "int8",
@@ -33,9 +33,9 @@ _OUTPUTS = ("fp32", "fp16", "bf16")
 class _Made(NamedTuple):
     """What a factory gave."""
 
-    model: nn.Module | PredictFactory
+    model: nn.Module
     signature: Signature | None
-    call: Callable[..., Any] | None
+    call: Callable[..., Any] | None = None
 
 
 def add_export(commands: click.Group) -> None:
@@ -53,6 +53,7 @@ def add_export(commands: click.Group) -> None:
     @click.option("--dtype", type=click.Choice([*_DTYPES]), default="int8", help="Of all tables.", show_default=True)
     @click.option("--table-dtype", "exceptions", multiple=True, metavar="TABLE=DTYPE", help="Of one; may repeat.")
     @click.option("--output-dtype", type=click.Choice(_OUTPUTS), default="fp32", help="Of lookups.", show_default=True)
+    @click.option("--aoti", is_flag=True, help="Also compile it ahead of time, for this machine's processor.")
     @click.option("--force", is_flag=True, help="Replace the model that is in OUT_DIR.")
     def export(
         folder: Path,
@@ -61,6 +62,7 @@ def add_export(commands: click.Group) -> None:
         dtype: str,
         exceptions: tuple[str, ...],
         output_dtype: str,
+        aoti: bool,
         force: bool,
     ) -> None:
         """Quantize a model's tables and write it into the folder OUT_DIR, which serves it.
@@ -75,11 +77,16 @@ def add_export(commands: click.Group) -> None:
         with _told():
             require_free(folder.absolute(), force=force)
             dtypes = _per_table(exceptions)
-            _print(folder, *_export(folder, factory, checkpoint, (dtype, dtypes, output_dtype), force))
+            _print(folder, *_export(folder, factory, checkpoint, (dtype, dtypes, output_dtype), aoti, force))
 
 
 def _export(
-    folder: Path, factory: str, checkpoint: Path | None, dtypes: tuple[str, Mapping[str, str], str], force: bool
+    folder: Path,
+    factory: str,
+    checkpoint: Path | None,
+    dtypes: tuple[str, Mapping[str, str], str],
+    aoti: bool,
+    force: bool,
 ) -> tuple[ModelFacts, dict[str, int]]:
     """Do it step by step; also the bytes that each table had."""
     from rich.console import Console
@@ -93,10 +100,6 @@ def _export(
         manifest, weights = _checkpoint(checkpoint)
         progress.update(task, description=f"making the model of {factory}")
         model, signature, call = _made(_named(factory), factory, manifest)
-        if isinstance(model, _predict_factory()):
-            from .inference.predict import parts_of
-
-            model, signature, call = parts_of(model, signature, call)
         if weights is not None:
             _load(model, weights)
         before = _trained_bytes(model)
@@ -113,14 +116,9 @@ def _export(
                 fp_weight_dtype=_torch_dtype(each),
                 output_dtype=_torch_dtype(output),
             )
-        progress.update(task, description="tracing and writing the model")
-        return export_model(model, folder, signature=signature, call=call, force=force), before
-
-
-def _predict_factory() -> type[PredictFactory]:
-    from .inference import PredictFactory
-
-    return PredictFactory
+        progress.update(task, description=f"tracing{', compiling' if aoti else ''} and writing the model")
+        facts = export_model(model, folder, signature=signature, call=call, compiled=aoti, force=force)
+    return facts, before
 
 
 def _checkpoint(path: Path | None) -> tuple[Manifest | None, dict[str, torch.Tensor] | None]:
@@ -171,14 +169,17 @@ def _made(factory: Callable[..., Any], text: str, manifest: Manifest | None) -> 
         ValueError: it wants a checkpoint and there is none.
         TypeError: it returns something else.
     """
+    from .inference import PredictFactory
+    from .inference.predict import parts_of
+
     wanted = [one for one in inspect.signature(factory).parameters.values() if one.default is one.empty]
     if wanted and manifest is None:
         raise ValueError(f"{text} takes the manifest of a checkpoint: pass --checkpoint")
     found = factory(manifest) if wanted else factory()
-    if isinstance(found, _predict_factory()):
-        return _Made(found, None, None)
+    if isinstance(found, PredictFactory):
+        return _Made(*parts_of(found, None, None))
     if isinstance(found, tuple) and len(found) in (2, 3):
-        return _Made(*found) if len(found) == 3 else _Made(*found, None)
+        return _Made(*found)
     raise TypeError(
         f"{text} returned a {type(found).__name__}: it must return (model, signature), (model, signature, call) or a"
         " PredictFactory"
@@ -201,7 +202,7 @@ def _trained_bytes(model: nn.Module) -> dict[str, int]:
     for module in model.modules():
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             children = module.embedding_bags if isinstance(module, EmbeddingBagCollection) else module.embeddings
-            found.update({name: child.weight.nbytes for name, child in children.items()})  # type: ignore[union-attr,misc]
+            found.update({name: child.weight.nbytes for name, child in children.items()})  # type: ignore[misc]
     return found
 
 

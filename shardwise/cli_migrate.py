@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _STATUSES = ("missing", "differs", "mapped")
 # lines of a file that the text names one by one
 _LINES_SHOWN = 4
+# of a column; what is longer pushes the rest of its line to the right
+_WIDEST = 70
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _print(report: _Report) -> None:
     findings = report.findings()
     lines = [("TorchRec", "status", "here", "where")]
     lines += [(one.name, one.status, _here(one), _where(report.places[one.name])) for one in findings]
-    widths = [max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]]
+    widths = [min(_WIDEST, max(map(len, column))) for column in list(zip(*lines, strict=True))[:-1]]
     for *cells, where in lines if findings else ():
         click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), where]))
     if rows := list(dict.fromkeys(row for one in findings for row in one.differences)):

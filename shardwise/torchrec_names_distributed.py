@@ -125,7 +125,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.mc_modules": {
         "shardwise.sharding.managed_collision_sharders": "ManagedCollisionCollectionSharder",
         "shardwise.sharding.managed_collision": "ShardedManagedCollisionCollection",
-        "shardwise.sharding.managed_collision_quant": "InferManagedCollisionCollectionSharder",
+        "shardwise.sharding.quant.managed_collision": "InferManagedCollisionCollectionSharder",
     },
     "torchrec.distributed.model_parallel": {
         "shardwise.sharding.dmp": "DistributedModelParallel",
@@ -203,7 +203,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.quant_embedding": {
         "shardwise.quant": "QuantEmbeddingCollection=EmbeddingCollection",
         "shardwise.sharding.quant": "QuantEmbeddingCollectionSharder ShardedQuantEmbeddingCollection",
-        "shardwise.sharding.managed_collision_quant": (
+        "shardwise.sharding.quant.managed_collision": (
             "QuantManagedCollisionEmbeddingCollectionSharder ShardedQuantManagedCollisionEmbeddingCollection"
         ),
     },
@@ -216,7 +216,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
             "QuantEmbeddingBagCollectionSharder QuantFeatureProcessedEmbeddingBagCollectionSharder "
             "ShardedQuantEmbeddingBagCollection ShardedQuantFeatureProcessedEmbeddingBagCollection"
         ),
-        "shardwise.sharding.managed_collision_quant": (
+        "shardwise.sharding.quant.managed_collision": (
             "QuantManagedCollisionEmbeddingBagCollectionSharder ShardedQuantManagedCollisionEmbeddingBagCollection"
         ),
     },

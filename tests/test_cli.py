@@ -46,10 +46,8 @@ def test_kept_promises_end_with_status_0_and_a_line_for_each_case(monkeypatch: p
     asked = compiled_as(GOOD, monkeypatch)
     result = run("kernels", "check", "--target", "sm_80", "--target", "sm_90", "--kernel", "pooled_lookup D=128 fp32 w")
     assert result.exit_code == 0, result.output
-    assert [(case.name, target) for case, target in asked] == [
-        ("pooled_lookup D=128 fp32 weighted", "sm_80"),
-        ("pooled_lookup D=128 fp32 weighted", "sm_90"),
-    ]
+    names = ["pooled_lookup D=128 fp32 weighted", "quantized_pooled_lookup D=128 fp32 weighted"]
+    assert [(case.name, target) for case, target in asked] == [(n, t) for n in names for t in ("sm_80", "sm_90")]
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["pooled_lookup", "D=128", "fp32", "weighted", "sm_80", "40", "0", "0", "0", "4x16", "1x16"] in rows
     assert result.stdout.rstrip().endswith("every promise is kept")
@@ -64,7 +62,8 @@ def test_a_broken_promise_ends_with_status_1_and_is_named(monkeypatch: pytest.Mo
     assert f"{name}: spills 8 bytes, promised 0" in result.stdout
     assert f"{name}: takes 65 registers, promised at most 64" in result.stdout
     assert f"{name}: loads 0 bytes of rows by 16 bytes at a time, promised 64" in result.stdout
-    assert result.stdout.rstrip().endswith("3 broken promises")
+    # the lookup of quantized rows may take more registers
+    assert result.stdout.rstrip().endswith("5 broken promises")
 
 
 @NEEDS_CASES

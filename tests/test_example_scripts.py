@@ -77,6 +77,16 @@ def test_sharded_learns_its_labels(ranks: int) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_managed_collision_learns_ids_that_come_and_go(ranks: int) -> None:
+    said = run_on(ranks, "examples/managed_collision.py").splitlines()
+    first, last = re.findall(r"loss (\S+) -> (\S+)", said[-1])[0]
+    assert float(last) < 0.1 * float(first)
+    served = ["users of the last days with a row of their own: 8 of 8", "quantized, their labels are right: True"]
+    assert said[1:-1] == (served if ranks == 1 else [])
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_strategy_trains_as_one_process(ranks: int) -> None:
     said = run_on(ranks, "examples/sharding.py").splitlines()

@@ -221,7 +221,7 @@ def test_a_signal_lets_it_answer_what_it_has_taken(folder: Path) -> None:
     ],
 )
 def test_a_server_that_cannot_start_says_why(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert server.main([*arguments, "--port", "0"]) == 1
     assert said in capsys.readouterr().err

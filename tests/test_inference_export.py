@@ -6,13 +6,14 @@ import itertools
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from inference_models import CASES, DENSE, FEATURES, bags, dlrm
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.inference import (
     ModelDamaged,
@@ -64,6 +65,25 @@ def test_a_fresh_process_serves_without_the_training_parts(folder: Path, tmp_pat
     assert done.stdout.split() == ["_version", "inference", "kernels"]
     wanted = CASES["dlrm"].wanted(CASES["dlrm"].model(), batch)
     assert torch.equal(torch.load(tmp_path / "found")["output"], wanted["output"])
+
+
+def test_threads_do_not_see_each_others_bad_ids(program: Program) -> None:
+    """A fault went through a tensor that all calls shared, so a good call could raise for a bad one beside it."""
+    case = CASES["dlrm"]
+    good = case.batch(4)
+    bad = {**good, "values": good["values"].clone().fill_(1000)}
+    wanted = case.wanted(case.model(), good)["output"]
+
+    def answer(number: int) -> Tensor | str:
+        try:
+            return program(**(bad if number % 2 else good))["output"]
+        except IndexError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(answer, range(200)))
+    assert all(isinstance(one, Tensor) and torch.equal(one, wanted) for one in found[::2])
+    assert all(isinstance(one, str) and "id 1000 is outside" in one for one in found[1::2])
 
 
 def test_the_tables_are_written_once(tmp_path: Path) -> None:

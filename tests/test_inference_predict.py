@@ -23,6 +23,7 @@ from shardwise.inference import (
     quantize_dense,
     quantize_inference_model,
 )
+from shardwise.models import SparseArch
 
 
 class Served(PredictModule):
@@ -130,7 +131,7 @@ def test_quantize_dense_makes_all_but_tables_fp16() -> None:
     served = Served(dlrm(), "cpu")
     model = served.predict_module
     batch = CASES["dlrm"].batch(3)
-    assert quantize_dense(served, torch.half, additional_embedding_module_type=[type(model.sparse_arch)]) is served
+    assert quantize_dense(served, torch.half, additional_embedding_module_type=[SparseArch]) is served
     dtypes = {name.split(".")[0]: tensor.dtype for name, tensor in model.named_parameters()}
     assert dtypes == {"sparse_arch": torch.float32, "dense_arch": torch.float16, "over_arch": torch.float16}
     # fp32 inputs of a child become fp16, tables stay

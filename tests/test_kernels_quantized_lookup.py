@@ -98,10 +98,10 @@ def test_outputs_of_16_bits_are_those_of_32_rounded(
         # the interpreter cuts fp32 to bf16 where a GPU rounds
         tolerance = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-11
         wide = quantized_pooled_lookup_ref(*batch(case).pooled)
-        assert_close(quantized_pooled_lookup(*there.pooled, dtype), wide.to(dtype), tolerance)
+        assert_close(quantized_pooled_lookup(*there.pooled, output_dtype=dtype), wide.to(dtype), tolerance)
         alike = batch(replace(case, tables=((9, 8), (5, 8))))
-        rows = quantized_sequence_lookup(*alike.to(there.payload.device).sequence, dtype)
-        assert_close(rows, quantized_sequence_lookup_ref(*alike.sequence, dtype), tolerance)
+        rows = quantized_sequence_lookup(*alike.to(there.payload.device).sequence, output_dtype=dtype)
+        assert_close(rows, quantized_sequence_lookup_ref(*alike.sequence, output_dtype=dtype), tolerance)
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
@@ -197,29 +197,27 @@ def test_every_code_of_e4m3_is_the_number_that_torch_says(device: str) -> None:
         assert_same_codes(got.cpu(), expected)
 
 
-def calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Name -> op and arguments."""
+def call(name: str, format: str, device: torch.device) -> tuple[Any, tuple[Any, ...]]:
+    """An op and arguments for it."""
     ops = torch.ops.shardwise
-    found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    for format in ("int8", "int4", "fp8", "bf16"):
-        mixed = batch(Case("", format, weighted=True)).to(device)
-        alike = batch(Case("", format, tables=((9, 7), (5, 7)))).to(device)
-        found[f"pooled {format}"] = (ops.quantized_pooled_lookup.default, (*mixed.pooled, torch.float32))
-        found[f"sequence {format}"] = (ops.quantized_sequence_lookup.default, (*alike.sequence, torch.float16))
-        rows = torch.randn(3, 7, device=device)
-        payload, scales = quantize_rows(rows, format)
-        found[f"quantize {format}"] = (ops.quantize_rows.default, (rows.to(torch.bfloat16), format, scales.dtype))
-        found[f"dequantize {format}"] = (
-            ops.dequantize_rows.default,
-            (payload, scales, 7, format, torch.bfloat16),
-        )
-    return found
+    if name == "pooled":
+        there = batch(Case("", format, weighted=True)).to(device)
+        return ops.quantized_pooled_lookup.default, (*there.pooled, torch.float32)
+    if name == "sequence":
+        there = batch(Case("", format, tables=((9, 7), (5, 7)))).to(device)
+        return ops.quantized_sequence_lookup.default, (*there.sequence, torch.float16)
+    rows = torch.randn(3, 7, device=device)
+    payload, scales = quantize_rows(rows, format)
+    if name == "quantize":
+        return ops.quantize_rows.default, (rows.to(torch.bfloat16), format, scales.dtype)
+    return ops.dequantize_rows.default, (payload, scales, 7, format, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", calls(torch.device("cpu")))
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "bf16"])
+@pytest.mark.parametrize("name", ["pooled", "sequence", "quantize", "dequantize"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str, name: str) -> None:
-    op, args = calls(torch_device(device))[name]
+def test_opcheck(device: str, name: str, format: str) -> None:
+    op, args = call(name, format, torch_device(device))
     torch.library.opcheck(op, args)
 
 

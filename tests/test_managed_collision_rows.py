@@ -25,7 +25,8 @@ from shardwise.embeddings.managed_collision import (
     MCHManagedCollisionModule,
     fresh_rows,
 )
-from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
+from shardwise.sharding import accumulate
 
 ROWS, DIM = 6, 4
 
@@ -166,3 +167,23 @@ def test_a_collection_of_other_tables_is_refused() -> None:
     table = EmbeddingBagConfig(name="a", num_embeddings=ROWS, embedding_dim=8, feature_names=["f", "g"])
     with pytest.raises(ValueError, match=r"the embedding module has tables \{'a': \(6, 8, .*the managed collision"):
         ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection([table]), build()._managed_collision_collection)
+
+
+def test_gradients_that_wait_go_with_the_ids_that_had_the_row() -> None:
+    """Both rows change hands between two micro-batches: the step is that of the second one alone."""
+    table = EmbeddingBagConfig(3, DIM, "t", feature_names=["f"])
+    ebc = EmbeddingBagCollection([table])
+    apply_optimizer_in_backward(torch.optim.Adagrad, ebc.parameters(), {"lr": 0.1})
+    maps = {"t": MCHManagedCollisionModule(3, "cpu", LRU_EvictionPolicy(), 1)}
+    module = ManagedCollisionEmbeddingBagCollection(ebc, ManagedCollisionCollection(maps, [table]))
+    with accumulate(module):
+        for ids in ([1, 2], [3, 4]):
+            found, _ = module(KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.tensor([1, 1])))
+            assert isinstance(found, KeyedTensor)
+            found.values().sum().backward()
+    ebc.fused_optimizer().step()
+    group, number = ebc._homes()[0]
+    assert torch.equal(group.state_views(number)["momentum1"], torch.tensor([[1.0], [1.0], [0.0]]).expand(3, DIM))
+    # a step of Adagrad for a gradient of 1
+    expected = fresh_rows(table, 2, 2) - 0.1
+    assert torch.allclose(group.view(number)[:2].sort(0)[0], expected.sort(0)[0], atol=1e-6)

@@ -30,7 +30,7 @@ from shardwise.inference.quantize import quantize_inference_model
 from shardwise.inference.sharded import shard_quant_model
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.planner.constraints import ParameterConstraints
-from shardwise.sharding.managed_collision_quant import (
+from shardwise.sharding.quant.managed_collision import (
     QuantManagedCollisionEmbeddingBagCollectionSharder,
     QuantManagedCollisionEmbeddingCollectionSharder,
 )
@@ -61,7 +61,7 @@ def trained(pooled: bool) -> Any:
     module = make(inner, ManagedCollisionCollection(maps, tables))
     for step in range(5):
         found, _ = module(batch_of(step))
-        sum(one.sum() for one in outputs(found)).backward()
+        torch.autograd.backward([one.sum() for one in outputs(found)])
     return module
 
 
@@ -84,10 +84,11 @@ def test_rows_are_those_of_the_quantized_collection_at_the_slots_of_training(poo
             found, slots = made(batch_of(step))
             expected = module._managed_collision_collection(batch_of(step))
             assert slots.keys() == ["f", "g", "h"] and torch.equal(slots.values(), expected.values())
+            # some ids have no slot
+            assert (slots.values() == ROWS - 1).any()
             assert all(torch.equal(a, b) for a, b in zip(outputs(found), outputs(plain(slots)), strict=True))
     state = made.state_dict()
     assert all(torch.equal(value, state[f"_managed_collision_collection.{name}"]) for name, value in learned.items())
-    assert (slots.values() == ROWS - 1).any()
 
 
 def test_the_float_module_goes_on_learning() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -412,3 +414,26 @@ def wide() -> list[list[int]]:
 def test_row_shards_divide_ids_of_64_bits() -> None:
     free = 2**63 - 1
     assert run_ranks(2, wide) == [[[0], [0, 5, free, free]], [[4], [2**62, 2**63 - 2, free, free]]]
+
+
+def saved(folder: str, strategy: str) -> bool:
+    """Whether a net loaded by torch.distributed.checkpoint goes on with the bits of the one that was saved."""
+    model, again = Net(True), Net(True)
+    one: Any = DistributedModelParallel(model, plan=plan_of(model, strategy))
+    other: Any = DistributedModelParallel(again, plan=plan_of(again, strategy))
+    for step in range(4):
+        torch.autograd.backward([out.sum() for out in one(batch_of(step, *span()))])
+    dcp.save(one.state_dict(), checkpoint_id=folder)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state)
+    one.eval()
+    other.eval()
+    with torch.no_grad():
+        found, expected = other(batch_of(4, *span())), one(batch_of(4, *span()))
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["table_wise", "column_wise", "row_wise"])
+def test_torch_distributed_checkpoint_saves_and_loads_maps(strategy: str, tmp_path: Path) -> None:
+    assert run_ranks(2, saved, str(tmp_path), strategy) == [True, True]

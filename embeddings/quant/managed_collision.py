@@ -101,7 +101,7 @@ class QuantManagedCollisionEmbeddingCollection(_BehindMaps, EmbeddingCollection)
         return super().forward(slots), slots
 
     @classmethod
-    def from_float(
+    def from_float(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, module: nn.Module, return_remapped_features: bool = False
     ) -> QuantManagedCollisionEmbeddingCollection:
         """The quantized form of a float `ManagedCollisionEmbeddingCollection`, with copies of its maps.
@@ -166,7 +166,7 @@ class QuantManagedCollisionEmbeddingBagCollection(_BehindMaps, EmbeddingBagColle
         return super().forward(slots), slots
 
     @classmethod
-    def from_float(
+    def from_float(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, module: nn.Module, return_remapped_features: bool = False
     ) -> QuantManagedCollisionEmbeddingBagCollection:
         """The quantized form of a float `ManagedCollisionEmbeddingBagCollection`. As that of sequences."""

@@ -122,6 +122,8 @@ class QuantizedTables:
         ]
         self.checked = pack_features(by_ids, self.device) if self.is_pruned else self.features
         self._unread: UnreadGuard | None = None
+        # of graphs: compilers leave out a check that writes to nothing that outlives the call
+        self.guard = new_guard(self.device)
 
     def payload_of(self, table: int) -> Tensor:
         """The payload of a table, uint8 [rows, row_bytes], a view."""
@@ -173,7 +175,7 @@ class QuantizedTables:
             # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids
             return
         self.raise_pending()
-        guard, fatal = new_guard(ids.device), mode is BoundsCheckMode.FATAL
+        guard, fatal = self.guard if traced else new_guard(ids.device), mode is BoundsCheckMode.FATAL
         check_ids(ids, offsets, self.checked, guard, names=self.names, fatal=fatal, padded=padded)
         # a graph has nobody to read what it left in a guard: on CUDA its bad ids count as none
         if ids.is_cuda and not traced:

@@ -2,7 +2,8 @@
 
 TorchRec keeps a table as `<path>.embedding_bags.<table>.weight` (`embeddings` for sequences): fused rows (INFERENCE of
 fbgemm_rows.py), or payload alone beside `weight_qscale` and `weight_qbias`, fp16 [R, 1] each. Entries of `tbes`, which
-hold where those tables lie in memory, say nothing that a collection does not know.
+hold where those tables lie in memory, say nothing that a collection does not know. What a pruned table of ours has
+besides, `index_remapping`, is in no such state dict: it is read and written under its own name.
 """
 
 from __future__ import annotations

@@ -126,9 +126,13 @@ class Checkpoints:
             return
         self.finish()
         position = Position.of(self._source, self._args.batch_size, epoch=progress.epoch, step=progress.epoch_step)
-        extra = {"position": position.to_json(), "settings": self._settings(), "progress": asdict(progress)}
-        # which column is what, for whoever serves the model
-        extra["dense"] = list(self._source.dense_names)
+        extra = {
+            "position": position.to_json(),
+            "settings": self._settings(),
+            "progress": asdict(progress),
+            # which column is what, for whoever serves the model
+            "dense": list(self._source.dense_names),
+        }
         self._saving = checkpoint.save(
             self._args.checkpoint_dir,
             self._model,

@@ -74,8 +74,7 @@ def requests(program: Program, args: argparse.Namespace) -> list[Good | Bad]:
     """As many as asked for, the bad ones spread among the good."""
     random_ = random.Random(args.seed)
     limits = {"max_instances": args.max_instances, "max_bytes": args.max_bytes}
-    good_one = {"features": {program.facts.features[0].name: [0]}, **instance(program.facts, random_)}
-    kinds = [*bad_requests(program.facts, good_one, **limits).values()]
+    kinds = [*bad_requests(program.facts, instance(program.facts, random_), **limits).values()]
     made: list[Good | Bad] = []
     for number in range(args.requests):
         if random_.random() < args.bad:

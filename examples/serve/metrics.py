@@ -6,6 +6,7 @@ import bisect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 LATENCY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -15,6 +16,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 class Counts:
     """How often something happened, by the values of its labels."""
 
+    kind: ClassVar[str] = "counter"
     name: str
     help: str
     labels: Sequence[str]
@@ -27,13 +29,12 @@ class Counts:
         found = sorted(self.by_labels.items())
         return [f"{self.name}{_labels(dict(zip(self.labels, key, strict=True)))} {count}" for key, count in found]
 
-    kind = "counter"
-
 
 @dataclass
 class Histogram:
     """How often a number was at most each of `bounds`."""
 
+    kind: ClassVar[str] = "histogram"
     name: str
     help: str
     bounds: Sequence[float]
@@ -54,13 +55,12 @@ class Histogram:
             lines.append(f"{self.name}_bucket{_labels({'le': bound})} {below}")
         return [*lines, f"{self.name}_sum {self.total}", f"{self.name}_count {below}"]
 
-    kind = "histogram"
-
 
 @dataclass
 class Gauge:
     """A number as it is when it is asked for."""
 
+    kind: ClassVar[str] = "gauge"
     name: str
     help: str
     read: Callable[[], float]
@@ -68,8 +68,6 @@ class Gauge:
 
     def lines(self) -> list[str]:
         return [f"{self.name}{_labels(self.labels)} {self.read()}"]
-
-    kind = "gauge"
 
 
 def text(metrics: Sequence[Counts | Histogram | Gauge]) -> str:

@@ -19,18 +19,13 @@ from shardwise.embeddings.quant import (
     QuantManagedCollisionEmbeddingCollection,
 )
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.sharding.layout import SERVING
+from shardwise.sharding.plan import ParameterSharding, ShardingType
+from shardwise.sharding.sharders import ModuleSharder
 
-from .layout import SERVING
-from .plan import ParameterSharding, ShardingType
-from .quant import (
-    BaseQuantEmbeddingSharder,
-    QuantEmbeddingBagCollectionSharder,
-    QuantEmbeddingCollectionSharder,
-    ShardedQuantEmbeddingBagCollection,
-    ShardedQuantEmbeddingCollection,
-)
-from .quant.collection import Envs
-from .sharders import ModuleSharder
+from .collection import Envs
+from .modules import ShardedQuantEmbeddingBagCollection, ShardedQuantEmbeddingCollection
+from .sharders import BaseQuantEmbeddingSharder, QuantEmbeddingBagCollectionSharder, QuantEmbeddingCollectionSharder
 
 
 class InferManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection]):
