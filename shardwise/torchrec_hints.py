@@ -16,8 +16,8 @@ _FBGEMM_KERNELS = "kernels are ops of torch.ops.shardwise, and tables are module
 # a module or a name of TorchRec, and all below it -> why it is not here, and what to use
 HINTS: Mapping[str, str] = {
     "fbgemm_gpu": _FBGEMM_KERNELS,
-    "torchrec.datasets.criteo": "shardwise.data reads Criteo's files: CriteoSource",
-    "torchrec.datasets.movielens": "shardwise.data reads MovieLens",
+    "torchrec.datasets.criteo": "shardwise.data.Criteo reads its files",
+    "torchrec.datasets.movielens": "shardwise.data.MovieLens reads its files",
     "torchrec.distributed.batched_embedding_kernel": _HOST_TIERS,
     "torchrec.distributed.embedding_dim_bucketer": _HOST_TIERS,
     "torchrec.distributed.embedding_sharding.group_tables": "tables are grouped by storage inside the engine",
