@@ -70,6 +70,28 @@ DIFFERENCES: Mapping[str, Mapping[str, str]] = {
     "The training loop": {
         "A pipeline rewrites the model by `torch.fx`": f"{_PIPELINES} EvalPipelineSparseDist",
     },
+    "Quantized tables and inference": {
+        "`quantize_inference_model` and `shard_quant_model` pass over": "quantize_inference_model shard_quant_model",
+        "Rows of int8 that fp16 scales cut": "quant.EmbeddingBagCollection quant.EmbeddingCollection",
+        "A quantized row has 4 bytes in front": "quant.EmbeddingBagCollection quant.EmbeddingCollection",
+        "Quant sharders offer table-, row- and column-wise": "QuantEmbeddingBagCollectionSharder"
+        " QuantEmbeddingCollectionSharder",
+        "`WeightSpec` keys": "WeightSpec sharded_tbes_weights_spec",
+        "`PredictModule` without a device": "PredictModule",
+        "`quantize_dense` turns some children": "quantize_dense",
+    },
+    "Managed collision": {
+        "Unsharded, the row of an evicted id": "ManagedCollisionEmbeddingBagCollection"
+        " ManagedCollisionEmbeddingCollection",
+        "History is sized by the first batch": "MCHManagedCollisionModule",
+        "A feature of two tables, or modules": "ManagedCollisionCollection",
+        "Sharded row-wise only": "ManagedCollisionEmbeddingBagCollectionSharder"
+        " ManagedCollisionEmbeddingCollectionSharder",
+    },
+    "Models and data": {
+        "`DLRM_DCN` leaves the cross network": "DLRM_DCN",
+        "`RandomRecDataset` takes 0": "RandomRecDataset",
+    },
     "Jagged types": {
         "`repr` of a KJT is the object's address": "KeyedJaggedTensor",
         "`KeyedJaggedTensor.empty()` has float32 values": "KeyedJaggedTensor",
