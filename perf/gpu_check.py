@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,37 +43,12 @@ from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.bounds import OK
 from shardwise.perf.batches import Batch, lookup_bytes, make, optimizer, touched_rows, update_bytes
 from shardwise.perf.gpu_quantized import quantized_bandwidth, quantized_correctness
+from shardwise.perf.gpu_sizes import GPU, SMALL, Sizes
 from shardwise.perf.timing import copy_bandwidth, gb_per_s, measure, spread, times_us
 
 RULES = [rule for rule in DEFINED if rule != "gradient"]
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # largest relative error of a tensor
 INPUTS = 3  # distinct batches that a measurement rotates through
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much a section does: `GPU` fills a large device, `SMALL` suits the interpreter."""
-
-    tables: int
-    rows: int
-    batch: int
-    length: int
-    dims: tuple[int, ...]
-    repeats: int
-    race_repeats: int
-    copy_bytes: int
-    checked_tables: int
-    checked_batch: int
-
-
-GPU = Sizes(
-    tables=8, rows=1 << 20, batch=8192, length=20, dims=(64, 128, 256), repeats=30, race_repeats=20,
-    copy_bytes=1 << 30, checked_tables=9, checked_batch=64,
-)  # fmt: skip
-SMALL = Sizes(
-    tables=2, rows=50, batch=6, length=3, dims=(8, 16), repeats=3, race_repeats=3,
-    copy_bytes=1 << 16, checked_tables=4, checked_batch=4,
-)  # fmt: skip
 
 
 def errors(got: Tensor, expected: Tensor) -> float:

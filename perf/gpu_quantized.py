@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +26,8 @@ from shardwise.kernels.quantize import dequantize_rows_ref, quantize_rows_ref
 from shardwise.kernels.quantized_lookup import quantized_pooled_lookup_ref
 from shardwise.kernels.quantized_sequence import quantized_sequence_lookup_ref
 from shardwise.perf.declared_quantized import quantized_pooled_lookup_bytes, quantized_sequence_lookup_bytes
+from shardwise.perf.gpu_sizes import Sizes
 from shardwise.perf.timing import copy_bandwidth, measure
-
-if TYPE_CHECKING:
-    from shardwise.perf.gpu_check import Sizes
 
 # distinct batches that a measurement rotates through
 INPUTS = 3

@@ -337,7 +337,8 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         QuantManagedCollisionEmbeddingCollectionSharder,
     )
 
-    return [
+    # those of quantized tables are of a folder below, where pyright sees this module under another name
+    sharders: list[Any] = [
         EmbeddingBagCollectionSharder(),
         EmbeddingCollectionSharder(),
         FusedEmbeddingBagCollectionSharder(),
@@ -351,6 +352,7 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         QuantManagedCollisionEmbeddingBagCollectionSharder(),
         QuantManagedCollisionEmbeddingCollectionSharder(),
     ]
+    return sharders
 
 
 def sharder_of(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> ModuleSharder[Any] | None:

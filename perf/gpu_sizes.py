@@ -1,0 +1,31 @@
+"""How large the sections of the GPU check are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much a section does: `GPU` fills a large device, `SMALL` suits the interpreter."""
+
+    tables: int
+    rows: int
+    batch: int
+    length: int
+    dims: tuple[int, ...]
+    repeats: int
+    race_repeats: int
+    copy_bytes: int
+    checked_tables: int
+    checked_batch: int
+
+
+GPU = Sizes(
+    tables=8, rows=1 << 20, batch=8192, length=20, dims=(64, 128, 256), repeats=30, race_repeats=20,
+    copy_bytes=1 << 30, checked_tables=9, checked_batch=64,
+)  # fmt: skip
+SMALL = Sizes(
+    tables=2, rows=50, batch=6, length=3, dims=(8, 16), repeats=3, race_repeats=3,
+    copy_bytes=1 << 16, checked_tables=4, checked_batch=4,
+)  # fmt: skip
