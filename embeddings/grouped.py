@@ -109,8 +109,9 @@ def rows_by_name(
         if picked.capacity() is not None:
             # what is past the last bag is nobody's
             sizes = [*sizes, per_id[0].shape[0] - sum(sizes)]
-        # not slices: torch.export cannot tell that sizes it does not know lie within the tensor
-        split = [torch.split_with_sizes(tensor, sizes) for tensor in per_id]
+        # not slices: torch.export cannot tell that sizes it does not know lie within the tensor; nor views of one
+        # tensor to autograd, which lets nobody change one of several in place
+        split = [torch.unsafe_split_with_sizes(tensor, sizes) for tensor in per_id]
         for number, name in enumerate(name for t in tables for name in names_by_table[t]):
             values, *ids = [pieces[number] for pieces in split]
             by_name[name] = JaggedTensor(values, weights=ids[0] if ids else None, lengths=lengths[number])

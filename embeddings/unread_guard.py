@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
@@ -27,3 +29,17 @@ class UnreadGuard:
     def gradient_is_finite(self) -> bool:
         """Whether the gradients so far were finite; only after `is_raised`."""
         return bool(self._host[2] == new_guard()[2])
+
+
+def next_raised(unread: deque[UnreadGuard]) -> UnreadGuard | None:
+    """The first guard that is raised, taken out with those before it; None if there is none.
+
+    Threads that look up at once add their guards to one deque and read from it: each guard is read by one of them.
+    """
+    while True:
+        try:
+            guard = unread.popleft()
+        except IndexError:
+            return None
+        if guard.is_raised():
+            return guard

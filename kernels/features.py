@@ -48,8 +48,12 @@ class Segment(NamedTuple):
     base: int
 
 
-def pack_features(features: Sequence[Feature], device: torch.device | str = "cpu") -> Tensor:
+def pack_features(
+    features: Sequence[Feature], device: torch.device | str = "cpu", *, boundary: int | None = None
+) -> Tensor:
     """The int64 tensor [F, 7] that kernels read; columns are laid out in the order given.
+
+    `boundary` is what a table's base must be a multiple of: by default what rows of 2 bytes an element or more need.
 
     Raises:
         ValueError: a table does not begin on the boundary that 128-bit loads of its rows need.
@@ -58,7 +62,7 @@ def pack_features(features: Sequence[Feature], device: torch.device | str = "cpu
     order = launch_order([f.dim for f in features])
     rows = []
     for j, (f, column) in enumerate(zip(features, columns, strict=False)):
-        if f.base % row_alignment(f.dim, itemsize=2):
+        if f.base % (boundary or row_alignment(f.dim, itemsize=2)):
             raise ValueError(f"feature {j}: a table of dim {f.dim} cannot begin at element {f.base}")
         rows.append([f.base, f.rows, f.dim, column, int(f.mean), f.first_row, order[j]])
     return torch.tensor(rows, dtype=torch.int64).reshape(len(features), FIELDS).to(device)

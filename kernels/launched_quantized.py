@@ -10,7 +10,7 @@ import torch
 
 from . import quantize, quantized_lookup, quantized_sequence
 from .features import Feature, pack_features
-from .row_formats import ROW_FORMATS, row_format
+from .row_formats import ROW_FORMATS, TABLE_BOUNDARY, row_format
 
 # kernel files whose launches are noted
 MODULES: tuple[ModuleType, ...] = (quantize, quantized_lookup, quantized_sequence)
@@ -64,9 +64,10 @@ def _look_up(
     n = len(dims) * samples
     where = (torch.zeros(n, dtype=ids), torch.arange(n + 1, dtype=ids))
     weights = torch.ones(n) if weighted else None
-    quantized_lookup._pooled(payload, rows, *where, weights, pack_features(features), dims, format, output)
+    packed = pack_features(features, boundary=TABLE_BOUNDARY)
+    quantized_lookup._pooled(payload, rows, *where, weights, packed, dims, format, output)
     if not beside and not weighted:
-        quantized_sequence._sequence(payload, rows, *where, pack_features(features), dim, format, output)
+        quantized_sequence._sequence(payload, rows, *where, packed, dim, format, output)
 
 
 def _quantize(format: str, dim: int, dtype: torch.dtype = torch.float32, scales: torch.dtype | None = None) -> None:

@@ -6,7 +6,8 @@ Bytes moved: R * (D * itemsize(W) + row_bytes + parts * itemsize(S)); W is read 
 Integer formats: bias is the row's minimum, scale its range / levels, both in the dtype of S before numbers are made
 from them, number = round((value - bias) / scale) to nearest even, cut to [0, levels]. A constant row has scale 1. These
 are the steps of FBGEMM's N-bit rows, whose bits come out with fp16 scales; int8 with fp32 scales gives the bits of its
-fused 8-bit rows. fp8 is e4m3 with scale = max|row| / 448.
+fused 8-bit rows, where a constant row has scale 0. fp8 is e4m3 with scale = max|row| / 448, and scale 1 where that is
+less than 2**-140, too few bits for numbers of at most 448.
 
 A row of int8 that fp16 scales rounded to nearest would cut by more than half a step at an end has its bias rounded down
 and its scale up, so that the levels reach from end to end: a row of values within 1e-4 lost up to 11 steps, one around
@@ -44,7 +45,7 @@ def quantize_rows_ref(weights: Tensor, format: str, scale_dtype: torch.dtype | N
         return packed, rows.new_empty(rows.shape[0], 0, dtype=dtype)
     if kind.parts == 1:
         scale = (rows.abs().amax(1, keepdim=True) / FP8_MAX).to(dtype)
-        scale = torch.where(scale == 0, 1, scale)
+        scale = torch.where(scale < 2.0**-140, 1, scale)
         return (rows / scale.float()).to(torch.float8_e4m3fn).view(torch.uint8), scale
     low, high = rows.aminmax(dim=1, keepdim=True)
     if kind.levels == 255 and dtype == torch.float32:
@@ -157,7 +158,8 @@ def _quantize_rows_kernel(W, Q, S, R, D, row_bytes, BITS: tl.constexpr, PARTS: t
     if PARTS == 1:
         bias = ones * 0.0
         scale = tl.div_rn(tl.where(broken != 0, float("nan"), tl.maximum(high, -low)), ones * FP8_MAX)
-        scale = tl.where(scale == 0.0, 1.0, scale)
+        # 2**-140
+        scale = tl.where(scale < 7.174648137343064e-43, 1.0, scale)
         tl.store(S + r, scale, mask=here)
     elif BITS == 8 and not HALF:
         bias = low

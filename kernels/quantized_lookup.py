@@ -171,8 +171,8 @@ def quantized_pooled_lookup(
     """Look ids up in many quantized tables of one format and pool them per bag.
 
     Shapes: payload flat uint8, scales flat (rows times parts), indices [N], offsets [F*B + 1], per_id_weights [N] or
-    None, features [F, 7] from `pack_features` with BASE in bytes of payload and FIRST_ROW in rows of scales, dims one
-    int per feature. Tables of the payload begin on 16 bytes.
+    None, features [F, 7] with BASE in bytes of payload and FIRST_ROW in rows of scales, dims one int per feature.
+    Tables begin on 16 bytes: `pack_features` with `boundary=TABLE_BOUNDARY` refuses others.
 
     Returns:
         [B, sum(dims)] in `output_dtype` (fp32, fp16 or bf16), accumulated in fp32; zeros for an empty bag.
@@ -203,10 +203,11 @@ def _pooled(
     out = torch.empty(batch, columns[-1], dtype=output_dtype, device=payload.device)
     if batch == 0:
         return out
-    # kernels read ids, offsets and per-id weights one after another
+    # kernels read what lies one after another
     indices, offsets = indices.contiguous(), offsets.contiguous()
     per_id_weights = None if per_id_weights is None else per_id_weights.contiguous()
-    units, scales = row_units(payload, kind), paired(scales)
+    payload, scales = payload.contiguous(), paired(scales.contiguous())
+    units = row_units(payload, kind)
     first = 0
     for width, members in groupby(launch_order(dims), key=lambda f: next_power_of_2(unit_count(dims[f], kind))):
         fs = list(members)

@@ -116,7 +116,8 @@ def _sequence(
     if ids == 0:
         return out
     indices, offsets = indices.contiguous(), offsets.contiguous()
-    units, scales = row_units(payload, kind), paired(scales)
+    payload, scales = payload.contiguous(), paired(scales.contiguous())
+    units = row_units(payload, kind)
     at = torch.empty(2 * ids, dtype=torch.int64, device=payload.device)
     align = unit_alignment(dim, kind) if payload.data_ptr() % 16 == 0 else 1
     _resolve_rows_kernel[(triton.cdiv(ids, _RESOLVE_IDS),)](

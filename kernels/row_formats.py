@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+# bytes: tables of a payload begin on multiples of it, so that rows are aligned as far as their width lets them
+TABLE_BOUNDARY = 16
+
 
 @dataclass(frozen=True)
 class RowFormat:

@@ -25,6 +25,7 @@ from shardwise.kernels import (
 from shardwise.kernels.quantize import dequantize_rows_ref, quantize_rows_ref
 from shardwise.kernels.quantized_lookup import quantized_pooled_lookup_ref
 from shardwise.kernels.quantized_sequence import quantized_sequence_lookup_ref
+from shardwise.kernels.row_formats import TABLE_BOUNDARY
 from shardwise.perf.declared_quantized import quantized_pooled_lookup_bytes, quantized_sequence_lookup_bytes
 from shardwise.perf.gpu_sizes import Sizes
 from shardwise.perf.timing import copy_bandwidth, measure
@@ -78,9 +79,8 @@ def make(
     ids = torch.randint(0, rows, (n,), device=device, generator=generator)
     weights = torch.rand(n, device=device, generator=generator) if weighted else None
     offsets = torch.arange(tables * batch + 1, device=device) * length
-    return Batch(
-        format, payload, torch.cat(parts), ids, offsets, weights, pack_features(features, device), [dim] * tables
-    )
+    packed = pack_features(features, device, boundary=TABLE_BOUNDARY)
+    return Batch(format, payload, torch.cat(parts), ids, offsets, weights, packed, [dim] * tables)
 
 
 def quantized_correctness(device: str, sizes: Sizes) -> dict[str, Any]:

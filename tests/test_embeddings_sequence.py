@@ -99,6 +99,17 @@ def test_ids_are_given_only_where_they_are_asked_for() -> None:
     assert torch.equal(ec(batch)["a"].values(), tables_of(ec)["a"][[1, 2]])
 
 
+def test_rows_of_a_feature_may_be_changed_in_place() -> None:
+    """Rows were one of several views that a split made at once, which autograd lets nobody change."""
+    ec = EmbeddingCollection([EmbeddingConfig(3, 2, "a", feature_names=["f", "g"])])
+    out = ec(kjt({"f": [[0], [2]], "g": [[1], []]}))
+    rows, expected = out["f"].values(), 2 * out["f"].values().detach()
+    rows.mul_(2).sum().backward()
+    assert torch.equal(rows.detach(), expected)
+    table = ec.get_parameter("embeddings.a.weight")
+    assert torch.equal(gradient_of(table), torch.tensor([[2.0, 2.0], [0.0, 0.0], [2.0, 2.0]]))
+
+
 def test_no_tables_give_an_empty_dict() -> None:
     ec = EmbeddingCollection([])
     assert ec(kjt({"f": [[1]]})) == {}

@@ -33,6 +33,18 @@ def rows_of(dim: int) -> Tensor:
     return rows
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp8_rows_too_small_for_a_scale_are_zeros(device: str) -> None:
+    """A scale of one bit made 600 steps out of such a value: 448 on the CPU, and a code of -0 in the kernel."""
+    rows = torch.tensor([[600 * 2.0**-149, -300 * 2.0**-149], [2.0**-126, -(2.0**-127)], [0.0, 0.0]])
+    payload, scales = quantize_rows(rows.to(torch_device(device)), "fp8")
+    for got, expected in zip((payload, scales), quantize_rows_ref(rows, "fp8"), strict=True):
+        assert_same_bits(got, expected)
+    back = dequantize_rows(payload, scales, 2, "fp8").cpu()
+    assert torch.equal(back, torch.tensor([[0.0, 0.0], [1.0, -0.5], [0.0, 0.0]]) * 448 * scales.cpu())
+    assert bool(((back[1] - rows[1]).abs() <= 2.0**-8 * rows[1].abs()).all())
+
+
 @pytest.mark.parametrize("dim", [1, 7, 40])
 @pytest.mark.parametrize(("format", "scales"), FORMATS)
 @pytest.mark.parametrize("device", DEVICES)

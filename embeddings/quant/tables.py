@@ -7,6 +7,7 @@ int32 [ids of t]: the row of each id, or -1 for an id whose row was left out.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
 from shardwise.embeddings.table_layout import LookupFeature
-from shardwise.embeddings.unread_guard import UnreadGuard
+from shardwise.embeddings.unread_guard import UnreadGuard, next_raised
 from shardwise.kernels import (
     BoundsCheckMode,
     Feature,
@@ -31,6 +32,7 @@ from shardwise.kernels import (
 )
 from shardwise.kernels.cpu_lookup import offsets_are_good
 from shardwise.kernels.features import FIRST_ROW, locate_ids
+from shardwise.kernels.row_formats import TABLE_BOUNDARY
 
 # every table begins on a boundary that serves the widest load
 _BOUNDARY = 64
@@ -114,16 +116,15 @@ class QuantizedTables:
             )
             for f in self.lookups
         ]
-        self.features = pack_features(spec, self.device)
+        self.features = pack_features(spec, self.device, boundary=TABLE_BOUNDARY)
         # ids are checked, and remapped, by their own numbers
         by_ids = [
             one._replace(rows=self.tables[f.table].ids or 0, first_row=self._first_ids[f.table])
             for one, f in zip(spec, self.lookups, strict=True)
         ]
         self.checked = pack_features(by_ids, self.device) if self.is_pruned else self.features
-        self._unread: UnreadGuard | None = None
-        # of graphs: compilers leave out a check that writes to nothing that outlives the call
-        self.guard = new_guard(self.device)
+        # several where threads look up at once
+        self._unread: deque[UnreadGuard] = deque()
 
     def payload_of(self, table: int) -> Tensor:
         """The payload of a table, uint8 [rows, row_bytes], a view."""
@@ -174,22 +175,20 @@ class QuantizedTables:
         ):
             # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids
             return
-        self.raise_pending()
-        guard, fatal = self.guard if traced else new_guard(ids.device), mode is BoundsCheckMode.FATAL
+        if not traced:
+            self.raise_pending()
+        guard, fatal = new_guard(ids.device), mode is BoundsCheckMode.FATAL
         check_ids(ids, offsets, self.checked, guard, names=self.names, fatal=fatal, padded=padded)
         # a graph has nobody to read what it left in a guard: on CUDA its bad ids count as none
         if ids.is_cuda and not traced:
-            self._unread = UnreadGuard(guard, ids, offsets)
+            self._unread.append(UnreadGuard(guard, ids, offsets))
             if self.policy.strict:
                 self.raise_pending()
 
     def raise_pending(self) -> None:
-        """Raise what an earlier batch left in the guard on CUDA."""
-        if self._unread is None:
-            return
-        unread, self._unread = self._unread, None
-        if unread.is_raised():
-            fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
+        """Raise what earlier batches left in their guards on CUDA."""
+        fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
+        while (unread := next_raised(self._unread)) is not None:
             raise_from_guard(unread.guard, unread.ids, unread.offsets, self.checked, self.names, fatal=fatal)
 
     def pooled(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -216,4 +215,4 @@ class QuantizedTables:
         return torch.where(is_known, self.remapping[at], -1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_unread": None}
+        return {**self.__dict__, "_unread": deque()}

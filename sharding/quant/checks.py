@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from shardwise.embeddings import pick_features
 from shardwise.embeddings.quant import QuantizedTable
-from shardwise.embeddings.unread_guard import UnreadGuard
+from shardwise.embeddings.unread_guard import UnreadGuard, next_raised
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode, Feature, check_ids, new_guard, pack_features, raise_from_guard
 
@@ -29,7 +30,8 @@ class IdCheck:
         self._sizes = pack_features([Feature(0, count, 1, 0) for count in counts])
         self._fatal, self._strict = mode is BoundsCheckMode.FATAL, strict
         self._is_on = mode is not BoundsCheckMode.IGNORE
-        self._unread: UnreadGuard | None = None
+        # several where threads look up at once
+        self._unread: deque[UnreadGuard] = deque()
 
     def __call__(self, features: KeyedJaggedTensor) -> None:
         """Check a batch.
@@ -41,23 +43,23 @@ class IdCheck:
         picked = pick_features(features, self._features)
         if not self._is_on:
             return
-        self.raise_pending()
+        if not torch.compiler.is_compiling():
+            self.raise_pending()
         ids, offsets = picked.values(), picked.offsets()
         guard, sizes = new_guard(ids.device), self._sizes.to(ids.device)
         padded = picked.capacity() is not None
         check_ids(ids, offsets, sizes, guard, names=self._names, fatal=self._fatal, padded=padded)
         # a graph has nobody to read what it left in a guard
         if ids.is_cuda and not torch.compiler.is_compiling():
-            self._unread = UnreadGuard(guard, ids, offsets)
+            self._unread.append(UnreadGuard(guard, ids, offsets))
             if self._strict:
                 self.raise_pending()
 
     def raise_pending(self) -> None:
-        """Raise what an earlier batch left in the guard on a GPU."""
-        unread, self._unread = self._unread, None
-        if unread is not None and unread.is_raised():
+        """Raise what earlier batches left in their guards on a GPU."""
+        while (unread := next_raised(self._unread)) is not None:
             sizes: Tensor = self._sizes.to(unread.ids.device)
             raise_from_guard(unread.guard, unread.ids, unread.offsets, sizes, self._names, fatal=self._fatal)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_unread": None}
+        return {**self.__dict__, "_unread": deque()}
