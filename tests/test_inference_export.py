@@ -22,6 +22,7 @@ from shardwise.inference import (
     export_model,
     load_program,
     quantize_inference_model,
+    shard_quant_model,
 )
 from shardwise.inference.folder import read_facts
 
@@ -180,6 +181,10 @@ class Counts(nn.Module):
     ("model", "signature", "error", "message"),
     [
         (bags, Signature(FEATURES), ValueError, "no quantized tables: quantize it with quantize_inference_model"),
+        (
+            lambda: shard_quant_model(quantize_inference_model(bags()), 2, "cpu", "cpu")[0], Signature(FEATURES),
+            TypeError, "a sharded ShardedQuantEmbeddingBagCollection: .* export the unsharded quantized model",
+        ),
         (lambda: quantize_inference_model(bags()), None, ValueError, "the inputs of the model need names"),
         (lambda: quantize_inference_model(bags()), Signature(["a"]), KeyError, r"\['b', 'c'\] are not in the batch"),
         (lambda: quantize_inference_model(dlrm()), Signature(FEATURES, ["age"]), RuntimeError, "cannot be multiplied"),
