@@ -80,6 +80,9 @@ class Program:
 def load_program(folder: str | os.PathLike[str], *, compiled: bool = False, verify: bool = True) -> Program:
     """The model of a folder that `export_model` wrote, on the CPU.
 
+    Load no folder that you do not trust: torch unpickles parts of a program, and compiled code is a library that runs.
+    Checksums show damage, not who wrote the folder. `read_tables` reads numbers and JSON alone.
+
     Args:
         folder: where it is.
         compiled: run the code that was compiled ahead of time, where the export was asked for it.
