@@ -260,6 +260,8 @@ def damage(folder: Path, what: str) -> None:
         ("model.json: facts['weighted'] = 1", ModelDamaged, "'weighted' must be bool, got int"),
         ("model.json: facts['files'] = []", ModelDamaged, "lists no file 'tables.safetensors'"),
         ("model.json: facts['planes'][0]['name'] = 'x'", ModelDamaged, "program.pt2 has no x"),
+        ("model.json: facts['planes'][0]['elements'] -= 8", ModelDamaged, r"program.pt2 takes payload_0 of .* says \["),
+        ("model.json: facts['planes'][0]['dtype'] = 'load'", ModelDamaged, r"payload_0 of \[\d+\] uint8, .*\] load"),
         ("model.json: facts['planes'][0]['places'][0]['begin'] = 10**6", ModelDamaged, "a.payload does not fit"),
         ("model.json: facts['planes'][0]['places'][0]['tensor'] = 'x'", ModelDamaged, "tables.safetensors: .*x"),
     ],
