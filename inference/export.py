@@ -66,6 +66,7 @@ def export_model(
     Raises:
         FileExistsError: the folder is there.
         ValueError: the model has no quantized tables, or the signature does not fit it.
+        TypeError: part of the model is sharded: what is exported is the unsharded model.
         RuntimeError: the program does not give the bits of the model.
     """
     require_free(Path(folder).absolute(), force=force)

@@ -80,6 +80,9 @@ class Program:
 def load_program(folder: str | os.PathLike[str], *, compiled: bool = False, verify: bool = True) -> Program:
     """The model of a folder that `export_model` wrote, on the CPU.
 
+    Load no folder that you do not trust: torch unpickles parts of a program, and compiled code is a library that runs.
+    Checksums show damage, not who wrote the folder. `read_tables` reads numbers and JSON alone.
+
     Args:
         folder: where it is.
         compiled: run the code that was compiled ahead of time, where the export was asked for it.
@@ -99,12 +102,19 @@ def load_program(folder: str | os.PathLike[str], *, compiled: bool = False, veri
             program = torch.export.load(path)
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         raise ModelDamaged(f"{path} cannot be loaded by torch {torch.__version__}: {error}") from error
-    planes = read_planes(tables, facts)
-    state = program.state_dict
-    missing = sorted(set(planes) - set(state))
-    if missing:
-        raise ModelDamaged(f"{path} has no {', '.join(missing)}, of which {folder} has tables")
-    state.update(planes)
+    # of other sizes the lookups, which are compiled for these, would read past the end
+    named = program.graph_signature.inputs_to_buffers
+    takes = {named[node.name]: node.meta["val"] for node in program.graph.nodes if node.name in named}
+    for plane in facts.planes:
+        one = takes.get(plane.name)
+        if one is None:
+            raise ModelDamaged(f"{path} has no {plane.name}, of which {folder} has tables")
+        if one.dim() != 1 or (one.shape[0], _name(one.dtype)) != (plane.elements, plane.dtype):
+            raise ModelDamaged(
+                f"{path} takes {plane.name} of {list(one.shape)} {_name(one.dtype)}, model.json says"
+                f" [{plane.elements}] {plane.dtype}"
+            )
+    program.state_dict.update(read_planes(tables, facts))
     if compiled:
         return Program(facts, CompiledModule(check_file(folder, facts, COMPILED, verify=verify), program, facts))
     return Program(facts, program.module())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.storage_reservations import FixedPercentageStorageReservation
 from shardwise.planner.topology import Topology
 from shardwise.sharding.env import ShardingEnv
+from shardwise.sharding.no_cuda import device_here, quiet_without_cuda
 from shardwise.sharding.plan import EmbeddingComputeKernel, ShardingPlan, ShardingType
 from shardwise.sharding.planned import find_places, shard_places
 from shardwise.sharding.planning.planners import EmbeddingShardingPlanner
@@ -29,7 +29,6 @@ from shardwise.sharding.quant.managed_collision import (
     QuantManagedCollisionEmbeddingBagCollectionSharder,
     QuantManagedCollisionEmbeddingCollectionSharder,
 )
-from shardwise.sharding.quant.pieces import NO_CUDA, warn_without_cuda
 from shardwise.sharding.sharders import ModuleSharder
 
 # as TorchRec's but for the bounds check mode, which is that of the collection: by default a bad id raises
@@ -86,11 +85,9 @@ def shard_quant_model(
     """
     kind, home = _kind(compute_device), torch.device(sharding_device)
     used = DEFAULT_SHARDERS if sharders is None else list(sharders)
-    with warnings.catch_warnings():
-        if "cuda" in (kind, home.type) and not torch.cuda.is_available():
-            warn_without_cuda(stacklevel=2)
-            # collections say so too
-            warnings.filterwarnings("ignore", message=re.escape(NO_CUDA))
+    wanted = "cuda" if "cuda" in (kind, home.type) else "cpu"
+    device_here(wanted, stacklevel=2)
+    with quiet_without_cuda(wanted):
         if sharding_plan is None:
             planner = EmbeddingShardingPlanner(
                 _topology(world_size, kind, device_memory_size, ddr_cap),

@@ -82,6 +82,7 @@ def trace(model: nn.Module, signature: Signature, call: Call = plain_call) -> Tr
 
     Raises:
         ValueError: it has no quantized tables, or the signature does not fit it; what torch.export raises besides.
+        TypeError: part of the model is sharded.
     """
     model.eval()
     groups = find_tables(model)
@@ -118,10 +119,17 @@ def find_tables(model: nn.Module) -> list[TracedTables]:
 
     Raises:
         ValueError: there are none, they are not on the CPU, or two tables have one name.
+        TypeError: part of the model is sharded.
     """
     found: list[TracedTables] = []
     homes: dict[str, str] = {}
     for path, module in model.named_modules():
+        # what holds parts of tables names them by this method
+        if callable(getattr(module, "sharded_parameter_names", None)):
+            raise TypeError(
+                f"module {path!r} is a sharded {type(module).__name__}: a folder holds whole tables, export the"
+                " unsharded quantized model, which has the same values"
+            )
         if not isinstance(module, (quant.EmbeddingBagCollection, quant.EmbeddingCollection)):
             continue
         for tables in module._groups:

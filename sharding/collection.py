@@ -238,9 +238,9 @@ class ShardedCollection(nn.Module, Staged):
         if departure.flight is None:
             out, batch = departure.outbound, departure.batch
             assert out is not None and batch is not None
-            departure.flight = InFlight(out, departure.received(), departure.heads, departure.update, batch)
-            if self._id_maps:
-                self._owner.translate(departure.flight, self._id_maps)
+            flight = InFlight(out, departure.received(), departure.heads, departure.update, batch)
+            self._owner.translate(flight, self._id_maps)
+            departure.flight = flight
         return departure.flight
 
     def prefetch(self, flight: InFlight) -> bool:

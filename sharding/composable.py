@@ -13,11 +13,11 @@ from .dense import materialize, move
 from .env import ShardingEnv, default_env
 from .exchange import Exchange, hang_up
 from .generators import ParameterShardingGenerator, apply_to_all
+from .no_cuda import device_here, quiet_without_cuda
 from .plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from .planned import (
     Place,
     agree_on_plan,
-    device_here,
     exchange_device,
     facts_of_tables,
     find_places,
@@ -76,9 +76,10 @@ def shard(
 
     (made, found), _ = agree(Exchange(env.process_group), exchange_device(env.process_group, here), planned)
     whole = ShardingPlan({"": made})
-    warn_of_other_devices(whole, here, stacklevel=2)
-    warn_of_default_optimizer([Place(("",), module, found, env)], whole, stacklevel=2)
-    return found.shard(module, made, env, here)
+    with quiet_without_cuda(device or here):
+        warn_of_other_devices(whole, here, stacklevel=2)
+        warn_of_default_optimizer([Place(("",), module, found, env)], whole, stacklevel=2)
+        return found.shard(module, made, env, here)
 
 
 def shard_modules(
@@ -110,9 +111,12 @@ def shard_modules(
     watch_over([env.process_group], timeout_s, hang_up)
     used = get_default_sharders() if sharders is None else sharders
     places = find_places(module, used, plan, lambda kind: env)
-    plan = agree_on_plan(places, plan, here, env.process_group, lambda: plan_for(module, used, env, here), partial=True)
-    warn_of_default_optimizer(places, plan, stacklevel=2)
-    module = shard_places(module, places, plan, here)
+    with quiet_without_cuda(device or here):
+        plan = agree_on_plan(
+            places, plan, here, env.process_group, lambda: plan_for(module, used, env, here), partial=True
+        )
+        warn_of_default_optimizer(places, plan, stacklevel=2)
+        module = shard_places(module, places, plan, here)
     if init_params:
         materialize(module, here)
         move(module, here)

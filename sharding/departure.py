@@ -52,6 +52,8 @@ class Departure:
         if self.ids is not None:
             self.ids.wait()
         if self.flight is not None:
+            # its rows went to other ids, whether it is looked up or not
+            owner.renew(self.flight)
             owner.release(self.flight)
 
 

@@ -17,11 +17,11 @@ from .data_parallel_wrapper import DataParallelWrapper, DefaultDataParallelWrapp
 from .dense import materialize, move
 from .env import ShardingEnv, default_env
 from .exchange import hang_up
+from .no_cuda import device_here, quiet_without_cuda
 from .plan import EmbeddingModuleShardingPlan, ShardingPlan
 from .planned import (
     Place,
     agree_on_plan,
-    device_here,
     find_places,
     shard_places,
     sharded_collections,
@@ -102,13 +102,14 @@ class DistributedModelParallel(nn.Module):
         self._is_data_parallel = False
         self._watch = watch_over(self._groups(), timeout_s, hang_up)
         places = find_places(module, self._sharders, plan, self._env_of)
-        self._plan = agree_on_plan(
-            places, plan, self._device, self._env.data_parallel_group,
-            lambda: plan_for(module, self._sharders, self._env, self._device),
-            more=_dense_facts(module, places, self._env, data_parallel=init_data_parallel, values=init_parameters),
-        )  # fmt: skip
-        warn_of_default_optimizer(places, self._plan, stacklevel=2)
-        self._dmp_wrapped_module = shard_places(module, places, self._plan, self._device)
+        with quiet_without_cuda(device or "cpu"):
+            self._plan = agree_on_plan(
+                places, plan, self._device, self._env.data_parallel_group,
+                lambda: plan_for(module, self._sharders, self._env, self._device),
+                more=_dense_facts(module, places, self._env, data_parallel=init_data_parallel, values=init_parameters),
+            )  # fmt: skip
+            warn_of_default_optimizer(places, self._plan, stacklevel=2)
+            self._dmp_wrapped_module = shard_places(module, places, self._plan, self._device)
         self._sharded = sharded_collections(self._dmp_wrapped_module)
         for path, sharded in self._sharded.items():
             sharded.name_exchanges(path)

@@ -6,7 +6,7 @@ Letters as in routes.py. A flight has what belongs to one step; two may be under
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -89,7 +89,10 @@ class Owner:
 
     def translate(self, flight: InFlight, id_maps: Mapping[str, IdMap]) -> None:
         """Replace the ids that came for tables with an id map by their rows."""
-        inbound, at = flight.inbound, 0
+        if not id_maps:
+            return
+        # ids that did not travel are the caller's own
+        inbound, rows, at = flight.inbound, flight.inbound.ids.clone(), 0
         # host sync on CUDA: where the ids of each slot begin
         ends = [0, *inbound.lengths.sum(1).cumsum(0).tolist()]
         # column shards of the same rows see the same ids: they are translated once
@@ -107,7 +110,8 @@ class Owner:
                     renewal = one.renewal() if isinstance(one, RenewingIdMap) else None
                     if renewal is not None:
                         flight.renewals[key] = renewal
-                mine.copy_(found[key])
+                rows[ends[begin] : ends[at]] = found[key]
+        flight.inbound = replace(inbound, ids=rows)
 
     def renew(self, flight: InFlight) -> None:
         """Have the rows begin anew that went to other ids."""

@@ -21,6 +21,7 @@ from .agreement import Facts, agree, facts_of, facts_of_shards, facts_of_version
 from .collection import ShardedCollection
 from .env import ShardingEnv
 from .exchange import Exchange
+from .no_cuda import PLANNED_ON
 from .plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, options_of, shards_of, tables_of
 from .sharders import BaseEmbeddingSharder, ModuleSharder, sharder_of
 
@@ -253,15 +254,6 @@ def _device_types(group: dist.ProcessGroup | None) -> list[str]:
     return [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
 
 
-def device_here(device: torch.device | str, stacklevel: int) -> torch.device:
-    """The device to compute on: `device`, or the CPU with a warning if it is a GPU and there is none here."""
-    asked = torch.device(device)
-    if asked.type != "cuda" or torch.cuda.is_available():
-        return asked
-    warnings.warn(f"device {str(device)!r}: there is no CUDA here, so all runs on the CPU", stacklevel=stacklevel + 1)
-    return torch.device("cpu")
-
-
 def require_device(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Raise ValueError where a group cannot exchange tensors on a device."""
     served = _device_types(group)
@@ -290,7 +282,7 @@ def warn_of_other_devices(plan: ShardingPlan, device: torch.device, stacklevel: 
     others = sorted(types - {device.type})
     if others:
         warnings.warn(
-            f"the plan places tables on {', '.join(others)}, and they are sharded for device {str(device)!r}: there"
+            f"{PLANNED_ON} {', '.join(others)}, and they are sharded for device {str(device)!r}: there"
             f" they go. To say so in the plan, make it with device_type={device.type!r}",
             stacklevel=stacklevel + 1,
         )

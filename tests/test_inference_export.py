@@ -22,6 +22,7 @@ from shardwise.inference import (
     export_model,
     load_program,
     quantize_inference_model,
+    shard_quant_model,
 )
 from shardwise.inference.folder import read_facts
 
@@ -180,6 +181,10 @@ class Counts(nn.Module):
     ("model", "signature", "error", "message"),
     [
         (bags, Signature(FEATURES), ValueError, "no quantized tables: quantize it with quantize_inference_model"),
+        (
+            lambda: shard_quant_model(quantize_inference_model(bags()), 2, "cpu", "cpu")[0], Signature(FEATURES),
+            TypeError, "a sharded ShardedQuantEmbeddingBagCollection: .* export the unsharded quantized model",
+        ),
         (lambda: quantize_inference_model(bags()), None, ValueError, "the inputs of the model need names"),
         (lambda: quantize_inference_model(bags()), Signature(["a"]), KeyError, r"\['b', 'c'\] are not in the batch"),
         (lambda: quantize_inference_model(dlrm()), Signature(FEATURES, ["age"]), RuntimeError, "cannot be multiplied"),
@@ -255,6 +260,8 @@ def damage(folder: Path, what: str) -> None:
         ("model.json: facts['weighted'] = 1", ModelDamaged, "'weighted' must be bool, got int"),
         ("model.json: facts['files'] = []", ModelDamaged, "lists no file 'tables.safetensors'"),
         ("model.json: facts['planes'][0]['name'] = 'x'", ModelDamaged, "program.pt2 has no x"),
+        ("model.json: facts['planes'][0]['elements'] -= 8", ModelDamaged, r"program.pt2 takes payload_0 of .* says \["),
+        ("model.json: facts['planes'][0]['dtype'] = 'load'", ModelDamaged, r"payload_0 of \[\d+\] uint8, .*\] load"),
         ("model.json: facts['planes'][0]['places'][0]['begin'] = 10**6", ModelDamaged, "a.payload does not fit"),
         ("model.json: facts['planes'][0]['places'][0]['tensor'] = 'x'", ModelDamaged, "tables.safetensors: .*x"),
     ],

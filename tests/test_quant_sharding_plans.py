@@ -165,11 +165,26 @@ def test_without_cuda_everything_is_on_the_cpu_with_one_warning() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             shard_quant_model(model, 2, **settings)
-        assert [str(one.message) for one in caught] == [
-            "there is no CUDA here: the quantized tables that are to be on 'cuda' are on the CPU"
-        ]
+        assert [str(one.message) for one in caught] == ["device 'cuda': there is no CUDA here, so all runs on the CPU"]
         model.one.load_state_dict(quantized().state_dict())
         assert torch.equal(model.one(KJT).values(), quantized()(KJT).values())
+
+
+@NO_CUDA
+def test_a_plan_and_a_device_that_want_cuda_give_one_warning() -> None:
+    """DistributedModelParallel said so of its device, and every quantized collection of its plan again."""
+    env = ShardingEnv.from_local(2, 0)
+    where = (table_wise(0, compute_kernel="quant"), table_wise(1, compute_kernel="quant"))
+    plan = plan_of(quantized(), *where, device="cuda").plan[""]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = DistributedModelParallel(
+            nn.Sequential(quantized()), env, torch.device("cuda"), ShardingPlan({"0": plan}), DEFAULT_SHARDERS,
+            init_data_parallel=False,
+        )  # fmt: skip
+    said = "device 'cuda': there is no CUDA here, so all runs on the CPU"
+    assert [(str(one.message), one.filename) for one in caught] == [(said, __file__)]
+    assert torch.equal(model(KJT).values(), quantized()(KJT).values())
 
 
 @NO_CUDA
@@ -301,5 +316,5 @@ def test_a_planner_plans_a_quantized_model() -> None:
 
 def _quietly(call: Any, *args: Any, **kwargs: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="there is no CUDA here")
+        warnings.filterwarnings("ignore", message=".*there is no CUDA here")
         return call(*args, **kwargs)

@@ -35,6 +35,7 @@ from shardwise.embeddings.managed_collision import (
 from shardwise.jagged import JaggedTensor
 from shardwise.sharding import (
     PrefetchTrainPipelineSparseDist,
+    ShardingEnv,
     TrainPipelineSparseDist,
     column_wise,
     construct_module_sharding_plan,
@@ -44,7 +45,10 @@ from shardwise.sharding import (
 )
 from shardwise.sharding.failures import RankFailure
 from shardwise.sharding.managed_collision import ShardedManagedCollisionEmbeddings
-from shardwise.sharding.managed_collision_sharders import ManagedCollisionCollectionSharder
+from shardwise.sharding.managed_collision_sharders import (
+    ManagedCollisionCollectionSharder,
+    ManagedCollisionEmbeddingCollectionSharder,
+)
 from shardwise.sharding.sharders import EmbeddingBagCollectionSharder, get_default_sharders, sharder_of
 
 pytestmark = pytest.mark.ranks
@@ -414,6 +418,41 @@ def wide() -> list[list[int]]:
 def test_row_shards_divide_ids_of_64_bits() -> None:
     free = 2**63 - 1
     assert run_ranks(2, wide) == [[[0], [0, 5, free, free]], [[4], [2**62, 2**63 - 2, free, free]]]
+
+
+def on_one_rank() -> tuple[ShardedManagedCollisionEmbeddings, Any]:
+    """Four slots, given anew with each batch and of value 0.5 each time, on one rank; and what makes its batches."""
+    table = EmbeddingConfig(4, 4, "t", feature_names=["f"], init_fn=lambda rows: rows.fill_(0.5))
+    module = MCHManagedCollisionModule(4, "cpu", LRU_EvictionPolicy(), 1, name="t")
+    mc = ManagedCollisionEmbeddingCollection(
+        EmbeddingCollection([table]), ManagedCollisionCollection({"t": module}, [table])
+    )
+    apply_optimizer_in_backward(torch.optim.SGD, mc.parameters(), {"lr": 0.1})
+    plan = construct_module_sharding_plan(mc, {"t": table_wise(0)}, world_size=1, device_type="cpu")
+    sharded = ManagedCollisionEmbeddingCollectionSharder().shard(mc, plan, ShardingEnv.from_local(1, 0))
+    return sharded, lambda *ids: KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+
+
+def test_ids_of_a_batch_stay_as_they_are() -> None:
+    """On one rank ids do not travel, and slots were written over those of the caller's batch."""
+    sharded, batch = on_one_rank()
+    given = batch(7, 8, 9)
+    sharded(given)
+    assert given.values().tolist() == [7, 8, 9]
+
+
+def test_a_batch_that_is_dropped_leaves_no_row_of_other_ids() -> None:
+    """Its ids had slots from then on, whose rows were still those of the ids that had lost them."""
+    sharded, batch = on_one_rank()
+    rows, _ = sharded(batch(1, 2, 3))
+    rows["f"].values().sum().backward()
+    engine = sharded._embedding_module
+    departure = engine.depart(batch(7, 8, 9))
+    engine.send_ids(departure)
+    engine.arrive(departure)
+    engine.drop(departure)
+    sharded.eval()
+    assert sharded(batch(7, 8, 9))[0]["f"].values().tolist() == [[0.5] * 4] * 3
 
 
 def saved(folder: str, strategy: str) -> bool:

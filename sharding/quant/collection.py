@@ -26,7 +26,7 @@ from shardwise.sharding.plan import ParameterSharding
 
 from .checks import IdCheck
 from .fused_params import bounds_check_mode, bounds_check_of
-from .pieces import byte_span, first_device, here, pieces_of, reachable
+from .pieces import byte_span, first_device, pieces_of, reachable
 from .storage import Place, ServedTable, ShardedTables, TableValues
 
 # one for all tables, or one for each type of device
@@ -87,10 +87,12 @@ class ShardedQuantizedCollection(nn.Module):
         ]
         world = env.world_size if isinstance(env, ShardingEnv) else None
         pieces = [pieces_of(one.table, self._plan[one.table.name], world) for one in served]
-        placed = iter(reachable([piece for of in pieces for piece in of]))
-        pieces = [[next(placed) for _ in of] for of in pieces]
         wanted = torch.device("meta" if device is None else device)
-        home = first_device(pieces) if wanted.type == "meta" else here(wanted)
+        home, found = reachable(wanted, [piece for of in pieces for piece in of])
+        placed = iter(found)
+        pieces = [[next(placed) for _ in of] for of in pieces]
+        if wanted.type == "meta":
+            home = first_device(pieces)
         is_meta = device is not None and wanted.type == "meta"
         self._tables = ShardedTables(served, pieces, home, pooled=self._is_pooled, meta=is_meta)
         self._checks = self._checks_of(served, module, bounds_check_of(fused_params))

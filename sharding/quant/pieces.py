@@ -16,6 +16,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from shardwise.embeddings.quant import QuantizedTable
 from shardwise.kernels import row_format
 from shardwise.sharding.layout import Shard, Span, validate
+from shardwise.sharding.no_cuda import device_here, is_missing
 from shardwise.sharding.plan import ParameterSharding
 
 # kernels of quantized tables: on the device of the shard; in the memory of the host, where the CPU looks them up
@@ -109,27 +110,17 @@ def byte_span(table: QuantizedTable, cols: Span) -> Span:
     return cols[0] * bits // 8, -(-cols[1] * bits // 8)
 
 
-def reachable(pieces: Iterable[Piece]) -> list[Piece]:
-    """The pieces, those of a GPU on the CPU where there is no GPU, with a warning."""
+def reachable(home: torch.device, pieces: Iterable[Piece]) -> tuple[torch.device, list[Piece]]:
+    """`home` and the pieces; those of a GPU on the CPU where there is no GPU, with one warning."""
     found = list(pieces)
-    wanted = {piece.device.type for piece in found}
-    if "cuda" not in wanted or torch.cuda.is_available():
-        return found
-    warn_without_cuda(stacklevel=4)
-    return [replace(piece, device=_CPU) if piece.device.type == "cuda" else piece for piece in found]
-
-
-def here(device: torch.device) -> torch.device:
-    """The device, the CPU for a GPU where there is none."""
-    return _CPU if device.type == "cuda" and not torch.cuda.is_available() else device
-
-
-def warn_without_cuda(stacklevel: int) -> None:
-    """Say that what was to be on a GPU is on the CPU."""
-    warnings.warn(NO_CUDA, stacklevel=stacklevel + 1)
-
-
-NO_CUDA = "there is no CUDA here: the quantized tables that are to be on 'cuda' are on the CPU"
+    lacking = next((device for device in (home, *(piece.device for piece in found)) if is_missing(device)), None)
+    if lacking is None:
+        return home, found
+    device_here(lacking, stacklevel=4)
+    return (
+        _CPU if is_missing(home) else home,
+        [replace(piece, device=_CPU) if is_missing(piece.device) else piece for piece in found],
+    )
 
 
 def first_device(pieces: Sequence[Sequence[Piece]]) -> torch.device:
