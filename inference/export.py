@@ -65,7 +65,8 @@ def export_model(
 
     Raises:
         FileExistsError: the folder is there.
-        ValueError: the model has no quantized tables, or the signature does not fit it.
+        ValueError: the model has no quantized tables, or is sharded.
+        KeyError, TypeError, RuntimeError: what the model says of inputs as the signature has them.
         RuntimeError: the program does not give the bits of the model.
     """
     require_free(Path(folder).absolute(), force=force)
@@ -73,6 +74,8 @@ def export_model(
         model, signature, call = parts_of(model, signature, call)
     if signature is None:
         raise ValueError("the inputs of the model need names: signature=Signature(features=[...], dense=[...])")
+    if not isinstance(signature, Signature):
+        raise TypeError(f"signature must be a Signature(features=[...], dense=[...]), got {type(signature).__name__}")
     traced = trace(model, signature, call or plain_call)
     tables = [facts for group in traced.groups for facts in _table_facts(group)]
     features = [_feature_facts(name, tables) for name in signature.features]

@@ -25,6 +25,7 @@ from shardwise.embeddings.quant.managed_collision import (
     QuantManagedCollisionEmbeddingCollection,
 )
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.sharding.quant.collection import ShardedQuantizedCollection
 
 from .signature import Signature
 
@@ -117,11 +118,13 @@ def find_tables(model: nn.Module) -> list[TracedTables]:
     """The quantized tables of a model.
 
     Raises:
-        ValueError: there are none, they are not on the CPU, or two tables have one name.
+        ValueError: there are none, they are sharded or not on the CPU, or two tables have one name.
     """
     found: list[TracedTables] = []
     homes: dict[str, str] = {}
     for path, module in model.named_modules():
+        if isinstance(module, ShardedQuantizedCollection):
+            raise ValueError(f"{path or 'the model'} is sharded: export the model that shard_quant_model was given")
         if not isinstance(module, (quant.EmbeddingBagCollection, quant.EmbeddingCollection)):
             continue
         for tables in module._groups:

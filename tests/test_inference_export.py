@@ -22,8 +22,9 @@ from shardwise.inference import (
     export_model,
     load_program,
     quantize_inference_model,
+    shard_quant_model,
 )
-from shardwise.inference.folder import read_facts
+from shardwise.inference.folder import facts_checksum, read_facts
 
 FRESH = """
 import sys, torch
@@ -181,6 +182,11 @@ class Counts(nn.Module):
     [
         (bags, Signature(FEATURES), ValueError, "no quantized tables: quantize it with quantize_inference_model"),
         (lambda: quantize_inference_model(bags()), None, ValueError, "the inputs of the model need names"),
+        (lambda: quantize_inference_model(bags()), {"features": FEATURES}, TypeError, r"must be a Signature.*got dict"),
+        (
+            lambda: shard_quant_model(quantize_inference_model(bags()), 2, "cpu", "cpu")[0], Signature(FEATURES),
+            ValueError, "the model is sharded: export the model that shard_quant_model was given",
+        ),
         (lambda: quantize_inference_model(bags()), Signature(["a"]), KeyError, r"\['b', 'c'\] are not in the batch"),
         (lambda: quantize_inference_model(dlrm()), Signature(FEATURES, ["age"]), RuntimeError, "cannot be multiplied"),
         (
@@ -195,7 +201,7 @@ class Counts(nn.Module):
     ],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_refused(
-    tmp_path: Path, model: Any, signature: Signature | None, error: type[Exception], message: str
+    tmp_path: Path, model: Any, signature: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         export_model(model(), tmp_path / "out", signature=signature)
@@ -236,6 +242,9 @@ def damage(folder: Path, what: str) -> None:
     else:
         facts = json.loads(path.read_text())
         exec(how, {"facts": facts})
+        # what is wrong is to be found by itself
+        if "sha256" not in how:
+            facts["sha256"] = facts_checksum(facts)
         path.write_text(json.dumps(facts))
 
 
@@ -254,6 +263,9 @@ def damage(folder: Path, what: str) -> None:
         ("model.json: facts['tables'][1]['dim'] = '8'", ModelDamaged, r"'tables'\[1\]: 'dim' must be int, got str"),
         ("model.json: facts['weighted'] = 1", ModelDamaged, "'weighted' must be bool, got int"),
         ("model.json: facts['files'] = []", ModelDamaged, "lists no file 'tables.safetensors'"),
+        ("model.json: facts['sha256'] = ''; facts['planes'] = []", ModelDamaged, "model.json was changed after it was"),
+        ("model.json: del facts['sha256']", ModelDamaged, "model.json was changed after it was written"),
+        ("model.json: facts['versions'] = 3; facts['format_version'] = 2", ModelDamaged, "format version 2"),
         ("model.json: facts['planes'][0]['name'] = 'x'", ModelDamaged, "program.pt2 has no x"),
         ("model.json: facts['planes'][0]['places'][0]['begin'] = 10**6", ModelDamaged, "a.payload does not fit"),
         ("model.json: facts['planes'][0]['places'][0]['tensor'] = 'x'", ModelDamaged, "tables.safetensors: .*x"),
