@@ -67,6 +67,7 @@ def export_model(
         FileExistsError: the folder is there.
         ValueError: the model has no quantized tables, or the signature does not fit it.
         TypeError: part of the model is sharded: what is exported is the unsharded model.
+        KeyError: the model does not find the features that it wants in those of the signature.
         RuntimeError: the program does not give the bits of the model.
     """
     require_free(Path(folder).absolute(), force=force)
@@ -74,6 +75,8 @@ def export_model(
         model, signature, call = parts_of(model, signature, call)
     if signature is None:
         raise ValueError("the inputs of the model need names: signature=Signature(features=[...], dense=[...])")
+    if not isinstance(signature, Signature):
+        raise TypeError(f"signature must be a Signature(features=[...], dense=[...]), got {type(signature).__name__}")
     traced = trace(model, signature, call or plain_call)
     tables = [facts for group in traced.groups for facts in _table_facts(group)]
     features = [_feature_facts(name, tables) for name in signature.features]

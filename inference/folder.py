@@ -1,6 +1,7 @@
 """A folder that serves a model: which files it has, what `model.json` says of them, and how it appears all at once.
 
-    model.json           facts about the model (`ModelFacts`), with the size and checksum of each other file
+    model.json           facts about the model (`ModelFacts`), with the size and checksum of each other file, and
+                         under "sha256" the checksum of itself
     tables.safetensors   of each table `<table>.payload` uint8 [rows, row_bytes], `<table>.scales` [rows, parts] unless
                          its format has none, `<table>.remapping` int32 [ids] if it is pruned
     program.pt2          the exported program, without the tables
@@ -17,7 +18,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 FACTS, TABLES, PROGRAM, COMPILED = "model.json", "tables.safetensors", "program.pt2", "program.aoti.pt2"
+# the key of model.json whose value is the checksum of all others
+CHECKSUM = "sha256"
 
 # of the format; a reader refuses folders of a later one
 VERSION = 1
@@ -147,29 +150,39 @@ def read_facts(folder: str | os.PathLike[str]) -> ModelFacts:
 
     Raises:
         FileNotFoundError: the folder, or that file in it, is not there.
-        ModelDamaged: it is not what an export writes, or what a later version wrote; names the file and the key.
+        ModelDamaged: it is not what an export writes, or what a later version wrote, or was changed; names the file
+            and the key.
     """
     path = Path(folder) / FACTS
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{folder} is no exported model: there is no {path}") from None
+    except OSError as error:
+        raise ModelDamaged(f"{path}: {error.strerror}") from error
     try:
         found = json.loads(data)
     except ValueError as error:
         raise ModelDamaged(f"{path} is no JSON: {error}") from None
     version = found.get("format_version") if isinstance(found, dict) else None
     if isinstance(version, int) and version > VERSION:
-        wrote = found.get("versions", {}).get("shardwise", "a later one")
         raise ModelDamaged(
-            f"{path} has format version {version}, this shardwise reads up to {VERSION}: it was written by"
-            f" shardwise {wrote}, use that or a later one"
+            f"{path} has format version {version}, this shardwise reads up to {VERSION}: use the shardwise that it was"
+            f" written by, or a later one ({found.get('versions')})"
         )
     try:
         facts: ModelFacts = _parsed(ModelFacts, found, "the file")
     except ValueError as error:
         raise ModelDamaged(f"{path}: {error}") from None
+    if found.get(CHECKSUM) != facts_checksum(found):
+        raise ModelDamaged(f"{path} was changed after it was written: its checksum is not that of what it says")
     return facts
+
+
+def facts_checksum(found: Mapping[str, Any]) -> str:
+    """The checksum of what a `model.json` says, however it is laid out."""
+    told = {key: value for key, value in found.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def check_file(folder: str | os.PathLike[str], facts: ModelFacts, name: str, *, verify: bool) -> Path:
@@ -207,7 +220,9 @@ def file_facts(path: Path) -> FileFacts:
 
 def write_facts(folder: Path, facts: ModelFacts) -> None:
     """Write `model.json`."""
-    (folder / FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
+    found = asdict(facts)
+    found[CHECKSUM] = facts_checksum(found)
+    (folder / FACTS).write_text(json.dumps(found, indent=1) + "\n")
 
 
 @contextmanager

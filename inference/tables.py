@@ -55,6 +55,8 @@ class Table:
         if self.facts.pooling is None:
             raise ValueError(f"table {self.facts.name!r} keeps the rows of a sample apart: use rows(ids)")
         rows, ends = self.rows(ids), np.asarray(offsets)
+        if ends.size and not np.issubdtype(ends.dtype, np.integer):
+            raise TypeError(f"table {self.facts.name!r}: offsets must be integers, got {ends.dtype}")
         if ends.ndim != 1 or not len(ends) or ends[0] != 0 or ends[-1] != len(rows) or (np.diff(ends) < 0).any():
             raise ValueError(f"table {self.facts.name!r}: offsets must go up from 0 to the number of ids, {len(rows)}")
         if weights is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -116,6 +117,11 @@ def _export(
                 fp_weight_dtype=_torch_dtype(each),
                 output_dtype=_torch_dtype(output),
             )
+        elif exceptions or (each, output) != ("int8", "fp32"):
+            raise ValueError(
+                f"the model of {factory} has no float tables to quantize: --dtype, --table-dtype and --output-dtype"
+                " have no effect on it"
+            )
         progress.update(task, description=f"tracing{', compiling' if aoti else ''} and writing the model")
         facts = export_model(model, folder, signature=signature, call=call, compiled=aoti, force=force)
     return facts, before
@@ -157,6 +163,8 @@ def _named(text: str) -> Callable[..., Any]:
         found = getattr(import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"--model {text}: {error}") from error
+    except Exception as error:
+        raise _failed(text, error) from error
     if not callable(found):
         raise ValueError(f"--model {text}: {module} has no function {name}")
     return found  # type: ignore[no-any-return]
@@ -175,15 +183,25 @@ def _made(factory: Callable[..., Any], text: str, manifest: Manifest | None) -> 
     wanted = [one for one in inspect.signature(factory).parameters.values() if one.default is one.empty]
     if wanted and manifest is None:
         raise ValueError(f"{text} takes the manifest of a checkpoint: pass --checkpoint")
-    found = factory(manifest) if wanted else factory()
-    if isinstance(found, PredictFactory):
-        return _Made(*parts_of(found, None, None))
+    try:
+        found = factory(manifest) if wanted else factory()
+        if isinstance(found, PredictFactory):
+            return _Made(*parts_of(found, None, None))
+    except Exception as error:
+        raise _failed(text, error) from error
     if isinstance(found, tuple) and len(found) in (2, 3):
         return _Made(*found)
     raise TypeError(
         f"{text} returned a {type(found).__name__}: it must return (model, signature), (model, signature, call) or a"
         " PredictFactory"
     )
+
+
+def _failed(text: str, error: Exception) -> ValueError:
+    """What to say of an error in the user's own code: what it is and, if the message does not say it, where."""
+    frame = extract_tb(error.__traceback__)[-1]
+    place = "" if isinstance(error, SyntaxError) else f" ({frame.filename}:{frame.lineno})"
+    return ValueError(f"--model {text}: {type(error).__name__}: {error}{place}")
 
 
 def _load(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
@@ -230,8 +248,10 @@ def _told() -> Iterator[None]:
 
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    except (ValueError, TypeError, OSError, RuntimeError, LookupError) as error:
+        # the text of a KeyError is in quotes
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise click.ClickException(str(text)) from error
 
 
 def _print(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> None:

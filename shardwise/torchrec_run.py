@@ -35,7 +35,7 @@ def main() -> None:
     if not arguments or arguments[0].startswith("-"):
         _refuse(USAGE)
     target = arguments[0]
-    if not as_module and not Path(target).exists():
+    if not as_module and not (target and Path(target).exists()):
         _refuse(f"python -m shardwise.torchrec: can't open file {target!r}: there is no such file")
     install()
     sys.argv = arguments
@@ -58,6 +58,9 @@ def main() -> None:
         raise
     except BaseException as error:
         error.__traceback__ = _of_the_script(error.__traceback__)
+        if isinstance(error, ImportError) and error.__traceback__ is None:
+            # runpy found nothing to run
+            _refuse(f"python -m shardwise.torchrec: {error}")
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 

@@ -41,6 +41,22 @@ def nothing() -> torch.nn.Module:
     return dlrm()
 
 
+def quantized() -> tuple[torch.nn.Module, Signature]:
+    return quantize_inference_model(dlrm()), Signature(FEATURES, DENSE)
+
+
+def misnamed() -> tuple[torch.nn.Module, Signature]:
+    return dlrm(), Signature(["a"], DENSE)
+
+
+def narrow() -> tuple[torch.nn.Module, Signature]:
+    return dlrm(), Signature(FEATURES, ["age"])
+
+
+def broken() -> tuple[torch.nn.Module, Signature]:
+    raise KeyError("dense")
+
+
 def factory() -> Factory:
     return Factory()
 
@@ -77,9 +93,13 @@ def test_a_checkpoint_becomes_a_folder_that_serves(saved: Path, tmp_path: Path) 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "formats"), [("alone", {"fp16"}), ("factory", {"int8"})])
-def test_a_model_without_a_checkpoint_is_exported(tmp_path: Path, name: str, formats: set[str]) -> None:
-    result = run(tmp_path / "out", "--model", f"{HERE}:{name}", "--dtype", "fp16")
+@pytest.mark.parametrize(
+    ("name", "options", "formats"), [("alone", ["--dtype", "fp16"], {"fp16"}), ("factory", [], {"int8"})]
+)
+def test_a_model_without_a_checkpoint_is_exported(
+    tmp_path: Path, name: str, options: list[str], formats: set[str]
+) -> None:
+    result = run(tmp_path / "out", "--model", f"{HERE}:{name}", *options)
     assert result.exit_code == 0, result.output
     # the factory quantizes its tables itself
     assert {table.format for table in read_facts(tmp_path / "out").tables} == formats
@@ -112,6 +132,14 @@ def test_a_factory_is_found_in_a_file(tmp_path: Path, file: Path) -> None:
         (["--model", f"{HERE}:f"], f"{HERE} has no function f"),
         (["--model", f"{HERE}:of_the_checkpoint"], "takes the manifest of a checkpoint: pass --checkpoint"),
         (["--model", f"{HERE}:nothing"], "returned a DLRM: it must return (model, signature)"),
+        (["--model", f"{HERE}:misnamed"], "features ['b', 'c'] are not in the batch, which has ['a']"),
+        (["--model", f"{HERE}:narrow"], "cannot be multiplied"),
+        (["--model", f"{HERE}:broken"], f"{HERE}:broken: KeyError: 'dense' ({__file__}:"),
+        (
+            ["--model", f"{HERE}:quantized", "--dtype", "int4"],
+            "has no float tables to quantize: --dtype",
+        ),
+        (["--model", f"{HERE}:quantized", "--table-dtype", "a=int8"], "has no float tables to quantize"),
         (["--model", f"{HERE}:alone", "--table-dtype", "x=int8"], "names ['x']; the tables are ['a', 'b', 'c']"),
         (["--model", f"{HERE}:alone", "--table-dtype", "a=int3"], "write TABLE=DTYPE, DTYPE one of int8, int4"),
     ],
@@ -137,3 +165,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     result = run(tmp_path / "out", "--model", f"{HERE}:alone", "--checkpoint", tmp_path / "run")
     assert result.exit_code == 1
     assert "the checkpoint does not fit the model" in result.stderr
+
+
+def test_a_file_that_is_no_python_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "no_python.py").write_text("def (")
+    result = run(tmp_path / "out", "--model", f"{tmp_path}/no_python.py:f")
+    assert result.exit_code == 1
+    assert "no_python.py:f: SyntaxError: invalid syntax (no_python.py, line 1)" in result.stderr.splitlines()[-1]

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from serving import GOOD, example
+from http_serving import GOOD, example
 
 from shardwise.inference import ModelFacts
 from shardwise.inference.folder import FeatureFacts, OutputFacts

@@ -19,7 +19,7 @@ pytest.importorskip("aiohttp")
 
 import aiohttp
 from aiohttp import web
-from serving import EXAMPLE, GOOD, example
+from http_serving import EXAMPLE, GOOD, example
 from test_example_serve import FACTS
 
 from shardwise.inference import load_program

@@ -24,7 +24,7 @@ from shardwise.inference import (
     quantize_inference_model,
     shard_quant_model,
 )
-from shardwise.inference.folder import read_facts
+from shardwise.inference.folder import facts_checksum, read_facts
 
 FRESH = """
 import sys, torch
@@ -186,6 +186,7 @@ class Counts(nn.Module):
             TypeError, "a sharded ShardedQuantEmbeddingBagCollection: .* export the unsharded quantized model",
         ),
         (lambda: quantize_inference_model(bags()), None, ValueError, "the inputs of the model need names"),
+        (lambda: quantize_inference_model(bags()), {"features": FEATURES}, TypeError, r"must be a Signature.*got dict"),
         (lambda: quantize_inference_model(bags()), Signature(["a"]), KeyError, r"\['b', 'c'\] are not in the batch"),
         (lambda: quantize_inference_model(dlrm()), Signature(FEATURES, ["age"]), RuntimeError, "cannot be multiplied"),
         (
@@ -200,7 +201,7 @@ class Counts(nn.Module):
     ],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_refused(
-    tmp_path: Path, model: Any, signature: Signature | None, error: type[Exception], message: str
+    tmp_path: Path, model: Any, signature: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         export_model(model(), tmp_path / "out", signature=signature)
@@ -241,6 +242,9 @@ def damage(folder: Path, what: str) -> None:
     else:
         facts = json.loads(path.read_text())
         exec(how, {"facts": facts})
+        # what is wrong is to be found by itself
+        if "sha256" not in how:
+            facts["sha256"] = facts_checksum(facts)
         path.write_text(json.dumps(facts))
 
 
@@ -259,6 +263,9 @@ def damage(folder: Path, what: str) -> None:
         ("model.json: facts['tables'][1]['dim'] = '8'", ModelDamaged, r"'tables'\[1\]: 'dim' must be int, got str"),
         ("model.json: facts['weighted'] = 1", ModelDamaged, "'weighted' must be bool, got int"),
         ("model.json: facts['files'] = []", ModelDamaged, "lists no file 'tables.safetensors'"),
+        ("model.json: facts['sha256'] = ''; facts['planes'] = []", ModelDamaged, "model.json was changed after it was"),
+        ("model.json: del facts['sha256']", ModelDamaged, "model.json was changed after it was written"),
+        ("model.json: facts['versions'] = 3; facts['format_version'] = 2", ModelDamaged, "format version 2"),
         ("model.json: facts['planes'][0]['name'] = 'x'", ModelDamaged, "program.pt2 has no x"),
         ("model.json: facts['planes'][0]['elements'] -= 8", ModelDamaged, r"program.pt2 takes payload_0 of .* says \["),
         ("model.json: facts['planes'][0]['dtype'] = 'load'", ModelDamaged, r"payload_0 of \[\d+\] uint8, .*\] load"),

@@ -137,6 +137,11 @@ def test_bad_bags_are_refused(exported: tuple[Any, Path], offsets: Any, weights:
         read_tables(exported[1])["a"].pooled([1, 2], offsets, weights)
 
 
+def test_offsets_of_another_dtype_name_their_table(exported: tuple[Any, Path]) -> None:
+    with pytest.raises(TypeError, match="table 'a': offsets must be integers, got float64"):
+        read_tables(exported[1])["a"].pooled([1, 2], [0, 0.5, 2])
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

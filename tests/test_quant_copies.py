@@ -22,6 +22,7 @@ from shardwise.inference import (
     assign_weights_to_tbe,
     get_table_to_weights_from_tbe,
     quantize_inference_model,
+    shard_quant_model,
 )
 
 MIXED = {"a": torch.int8, "b": torch.quint4x2, "c": torch.float8_e4m3fn}
@@ -101,6 +102,28 @@ def test_a_state_dict_of_another_dtype_or_shape_is_refused() -> None:
         with pytest.raises(error, match=said):
             made.load_state_dict({**before, f"embedding_bags.{name}": value})
     assert_looks_up_its_buffers(made, kjt(BAGS), BAGS)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_state_dict_of_rows_of_another_format_is_refused(sharded: bool) -> None:
+    """Rows of fp16 were copied into a table of bf16, whose bytes have the same shape, and read as other numbers."""
+    half, other = (
+        quantize_inference_model(nn.Sequential(float_bags()), quantization_dtype=dtype)
+        for dtype in (torch.float16, torch.bfloat16)
+    )
+    state = half.state_dict()
+    if sharded:
+        half, other = (shard_quant_model(model, 2, "cpu", "cpu")[0] for model in (half, other))
+        state = half.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    for given in (state, torch.load(file)):
+        before = pooled(other)
+        with pytest.raises(ValueError, match="table 'a': rows are bf16 here, those of the state dict fp16"):
+            other.load_state_dict(given)
+        assert torch.equal(pooled(other), before)
+        half.load_state_dict(given)
 
 
 def test_part_of_an_assignment_onto_meta_names_the_tables_left_over() -> None:

@@ -224,6 +224,7 @@ def test_tables_that_do_not_fit_are_refused_by_name_and_nothing_is_loaded() -> N
     item, scale = "ebc.embedding_bags.item.weight", "ebc.embedding_bags.user.weight_qscale"
     wrong: list[tuple[dict[str, Tensor | None], str]] = [
         ({item: None}, f"table 'item': the state dict has no {item}"),
+        ({item: torch.zeros(6, 4)}, "table 'item': the state dict's weight is torch.float32, not bytes of int8 rows"),
         ({item: state[item][:5]}, r"table 'item': the state dict's weight has shape \[5, 4\], the table 6 rows"),
         ({item: state[item][:, :3]}, r"table 'item': int8 rows of dim 4 are uint8 \[R, 8\]"),
         ({scale: None}, "table 'user': the state dict has one of weight_qscale and weight_qbias without the other"),
@@ -242,3 +243,14 @@ def test_what_torchrec_has_no_rows_for_is_not_written() -> None:
     config = EmbeddingBagConfig(3, 4, "t", feature_names=["f"], data_type=DataType.BF16)
     with pytest.raises(ValueError, match="table 't': INFERENCE rows hold int8, int4, int2, fp16, fp32, not bf16"):
         torchrec_state_dict(quant.EmbeddingBagCollection([config], False, "cpu"))
+
+
+def test_a_float_state_dict_is_not_read_as_bytes() -> None:
+    """Rows of fp32 have the width of padded int8 rows, and were taken for them without a word."""
+    config = EmbeddingBagConfig(3, 8, "t", feature_names=["f"], data_type=DataType.INT8)
+    for columns in (4, 8):
+        with pytest.raises(ValueError, match="table 't': the state dict's weight is torch.float32, not bytes of int8"):
+            load_torchrec_state_dict(
+                quant.EmbeddingBagCollection([config], False, "cpu"),
+                {"embedding_bags.t.weight": torch.zeros(3, columns)},
+            )

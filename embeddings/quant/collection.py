@@ -8,7 +8,7 @@ A table is the buffers `<children>.<table>.weight` (uint8 [rows, row_bytes]), `.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,7 +116,7 @@ class QuantizedCollection(nn.Module):
             for (_, dtype, _), ts in members.items()
         ]
         self._show()
-        self.register_load_state_dict_pre_hook(_refuse_other_dtypes)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_refuse_other_rows)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_take_back_replaced)  # type: ignore[no-untyped-call]
         if weights is not None:
             self.assign_table_weights(weights)
@@ -147,7 +147,8 @@ class QuantizedCollection(nn.Module):
     def assign_table_weights(self, weights: Mapping[str, TableWeights]) -> None:
         """Copy in the payload and scales of every table; a collection on meta comes to life where they are.
 
-        Scales are [rows, parts] of the table's scale dtype, the same as bytes, or None where the format has none.
+        Scales are [rows, parts] of the table's scale dtype, the same as bytes, or None where the format has none. Rows
+        are taken to be of the table's format: those of fp16 and bf16 have one shape.
 
         Raises:
             KeyError: a table is missing.
@@ -225,6 +226,10 @@ class QuantizedCollection(nn.Module):
             self._modules[self._children_name] = children
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_formats(destination, prefix, (table for group in self._groups for table in group.tables))
+
     def __getstate__(self) -> dict[str, Any]:
         # the buffers are views: kept, each of them would carry its group's whole plane into the copy
         modules = {**self._modules, self._children_name: None}
@@ -284,7 +289,26 @@ def _views(group: QuantizedTables, number: int) -> Iterator[tuple[str, Tensor]]:
         yield "index_remapping", group.remapping_of(number)
 
 
-def _refuse_other_dtypes(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+def note_formats(destination: Mapping[str, Any], prefix: str, tables: Iterable[QuantizedTable]) -> None:
+    """Note the tables' formats in the metadata of a state dict: rows of fp16 and bf16 are bytes of one shape."""
+    # what is no state dict of torch's own has no metadata
+    noted = getattr(destination, "_metadata", {}).get(prefix.removesuffix("."))
+    if noted is not None:
+        noted["formats"] = {table.name: table.format for table in tables}
+
+
+def require_formats(metadata: Mapping[str, Any], tables: Iterable[QuantizedTable]) -> None:
+    """ValueError if the state dict with this metadata has a table in another format; it may not say."""
+    formats = metadata.get("formats", {})
+    for table in tables:
+        given = formats.get(table.name, table.format)
+        if given != table.format:
+            raise ValueError(f"table {table.name!r}: rows are {table.format} here, those of the state dict {given}")
+
+
+def _refuse_other_rows(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
     """Before loading: float values copied into uint8 rows would be cut without a word, as would finer scales."""
     assert isinstance(module, QuantizedCollection)
     for (table, name), view in module._views.items():
@@ -294,6 +318,7 @@ def _refuse_other_dtypes(module: nn.Module, state_dict: Mapping[str, Any], prefi
                 f"table {table!r}: {name} is {view.dtype} here, the state dict has {given.dtype}: quantize a float"
                 " collection with from_float, or make this one with the scale_dtype of the state dict"
             )
+    require_formats(metadata, (table for group in module._groups for table in group.tables))
 
 
 @torch.no_grad()

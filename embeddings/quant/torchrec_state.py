@@ -19,6 +19,7 @@ from .fbgemm_rows import INFERENCE, fuse_rows, inference_layout, split_rows
 from .tables import QuantizedTable
 
 _SCALE, _BIAS = "weight_qscale", "weight_qbias"
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def load_torchrec_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
@@ -79,8 +80,11 @@ def torchrec_state_dict(
 
 def _planes(weight: Tensor, parts: list[Tensor | None], table: QuantizedTable) -> tuple[Tensor, Tensor]:
     """Payload and scales of a table's entries, fused or split."""
+    name, own = f"table {table.name!r}", {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    if weight.dtype in _FLOATS and weight.dtype != own.get(table.format):
+        raise ValueError(f"{name}: the state dict's weight is {weight.dtype}, not bytes of {table.format} rows")
     # tensor classes of int4 and int2 give their bytes so
-    rows, name = weight.view(torch.uint8), f"table {table.name!r}"
+    rows = weight.view(torch.uint8)
     if rows.dim() != 2 or rows.shape[0] != table.rows:
         raise ValueError(f"{name}: the state dict's weight has shape {list(rows.shape)}, the table {table.rows} rows")
     scale, bias = parts

@@ -2,7 +2,7 @@
 
 `train.py --export DIR` writes the folder at the end of a run, and from one of its checkpoints
 
-    shardwise export DIR --model examples/dlrm/serving.py:from_checkpoint --checkpoint runs/1/checkpoints
+    shardwise export DIR --model examples/dlrm/serving.py:from_checkpoint --checkpoint runs/1
 
 does. `examples/serve` answers requests from it.
 """

@@ -195,7 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.folder, limits, max_instances=args.max_instances, max_bytes=args.max_bytes, threads=args.threads
         )
         asyncio.run(serve(server, args.host, args.port))
-    except (ValueError, OSError) as error:
+    # OverflowError: a port that is none
+    except (ValueError, OSError, OverflowError) as error:
         print(f"server: {error}", file=sys.stderr)
         return 1
     return 0

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.embeddings.config import PoolingType, embedding_names_by_table
 from shardwise.embeddings.quant import QuantizedCollection, QuantizedTable, TableWeights
+from shardwise.embeddings.quant.collection import note_formats, require_formats
 from shardwise.embeddings.quant.table_weights import scales_as
 from shardwise.embeddings.variable_batch import pad_strides
 from shardwise.jagged import KeyedJaggedTensor
@@ -246,6 +247,7 @@ class ShardedQuantizedCollection(nn.Module):
             values = self._tables.whole(t)
             for name, tensor in zip(_names(self._tables.tables[t].table), _tensors(values), strict=True):
                 destination[f"{prefix}{self._children_name}.{config.name}.{name}"] = tensor
+        note_formats(destination, prefix, (served.table for served in self._tables.tables))
 
     def _load_from_state_dict(
         self,
@@ -260,6 +262,7 @@ class ShardedQuantizedCollection(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        require_formats(local_metadata, (served.table for served in self._tables.tables))
         for t, config in enumerate(self._configs):
             path = f"{prefix}{self._children_name}.{config.name}."
             names = _names(self._tables.tables[t].table)
