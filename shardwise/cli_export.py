@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from traceback import extract_tb
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -151,16 +153,13 @@ def _named(text: str) -> Callable[..., Any]:
     module, colon, name = text.rpartition(":")
     if not colon or not module or not name:
         raise ValueError(f"--model {text}: write MODULE:FACTORY or FILE.py:FACTORY")
-    folder = "."
-    if module.endswith(".py"):
-        path = Path(module)
-        if not path.is_file():
-            raise ValueError(f"--model {text}: there is no file {module}")
-        folder, module = str(path.absolute().parent), path.stem
+    path = Path(module) if module.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise ValueError(f"--model {text}: there is no file {module}")
     # as `python -m` and `python FILE.py` do
-    sys.path.insert(0, folder)
+    sys.path.insert(0, "." if path is None else str(path.absolute().parent))
     try:
-        found = getattr(import_module(module), name, None)
+        found = getattr(import_module(module) if path is None else _imported(path), name, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"--model {text}: {error}") from error
     except Exception as error:
@@ -168,6 +167,16 @@ def _named(text: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"--model {text}: {module} has no function {name}")
     return found  # type: ignore[no-any-return]
+
+
+def _imported(path: Path) -> ModuleType:
+    """The module that a file is, also where another one has its name."""
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _made(factory: Callable[..., Any], text: str, manifest: Manifest | None) -> _Made:

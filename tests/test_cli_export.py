@@ -172,3 +172,10 @@ def test_a_file_that_is_no_python_is_one_line(tmp_path: Path) -> None:
     result = run(tmp_path / "out", "--model", f"{tmp_path}/no_python.py:f")
     assert result.exit_code == 1
     assert "no_python.py:f: SyntaxError: invalid syntax (no_python.py, line 1)" in result.stderr.splitlines()[-1]
+
+
+def test_a_file_may_have_the_name_of_another_module(tmp_path: Path) -> None:
+    """`serving.py:factory` was looked for in another `serving`, which had been imported before."""
+    (tmp_path / "json.py").write_text(f"from {Path(__file__).stem} import alone\n")
+    result = run(tmp_path / "out", "--model", f"{tmp_path}/json.py:alone")
+    assert result.exit_code == 0, result.output

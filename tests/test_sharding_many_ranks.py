@@ -369,7 +369,7 @@ def step_of(rank: int, batches: Sequence[int], module: Any, world: Meeting, host
     log: list[str] = []
     env: Any = SimpleNamespace(
         rank=rank, world_size=len(batches), local_world_size=HOST, process_group=(world, rank, log),
-        local_group=lambda: (host, rank, log),
+        require_group=lambda: (world, rank, log), local_group=lambda: (host, rank, log),
     )  # fmt: skip
     shards = shards_for(len(batches), SMALL, 8)
     model = ShardedEmbeddingBagCollection(module, shards, env, CPU, default_optimizer=(torch.optim.SGD, {"lr": 0.1}))
