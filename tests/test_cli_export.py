@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,12 @@ def factory() -> Factory:
 
 def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli.commands(), ["export", *map(str, arguments)])
+
+
+@pytest.fixture(autouse=True)
+def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command puts the folder of a factory on the path, as `python FILE.py` does; other tests shall not see it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture
@@ -176,6 +183,6 @@ def test_a_file_that_is_no_python_is_one_line(tmp_path: Path) -> None:
 
 def test_a_file_may_have_the_name_of_another_module(tmp_path: Path) -> None:
     """`serving.py:factory` was looked for in another `serving`, which had been imported before."""
-    (tmp_path / "json.py").write_text(f"from {Path(__file__).stem} import alone\n")
-    result = run(tmp_path / "out", "--model", f"{tmp_path}/json.py:alone")
+    (tmp_path / "inference_models.py").write_text(f"from {HERE} import alone\n")
+    result = run(tmp_path / "out", "--model", f"{tmp_path}/inference_models.py:alone")
     assert result.exit_code == 0, result.output
