@@ -115,6 +115,8 @@ class Owner:
 
     def renew(self, flight: InFlight) -> None:
         """Have the rows begin anew that went to other ids."""
+        if not flight.renewals:
+            return
         for group, part in zip(self.held.groups, self.parts, strict=True):
             for number, shard in enumerate(part.shards):
                 one = flight.renewals.get((shard.table, shard.rows))
