@@ -5,7 +5,7 @@ RANKS ?= 2
 JOBS ?= 2
 DATA ?=
 ARGS ?=
-EXTRAS ?= test,data,cpu,cli,plan,migrate,serve
+EXTRAS ?= test,data,cpu,cli,plan,migrate,serve,perf
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
@@ -16,7 +16,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $(CORES) / $(RANKS) )); echo $$(( n > 0 ? n : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev demo test test-long lint types check clean
+.PHONY: help env dev demo test test-long perf lint types check clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ test: .venv/.installed  ## all tests: torch path, kernels in the interpreter, ke
 
 test-long: .venv/.installed  ## more cases of the planner's tests: 1,000 problems each against all their assignments
 	@$(BIN)/python -m pytest -n $(JOBS) -m long
+
+# both cores, as a program has that runs alone
+perf: .venv/.installed  ## measure the CPU suite in under 10 minutes: table, runs/perf.json and runs/perf.html
+	@mkdir -p runs
+	OMP_NUM_THREADS=$(CORES) $(BIN)/shardwise perf run --json runs/perf.json $(ARGS)
+	@$(BIN)/shardwise perf report runs/perf.json --html runs/perf.html
 
 lint: .venv/.dev  ## ruff: rules and format
 	@$(BIN)/ruff check .

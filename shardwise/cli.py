@@ -1,8 +1,9 @@
 """The command line, `shardwise` or `python -m shardwise`. Needs click and rich: `pip install shardwise[cli]`.
 
-`kernels check` compiles every kernel for GPUs that need not be present and holds what comes out to what is promised.
+`kernels check` compiles every kernel for GPUs that need not be present and holds what comes out to what is promised;
+`kernels autotune` times their configs (cli_tune.py).
 `ckpt` looks at checkpoints and writes them anew (cli_ckpt.py). `migrate` reports on programs written for TorchRec
-(cli_migrate.py). `plan` plans where tables go (cli_plan.py).
+(cli_migrate.py). `perf` measures and compares (cli_perf.py). `plan` plans where tables go (cli_plan.py).
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def commands() -> click.Group:
     from .cli_ckpt import add_ckpt
     from .cli_export import add_export
     from .cli_migrate import add_migrate
+    from .cli_perf import add_perf
     from .cli_plan import add_plan
+    from .cli_tune import add_autotune
     from .kernels.compiled import TARGETS
 
     @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -72,9 +75,11 @@ def commands() -> click.Group:
             raise click.UsageError(f"no case has {kernel!r} in its name; names are like 'pooled_lookup D=128 fp32'")
         sys.exit(_check(chosen, targets or [*TARGETS], jobs))
 
+    add_autotune(kernels)
     add_ckpt(shardwise)
     add_export(shardwise)
     add_migrate(shardwise)
+    add_perf(shardwise)
     add_plan(shardwise)
     return shardwise
 

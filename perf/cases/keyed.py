@@ -1,0 +1,9 @@
+"""Cases of the suite: keyed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.perf.case import Case
+
+CASES: Sequence[Case] = ()
