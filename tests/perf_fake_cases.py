@@ -1,4 +1,4 @@
-"""Cases that the tests of the suite measure, quick and of every kind; as a plugin of pytest they take the suite's place."""
+"""Cases that the tests of the suite measure, quick and of every kind; as a plugin of pytest they replace the suite."""
 
 from __future__ import annotations
 
