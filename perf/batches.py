@@ -165,20 +165,22 @@ def _assembled(
     )
 
 
+def bags_of_first(offsets: Tensor, features: int, samples: int) -> tuple[Tensor, Tensor]:
+    """Which ids are of the first samples' bags, and the offsets of these bags alone."""
+    bags = offsets.shape[0] - 1
+    kept = torch.arange(bags, device=offsets.device) % (bags // features) < samples
+    lengths = offsets.diff()
+    ends = lengths[kept].cumsum(0)
+    return kept.repeat_interleave(lengths), torch.cat([ends.new_zeros(1), ends])
+
+
 def first_samples(batch: Batch, samples: int) -> Batch:
     """The bags of the first samples alone, over the same tables."""
-    count = batch.grad.shape[0]
-    bags = torch.arange(batch.offsets.shape[0] - 1, device=batch.offsets.device) % count < samples
-    lengths = batch.offsets.diff()
-    kept = bags.repeat_interleave(lengths)
-    ends = lengths[bags].cumsum(0)
+    kept, offsets = bags_of_first(batch.offsets, len(batch.dims), samples)
+    weights = None if batch.per_id_weights is None else batch.per_id_weights[kept]
     return replace(
-        batch,
-        indices=batch.indices[kept],
-        offsets=torch.cat([ends.new_zeros(1), ends]),
-        per_id_weights=None if batch.per_id_weights is None else batch.per_id_weights[kept],
-        grad=batch.grad[:samples],
-    )
+        batch, indices=batch.indices[kept], offsets=offsets, per_id_weights=weights, grad=batch.grad[:samples]
+    )  # fmt: skip
 
 
 def compacted(batch: Batch) -> Batch:

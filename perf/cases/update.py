@@ -37,7 +37,11 @@ from shardwise.perf.workloads import DCNV2, EBC, FBGEMM_DEFAULT, HOT, PRODUCTION
 
 FLOOR = "distinct rows there and back with their states, a gradient row and 96 bytes of sorting for each id"
 # ids that the reference, a loop over them, is given
-CHECKED_IDS = 1500
+CHECKED_IDS = 600
+
+
+# sums in another order are a little apart; a rule that divides by their size makes much of it where they are near 0
+_APART = 1e-3
 
 
 def _start(rule: str) -> float:
@@ -170,12 +174,15 @@ def _ready(
 
     def check() -> None:
         _assert_reference(batches[0], rule, tolerance)
-        _assert_same_rows(batches[0], calls[0], peers, notes, tolerance)
+        divides = bool(RULES[rule].kinds) and not RULES[rule].accumulator
+        _assert_same_rows(batches[0], calls[0], peers, notes, max(tolerance, _APART) if divides else tolerance)
 
     return Ready(calls, check, moved, floor, peers, notes=notes)
 
 
 _ON_CPU = (EBC[128], PRODUCTION, DCNV2, HOT, TRACES)
+# torch's optimizers take some tenths of a second for a step of these
+_SLOW = ("adagrad", "adam")
 _RULES = [rule for rule in RULES if rule != "gradient" and ":" not in rule]
 
 CASES: Sequence[Case] = (
@@ -183,7 +190,7 @@ CASES: Sequence[Case] = (
         Case(
             f"fused_update, {rule}, {FBGEMM_DEFAULT.name}", "update",
             partial(_update, workload=FBGEMM_DEFAULT, rule=rule),
-            EVERY if rule in ("sgd", "adagrad", "rowwise_adagrad", "adam") else CUDA,
+            EVERY if rule in ("sgd", "adagrad", "rowwise_adagrad", "adam") else CUDA, slow=rule in _SLOW,
         )
         for rule in _RULES
     ),
@@ -200,7 +207,7 @@ CASES: Sequence[Case] = (
     *(
         Case(
             f"lookup and update, {rule}, {workload.name}", "update", partial(_step, workload=workload, rule=rule),
-            EVERY if workload == FBGEMM_DEFAULT or rule == "sgd" else CUDA,
+            EVERY if workload == FBGEMM_DEFAULT or rule == "sgd" else CUDA, slow=rule in _SLOW,
         )
         for workload, rules in (
             (FBGEMM_DEFAULT, ("sgd", "adagrad", "rowwise_adagrad", "adam")),
