@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.perf.case import OURS, Case, Ready, Setting
+from shardwise.perf.case import Case, Ready, Setting
 from shardwise.perf.cases import modules
 from shardwise.perf.module_checks import assert_forwards, assert_steps
 from shardwise.perf.module_sides import RULES, Setup, batches_of, fill, sides_of, torch_side
