@@ -86,7 +86,7 @@ def _by_loop(
     return out
 
 
-def _in_parts(loop: Callable[..., int], arguments: tuple[int, ...], many: bool) -> int:
+def _in_parts(loop: Callable[..., Any], arguments: tuple[int, ...], many: bool) -> Any:
     """The least of what the parts of a loop return; more parts than threads, so that none waits long for another."""
     parts = 4 * torch.get_num_threads() if many else 4
     if parts == 4:
