@@ -343,9 +343,9 @@ def moved_to(tree: Any, device: str) -> Any:
 
 
 def _same(operation: Operation, a: Any, b: Any, what: str) -> None:
-    mine, other = (
-        pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), contents(operation.read(x))) for x in (a, b)
-    )
+    def on_host(result: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), contents(operation.read(result)))
+
     found = difference(on_host(a), on_host(b), max(operation.tolerance, TOLERANCE))
     assert not found, f"{operation.name}, {what}: {found}"
 
