@@ -122,7 +122,7 @@ def sequence_step(device: torch.device) -> Prepare:
         ids = batch.values().shape[0]
         grad = torch.full((ids, SHAPE.dim), 0.1).to(device)
         lengths = [jt.values().shape[0] for jt in batch.to_dict().values()]
-        grads = list(grad.split(lengths))
+        grads = list(torch.split(grad, lengths))
         given = batch_of(turn, device)
 
         def call() -> None:

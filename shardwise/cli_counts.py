@@ -102,8 +102,9 @@ def _print(before: Found, found: Found, parts: bool) -> None:
             change = "" if old is None or old.total == count.total else f"{count.total - old.total:+,}"
             table.add_row(step, name, "" if old is None else f"{old.total:,}", f"{count.total:,}", change)
             if parts:
-                for part in sorted({*count.parts, *(old.parts if old else {})}, key=lambda p: -count.parts.get(p, 0)):
-                    table.add_row("", f"  {part}", *_numbers(old.parts if old else None, count.parts, part))
+                known: Mapping[str, int] = {} if old is None else old.parts
+                for part in sorted({*count.parts, *known}):
+                    table.add_row("", f"  {part}", *_numbers(None if old is None else known, count.parts, part))
     console = Console(highlight=False)
     console.width = max(console.width, 140)
     console.print(table)
