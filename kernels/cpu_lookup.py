@@ -1,17 +1,21 @@
-"""Pooled lookup on the CPU: the reference's result by few calls of `embedding_bag`, block by block.
+"""Pooled lookup on the CPU: the loop of cpu_lookup_loops.py, or without numba few calls of `embedding_bag`.
 
-A block is the bags of some features for some samples, so few that their sums are still in a core's cache when they are
-copied to their columns of the output. Letters and shapes as in pooled.py.
+Those go block by block: the bags of some features for some samples, so few that their sums are still in a core's cache
+when they are copied to their columns of the output. All give the same bits. Letters and shapes as in pooled.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from . import numba_loops
+from .cpu_compiled import run
 from .features import BASE, MEAN, ROWS, batch_size, column_offsets, linear_rows, table_rows
 from .huge_pages import HUGE_PAGE, in_huge_pages
 
@@ -21,6 +25,12 @@ _BLOCK_ELEMENTS = 1 << 19
 _FEW_IDS = 1 << 12
 # ids a bag up to which putting ids in the order of samples is faster than putting sums in that order
 _SHORT = 2
+# elements of rows, and ids to look at, that a loop reads before another thread can have been woken
+_ALONE, _ALONE_IDS = 1 << 19, 1 << 18
+
+# the compiled loops; None where numba is missing or does not work
+_loops = partial(numba_loops.loops, "cpu_lookup_loops")
+_LOOP_OF = {torch.float32: "pooled_fp32", torch.float16: "pooled_fp16", torch.bfloat16: "pooled_bf16"}
 
 
 def pooled_lookup_cpu(
@@ -32,6 +42,10 @@ def pooled_lookup_cpu(
     dims: Sequence[int],
 ) -> Tensor:
     """The reference's result, fp32."""
+    loops = _loops()
+    if loops is not None and weights.dtype in _LOOP_OF and weights.is_contiguous():
+        loop = getattr(loops, _LOOP_OF[weights.dtype])
+        return _by_loop(loop, weights, indices, offsets, per_id_weights, features, dims)
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
     scale = None if per_id_weights is None else per_id_weights.float()
     if batch and len(set(dims)) == 1 and indices.shape[0] <= _SHORT * (offsets.shape[0] - 1):
@@ -47,6 +61,47 @@ def _block_elements() -> int:
 
 def _new(batch: int, columns: int) -> Tensor:
     return in_huge_pages(torch.empty(batch, columns))
+
+
+def _by_loop(
+    loop: Callable[..., Any],
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_id_weights: Tensor | None,
+    features: Tensor,
+    dims: Sequence[int],
+) -> Tensor:
+    count, ids, columns = len(dims), indices.shape[0], sum(dims)
+    batch = batch_size(offsets, count)
+    out = _new(batch, columns)
+    # kept by these names as long as the loop has their addresses
+    indices, offsets, features = _flat(indices), _flat(offsets), features.contiguous()
+    scale = None if per_id_weights is None else per_id_weights.float().contiguous()
+    arguments = (
+        weights.data_ptr(), *_address(indices), *_address(offsets), 0 if scale is None else scale.data_ptr(),
+        features.data_ptr(), out.data_ptr(), count, batch, ids, columns,
+    )  # fmt: skip
+    _in_parts(loop, arguments, ids * columns > _ALONE * count)
+    return out
+
+
+def _in_parts(loop: Callable[..., int], arguments: tuple[int, ...], many: bool) -> int:
+    """The least of what the parts of a loop return; more parts than threads, so that none waits long for another."""
+    parts = 4 * torch.get_num_threads() if many else 4
+    if parts == 4:
+        return loop(*arguments, 0, 1)
+    return min(run([partial(loop, *arguments, part, parts) for part in range(parts)]))
+
+
+def _flat(numbers: Tensor) -> Tensor:
+    """Ids or offsets as a loop reads them: contiguous int32 or int64."""
+    return (numbers if numbers.dtype in (torch.int32, torch.int64) else numbers.long()).contiguous()
+
+
+def _address(numbers: Tensor) -> tuple[int, int]:
+    """Where ids or offsets lie, and whether they are int64."""
+    return numbers.data_ptr(), int(numbers.dtype == torch.int64)
 
 
 def _by_samples(
@@ -159,7 +214,15 @@ def _blocks(dims: Sequence[int], batch: int, offsets: Tensor) -> Iterator[tuple[
 
 def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: bool) -> bool:
     """What `check_ids_ref` finds nothing wrong with, by few passes over ids and offsets."""
-    count, end = features.shape[0], int(offsets[-1])
+    count = features.shape[0]
+    loops = _loops()
+    if loops is not None and count and offsets.shape[0]:
+        batch, ids = batch_size(offsets, count), indices.shape[0]
+        # kept by these names as long as the loop has their addresses
+        indices, offsets, features = _flat(indices), _flat(offsets), features.contiguous()
+        arguments = (*_address(indices), *_address(offsets), features.data_ptr(), count, batch, ids, int(padded))
+        return bool(_in_parts(loops.ids_are_good, arguments, ids > _ALONE_IDS))
+    end = int(offsets[-1])
     if count == 0 or not offsets_are_good(offsets, indices.shape[0], padded):
         return False
     indices = indices[:end]

@@ -98,27 +98,33 @@ def fused_update_bytes(
     upstream = (
         [_in_sectors(dim * 4, sector, dim * 4) for dim in dims] if pooling == "sequence" else _columns(features, sector)
     )
-    rows = (indices + features[f, FIRST_ROW])[valid]
-    touched, at, hits = torch.unique(rows, return_inverse=True, return_counts=True)
+    f = f[valid]
+    touched, at, hits = torch.unique(indices[valid] + features[f, FIRST_ROW], return_inverse=True, return_counts=True)
     # any feature of the row's table says how its rows lie
-    of = torch.zeros_like(touched).scatter_(0, at, f[valid])
-    table = _table_rows(weights, features, sector)
+    of = torch.zeros_like(touched).scatter_(0, at, f)
+
+    def total(nbytes: Sequence[int], feature: Tensor) -> int:
+        """Sum over rows of what a row of each feature takes."""
+        return int(torch.tensor(nbytes, device=feature.device)[feature].sum())
+
     state = _table_rows(weights.new_empty(0, dtype=torch.float32), features, sector)
-    each = {"W": [table[j] for j in of.tolist()]}
+    one = [_in_sectors(4, sector, 4)] * len(dims)
+    there_and_back = {"W": total(_table_rows(weights, features, sector), of)}
     for i, kind in enumerate(kinds):
-        each[f"S{i}"] = [state[j] if kind == "element" else _in_sectors(4, sector, 4) for j in of.tolist()]
-    there_and_back = {letter: sum(nbytes) for letter, nbytes in each.items()}
-    there_and_back["partial"] = sum(
-        _partial_sums(n) * _in_sectors(dims[j] * 4, sector, dims[j] * 4)
-        for n, j in zip(hits.tolist(), of.tolist(), strict=True)
-    )
-    reads = {"G": sum(upstream[j] for j in f[valid].tolist()), "index": 96 * indices.shape[0]}
+        there_and_back[f"S{i}"] = total(state if kind == "element" else one, of)
+    sums = torch.tensor([_in_sectors(dim * 4, sector, dim * 4) for dim in dims], device=of.device)
+    there_and_back["partial"] = int((_partial_sums(hits) * sums[of]).sum())
+    reads = {"G": total(upstream, f), "index": 96 * indices.shape[0]}
     return Traffic(reads | there_and_back, there_and_back)
 
 
-def _partial_sums(hits: int) -> int:
-    """Sums of chunks that a row hit so often leaves on all levels."""
-    return 0 if hits <= CHUNK else -(-hits // CHUNK) + _partial_sums(-(-hits // CHUNK))
+def _partial_sums(hits: Tensor) -> Tensor:
+    """Sums of chunks that each row, hit so often, leaves on all levels."""
+    found = torch.zeros_like(hits)
+    while bool((hits > CHUNK).any()):
+        hits = torch.where(hits > CHUNK, (hits + CHUNK - 1) // CHUNK, 0)
+        found += hits
+    return found
 
 
 def _ids_per_feature(offsets: Tensor, features: Tensor) -> list[int]:

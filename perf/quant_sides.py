@@ -6,7 +6,7 @@ Letters: R rows, D dim, T tables, B samples, N ids.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +120,31 @@ _SPARSE_TYPES = {"int8": "INT8", "int4": "INT4", "int2": "INT2", "fp16": "FP16",
 _OUTPUTS = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
 
 
+def inference_tables(
+    peer: Any,
+    format: str,
+    mode: str,
+    tables: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    planes: Iterable[tuple[Tensor, Tensor]],
+    device: str = "cpu",
+) -> Any:
+    """FBGEMM's inference tables that hold these payloads and scales, in the order of the tables (rows, dim)."""
+    kind = peer.SparseType[_SPARSE_TYPES[format]]
+    modes = {"sum": peer.PoolingMode.SUM, "mean": peer.PoolingMode.MEAN, "sequence": peer.PoolingMode.NONE}
+    place = peer.EmbeddingLocation.HOST if device == "cpu" else peer.EmbeddingLocation.DEVICE
+    tbe = peer.IntNBitTableBatchedEmbeddingBagsCodegen(
+        [(f"t{t}", *shape, kind, place) for t, shape in enumerate(tables)],
+        pooling_mode=modes[mode], output_dtype=peer.SparseType[_OUTPUTS[dtype]],
+        device=device, row_alignment=INFERENCE.alignment,
+    )  # fmt: skip
+    tbe.initialize_weights()
+    homes = tbe.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)
+    for (home, *_), (_, dim), both in zip(homes, tables, planes, strict=True):
+        home.copy_(fuse_rows(*both, dim=dim, format=format, layout=INFERENCE))
+    return tbe
+
+
 @dataclass(frozen=True)
 class Lookup:
     """Ids of T features and B samples over tables of one format; `mode` is sum, mean or sequence."""
@@ -152,17 +177,7 @@ class Lookup:
 
     def theirs(self, peer: Any, dtype: torch.dtype) -> Tensor:
         """The output of FBGEMM's inference tables with the same rows."""
-        kind = peer.SparseType[_SPARSE_TYPES[self.format]]
-        modes = {"sum": peer.PoolingMode.SUM, "mean": peer.PoolingMode.MEAN, "sequence": peer.PoolingMode.NONE}
-        tbe = peer.IntNBitTableBatchedEmbeddingBagsCodegen(
-            [(f"t{t}", *shape, kind, peer.EmbeddingLocation.HOST) for t, shape in enumerate(self.tables)],
-            pooling_mode=modes[self.mode], output_dtype=peer.SparseType[_OUTPUTS[dtype]],
-            device="cpu", row_alignment=INFERENCE.alignment,
-        )  # fmt: skip
-        tbe.initialize_weights()
-        homes = tbe.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)
-        for (home, *_), (_, dim), planes in zip(homes, self.tables, self.planes(), strict=True):
-            home.copy_(fuse_rows(*planes, dim=dim, format=self.format, layout=INFERENCE))
+        tbe = inference_tables(peer, self.format, self.mode, self.tables, dtype, self.planes())
         output: Tensor = tbe(self.ids, self.offsets, self.per_id_weights)
         return output
 
