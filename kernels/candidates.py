@@ -1,8 +1,8 @@
 """What the tuner may try in place of the heuristics of tiles: lists of configs, and the launches that show them.
 
-A tile's candidates hold as many bytes of a row a thread as the heuristic's or twice as many, so rows still move 16
-bytes at a time; they differ in rows, columns and warps of a program. An update's differ in its chunks, with the warps
-that belong to them, and in the programs of its persistent grid.
+A tile's candidates differ from the heuristic's in rows, columns and warps of a program; a thread holds as many elements
+or twice as many, and of rows that become fp32 and are summed as many or half of them. An update's candidates differ in
+its chunks, with the warps that belong to them, and in the programs of its persistent grid.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ QUANTIZED = ("quantized_pooled_lookup", "gather_values")
 KERNELS = (*(name for name in configs.FIELDS if name != "update"), *(f"update {rule}" for rule in launched.MAIN_RULES))
 PROGRAMS = (512, 1024, 4096, 8192)
 _DTYPES = {name: dtype for dtype, name in configs.DTYPES.items()}
-# rows, columns and warps of a candidate over those of the heuristic
-_SCALES = (
-    (0.25, 1, 0.25), (0.5, 1, 0.5), (2, 1, 2), (1, 1, 0.5), (2, 1, 1), (0.5, 2, 1), (0.5, 2, 0.5), (0.25, 1, 0.125),
-)  # fmt: skip
+# rows, columns and warps of a candidate over those of the heuristic: as many elements a thread
+_SCALES = ((0.25, 1, 0.25), (0.5, 1, 0.5), (2, 1, 2), (0.5, 2, 1))
+# twice as many; and half of them where a thread that holds twice as many spills or waits at more barriers
+_DOUBLED = ((1, 1, 0.5), (2, 1, 1), (0.5, 2, 0.5))
+_HALVED = ((0.5, 1, 1), (1, 1, 2))
 
 
 def heuristic(kernel: str, dtype: str, dim: int) -> Tile:
@@ -51,7 +52,8 @@ def candidates(kernel: str, dtype: str, dim: int) -> list[Config]:
         chunks = [2**n for n in range(5) if _fits(dim, 2**n) and 2**n != rows]
         return [*({"chunks": n} for n in chunks), *({"programs": n} for n in PROGRAMS)]
     found: list[Config] = []
-    for by_rows, by_columns, by_warps in _SCALES:
+    crowded = kernel == "quantized_pooled_lookup" or (kernel == "pooled_lookup" and _DTYPES[dtype].itemsize == 2)
+    for by_rows, by_columns, by_warps in (*_SCALES, *(_HALVED if crowded else _DOUBLED)):
         tile = rows * by_rows, columns * by_columns, warps * by_warps
         config: Config = {"rows": int(tile[0]), "columns": int(tile[1]), "warps": int(tile[2])}
         whole = all(one >= 1 and one == int(one) for one in tile)

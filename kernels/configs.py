@@ -56,6 +56,8 @@ CPU_LIMITS = {
     "lookup_block_elements": (1 << 10, 1 << 28),
     "lookup_few_ids": (0, 1 << 24),
     "lookup_short": (0, 1 << 10),
+    "lookup_alone": (0, 1 << 30),
+    "check_alone_ids": (0, 1 << 30),
     "update_block_elements": (1 << 10, 1 << 28),
     "update_alone": (0, 1 << 30),
     "update_threads": (1, 1 << 10),

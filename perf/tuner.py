@@ -94,7 +94,8 @@ def same_results(
                 got = inputs.result()
         # a compiler may fail in any way, and the others are still worth their time
         except Exception as error:
-            dropped.append(f"{job}: {told(config)} fails: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            said = " ".join(str(error).split())[:200]
+            dropped.append(f"{job}: {told(config)} fails: {type(error).__name__}: {said}")
             continue
         if all(map(same_bits, got, expected)):
             kept.append(config)

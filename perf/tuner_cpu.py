@@ -51,8 +51,8 @@ def shapes_of(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Shap
     for workload in workloads:
         for dtype in (name for name in dtypes if name in FLOATS):
             # one workload's tables would throw another's out of the caches anyway
-            batches = list(batches_of(workload, FLOATS[dtype], "cpu"))
-            checks = list(batches_of(checked(workload), FLOATS[dtype], "cpu"))
+            batches = batches_of(workload, FLOATS[dtype], "cpu")
+            checks = batches_of(checked(workload), FLOATS[dtype], "cpu")
             names = f"{workload.name} {dtype}"
             found.append(Shape(f"lookup {names}", [partial(_look_up, b) for b in batches], partial(_looked_up, checks)))
             state = optimizer("rowwise_adagrad", batches[0])

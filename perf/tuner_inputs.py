@@ -6,7 +6,7 @@ Letters as in the kernels: D columns, L ids a bag; a `Job` is one entry of a fil
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -16,14 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.embeddings.table_layout import TableShape, lay_out
 from shardwise.kernels import (
     ROW_FORMATS,
-    Feature,
-    flatten_segments,
     jagged_index_add,
     jagged_to_padded_dense,
-    pack_features,
     padded_dense_to_jagged,
     row_format,
     segment_sum,
@@ -34,8 +30,8 @@ from shardwise.kernels.candidates import KERNELS, QUANTIZED
 from shardwise.kernels.configs import DTYPES, Key, length_class, triton_version
 from shardwise.kernels.quantized_lookup import unit_count
 from shardwise.perf import gpu_quantized
-from shardwise.perf.batches import Batch, optimizer
-from shardwise.perf.workloads import Workload, draw, equal, fitted, tiny
+from shardwise.perf.batches import Batch, of_workload, optimizer
+from shardwise.perf.workloads import Workload, equal, fitted, tiny
 
 # distinct batches that a measurement rotates through
 INPUTS = 3
@@ -159,7 +155,7 @@ def make(job: Job, device: str) -> Inputs:
     kernel, dtype = job.key.kernel, job.key.dtype
     if kernel in QUANTIZED:
         return _quantized(kernel, dtype, job.workload, device)
-    batches = list(batches_of(job.workload, FLOATS[dtype], device))
+    batches = batches_of(job.workload, FLOATS[dtype], device)
     if kernel == "pooled_lookup":
         return _of([batch.lookup for batch in batches])
     if kernel == "gather":
@@ -173,21 +169,9 @@ def _of(calls: Sequence[Callable[[], Tensor]]) -> Inputs:
     return Inputs(calls, lambda: [calls[0]()])
 
 
-def batches_of(workload: Workload, dtype: torch.dtype, device: str) -> Iterator[Batch]:
+def batches_of(workload: Workload, dtype: torch.dtype, device: str) -> list[Batch]:
     """Distinct batches over one set of tables."""
-    shapes = [TableShape(str(t), rows, workload.dim) for t, rows in enumerate(workload.rows)]
-    bases, first_rows, segments, elements = lay_out(shapes)
-    features = [Feature(b, s.rows, workload.dim, r) for s, b, r in zip(shapes, bases, first_rows, strict=True)]
-    generator = torch.Generator(device).manual_seed(0)
-    weights = torch.randn(elements, device=device, generator=generator).to(dtype)
-    dims = [workload.dim] * len(shapes)
-    for seed in range(INPUTS):
-        ids, lengths = draw(workload, seed, device)
-        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        grad = torch.randn(workload.batch, sum(dims), device=device, generator=generator)
-        yield Batch(
-            weights, ids, ends, None, pack_features(features, device), dims, flatten_segments(segments), "sum", grad
-        )
+    return of_workload(replace(workload, dtype=dtype), device, INPUTS)
 
 
 def _rows(batch: Batch) -> Tensor:
