@@ -12,6 +12,7 @@ from .calibration import (
     histogram_binning_calibration,
     histogram_binning_calibration_by_feature,
 )
+from .configs import use_configs
 from .elementwise import jagged_dense_add, jagged_dense_add_jagged, jagged_dense_mul, jagged_jagged_mul
 from .features import Feature, Segment, flatten_segments, pack_features, table_rows
 from .finite import check_gradient, describe_gradient, describe_weight
@@ -124,6 +125,7 @@ __all__ = [
     "table_rows",
     "unique_ids",
     "unpack_segments",
+    "use_configs",
 ]
 
 # imported for the rules that it defines

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from . import numba_loops
-from .cpu_compiled import run
+from . import configs, numba_loops
+from .cpu_threads import run
 from .features import BASE, MEAN, ROWS, batch_size, column_offsets, linear_rows, table_rows
 from .huge_pages import HUGE_PAGE, in_huge_pages
 
@@ -49,7 +49,11 @@ def pooled_lookup_cpu(
         return _by_loop(loop, weights, indices, offsets, per_id_weights, features, dims)
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
     scale = None if per_id_weights is None else per_id_weights.float()
-    if batch and len(set(dims)) == 1 and indices.shape[0] <= _SHORT * (offsets.shape[0] - 1):
+    if (
+        batch
+        and len(set(dims)) == 1
+        and indices.shape[0] <= configs.cpu("lookup_short", _SHORT) * (offsets.shape[0] - 1)
+    ):
         return _by_samples(weights, indices, offsets, scale, features, dims[0])
     out = _new(batch, columns[-1])
     _by_features(out, weights, indices, offsets, scale, features, dims)
@@ -57,7 +61,7 @@ def pooled_lookup_cpu(
 
 
 def _block_elements() -> int:
-    return _BLOCK_ELEMENTS * torch.get_num_threads()
+    return configs.cpu("lookup_block_elements", _BLOCK_ELEMENTS) * torch.get_num_threads()
 
 
 def _new(batch: int, columns: int) -> Tensor:
@@ -83,7 +87,7 @@ def _by_loop(
         weights.data_ptr(), *_address(indices), *_address(offsets), 0 if scale is None else scale.data_ptr(),
         features.data_ptr(), out.data_ptr(), count, batch, ids, columns,
     )  # fmt: skip
-    _in_parts(loop, arguments, ids * columns > _ALONE * count)
+    _in_parts(loop, arguments, ids * columns > configs.cpu("lookup_alone", _ALONE) * count)
     return out
 
 
@@ -202,14 +206,14 @@ def _by_features(
 
 def _blocks(dims: Sequence[int], batch: int, bounds: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """(first feature, features, first sample, end of samples): one feature, or all samples of some of equal dim."""
-    f = 0
+    f, few = 0, configs.cpu("lookup_few_ids", _FEW_IDS)
     while batch and f < len(dims):
         samples, count = max(1, _block_elements() // dims[f]), 1
         while (
             f + count < len(dims)
             and dims[f + count] == dims[f]
             and (count + 1) * batch <= samples
-            and bounds[f + count + 1] - bounds[f] <= _FEW_IDS * (count + 1)
+            and bounds[f + count + 1] - bounds[f] <= few * (count + 1)
         ):
             count += 1
         for low in range(0, batch, samples):
@@ -226,7 +230,7 @@ def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: boo
         # kept by these names as long as the loop has their addresses
         indices, offsets, features = _flat(indices), _flat(offsets), features.contiguous()
         arguments = (*_address(indices), *_address(offsets), features.data_ptr(), count, batch, ids, int(padded))
-        return bool(_in_parts(loops.ids_are_good, arguments, ids > _ALONE_IDS))
+        return bool(_in_parts(loops.ids_are_good, arguments, ids > configs.cpu("check_alone_ids", _ALONE_IDS)))
     end = int(offsets[-1])
     if count == 0 or not offsets_are_good(offsets, indices.shape[0], padded):
         return False
