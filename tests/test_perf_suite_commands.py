@@ -130,6 +130,7 @@ def test_the_report_shows_every_case_as_a_table_and_as_a_page(measured: Path) ->
     result = shardwise("report", measured, "--html", page)
     assert result.exit_code == 0
     text = page.read_text()
+    assert text == measured.with_name("r.html").read_text()
     for name in NAMES:
         assert name in result.output and f'<th scope="row">{name}</th>' in text
     assert "logs, of three inputs\n3 MB in" in text and "own rounds\n0.51x of torch" in text
@@ -160,6 +161,7 @@ def test_the_report_shows_every_case_as_a_table_and_as_a_page(measured: Path) ->
         (["run", "--json", "x.json", "--only", "no such"], "no case for cpu has 'no such'"),
         (["run", "--json", "x.json", "--only", "("], "is no regular expression"),
         (["run", "--json", "no/such/folder/x.json"], "no/such/folder/x.json cannot be written"),
+        (["run", "--json", "x.json", "--html", "no/x.html"], "no/x.html cannot be written"),
         (["run"], "--json FILE"),
         (["report", "bad.json"], "bad.json is no JSON"),
         (["report", "good.json", "--html", "no/x.html"], "no/x.html cannot be written"),
