@@ -47,7 +47,7 @@ from shardwise.perf.declared_select import jagged_index_select_bytes
 from shardwise.perf.peers import fbgemm, peer_calls
 
 # what is timed, on a CPU and on a GPU, and what the references, some of them loops over bags, are given
-TIMED = {"cpu": Size(26, 2048), "cuda": Size(26, 8192)}
+TIMED = {"cpu": Size(26, 1024), "cuda": Size(26, 8192)}
 CHECKED, SMALL = Size(3, 32), Size(3, 4)
 # the longest of long bags, of which a key has so many times fewer
 LONG, FEWER = 192, 32

@@ -59,7 +59,7 @@ def batches_of(
     memory = setting.memory_bytes
     if setting.device == "cpu" and elements:
         # their pages are new for each case
-        memory = min(memory, 1 << 30)
+        memory = min(memory, 1 << 29)
     size = workload.dtype.itemsize + 4 * elements
     workload = sized(workload, setting.device, memory, small=setting.small, bytes_a_row_element=size)
     rows = table_memory(sum(workload.rows) * workload.dim, workload.dtype, setting.device)

@@ -190,7 +190,7 @@ CASES: Sequence[Case] = (
         Case(
             f"fused_update, {rule}, {FBGEMM_DEFAULT.name}", "update",
             partial(_update, workload=FBGEMM_DEFAULT, rule=rule),
-            EVERY if rule in ("sgd", "adagrad", "rowwise_adagrad", "adam") else CUDA, slow=rule in _SLOW,
+            EVERY if rule in ("sgd", "rowwise_adagrad", "adam") else CUDA, slow=rule in _SLOW,
         )
         for rule in _RULES
     ),
@@ -207,7 +207,7 @@ CASES: Sequence[Case] = (
     *(
         Case(
             f"lookup and update, {rule}, {workload.name}", "update", partial(_step, workload=workload, rule=rule),
-            EVERY if workload == FBGEMM_DEFAULT or rule == "sgd" else CUDA, slow=rule in _SLOW,
+            CUDA if workload == PRODUCTION or rule == "adam" else EVERY, slow=rule in _SLOW,
         )
         for workload, rules in (
             (FBGEMM_DEFAULT, ("sgd", "adagrad", "rowwise_adagrad", "adam")),
