@@ -4,7 +4,7 @@ Every op is a Triton kernel beside a torch twin; importing this package register
 """
 
 from . import rules as _built_in
-from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_guard, require_ids
+from .bounds import BoundsCheckMode, check_ids, ids_pass, is_clean, new_guard, raise_from_guard, require_ids
 from .bucketize import Bucketized, block_bucketize
 from .calibration import (
     Calibrated,
@@ -12,6 +12,7 @@ from .calibration import (
     histogram_binning_calibration,
     histogram_binning_calibration_by_feature,
 )
+from .configs import use_configs
 from .elementwise import jagged_dense_add, jagged_dense_add_jagged, jagged_dense_mul, jagged_jagged_mul
 from .features import Feature, Segment, flatten_segments, pack_features, table_rows
 from .finite import check_gradient, describe_gradient, describe_weight
@@ -79,6 +80,7 @@ __all__ = [
     "generic_histogram_binning_calibration_by_feature",
     "histogram_binning_calibration",
     "histogram_binning_calibration_by_feature",
+    "ids_pass",
     "invert_permute",
     "is_clean",
     "is_clean",
@@ -123,6 +125,7 @@ __all__ = [
     "table_rows",
     "unique_ids",
     "unpack_segments",
+    "use_configs",
 ]
 
 # imported for the rules that it defines

@@ -19,6 +19,8 @@ from torch import Tensor
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+# a file or folder of tuned configs that come before those of shardwise (configs.py)
+TUNED = os.environ.get("SHARDWISE_TUNED")
 
 triton: Any
 tl: Any

@@ -1,26 +1,37 @@
-"""Pooled lookup on the CPU: the reference's result by few calls of `embedding_bag`, block by block.
+"""Pooled lookup on the CPU: the loop of cpu_lookup_loops.py, or without numba few calls of `embedding_bag`.
 
-A block is the bags of some features for some samples, so few that their sums are still in a core's cache when they are
-copied to their columns of the output. Letters and shapes as in pooled.py.
+Those go block by block: the bags of some features for some samples, so few that their sums are still in a core's cache
+when they are copied to their columns of the output. All give the same bits. Letters and shapes as in pooled.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from . import configs, numba_loops
+from .cpu_threads import run
 from .features import BASE, MEAN, ROWS, batch_size, column_offsets, linear_rows, table_rows
 from .huge_pages import HUGE_PAGE, in_huge_pages
 
 # sums of a block: 2 MB for each thread
 _BLOCK_ELEMENTS = 1 << 19
-# ids up to which further passes over them are faster than further calls
+# ids a feature up to which further passes over them are faster than further calls
 _FEW_IDS = 1 << 12
 # ids a bag up to which putting ids in the order of samples is faster than putting sums in that order
 _SHORT = 2
+# elements of rows, and ids to look at, that a loop reads before another thread can have been woken
+_ALONE, _ALONE_IDS = 1 << 19, 1 << 18
+
+# the compiled loops; None where numba is missing or does not work
+_loops = partial(numba_loops.loops, "cpu_lookup_loops")
+_LOOP_OF = {torch.float32: "pooled_fp32", torch.float16: "pooled_fp16", torch.bfloat16: "pooled_bf16"}
 
 
 def pooled_lookup_cpu(
@@ -32,9 +43,17 @@ def pooled_lookup_cpu(
     dims: Sequence[int],
 ) -> Tensor:
     """The reference's result, fp32."""
+    loops = _loops()
+    if loops is not None and weights.dtype in _LOOP_OF and weights.is_contiguous():
+        loop = getattr(loops, _LOOP_OF[weights.dtype])
+        return _by_loop(loop, weights, indices, offsets, per_id_weights, features, dims)
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
     scale = None if per_id_weights is None else per_id_weights.float()
-    if batch and len(set(dims)) == 1 and indices.shape[0] <= _SHORT * (offsets.shape[0] - 1):
+    if (
+        batch
+        and len(set(dims)) == 1
+        and indices.shape[0] <= configs.cpu("lookup_short", _SHORT) * (offsets.shape[0] - 1)
+    ):
         return _by_samples(weights, indices, offsets, scale, features, dims[0])
     out = _new(batch, columns[-1])
     _by_features(out, weights, indices, offsets, scale, features, dims)
@@ -42,11 +61,52 @@ def pooled_lookup_cpu(
 
 
 def _block_elements() -> int:
-    return _BLOCK_ELEMENTS * torch.get_num_threads()
+    return configs.cpu("lookup_block_elements", _BLOCK_ELEMENTS) * torch.get_num_threads()
 
 
 def _new(batch: int, columns: int) -> Tensor:
     return in_huge_pages(torch.empty(batch, columns))
+
+
+def _by_loop(
+    loop: Callable[..., Any],
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_id_weights: Tensor | None,
+    features: Tensor,
+    dims: Sequence[int],
+) -> Tensor:
+    count, ids, columns = len(dims), indices.shape[0], sum(dims)
+    batch = batch_size(offsets, count)
+    out = _new(batch, columns)
+    # kept by these names as long as the loop has their addresses
+    indices, offsets, features = _flat(indices), _flat(offsets), features.contiguous()
+    scale = None if per_id_weights is None else per_id_weights.float().contiguous()
+    arguments = (
+        weights.data_ptr(), *_address(indices), *_address(offsets), 0 if scale is None else scale.data_ptr(),
+        features.data_ptr(), out.data_ptr(), count, batch, ids, columns,
+    )  # fmt: skip
+    _in_parts(loop, arguments, ids * columns > configs.cpu("lookup_alone", _ALONE) * count)
+    return out
+
+
+def _in_parts(loop: Callable[..., Any], arguments: tuple[int, ...], many: bool) -> Any:
+    """The least of what the parts of a loop return; more parts than threads, so that none waits long for another."""
+    parts = 4 * torch.get_num_threads() if many else 4
+    if parts == 4:
+        return loop(*arguments, 0, 1)
+    return min(run([partial(loop, *arguments, part, parts) for part in range(parts)]))
+
+
+def _flat(numbers: Tensor) -> Tensor:
+    """Ids or offsets as a loop reads them: contiguous int32 or int64."""
+    return (numbers if numbers.dtype in (torch.int32, torch.int64) else numbers.long()).contiguous()
+
+
+def _address(numbers: Tensor) -> tuple[int, int]:
+    """Where ids or offsets lie, and whether they are int64."""
+    return numbers.data_ptr(), int(numbers.dtype == torch.int64)
 
 
 def _by_samples(
@@ -118,38 +178,42 @@ def _by_features(
     """Longer bags, or tables of several dims: the sums of a block are brought into the order of the output."""
     batch, columns = out.shape[0], column_offsets(dims)
     tables = features.tolist()
-    for f, count, low, high in _blocks(dims, batch, offsets):
-        dim, mine = dims[f], features[f : f + count]
+    bounds = offsets[::batch].tolist() if batch else []
+    for f, count, low, high in _blocks(dims, batch, bounds):
+        dim, mine, cuts = dims[f], tables[f : f + count], bounds[f : f + count + 1]
         bags = offsets[f * batch + low : (f + count - 1) * batch + high + 1]
         begin, end = int(bags[0]), int(bags[-1])
         ids, bags, p = indices[begin:end], bags - begin, None if scale is None else scale[begin:end]
-        anchor = min(table[BASE] for table in tables[f : f + count])
-        stop = max(table[BASE] + table[ROWS] * dim for table in tables[f : f + count])
+        anchor = min(table[BASE] for table in mine)
+        stop = max(table[BASE] + table[ROWS] * dim for table in mine)
         kept, valid = bags, None
-        if count > 1:
-            ids, valid = linear_rows(ids, bags, batch, mine, anchor, dim)
-        elif not _all_in(ids, tables[f][ROWS]):
-            valid = (ids >= 0) & (ids < tables[f][ROWS])
+        if count > 1 and _inside(ids, cuts, [table[ROWS] for table in mine]):
+            ids = ids.to(torch.int64, copy=True)
+            _add_each(ids, cuts, [(table[BASE] - anchor) // dim for table in mine])
+        elif count > 1:
+            ids, valid = linear_rows(ids, bags, batch, features[f : f + count], anchor, dim)
+        elif not _all_in(ids, mine[0][ROWS]):
+            valid = (ids >= 0) & (ids < mine[0][ROWS])
         if valid is not None and not bool(valid.all()):
             ids, kept, p = _without_bad(ids, bags, p, valid)
         sums = bag_sums(table_rows(weights, anchor, (stop - anchor) // dim, dim), ids, kept, p)
         sums = sums.view(count, high - low, dim)
-        if any(table[MEAN] for table in tables[f : f + count]):
+        if any(table[MEAN] for table in mine):
             counts = bags.diff().clamp(min=1).view(count, -1)
-            sums /= torch.where(mine[:, MEAN, None] != 0, counts, 1)[:, :, None]
+            sums /= torch.where(features[f : f + count, MEAN, None] != 0, counts, 1)[:, :, None]
         out[low:high, columns[f] : columns[f + count]].view(high - low, count, dim).copy_(sums.transpose(0, 1))
 
 
-def _blocks(dims: Sequence[int], batch: int, offsets: Tensor) -> Iterator[tuple[int, int, int, int]]:
+def _blocks(dims: Sequence[int], batch: int, bounds: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """(first feature, features, first sample, end of samples): one feature, or all samples of some of equal dim."""
-    bounds, f = offsets[::batch].tolist() if batch else [], 0
+    f, few = 0, configs.cpu("lookup_few_ids", _FEW_IDS)
     while batch and f < len(dims):
         samples, count = max(1, _block_elements() // dims[f]), 1
         while (
             f + count < len(dims)
             and dims[f + count] == dims[f]
             and (count + 1) * batch <= samples
-            and bounds[f + count + 1] - bounds[f] <= _FEW_IDS
+            and bounds[f + count + 1] - bounds[f] <= few * (count + 1)
         ):
             count += 1
         for low in range(0, batch, samples):
@@ -159,16 +223,24 @@ def _blocks(dims: Sequence[int], batch: int, offsets: Tensor) -> Iterator[tuple[
 
 def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: bool) -> bool:
     """What `check_ids_ref` finds nothing wrong with, by few passes over ids and offsets."""
-    count, end = features.shape[0], int(offsets[-1])
+    count = features.shape[0]
+    loops = _loops()
+    if loops is not None and count and offsets.shape[0]:
+        batch, ids = batch_size(offsets, count), indices.shape[0]
+        # kept by these names as long as the loop has their addresses
+        indices, offsets, features = _flat(indices), _flat(offsets), features.contiguous()
+        arguments = (*_address(indices), *_address(offsets), features.data_ptr(), count, batch, ids, int(padded))
+        return bool(_in_parts(loops.ids_are_good, arguments, ids > configs.cpu("check_alone_ids", _ALONE_IDS)))
+    end = int(offsets[-1])
     if count == 0 or not offsets_are_good(offsets, indices.shape[0], padded):
         return False
     indices = indices[:end]
     rows, batch = features[:, ROWS].tolist(), batch_size(offsets, count)
     if _all_in(indices, min(rows)):
         return True
-    if end < _FEW_IDS * count:
-        return bool(linear_rows(indices, offsets, batch, features, 0, 1)[1].all())
     bounds = offsets[::batch].tolist()
+    if end < _FEW_IDS * count:
+        return _inside(indices, bounds, rows)
     return all(_all_in(indices[bounds[f] : bounds[f + 1]], rows[f]) for f in range(count))
 
 
@@ -185,6 +257,22 @@ def _all_in(ids: Tensor, rows: int) -> bool:
         return True
     smallest, largest = torch.aminmax(ids)
     return int(smallest) >= 0 and int(largest) < rows
+
+
+def _inside(ids: Tensor, bounds: Sequence[int], rows: Sequence[int]) -> bool:
+    """Whether ids bounds[f] ... bounds[f + 1] - 1, of [bounds[0], bounds[-1]), lie in [0, rows[f]), for all f."""
+    if ids.shape[0] == 0:
+        return True
+    most = torch.iinfo(ids.dtype).max
+    # rows[f] - 1 - id: it or the id itself has a sign where the id lies outside
+    left = ids.neg()
+    _add_each(left, bounds, [min(n - 1, most) for n in rows])
+    return int(left.bitwise_or_(ids).min()) >= 0
+
+
+def _add_each(ids: Tensor, bounds: Sequence[int], numbers: Sequence[int]) -> None:
+    """Add numbers[f] to the ids from bounds[f] to bounds[f + 1], in place."""
+    torch._foreach_add_(torch.split(ids, [end - begin for begin, end in pairwise(bounds)]), list(numbers))
 
 
 def bag_sums(matrix: Tensor, rows: Tensor, bags: Tensor, scale: Tensor | None) -> Tensor:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, gather_tile, multiple, register, register_autograd, runs_kernel, tl, triton
+from . import configs
+from ._op import INTERPRETED, multiple, register, register_autograd, runs_kernel, tl, triton
 from .features import feature_of_position, row_alignment
 from .index_select import check_integers, check_offsets, check_values, is_plain, offsets_of, pick, positions
 
@@ -151,7 +152,7 @@ def _add(
     _owners_kernel[grid](output_offsets, owner, num_rows, bags, bags.bit_length() + 1, _BLOCK)
     dim = out.numel() // num_rows
     align = row_alignment(dim, values.itemsize) if values.data_ptr() % 16 == 0 else 1
-    block_n, block_d, warps = index_add_tile(dim, values.itemsize, align)
+    block_n, block_d, warps = index_add_tile(values, dim, align)
     tiles = (triton.cdiv(num_rows, block_n), triton.cdiv(dim, block_d))
     _index_add_kernel[tiles](
         values, offsets, order, begins, output_offsets, owner, out, values.shape[0], num_rows, indices.shape[0],
@@ -160,11 +161,11 @@ def _add(
     return out
 
 
-def index_add_tile(dim: int, itemsize: int, align: int) -> tuple[int, int, int]:
+def index_add_tile(values: Tensor, dim: int, align: int) -> tuple[int, int, int]:
     """Rows, columns and warps: a lookup's tile, but of rows of one number more at a time, a thread for each."""
     if dim == 1:
         return (16, 1, 1) if INTERPRETED else (128, 1, 4)
-    return gather_tile(dim, itemsize, align)
+    return configs.gather_tile("index_add", values, dim, align)
 
 
 def _add_torch(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu_segments
-from ._op import INTERPRETED, direct, eager, gather_tile, register, register_autograd, runs_kernel, tl, triton
+from . import configs, cpu_segments
+from ._op import INTERPRETED, direct, eager, register, register_autograd, runs_kernel, tl, triton
 from .features import feature_of_position, row_alignment
 from .sequence import _gather_kernel
 
@@ -239,7 +239,7 @@ def _select(
     align = row_alignment(dim, values.itemsize) if values.data_ptr() % 16 == 0 else 1
     # two launches, as in sequence.py
     _sources_kernel[grid](ends, begins, at, count, values.shape[0], bags, dim // align, steps, _BLOCK)
-    block_n, block_d, warps = gather_tile(dim, values.itemsize, align)
+    block_n, block_d, warps = configs.gather_tile("gather", values, dim, align)
     tiles = (triton.cdiv(count, block_n), triton.cdiv(dim, block_d))
     _gather_kernel[tiles](values, at, out, count, dim, block_n, block_d, align, num_warps=warps)
     return out, lengths, out_weights, ends

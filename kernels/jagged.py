@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import cpu_padded, cpu_segments
-from ._op import INTERPRETED, direct, gather_tile, multiple, register, register_autograd, runs_kernel, tl, triton
+from . import configs, cpu_padded, cpu_segments
+from ._op import INTERPRETED, direct, multiple, register, register_autograd, runs_kernel, tl, triton
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .segments import INDEX_DTYPES, check_index, gather_rows, locate, positions_of, unit_of
 
@@ -245,7 +245,8 @@ def _segment_sum(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
         )
         return out
     align = unit_of(values)
-    block_n, block_d, warps = gather_tile(D, values.itemsize, align)
+    length = configs.length_class(values.shape[0], S)
+    block_n, block_d, warps = configs.gather_tile("segment_rows", values, D, align, length)
     grid = (triton.cdiv(S, block_n), triton.cdiv(D, block_d))
     _segment_rows_kernel[grid](
         values, offsets, out, S, values.shape[0], D, batch_size, wide, block_n, block_d, align, num_warps=warps

@@ -14,9 +14,11 @@ from numba.core import cgutils
 from numba.core import types as numba_types
 from numba.extending import intrinsic
 
+from .features import BASE, COLUMN, DIM, FIELDS, MEAN, ROWS
+
 # numba keeps compiled code by the name of its function and sees changes of that function's file only: whoever changes
-# what stands below raises this, so that what was kept is compiled anew
-_FORM = 1
+# what stands below raises the first number, so that what was kept is compiled anew
+_FORM = "_".join(map(str, (1, BASE, COLUMN, DIM, FIELDS, MEAN, ROWS)))
 
 # to type checkers these are functions of fewer arguments, and types without voidptr
 _intrinsic: Any = intrinsic

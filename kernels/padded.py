@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu_padded
-from ._op import INTERPRETED, direct, eager, gather_tile, multiple, register, register_autograd, runs_kernel, tl, triton
+from . import configs, cpu_padded
+from ._op import INTERPRETED, direct, eager, multiple, register, register_autograd, runs_kernel, tl, triton
 from .features import row_alignment
 
 MOST_DIMS = 5
@@ -182,7 +182,7 @@ def launch_to_padded(
     strides = tuple(accumulate(reversed(max_lengths[:-1]), mul, initial=1))[::-1]
     pad = source if padding_value == 0 else _as_numbers(values.new_full((1,), padding_value))
     align = _alignment(dim, source, target, second)
-    block_r, block_d, warps = gather_tile(most * dim, values.itemsize, align)
+    block_r, block_d, warps = configs.gather_tile("to_padded", values, most * dim, align)
     grid = (triton.cdiv(leaves, block_r), triton.cdiv(most * dim, block_d))
     _to_padded_kernel[grid](
         source, second, tuple(offsets), counts, strides, pad, target, leaves, most, dim, most * dim,
@@ -211,7 +211,8 @@ def launch_to_jagged(
     source, target, second = _as_numbers(dense), _as_numbers(out), _as_numbers(dense if other is None else other)
     align = _alignment(dim, source, target, second)
     # a column of single numbers: no row to share among threads
-    block_n, block_d, warps = (128, 1, 4) if dim == 1 and not INTERPRETED else gather_tile(dim, dense.itemsize, align)
+    single = dim == 1 and not INTERPRETED
+    block_n, block_d, warps = (128, 1, 4) if single else configs.gather_tile("to_jagged", dense, dim, align)
     grid = (triton.cdiv(total_length, block_n), triton.cdiv(dim, block_d))
     _to_jagged_kernel[grid](
         source, at, second, target, total_length, dim, mode, _is_half(dense), block_n, block_d, align, num_warps=warps

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import gather_tile, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from . import configs
+from ._op import direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .cpu_lookup import pooled_lookup_cpu
 from .features import (
     BASE,
@@ -151,6 +152,9 @@ def pooled_lookup(
 
     Ids outside a table count as none: run `check_ids` first to raise for them instead.
     """
+    if direct(weights, indices, offsets, per_id_weights, features):
+        found = pooled_lookup_cpu(weights, indices, offsets, per_id_weights, features, dims)
+        return found if output_dtype is torch.float32 else found.to(output_dtype)
     return torch.ops.shardwise.pooled_lookup(  # type: ignore[no-any-return]
         weights, indices, offsets, per_id_weights, features, list(dims), list(segments), pooling, output_dtype
     )
@@ -178,12 +182,13 @@ def _pooled_lookup(
     # kernels read ids, offsets and per-id weights one after another
     indices, offsets = indices.contiguous(), offsets.contiguous()
     per_id_weights = None if per_id_weights is None else per_id_weights.contiguous()
+    length = configs.length_class(indices.shape[0], offsets.shape[0] - 1)
     order = launch_order(dims)
     first = 0
     for width, members in groupby(order, key=lambda f: next_power_of_2(dims[f])):
         fs = list(members)
         align = min(row_alignment(dims[f], weights.itemsize) for f in fs) if weights.data_ptr() % 16 == 0 else 1
-        block_b, block_d, warps = gather_tile(width, weights.itemsize, align)
+        block_b, block_d, warps = configs.gather_tile("pooled_lookup", weights, width, align, length)
         out_align = min(row_alignment(n, out.itemsize) for n in (columns[-1], *(columns[f] for f in fs if columns[f])))
         grid = (triton.cdiv(batch, block_b), len(fs), triton.cdiv(width, block_d))
         _pooled_lookup_kernel[grid](

@@ -17,6 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from . import configs
 from ._op import gather_tile, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .cpu_quantized import quantized_pooled_lookup_cpu
 from .features import BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS, batch_size, column_offsets, launch_order
@@ -208,11 +209,12 @@ def _pooled(
     per_id_weights = None if per_id_weights is None else per_id_weights.contiguous()
     payload, scales = payload.contiguous(), paired(scales.contiguous())
     units = row_units(payload, kind)
+    length = configs.length_class(indices.shape[0], offsets.shape[0] - 1)
     first = 0
     for width, members in groupby(launch_order(dims), key=lambda f: next_power_of_2(unit_count(dims[f], kind))):
         fs = list(members)
         align = min(unit_alignment(dims[f], kind) for f in fs) if payload.data_ptr() % 16 == 0 else 1
-        block_b, block_u, warps = tile(width, kind, align)
+        block_b, block_u, warps = tuned_tile("quantized_pooled_lookup", units, width, kind, align, length)
         dim_align = min(alignment(dims[f], 1) for f in fs)
         out_align = min(alignment(n, out.itemsize) for n in (columns[-1], *(columns[f] for f in fs if columns[f])))
         grid = (triton.cdiv(batch, block_b), len(fs), triton.cdiv(width, block_u))
@@ -235,6 +237,15 @@ def tile(width: int, kind: RowFormat, align: int) -> tuple[int, int, int]:
     per_byte = max(1, 8 // kind.bits)
     units = min(16 // max(kind.bits // 8, per_byte), max(4 // per_byte, 2 * align))
     return gather_tile(width, 16 // units, align)
+
+
+def tuned_tile(
+    kernel: str, units: Tensor, width: int, kind: RowFormat, align: int, length: int = 1
+) -> tuple[int, int, int]:
+    """The tile of a config, or of the heuristic."""
+    classed = next_power_of_2(width)
+    whole = align == min(classed, 16 // units.itemsize)
+    return configs.tile(kernel, tile(width, kind, align), kind.name, classed, length, units.device, whole)
 
 
 def row_units(payload: Tensor, kind: RowFormat) -> Tensor:

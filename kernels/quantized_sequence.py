@@ -14,7 +14,7 @@ from ._op import INTERPRETED, multiple, register, runs_kernel, tl, triton
 from .cpu_quantized import quantized_sequence_lookup_cpu
 from .features import BASE, FIELDS, FIRST_ROW, ROWS, batch_size, feature_of_position
 from .features import row_alignment as alignment
-from .quantized_lookup import row_units, table_values, tile, unit_alignment, unit_count
+from .quantized_lookup import row_units, table_values, tuned_tile, unit_alignment, unit_count
 from .row_formats import row_format
 from .row_numbers import UNFUSED, paired, row_scales, row_values
 
@@ -124,7 +124,7 @@ def _sequence(
         indices, offsets, features, at, ids, count, batch_size(offsets, count), width,
         BASE, ROWS, FIRST_ROW, FIELDS, count.bit_length() + 1, units.itemsize, _RESOLVE_IDS, align,
     )  # fmt: skip
-    block_n, block_u, warps = tile(width, kind, align)
+    block_n, block_u, warps = tuned_tile("gather_values", units, width, kind, align)
     grid = (triton.cdiv(ids, block_n), triton.cdiv(width, block_u))
     _gather_values_kernel[grid](
         units, scales, at, out, ids, dim, width, kind.bits, kind.parts, block_n, block_u, align,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu_segments
+from . import configs, cpu_segments
 from ._op import (
     INTERPRETED,
     gather_tile,
@@ -169,7 +169,7 @@ def gather_rows(values: Tensor, at: Tensor, unit: int) -> Tensor:
         return out
     source, target = _numbers(values), _numbers(out)
     D = prod(values.shape[1:])
-    block_n, block_d, warps = gather_tile(D, values.itemsize, unit)
+    block_n, block_d, warps = configs.gather_tile("gather", values, D, unit)
     grid = (triton.cdiv(at.shape[0], block_n), triton.cdiv(D, block_d))
     _gather_kernel[grid](source, at, target, at.shape[0], D, block_n, block_d, unit, num_warps=warps)
     return out

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, gather_tile, multiple, register, register_autograd, runs_kernel, tl, triton
+from . import configs
+from ._op import INTERPRETED, multiple, register, register_autograd, runs_kernel, tl, triton
 from .features import (
     BASE,
     FIELDS,
@@ -121,7 +122,7 @@ def _sequence_lookup(
         indices, offsets, features, at, ids, count, batch_size(offsets, count), dim,
         BASE, ROWS, FIELDS, count.bit_length() + 1, _RESOLVE_IDS, align,
     )  # fmt: skip
-    block_n, block_d, warps = gather_tile(dim, weights.itemsize, align)
+    block_n, block_d, warps = configs.gather_tile("gather", weights, dim, align)
     grid = (triton.cdiv(ids, block_n), triton.cdiv(dim, block_d))
     _gather_kernel[grid](weights, at, out, ids, dim, block_n, block_d, align, num_warps=warps)
     return out

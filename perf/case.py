@@ -6,6 +6,7 @@ and every peer in turn, one call each, so that what disturbs the machine disturb
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -80,3 +81,27 @@ class Case:
     devices: frozenset[str] = frozenset(DEVICES)
     unit: str = "s"
     slow: bool = False
+
+
+def chosen(cases: Sequence[Case], suites: Sequence[str], device: str, only: str = "") -> list[Case]:
+    """The cases of any of these suites that run on the device and whose group and name hold the expression.
+
+    Raises:
+        ValueError: an unknown suite, a bad expression, or no case is left.
+    """
+    unknown = [suite for suite in suites if suite not in SUITES]
+    if unknown:
+        raise ValueError(f"there is no suite {unknown[0]!r}; there are {', '.join(SUITES)}")
+    try:
+        wanted = re.compile(only)
+    except re.error as error:
+        raise ValueError(f"{only!r} is no regular expression: {error}") from None
+    found = [
+        case
+        for case in cases
+        if case.suites & {*suites} and device in case.devices and wanted.search(f"{case.group}: {case.name}")
+    ]
+    if not found:
+        having = f" has {only!r} in its group and name" if only else " is there"
+        raise ValueError(f"of the suites {', '.join(suites)} no case for {device}{having}")
+    return found

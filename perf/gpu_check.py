@@ -41,8 +41,10 @@ from shardwise.kernels import (
 )
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.bounds import OK
+from shardwise.perf import gpu_ops
 from shardwise.perf.batches import Batch, lookup_bytes, make, optimizer, touched_rows, update_bytes
 from shardwise.perf.gpu_quantized import quantized_bandwidth, quantized_correctness
+from shardwise.perf.gpu_sanitize import sanitizer
 from shardwise.perf.gpu_sizes import GPU, SMALL, Sizes
 from shardwise.perf.timing import copy_bandwidth, gb_per_s, measure, spread, times_us
 
@@ -287,6 +289,8 @@ SECTIONS: dict[str, Callable[[str, Sizes], dict[str, Any]]] = {
     "pinned_table": pinned_table,
     "quantized_correctness": quantized_correctness,
     "quantized_bandwidth": quantized_bandwidth,
+    **gpu_ops.SECTIONS,
+    "sanitizer": sanitizer,
 }
 
 

@@ -55,22 +55,25 @@ def commands() -> click.Group:
     @kernels.command()
     @click.option("--target", "targets", multiple=True, type=click.Choice([*TARGETS]), help="Default: all of them.")
     @click.option("--kernel", default="", metavar="TEXT", help="Only cases with this in their name.")
+    @click.option("--candidates", is_flag=True, help="Also what the tuner may try at the main dims.")
     @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes.", show_default=True)
-    def check(targets: tuple[str, ...], kernel: str, jobs: int) -> None:
-        """Compile every kernel as launches ask for it, without a GPU.
+    def check(targets: tuple[str, ...], kernel: str, candidates: bool, jobs: int) -> None:
+        """Compile every kernel as launches ask for it and as tuned files say, without a GPU.
 
         Prints a line for each case and target: registers of a thread, spilled bytes, bytes of shared memory, barriers,
         and how many loads and stores of how many bytes ("5x16"). Ends with status 1 and a line for each promise that a
         case breaks: a spill, a failing compiler, a narrow access to aligned rows, and others (kernels/promises.py).
         """
         from .kernels._op import HAS_TRITON, INTERPRETED
+        from .kernels.candidates import candidate_cases, tuned_cases
         from .kernels.launched import cases
 
         if not HAS_TRITON:
             raise click.UsageError("triton is not installed, and it is what compiles the kernels: pip install triton")
         if INTERPRETED:
             raise click.UsageError("TRITON_INTERPRET is set: the kernels are interpreted, not compiled; unset it")
-        chosen = [case for case in cases() if kernel in case.name]
+        known = [*cases(), *tuned_cases(), *(candidate_cases() if candidates else ())]
+        chosen = [case for case in known if kernel in case.name]
         if not chosen:
             raise click.UsageError(f"no case has {kernel!r} in its name; names are like 'pooled_lookup D=128 fp32'")
         sys.exit(_check(chosen, targets or [*TARGETS], jobs))

@@ -21,7 +21,7 @@ LOOKUPS = {
     *("pack_features", "per_id_weight_gradient", "pooled_lookup", "raise_from_guard", "require_ids", "rule_named"),
     *("sequence_lookup", "table_rows"),
     *("ROW_FORMATS", "RowFormat", "row_format", "quantize_rows", "dequantize_rows", "quantized_pooled_lookup"),
-    *("quantized_sequence_lookup", "quantize_pooled", "dequantize_pooled"),
+    *("use_configs", "quantized_sequence_lookup", "quantize_pooled", "dequantize_pooled"),
 }
 
 

@@ -24,7 +24,9 @@ from shardwise import (
     RuleOptimizer,
     apply_optimizer_in_backward,
 )
-from shardwise.kernels import cpu_update, pooled, update
+from shardwise.kernels import configs as tuned
+from shardwise.kernels import cpu_update, update
+from shardwise.kernels._op import gather_tile
 from shardwise.kernels.transpose import levels_for
 
 ROWS, DIM, SAMPLES = 40, 48, 16
@@ -95,8 +97,8 @@ def use_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     of_dim = update.update_tile
     monkeypatch.setattr(update, "update_tile", lambda dim, *_: of_dim(dim, 2))
     monkeypatch.setattr(update, "PERSISTENT_PROGRAMS", 3)
-    rows, block_d, _ = pooled.gather_tile(DIM, 4, 4)
-    monkeypatch.setattr(pooled, "gather_tile", lambda dim, itemsize, align: (2 * rows, block_d // 2, 1))
+    rows, block_d, _ = gather_tile(DIM, 4, 4)
+    monkeypatch.setattr(tuned, "gather_tile", lambda *_: (2 * rows, block_d // 2, 1))
     monkeypatch.setattr(cpu_update, "_BLOCK_ELEMENTS", 7 * DIM)
 
 

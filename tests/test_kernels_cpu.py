@@ -29,7 +29,16 @@ from kernel_inputs import (
 )
 from torch import Tensor
 
-from shardwise.kernels import cpu_compiled, cpu_lookup, define_rule, fused_update, huge_pages, new_guard, rule_named
+from shardwise.kernels import (
+    cpu_compiled,
+    cpu_lookup,
+    cpu_threads,
+    define_rule,
+    fused_update,
+    huge_pages,
+    new_guard,
+    rule_named,
+)
 from shardwise.kernels import pooled as pooled_module
 from shardwise.kernels._op import INTERPRETED
 from shardwise.kernels.bounds import check_ids_ref
@@ -216,19 +225,21 @@ def test_tasks_run_once_each_and_their_error_reaches_the_caller(in_pieces: Calla
         return work
 
     failing = False
-    assert cpu_compiled.run([task(n) for n in range(40)]) == [n * n for n in range(40)]
+    assert cpu_threads.run([task(n) for n in range(40)]) == [n * n for n in range(40)]
     assert sorted(seen) == list(range(40))
-    assert cpu_compiled.run([]) == []
+    assert cpu_threads.run([]) == []
     failing = True
     with pytest.raises(ZeroDivisionError, match="five"):
-        cpu_compiled.run([task(n) for n in range(40)])
+        cpu_threads.run([task(n) for n in range(40)])
     failing = False
-    assert cpu_compiled.run([task(3)]) == [9]
+    assert cpu_threads.run([task(3)]) == [9]
 
 
-@pytest.fixture(params=["as ever", "tiny blocks", "tiny blocks of large outputs"])
+@pytest.fixture(params=["as ever", "on torch", "tiny blocks", "tiny blocks of large outputs"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param != "as ever":
+        monkeypatch.setattr(cpu_lookup, "_loops", lambda: None)
+    if request.param.startswith("tiny"):
         monkeypatch.setattr(cpu_lookup, "_BLOCK_ELEMENTS", 24)
         monkeypatch.setattr(cpu_lookup, "_FEW_IDS", 6)
     if request.param.endswith("outputs"):
@@ -261,9 +272,13 @@ def test_a_bad_id_counts_as_none_in_any_block(short: int, blocks: str, monkeypat
             assert_close(pooled_module.pooled_lookup(*batch.lookup), pooled_lookup_ref(*batch.lookup_ref))
 
 
-@pytest.mark.parametrize("few", [0, 1 << 12])
-def test_good_batches_are_told_from_bad_ones_as_the_reference_does(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_lookup, "_FEW_IDS", few)
+@pytest.mark.parametrize("few", [0, 1 << 12, None])
+def test_good_batches_are_told_from_bad_ones_as_the_reference_does(
+    few: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if few is not None:
+        monkeypatch.setattr(cpu_lookup, "_loops", lambda: None)
+        monkeypatch.setattr(cpu_lookup, "_FEW_IDS", few)
     case = Case("three", tables=((9, 8), (4, 8)), features=((0, False), (1, False), (0, False)), batch=4)
     for seed, padded in product(range(40), (False, True)):
         batch = inputs(case, seed=seed)

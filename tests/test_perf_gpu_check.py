@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.perf import gpu_check
+from shardwise.perf import gpu_check, gpu_sanitize
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -87,3 +87,32 @@ def test_the_wrapper_isolates_sections_and_writes_under_out(tmp_path: Path) -> N
     report = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert report["sections"]["copy"]["status"] == "ok"
     assert "copy" in (tmp_path / "out" / "gpu_check.txt").read_text()
+
+
+SANITIZER = """#!{python}
+import subprocess, sys
+print("========= COMPUTE-SANITIZER", sys.argv[sys.argv.index("--tool") + 1])
+status = subprocess.run(sys.argv[sys.argv.index("20") + 1:]).returncode
+print("========= ERROR SUMMARY: {errors} errors")
+sys.exit({errors} and 9 or status)
+"""
+
+
+@pytest.mark.parametrize("errors", [0, 3])
+def test_what_a_sanitizer_finds_fails_its_section(errors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(SANITIZER.format(python=sys.executable, errors=errors))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(gpu_sanitize, "TOOLS", {"memcheck": ("copy",)})
+    if errors:
+        with pytest.raises(AssertionError, match="memcheck: status 9"):
+            gpu_sanitize.sanitizer("cpu", gpu_check.SMALL)
+    else:
+        said = gpu_sanitize.sanitizer("cpu", gpu_check.SMALL)
+        assert said["memcheck"] == "ERROR SUMMARY: 0 errors"
+
+
+def test_a_machine_without_a_sanitizer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sanitize.shutil, "which", lambda *_, **__: None)
+    assert "not on this machine" in gpu_sanitize.sanitizer("cpu", gpu_check.SMALL)["note"]

@@ -1,0 +1,357 @@
+"""Tuned configs: looked up at launches and by the CPU path, where none is known the heuristic stays. Pure data.
+
+Files are JSON that `shardwise kernels autotune` writes, one for each device: those in kernels/tuned/, those that
+SHARDWISE_TUNED names, those given to `use_configs`. An entry is found by kernel, dtype, class of D (the power of two
+that D fits in), class of the mean length of bags (as well) and the version of Triton: first of this device, then of
+another of its architecture; first of the same length, then of the nearest, at most 4 times longer or shorter.
+No config changes a bit of a result: a tile that would deal the columns of a row out anew is not taken.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _op
+from ._op import next_power_of_2
+
+FORMAT = 1
+FOLDER = Path(__file__).resolve().parent / "tuned"
+INTERPRETER = "interpreter"
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+Tile = tuple[int, int, int]
+Config = Mapping[str, int]
+
+# smallest and largest value of what a config of a kernel may say; all of them powers of two
+LIMITS = {
+    "rows": (1, 64), "columns": (1, 4096), "warps": (1, 16), "chunks": (1, 16), "programs": (64, 1 << 16),
+}  # fmt: skip
+_TILE = ("rows", "columns", "warps")
+# kernel -> what its configs say; the kernel of an update is "update " and the rule
+FIELDS: dict[str, tuple[str, ...]] = {
+    "pooled_lookup": _TILE,
+    "gather": _TILE,
+    "quantized_pooled_lookup": _TILE,
+    "gather_values": _TILE,
+    "segment_rows": _TILE,
+    "index_add": _TILE,
+    "to_padded": _TILE,
+    "to_jagged": _TILE,
+    "update": ("chunks", "programs"),
+}
+# setting of the CPU path -> smallest and largest value
+CPU_LIMITS = {
+    "lookup_block_elements": (1 << 10, 1 << 28),
+    "lookup_few_ids": (0, 1 << 24),
+    "lookup_short": (0, 1 << 10),
+    "lookup_alone": (0, 1 << 30),
+    "check_alone_ids": (0, 1 << 30),
+    "update_block_elements": (1 << 10, 1 << 28),
+    "update_alone": (0, 1 << 30),
+    "update_threads": (1, 1 << 10),
+    "update_bucket": (1 << 4, 1 << 20),
+    "update_bucket_bits": (1, 16),
+    "update_elements_an_id": (1, 1 << 10),
+    "update_long": (1 << 6, 1 << 30),
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What an entry is for: `dim` and `length` are classes, `dtype` is also a format of quantized rows."""
+
+    kernel: str
+    dtype: str
+    dim: int
+    length: int
+    triton: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.dtype} D={self.dim} L={self.length}"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a file says of one device. `cpu` is by setting and by the number of threads that it was tuned for."""
+
+    device: str
+    architecture: str
+    entries: Mapping[Key, Config] = field(default_factory=dict)
+    cpu: Mapping[tuple[str, int], int] = field(default_factory=dict)
+
+
+# paths given to use_configs; what the tuner and the checks of candidates put in place of all files
+_given: tuple[Path, ...] = ()
+_forced: Mapping[str, Config] = {}
+_forced_cpu: Mapping[str, int] = {}
+_asked: dict[str, int] | None = None
+
+
+def use_configs(*paths: str | Path) -> None:
+    """Look in these files first, and in the files of these folders, from now on; without any, no longer in any.
+
+    Raises:
+        FileNotFoundError: a path is not there. What is no good in a file is warned of at the first lookup.
+    """
+    global _given
+    found = tuple(Path(path) for path in paths)
+    for path in found:
+        if not path.exists():
+            raise FileNotFoundError(f"no file or folder of tuned configs at {path}")
+    _given = found
+    forget()
+
+
+def forget() -> None:
+    """Read the files again at the next lookup."""
+    _files.cache_clear()
+    _forget_found()
+
+
+def _forget_found() -> None:
+    _found.cache_clear()
+    _gather_tile.cache_clear()
+    _cpu_settings.cache_clear()
+
+
+@contextmanager
+def forced(configs: Mapping[str, Config] | None = None, cpu: Mapping[str, int] | None = None) -> Iterator[None]:
+    """In the context kernels have these configs ({}: the heuristic's), settings of the CPU path these values."""
+    global _forced, _forced_cpu
+    before = _forced, _forced_cpu
+    _forced, _forced_cpu = {**_forced, **(configs or {})}, {**_forced_cpu, **(cpu or {})}
+    _forget_found()
+    try:
+        yield
+    finally:
+        _forced, _forced_cpu = before
+        _forget_found()
+
+
+def length_class(ids: int, bags: int) -> int:
+    """The power of two that the mean length of bags fits in; no device is asked."""
+    return next_power_of_2(-(-ids // max(bags, 1)))
+
+
+def tile(
+    kernel: str, heuristic: Tile, dtype: torch.dtype | str, width: int, length: int, device: torch.device, whole: bool
+) -> Tile:
+    """Rows, columns and warps of a tile: tuned ones for rows of this class that move by whole vectors, if known."""
+    config = _found(kernel, dtype, width, length, device) if whole else None
+    return heuristic if not config else (config["rows"], config["columns"], config["warps"])
+
+
+def gather_tile(kernel: str, rows: Tensor, dim: int, align: int, length: int = 1) -> Tile:
+    """Tuned, or of the heuristic of that name: the tile of a kernel that reads rows of this dim out of `rows`."""
+    return _gather_tile(kernel, rows.dtype, dim, align, length, rows.device)
+
+
+@lru_cache(maxsize=4096)
+def _gather_tile(kernel: str, dtype: torch.dtype, dim: int, align: int, length: int, device: torch.device) -> Tile:
+    found, width = _op.gather_tile(dim, dtype.itemsize, align), next_power_of_2(dim)
+    return tile(kernel, found, dtype, width, length, device, align == min(width, 16 // dtype.itemsize))
+
+
+def update_tile(
+    rule: str, heuristic: Tile, programs: int, dtype: torch.dtype, align: int, length: int, device: torch.device
+) -> tuple[int, int, int, int]:
+    """Chunks, columns, warps and programs at most of an update; `align` is what elements its rows are aligned to.
+
+    Chunks and warps change together and a row stays with as many warps as it had, so its columns are added in the
+    order in which the heuristic's tile adds them.
+    """
+    chunks, columns, warps = heuristic
+    config = _found(f"update {rule}", dtype, columns, length, device)
+    if not config:
+        return *heuristic, programs
+    wanted = config.get("chunks", chunks)
+    scaled = warps * wanted // chunks
+    # what tests of compiled layouts hold to: each warp of both tiles has a row's columns, four at most to a thread
+    fits = scaled * chunks == warps * wanted and 0 < scaled <= 16 and columns <= 32 * align * min(warps, scaled)
+    tuned = (wanted, columns, scaled) if fits else heuristic
+    return *tuned, config.get("programs", programs)
+
+
+def cpu(setting: str, heuristic: int) -> int:
+    """A setting of the CPU path: tuned for this CPU and number of threads, if known."""
+    if _asked is not None:
+        _asked[setting] = heuristic
+    return _cpu_settings(torch.get_num_threads()).get(setting, heuristic)
+
+
+@contextmanager
+def asked() -> Iterator[dict[str, int]]:
+    """Settings of the CPU path that calls in the context look up, and their heuristics' values."""
+    global _asked
+    found: dict[str, int] = {}
+    _asked = found
+    try:
+        yield found
+    finally:
+        _asked = None
+
+
+@lru_cache(maxsize=4096)
+def _found(kernel: str, dtype: torch.dtype | str, width: int, length: int, device: torch.device) -> Config | None:
+    if kernel in _forced:
+        return _forced[kernel]
+    if not (files := _files()):
+        return None
+    name, architecture = identity(device)
+    version = triton_version()
+    best: tuple[tuple[int, int, int], Config] | None = None
+    for order, file in enumerate(files):
+        if file.architecture != architecture:
+            continue
+        for key, config in file.entries.items():
+            same = (key.kernel, key.dtype, key.dim, key.triton) == (kernel, dtype_name(dtype), width, version)
+            apart = abs(key.length.bit_length() - length.bit_length())
+            if same and apart <= 2:
+                rank = (int(file.device != name), apart, order)
+                if best is None or rank < best[0]:
+                    best = rank, config
+    return None if best is None else best[1]
+
+
+@lru_cache(maxsize=64)
+def _cpu_settings(threads: int) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    files = [file for file in _files() if file.cpu]
+    name = cpu_name() if files else ""
+    for file in reversed(files):
+        if file.device == name:
+            found.update({setting: value for (setting, n), value in file.cpu.items() if n == threads})
+    return {**found, **_forced_cpu}
+
+
+@cache
+def identity(device: torch.device) -> tuple[str, str]:
+    """Name and architecture of the device whose kernels run on tensors there."""
+    if device.type != "cuda":
+        return (INTERPRETER, INTERPRETER) if _op.INTERPRETED else (cpu_name(), "cpu")
+    properties: Any = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.name, properties.gcnArchName.split(":")[0]
+    return properties.name, f"sm_{properties.major}{properties.minor}"
+
+
+@cache
+def cpu_name() -> str:
+    """The model of this CPU as it says itself, or the name of its architecture."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine() or "cpu"
+
+
+def slug(name: str) -> str:
+    """A device's name as the name of a file: "NVIDIA H200" is nvidia_h200."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "device"
+
+
+def triton_version() -> str:
+    """The version of Triton, "" without it."""
+    return str(getattr(_op.triton, "__version__", None) or "")
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """As entries name it."""
+    return dtype if isinstance(dtype, str) else DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@cache
+def _files() -> tuple[Tuned, ...]:
+    """Every readable file: those given, those of the environment, those that come with shardwise."""
+    named = [*_given, *([Path(_op.TUNED)] if _op.TUNED else [])]
+    if missing := [path for path in named if not path.exists()]:
+        warnings.warn(f"shardwise: no tuned configs at {missing[0]}, the heuristics serve", stacklevel=2)
+    paths = [file for path in (*named, FOLDER) for file in _listed(path)]
+    found = []
+    for path in dict.fromkeys(paths):
+        try:
+            found.append(read(path))
+        except (OSError, ValueError) as error:
+            warnings.warn(f"shardwise: the tuned configs of {path} are not used: {error}", stacklevel=2)
+    return tuple(found)
+
+
+def _listed(path: Path) -> list[Path]:
+    return sorted(path.glob("*.json")) if path.is_dir() else [path] if path.exists() else []
+
+
+def read(path: Path) -> Tuned:
+    """A file's content, checked.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no file of tuned configs, or an entry is out of bounds; the message says which.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"no JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("shardwise_tuned") != FORMAT:
+        raise ValueError(f"no file of tuned configs of format {FORMAT}")
+    device, architecture = (_text(content, name) for name in ("device", "architecture"))
+    entries = dict(_entry(one) for one in _list(content, "entries"))
+    return Tuned(device, architecture, entries, dict(_cpu_entry(one) for one in _list(content, "cpu")))
+
+
+def _list(content: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
+    found = content.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise ValueError(f"{name} must be a list of objects")
+    return found
+
+
+def _text(content: Mapping[str, Any], name: str) -> str:
+    found = content.get(name)
+    if not isinstance(found, str):
+        raise ValueError(f"{name} must be text, got {found!r}")
+    return found
+
+
+def _whole(content: Mapping[str, Any], name: str, low: int, high: int, power: bool = True) -> int:
+    found = content.get(name)
+    if type(found) is not int or not low <= found <= high or (power and found & (found - 1)):
+        kind = "a power of two" if power else "a whole number"
+        raise ValueError(f"{name} must be {kind} from {low} to {high}, got {found!r}")
+    return found
+
+
+def _entry(one: Mapping[str, Any]) -> tuple[Key, Config]:
+    kernel, config = _text(one, "kernel"), one.get("config")
+    fields = FIELDS.get("update" if kernel.startswith("update ") else kernel)
+    if fields is None or kernel == "update":
+        raise ValueError(f"unknown kernel {kernel!r}")
+    if not isinstance(config, dict):
+        raise ValueError(f"config of {kernel!r} must be an object, got {config!r}")
+    # an empty config stands for the heuristic; a tile is whole
+    if not set(config) <= set(fields) or (config and fields is _TILE and set(config) != set(fields)):
+        raise ValueError(f"config of {kernel!r} must have {', '.join(fields)}, got {', '.join(config)}")
+    key = Key(
+        kernel, _text(one, "dtype"), _whole(one, "dim", 1, 1 << 20), _whole(one, "length", 1, 1 << 30),
+        _text(one, "triton"),
+    )  # fmt: skip
+    return key, {name: _whole(config, name, *LIMITS[name]) for name in config}
+
+
+def _cpu_entry(one: Mapping[str, Any]) -> tuple[tuple[str, int], int]:
+    setting = _text(one, "setting")
+    if setting not in CPU_LIMITS:
+        raise ValueError(f"unknown setting {setting!r}")
+    threads = _whole(one, "threads", 1, 1 << 12, power=False)
+    return (setting, threads), _whole(one, "value", *CPU_LIMITS[setting], power=False)

@@ -1,0 +1,388 @@
+"""The pooled lookup and the check of ids on the CPU, compiled by numba when they are first called.
+
+Letters as in pooled.py; tensors come as addresses. Loops release the GIL and never raise. The rows of a bag are added
+in the order of its ids, in fp32, as `embedding_bag` adds them; a sum stays in vector registers until it is whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import float32, int64, uint64
+from numba.core import cgutils
+from numba.core import types as numba_types
+from numba.extending import intrinsic, models, register_model
+
+from .features import BASE, COLUMN, DIM, FIELDS, MEAN, ROWS
+from .numba_parts import compiled, i4, i8
+
+_AHEAD = 20  # rows whose memory is asked for before they are needed
+_LINE = 64  # bytes of a cache line
+FP32, FP16, BF16 = 0, 1, 2
+
+# to type checkers these are functions of fewer arguments, and types without Type
+_intrinsic: Any = intrinsic
+_types: Any = numba_types
+_models: Any = models
+_ir: Any = cgutils.ir
+
+
+class _Lanes(_types.Type):  # type: ignore[misc]
+    """So many fp32 side by side: a vector of LLVM, which lies in registers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        super().__init__(name=f"lanes{count}")
+
+
+@register_model(_Lanes)
+class _LanesModel(_models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, of: Any) -> None:
+        super().__init__(manager, of, _ir.VectorType(_ir.FloatType(), of.count))
+
+
+def _zeros(count: int) -> Any:
+    @_intrinsic
+    def zeros(typing: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return _ir.Constant(context.get_value_type(signature.return_type), None)
+
+        return _Lanes(count)(), generate
+
+    return zeros
+
+
+_zeros128, _zeros64, _zeros16, _zeros4, _zeros1 = map(_zeros, (128, 64, 16, 4, 1))
+
+
+def _loaded(builder: Any, count: int, address: Any, kind: int) -> Any:
+    """fp32 of so many elements at an address, which are aligned as elements are."""
+    element = _ir.FloatType() if kind == FP32 else _ir.HalfType() if kind == FP16 else _ir.IntType(16)
+    where = builder.inttoptr(address, _ir.VectorType(element, count).as_pointer())
+    found = builder.load(where, align=4 if kind == FP32 else 2)
+    wide = _ir.VectorType(_ir.FloatType(), count)
+    if kind == FP16:
+        return builder.fpext(found, wide)
+    if kind == BF16:
+        whole = _ir.VectorType(_ir.IntType(32), count)
+        bits = builder.shl(builder.zext(found, whole), _ir.Constant(whole, [16] * count))
+        return builder.bitcast(bits, wide)
+    return found
+
+
+def _spread(builder: Any, count: int, x: Any) -> Any:
+    """The same number in every lane."""
+    vector = _ir.VectorType(_ir.FloatType(), count)
+    one = builder.insert_element(_ir.Constant(vector, _ir.Undefined), x, _ir.Constant(_ir.IntType(32), 0))
+    return builder.shuffle_vector(
+        one, _ir.Constant(vector, _ir.Undefined), _ir.Constant(_ir.VectorType(_ir.IntType(32), count), None)
+    )
+
+
+def _adds(kind: int) -> Any:
+    @_intrinsic
+    def add(typing: Any, total: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.fadd(args[0], _loaded(builder, total.count, args[1], kind))
+
+        return total(total, _types.int64), generate
+
+    return add
+
+
+_add_fp32, _add_fp16, _add_bf16 = map(_adds, (FP32, FP16, BF16))
+
+
+def _adds_scaled(kind: int) -> Any:
+    @_intrinsic
+    def add_scaled(typing: Any, total: Any, address: Any, scale: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            # rounded once, as embedding_bag has it
+            row = _loaded(builder, total.count, args[1], kind)
+            name = f"llvm.fma.v{total.count}f32"
+            function = cgutils.get_or_insert_function(builder.module, _ir.FunctionType(row.type, [row.type] * 3), name)
+            return builder.call(function, [_spread(builder, total.count, args[2]), row, args[0]])
+
+        return total(total, _types.int64, _types.float32), generate
+
+    return add_scaled
+
+
+_add_scaled_fp32, _add_scaled_fp16, _add_scaled_bf16 = map(_adds_scaled, (FP32, FP16, BF16))
+
+
+@_intrinsic
+def _divided(typing: Any, total: Any, by: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fdiv(args[0], _spread(builder, total.count, args[1]))
+
+    return total(total, _types.float32), generate
+
+
+@_intrinsic
+def _store(typing: Any, total: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[0], builder.inttoptr(args[1], args[0].type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return _types.void(total, _types.int64), generate
+
+
+@_intrinsic
+def _prefetch(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, number = _ir.IntType(8).as_pointer(), _ir.IntType(32)
+        call = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], _ir.FunctionType(_ir.VoidType(), [byte, number, number, number])
+        )
+        # to read, to keep in all caches, data
+        hints = [_ir.Constant(number, value) for value in (0, 3, 1)]
+        builder.call(call, [builder.inttoptr(args[0], byte), *hints])
+        return context.get_dummy_value()
+
+    return _types.void(_types.int64), generate
+
+
+@_intrinsic
+def _word(typing: Any, address: Any, wide: Any) -> Any:
+    """The int64 at an address, or without `wide` the int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        whole, half = _ir.IntType(64), _ir.IntType(32)
+        found = cgutils.alloca_once(builder, whole)
+        with builder.if_else(cgutils.is_not_null(builder, args[1])) as (then, otherwise):
+            with then:
+                builder.store(builder.load(builder.inttoptr(args[0], whole.as_pointer()), align=8), found)
+            with otherwise:
+                narrow = builder.load(builder.inttoptr(args[0], half.as_pointer()), align=4)
+                builder.store(builder.sext(narrow, whole), found)
+        return builder.load(found)
+
+    return _types.int64(_types.int64, _types.int64), generate
+
+
+@_intrinsic
+def _number(typing: Any, address: Any) -> Any:
+    """The fp32 at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _ir.FloatType().as_pointer()), align=4)
+
+    return _types.float32(_types.int64), generate
+
+
+@compiled(inline=True)
+def _bag(
+    total: Any, kind: int, table: int, row_bytes: int, rows: int, ids: int, wide: int, P: int, begin: int, end: int,
+    last: int, width: int, length: int, out: int,
+) -> None:  # fmt: skip
+    """Some columns of a bag's sum, begun as `total`: of `width` bytes in a row at `table`, of which `last` is the last
+    id's position that a row is asked for; divided by `length` unless it is 0."""
+    size = 4 + 4 * wide
+    for i in range(begin, end):
+        ahead = table + _word(ids + min(i + _AHEAD, last) * size, wide) * row_bytes
+        for line in range(0, width, _LINE):
+            _prefetch(ahead + line)
+        index = _word(ids + i * size, wide)
+        # an id outside the table counts as none
+        if uint64(index) < uint64(rows):
+            row = table + index * row_bytes
+            if P:
+                p = _number(P + 4 * i)
+                if kind == FP32:
+                    total = _add_scaled_fp32(total, row, p)
+                elif kind == FP16:
+                    total = _add_scaled_fp16(total, row, p)
+                else:
+                    total = _add_scaled_bf16(total, row, p)
+            elif kind == FP32:
+                total = _add_fp32(total, row)
+            elif kind == FP16:
+                total = _add_fp16(total, row)
+            else:
+                total = _add_bf16(total, row)
+    if length > 0:
+        total = _divided(total, float32(length))
+    _store(total, out)
+
+
+@compiled(inline=True)
+def _first_bag(offsets: int, wide: int, bags: int, work: int) -> Any:
+    """The first bag before which there are so many ids and bags."""
+    low, high = 0, bags
+    while low < high:
+        middle = (low + high) // 2
+        if _word(offsets + middle * (4 + 4 * wide), wide) + middle < work:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled(inline=True)
+def _pooled(kind: int, W: int, ids: int, wide: int, offsets: int, wide_offsets: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+    FT = i8(features, F * FIELDS)
+    bags, size, itemsize = F * B, 4 + 4 * wide_offsets, 4 if kind == FP32 else 2
+    work = _word(offsets + bags * size, wide_offsets) + bags
+    bag = _first_bag(offsets, wide_offsets, bags, work * part // parts)
+    stop = bags if part + 1 == parts else _first_bag(offsets, wide_offsets, bags, work * (part + 1) // parts)
+    end = max(_word(offsets + bag * size, wide_offsets), 0)
+    while bag < stop:
+        f = bag // B
+        at = f * FIELDS
+        rows, dim, mean = FT[at + ROWS], FT[at + DIM], FT[at + MEAN]
+        table, row_bytes = W + FT[at + BASE] * itemsize, dim * itemsize
+        last = min(_word(offsets + (f + 1) * B * size, wide_offsets), N) - 1
+        y = out + 4 * ((bag - f * B) * C + FT[at + COLUMN])
+        while bag < min(stop, (f + 1) * B):
+            # offsets out of order raise elsewhere; here they only must not be followed outside the ids
+            begin, after = max(end, 0), _word(offsets + (bag + 1) * size, wide_offsets)
+            length, end = after - end if mean else 0, after
+            after = min(after, N)
+            d = 0
+            while d < dim:
+                # columns [d, dim) in the widest vectors
+                here, to = table + d * itemsize, y + 4 * d
+                if dim - d >= 128:
+                    _bag(
+                        _zeros128(),
+                        kind,
+                        here,
+                        row_bytes,
+                        rows,
+                        ids,
+                        wide,
+                        P,
+                        begin,
+                        after,
+                        last,
+                        128 * itemsize,
+                        length,
+                        to,
+                    )  # noqa: E501
+                    d += 128
+                elif dim - d >= 64:
+                    _bag(
+                        _zeros64(),
+                        kind,
+                        here,
+                        row_bytes,
+                        rows,
+                        ids,
+                        wide,
+                        P,
+                        begin,
+                        after,
+                        last,
+                        64 * itemsize,
+                        length,
+                        to,
+                    )  # noqa: E501
+                    d += 64
+                elif dim - d >= 16:
+                    _bag(
+                        _zeros16(),
+                        kind,
+                        here,
+                        row_bytes,
+                        rows,
+                        ids,
+                        wide,
+                        P,
+                        begin,
+                        after,
+                        last,
+                        16 * itemsize,
+                        length,
+                        to,
+                    )  # noqa: E501
+                    d += 16
+                elif dim - d >= 4:
+                    _bag(
+                        _zeros4(),
+                        kind,
+                        here,
+                        row_bytes,
+                        rows,
+                        ids,
+                        wide,
+                        P,
+                        begin,
+                        after,
+                        last,
+                        4 * itemsize,
+                        length,
+                        to,
+                    )  # noqa: E501
+                    d += 4
+                else:
+                    _bag(_zeros1(), kind, here, row_bytes, rows, ids, wide, P, begin, after, last, itemsize, length, to)  # noqa: E501
+                    d += 1
+            y += 4 * C
+            bag += 1
+    return 0
+
+
+@compiled(int64(*[int64] * 14))
+def pooled_fp32(W: int, ids: int, wide: int, offsets: int, wide_offsets: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+    return _pooled(FP32, W, ids, wide, offsets, wide_offsets, P, features, out, F, B, N, C, part, parts)
+
+
+@compiled(int64(*[int64] * 14))
+def pooled_fp16(W: int, ids: int, wide: int, offsets: int, wide_offsets: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+    return _pooled(FP16, W, ids, wide, offsets, wide_offsets, P, features, out, F, B, N, C, part, parts)
+
+
+@compiled(int64(*[int64] * 14))
+def pooled_bf16(W: int, ids: int, wide: int, offsets: int, wide_offsets: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+    return _pooled(BF16, W, ids, wide, offsets, wide_offsets, P, features, out, F, B, N, C, part, parts)
+
+
+@compiled(inline=True)
+def _inside(ids: int, wide: int, begin: int, end: int, rows: int) -> Any:
+    """Whether ids begin ... end - 1 lie in [0, rows)."""
+    beyond, last = int64(0), rows - 1
+    # no branch, so that it vectorises
+    if wide:
+        I = i8(ids, end)
+        for i in range(uint64(begin), uint64(end)):
+            beyond |= I[i] | (last - I[i])
+    else:
+        H = i4(ids, end)
+        for i in range(uint64(begin), uint64(end)):
+            beyond |= int64(H[i]) | (last - int64(H[i]))
+    return beyond >= 0
+
+
+@compiled(inline=True)
+def _rising(offsets: int, wide: int, first: int, last: int) -> Any:
+    """Whether none of the offsets first ... last is less than the one before it; first >= 1."""
+    fallen = int64(0)
+    if wide:
+        O = i8(offsets, last + 1)
+        for k in range(uint64(first), uint64(last + 1)):
+            fallen |= O[k] - O[k - uint64(1)]
+    else:
+        H = i4(offsets, last + 1)
+        for k in range(uint64(first), uint64(last + 1)):
+            fallen |= int64(H[k]) - int64(H[k - uint64(1)])
+    return fallen >= 0
+
+
+@compiled(int64(*[int64] * 11))
+def ids_are_good(ids: int, wide: int, offsets: int, wide_offsets: int, features: int, F: int, B: int, N: int, padded: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+    """1 if nothing is wrong with the offsets, and with the ids of this part of each feature; else 0."""
+    FT, bags, size = i8(features, F * FIELDS), F * B, 4 + 4 * wide_offsets
+    end = _word(offsets + bags * size, wide_offsets)
+    if _word(offsets, wide_offsets) != 0 or end > N or (end < N and not padded):
+        return 0
+    if not _rising(offsets, wide_offsets, 1, bags):
+        return 0
+    begin = int64(0)
+    for f in range(F):
+        after = _word(offsets + (f + 1) * B * size, wide_offsets)
+        n = after - begin
+        if not _inside(ids, wide, begin + n * part // parts, begin + n * (part + 1) // parts, FT[f * FIELDS + ROWS]):
+            return 0
+        begin = after
+    return 1
