@@ -33,7 +33,7 @@ from shardwise.perf.peers import (
     torch_lookup,
     torch_optimizer,
 )
-from shardwise.perf.workloads import DCNV2, EBC, FBGEMM_DEFAULT, HOT, PRODUCTION, TRACES, WORKLOADS, Workload
+from shardwise.perf.workloads import DCNV2, EBC, FBGEMM_DEFAULT, HOT, PRODUCTION, WORKLOADS, Workload
 
 FLOOR = "distinct rows there and back with their states, a gradient row and 96 bytes of sorting for each id"
 # ids that the reference, a loop over them, is given
@@ -180,7 +180,7 @@ def _ready(
     return Ready(calls, check, moved, floor, peers, notes=notes)
 
 
-_ON_CPU = (EBC[128], PRODUCTION, DCNV2, HOT, TRACES)
+_ON_CPU = (EBC[128], DCNV2, HOT)
 # torch's optimizers take some tenths of a second for a step of these
 _SLOW = ("adagrad", "adam")
 _RULES = [rule for rule in RULES if rule != "gradient" and ":" not in rule]
