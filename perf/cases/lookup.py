@@ -196,7 +196,10 @@ CASES: Sequence[Case] = (
         "pooled_lookup, fbgemm default, weighted", "lookup",
         partial(_pooled, workload=FBGEMM_DEFAULT, weighted=True), EVERY,
     ),
-    Case("pooled_lookup, fbgemm default, mean", "lookup", partial(_pooled, workload=FBGEMM_DEFAULT, pooling="mean"), CUDA),
+    Case(
+        "pooled_lookup, fbgemm default, mean", "lookup",
+        partial(_pooled, workload=FBGEMM_DEFAULT, pooling="mean"), CUDA,
+    ),
     Case("sequence_lookup, fbgemm default", "lookup", partial(_sequence, workload=FBGEMM_DEFAULT)),
     Case("check_ids, fbgemm default", "lookup", partial(_check_ids, workload=FBGEMM_DEFAULT)),
 )  # fmt: skip

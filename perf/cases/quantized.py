@@ -239,7 +239,8 @@ CASES: Sequence[Case] = (
     *(
         Case(
             f"quantized_pooled_lookup, {format}, {workload.name}", "quantized",
-            partial(_pooled, workload=workload, format=format), EVERY if workload == FBGEMM_DEFAULT and format in ("int8", "int4") else CUDA,
+            partial(_pooled, workload=workload, format=format),
+            EVERY if workload == FBGEMM_DEFAULT and format in ("int8", "int4") else CUDA,
         )
         for format in ("int8", "int4", "int2", "fp8")
         for workload in (FBGEMM_DEFAULT, PRODUCTION)
@@ -249,11 +250,17 @@ CASES: Sequence[Case] = (
         partial(_sequence, workload=FBGEMM_DEFAULT, format="int8"),
     ),
     *(
-        Case(f"quantize_rows, {format}", "quantized", partial(_quantize, format=format), EVERY if format == "int8" else CUDA)
+        Case(
+            f"quantize_rows, {format}", "quantized", partial(_quantize, format=format),
+            EVERY if format == "int8" else CUDA,
+        )
         for format in ("int8", "int4", "fp8")
     ),
     *(
-        Case(f"dequantize_rows, {format}", "quantized", partial(_dequantize, format=format), EVERY if format == "int8" else CUDA)
+        Case(
+            f"dequantize_rows, {format}", "quantized", partial(_dequantize, format=format),
+            EVERY if format == "int8" else CUDA,
+        )
         for format in ("int8", "int4")
     ),
 )  # fmt: skip
