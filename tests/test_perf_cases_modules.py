@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.perf import module_quantized
 from shardwise.perf.case import OURS, Case, Ready, Setting
 from shardwise.perf.cases import modules, package, planner, sharded
 from shardwise.perf.module_checks import assert_forwards, assert_steps
@@ -171,3 +172,13 @@ def test_the_installed_size_is_that_of_all_folders() -> None:
         assert made.rounds is not None
         (size,) = made.rounds(1)[OURS]
     assert size > sum(path.stat().st_size for path in (package.PACKAGE / "kernels").glob("*.py"))
+
+
+def test_a_quantized_table_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(setup: Setup, floats: Any) -> Any:
+        return module_quantized._torch(setup, [table.roll(1, 0) for table in floats])
+
+    monkeypatch.setitem(module_quantized.PEERS, "torch", spoil)
+    made = module_quantized.make(SMALL, workload=EBC[128])
+    with pytest.raises(AssertionError, match="output of torch"):
+        made.check()
