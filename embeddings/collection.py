@@ -95,7 +95,7 @@ class TableCollection(nn.Module):
         """Pick, check and look up the features of each group, of a batch of one batch size."""
         if not torch.compiler.is_compiling():
             self._settle()
-        elif self._seen != [_facts(param) for param in self._table_parameters()]:
+        elif self._seen != _facts(self._table_parameters()):
             # a graph cannot regroup tables, and traced as they are they would be trained by the slow dense path
             raise RuntimeError(
                 f"{type(self).__name__}: an optimizer was applied or a table frozen since the last lookup;"
@@ -182,8 +182,7 @@ class TableCollection(nn.Module):
             ValueError: a parameter was replaced, or its data has another shape; names the table.
         """
         params = self._table_parameters()
-        memory = [(id(param), _address(param)) for param in params]
-        if self._seen_memory == memory and self._seen == [_facts(param) for param in params]:
+        if self._seen_memory == _memory(params) and self._seen == _facts(params):
             return
         # never traced by torch.compile, which loses `param.data = ...`; not imported just for this
         dynamo: Any = sys.modules.get("torch._dynamo")
@@ -199,8 +198,8 @@ class TableCollection(nn.Module):
         for group, tables in self._grouped():
             if group.optimizer is not None:
                 group.freeze([not params[t].requires_grad for t in tables])
-        self._seen = [_facts(param) for param in params]
-        self._seen_memory = [(id(param), _address(param)) for param in params]
+        self._seen = _facts(params)
+        self._seen_memory = _memory(params)
 
     def _take_back_memory(self, t: int, group: TableGroup, number: int, param: nn.Parameter) -> None:
         """Copy into the flat buffer what `param.data = ...` put elsewhere."""
@@ -298,9 +297,15 @@ class TableCollection(nn.Module):
         self._settle()
 
 
-def _facts(param: nn.Parameter) -> tuple[bool, bool]:
-    """Whether it is trained, and whether an optimizer was applied to it; `torch.compile` can trace this."""
-    return param.requires_grad, hasattr(param, "_optimizer_classes")
+# every lookup asks this of every table
+def _facts(params: Sequence[nn.Parameter]) -> list[tuple[bool, bool]]:
+    """Whether each is trained, and whether an optimizer was applied to it; `torch.compile` can trace this."""
+    return [(param.requires_grad, hasattr(param, "_optimizer_classes")) for param in params]
+
+
+def _memory(params: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """Which object each is, and where its memory is; 0 for those that have none (meta, fake)."""
+    return [(id(param), param.data_ptr() if type(param) is nn.Parameter else 0) for param in params]
 
 
 def _address(tensor: Tensor) -> int:

@@ -22,6 +22,7 @@ from shardwise.kernels import (
     describe_weight,
     flatten_segments,
     fused_update,
+    ids_pass,
     is_clean,
     new_guard,
     pack_features,
@@ -232,6 +233,8 @@ class TableGroup:
             return
         fatal = mode is BoundsCheckMode.FATAL
         self.raise_pending()
+        if ids_pass(ids, offsets, self.checked, padded=padded):
+            return
         found = new_guard(ids.device)
         check_ids(ids, offsets, self.checked, found, names=self.names, fatal=fatal, padded=padded)
         if ids.is_cuda:

@@ -16,7 +16,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, register, runs_kernel, tl, triton
+from ._op import INTERPRETED, direct, register, runs_kernel, tl, triton
 from .cpu_lookup import ids_are_good
 from .features import FIELDS, ROWS, batch_size, feature_of_position, locate_ids
 
@@ -81,6 +81,20 @@ def _check_ids_kernel(I, O, FT, guard, N, F, B, BLOCK: tl.constexpr, STEPS: tl.c
     tl.atomic_min(guard + 1, first, mask=first != NONE)
 
 
+def ids_pass(indices: Tensor, offsets: Tensor, features: Tensor, *, padded: bool = False) -> bool:
+    """Whether `check_ids` is known to find nothing, without an op and a guard; False says nothing. Reads on the CPU.
+
+    Raises:
+        TypeError, ValueError: as `check_ids`, for what no batch may be.
+    """
+    if not direct(indices, offsets, features):
+        return False
+    require_ids("feature ids", indices)
+    require_ids("offsets", offsets)
+    batch_size(offsets, features.shape[0])
+    return ids_are_good(indices, offsets, features, padded)
+
+
 def check_ids(
     indices: Tensor,
     offsets: Tensor,
@@ -103,6 +117,8 @@ def check_ids(
         IndexError: names feature, table, sample, the id and the rows of the table (CPU).
         ValueError: names the first bad offset (CPU).
     """
+    if ids_pass(indices, offsets, features, padded=padded):
+        return
     require_ids("feature ids", indices)
     require_ids("offsets", offsets)
     batch_size(offsets, len(names))

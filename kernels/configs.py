@@ -60,10 +60,8 @@ CPU_LIMITS = {
     "check_alone_ids": (0, 1 << 30),
     "update_block_elements": (1 << 10, 1 << 28),
     "update_alone": (0, 1 << 30),
-    "update_threads": (1, 1 << 10),
-    "update_bucket": (1 << 4, 1 << 20),
-    "update_bucket_bits": (1, 16),
     "update_elements_an_id": (1, 1 << 10),
+    "update_tasks": (1, 1 << 10),
     "update_long": (1 << 6, 1 << 30),
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import numba_loops
-from .cpu_compiled import run
+from .cpu_threads import run
 
 # ids that one thread moves before another can have been woken
 _ALONE = 1 << 15

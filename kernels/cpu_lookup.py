@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .huge_pages import HUGE_PAGE, in_huge_pages
 
 # sums of a block: 2 MB for each thread
 _BLOCK_ELEMENTS = 1 << 19
-# ids up to which further passes over them are faster than further calls
+# ids a feature up to which further passes over them are faster than further calls
 _FEW_IDS = 1 << 12
 # ids a bag up to which putting ids in the order of samples is faster than putting sums in that order
 _SHORT = 2
@@ -48,11 +49,8 @@ def pooled_lookup_cpu(
         return _by_loop(loop, weights, indices, offsets, per_id_weights, features, dims)
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
     scale = None if per_id_weights is None else per_id_weights.float()
-    if (
-        batch
-        and len(set(dims)) == 1
-        and indices.shape[0] <= configs.cpu("lookup_short", _SHORT) * (offsets.shape[0] - 1)
-    ):
+    short = configs.cpu("lookup_short", _SHORT) * (offsets.shape[0] - 1)
+    if batch and len(set(dims)) == 1 and indices.shape[0] <= short:
         return _by_samples(weights, indices, offsets, scale, features, dims[0])
     out = _new(batch, columns[-1])
     _by_features(out, weights, indices, offsets, scale, features, dims)
@@ -90,7 +88,7 @@ def _by_loop(
     return out
 
 
-def _in_parts(loop: Callable[..., int], arguments: tuple[int, ...], many: bool) -> int:
+def _in_parts(loop: Callable[..., Any], arguments: tuple[int, ...], many: bool) -> Any:
     """The least of what the parts of a loop return; more parts than threads, so that none waits long for another."""
     parts = 4 * torch.get_num_threads() if many else 4
     if parts == 4:
@@ -177,39 +175,42 @@ def _by_features(
     """Longer bags, or tables of several dims: the sums of a block are brought into the order of the output."""
     batch, columns = out.shape[0], column_offsets(dims)
     tables = features.tolist()
-    for f, count, low, high in _blocks(dims, batch, offsets):
-        dim, mine = dims[f], features[f : f + count]
+    bounds = offsets[::batch].tolist() if batch else []
+    for f, count, low, high in _blocks(dims, batch, bounds):
+        dim, mine, cuts = dims[f], tables[f : f + count], bounds[f : f + count + 1]
         bags = offsets[f * batch + low : (f + count - 1) * batch + high + 1]
         begin, end = int(bags[0]), int(bags[-1])
         ids, bags, p = indices[begin:end], bags - begin, None if scale is None else scale[begin:end]
-        anchor = min(table[BASE] for table in tables[f : f + count])
-        stop = max(table[BASE] + table[ROWS] * dim for table in tables[f : f + count])
+        anchor = min(table[BASE] for table in mine)
+        stop = max(table[BASE] + table[ROWS] * dim for table in mine)
         kept, valid = bags, None
-        if count > 1:
-            ids, valid = linear_rows(ids, bags, batch, mine, anchor, dim)
-        elif not _all_in(ids, tables[f][ROWS]):
-            valid = (ids >= 0) & (ids < tables[f][ROWS])
+        if count > 1 and _inside(ids, cuts, [table[ROWS] for table in mine]):
+            ids = ids.to(torch.int64, copy=True)
+            _add_each(ids, cuts, [(table[BASE] - anchor) // dim for table in mine])
+        elif count > 1:
+            ids, valid = linear_rows(ids, bags, batch, features[f : f + count], anchor, dim)
+        elif not _all_in(ids, mine[0][ROWS]):
+            valid = (ids >= 0) & (ids < mine[0][ROWS])
         if valid is not None and not bool(valid.all()):
             ids, kept, p = _without_bad(ids, bags, p, valid)
         sums = bag_sums(table_rows(weights, anchor, (stop - anchor) // dim, dim), ids, kept, p)
         sums = sums.view(count, high - low, dim)
-        if any(table[MEAN] for table in tables[f : f + count]):
+        if any(table[MEAN] for table in mine):
             counts = bags.diff().clamp(min=1).view(count, -1)
-            sums /= torch.where(mine[:, MEAN, None] != 0, counts, 1)[:, :, None]
+            sums /= torch.where(features[f : f + count, MEAN, None] != 0, counts, 1)[:, :, None]
         out[low:high, columns[f] : columns[f + count]].view(high - low, count, dim).copy_(sums.transpose(0, 1))
 
 
-def _blocks(dims: Sequence[int], batch: int, offsets: Tensor) -> Iterator[tuple[int, int, int, int]]:
+def _blocks(dims: Sequence[int], batch: int, bounds: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """(first feature, features, first sample, end of samples): one feature, or all samples of some of equal dim."""
-    bounds, f = offsets[::batch].tolist() if batch else [], 0
-    few = configs.cpu("lookup_few_ids", _FEW_IDS)
+    few, f = configs.cpu("lookup_few_ids", _FEW_IDS), 0
     while batch and f < len(dims):
         samples, count = max(1, _block_elements() // dims[f]), 1
         while (
             f + count < len(dims)
             and dims[f + count] == dims[f]
             and (count + 1) * batch <= samples
-            and bounds[f + count + 1] - bounds[f] <= few
+            and bounds[f + count + 1] - bounds[f] <= few * (count + 1)
         ):
             count += 1
         for low in range(0, batch, samples):
@@ -234,9 +235,9 @@ def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: boo
     rows, batch = features[:, ROWS].tolist(), batch_size(offsets, count)
     if _all_in(indices, min(rows)):
         return True
-    if end < _FEW_IDS * count:
-        return bool(linear_rows(indices, offsets, batch, features, 0, 1)[1].all())
     bounds = offsets[::batch].tolist()
+    if end < _FEW_IDS * count:
+        return _inside(indices, bounds, rows)
     return all(_all_in(indices[bounds[f] : bounds[f + 1]], rows[f]) for f in range(count))
 
 
@@ -253,6 +254,22 @@ def _all_in(ids: Tensor, rows: int) -> bool:
         return True
     smallest, largest = torch.aminmax(ids)
     return int(smallest) >= 0 and int(largest) < rows
+
+
+def _inside(ids: Tensor, bounds: Sequence[int], rows: Sequence[int]) -> bool:
+    """Whether ids bounds[f] ... bounds[f + 1] - 1, of [bounds[0], bounds[-1]), lie in [0, rows[f]), for all f."""
+    if ids.shape[0] == 0:
+        return True
+    most = torch.iinfo(ids.dtype).max
+    # rows[f] - 1 - id: it or the id itself has a sign where the id lies outside
+    left = ids.neg()
+    _add_each(left, bounds, [min(n - 1, most) for n in rows])
+    return int(left.bitwise_or_(ids).min()) >= 0
+
+
+def _add_each(ids: Tensor, bounds: Sequence[int], numbers: Sequence[int]) -> None:
+    """Add numbers[f] to the ids from bounds[f] to bounds[f + 1], in place."""
+    torch._foreach_add_(torch.split(ids, [end - begin for begin, end in pairwise(bounds)]), list(numbers))
 
 
 def bag_sums(matrix: Tensor, rows: Tensor, bags: Tensor, scale: Tensor | None) -> Tensor:

@@ -1,10 +1,13 @@
 """The loops of the CPU's update, compiled by numba when this file is imported (cpu_compiled.py, at the first update).
 
-Letters as in update.py, all arrays flat and contiguous: W [elements], I [N] int64, O [F*B + 1] int64, P [N] per-id
-weights (empty if there are none), FT [F, 7], G the gradient; N, B, F, D, C = columns of a pooled G.
-An update sorts entries, one for each id: the row's number among all rows in the upper half of 64 bits; in the lower
-half the element of G where the id's gradient row begins, or, where rows are scaled, the id's position.
-Loops release the GIL and never raise. Sums are added in the order that is written here: nothing may reassociate them.
+Letters as in update.py: W, I [N] int64, O [F*B + 1] int64, P [N] per-id weights, FT [F, 7], G the gradient; N, B, F, D,
+C = columns of a pooled G. What a loop works on it reads from its job, some int64 whose places are named below: numbers,
+and addresses of flat arrays. All threads call a loop with the same job and take tasks from it until none is left.
+
+An update sorts entries, one for each id: the row's number in its table in the upper half of 64 bits; in the lower half
+the element of G where the id's gradient row begins, or, where rows are scaled, the id's position. A bucket holds the
+entries of 2 ** shift neighbouring rows of a table. Loops never raise. Sums are added in the order that is written here:
+nothing may reassociate them.
 """
 
 from __future__ import annotations
@@ -19,78 +22,164 @@ from numba.core import cgutils
 from numba.core import types as numba_types
 from numba.extending import intrinsic
 
-from .features import COLUMN, FIRST_ROW, MEAN, ROWS
+from .features import BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS
+from .numba_parts import f4, i8, pointer
 from .transpose import CHUNK
 
+# what a job holds: the batch,
+IDS, OFFSETS, PER_ID, FEATURES, GRADIENT, NUMBERS = range(6)
+N_IDS, N_BAGS, N_FEATURES, N_NUMBERS, COLUMNS, WIDTH, DECAY = range(6, 13)
+# the sort,
+PLAN, BORDERS, OWNERS, COUNTS, STARTS, ENTRIES, SOURCE, SCALE = range(13, 21)
+SLICES, BUCKETS, TOTAL, LARGEST = range(21, 25)
+# the update,
+TASKS, LONG, FOUND, BLOCKS, SCRATCH, SCRATCH_WORDS, WIDEST = range(25, 32)
+# what was taken and done so far, and from here on addresses and elements of W and of the states
+COUNTING, COUNTED, SCATTERING, UPDATING, WORKERS, RUNS, TABLES = range(32, 39)
+
 LEVELS = 8  # of chunks of chunks: 32 ** 7 ids of one row
+BUCKET = 512  # ids of a bucket, about
+_BUCKET_BITS = 11  # buckets of a table, at most
+DENSE = 16  # ids a row from which a row has a bucket of its own
 _LINE = 16  # fp32 in a cache line
-_AHEAD = 12  # rows whose memory is asked for before they are needed
+_AHEAD = 16  # rows whose memory is asked for before they are needed
 _SMALL = 24  # entries up to which insertion sort is the faster
-_LOW = uint64(0xFFFFFFFF)  # half of an entry
-_DIGIT = 8  # bits that a pass of the radix sort sorts by
+DIGITS = 1 << 9  # values of the digits that the radix sort sorts by
+_LANES = 16  # fp32 of a vector
+_VECTORS = 4  # vectors of sums that stay in registers
 
 # to type checkers these are functions of fewer arguments, and types without Tuple
 _intrinsic: Any = intrinsic
-types: Any = numba_types
-
-F1, I1, U1 = float32[::1], int64[::1], uint64[::1]
-I2 = int64[:, ::1]
-F2 = float32[:, ::1]
-
+_types: Any = numba_types
+_ir: Any = cgutils.ir
+_carray: Any = numba.carray
 
 # numba keeps code under the name of its function and sees changes of this file only, not of where these come from
-_MARK = "-".join(map(str, (COLUMN, FIRST_ROW, MEAN, ROWS, CHUNK)))
+_MARK = "-".join(map(str, (BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS, CHUNK)))
 
 
-def compiled(*signature: Any, **options: Any) -> Callable[[Any], Any]:
-    """numba.njit without the GIL; with a signature compiled at once and kept on disk, else where it is called."""
-    options = {"nogil": True, "error_model": "numpy", **options}
-
-    def decorate(function: Any) -> Any:
-        if signature:
-            function.__qualname__ += f"_{_MARK}"
-            try:
-                return numba.njit(*signature, cache=True, **options)(function)
-            except RuntimeError:
-                # no place to keep it: neither beside this file nor in the home of the user can anything be written
-                pass
-        # LLVM takes these for too long to inline, and a call costs more than a row
-        return numba.njit(*signature, forceinline=not signature, **options)(function)
-
-    return decorate
+def compiled(**options: Any) -> Callable[[Any], Any]:
+    """numba.njit for other loops, which is compiled where it is called."""
+    # LLVM takes these for too long to inline, and a call costs more than a row
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True, **options)  # type: ignore[no-any-return]
 
 
-@_intrinsic
-def _lent(typing: Any, array: Any) -> Any:
-    """The same array without an owner: slices of an owned array count references, atomically, two for every row.
+def work(function: Any) -> Any:
+    """A C function of a job's address, compiled at once and kept on disk."""
+    function.__qualname__ += f"_{_MARK}"
+    try:
+        return numba.cfunc(_types.void(int64), cache=True, error_model="numpy")(function)
+    except RuntimeError:
+        # no place to keep it: neither beside this file nor in the home of the user can anything be written
+        return numba.cfunc(_types.void(int64), error_model="numpy")(function)
 
-    For arguments only, which the caller keeps: numba frees an array of its own after the last use of its name.
-    """
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = context.make_array(signature.args[0])(context, builder, args[0])
-        found.meminfo = cgutils.get_null_value(found.meminfo.type)
-        found.parent = cgutils.get_null_value(found.parent.type)
-        return found._getvalue()
-
-    return array(array), generate
+def called(function: Any) -> Any:
+    """numba.njit for what is long and rarely called: compiled once for all loops of this file that call it."""
+    return numba.njit(nogil=True, error_model="numpy")(function)
 
 
 @_intrinsic
-def _prefetch(typing: Any, array: Any, at: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        ir = cgutils.ir
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        call = builder.module.declare_intrinsic(
-            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        )
-        # to read, to keep in all caches, data
-        hints = [ir.Constant(number, value) for value in (0, 3, 1)]
-        builder.call(call, [builder.bitcast(builder.gep(data, [args[1]]), byte), *hints])
-        return context.get_dummy_value()
+def _taken(typing: Any, address: Any, place: Any) -> Any:
+    """The number at a place of a job, which becomes one more: no two threads see the same."""
 
-    return types.void(array, types.int64), generate
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counter = builder.inttoptr(args[0], _ir.IntType(64).as_pointer())
+        counter = builder.gep(counter, [args[1]])
+        return builder.atomic_rmw("add", counter, _ir.Constant(_ir.IntType(64), 1), "acq_rel")
+
+    return int64(int64, int64), generate
+
+
+def _prefetches(writes: int) -> Any:
+    @_intrinsic
+    def prefetch(typing: Any, array: Any, at: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            _ask(builder, builder.gep(data, [args[1]]), writes)
+            return context.get_dummy_value()
+
+        return _types.void(array, _types.int64), generate
+
+    return prefetch
+
+
+def _ask(builder: Any, pointer: Any, writes: int) -> None:
+    byte, number = _ir.IntType(8).as_pointer(), _ir.IntType(32)
+    call = builder.module.declare_intrinsic(
+        "llvm.prefetch", [byte], _ir.FunctionType(_ir.VoidType(), [byte, number, number, number])
+    )
+    # to read or to write, to keep in all caches, data
+    hints = [_ir.Constant(number, value) for value in (writes, 3, 1)]
+    builder.call(call, [builder.bitcast(pointer, byte), *hints])
+
+
+_prefetch_read, _prefetch = _prefetches(0), _prefetches(1)
+
+
+def _row_adders(vectors: int) -> Any:
+    """Sums over some rows of as many columns as so many vectors have, which stay in registers meanwhile."""
+
+    @_intrinsic
+    def add_rows(typing: Any, at: Any, n: Any, gradient: Any, factor: Any, total: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            at, n, gradient, factor, total = args
+            i64, f32 = _ir.IntType(64), _ir.FloatType()
+            vector = _ir.VectorType(f32, _LANES)
+            fma = cgutils.get_or_insert_function(
+                builder.module, _ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{_LANES}f32"
+            )
+            at, factor = (builder.inttoptr(p, t.as_pointer()) for p, t in ((at, i64), (factor, f32)))
+            gradient, total = (builder.inttoptr(p, f32.as_pointer()) for p in (gradient, total))
+            lanes = [_ir.Constant(i64, _LANES * k) for k in range(vectors)]
+            zero, none = _ir.Constant(i64, 0), _ir.Constant(vector, None)
+            unset = _ir.Constant(vector, _ir.Undefined)
+            scaled = builder.icmp_unsigned("!=", builder.ptrtoint(factor, i64), zero)
+
+            def loop(scales: bool) -> None:
+                # at least one row is there
+                before, body, end = builder.block, builder.append_basic_block(), builder.append_basic_block()
+                builder.branch(body)
+                builder.position_at_end(body)
+                i = builder.phi(i64)
+                i.add_incoming(zero, before)
+                sums = [builder.phi(vector) for _ in lanes]
+                row = builder.gep(gradient, [builder.load(builder.gep(at, [i]))])
+                ahead = builder.gep(at, [builder.add(i, _ir.Constant(i64, _AHEAD))])
+                ahead = builder.gep(gradient, [builder.load(ahead)])
+                if scales:
+                    scale = builder.insert_element(
+                        unset, builder.load(builder.gep(factor, [i])), _ir.Constant(_ir.IntType(32), 0)
+                    )
+                    scale = builder.shuffle_vector(
+                        scale, unset, _ir.Constant(_ir.VectorType(_ir.IntType(32), _LANES), None)
+                    )
+                for lane, old in zip(lanes, sums, strict=True):
+                    old.add_incoming(none, before)
+                    x = builder.load(builder.bitcast(builder.gep(row, [lane]), vector.as_pointer()), align=4)
+                    old.add_incoming(builder.call(fma, [scale, x, old]) if scales else builder.fadd(old, x), body)
+                    _ask(builder, builder.gep(ahead, [lane]), 0)
+                following = builder.add(i, _ir.Constant(i64, 1))
+                i.add_incoming(following, body)
+                builder.cbranch(builder.icmp_signed("<", following, n), body, end)
+                builder.position_at_end(end)
+                for lane, old in zip(lanes, sums, strict=True):
+                    place = builder.bitcast(builder.gep(total, [lane]), vector.as_pointer())
+                    builder.store(old.incomings[1][0], place, align=4)
+
+            with builder.if_else(scaled) as (then, otherwise):
+                with then:
+                    loop(True)
+                with otherwise:
+                    loop(False)
+            return context.get_dummy_value()
+
+        return _types.void(int64, int64, int64, int64, int64), generate
+
+    return add_rows
+
+
+_add_wide, _add_narrow = _row_adders(_VECTORS), _row_adders(1)
 
 
 @_intrinsic
@@ -100,7 +189,7 @@ def _fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fma(*args)
 
-    return types.float32(types.float32, types.float32, types.float32), generate
+    return _types.float32(_types.float32, _types.float32, _types.float32), generate
 
 
 @compiled()
@@ -122,81 +211,153 @@ def _add(total: Any, row: Any) -> None:
         total[d] += row[d]
 
 
-@compiled()
-def _begin_scaled(total: Any, row: Any, scale: float) -> None:
-    for d in range(total.shape[0]):
-        total[d] = _fma(scale, row[d], float32(0))
+@work
+def plan(address: int) -> None:
+    """Say of each feature which bucket its table's first is and how many rows a bucket has, of each bucket one feature;
+    and cut the bags into slices of about as many ids."""
+    job = i8(address, TABLES)
+    N, bags, F = job[N_IDS], job[N_BAGS], job[N_FEATURES]
+    B = bags // F
+    FT, O, places = i8(job[FEATURES], F * FIELDS), i8(job[OFFSETS], bags + 1), i8(job[PLAN], 3 * F)
+    owners = i8(job[OWNERS], N // DENSE + F)
+    # features that share a table are neighbours in the order of first rows, which is nearly that of launches
+    order = places[2 * F :]
+    for j in range(F):
+        f, k = FT[j * FIELDS + ORDER], j
+        while k > 0 and FT[order[k - 1] * FIELDS + FIRST_ROW] > FT[f * FIELDS + FIRST_ROW]:
+            order[k] = order[k - 1]
+            k -= 1
+        order[k] = f
+    left, buckets, j = N, 0, 0
+    while j < F:
+        owner, ids, end = order[j], 0, j
+        while end < F and FT[order[end] * FIELDS + FIRST_ROW] == FT[owner * FIELDS + FIRST_ROW]:
+            f = order[end]
+            ids += max(0, O[(f + 1) * B] - O[f * B])
+            # tables without rows begin where the next one does
+            if FT[f * FIELDS + ROWS] > FT[owner * FIELDS + ROWS]:
+                owner = f
+            end += 1
+        rows, ids = FT[owner * FIELDS + ROWS], min(ids, left)
+        left -= ids
+        shift = 0
+        if rows * DENSE > ids or rows > (1 << _BUCKET_BITS):
+            most = 1
+            while most * BUCKET <= ids and most < (1 << _BUCKET_BITS):
+                most *= 2
+            while ((rows - 1) >> shift) >= most:
+                shift += 1
+        for k in range(j, end):
+            places[2 * order[k]], places[2 * order[k] + 1] = buckets, shift
+        if rows > 0:
+            for k in range(buckets, buckets + ((rows - 1) >> shift) + 1):
+                owners[k] = owner
+            buckets += ((rows - 1) >> shift) + 1
+        j = end
+    job[BUCKETS] = buckets
+    borders, slices = i8(job[BORDERS], job[SLICES] + 1), job[SLICES]
+    borders[0], borders[slices] = 0, bags
+    for part in range(1, slices):
+        low, high = borders[part - 1], bags
+        while low < high:
+            middle = (low + high) // 2
+            if O[middle] * slices < N * part:
+                low = middle + 1
+            else:
+                high = middle
+        borders[part] = low
 
 
 @compiled()
-def _add_scaled(total: Any, row: Any, scale: float) -> None:
-    for d in range(total.shape[0]):
-        total[d] = _fma(scale, row[d], total[d])
-
-
-@compiled(types.void(I1, I1, I2, int64, int64, int64, int64, I1))
-def count(I: Any, O: Any, FT: Any, B: int, first: int, last: int, shift: int, counts: Any) -> None:
-    """Add to `counts` how many ids of bags first ... last - 1 fall into each bucket of 2 ** shift rows."""
-    N = I.shape[0]
-    for bag in range(first, last):
-        f = bag // B
-        rows, first_row = uint64(FT[f, ROWS]), FT[f, FIRST_ROW]
-        for i in range(max(O[bag], 0), min(O[bag + 1], N)):
-            if uint64(I[i]) < rows:
-                counts[(first_row + I[i]) >> shift] += 1
-
-
-@compiled(types.Tuple((I1, U1))(I2))
-def place(counts: Any) -> Any:
+def _place(address: int) -> None:
     """Counts [slice, bucket] become the first entry of each slice in its bucket; where buckets begin, room for all."""
-    slices, buckets = counts.shape
-    starts = np.empty(buckets + 1, np.int64)
-    total = 0
+    job = i8(address, TABLES)
+    slices, buckets = job[SLICES], job[BUCKETS]
+    starts, counts = i8(job[STARTS], buckets + 1), i8(job[COUNTS], slices * buckets)
+    total = largest = 0
     for bucket in range(buckets):
         starts[bucket] = total
         for part in range(slices):
-            here = counts[part, bucket]
-            counts[part, bucket] = total
+            here = counts[part * buckets + bucket]
+            counts[part * buckets + bucket] = total
             total += here
+        largest = max(largest, total - starts[bucket])
     starts[buckets] = total
-    return starts, np.empty(total, np.uint64)
+    job[TOTAL], job[LARGEST] = total, largest
 
 
-@compiled(types.void(I1, I1, F1, I2, int64, int64, int64, int64, int64, int64, I1, U1, I1, F1))
-def scatter(
-    I: Any, O: Any, P: Any, FT: Any, B: int, C: int, D: int, first: int, last: int, shift: int,
-    places: Any, entries: Any, source: Any, scale: Any,
-) -> None:  # fmt: skip
-    """Write the entries of bags first ... last - 1 to their buckets; D > 0: G is [N, D], one row an id.
+@work
+def count(address: int) -> None:
+    """How many ids of each slice fall into each bucket; who is last turns that into where each slice writes."""
+    job = i8(address, TABLES)
+    N, bags, F, buckets, slices = job[N_IDS], job[N_BAGS], job[N_FEATURES], job[BUCKETS], job[SLICES]
+    B = bags // F
+    I, O = i8(job[IDS], N), i8(job[OFFSETS], bags + 1)
+    FT, places, borders = i8(job[FEATURES], F * FIELDS), i8(job[PLAN], 2 * F), i8(job[BORDERS], slices + 1)
+    while True:
+        part = _taken(address, COUNTING)
+        if part >= slices:
+            return
+        counts = i8(job[COUNTS] + 8 * part * buckets, buckets)
+        for bucket in range(buckets):
+            counts[bucket] = 0
+        for bag in range(borders[part], borders[part + 1]):
+            f = bag // B
+            rows, first, shift = uint64(FT[f * FIELDS + ROWS]), places[2 * f], places[2 * f + 1]
+            for i in range(max(O[bag], 0), min(O[bag + 1], N)):
+                if uint64(I[i]) < rows:
+                    counts[first + (I[i] >> shift)] += 1
+        if _taken(address, COUNTED) == slices - 1:
+            _place(address)
 
-    With a `scale` [N] entries hold positions, and `source` and `scale` what belongs to each.
+
+@work
+def scatter(address: int) -> None:
+    """Write the entries of each slice to their buckets; WIDTH > 0: G is [N, WIDTH], one row an id.
+
+    With a scale [N] entries hold positions, and source and scale what belongs to each.
     """
-    N, scaled = I.shape[0], scale.shape[0] > 0
-    for bag in range(first, last):
-        f = bag // B
-        rows, first_row = uint64(FT[f, ROWS]), FT[f, FIRST_ROW]
-        begin, end = max(O[bag], 0), min(O[bag + 1], N)
-        at = (bag - f * B) * C + FT[f, COLUMN]
-        length = float32(end - begin) if FT[f, MEAN] != 0 and D == 0 else float32(1)
-        for i in range(begin, end):
-            if D > 0:
-                at = i * D
-            if scaled:
-                source[i] = at
-                scale[i] = (P[i] if P.shape[0] > 0 else float32(1)) / length
-            if uint64(I[i]) < rows:
-                row = first_row + I[i]
-                entries[places[row >> shift]] = (uint64(row) << uint64(32)) | uint64(i if scaled else at)
-                places[row >> shift] += 1
+    job = i8(address, TABLES)
+    N, bags, F, buckets, slices = job[N_IDS], job[N_BAGS], job[N_FEATURES], job[BUCKETS], job[SLICES]
+    B, C, D, scaled = bags // F, job[COLUMNS], job[WIDTH], job[SCALE] != 0
+    I, O, P = i8(job[IDS], N), i8(job[OFFSETS], bags + 1), f4(job[PER_ID], N)
+    FT, plans, borders = i8(job[FEATURES], F * FIELDS), i8(job[PLAN], 2 * F), i8(job[BORDERS], slices + 1)
+    entries, source, scale = i8(job[ENTRIES], job[TOTAL]), i8(job[SOURCE], N), f4(job[SCALE], N)
+    while True:
+        part = _taken(address, SCATTERING)
+        if part >= slices:
+            return
+        places = i8(job[COUNTS] + 8 * part * buckets, buckets)
+        for bag in range(borders[part], borders[part + 1]):
+            f = bag // B
+            rows, first, shift = uint64(FT[f * FIELDS + ROWS]), plans[2 * f], plans[2 * f + 1]
+            begin, end = max(O[bag], 0), min(O[bag + 1], N)
+            at = (bag - f * B) * C + FT[f * FIELDS + COLUMN]
+            length = float32(end - begin) if FT[f * FIELDS + MEAN] != 0 and D == 0 else float32(1)
+            for i in range(begin, end):
+                if D > 0:
+                    at = i * D
+                if scaled:
+                    source[i] = at
+                    scale[i] = (P[i] if job[PER_ID] != 0 else float32(1)) / length
+                if uint64(I[i]) < rows:
+                    bucket = first + (I[i] >> shift)
+                    entries[places[bucket]] = (I[i] << 32) | (i if scaled else at)
+                    places[bucket] += 1
 
 
 @compiled()
-def _row(entry: Any) -> Any:
-    return int64(entry >> uint64(32))
+def _row(entry: int) -> int:
+    return entry >> 32
 
 
-@compiled(types.void(U1, U1, int64))
-def _sort(entries: Any, other: Any, bits: int) -> None:
+@compiled()
+def _at(entry: int) -> int:
+    return entry & 0xFFFFFFFF
+
+
+@called
+def _sort(entries: Any, other: Any, ends: Any, bits: int) -> None:
     """Sort entries by their lowest `bits` bits of row, equal rows in the order in which they come."""
     n = entries.shape[0]
     if n <= _SMALL:
@@ -207,23 +368,25 @@ def _sort(entries: Any, other: Any, bits: int) -> None:
                 j -= 1
             entries[j] = entry
         return
-    passes = -(-bits // _DIGIT)
-    width = -(-bits // max(passes, 1))
-    ends = np.empty(1 << width, np.int64)
-    mask = uint64((1 << width) - 1)
+    passes = 1
+    while (1 << -(-bits // passes)) > DIGITS:
+        passes += 1
+    width = -(-bits // passes)
+    mask = (1 << width) - 1
     a, b = entries, other
     for k in range(passes):
-        shift = uint64(32 + k * width)
-        ends[:] = 0
+        shift = 32 + k * width
+        for digit in range(1 << width):
+            ends[digit] = 0
         for i in range(n):
-            ends[int64((a[i] >> shift) & mask)] += 1
+            ends[(a[i] >> shift) & mask] += 1
         total = 0
-        for digit in range(ends.shape[0]):
+        for digit in range(1 << width):
             here = ends[digit]
             ends[digit] = total
             total += here
         for i in range(n):
-            digit = int64((a[i] >> shift) & mask)
+            digit = (a[i] >> shift) & mask
             b[ends[digit]] = a[i]
             ends[digit] += 1
         a, b = b, a
@@ -232,28 +395,38 @@ def _sort(entries: Any, other: Any, bits: int) -> None:
             entries[i] = a[i]
 
 
-@compiled()
-def _sum_chunk(entries: Any, first: int, last: int, G: Any, source: Any, scale: Any, total: Any) -> None:
-    dim, scaled = total.shape[0], scale.shape[0] > 0
-    n = entries.shape[0]
-    for i in range(first, last):
-        if i + _AHEAD < n:
-            ahead = int64(entries[i + _AHEAD] & _LOW)
-            _prefetch_row(G, source[ahead] if scaled else ahead, dim)
-        at = int64(entries[i] & _LOW)
-        if scaled:
-            factor, at = scale[at], source[at]
-            if i == first:
-                _begin_scaled(total, G[at : at + dim], factor)
-            else:
-                _add_scaled(total, G[at : at + dim], factor)
-        elif i == first:
-            _begin(total, G[at : at + dim])
-        else:
-            _add(total, G[at : at + dim])
+@called
+def _sum_chunk(entries: Any, first: int, last: int, job: Any, total: Any, at: Any, factor: Any) -> None:
+    """Gradients of entries first ... last - 1, CHUNK at most, come to lie in `total` [dim], added one after another."""
+    n, dim, scaled = last - first, total.shape[0], job[SCALE] != 0
+    source, scale = i8(job[SOURCE], job[N_IDS]), f4(job[SCALE], job[N_IDS])
+    there = min(entries.shape[0] - first, n + _AHEAD)
+    for j in range(there):
+        at[j] = _at(entries[first + j])
+    if scaled:
+        for j in range(n):
+            factor[j] = scale[at[j]]
+        for j in range(there):
+            at[j] = source[at[j]]
+    for j in range(there, n + _AHEAD):
+        at[j] = at[n - 1]
+    d, where, factors = 0, at.ctypes.data, factor.ctypes.data if scaled else 0
+    while d + _VECTORS * _LANES <= dim:
+        _add_wide(where, n, job[GRADIENT] + 4 * d, factors, total.ctypes.data + 4 * d)
+        d += _VECTORS * _LANES
+    while d + _LANES <= dim:
+        _add_narrow(where, n, job[GRADIENT] + 4 * d, factors, total.ctypes.data + 4 * d)
+        d += _LANES
+    for k in range(d, dim):
+        total[k] = float32(0)
+    if d < dim:
+        for j in range(n):
+            row = f4(job[GRADIENT] + 4 * at[j], dim)
+            for k in range(d, dim):
+                total[k] = _fma(factor[j], row[k], total[k]) if scaled else total[k] + row[k]
 
 
-@compiled(types.void(F2, I1, int64, int64))
+@called
 def _carry(sums: Any, used: Any, level: int, dim: int) -> None:
     """The sum at level - 1 is complete: add it at `level`, and what becomes complete there further up."""
     while True:
@@ -268,7 +441,7 @@ def _carry(sums: Any, used: Any, level: int, dim: int) -> None:
         level += 1
 
 
-@compiled(types.void(F2, I1, int64))
+@called
 def _finish(sums: Any, used: Any, dim: int) -> None:
     """Add up what is left at the levels above 0; the sum of everything comes to lie at level 0."""
     for level in range(1, LEVELS):
@@ -284,42 +457,70 @@ def _finish(sums: Any, used: Any, dim: int) -> None:
                 return
 
 
-@compiled(types.void(U1, int64, int64, F1, I1, F1, F2, I1, int64))
+@called
 def _sum_run(
-    entries: Any, first: int, last: int, G: Any, source: Any, scale: Any, sums: Any, used: Any, dim: int
+    entries: Any, first: int, last: int, job: Any, dim: int, sums: Any, used: Any, at: Any, factor: Any
 ) -> None:
     """Gradients of entries first ... last - 1, all of one row, come to lie in sums[0], added as transpose.py says."""
-    used[:] = 0
+    for level in range(LEVELS):
+        used[level] = 0
     for begin in range(first, last, CHUNK):
-        _sum_chunk(entries, begin, min(begin + CHUNK, last), G, source, scale, sums[0, :dim])
+        _sum_chunk(entries, begin, min(begin + CHUNK, last), job, sums[0, :dim], at, factor)
         _carry(sums, used, 1, dim)
     _finish(sums, used, dim)
 
 
-@compiled(types.void(U1, F1, I1, F1, F2, int64, int64, F2, I1))
-def sum_blocks(
-    entries: Any, G: Any, source: Any, scale: Any, blocks: Any, first: int, last: int, sums: Any, used: Any
-) -> None:
-    """Sums of blocks first ... last - 1, of CHUNK ** 2 entries each, of one long run: [blocks, D]."""
-    dim, step = blocks.shape[1], CHUNK * CHUNK
-    entries, G, source, scale = _lent(entries), _lent(G), _lent(source), _lent(scale)
-    sums, used = _lent(sums), _lent(used)
-    for block in range(first, last):
-        end = min((block + 1) * step, entries.shape[0])
-        _sum_run(entries, block * step, end, G, source, scale, sums, used, dim)
-        _begin(blocks[block], sums[0, :dim])
+@compiled()
+def _memory(job: Any, worker: int) -> Any:
+    """What one thread works in: sums [LEVELS, WIDEST], used [LEVELS], at, factor, digits and the largest bucket."""
+    dim = job[WIDEST]
+    used = job[SCRATCH] + 8 * worker * job[SCRATCH_WORDS]
+    at, factor, digits = (
+        used + 8 * LEVELS,
+        used + 8 * (LEVELS + CHUNK + _AHEAD),
+        used + 8 * (LEVELS + 2 * CHUNK + _AHEAD),
+    )
+    other = digits + 8 * DIGITS
+    sums = other + 8 * job[LARGEST]
+    return (
+        _carray(pointer(sums), (LEVELS, dim), np.float32), i8(used, LEVELS), i8(at, CHUNK + _AHEAD), f4(factor, CHUNK),
+        i8(digits, DIGITS), i8(other, job[LARGEST]),
+    )  # fmt: skip
 
 
-@compiled(types.void(F2, F1, F2, I1))
-def join_blocks(blocks: Any, total: Any, sums: Any, used: Any) -> None:
-    """The sum of a long run from those of its blocks."""
-    dim = blocks.shape[1]
-    used[:] = 0
-    for block in range(blocks.shape[0]):
-        _begin(sums[1, :dim], blocks[block])
+def scratch_words(largest: int, widest: int) -> int:
+    """Words of 8 bytes that one thread works in."""
+    return LEVELS + 2 * CHUNK + _AHEAD + DIGITS + largest + LEVELS * widest // 2 + 8
+
+
+@work
+def sum_blocks(address: int) -> None:
+    """Sums of blocks, of CHUNK ** 2 entries each, of one long run: entries FOUND[0] ... FOUND[1] - 1."""
+    job = i8(address, TABLES)
+    sums, used, at, factor, _, _ = _memory(job, _taken(address, WORKERS))
+    begin, end, dim, step = i8(job[FOUND], 2)[0], i8(job[FOUND], 2)[1], job[WIDEST], CHUNK * CHUNK
+    entries = i8(job[ENTRIES] + 8 * begin, end - begin)
+    while True:
+        block = _taken(address, UPDATING)
+        if block >= job[TASKS]:
+            return
+        _sum_run(entries, block * step, min((block + 1) * step, end - begin), job, dim, sums, used, at, factor)
+        _begin(f4(job[BLOCKS] + 4 * block * dim, dim), sums[0])
+
+
+@work
+def join_blocks(address: int) -> None:
+    """The sum of a long run from those of its blocks, where the first of these was."""
+    job = i8(address, TABLES)
+    sums, used, _, _, _, _ = _memory(job, 0)
+    dim = job[WIDEST]
+    for level in range(LEVELS):
+        used[level] = 0
+    for block in range(job[TASKS]):
+        _begin(sums[1], f4(job[BLOCKS] + 4 * block * dim, dim))
         _carry(sums, used, 2, dim)
     _finish(sums, used, dim)
-    _begin(total, sums[0, :dim])
+    _begin(f4(job[BLOCKS], dim), sums[0])
 
 
 def _apply(w: Any, g: Any, states: Any, at: int, row: int, numbers: Any) -> None:
@@ -330,61 +531,92 @@ def _prefetch_states(states: Any, at: int, row: int, dim: int) -> None:
     """Stands for the same of the rule's states."""
 
 
-def update_buckets(
-    W: Any, states: Any, numbers: Any, decay: int, G: Any, source: Any, scale: Any, segments: Any, entries: Any,
-    starts: Any, first: int, last: int, bits: int, long: int, found: Any, other: Any, sums: Any, used: Any,
-) -> int:  # fmt: skip
-    """Sort buckets first ... last - 1, add up the gradients of each row and apply the rule.
+def _states(tables: Any) -> Any:
+    """Stands for the states, of which a job holds addresses and elements."""
 
-    Runs of more than `long` entries are left out; where they begin and end comes to stand in `found` [n, 2], and n is
-    returned. Memory to work in: `other` [entries of the largest bucket], `sums` [LEVELS, widest row], `used`.
+
+_STATES = 0  # stands for how many there are
+
+
+@compiled()
+def _border(starts: Any, entry: int) -> int:
+    """The first bucket that begins at `entry` or after it."""
+    low, high = 0, starts.shape[0] - 1
+    while low < high:
+        middle = (low + high) // 2
+        if starts[middle] < entry:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def update_buckets(address: int) -> None:
+    """Sort buckets, add up the gradients of each row and apply the rule.
+
+    Runs of more than LONG entries are left out; where they begin and end, and the feature, comes to stand in FOUND
+    [RUNS, 3].
     """
-    part = runs = 0
-    other, sums, used = _lent(other), _lent(sums), _lent(used)
-    factor = numbers[numbers.shape[0] - 1]
-    scaled = scale.shape[0] > 0
-    W, G, source, scale, entries = _lent(W), _lent(G), _lent(source), _lent(scale), _lent(entries)
-    for bucket in range(first, last):
-        mine = entries[starts[bucket] : starts[bucket + 1]]
-        _sort(mine, other, bits)
-        i, n, soon = 0, mine.shape[0], 0
-        while i < n:
-            row, end = _row(mine[i]), i + 1
-            while row >= segments[part, 2]:
-                part += 1
-            dim, low, base = segments[part, 0], segments[part, 1], segments[part, 3]
-            # every row once: runs of equal entries make i jump
-            while soon < min(i + _AHEAD + 1, n):
-                ahead = _row(mine[soon])
-                if soon == 0 or ahead != _row(mine[soon - 1]):
-                    there = base + (ahead - low) * dim
-                    _prefetch_row(W, there, dim)
-                    _prefetch_states(states, there, ahead, dim)
-                soon += 1
-            while end < n and _row(mine[end]) == row:
-                end += 1
-            at = base + (row - low) * dim
-            w = W[at : at + dim]
-            if end - i > long:
-                found[runs, 0], found[runs, 1] = starts[bucket] + i, starts[bucket] + end
-                runs += 1
-            elif end - i == 1 and not scaled and decay == 0:
-                # most rows of most batches: their gradient is read where it is
-                if i + _AHEAD < n:
-                    _prefetch_row(G, int64(mine[i + _AHEAD] & _LOW), dim)
-                g = int64(mine[i] & _LOW)
-                _apply(w, G[g : g + dim], states, at, row, numbers)
-            else:
-                if end - i <= CHUNK:
-                    _sum_chunk(mine, i, end, G, source, scale, sums[0, :dim])
+    job, tables = i8(address, TABLES), i8(address + 8 * TABLES, 2 + 2 * _STATES)
+    sums, used, positions, factor, digits, other = _memory(job, _taken(address, WORKERS))
+    numbers, decay, scaled, long = f4(job[NUMBERS], job[N_NUMBERS]), job[DECAY], job[SCALE] != 0, job[LONG]
+    FT, places = i8(job[FEATURES], job[N_FEATURES] * FIELDS), i8(job[PLAN], 2 * job[N_FEATURES])
+    owners = i8(job[OWNERS], job[BUCKETS])
+    starts, W, states = i8(job[STARTS], job[BUCKETS] + 1), f4(tables[0], tables[1]), _states(tables)
+    factor_of_decay = numbers[numbers.shape[0] - 1]
+    tasks, total = job[TASKS], job[TOTAL]
+    while True:
+        task = _taken(address, UPDATING)
+        if task >= tasks:
+            return
+        # buckets that begin among this task's entries
+        bucket = _border(starts, total * task // tasks)
+        last = _border(starts, total * (task + 1) // tasks)
+        while bucket < last:
+            f = owners[bucket]
+            dim, first_row = FT[f * FIELDS + DIM], FT[f * FIELDS + FIRST_ROW]
+            base = FT[f * FIELDS + BASE]
+            begin = starts[bucket]
+            mine = i8(job[ENTRIES] + 8 * begin, starts[bucket + 1] - begin)
+            if places[2 * f + 1] > 0:
+                _sort(mine, other, digits, places[2 * f + 1])
+            i, n, soon = 0, mine.shape[0], 0
+            while i < n:
+                row, end = _row(mine[i]), i + 1
+                # every row once: runs of equal entries make i jump
+                while soon < min(i + _AHEAD + 1, n):
+                    ahead = _row(mine[soon])
+                    if soon == 0 or ahead != _row(mine[soon - 1]):
+                        there = base + ahead * dim
+                        _prefetch_row(W, there, dim)
+                        _prefetch_states(states, there, first_row + ahead, dim)
+                    soon += 1
+                while end < n and _row(mine[end]) == row:
+                    end += 1
+                at = base + row * dim
+                w = W[at : at + dim]
+                if end - i > long:
+                    found = i8(job[FOUND] + 24 * _taken(address, RUNS), 3)
+                    found[0], found[1], found[2] = begin + i, begin + end, f
+                elif end - i == 1 and not scaled and decay == 0:
+                    # most rows of most batches: their gradient is read where it is
+                    if i + _AHEAD < n:
+                        soon_read = f4(job[GRADIENT] + 4 * _at(mine[i + _AHEAD]), dim)
+                        for d in range(0, dim, _LINE):
+                            _prefetch_read(soon_read, d)
+                    _apply(w, f4(job[GRADIENT] + 4 * _at(mine[i]), dim), states, at, first_row + row, numbers)
                 else:
-                    _sum_run(mine, i, end, G, source, scale, sums, used, dim)
-                if decay == 1:
-                    for d in range(dim):
-                        sums[0, d] += factor * w[d]
-                if decay == 2:
-                    for d in range(dim):
-                        w[d] -= factor * w[d]
-                _apply(w, sums[0, :dim], states, at, row, numbers)
-            i = end
-    return runs
+                    g = sums[0, :dim]
+                    if end - i <= CHUNK:
+                        _sum_chunk(mine, i, end, job, g, positions, factor)
+                    else:
+                        _sum_run(mine, i, end, job, dim, sums, used, positions, factor)
+                    if decay == 1:
+                        for d in range(dim):
+                            g[d] += factor_of_decay * w[d]
+                    if decay == 2:
+                        for d in range(dim):
+                            w[d] -= factor_of_decay * w[d]
+                    _apply(w, g, states, at, first_row + row, numbers)
+                i = end
+            bucket += 1

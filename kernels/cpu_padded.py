@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import numba_loops
-from .cpu_compiled import run
+from .cpu_threads import run
 from .huge_pages import REUSED_BYTES, in_huge_pages
 
 # bytes that one thread moves before another can have been woken

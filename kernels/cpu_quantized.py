@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import numba_loops
-from .cpu_compiled import run
 from .cpu_lookup import bag_sums
+from .cpu_threads import run
 from .features import BASE, FIRST_ROW, MEAN, ROWS, batch_size, column_offsets
 from .huge_pages import in_huge_pages
 from .quantize import dequantize_rows_ref

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import numba_loops
 from .cpu_bmm import blocks_of, leave_padding, lengths_of, padded_rows, rows_beyond
-from .cpu_compiled import run
+from .cpu_threads import run
 from .jagged_rows import accumulator, limit_of, require_offsets
 
 # elements of a task that is worth another thread

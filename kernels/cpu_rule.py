@@ -15,17 +15,17 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from . import cpu_loops
-from .cpu_loops import F1, F2, I1, I2, U1, _lent, _prefetch, _prefetch_row, compiled
+from .cpu_loops import _prefetch, _prefetch_row, compiled, work
+from .numba_parts import f4
 from .rule import Rule, absolute, exp, log, maximum, minimum, row_mean, row_sum, sign, sqrt, where
 
 
@@ -56,8 +56,8 @@ _OF_ELEMENTS: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def update_of(rule: Rule) -> Callable[..., int]:
-    """`cpu_loops.update_buckets` with this rule, compiled.
+def update_of(rule: Rule) -> int:
+    """The address of `cpu_loops.update_buckets` with this rule, compiled.
 
     Raises:
         Exception: whatever numba or the split has against it: no source, helpers of its own, functions of torch.
@@ -69,15 +69,10 @@ def update_of(rule: Rule) -> Callable[..., int]:
     digest = sha256(f"{text}{numbers}{Path(__file__).read_text()}".encode()).hexdigest()[:16]
     exec(compile(text, cpu_loops.__file__, "exec"), names)
     loop, name = cpu_loops.update_buckets, f"update_buckets_{digest}"
-    made = {"_apply": names["_apply"], "_prefetch_states": names["_prefetch_states"]}
-    function = FunctionType(loop.__code__, {**vars(cpu_loops), **made}, name)
+    made = {name: names[name] for name in ("_apply", "_prefetch_states", "_states")}
+    function = FunctionType(loop.__code__, {**vars(cpu_loops), **made, "_STATES": len(rule.states)}, name)
     function.__qualname__ = name
-    states = types.UniTuple(F1, len(rule.states)) if rule.states else types.Tuple(())
-    integer = types.int64
-    signature = integer(
-        F1, states, F1, integer, F1, I1, F1, I2, U1, I1, integer, integer, integer, integer, I2, U1, F2, I1
-    )  # fmt: skip
-    return compiled(signature)(function)  # type: ignore[no-any-return]
+    return work(function).address  # type: ignore[no-any-return]
 
 
 class _Split(ast.NodeTransformer):
@@ -124,7 +119,7 @@ def _source(rule: Rule) -> tuple[str, dict[str, Any]]:
     names = {name: _of_element(value) for name, value in outer.items() if name not in split.sums}
     names |= {
         "_fp32": np.float32, "_inlined": compiled(), "_reordered": compiled(fastmath={"reassoc", "nsz"}),
-        "_lent": _lent, "_prefetch": _prefetch, "_prefetch_row": _prefetch_row,
+        "_prefetch": _prefetch, "_prefetch_row": _prefetch_row, "_f4": f4,
     }  # fmt: skip
     return "\n".join(texts), names
 
@@ -148,7 +143,7 @@ def _row_source(rule: Rule, means: Sequence[bool]) -> str:
     """_apply(w, g, states, at, number, numbers): the rule on row `number`, whose element 0 is `at`."""
     kinds, lines = rule.kinds, ["dim = w.shape[0]"]
     for k, kind in enumerate(kinds):
-        lines.append(f"s{k} = states[{k}][number]" if kind == "row" else f"s{k} = _lent(states[{k}])[at : at + dim]")
+        lines.append(f"s{k} = states[{k}][number]" if kind == "row" else f"s{k} = states[{k}][at : at + dim]")
     lines += [f"n{i} = numbers[{i}]" for i in range(len(rule.numbers))]
     kept = [f"s{k}" if kind == "row" else f"s{k}[d]" for k, kind in enumerate(kinds)]
 
@@ -173,4 +168,6 @@ def _row_source(rule: Rule, means: Sequence[bool]) -> str:
     ]
     texts.append(_definition("_apply", "w, g, states, at, number, numbers", lines))
     texts.append(_definition("_prefetch_states", "states, at, number, dim", fetch or ["pass"]))
+    held = "".join(f"_f4(tables[{2 + 2 * k}], tables[{3 + 2 * k}]), " for k in range(len(kinds)))
+    texts.append(_definition("_states", "tables", [f"return ({held})"]))
     return "".join(texts)

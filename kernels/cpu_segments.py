@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import numba_loops
-from .cpu_compiled import run
+from .cpu_threads import run
 from .huge_pages import in_huge_pages
 
 # bytes that one thread moves before another can have been woken

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import configs
-from ._op import multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from ._op import direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .cpu_lookup import pooled_lookup_cpu
 from .features import (
     BASE,
@@ -152,6 +152,9 @@ def pooled_lookup(
 
     Ids outside a table count as none: run `check_ids` first to raise for them instead.
     """
+    if direct(weights, indices, offsets, per_id_weights, features):
+        found = pooled_lookup_cpu(weights, indices, offsets, per_id_weights, features, dims)
+        return found if output_dtype is torch.float32 else found.to(output_dtype)
     return torch.ops.shardwise.pooled_lookup(  # type: ignore[no-any-return]
         weights, indices, offsets, per_id_weights, features, list(dims), list(segments), pooling, output_dtype
     )

@@ -42,9 +42,12 @@ def memory_bytes(device: str) -> int | None:
     return _of_proc("/proc/meminfo", "MemAvailable:")
 
 
-def resident_bytes() -> int | None:
-    """Memory of this process that is not swapped out; None where the system does not say."""
-    return _of_proc("/proc/self/status", "VmRSS:")
+def memory_for_tables(device: str) -> int:
+    """What the tables of a case may take: peers hold as much again each, and a gradient may be as large."""
+    free = memory_bytes(device)
+    if device == "cuda":
+        return (free or 0) * 2 // 5
+    return min(8 << 30, free // 5) if free else 2 << 30
 
 
 def versions() -> dict[str, str | None]:

@@ -56,6 +56,22 @@ class Budget:
     limit_s: float = 480.0
 
 
+def cpu_budget(limit_s: float, laps: int | None = None, small: bool = False) -> Budget:
+    """Of a run on a CPU; at small sizes all that counts is that it runs."""
+    return Budget(laps or 1, rounds=3, seconds=0.1, limit_s=limit_s) if small else Budget(laps or 5, limit_s=limit_s)
+
+
+def cuda_budget(limit_s: float, laps: int | None = None, small: bool = False) -> Budget:
+    """Of a run on a GPU: medians of 100."""
+    if small:
+        return Budget(laps or 1, rounds=5, seconds=0.5, limit_s=limit_s)
+    laps = laps or 3
+    return Budget(laps, rounds=-(-100 // laps), seconds=3.0, limit_s=limit_s)
+
+
+BUDGETS = {"cpu": cpu_budget, "cuda": cuda_budget}
+
+
 @dataclass(frozen=True)
 class Failure:
     """A case that raised, or whose result is wrong: its error, and all of the traceback that matters."""
@@ -200,14 +216,18 @@ def measured(case: Case, ready: Ready, device: str, budget: Budget, copy: float 
     """One lap of a case that is set up."""
     if ready.rounds is not None:
         rounds = 1 if case.unit == "bytes" else budget.least if case.slow else max(budget.least, budget.rounds // 4)
-        return Lap({who: list(series) for who, series in ready.rounds(rounds).items()}, copy_gb_s=copy)
+        series = {who: list(found) for who, found in ready.rounds(rounds).items()}
+        if not series.get(OURS):
+            raise ValueError(f"its rounds measured nothing of {OURS!r}, but of {sorted(series)}")
+        return Lap({OURS: series.pop(OURS), **series}, copy_gb_s=copy)
+    if not ready.calls:
+        raise ValueError("it has neither calls nor rounds")
     sides = {OURS: ready.calls, **ready.peers}
     with collector_off():
         if device == "cuda":
             times, notes = cuda_lap(sides, ready.graph, budget)
             return Lap(times, copy_gb_s=copy, notes=notes)
-        times, lost = cpu_lap({**sides, **yardsticks()}, budget, case.slow)
-        return Lap(times, lost, copy)
+        return cpu_lap({**sides, **yardsticks()}, budget, case.slow, copy)
 
 
 @contextmanager
@@ -225,11 +245,12 @@ def collector_off() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Side:
-    """One of those that have turns: how many calls make a turn, and in which rounds it has one."""
+    """One of those that have turns: how many calls make a turn, in which rounds it has one, how long that takes."""
 
     calls: Sequence[Call]
     times: int = 1
     every: int = 1
+    turn_s: float = 0.0
 
     def of(self, number: int) -> list[Call]:
         """The calls of a round: all sides begin a round with the same input."""
@@ -245,7 +266,7 @@ def prepared(sides: Mapping[str, Sequence[Call]], budget: Budget, slow: bool) ->
     for who, calls in sides.items():
         others = sum(seconds for other, seconds in turns.items() if other != who)
         seldom = who != OURS and others > 0 and turns[who] > SELDOM * others
-        found[who] = Side(calls, times[who], EVERY if seldom else 1)
+        found[who] = Side(calls, times[who], EVERY if seldom else 1, turns[who])
     return found
 
 
@@ -263,7 +284,13 @@ def _warmed(calls: Sequence[Call], limit_s: float, slow: bool) -> float:
     return seconds if slow else min(turn([call]).seconds for call in calls)
 
 
-def cpu_lap(calls: Mapping[str, Sequence[Call]], budget: Budget, slow: bool) -> tuple[Times, dict[str, list[int]]]:
+def rounds_within(sides: Mapping[str, Side], budget: Budget, slow: bool) -> int:
+    """How many rounds the budget has room for."""
+    round_s = sum(side.turn_s / side.every for side in sides.values())
+    return max(budget.least, min(budget.rounds, round(budget.seconds * (2 if slow else 1) / max(round_s, 1e-9))))
+
+
+def cpu_lap(calls: Mapping[str, Sequence[Call]], budget: Budget, slow: bool, copy: float | None = None) -> Lap:
     """Rounds until the budget is used, the order of the sides rotated by one each round."""
     sides = prepared(calls, budget, slow)
     turns: dict[str, list[Turn | None]] = {who: [] for who in sides}
@@ -272,8 +299,13 @@ def cpu_lap(calls: Mapping[str, Sequence[Call]], budget: Budget, slow: bool) -> 
         for who, side in rotated(sides, number):
             turns[who].append(None if number % side.every else turn(side.of(number)))
         number += 1
+    return lap_of(turns, copy)
+
+
+def lap_of(turns: Mapping[str, Sequence[Turn | None]], copy: float | None = None) -> Lap:
+    """Times of the turns, and which of them lost a core."""
     times: Times = {who: [one.seconds if one else None for one in made] for who, made in turns.items()}
-    return times, {who: places for who, made in turns.items() if (places := disturbed(made))}
+    return Lap(times, {who: places for who, made in turns.items() if (places := disturbed(made))}, copy)
 
 
 def rotated(sides: Mapping[str, Any], number: int) -> list[tuple[str, Any]]:

@@ -7,7 +7,7 @@ disturbed; it is left out where enough others remain, lap by lap.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.perf.case import OURS, PEERS
@@ -89,11 +89,13 @@ def values(record: Record, who: str = OURS, over: str | None = None) -> list[flo
     return [value for found, calm in laps for value in found if calm or not some_calm]
 
 
-def lap_medians(record: Record, who: str = OURS, over: str | None = None) -> list[float]:
-    """Medians of the laps that are calm, or of all laps where none is."""
-    laps = [pair for pair in (lap_values(lap, who, over) for lap in record.laps) if pair[0]]
+def by_lap(
+    record: Record, over: str | None = None, of: Callable[[Sequence[float]], float] = statistics.median
+) -> list[float]:
+    """A statistic of ours for each lap that is calm, or for all laps where none is."""
+    laps = [pair for pair in (lap_values(lap, OURS, over) for lap in record.laps) if pair[0]]
     some_calm = any(calm for _, calm in laps)
-    return [statistics.median(found) for found, calm in laps if calm or not some_calm]
+    return [of(found) for found, calm in laps if calm or not some_calm]
 
 
 def calm_laps(record: Record) -> int:

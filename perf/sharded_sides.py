@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 STRATEGIES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
+MIXED = ("table_wise", "row_wise", "column_wise", "data_parallel")
 # what both sides have, and the modules it lies in
 _NAMES = {
     "EmbeddingBagCollection": ("modules.embedding_modules", "shardwise"),
@@ -28,6 +29,8 @@ _NAMES = {
     "EmbeddingBagCollectionSharder": ("distributed.embeddingbag", "shardwise.sharding.sharders"),
     "ShardingEnv": ("distributed.types", "shardwise"),
     "ShardingPlan": ("distributed.types", "shardwise"),
+    "EmbeddingShardingPlanner": ("distributed.planner.planners", "shardwise"),
+    "Topology": ("distributed.planner.types", "shardwise"),
     **dict.fromkeys(("CombinedOptimizer", "KeyedOptimizerWrapper"), ("optim.keyed", "shardwise")),
     "in_backward_optimizer_filter": ("optim.optimizers", "shardwise"),
     **dict.fromkeys(
@@ -119,20 +122,29 @@ def collection_of(side: Side, shape: Shape, optimizer: str | None, lr: float) ->
 
 
 def plan_of(side: Side, collection: Any, shape: Shape, strategy: str, world: int, *, first: int = 0) -> Any:
-    """The plan of a collection: tables go around the ranks from `first` on, and columns lie half on each of two."""
+    """The plan of a collection: tables go around the ranks from `first` on, and columns lie half on each of two.
+
+    "mixed" takes one strategy after the other, "planned" is what the planner finds.
+    """
+    sharder = side.EmbeddingBagCollectionSharder()
+    if strategy == "planned":
+        topology = side.Topology(world_size=world, compute_device="cpu")
+        planner = side.EmbeddingShardingPlanner(topology=topology, batch_size=shape.B, debug=False)
+        return planner.plan(collection, [sharder]).plan[""]
     made: dict[str, Any] = {}
     for t in range(first, first + shape.T):
-        if strategy == "table_wise":
+        kind = MIXED[t % len(MIXED)] if strategy == "mixed" else strategy
+        if kind == "table_wise":
             one = side.table_wise(rank=t % world)
-        elif strategy == "row_wise":
+        elif kind == "row_wise":
             one = side.row_wise()
-        elif strategy == "data_parallel":
+        elif kind == "data_parallel":
             one = side.data_parallel()
         else:
             one = side.column_wise(ranks=[t % world, (t + 1) % world])
         made[f"t{t - first}"] = one
     plan = side.construct_module_sharding_plan(
-        collection, made, side.EmbeddingBagCollectionSharder(), local_size=world, world_size=world, device_type="cpu"
+        collection, made, sharder, local_size=world, world_size=world, device_type="cpu"
     )
     for of_table in plan.values() if strategy == "table_column_wise" else ():
         # TorchRec has no generator of these, and all ranks are one host

@@ -44,7 +44,7 @@ def save(
     path: Path, measured: Measured, *, machine_info: Mapping[str, Any], about: Mapping[str, Any] | None = None
 ) -> None:
     """Write what was measured; the file is whole or not there."""
-    text = json.dumps(to_json(measured, machine_info, about or {}), indent=1)
+    text = json.dumps(to_json(measured, machine_info, about or {}), indent=1, default=str)
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -101,14 +101,15 @@ def _benchmark(one: Record) -> dict[str, Any]:
 
 def extra_info(one: Record) -> dict[str, Any]:
     """All of a record, and what follows from it, for people and programs that read the file."""
-    ratios = {peer: found for peer in record.peers(one) if (found := record.ratio(one, peer))}
+    names = ("q1", "median", "q3")
+    ratios = {peer: three for peer in record.peers(one) if (three := record.ratio(one, peer))}
     found: dict[str, Any] = {
         "unit": one.unit, "device": one.device, "group": one.group,
         "bytes_moved": one.bytes_moved, "floor": one.floor,
         "floor_s": record.floor_s(one), "gb_per_s": record.gb_per_s(one), "copy_gb_s": record.copy_gb_s(one),
         "percent_of_copy": record.percent_of_copy(one),
         "medians": {who: record.median(one, who) for who in record.sides(one) if record.values(one, who)},
-        "ratios": {peer: dict(zip(("q1", "median", "q3"), quartiles, strict=True)) for peer, quartiles in ratios.items()},
+        "ratios": {peer: dict(zip(names, quartiles, strict=True)) for peer, quartiles in ratios.items()},
     }  # fmt: skip
     laps = [
         {

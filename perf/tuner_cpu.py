@@ -93,14 +93,10 @@ def settings_of(shapes: Sequence[Shape]) -> dict[str, tuple[int, list[Shape]]]:
     return found
 
 
-def values_of(setting: str, heuristic: int, threads: int) -> list[int]:
+def values_of(setting: str, heuristic: int) -> list[int]:
     """Values to try beside the heuristic's."""
     low, high = configs.CPU_LIMITS[setting]
-    if setting.endswith("_threads"):
-        tried = [2**n for n in range(threads.bit_length()) if 2**n < threads]
-    elif setting.endswith("_bits"):
-        tried = [heuristic + n for n in (-2, -1, 1, 2)]
-    elif heuristic < 8:
+    if heuristic < 8:
         tried = [0, 1, 2, 4, 8]
     else:
         tried = [int(heuristic * factor) for factor in _FACTORS]
@@ -124,7 +120,7 @@ def tune(
     kept, dropped = [heuristic], []
     with configs.forced(cpu={**best, setting: heuristic}):
         expected = [shape.result() for shape in shapes]
-    for value in values_of(setting, heuristic, torch.get_num_threads()):
+    for value in values_of(setting, heuristic):
         with configs.forced(cpu={**best, setting: value}):
             got = [shape.result() for shape in shapes]
         pairs = [pair for both in zip(got, expected, strict=True) for pair in zip(*both, strict=True)]

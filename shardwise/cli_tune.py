@@ -190,7 +190,7 @@ def _tune_cpu(
     if dry_run:
         threads = torch.get_num_threads()
         for name, value in chosen.items():
-            tried = tuner_cpu.values_of(name, value, threads)
+            tried = tuner_cpu.values_of(name, value)
             click.echo(f"{name}: {value} against {', '.join(map(str, tried)) or 'nothing'}")
         click.echo(f"{len(chosen)} settings for {threads} threads, {turns} turns of each value")
         return

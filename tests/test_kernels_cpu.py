@@ -29,7 +29,16 @@ from kernel_inputs import (
 )
 from torch import Tensor
 
-from shardwise.kernels import cpu_compiled, cpu_lookup, define_rule, fused_update, huge_pages, new_guard, rule_named
+from shardwise.kernels import (
+    cpu_compiled,
+    cpu_lookup,
+    cpu_threads,
+    define_rule,
+    fused_update,
+    huge_pages,
+    new_guard,
+    rule_named,
+)
 from shardwise.kernels import pooled as pooled_module
 from shardwise.kernels._op import INTERPRETED
 from shardwise.kernels.bounds import check_ids_ref
@@ -216,14 +225,14 @@ def test_tasks_run_once_each_and_their_error_reaches_the_caller(in_pieces: Calla
         return work
 
     failing = False
-    assert cpu_compiled.run([task(n) for n in range(40)]) == [n * n for n in range(40)]
+    assert cpu_threads.run([task(n) for n in range(40)]) == [n * n for n in range(40)]
     assert sorted(seen) == list(range(40))
-    assert cpu_compiled.run([]) == []
+    assert cpu_threads.run([]) == []
     failing = True
     with pytest.raises(ZeroDivisionError, match="five"):
-        cpu_compiled.run([task(n) for n in range(40)])
+        cpu_threads.run([task(n) for n in range(40)])
     failing = False
-    assert cpu_compiled.run([task(3)]) == [9]
+    assert cpu_threads.run([task(3)]) == [9]
 
 
 @pytest.fixture(params=["as ever", "on torch", "tiny blocks", "tiny blocks of large outputs"])

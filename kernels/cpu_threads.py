@@ -1,0 +1,119 @@
+"""Work of compiled loops divided among threads: those of torch itself wherever torch runs on OpenMP.
+
+torch's threads stay awake for some milliseconds after each operator and keep their cores busy: threads of our own would
+share these cores with them and wait. Where there is no OpenMP, and in a forked process, threads of our own do the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_WORK: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+# a forked process has none of its parent's threads, and OpenMP would wait for them
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@cache
+def _parallel() -> Any:
+    """`GOMP_parallel` of the OpenMP that torch was linked with (other OpenMPs have it too); None where there is none.
+
+    It calls a C function of one pointer on each of so many threads, this one among them, and waits for all.
+    """
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+        return found
+    return None
+
+
+def call(work: int, data: int) -> None:
+    """Call the C function at the address `work` with the pointer `data`, without the GIL."""
+    _function(work)(data)
+
+
+@cache
+def _function(work: int) -> Callable[[int], None]:
+    return _WORK(work)  # type: ignore[no-any-return]
+
+
+def spread(work: int, data: int) -> None:
+    """Have torch's threads call the C function at the address `work` with the pointer `data`, each once at most.
+
+    They divide the work among themselves while they do it: whoever comes first must be able to do all of it.
+    """
+    # as many as torch's operators take: with another number OpenMP would end threads and start them again
+    threads = torch.get_num_threads()
+    parallel = None if _forked or threads == 1 else _parallel()
+    if parallel is None:
+        _in_pool(partial(call, work, data), threads)
+    else:
+        parallel(work, data, threads, 0)
+
+
+def run(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Results of all tasks, done by this thread and by others that are free; an exception comes back to the caller.
+
+    Tasks are Python: they take turns, but for what they do without the GIL.
+    """
+    results: list[Any] = [None] * len(tasks)
+    numbers = count()
+
+    def work() -> None:
+        # next() on one counter gives each task to one thread
+        while (number := next(numbers)) < len(tasks):
+            results[number] = tasks[number]()
+
+    _in_pool(work, min(torch.get_num_threads(), len(tasks)))
+    return results
+
+
+def _in_pool(work: Callable[[], None], threads: int) -> None:
+    """Do `work` in this thread and in others of our own, as long as there is any left."""
+    others = _others(threads - 1, work)
+    try:
+        work()
+    finally:
+        # those that have not begun are not needed any more
+        begun = [other for other in others if not other.cancel()]
+        for other in begun:
+            other.exception()
+    for other in begun:
+        other.result()
+
+
+def _others(threads: int, work: Callable[[], None]) -> list[Future[None]]:
+    if threads < 1:
+        return []
+    try:
+        pool = _pool(threads, os.getpid())
+        return [pool.submit(work) for _ in range(threads)]
+    except RuntimeError:
+        # the interpreter is about to end and starts no threads
+        return []
+
+
+@cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads of this process: those of a parent do not live on in its fork."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="shardwise")

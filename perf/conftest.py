@@ -1,0 +1,119 @@
+"""`pytest perf/`: the cases of the suite as benchmarks of pytest-benchmark, with its storage and its comparisons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.perf import machine
+from shardwise.perf.case import DEVICES, SUITES, Case, Setting, chosen
+from shardwise.perf.cases import CASES
+from shardwise.perf.clock import Clock
+from shardwise.perf.measure import Failure, Measured
+from shardwise.perf.record import Record
+from shardwise.perf.storage import appendix
+
+CHOSEN = pytest.StashKey[list[Case]]()
+SETTING = pytest.StashKey[Setting]()
+SIZES = pytest.StashKey[list[Record]]()
+FAILURES = pytest.StashKey[list[Failure]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("shardwise", "the regression suite of shardwise")
+    group.addoption("--suite", action="append", choices=SUITES, help="by default that of the device; may repeat")
+    group.addoption("--device", choices=DEVICES, default="cpu")
+    group.addoption("--only-case", default="", metavar="REGEX", help="only cases with this in 'group: name'")
+    group.addoption("--small", action="store_true", help="tiny sizes: a proof that all of it runs")
+    group.addoption("--peers", action="store_true", help="FBGEMM and TorchRec too, where they are installed")
+    group.addoption("--threads", type=int, help="of the CPU, by default one for each core")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("benchmark"):
+        raise pytest.UsageError("pytest perf/ needs pytest-benchmark: pip install shardwise[perf]")
+    device: str = config.getoption("device")
+    others = machine.importable_peers() if config.getoption("peers") else frozenset[str]()
+    try:
+        cases = chosen(CASES, config.getoption("suite") or [device], device, config.getoption("only_case"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    if device == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no CUDA device here")
+    torch.set_num_threads(config.getoption("threads") or machine.cores())
+    config.stash[CHOSEN] = cases
+    config.stash[SETTING] = Setting(
+        device, config.getoption("small"), frozenset({"torch", *others}), machine.memory_for_tables(device)
+    )
+    sizes: list[Record] = []
+    failures: list[Failure] = []
+    config.stash[SIZES] = sizes
+    config.stash[FAILURES] = failures
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" not in metafunc.fixturenames:
+        return
+    cases = metafunc.config.stash[CHOSEN]
+    sizes = metafunc.function.__name__ == "test_size"
+    metafunc.parametrize("name", [_parameter(case) for case in cases if (case.unit != "s") == sizes])
+
+
+def _parameter(case: Case) -> Any:
+    marks = [pytest.mark.benchmark(group=case.group, timer=Clock(), disable_gc=True)] if case.unit == "s" else []
+    return pytest.param(case.name, id=case.name, marks=marks)
+
+
+@pytest.fixture
+def case(name: str) -> Case:
+    """The case that a test is about; its name alone is a parameter, because parameters are stored."""
+    return next(case for case in CASES if case.name == name)
+
+
+@pytest.fixture
+def setting(pytestconfig: pytest.Config) -> Setting:
+    """Where and how large cases are made."""
+    return pytestconfig.stash[SETTING]
+
+
+@pytest.fixture
+def clock(request: pytest.FixtureRequest) -> Clock:
+    """The clock that the benchmark of this test reads."""
+    marker = request.node.get_closest_marker("benchmark")
+    found: Clock = marker.kwargs["timer"]
+    return found
+
+
+@pytest.fixture
+def sizes(pytestconfig: pytest.Config) -> list[Record]:
+    """Sizes that were measured, for the file."""
+    return pytestconfig.stash[SIZES]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = (yield).get_result()
+    if report.failed and isinstance(item, pytest.Function) and "case" in item.fixturenames:
+        one: Case = next(case for case in CASES if case.name == item.callspec.params["name"])
+        said = str(call.excinfo.value if call.excinfo else "failed")[:1000]
+        item.config.stash[FAILURES].append(Failure(one.name, one.group, said, str(report.longrepr)[-4000:]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    # as `perf run` writes it: pytest-benchmark warns of any difference
+    machine_info.clear()
+    machine_info.update(machine.machine_info(config.stash[SETTING].device, torch.get_num_threads()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    measured = Measured((*config.stash[SIZES],), (*config.stash[FAILURES],))
+    setting = config.stash[SETTING]
+    about = {
+        "suites": config.getoption("suite") or [setting.device], "small": setting.small, "laps": 1,
+        "peers": sorted(setting.peers), "load": machine.load(),
+    }  # fmt: skip
+    output_json["shardwise"] = appendix(measured, about)
