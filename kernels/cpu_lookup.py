@@ -16,7 +16,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from . import configs, numba_loops
-from .cpu_compiled import run
+from .cpu_threads import run
 from .features import BASE, MEAN, ROWS, batch_size, column_offsets, linear_rows, table_rows
 from .huge_pages import HUGE_PAGE, in_huge_pages
 

@@ -96,10 +96,7 @@ def settings_of(shapes: Sequence[Shape]) -> dict[str, tuple[int, list[Shape]]]:
 def values_of(setting: str, heuristic: int) -> list[int]:
     """Values to try beside the heuristic's."""
     low, high = configs.CPU_LIMITS[setting]
-    if heuristic < 8:
-        tried = [0, 1, 2, 4, 8]
-    else:
-        tried = [int(heuristic * factor) for factor in _FACTORS]
+    tried = [0, 1, 2, 4, 8] if heuristic < 8 else [int(heuristic * factor) for factor in _FACTORS]
     return [value for value in tried if low <= value <= high and value != heuristic]
 
 
