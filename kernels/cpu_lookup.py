@@ -49,8 +49,11 @@ def pooled_lookup_cpu(
         return _by_loop(loop, weights, indices, offsets, per_id_weights, features, dims)
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
     scale = None if per_id_weights is None else per_id_weights.float()
-    short = configs.cpu("lookup_short", _SHORT) * (offsets.shape[0] - 1)
-    if batch and len(set(dims)) == 1 and indices.shape[0] <= short:
+    if (
+        batch
+        and len(set(dims)) == 1
+        and indices.shape[0] <= configs.cpu("lookup_short", _SHORT) * (offsets.shape[0] - 1)
+    ):
         return _by_samples(weights, indices, offsets, scale, features, dims[0])
     out = _new(batch, columns[-1])
     _by_features(out, weights, indices, offsets, scale, features, dims)
@@ -203,7 +206,7 @@ def _by_features(
 
 def _blocks(dims: Sequence[int], batch: int, bounds: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """(first feature, features, first sample, end of samples): one feature, or all samples of some of equal dim."""
-    few, f = configs.cpu("lookup_few_ids", _FEW_IDS), 0
+    f, few = 0, configs.cpu("lookup_few_ids", _FEW_IDS)
     while batch and f < len(dims):
         samples, count = max(1, _block_elements() // dims[f]), 1
         while (
