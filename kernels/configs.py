@@ -163,15 +163,17 @@ def _gather_tile(kernel: str, dtype: torch.dtype, dim: int, align: int, length: 
 
 
 def update_tile(
-    rule: str, heuristic: Tile, programs: int, dtype: torch.dtype, align: int, length: int, device: torch.device
+    rule: str, heuristic: Tile, programs: int, dtype: torch.dtype, align: int, device: torch.device
 ) -> tuple[int, int, int, int]:
     """Chunks, columns, warps and programs at most of an update; `align` is what elements its rows are aligned to.
+
+    Entries of updates are of length 1: how long bags are says nothing of how often rows are hit.
 
     Chunks and warps change together and a row stays with as many warps as it had, so its columns are added in the
     order in which the heuristic's tile adds them.
     """
     chunks, columns, warps = heuristic
-    config = _found(f"update {rule}", dtype, columns, length, device)
+    config = _found(f"update {rule}", dtype, columns, 1, device)
     if not config:
         return *heuristic, programs
     wanted = config.get("chunks", chunks)

@@ -159,9 +159,9 @@ def test_an_update_takes_only_chunks_that_leave_a_rows_columns_to_the_same_threa
 ) -> None:
     heuristic, align = update_tile(dim), min(dim & -dim, 4)
     with configs.forced({"update sgd": {"chunks": chunks, "programs": 512}}):
-        found = configs.update_tile("sgd", heuristic, 2112, torch.float32, align, 1, HERE)
+        found = configs.update_tile("sgd", heuristic, 2112, torch.float32, align, HERE)
         assert found == (*scaled, 512)
-        assert configs.update_tile("adam", heuristic, 2112, torch.float32, align, 1, HERE) == (*heuristic, 2112)
+        assert configs.update_tile("adam", heuristic, 2112, torch.float32, align, HERE) == (*heuristic, 2112)
 
 
 def test_settings_of_the_cpu_path_are_those_of_this_cpu_and_number_of_threads(tmp_path: Path) -> None:
