@@ -158,7 +158,7 @@ def _taken_us(calls: Sequence[Callable[[], Any]], turn: int) -> float:
 
 
 def tune_all(
-    shapes: Sequence[Shape],
+    settings: Mapping[str, tuple[int, list[Shape]]],
     chosen: Sequence[str],
     *,
     file: File | None,
@@ -172,9 +172,8 @@ def tune_all(
     `tell` hears how many settings are done and which one begins.
     """
     deadline, threads = time.monotonic() + seconds, torch.get_num_threads()
-    settings = settings_of(shapes)
     best: dict[str, int] = {}
-    for number, setting in enumerate(name for name in chosen if name in settings):
+    for number, setting in enumerate(chosen):
         heuristic, concerned = settings[setting]
         tell(number, setting)
         key = {"setting": setting, "threads": threads}

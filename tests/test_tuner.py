@@ -260,3 +260,13 @@ def test_kernels_are_tuned_in_the_interpreter_and_lookups_follow(
     assert entry["config"] == dict(zip(("rows", "columns", "warps"), tuned, strict=True))
     assert tuned[0] < heuristic[0] and entry["us"] == {"default": heuristic[0], "best": tuned[0]}
     assert "0 entries" in run("--small", "--out", out, "--dtypes", "fp32", "--kernel", "gather").output
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_tuned_on_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    result = run("--small", "--out", out, "--dtypes", "fp32", "--kernel", "update sgd")
+    assert result.exit_code == 0, result.output
+    content = json.loads(out.read_text())
+    assert content["device"] == torch.cuda.get_device_name() and len(content["entries"]) == 1
+    assert "gives other bits" not in result.output
