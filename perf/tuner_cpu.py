@@ -24,9 +24,11 @@ from shardwise.kernels.bounds import check_ids
 from shardwise.perf.batches import Batch, optimizer
 from shardwise.perf.tuner import File, Found, OutOfTimeError, same_bits
 from shardwise.perf.tuner_inputs import FLOATS, batches_of, checked
-from shardwise.perf.workloads import Workload, equal, tiny
+from shardwise.perf.workloads import Workload, equal, fitted, tiny
 
 MARGIN = 0.03
+# of all tables together
+MEMORY = 2 << 30
 _FACTORS = (0.125, 0.25, 0.5, 2, 4, 8)
 
 
@@ -48,7 +50,8 @@ def workloads_of(dims: Sequence[int], lengths: Sequence[int], *, small: bool) ->
 def shapes_of(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Shape]:
     """A lookup with the check of its ids, and a rowwise Adagrad step, for each workload and float dtype."""
     found = []
-    for workload in workloads:
+    # all of them are held at once, their gradients and a copy beside them
+    for workload in (fitted(one, MEMORY // max(len(workloads), 1)) for one in workloads):
         for dtype in (name for name in dtypes if name in FLOATS):
             # one workload's tables would throw another's out of the caches anyway
             batches = batches_of(workload, FLOATS[dtype], "cpu")

@@ -170,6 +170,12 @@ def test_a_workload_gives_the_keys_that_its_launches_look_up(tmp_path: Path) -> 
     assert (wide.rows, wide.dim, wide.batch, wide.lengths, wide.fixed) == ((100, 100), 128, 32, (30, 10.5), False)
 
 
+def test_tables_of_a_workload_are_cut_to_fit_the_cpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner_cpu, "MEMORY", 2 * 4 * 8 * 1000)
+    shapes = tuner_cpu.shapes_of([Workload("", (10**12, 10), 8, 2, (1.0, 1.0))] * 2, ["fp32"])
+    assert max(tensor.numel() for shape in shapes for tensor in shape.result()) <= 8 * 1000
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
