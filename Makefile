@@ -56,8 +56,7 @@ test-long: .venv/.installed  ## more cases of the planner's tests: 1,000 problem
 # both cores, as a program has that runs alone
 perf: .venv/.installed  ## measure the CPU suite in under 10 minutes: table, runs/perf.json and runs/perf.html
 	@mkdir -p runs
-	OMP_NUM_THREADS=$(CORES) $(BIN)/shardwise perf run --json runs/perf.json $(ARGS)
-	@$(BIN)/shardwise perf report runs/perf.json --html runs/perf.html
+	OMP_NUM_THREADS=$(CORES) $(BIN)/shardwise perf run --json runs/perf.json --html runs/perf.html $(ARGS)
 
 lint: .venv/.dev  ## ruff: rules and format
 	@$(BIN)/ruff check .

@@ -1,10 +1,10 @@
 """Two runs side by side: which cases became slower, beyond what the machine does by itself.
 
 A case is judged by three measures, each the change of a median over laps from one run to the other:
-- its time, the median of a lap's turns;
-- its low time, the tenth percentile of them: other processes make turns longer, never shorter;
-- its time beside what was timed in the same rounds (a peer, the interpreter, memory), of these the steadiest: a machine
-  that is slower as a whole slows that down as well.
+- its time, the median of a lap's turns, over the pace of the machine: what all that is not ours (peers, the
+  interpreter, memory) took in the new run over what it took in the base, the median of all cases;
+- its low time, the tenth percentile of the turns, over the same: other processes make turns longer, never shorter;
+- its time beside what was timed in the same rounds, of which the steadiest counts.
 The threshold of a measure is max(5 %, 3 IQR), IQR the range between the quartiles of the laps over their median, the
 larger of both runs. A case has become slower if its steadiest measure is beyond its threshold and no other denies it:
 each of them is beyond 5 %. Sizes have no spread and their threshold is 1 %.
@@ -29,22 +29,33 @@ LOW = 0.1
 SETTLED_LAPS = 2
 # of fewer laps the spread of the rounds counts
 FEW_LAPS = 3
+# the pace of the machine follows from so many sides at least
+FEW_SIDES = 6
+# for what took no time at all
+LEAST = 1e-12
 # these have to be the same in both runs
 DEVICE = ("device", "device_name", "threads")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A measure in both runs, its relative change and threshold in percent."""
+    """A measure in both runs and its threshold in percent; `expected` is its change if the case has none."""
 
     measure: str
     base: float
     new: float
     threshold: float
+    expected: float = 1.0
 
     @property
     def percent(self) -> float:
-        return 100 * (self.new / self.base - 1)
+        """The change as it was measured."""
+        return 100 * (self.new / max(self.base, LEAST) - 1)
+
+    @property
+    def times(self) -> float:
+        """The change beyond what was expected."""
+        return max(self.new, LEAST) / max(self.base, LEAST) / self.expected
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,7 @@ class Comparison:
         failed: cases that fail in the new run and did not in the base, which has no measurement of them either.
         failing: cases that fail in both.
         differences: what else differs between the runs, in words.
+        pace: times that what is not ours took in the new run over those in the base.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -77,6 +89,7 @@ class Comparison:
     failed: Mapping[str, str] = field(default_factory=dict)
     failing: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
+    pace: float = 1.0
 
     def of(self, outcome: str) -> list[Verdict]:
         """The verdicts of one outcome."""
@@ -109,11 +122,13 @@ def compare(base: Stored, new: Stored, at_least: float = AT_LEAST, iqrs: float =
     failures = {one.name: one.error for one in new.measured.failures if wanted.search(f"{one.group}: {one.name}")}
     failing_before = {one.name for one in base.measured.failures}
     lost = {name: _reason(name, new, failures) for name in sides[0] if name not in sides[1]}
-    verdicts = [judge(one, sides[1][name], at_least, iqrs) for name, one in sides[0].items() if name in sides[1]]
+    both = [(one, sides[1][name]) for name, one in sides[0].items() if name in sides[1]]
+    shift = pace(both)
+    verdicts = [judge(before, after, at_least, iqrs, shift) for before, after in both]
     return Comparison(
         tuple(verdicts), lost, tuple(name for name in sides[1] if name not in sides[0]),
         {name: error for name, error in failures.items() if name not in lost and name not in failing_before},
-        tuple(name for name in failures if name in failing_before), tuple(differences(base, new)),
+        tuple(name for name in failures if name in failing_before), tuple(differences(base, new)), shift,
     )  # fmt: skip
 
 
@@ -136,14 +151,25 @@ def differences(base: Stored, new: Stored) -> list[str]:
     return found
 
 
-def judge(base: Record, new: Record, at_least: float = AT_LEAST, iqrs: float = IQRS) -> Verdict:
-    """What became of one case."""
+def pace(both: Sequence[tuple[Record, Record]]) -> float:
+    """What the machine made of all that no change of the library touches; 1 where little of that was measured."""
+    found = [
+        max(statistics.median(after), LEAST) / max(statistics.median(before), LEAST)
+        for base, new in both
+        for who in (*YARDSTICKS, *PEERS)
+        if (before := values(base, who)) and (after := values(new, who))
+    ]
+    return statistics.median(found) if len(found) >= FEW_SIDES else 1.0
+
+
+def judge(base: Record, new: Record, at_least: float = AT_LEAST, iqrs: float = IQRS, shift: float = 1.0) -> Verdict:
+    """What became of one case on a machine whose pace has changed by `shift`."""
     named = (base.name, base.group, base.unit)
     if base.unit != "s":
         before, after = (statistics.median(values(one)) for one in (base, new))
         size = Change("size", before, after, SIZE)
         return Verdict(*named, outcome([size], SIZE), (size,))
-    changes = _changes(base, new, at_least, iqrs)
+    changes = _changes(base, new, at_least, iqrs, shift)
     busy = [run for run, one in (("base", base), ("new run", new)) if calm_laps(one) < min(SETTLED_LAPS, len(one.laps))]
     if busy:
         return Verdict(*named, "unsettled", changes, f"other processes took the cores in the {' and the '.join(busy)}")
@@ -155,19 +181,19 @@ def outcome(changes: Sequence[Change], at_least: float) -> str:
     steadiest = min(changes, key=lambda change: change.threshold)
     for told, sign in (("slower", 1), ("faster", -1)):
         limits = [(change, change.threshold if change is steadiest else at_least) for change in changes]
-        if all((change.new / change.base) ** sign > 1 + limit / 100 for change, limit in limits):
+        if all(change.times**sign > 1 + limit / 100 for change, limit in limits):
             return told
     return "same"
 
 
-def _changes(base: Record, new: Record, at_least: float, iqrs: float) -> tuple[Change, ...]:
+def _changes(base: Record, new: Record, at_least: float, iqrs: float, shift: float) -> tuple[Change, ...]:
     """Time, low time, and time beside whatever it is steadiest beside."""
 
     def change(name: str, over: str | None, of: Callable[[Sequence[float]], float] = statistics.median) -> Change:
         before, after = by_lap(base, over, of), by_lap(new, over, of)
         spread = max(_spread(before, base, over), _spread(after, new, over))
         middles = statistics.median(before), statistics.median(after)
-        return Change(name, *middles, max(at_least, 100 * iqrs * spread))
+        return Change(name, *middles, max(at_least, 100 * iqrs * spread), 1.0 if over else shift)
 
     others = [who for who in (*YARDSTICKS, *PEERS) if values(base, OURS, who) and values(new, OURS, who)]
     beside = [change(f"beside {who}", who) for who in others]

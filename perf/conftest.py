@@ -34,10 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("benchmark"):
         raise pytest.UsageError("pytest perf/ needs pytest-benchmark: pip install shardwise[perf]")
-    device: str = config.getoption("device")
+    device = str(config.getoption("device"))
     others = machine.importable_peers() if config.getoption("peers") else frozenset[str]()
     try:
-        cases = chosen(CASES, config.getoption("suite") or [device], device, config.getoption("only_case"))
+        cases = chosen(CASES, config.getoption("suite") or [device], device, str(config.getoption("only_case")))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     if device == "cuda" and not torch.cuda.is_available():
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(config.getoption("threads") or machine.cores())
     config.stash[CHOSEN] = cases
     config.stash[SETTING] = Setting(
-        device, config.getoption("small"), frozenset({"torch", *others}), machine.memory_for_tables(device)
+        device, bool(config.getoption("small")), frozenset({"torch", *others}), machine.memory_for_tables(device)
     )
     sizes: list[Record] = []
     failures: list[Failure] = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from shardwise.perf import machine
-from shardwise.perf.case import OURS, Call, Case, Ready, Setting
+from shardwise.perf.case import OURS, PEERS, Call, Case, Ready, Setting
 from shardwise.perf.record import GRAPH, Lap, Record, calm_laps
 from shardwise.perf.timing import CudaTurns, Turn, copy_bandwidth, disturbed, graphs_of, turn
 
@@ -182,7 +182,7 @@ def _step(
         if first:
             place.ready.check()
         begin = clock()
-        place.laps.append(measured(case, place.ready, setting.device, budget, copy))
+        place.laps.append(measured(case, place.ready, setting.device, budget, copy, _once(place, budget)))
         place.lap_s = clock() - begin
         kept = place.setup_s > KEPT_S and place.ready.rounds is None and case.unit == "s"
         if not (kept and free and (machine.memory_bytes(setting.device) or 0) >= free / 2):
@@ -191,6 +191,14 @@ def _step(
         said = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
         place.failure = Failure(case.name, case.group, said[:1000], traceback.format_exc()[-4000:])
         _dropped(place)
+
+
+def _once(place: _Place, budget: Budget) -> set[str]:
+    """Peers of which a single turn takes longer than a lap should: the first lap has measured them."""
+    if not place.laps or place.case.slow:
+        return set()
+    times = place.laps[0].times.items()
+    return {who for who, series in times if who in PEERS and min(filter(None, series), default=0.0) > budget.seconds}
 
 
 def _dropped(place: _Place) -> None:
@@ -212,8 +220,10 @@ def _dropped(place: _Place) -> None:
 Times = dict[str, list[float | None]]
 
 
-def measured(case: Case, ready: Ready, device: str, budget: Budget, copy: float | None = None) -> Lap:
-    """One lap of a case that is set up."""
+def measured(
+    case: Case, ready: Ready, device: str, budget: Budget, copy: float | None = None, without: Container[str] = ()
+) -> Lap:
+    """One lap of a case that is set up, without some of the peers."""
     if ready.rounds is not None:
         rounds = 1 if case.unit == "bytes" else budget.least if case.slow else max(budget.least, budget.rounds // 4)
         series = {who: list(found) for who, found in ready.rounds(rounds).items()}
@@ -222,7 +232,7 @@ def measured(case: Case, ready: Ready, device: str, budget: Budget, copy: float 
         return Lap({OURS: series.pop(OURS), **series}, copy_gb_s=copy)
     if not ready.calls:
         raise ValueError("it has neither calls nor rounds")
-    sides = {OURS: ready.calls, **ready.peers}
+    sides = {OURS: ready.calls, **{who: calls for who, calls in ready.peers.items() if who not in without}}
     with collector_off():
         if device == "cuda":
             times, notes = cuda_lap(sides, ready.graph, budget)

@@ -48,7 +48,7 @@ def amount(value: float, unit: str) -> str:
 
 def times(ratio: float) -> str:
     """A ratio: 0.47x."""
-    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
+    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
 
 
 def columns(stored: Sequence[Stored]) -> list[str]:
@@ -105,7 +105,7 @@ def _cells(one: Record) -> dict[str, str]:
         quartiles = record.ratio(one, peer)
         if quartiles:
             first, middle, third = quartiles
-            found[f"/ {peer}"] = f"{times(middle)} ({first:.2f}-{third:.2f})"
+            found[f"/ {peer}"] = f"{times(middle)} ({first:.2g}-{third:.2g})"
     return found
 
 
@@ -149,6 +149,10 @@ def remarks(one: Stored) -> list[str]:
 def compared(found: Comparison) -> list[str]:
     """A comparison in lines, the worst first."""
     lines = [f"differs: {difference}" for difference in found.differences]
+    if abs(found.pace - 1) > 0.02:
+        lines.append(
+            f"the machine: peers and yardsticks took {100 * (found.pace - 1):+.0f} % of their time in the base"
+        )
     for verdict in found.of("faster"):
         lines.append(_judged(verdict))
     if found.added:
@@ -169,13 +173,10 @@ def compared(found: Comparison) -> list[str]:
 
 def _judged(verdict: Verdict) -> str:
     steadiest = min(verdict.changes, key=lambda change: change.threshold)
-    others = "".join(
-        f", {change.measure} {change.percent:+.1f} %" for change in verdict.changes[1:] if change is not steadiest
-    )
-    by = "" if steadiest is verdict.changes[0] else f", {steadiest.measure} {steadiest.percent:+.1f} %"
     word = {"s": verdict.outcome}.get(verdict.unit, "larger" if verdict.outcome == "slower" else "smaller")
-    first = _change(verdict.changes[0], verdict.unit)
-    return f"{word}: {verdict.name}: {first}{by} (threshold {steadiest.threshold:.1f} %){others}"
+    others = "".join(f", {change.measure} {change.percent:+.1f} %" for change in verdict.changes[1:])
+    by = f"threshold {steadiest.threshold:.1f} % of its {steadiest.measure}"
+    return f"{word}: {verdict.name}: {_change(verdict.changes[0], verdict.unit)}{others} ({by})"
 
 
 def _change(change: Change, unit: str) -> str:

@@ -113,7 +113,9 @@ def bars(found: Sequence[Bar], peers: Sequence[str], title: str) -> str:
             )
             top += BAR
         top += GAP
-    ticks = [ratio for ratio in (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100) if least <= math.log10(ratio) <= most]
+    ticks = [
+        ratio for ratio in (0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 1000) if least <= math.log10(ratio) <= most
+    ]
     axis = [
         f'<path class="{"bound" if ratio == 1 else "grid"}" d="M{x(ratio):.1f} {TOP + 8}V{top}"/>'
         f'<text class="mid" x="{x(ratio):.1f}" y="{TOP + 4}">{ratio:g}x</text>'

@@ -178,7 +178,7 @@ def load(path: Path) -> Stored:
         measured = Measured(tuple(records), tuple(failures), tuple(more.get("not_run", ())))
         return Stored(str(path), measured, _machine(found.get("machine_info") or {}), about)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__} {error} in what it says of a case") from None
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 
 def _record(one: Mapping[str, Any]) -> Record:
@@ -190,11 +190,17 @@ def _record(one: Mapping[str, Any]) -> Record:
         # a file saved without data has five numbers of the same median and quartiles
         data = stats.get("data") or [stats[name] for name in ("min", "q1", "median", "q3", "max")]
         laps = (Lap({OURS: data}),)
+    if not all(_is_series(series) for lap in laps for series in lap.times.values()):
+        raise TypeError("times that are no numbers")
     named = one["param"] if one["fullname"].startswith(f"{TEST}[") else one["fullname"]
     return Record(
         named, one.get("group") or extra.get("group") or "", laps, extra.get("unit", "s"), extra.get("device", "cpu"),
         extra.get("bytes_moved"), extra.get("floor", ""), extra.get("notes", {}),
     )  # fmt: skip
+
+
+def _is_series(series: object) -> bool:
+    return isinstance(series, list) and all(one is None or isinstance(one, (int, float)) and one >= 0 for one in series)
 
 
 def _machine(info: Mapping[str, Any]) -> Mapping[str, Any]:

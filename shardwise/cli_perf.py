@@ -41,6 +41,7 @@ def add_perf(commands: click.Group) -> None:
     @click.option("--memory-gib", type=click.FloatRange(0.1), help="That tables of a case may take.")
     @click.option("--list", "listing", is_flag=True, help="Print the cases and measure nothing.")
     @click.option("--json", "out", type=target, help="Write what was measured; `report` and `compare` read it.")
+    @click.option("--html", type=target, help="Write the page of `report` as well.")
     def run(out: Path | None, listing: bool, suites: tuple[str, ...], device: str, only: str, **how: Any) -> None:
         """Check cases, then time ours beside torch and other peers; a table.
 
@@ -98,19 +99,19 @@ def add_perf(commands: click.Group) -> None:
         from .perf.report_html import page
 
         stored = _loaded(files)
+        if html is not None:
+            _writable(html)
         _show(stored)
         if html is not None:
-            try:
-                html.write_text(page(stored), encoding="utf-8")
-            except OSError as error:
-                raise click.UsageError(f"{html} cannot be written: {error.strerror}") from None
+            html.write_text(page(stored), encoding="utf-8")
 
     add_counts(perf)
 
 
 def _run(
     cases: Sequence[Case], suites: Sequence[str], device: str, out: Path,
-    *, small: bool, peers: bool, laps: int | None, threads: int | None, limit_s: float, memory_gib: float | None,
+    *, html: Path | None, small: bool, peers: bool, laps: int | None, threads: int | None, limit_s: float,
+    memory_gib: float | None,
 ) -> int:  # fmt: skip
     """Measure, write and print; the status of the process."""
     import click
@@ -119,11 +120,11 @@ def _run(
     from .perf import machine, storage
     from .perf.case import PEERS, Setting
     from .perf.measure import BUDGETS
+    from .perf.report_html import page
 
-    try:
-        storage.check_writable(out)
-    except OSError as error:
-        raise click.UsageError(f"{out} cannot be written: {error.strerror or error}") from None
+    for path in (out, html):
+        if path is not None:
+            _writable(path)
     torch.set_num_threads(threads or machine.cores())
     others = machine.importable_peers() if peers else frozenset[str]()
     if peers:
@@ -138,7 +139,10 @@ def _run(
     about = {"suites": list(suites), "small": small, "laps": budget.laps, "peers": sorted(setting.peers), "load": load}
     info = machine.machine_info(device, torch.get_num_threads())
     storage.save(out, measured, machine_info=info, about=about)
-    _show([storage.load(out)])
+    stored = [storage.load(out)]
+    if html is not None:
+        html.write_text(page(stored), encoding="utf-8")
+    _show(stored)
     return 1 if measured.failures else 0
 
 
@@ -189,6 +193,18 @@ def _loaded(paths: Sequence[Path]) -> list[Stored]:
         return [load(path) for path in paths]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+
+
+def _writable(path: Path) -> None:
+    """Told now, not after minutes of measuring."""
+    import click
+
+    from .perf.storage import check_writable
+
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise click.UsageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def _checked(expression: str) -> None:
