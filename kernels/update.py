@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import cpu_compiled
+from . import configs, cpu_compiled
 from ._op import PERSISTENT_PROGRAMS, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .bounds import OK, is_clean, new_guard
 from .cpu_update import row_gradients, transpose_index_cpu
@@ -364,9 +364,10 @@ def _launch(
     guard: Tensor,
 ) -> None:
     dim, rule = segment.dim, update.rule
-    align = row_alignment(dim, 4)
-    block_c, block_d, warps = update_tile(dim)
-    table = update.weights[segment.base :]
+    align, table = row_alignment(dim, 4), update.weights[segment.base :]
+    block_c, block_d, warps, most = configs.update_tile(
+        rule.name, update_tile(dim), PERSISTENT_PROGRAMS, table.dtype, align, table.device
+    )
     states = tuple(
         state if kind == "row" else state[segment.base :] for state, kind in zip(update.states, rule.kinds, strict=True)
     )
@@ -377,7 +378,7 @@ def _launch(
         chunks: Chunks = chunks_of(keys, segment.first_row, segment.end_row)
         partial = torch.empty(chunks.next_keys.shape[0], dim, device=grad.device)
         hashes = chunks.row if salt is None else update.row_in_table(chunks.row)
-        programs = min(triton.cdiv(keys.shape[0], block_c), PERSISTENT_PROGRAMS)
+        programs = min(triton.cdiv(keys.shape[0], block_c), most)
         _update_kernel[(programs,)](
             table, states, partial, chunks.start, chunks.row, hashes, chunks.slot, chunks.total, source // source_align,
             numbers if scale is None else scale, grad, numbers, numbers if salt is None else salt, guard,
