@@ -113,7 +113,7 @@ def fused_update_bytes(
         for n, j in zip(hits.tolist(), of.tolist(), strict=True)
     )
     reads = {"G": sum(upstream[j] for j in f[valid].tolist()), "index": 96 * indices.shape[0]}
-    return Traffic(reads | there_and_back, there_and_back)
+    return Traffic(reads | there_and_back, there_and_back | {"index": 56 * indices.shape[0]})
 
 
 def _partial_sums(hits: int) -> int:
