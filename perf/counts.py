@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -77,3 +78,19 @@ def collectives(names: Sequence[str] = COLLECTIVES) -> Iterator[Counter[str]]:
             function = getattr(distributed_c10d, name)
             stack.enter_context(patch.object(dist, name, counted(name, function)))
         yield found
+
+
+def allocations(run: Callable[[], object]) -> list[int]:
+    """Bytes of each piece of memory that `run()` has torch's allocator of the CPU give out, in order.
+
+    Those are tensors, and what operations need for themselves; numpy's and numba's own memory is not among them.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiled:
+        run()
+    recorded: Any = profiled.profiler
+    return [
+        event.nbytes()
+        for event in recorded.kineto_results.events()
+        if event.name() == "[memory]" and event.nbytes() > 0
+    ]

@@ -1,0 +1,221 @@
+"""Counts of a step: what it calls, allocates, launches and waits for, the same in every run.
+
+`python calls` and `allocations` are of the path of the CPU, with numba and on torch alone; `kernels`, `copies` and
+`host syncs` of the path of CUDA, without a GPU. A step is made anew for each and counted after WARM_UP turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.kernels._op import HAS_TRITON, INTERPRETED
+from shardwise.perf.beside_torchrec import without_numba
+from shardwise.perf.case import Call
+from shardwise.perf.count_launches import CUDA, Counted, pretended
+from shardwise.perf.counted_steps import Step
+from shardwise.perf.counts import allocations, collectives, python_calls
+from shardwise.sharding.exchange import Exchange
+
+WARM_UP = 3
+# of sharded steps the cheapest of so many: now and then one looks through what earlier collectives were lent
+TURNS = 3
+
+_HERE = Path(__file__).resolve().parent
+_ROOT = _HERE.parent
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number, and what it is made up of where that is known."""
+
+    total: int
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(parts: Mapping[str, int]) -> Count:
+        """The sum of parts."""
+        return Count(sum(parts.values()), dict(sorted(parts.items())))
+
+
+# by what is counted
+Counts = dict[str, Count]
+
+
+def missing() -> list[str]:
+    """Why some counts cannot be made here; nothing where all can."""
+    found = []
+    if importlib.util.find_spec("numba") is None:
+        found.append("numba is not installed: no counts of the CPU path with it")
+    if not HAS_TRITON:
+        found.append("triton is not installed: no kernels, copies and host syncs")
+    return found
+
+
+def counts_of(step: Step) -> Counts:
+    """All counts of a step that can be made here.
+
+    Raises:
+        RuntimeError: kernels are interpreted in this process.
+    """
+    if INTERPRETED:
+        raise RuntimeError(
+            "TRITON_INTERPRET is set: unset it, counts are of the paths that run without the interpreter"
+        )
+    found: Counts = {}
+    with one_thread():
+        if importlib.util.find_spec("numba") is not None:
+            found |= on_host(step, "numba")
+        with torch_alone():
+            found |= on_host(step, "torch alone")
+        if HAS_TRITON and step.cuda:
+            found |= on_device(step)
+    return found
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread: work is divided among more by calls that would count."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def torch_alone() -> Iterator[None]:
+    """Numba is hidden, and what any kernel file keeps of it is forgotten."""
+    with without_numba():
+        _forget()
+        yield
+    _forget()
+
+
+def _forget() -> None:
+    for name, module in list(sys.modules.items()):
+        for value in list(vars(module).values()) if name.startswith("shardwise.kernels.") else ():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+def on_host(step: Step, path: str) -> Counts:
+    """Counts of the path of the CPU; `path` is in their names."""
+    prepare = step.make(torch.device("cpu"))
+    for turn in range(WARM_UP):
+        prepare(turn)()
+    with _quiet():
+        calls, memory = prepare(WARM_UP), prepare(WARM_UP + 1)
+        called = by_folder(calls)
+        allocated = allocations(memory)
+    return {
+        f"python calls, {path}": Count.of(called),
+        f"allocations, {path}": Count(len(allocated)),
+        f"bytes allocated, {path}": Count(sum(allocated)),
+    }
+
+
+def by_folder(call: Call) -> Counter[str]:
+    """Python calls by the folder of shardwise, torch or Python they are of; those of perf do not count."""
+    found: Counter[str] = Counter()
+    for one, n in python_calls(call).items():
+        path = Path(one.file)
+        if one.file.startswith(_TORCH):
+            found["torch"] += n
+        elif path.is_absolute() and (inside := path.resolve()).is_relative_to(_ROOT):
+            found[inside.relative_to(_ROOT).parts[0]] += n
+        else:
+            found["others"] += n
+    del found["perf"]
+    return found
+
+
+def on_device(step: Step) -> Counts:
+    """Counts of the path that CUDA takes."""
+    with pretended(seen := Counted()):
+        prepare = step.make(CUDA)
+        for turn in range(WARM_UP):
+            prepare(turn)()
+        call = prepare(WARM_UP)
+        seen.clear()
+        with _quiet():
+            call()
+    return {
+        "kernels": Count.of(seen.kernels),
+        "copies host to device and back": Count.of(seen.copies),
+        "host syncs": Count.of(seen.syncs),
+    }
+
+
+def of_ranks(step: Step) -> Counts:
+    """Counts of a step of all ranks of the process group, the same on each; every rank calls this.
+
+    Collectives are those of the rank that calls most; all else is of all ranks together.
+    """
+    counted: Counts = {}
+    with one_thread():
+        if importlib.util.find_spec("numba") is not None:
+            counted |= _of_rank(step, "numba")
+        with torch_alone():
+            counted |= _of_rank(step, "torch alone")
+        if HAS_TRITON and step.cuda:
+            counted |= on_device(step)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, counted)
+    return {name: _together(name, [one[name] for one in found]) for name in counted}
+
+
+def _of_rank(step: Step, path: str) -> Counts:
+    prepare = step.make(torch.device("cpu"))
+    for turn in range(WARM_UP):
+        prepare(turn)()
+    call, before = prepare(WARM_UP), _sent()
+    with _quiet(), collectives() as called:
+        call()
+    sent = _sent() - before
+    turns = []
+    for turn in range(TURNS):
+        call = prepare(WARM_UP + 1 + turn)
+        with _quiet():
+            turns.append(by_folder(call))
+    python = min(turns, key=lambda calls: calls.total())
+    return {"collectives": Count.of(called), "bytes sent": Count(sent), f"python calls, {path}": Count.of(python)}
+
+
+def _together(name: str, counts: Sequence[Count]) -> Count:
+    if name == "collectives":
+        return max(counts, key=lambda one: one.total)
+    parts: Counter[str] = Counter()
+    for one in counts:
+        parts.update(one.parts)
+    return Count.of(parts) if parts else Count(sum(one.total for one in counts))
+
+
+def _sent() -> int:
+    """Bytes that all exchanges of this process have sent."""
+    return sum(one.sent for one in gc.get_objects() if type(one) is Exchange)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing but the step runs: what collected garbage would call is not its."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

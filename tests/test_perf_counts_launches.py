@@ -1,0 +1,79 @@
+"""Launches, copies and host syncs of the path that CUDA takes, counted without a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from shardwise.kernels._op import HAS_TRITON, INTERPRETED
+from shardwise.perf.count_launches import CUDA, Counted, pretended
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """Memory is not filled: that would be more launches."""
+    yield
+
+
+def test_operations_count_as_many_kernels_as_torch_launches_for_them() -> None:
+    x, mask = torch.randn(8, 4), torch.tensor([True, False] * 4)
+    with pretended(found := Counted()):
+        on = x.to(CUDA)
+        on_mask = mask.to(CUDA)
+        assert found.copies == {"to device": 2}
+        found.clear()
+        assert on.is_cuda
+        assert on.device == CUDA
+        torch.testing.assert_close((on + 1).cpu(), x + 1)
+        assert found.kernels == {"torch add": 1}
+        assert found.copies == {"to host": 1}
+        assert [*found.syncs] == ["copy to host in the caller"]
+        for run, kernels in (
+            (lambda: on.view(4, 8)[1:].t(), {}),
+            (lambda: torch.empty(3, device=CUDA), {}),
+            (lambda: torch.zeros(3, device=CUDA), {"torch zero_": 1}),
+            (lambda: on.cumsum(0), {"torch cumsum": 1}),
+            (lambda: on[:, 0].cumsum(0), {"torch cumsum": 2}),
+            (lambda: torch.where(on_mask[:, None], on, 0), {"torch where": 1, "torch fill_": 1}),
+            (lambda: torch.cat([on, on]), {"torch cat": 1}),
+            (lambda: on.to(CUDA), {}),
+            (lambda: on.half(), {"torch _to_copy": 1}),
+            (lambda: on[:0] + 1, {}),
+        ):
+            found.clear()
+            run()
+            assert found.kernels == Counter(kernels)
+            assert not found.syncs
+        for run in (lambda: on[on_mask], lambda: bool(on_mask.any()), lambda: on.tolist(), lambda: on_mask.nonzero()):
+            found.clear()
+            run()
+            assert found.syncs.total() == 1
+
+
+def test_a_step_counts_the_same_whatever_its_ids_and_changes_the_tables() -> None:
+    from shardwise import apply_optimizer_in_backward
+
+    steps = []
+    with pretended(found := Counted()):
+        tables = [EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["f"])]
+        model = EmbeddingBagCollection(tables=tables, device=CUDA)
+        apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        before = next(model.parameters()).detach().clone()
+        for seed in range(3):
+            ids = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(seed)).to(CUDA)
+            batch = KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.full((20,), 2).to(CUDA))
+            found.clear()
+            model(batch).values().sum().backward()
+            steps.append((Counter(found.kernels), Counter(found.syncs)))
+        changed = bool((before != next(model.parameters())).any())
+    assert changed
+    assert steps[1] == steps[2]
+    assert steps[2][0]["pooled_lookup"] == steps[2][0]["check_ids"] == 1
+    assert steps[2][0]["update"] > 0
+    assert not steps[2][1]
