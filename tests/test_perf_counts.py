@@ -261,8 +261,9 @@ def test_batches_of_turns_have_the_same_lengths_and_other_ids() -> None:
     assert not torch.equal(one.values(), other.values())
 
 
-def test_no_count_of_the_repository_rose() -> None:
+@pytest.mark.parametrize("only", ["^(?!.*ranks)", pytest.param("ranks", marks=pytest.mark.ranks)], ids=["one", "two"])
+def test_no_count_of_the_repository_rose(only: str) -> None:
     """CI: what a step calls, allocates, launches, sends and waits for only falls, or somebody says why."""
-    command = [sys.executable, "-m", "shardwise", "perf", "counts", "--check"]
+    command = [sys.executable, "-m", "shardwise", "perf", "counts", "--check", "--only", only]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr

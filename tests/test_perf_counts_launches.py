@@ -10,7 +10,7 @@ import torch
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
-from shardwise.perf.count_launches import CUDA, Counted, pretended
+from shardwise.perf.count_launches import CUDA, Counted, launches, pretended
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
 
@@ -54,6 +54,10 @@ def test_operations_count_as_many_kernels_as_torch_launches_for_them() -> None:
             found.clear()
             run()
             assert found.syncs.total() == 1
+
+
+def test_launches_are_counted_by_name() -> None:
+    assert launches(lambda: torch.ones(3, device=CUDA).cumsum(0)) == {"torch fill_": 1, "torch cumsum": 2}
 
 
 def test_a_step_counts_the_same_whatever_its_ids_and_changes_the_tables() -> None:
