@@ -86,6 +86,17 @@ def row_gradients(
         matrix, source = torch.cat([*partial, sums[:0]]), torch.arange(keys.shape[0], device=keys.device)
 
 
+def copy_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    """table[rows[u]] = values[u], rows distinct: table [R, D], values [U, D] of its dtype."""
+    wide, values = torch.complex128, values.contiguous()
+    per_wide = wide.itemsize // table.element_size()
+    aligned = not (table.data_ptr() | values.data_ptr()) % wide.itemsize
+    if not table.is_cuda and aligned and table.is_contiguous() and table.shape[1] % per_wide == 0:
+        # an element costs the CPU the same whatever its width
+        table, values = table.view(wide), values.view(wide)
+    table.index_copy_(0, rows, values)
+
+
 def _gradient_matrix(bag: Tensor, grad: Tensor, dim: int, dims: Sequence[int], batch: int) -> tuple[Tensor, Tensor]:
     """G as rows of this dim, and the row of each bag: a view where all features have this dim."""
     samples = torch.arange(batch, device=bag.device)

@@ -105,6 +105,7 @@ def _row_adders(vectors: int) -> Any:
                 row = builder.gep(gradient, [builder.load(builder.gep(at, [i]))])
                 ahead = builder.gep(at, [builder.add(i, _ir.Constant(i64, AHEAD))])
                 ahead = builder.gep(gradient, [builder.load(ahead)])
+                scale = unset
                 if scales:
                     scale = builder.insert_element(
                         unset, builder.load(builder.gep(factor, [i])), _ir.Constant(_ir.IntType(32), 0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import configs, cpu_compiled
 from ._op import PERSISTENT_PROGRAMS, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .bounds import OK, is_clean, new_guard
-from .cpu_update import row_gradients, transpose_index_cpu
+from .cpu_update import copy_rows, row_gradients, transpose_index_cpu
 from .features import (
     FIRST_ROW,
     MEAN,
@@ -116,10 +116,10 @@ class _Update:
         kept = [_segment_rows(state, segment, kind) for state, kind in zip(self.states, self.rule.kinds, strict=True)]
         w, *new = self.rule.apply(w, g, [state.index_select(0, rows) for state in kept], numbers)
         for state, value in zip(kept, new, strict=True):
-            state.index_copy_(0, rows, value)
+            copy_rows(state, rows, value)
         if self.salt is not None:
             w = round_stochastically(w, table.dtype, self.row_in_table(rows + segment.first_row), self.salt)
-        table.index_copy_(0, rows, w.to(table.dtype))
+        copy_rows(table, rows, w.to(table.dtype))
 
     def row_in_table(self, rows: Tensor) -> Tensor:
         """Numbers of rows within their tables, from their numbers among all rows of W."""

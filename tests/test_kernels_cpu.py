@@ -35,6 +35,7 @@ from shardwise.kernels import (
     cpu_compiled,
     cpu_lookup,
     cpu_threads,
+    cpu_update,
     define_rule,
     fused_update,
     huge_pages,
@@ -278,6 +279,23 @@ def test_torch_was_linked_with_an_openmp_that_takes_work() -> None:
     if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
         pytest.skip("torch has no OpenMP here")
     assert cpu_threads._parallel() is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_are_copied_bit_for_bit_whatever_their_width_and_place(dtype: torch.dtype) -> None:
+    """NaNs of all kinds too: rows are moved as numbers of another type."""
+    generator = torch.Generator().manual_seed(0)
+
+    def bits(count: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, (count,), generator=generator, dtype=torch.int32).view(dtype)[:count]
+
+    whole = torch.int32 if dtype == torch.float32 else torch.int16
+    for dim, first in product((1, 3, 4, 8, 12, 128), (0, 1, 4, 16)):
+        flat, values = bits(40 * dim + 64), bits(13 * dim).view(13, dim)
+        rows, expected = torch.randperm(40, generator=generator)[:13], flat.clone()
+        expected.view(whole)[first : first + 40 * dim].view(40, dim)[rows] = values.view(whole)
+        cpu_update.copy_rows(flat[first : first + 40 * dim].view(40, dim), rows, values)
+        assert torch.equal(flat.view(whole), expected.view(whole)), (dim, first)
 
 
 @pytest.fixture(params=["as ever", "on torch", "tiny blocks", "tiny blocks of large outputs"])
