@@ -119,6 +119,7 @@ class TableGroup:
         # what the update hangs on in the autograd graph: no parameter, no gradient of its own
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self._unread: UnreadGuard | None = None
+        self._spare: UnreadGuard | None = None
 
     def _pack_trained(self) -> None:
         # the update sees no row of a frozen table: all ids of it lie outside and count as none
@@ -235,16 +236,19 @@ class TableGroup:
         self.raise_pending()
         if ids_pass(ids, offsets, self.checked, padded=padded):
             return
-        found = new_guard(ids.device)
-        check_ids(ids, offsets, self.checked, found, names=self.names, fatal=fatal, padded=padded)
-        if ids.is_cuda:
-            # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
-            first = 0 if fatal else 1
-            self.guard[first:].copy_(torch.minimum(self.guard[first:], found[first:]))
-            found[2:].copy_(self.guard[2:])
-            self._unread = UnreadGuard(found, ids, offsets)
-            if self.policy.strict:
-                self.raise_pending()
+        if not ids.is_cuda:
+            check_ids(ids, offsets, self.checked, new_guard(), names=self.names, fatal=fatal, padded=padded)
+            return
+        spare, self._spare = self._spare, None
+        if spare is None or torch.cuda.is_current_stream_capturing():
+            spare = UnreadGuard(new_guard(ids.device))
+        # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
+        check_ids(
+            ids, offsets, self.checked, spare.guard, names=self.names, fatal=fatal, padded=padded, step_guard=self.guard
+        )
+        self._unread = spare.send(ids, offsets)
+        if self.policy.strict:
+            self.raise_pending()
 
     def raise_pending(self) -> None:
         """Raise what an earlier batch left in the guard on CUDA; nothing of that batch was written."""
@@ -252,6 +256,8 @@ class TableGroup:
             return
         unread, self._unread = self._unread, None
         if not unread.is_raised():
+            # the next batch's: no other has it, whatever threads look up at once
+            self._spare = None if unread.is_captured else unread
             return
         fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
         self.guard.copy_(new_guard())
@@ -381,7 +387,7 @@ class TableGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         # parameters are views of the flat buffer and belong to the module, which gives them back
-        return {**self.__dict__, "parameters": [], "_unread": None, "_anchor": None}
+        return {**self.__dict__, "parameters": [], "_unread": None, "_spare": None, "_anchor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

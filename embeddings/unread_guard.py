@@ -11,15 +11,22 @@ from shardwise.kernels import is_clean, new_guard
 
 
 class UnreadGuard:
-    """A guard on its way to the host: read without a wait for anything but its own copy."""
+    """A batch's own guard and its way to the host: read without a wait for anything but its own copy.
 
-    def __init__(self, guard: Tensor, ids: Tensor, offsets: Tensor) -> None:
-        # the step's own findings: the group's guard may be cleared while they are on their way
-        self.guard, self.ids, self.offsets = guard.clone(), ids, offsets
+    One that was read and is clean may serve another batch, but for one that belongs to a captured graph.
+    """
+
+    def __init__(self, guard: Tensor) -> None:
+        self.guard, self.is_captured = guard, torch.cuda.is_current_stream_capturing()
         self._host = torch.empty(3, dtype=torch.int64, pin_memory=True)
-        self._host.copy_(self.guard, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def send(self, ids: Tensor, offsets: Tensor) -> UnreadGuard:
+        """Have the findings about a batch come to the host."""
+        self.ids, self.offsets = ids, offsets
+        self._host.copy_(self.guard, non_blocking=True)
         self._copied.record()
+        return self
 
     def is_raised(self) -> bool:
         # host sync with the check of the batch before, which ran long ago

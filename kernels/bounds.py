@@ -47,8 +47,16 @@ def is_clean(guard: Tensor) -> bool:
     return guard.tolist() == [OK] * 3
 
 
-def check_ids_ref(indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor, padded: bool = False) -> None:
-    """Lower guard[0] to the first bad id's position and guard[1] to the first bad offset's."""
+def check_ids_ref(
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    guard: Tensor,
+    padded: bool = False,
+    step_guard: Tensor | None = None,
+    fatal: bool = True,
+) -> None:
+    """Lower guard[0] to the first bad id's position and guard[1] to the first bad offset's; `step_guard` as below."""
     fallen = torch.cat([offsets[:1] != 0, offsets.diff() < 0])
     ids = indices.shape[0]
     fallen[-1] |= offsets[-1] > ids if padded else offsets[-1] != ids
@@ -57,10 +65,14 @@ def check_ids_ref(indices: Tensor, offsets: Tensor, features: Tensor, guard: Ten
         bag, _, valid = locate_ids(indices, offsets, features)
         # past the last offset no id is looked up
         guard[0] = torch.minimum(guard[0], first_true(~valid & (bag < offsets.shape[0] - 1)))
+    if step_guard is not None:
+        first = 0 if fatal else 1
+        step_guard[first:2] = torch.minimum(step_guard[first:2], guard[first:2])
+        guard[2] = step_guard[2]
 
 
 @triton.jit
-def _check_ids_kernel(I, O, FT, guard, N, F, B, BLOCK: tl.constexpr, STEPS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, NONE: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _check_ids_kernel(I, O, FT, guard, step_guard, N, F, B, MASKS: tl.constexpr, FATAL: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, NONE: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bags = tl.cast(F, tl.int64) * B
     end = tl.load(O + bags)
@@ -71,6 +83,8 @@ def _check_ids_kernel(I, O, FT, guard, N, F, B, BLOCK: tl.constexpr, STEPS: tl.c
     bad = live & ((index < 0) | (index >= rows))
     first = tl.min(tl.where(bad, position, NONE), 0)
     tl.atomic_min(guard, first, mask=first != NONE)
+    if MASKS and FATAL:
+        tl.atomic_min(step_guard, first, mask=first != NONE)
 
     here = position <= bags
     begins = tl.load(O + position, mask=here, other=0).to(tl.int64)
@@ -79,6 +93,10 @@ def _check_ids_kernel(I, O, FT, guard, N, F, B, BLOCK: tl.constexpr, STEPS: tl.c
     fallen = (begins < before) | ((position == 0) & (begins != 0)) | ((position == bags) & beyond)
     first = tl.min(tl.where(here & fallen, position, NONE), 0)
     tl.atomic_min(guard + 1, first, mask=first != NONE)
+    if MASKS:
+        tl.atomic_min(step_guard + 1, first, mask=first != NONE)
+        here = tl.program_id(0) == 0
+        tl.store(guard + 2, tl.load(step_guard + 2, mask=here, other=0), mask=here)
 
 
 def ids_pass(indices: Tensor, offsets: Tensor, features: Tensor, *, padded: bool = False) -> bool:
@@ -104,13 +122,15 @@ def check_ids(
     names: Sequence[str],
     fatal: bool = True,
     padded: bool = False,
+    step_guard: Tensor | None = None,
 ) -> None:
     """Raise for the first id outside its table or offset out of order, or leave it in `guard` on a GPU.
 
     Shapes: indices [N] int32/int64, offsets [F*B + 1], features [F, 7], guard [3] int64; `names` describes each
     feature in messages. Offsets end at N, or with `padded` at N or before: ids past their end are nobody's and may be
     anything. On CPU a fault raises here; on CUDA it is left in the guard, which masks every update, and
-    `raise_from_guard` raises it later without a sync in this step.
+    `raise_from_guard` raises it later without a sync in this step. There `step_guard` [3], which updates read, is
+    lowered as well, by bad ids only if they are `fatal`, and what it says of gradients is copied to guard[2].
 
     Raises:
         TypeError: ids or offsets are not int32 or int64.
@@ -122,7 +142,7 @@ def check_ids(
     require_ids("feature ids", indices)
     require_ids("offsets", offsets)
     batch_size(offsets, len(names))
-    torch.ops.shardwise.check_ids(indices, offsets, features, guard, list(names), fatal, padded)
+    torch.ops.shardwise.check_ids(indices, offsets, features, guard, list(names), fatal, padded, step_guard)
     if torch.compiler.is_compiling() and not indices.is_cuda:
         # a compiler leaves out what writes a guard that nobody reads, and with it the check
         torch._assert_async((guard == OK).all(), "ids or offsets are bad")
@@ -135,7 +155,14 @@ def require_ids(what: str, tensor: Tensor) -> None:
 
 
 def _check_ids(
-    indices: Tensor, offsets: Tensor, features: Tensor, guard: Tensor, names: list[str], fatal: bool, padded: bool
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    guard: Tensor,
+    names: list[str],
+    fatal: bool,
+    padded: bool,
+    step_guard: Tensor | None = None,
 ) -> None:
     if runs_kernel(indices):
         count = len(names)
@@ -143,11 +170,12 @@ def _check_ids(
         work = max(indices.shape[0], offsets.shape[0])
         grid = (triton.cdiv(work, _BLOCK),)
         _check_ids_kernel[grid](
-            indices.contiguous(), offsets.contiguous(), features, guard, indices.shape[0], count, batch,
+            indices.contiguous(), offsets.contiguous(), features, guard, guard if step_guard is None else step_guard,
+            indices.shape[0], count, batch, step_guard is not None, fatal,
             _BLOCK, count.bit_length() + 1, FIELDS, ROWS, OK, padded,
         )  # fmt: skip
     elif indices.is_cuda:
-        check_ids_ref(indices, offsets, features, guard, padded)
+        check_ids_ref(indices, offsets, features, guard, padded, step_guard, fatal)
     elif ids_are_good(indices, offsets, features, padded):
         return
     else:
@@ -209,7 +237,7 @@ def first_true(mask: Tensor) -> Tensor:
 
 register(
     "check_ids(Tensor indices, Tensor offsets, Tensor features, Tensor(a!) guard, str[] names, bool fatal,"
-    " bool padded) -> ()",
+    " bool padded, Tensor(b!)? step_guard=None) -> ()",
     _check_ids,
-    lambda indices, offsets, features, guard, names, fatal, padded: None,
+    lambda *args, **kwargs: None,
 )

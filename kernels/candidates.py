@@ -66,7 +66,7 @@ def candidates(kernel: str, dtype: str, dim: int) -> list[Config]:
 def _fits(dim: int, chunks: int) -> bool:
     with configs.forced({"update ": {"chunks": chunks}}):
         place = torch.device("cpu")
-        tile = configs.update_tile("", update_tile(dim), 1, torch.float32, row_alignment(dim, 4), 1, place)
+        tile = configs.update_tile("", update_tile(dim), 1, torch.float32, row_alignment(dim, 4), place)
     return tile[0] == chunks
 
 

@@ -60,10 +60,8 @@ CPU_LIMITS = {
     "check_alone_ids": (0, 1 << 30),
     "update_block_elements": (1 << 10, 1 << 28),
     "update_alone": (0, 1 << 30),
-    "update_threads": (1, 1 << 10),
-    "update_bucket": (1 << 4, 1 << 20),
-    "update_bucket_bits": (1, 16),
     "update_elements_an_id": (1, 1 << 10),
+    "update_tasks": (1, 1 << 10),
     "update_long": (1 << 6, 1 << 30),
 }
 
@@ -165,15 +163,17 @@ def _gather_tile(kernel: str, dtype: torch.dtype, dim: int, align: int, length: 
 
 
 def update_tile(
-    rule: str, heuristic: Tile, programs: int, dtype: torch.dtype, align: int, length: int, device: torch.device
+    rule: str, heuristic: Tile, programs: int, dtype: torch.dtype, align: int, device: torch.device
 ) -> tuple[int, int, int, int]:
     """Chunks, columns, warps and programs at most of an update; `align` is what elements its rows are aligned to.
+
+    Entries of updates are of length 1: how long bags are says nothing of how often rows are hit.
 
     Chunks and warps change together and a row stays with as many warps as it had, so its columns are added in the
     order in which the heuristic's tile adds them.
     """
     chunks, columns, warps = heuristic
-    config = _found(f"update {rule}", dtype, columns, length, device)
+    config = _found(f"update {rule}", dtype, columns, 1, device)
     if not config:
         return *heuristic, programs
     wanted = config.get("chunks", chunks)

@@ -14,7 +14,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from . import numba_loops
+from . import configs, numba_loops
 from .cpu_threads import call, spread
 from .features import Segment
 from .rule import Rule
@@ -88,7 +88,7 @@ def update(
     scaled = per_id is not None or pooling == "mean"
     # a gradient row belongs to a bag, or where nothing is pooled to an id
     columns, width = (grad.shape[1], 0) if pooling != "sequence" else (0, grad.shape[1])
-    slices = _parts(_ELEMENTS_AN_ID * n, bags, 2 * threads)
+    slices = _parts(configs.cpu("update_elements_an_id", _ELEMENTS_AN_ID) * n, bags, 2 * threads)
     most = n // loops.DENSE + count
     # the sort's memory, and where its parts begin
     sizes = (3 * count, slices + 1, most, slices * most, most + 1, n if scaled else 0, n if scaled else 0)
@@ -119,8 +119,8 @@ def update(
     job[loops.ENTRIES] = entries.data_ptr()
     divide(loops.scatter.address, where)
     # each row belongs to one bucket, so tasks share none
-    tasks = _parts(total * widest, total, _TASKS * threads)
-    long = _LONG if tasks > 1 else total
+    tasks = _parts(total * widest, total, configs.cpu("update_tasks", _TASKS) * threads)
+    long = configs.cpu("update_long", _LONG) if tasks > 1 else total
     words = loops.scratch_words(largest, widest)
     scratch = torch.empty((threads if tasks > 1 else 1) * words, dtype=torch.int64, device="cpu")
     found = torch.empty(total // (long + 1) + 1, 3, dtype=torch.int64, device="cpu")
@@ -158,4 +158,8 @@ def _flat(tensor: Tensor) -> bool:
 
 def _parts(elements: int, most: int, parts: int) -> int:
     """Into how many parts work on so many elements is cut."""
-    return max(1, min(parts, most)) if torch.get_num_threads() > 1 and elements > _ALONE else 1
+    return (
+        max(1, min(parts, most))
+        if torch.get_num_threads() > 1 and elements > configs.cpu("update_alone", _ALONE)
+        else 1
+    )

@@ -32,6 +32,7 @@ _ALONE, _ALONE_IDS = 1 << 19, 1 << 18
 # the compiled loops; None where numba is missing or does not work
 _loops = partial(numba_loops.loops, "cpu_lookup_loops")
 _LOOP_OF = {torch.float32: "pooled_fp32", torch.float16: "pooled_fp16", torch.bfloat16: "pooled_bf16"}
+_INDEX = (torch.int32, torch.int64)
 
 
 def pooled_lookup_cpu(
@@ -44,7 +45,13 @@ def pooled_lookup_cpu(
 ) -> Tensor:
     """The reference's result, fp32."""
     loops = _loops()
-    if loops is not None and weights.dtype in _LOOP_OF and weights.is_contiguous():
+    if (
+        loops is not None
+        and weights.dtype in _LOOP_OF
+        and weights.is_contiguous()
+        and indices.dtype in _INDEX
+        and offsets.dtype in _INDEX
+    ):
         loop = getattr(loops, _LOOP_OF[weights.dtype])
         return _by_loop(loop, weights, indices, offsets, per_id_weights, features, dims)
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
@@ -81,11 +88,11 @@ def _by_loop(
     batch = batch_size(offsets, count)
     out = _new(batch, columns)
     # kept by these names as long as the loop has their addresses
-    indices, offsets, features = _flat(indices), _flat(offsets), features.contiguous()
+    indices, offsets, features = indices.contiguous(), offsets.contiguous(), features.contiguous()
     scale = None if per_id_weights is None else per_id_weights.float().contiguous()
     arguments = (
-        weights.data_ptr(), *_address(indices), *_address(offsets), 0 if scale is None else scale.data_ptr(),
-        features.data_ptr(), out.data_ptr(), count, batch, ids, columns,
+        weights.data_ptr(), indices.data_ptr(), indices.itemsize, offsets.data_ptr(), offsets.itemsize,
+        0 if scale is None else scale.data_ptr(), features.data_ptr(), out.data_ptr(), count, batch, ids, columns,
     )  # fmt: skip
     _in_parts(loop, arguments, ids * columns > configs.cpu("lookup_alone", _ALONE) * count)
     return out
@@ -93,20 +100,10 @@ def _by_loop(
 
 def _in_parts(loop: Callable[..., Any], arguments: tuple[int, ...], many: bool) -> Any:
     """The least of what the parts of a loop return; more parts than threads, so that none waits long for another."""
-    parts = 4 * torch.get_num_threads() if many else 4
-    if parts == 4:
+    threads = torch.get_num_threads()
+    if not many or threads == 1:
         return loop(*arguments, 0, 1)
-    return min(run([partial(loop, *arguments, part, parts) for part in range(parts)]))
-
-
-def _flat(numbers: Tensor) -> Tensor:
-    """Ids or offsets as a loop reads them: contiguous int32 or int64."""
-    return (numbers if numbers.dtype in (torch.int32, torch.int64) else numbers.long()).contiguous()
-
-
-def _address(numbers: Tensor) -> tuple[int, int]:
-    """Where ids or offsets lie, and whether they are int64."""
-    return numbers.data_ptr(), int(numbers.dtype == torch.int64)
+    return min(run([partial(loop, *arguments, part, 4 * threads) for part in range(4 * threads)]))
 
 
 def _by_samples(
@@ -225,11 +222,14 @@ def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: boo
     """What `check_ids_ref` finds nothing wrong with, by few passes over ids and offsets."""
     count = features.shape[0]
     loops = _loops()
-    if loops is not None and count and offsets.shape[0]:
+    if loops is not None and count and offsets.shape[0] and indices.dtype in _INDEX and offsets.dtype in _INDEX:
         batch, ids = batch_size(offsets, count), indices.shape[0]
         # kept by these names as long as the loop has their addresses
-        indices, offsets, features = _flat(indices), _flat(offsets), features.contiguous()
-        arguments = (*_address(indices), *_address(offsets), features.data_ptr(), count, batch, ids, int(padded))
+        indices, offsets, features = indices.contiguous(), offsets.contiguous(), features.contiguous()
+        arguments = (
+            indices.data_ptr(), indices.itemsize, offsets.data_ptr(), offsets.itemsize, features.data_ptr(),
+            count, batch, ids, int(padded),
+        )  # fmt: skip
         return bool(_in_parts(loops.ids_are_good, arguments, ids > configs.cpu("check_alone_ids", _ALONE_IDS)))
     end = int(offsets[-1])
     if count == 0 or not offsets_are_good(offsets, indices.shape[0], padded):

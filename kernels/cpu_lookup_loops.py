@@ -144,13 +144,13 @@ def _prefetch(typing: Any, address: Any) -> Any:
 
 
 @_intrinsic
-def _word(typing: Any, address: Any, wide: Any) -> Any:
-    """The int64 at an address, or without `wide` the int32."""
+def _word(typing: Any, address: Any, size: Any) -> Any:
+    """The number of so many bytes at an address: an int64 or int32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         whole, half = _ir.IntType(64), _ir.IntType(32)
         found = cgutils.alloca_once(builder, whole)
-        with builder.if_else(cgutils.is_not_null(builder, args[1])) as (then, otherwise):
+        with builder.if_else(builder.icmp_signed("==", args[1], _ir.Constant(whole, 8))) as (then, otherwise):
             with then:
                 builder.store(builder.load(builder.inttoptr(args[0], whole.as_pointer()), align=8), found)
             with otherwise:
@@ -173,17 +173,16 @@ def _number(typing: Any, address: Any) -> Any:
 
 @compiled(inline=True)
 def _bag(
-    total: Any, kind: int, table: int, row_bytes: int, rows: int, ids: int, wide: int, P: int, begin: int, end: int,
+    total: Any, kind: int, table: int, row_bytes: int, rows: int, ids: int, size: int, P: int, begin: int, end: int,
     last: int, width: int, length: int, out: int,
 ) -> None:  # fmt: skip
-    """Some columns of a bag's sum, begun as `total`: of `width` bytes in a row at `table`, of which `last` is the last
-    id's position that a row is asked for; divided by `length` unless it is 0."""
-    size = 4 + 4 * wide
+    """The sum of some columns, `width` bytes of a row, of ids begin ... end - 1, begun as `total` and divided by
+    `length` unless that is 0. Rows are asked for up to that of the id at `last`."""
     for i in range(begin, end):
-        ahead = table + _word(ids + min(i + _AHEAD, last) * size, wide) * row_bytes
+        ahead = table + _word(ids + min(i + _AHEAD, last) * size, size) * row_bytes
         for line in range(0, width, _LINE):
             _prefetch(ahead + line)
-        index = _word(ids + i * size, wide)
+        index = _word(ids + i * size, size)
         # an id outside the table counts as none
         if uint64(index) < uint64(rows):
             row = table + index * row_bytes
@@ -207,12 +206,12 @@ def _bag(
 
 
 @compiled(inline=True)
-def _first_bag(offsets: int, wide: int, bags: int, work: int) -> Any:
+def _first_bag(offsets: int, size: int, bags: int, work: int) -> Any:
     """The first bag before which there are so many ids and bags."""
     low, high = 0, bags
     while low < high:
         middle = (low + high) // 2
-        if _word(offsets + middle * (4 + 4 * wide), wide) + middle < work:
+        if _word(offsets + middle * size, size) + middle < work:
             low = middle + 1
         else:
             high = middle
@@ -220,103 +219,43 @@ def _first_bag(offsets: int, wide: int, bags: int, work: int) -> Any:
 
 
 @compiled(inline=True)
-def _pooled(kind: int, W: int, ids: int, wide: int, offsets: int, wide_offsets: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+def _pooled(kind: int, W: int, ids: int, id_size: int, offsets: int, size: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
     FT = i8(features, F * FIELDS)
-    bags, size, itemsize = F * B, 4 + 4 * wide_offsets, 4 if kind == FP32 else 2
-    work = _word(offsets + bags * size, wide_offsets) + bags
-    bag = _first_bag(offsets, wide_offsets, bags, work * part // parts)
-    stop = bags if part + 1 == parts else _first_bag(offsets, wide_offsets, bags, work * (part + 1) // parts)
-    end = max(_word(offsets + bag * size, wide_offsets), 0)
+    bags, itemsize = F * B, 4 if kind == FP32 else 2
+    work = _word(offsets + bags * size, size) + bags
+    bag = 0 if part == 0 else _first_bag(offsets, size, bags, work * part // parts)
+    stop = bags if part + 1 == parts else _first_bag(offsets, size, bags, work * (part + 1) // parts)
+    end = max(_word(offsets + bag * size, size), 0)
     while bag < stop:
         f = bag // B
         at = f * FIELDS
         rows, dim, mean = FT[at + ROWS], FT[at + DIM], FT[at + MEAN]
         table, row_bytes = W + FT[at + BASE] * itemsize, dim * itemsize
-        last = min(_word(offsets + (f + 1) * B * size, wide_offsets), N) - 1
+        last = max(min(_word(offsets + (f + 1) * B * size, size), N), 1) - 1
         y = out + 4 * ((bag - f * B) * C + FT[at + COLUMN])
         while bag < min(stop, (f + 1) * B):
             # offsets out of order raise elsewhere; here they only must not be followed outside the ids
-            begin, after = max(end, 0), _word(offsets + (bag + 1) * size, wide_offsets)
+            begin, after = min(max(end, 0), N), _word(offsets + (bag + 1) * size, size)
             length, end = after - end if mean else 0, after
-            after = min(after, N)
+            after = min(max(after, begin), N)
             d = 0
             while d < dim:
                 # columns [d, dim) in the widest vectors
                 here, to = table + d * itemsize, y + 4 * d
                 if dim - d >= 128:
-                    _bag(
-                        _zeros128(),
-                        kind,
-                        here,
-                        row_bytes,
-                        rows,
-                        ids,
-                        wide,
-                        P,
-                        begin,
-                        after,
-                        last,
-                        128 * itemsize,
-                        length,
-                        to,
-                    )  # noqa: E501
+                    _bag(_zeros128(), kind, here, row_bytes, rows, ids, id_size, P, begin, after, last, 128 * itemsize, length, to)  # fmt: skip  # noqa: E501
                     d += 128
                 elif dim - d >= 64:
-                    _bag(
-                        _zeros64(),
-                        kind,
-                        here,
-                        row_bytes,
-                        rows,
-                        ids,
-                        wide,
-                        P,
-                        begin,
-                        after,
-                        last,
-                        64 * itemsize,
-                        length,
-                        to,
-                    )  # noqa: E501
+                    _bag(_zeros64(), kind, here, row_bytes, rows, ids, id_size, P, begin, after, last, 64 * itemsize, length, to)  # fmt: skip  # noqa: E501
                     d += 64
                 elif dim - d >= 16:
-                    _bag(
-                        _zeros16(),
-                        kind,
-                        here,
-                        row_bytes,
-                        rows,
-                        ids,
-                        wide,
-                        P,
-                        begin,
-                        after,
-                        last,
-                        16 * itemsize,
-                        length,
-                        to,
-                    )  # noqa: E501
+                    _bag(_zeros16(), kind, here, row_bytes, rows, ids, id_size, P, begin, after, last, 16 * itemsize, length, to)  # fmt: skip  # noqa: E501
                     d += 16
                 elif dim - d >= 4:
-                    _bag(
-                        _zeros4(),
-                        kind,
-                        here,
-                        row_bytes,
-                        rows,
-                        ids,
-                        wide,
-                        P,
-                        begin,
-                        after,
-                        last,
-                        4 * itemsize,
-                        length,
-                        to,
-                    )  # noqa: E501
+                    _bag(_zeros4(), kind, here, row_bytes, rows, ids, id_size, P, begin, after, last, 4 * itemsize, length, to)  # fmt: skip  # noqa: E501
                     d += 4
                 else:
-                    _bag(_zeros1(), kind, here, row_bytes, rows, ids, wide, P, begin, after, last, itemsize, length, to)  # noqa: E501
+                    _bag(_zeros1(), kind, here, row_bytes, rows, ids, id_size, P, begin, after, last, itemsize, length, to)  # fmt: skip  # noqa: E501
                     d += 1
             y += 4 * C
             bag += 1
@@ -324,26 +263,26 @@ def _pooled(kind: int, W: int, ids: int, wide: int, offsets: int, wide_offsets: 
 
 
 @compiled(int64(*[int64] * 14))
-def pooled_fp32(W: int, ids: int, wide: int, offsets: int, wide_offsets: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
-    return _pooled(FP32, W, ids, wide, offsets, wide_offsets, P, features, out, F, B, N, C, part, parts)
+def pooled_fp32(W: int, ids: int, id_size: int, offsets: int, size: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+    return _pooled(FP32, W, ids, id_size, offsets, size, P, features, out, F, B, N, C, part, parts)
 
 
 @compiled(int64(*[int64] * 14))
-def pooled_fp16(W: int, ids: int, wide: int, offsets: int, wide_offsets: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
-    return _pooled(FP16, W, ids, wide, offsets, wide_offsets, P, features, out, F, B, N, C, part, parts)
+def pooled_fp16(W: int, ids: int, id_size: int, offsets: int, size: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+    return _pooled(FP16, W, ids, id_size, offsets, size, P, features, out, F, B, N, C, part, parts)
 
 
 @compiled(int64(*[int64] * 14))
-def pooled_bf16(W: int, ids: int, wide: int, offsets: int, wide_offsets: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
-    return _pooled(BF16, W, ids, wide, offsets, wide_offsets, P, features, out, F, B, N, C, part, parts)
+def pooled_bf16(W: int, ids: int, id_size: int, offsets: int, size: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+    return _pooled(BF16, W, ids, id_size, offsets, size, P, features, out, F, B, N, C, part, parts)
 
 
 @compiled(inline=True)
-def _inside(ids: int, wide: int, begin: int, end: int, rows: int) -> Any:
+def _inside(ids: int, size: int, begin: int, end: int, rows: int) -> Any:
     """Whether ids begin ... end - 1 lie in [0, rows)."""
     beyond, last = int64(0), rows - 1
     # no branch, so that it vectorises
-    if wide:
+    if size == 8:
         I = i8(ids, end)
         for i in range(uint64(begin), uint64(end)):
             beyond |= I[i] | (last - I[i])
@@ -355,34 +294,35 @@ def _inside(ids: int, wide: int, begin: int, end: int, rows: int) -> Any:
 
 
 @compiled(inline=True)
-def _rising(offsets: int, wide: int, first: int, last: int) -> Any:
-    """Whether none of the offsets first ... last is less than the one before it; first >= 1."""
+def _rising(offsets: int, size: int, first: int, last: int) -> Any:
+    """Whether none of the offsets first ... last is negative or less than the one before it; first >= 1."""
     fallen = int64(0)
-    if wide:
+    if size == 8:
         O = i8(offsets, last + 1)
         for k in range(uint64(first), uint64(last + 1)):
-            fallen |= O[k] - O[k - uint64(1)]
+            fallen |= O[k] | (O[k] - O[k - uint64(1)])
     else:
         H = i4(offsets, last + 1)
         for k in range(uint64(first), uint64(last + 1)):
-            fallen |= int64(H[k]) - int64(H[k - uint64(1)])
+            fallen |= int64(H[k]) | (int64(H[k]) - int64(H[k - uint64(1)]))
     return fallen >= 0
 
 
 @compiled(int64(*[int64] * 11))
-def ids_are_good(ids: int, wide: int, offsets: int, wide_offsets: int, features: int, F: int, B: int, N: int, padded: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
-    """1 if nothing is wrong with the offsets, and with the ids of this part of each feature; else 0."""
-    FT, bags, size = i8(features, F * FIELDS), F * B, 4 + 4 * wide_offsets
-    end = _word(offsets + bags * size, wide_offsets)
-    if _word(offsets, wide_offsets) != 0 or end > N or (end < N and not padded):
+def ids_are_good(ids: int, id_size: int, offsets: int, size: int, features: int, F: int, B: int, N: int, padded: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+    """1 if nothing is wrong with this part of the offsets and of each feature's ids, else 0."""
+    FT, bags = i8(features, F * FIELDS), F * B
+    end = _word(offsets + bags * size, size)
+    if _word(offsets, size) != 0 or end > N or (end < N and not padded):
         return 0
-    if not _rising(offsets, wide_offsets, 1, bags):
+    if not _rising(offsets, size, 1 + bags * part // parts, bags * (part + 1) // parts):
         return 0
     begin = int64(0)
     for f in range(F):
-        after = _word(offsets + (f + 1) * B * size, wide_offsets)
+        # offsets out of order, which may be for another part to find, are not followed outside the ids
+        after = min(max(_word(offsets + (f + 1) * B * size, size), begin), N)
         n = after - begin
-        if not _inside(ids, wide, begin + n * part // parts, begin + n * (part + 1) // parts, FT[f * FIELDS + ROWS]):
+        if not _inside(ids, id_size, begin + n * part // parts, begin + n * (part + 1) // parts, FT[f * FIELDS + ROWS]):
             return 0
         begin = after
     return 1

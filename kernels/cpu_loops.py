@@ -12,16 +12,30 @@ nothing may reassociate them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
 from numba import float32, int64, uint64
-from numba.core import cgutils
 from numba.core import types as numba_types
-from numba.extending import intrinsic
 
+from .cpu_vectors import (
+    AHEAD,
+    FORM,
+    LANES,
+    LINE,
+    VECTORS,
+    add_narrow,
+    add_row,
+    add_wide,
+    begin_row,
+    called,
+    compiled,
+    fma,
+    prefetch_read,
+    prefetch_row,
+    taken,
+)
 from .features import BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS
 from .numba_parts import f4, i8, pointer
 from .transpose import CHUNK
@@ -41,27 +55,15 @@ LEVELS = 8  # of chunks of chunks: 32 ** 7 ids of one row
 BUCKET = 512  # ids of a bucket, about
 _BUCKET_BITS = 11  # buckets of a table, at most
 DENSE = 16  # ids a row from which a row has a bucket of its own
-_LINE = 16  # fp32 in a cache line
-_AHEAD = 16  # rows whose memory is asked for before they are needed
 _SMALL = 24  # entries up to which insertion sort is the faster
 DIGITS = 1 << 9  # values of the digits that the radix sort sorts by
-_LANES = 16  # fp32 of a vector
-_VECTORS = 4  # vectors of sums that stay in registers
 
 # to type checkers these are functions of fewer arguments, and types without Tuple
-_intrinsic: Any = intrinsic
 _types: Any = numba_types
-_ir: Any = cgutils.ir
 _carray: Any = numba.carray
 
 # numba keeps code under the name of its function and sees changes of this file only, not of where these come from
-_MARK = "-".join(map(str, (BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS, CHUNK)))
-
-
-def compiled(**options: Any) -> Callable[[Any], Any]:
-    """numba.njit for other loops, which is compiled where it is called."""
-    # LLVM takes these for too long to inline, and a call costs more than a row
-    return numba.njit(nogil=True, error_model="numpy", forceinline=True, **options)  # type: ignore[no-any-return]
+_MARK = "-".join(map(str, (BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS, CHUNK, FORM)))
 
 
 def work(function: Any) -> Any:
@@ -72,143 +74,6 @@ def work(function: Any) -> Any:
     except RuntimeError:
         # no place to keep it: neither beside this file nor in the home of the user can anything be written
         return numba.cfunc(_types.void(int64), error_model="numpy")(function)
-
-
-def called(function: Any) -> Any:
-    """numba.njit for what is long and rarely called: compiled once for all loops of this file that call it."""
-    return numba.njit(nogil=True, error_model="numpy")(function)
-
-
-@_intrinsic
-def _taken(typing: Any, address: Any, place: Any) -> Any:
-    """The number at a place of a job, which becomes one more: no two threads see the same."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        counter = builder.inttoptr(args[0], _ir.IntType(64).as_pointer())
-        counter = builder.gep(counter, [args[1]])
-        return builder.atomic_rmw("add", counter, _ir.Constant(_ir.IntType(64), 1), "acq_rel")
-
-    return int64(int64, int64), generate
-
-
-def _prefetches(writes: int) -> Any:
-    @_intrinsic
-    def prefetch(typing: Any, array: Any, at: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            _ask(builder, builder.gep(data, [args[1]]), writes)
-            return context.get_dummy_value()
-
-        return _types.void(array, _types.int64), generate
-
-    return prefetch
-
-
-def _ask(builder: Any, pointer: Any, writes: int) -> None:
-    byte, number = _ir.IntType(8).as_pointer(), _ir.IntType(32)
-    call = builder.module.declare_intrinsic(
-        "llvm.prefetch", [byte], _ir.FunctionType(_ir.VoidType(), [byte, number, number, number])
-    )
-    # to read or to write, to keep in all caches, data
-    hints = [_ir.Constant(number, value) for value in (writes, 3, 1)]
-    builder.call(call, [builder.bitcast(pointer, byte), *hints])
-
-
-_prefetch_read, _prefetch = _prefetches(0), _prefetches(1)
-
-
-def _row_adders(vectors: int) -> Any:
-    """Sums over some rows of as many columns as so many vectors have, which stay in registers meanwhile."""
-
-    @_intrinsic
-    def add_rows(typing: Any, at: Any, n: Any, gradient: Any, factor: Any, total: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            at, n, gradient, factor, total = args
-            i64, f32 = _ir.IntType(64), _ir.FloatType()
-            vector = _ir.VectorType(f32, _LANES)
-            fma = cgutils.get_or_insert_function(
-                builder.module, _ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{_LANES}f32"
-            )
-            at, factor = (builder.inttoptr(p, t.as_pointer()) for p, t in ((at, i64), (factor, f32)))
-            gradient, total = (builder.inttoptr(p, f32.as_pointer()) for p in (gradient, total))
-            lanes = [_ir.Constant(i64, _LANES * k) for k in range(vectors)]
-            zero, none = _ir.Constant(i64, 0), _ir.Constant(vector, None)
-            unset = _ir.Constant(vector, _ir.Undefined)
-            scaled = builder.icmp_unsigned("!=", builder.ptrtoint(factor, i64), zero)
-
-            def loop(scales: bool) -> None:
-                # at least one row is there
-                before, body, end = builder.block, builder.append_basic_block(), builder.append_basic_block()
-                builder.branch(body)
-                builder.position_at_end(body)
-                i = builder.phi(i64)
-                i.add_incoming(zero, before)
-                sums = [builder.phi(vector) for _ in lanes]
-                row = builder.gep(gradient, [builder.load(builder.gep(at, [i]))])
-                ahead = builder.gep(at, [builder.add(i, _ir.Constant(i64, _AHEAD))])
-                ahead = builder.gep(gradient, [builder.load(ahead)])
-                if scales:
-                    scale = builder.insert_element(
-                        unset, builder.load(builder.gep(factor, [i])), _ir.Constant(_ir.IntType(32), 0)
-                    )
-                    scale = builder.shuffle_vector(
-                        scale, unset, _ir.Constant(_ir.VectorType(_ir.IntType(32), _LANES), None)
-                    )
-                for lane, old in zip(lanes, sums, strict=True):
-                    old.add_incoming(none, before)
-                    x = builder.load(builder.bitcast(builder.gep(row, [lane]), vector.as_pointer()), align=4)
-                    old.add_incoming(builder.call(fma, [scale, x, old]) if scales else builder.fadd(old, x), body)
-                    _ask(builder, builder.gep(ahead, [lane]), 0)
-                following = builder.add(i, _ir.Constant(i64, 1))
-                i.add_incoming(following, body)
-                builder.cbranch(builder.icmp_signed("<", following, n), body, end)
-                builder.position_at_end(end)
-                for lane, old in zip(lanes, sums, strict=True):
-                    place = builder.bitcast(builder.gep(total, [lane]), vector.as_pointer())
-                    builder.store(old.incomings[1][0], place, align=4)
-
-            with builder.if_else(scaled) as (then, otherwise):
-                with then:
-                    loop(True)
-                with otherwise:
-                    loop(False)
-            return context.get_dummy_value()
-
-        return _types.void(int64, int64, int64, int64, int64), generate
-
-    return add_rows
-
-
-_add_wide, _add_narrow = _row_adders(_VECTORS), _row_adders(1)
-
-
-@_intrinsic
-def _fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z in fp32, rounded once, as the torch path and the kernels have it."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fma(*args)
-
-    return _types.float32(_types.float32, _types.float32, _types.float32), generate
-
-
-@compiled()
-def _prefetch_row(array: Any, at: int, dim: int) -> None:
-    for d in range(0, dim, _LINE):
-        _prefetch(array, at + d)
-
-
-# numba compiles what an assignment of slices says of unequal shapes for seconds: rows are copied by loops
-@compiled()
-def _begin(total: Any, row: Any) -> None:
-    for d in range(total.shape[0]):
-        total[d] = float32(0) + row[d]
-
-
-@compiled()
-def _add(total: Any, row: Any) -> None:
-    for d in range(total.shape[0]):
-        total[d] += row[d]
 
 
 @work
@@ -295,7 +160,7 @@ def count(address: int) -> None:
     I, O = i8(job[IDS], N), i8(job[OFFSETS], bags + 1)
     FT, places, borders = i8(job[FEATURES], F * FIELDS), i8(job[PLAN], 2 * F), i8(job[BORDERS], slices + 1)
     while True:
-        part = _taken(address, COUNTING)
+        part = taken(address, COUNTING)
         if part >= slices:
             return
         counts = i8(job[COUNTS] + 8 * part * buckets, buckets)
@@ -307,7 +172,7 @@ def count(address: int) -> None:
             for i in range(max(O[bag], 0), min(O[bag + 1], N)):
                 if uint64(I[i]) < rows:
                     counts[first + (I[i] >> shift)] += 1
-        if _taken(address, COUNTED) == slices - 1:
+        if taken(address, COUNTED) == slices - 1:
             _place(address)
 
 
@@ -324,7 +189,7 @@ def scatter(address: int) -> None:
     FT, plans, borders = i8(job[FEATURES], F * FIELDS), i8(job[PLAN], 2 * F), i8(job[BORDERS], slices + 1)
     entries, source, scale = i8(job[ENTRIES], job[TOTAL]), i8(job[SOURCE], N), f4(job[SCALE], N)
     while True:
-        part = _taken(address, SCATTERING)
+        part = taken(address, SCATTERING)
         if part >= slices:
             return
         places = i8(job[COUNTS] + 8 * part * buckets, buckets)
@@ -400,7 +265,7 @@ def _sum_chunk(entries: Any, first: int, last: int, job: Any, total: Any, at: An
     """Gradients of entries first ... last - 1, CHUNK at most, come to lie in `total` [dim], added one after another."""
     n, dim, scaled = last - first, total.shape[0], job[SCALE] != 0
     source, scale = i8(job[SOURCE], job[N_IDS]), f4(job[SCALE], job[N_IDS])
-    there = min(entries.shape[0] - first, n + _AHEAD)
+    there = min(entries.shape[0] - first, n + AHEAD)
     for j in range(there):
         at[j] = _at(entries[first + j])
     if scaled:
@@ -408,22 +273,22 @@ def _sum_chunk(entries: Any, first: int, last: int, job: Any, total: Any, at: An
             factor[j] = scale[at[j]]
         for j in range(there):
             at[j] = source[at[j]]
-    for j in range(there, n + _AHEAD):
+    for j in range(there, n + AHEAD):
         at[j] = at[n - 1]
     d, where, factors = 0, at.ctypes.data, factor.ctypes.data if scaled else 0
-    while d + _VECTORS * _LANES <= dim:
-        _add_wide(where, n, job[GRADIENT] + 4 * d, factors, total.ctypes.data + 4 * d)
-        d += _VECTORS * _LANES
-    while d + _LANES <= dim:
-        _add_narrow(where, n, job[GRADIENT] + 4 * d, factors, total.ctypes.data + 4 * d)
-        d += _LANES
+    while d + VECTORS * LANES <= dim:
+        add_wide(where, n, job[GRADIENT] + 4 * d, factors, total.ctypes.data + 4 * d)
+        d += VECTORS * LANES
+    while d + LANES <= dim:
+        add_narrow(where, n, job[GRADIENT] + 4 * d, factors, total.ctypes.data + 4 * d)
+        d += LANES
     for k in range(d, dim):
         total[k] = float32(0)
     if d < dim:
         for j in range(n):
             row = f4(job[GRADIENT] + 4 * at[j], dim)
             for k in range(d, dim):
-                total[k] = _fma(factor[j], row[k], total[k]) if scaled else total[k] + row[k]
+                total[k] = fma(factor[j], row[k], total[k]) if scaled else total[k] + row[k]
 
 
 @called
@@ -431,9 +296,9 @@ def _carry(sums: Any, used: Any, level: int, dim: int) -> None:
     """The sum at level - 1 is complete: add it at `level`, and what becomes complete there further up."""
     while True:
         if used[level] == 0:
-            _begin(sums[level, :dim], sums[level - 1, :dim])
+            begin_row(sums[level, :dim], sums[level - 1, :dim])
         else:
-            _add(sums[level, :dim], sums[level - 1, :dim])
+            add_row(sums[level, :dim], sums[level - 1, :dim])
         used[level] += 1
         if used[level] < CHUNK:
             return
@@ -453,7 +318,7 @@ def _finish(sums: Any, used: Any, dim: int) -> None:
                 used[level] = 0
                 _carry(sums, used, level + 1, dim)
             else:
-                _begin(sums[0, :dim], sums[level, :dim])
+                begin_row(sums[0, :dim], sums[level, :dim])
                 return
 
 
@@ -477,35 +342,35 @@ def _memory(job: Any, worker: int) -> Any:
     used = job[SCRATCH] + 8 * worker * job[SCRATCH_WORDS]
     at, factor, digits = (
         used + 8 * LEVELS,
-        used + 8 * (LEVELS + CHUNK + _AHEAD),
-        used + 8 * (LEVELS + 2 * CHUNK + _AHEAD),
+        used + 8 * (LEVELS + CHUNK + AHEAD),
+        used + 8 * (LEVELS + 2 * CHUNK + AHEAD),
     )
     other = digits + 8 * DIGITS
     sums = other + 8 * job[LARGEST]
     return (
-        _carray(pointer(sums), (LEVELS, dim), np.float32), i8(used, LEVELS), i8(at, CHUNK + _AHEAD), f4(factor, CHUNK),
+        _carray(pointer(sums), (LEVELS, dim), np.float32), i8(used, LEVELS), i8(at, CHUNK + AHEAD), f4(factor, CHUNK),
         i8(digits, DIGITS), i8(other, job[LARGEST]),
     )  # fmt: skip
 
 
 def scratch_words(largest: int, widest: int) -> int:
     """Words of 8 bytes that one thread works in."""
-    return LEVELS + 2 * CHUNK + _AHEAD + DIGITS + largest + LEVELS * widest // 2 + 8
+    return LEVELS + 2 * CHUNK + AHEAD + DIGITS + largest + LEVELS * widest // 2 + 8
 
 
 @work
 def sum_blocks(address: int) -> None:
     """Sums of blocks, of CHUNK ** 2 entries each, of one long run: entries FOUND[0] ... FOUND[1] - 1."""
     job = i8(address, TABLES)
-    sums, used, at, factor, _, _ = _memory(job, _taken(address, WORKERS))
+    sums, used, at, factor, _, _ = _memory(job, taken(address, WORKERS))
     begin, end, dim, step = i8(job[FOUND], 2)[0], i8(job[FOUND], 2)[1], job[WIDEST], CHUNK * CHUNK
     entries = i8(job[ENTRIES] + 8 * begin, end - begin)
     while True:
-        block = _taken(address, UPDATING)
+        block = taken(address, UPDATING)
         if block >= job[TASKS]:
             return
         _sum_run(entries, block * step, min((block + 1) * step, end - begin), job, dim, sums, used, at, factor)
-        _begin(f4(job[BLOCKS] + 4 * block * dim, dim), sums[0])
+        begin_row(f4(job[BLOCKS] + 4 * block * dim, dim), sums[0])
 
 
 @work
@@ -517,10 +382,10 @@ def join_blocks(address: int) -> None:
     for level in range(LEVELS):
         used[level] = 0
     for block in range(job[TASKS]):
-        _begin(sums[1], f4(job[BLOCKS] + 4 * block * dim, dim))
+        begin_row(sums[1], f4(job[BLOCKS] + 4 * block * dim, dim))
         _carry(sums, used, 2, dim)
     _finish(sums, used, dim)
-    _begin(f4(job[BLOCKS], dim), sums[0])
+    begin_row(f4(job[BLOCKS], dim), sums[0])
 
 
 def _apply(w: Any, g: Any, states: Any, at: int, row: int, numbers: Any) -> None:
@@ -558,7 +423,7 @@ def update_buckets(address: int) -> None:
     [RUNS, 3].
     """
     job, tables = i8(address, TABLES), i8(address + 8 * TABLES, 2 + 2 * _STATES)
-    sums, used, positions, factor, digits, other = _memory(job, _taken(address, WORKERS))
+    sums, used, positions, factor, digits, other = _memory(job, taken(address, WORKERS))
     numbers, decay, scaled, long = f4(job[NUMBERS], job[N_NUMBERS]), job[DECAY], job[SCALE] != 0, job[LONG]
     FT, places = i8(job[FEATURES], job[N_FEATURES] * FIELDS), i8(job[PLAN], 2 * job[N_FEATURES])
     owners = i8(job[OWNERS], job[BUCKETS])
@@ -566,7 +431,7 @@ def update_buckets(address: int) -> None:
     factor_of_decay = numbers[numbers.shape[0] - 1]
     tasks, total = job[TASKS], job[TOTAL]
     while True:
-        task = _taken(address, UPDATING)
+        task = taken(address, UPDATING)
         if task >= tasks:
             return
         # buckets that begin among this task's entries
@@ -584,11 +449,11 @@ def update_buckets(address: int) -> None:
             while i < n:
                 row, end = _row(mine[i]), i + 1
                 # every row once: runs of equal entries make i jump
-                while soon < min(i + _AHEAD + 1, n):
+                while soon < min(i + AHEAD + 1, n):
                     ahead = _row(mine[soon])
                     if soon == 0 or ahead != _row(mine[soon - 1]):
                         there = base + ahead * dim
-                        _prefetch_row(W, there, dim)
+                        prefetch_row(W, there, dim)
                         _prefetch_states(states, there, first_row + ahead, dim)
                     soon += 1
                 while end < n and _row(mine[end]) == row:
@@ -596,14 +461,14 @@ def update_buckets(address: int) -> None:
                 at = base + row * dim
                 w = W[at : at + dim]
                 if end - i > long:
-                    found = i8(job[FOUND] + 24 * _taken(address, RUNS), 3)
+                    found = i8(job[FOUND] + 24 * taken(address, RUNS), 3)
                     found[0], found[1], found[2] = begin + i, begin + end, f
                 elif end - i == 1 and not scaled and decay == 0:
                     # most rows of most batches: their gradient is read where it is
-                    if i + _AHEAD < n:
-                        soon_read = f4(job[GRADIENT] + 4 * _at(mine[i + _AHEAD]), dim)
-                        for d in range(0, dim, _LINE):
-                            _prefetch_read(soon_read, d)
+                    if i + AHEAD < n:
+                        soon_read = f4(job[GRADIENT] + 4 * _at(mine[i + AHEAD]), dim)
+                        for d in range(0, dim, LINE):
+                            prefetch_read(soon_read, d)
                     _apply(w, f4(job[GRADIENT] + 4 * _at(mine[i]), dim), states, at, first_row + row, numbers)
                 else:
                     g = sums[0, :dim]

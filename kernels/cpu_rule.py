@@ -22,16 +22,18 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
+from numba import float32
 
 from . import cpu_loops
-from .cpu_loops import _prefetch, _prefetch_row, compiled, work
+from .cpu_loops import work
+from .cpu_vectors import compiled, prefetch, prefetch_row
 from .numba_parts import f4
 from .rule import Rule, absolute, exp, log, maximum, minimum, row_mean, row_sum, sign, sqrt, where
 
 
 @compiled()
 def _sign(x: Any) -> Any:
-    return np.float32(1) if x > 0 else np.float32(-1) if x < 0 else x * np.float32(0)
+    return float32(1) if x > 0 else float32(-1) if x < 0 else x * float32(0)
 
 
 @compiled()
@@ -119,7 +121,7 @@ def _source(rule: Rule) -> tuple[str, dict[str, Any]]:
     names = {name: _of_element(value) for name, value in outer.items() if name not in split.sums}
     names |= {
         "_fp32": np.float32, "_inlined": compiled(), "_reordered": compiled(fastmath={"reassoc", "nsz"}),
-        "_prefetch": _prefetch, "_prefetch_row": _prefetch_row, "_f4": f4,
+        "_prefetch": prefetch, "_prefetch_row": prefetch_row, "_f4": f4,
     }  # fmt: skip
     return "\n".join(texts), names
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from . import configs
 from .cpu_lookup import bag_sums, offsets_are_good
 from .features import FIRST_ROW, ROWS, Segment, batch_size, column_offsets, linear_rows
 from .transpose import CHUNK, Transposed, key_dtype, position_in_run, transpose_index
@@ -61,7 +62,7 @@ def row_gradients(
         matrix, source = _gradient_matrix(index.bag[low:high], grad, segment.dim, dims, batch)
     else:
         matrix, source = grad, index.position[low:high]
-    block = max(1, _BLOCK_ELEMENTS // segment.dim)
+    block = max(1, configs.cpu("update_block_elements", _BLOCK_ELEMENTS) // segment.dim)
     while keys.shape[0]:
         # CHUNK is a power of two, and a remainder takes longer than all else here
         head = (position_in_run(keys, counts)[1] & (CHUNK - 1) == 0).nonzero().squeeze(1)

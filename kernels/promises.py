@@ -62,6 +62,7 @@ REGISTERS = {
     r"pooled_lookup ": 80,
     r"weight_gradient |check_ids ": 96,
     r"dense_bmm |jagged_bmm ": 200,
+    r"row_keys |mark |chunk ": 128,
     r"softmax |softmax_gradient |vector_product |by_rows |by_vectors ": 96,
     r"unary_chunk |quantize_rows ": 96,
     # NVIDIA's compiler keeps to 80

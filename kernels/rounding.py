@@ -56,6 +56,12 @@ def _mixed(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def salt_in_kernel(seed, step):  # type: ignore[no-untyped-def]
+    # of which 32 bits are used
+    return tl.load(seed) + tl.load(step) * 0x9E3779B1
+
+
+@triton.jit
 def rounded_stochastically(w, row, d, salt, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     # w [C, D] fp32, row [C] int64, d [D]; HALF: fp16, else bf16
     seeds = _mixed((row * 0x9E3779B1 + salt).to(tl.uint32))
@@ -70,8 +76,8 @@ def rounded_stochastically(w, row, d, salt, HALF: tl.constexpr):  # type: ignore
     return tl.where(tl.abs(w) < float("inf"), up, w)
 
 
-def rounds(dtype: torch.dtype, salt: Any) -> int:
+def rounds(dtype: torch.dtype, seed: Any) -> int:
     """How a kernel rounds rows of this dtype: 0 to nearest, 1 to bf16 and 2 to fp16 stochastically."""
-    if salt is None or dtype == torch.float32:
+    if seed is None or dtype == torch.float32:
         return 0
     return 2 if dtype == torch.float16 else 1

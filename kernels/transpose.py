@@ -62,11 +62,11 @@ def position_in_run(keys: Tensor, dtype: torch.dtype = torch.int64) -> tuple[Ten
     return at, at - torch.where(begins, at, 0).cummax(0).values
 
 
-def chunks_of(keys: Tensor, low: int, high: int) -> Chunks:
-    """Cut the runs of equal keys in [low, high) into chunks; keys [n] sorted, others are ignored."""
+def chunks_of(keys: Tensor, low: int, high: int, most: int = CHUNK) -> Chunks:
+    """Cut the runs of equal keys in [low, high) into chunks of `most`; keys [n] sorted, others are ignored."""
     n, device = keys.shape[0], keys.device
     at, in_run = position_in_run(keys)
-    head = (in_run % CHUNK == 0) & (keys >= low) & (keys < high)
+    head = (in_run % most == 0) & (keys >= low) & (keys < high)
     number = head.cumsum(0)
     count = number[-1:]
     # everything that is not a head writes to entry n, which nobody reads
@@ -78,8 +78,8 @@ def chunks_of(keys: Tensor, low: int, high: int) -> Chunks:
     last = at + 1 >= count
     long = (at < count) & ~(opens[:n] & (opens[1:] | last))
     slot = torch.where(long, long.cumsum(0) - 1, -1)
-    # a run of more than CHUNK positions has fewer than 2 / CHUNK chunks a position
-    slots = 2 * n // CHUNK + 1
+    # a run of more than `most` positions has fewer than 2 / most chunks a position
+    slots = 2 * n // most + 1
     next_keys = keys.new_full((slots + 1,), high)
     next_keys.scatter_(0, torch.where(long, slot, slots), torch.where(long, row, high))
     return Chunks(start, row, slot, count, next_keys[:slots])

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import cpu_compiled
+from . import configs, cpu_compiled
 from ._op import PERSISTENT_PROGRAMS, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .bounds import OK, is_clean, new_guard
 from .cpu_update import row_gradients, transpose_index_cpu
 from .features import (
-    COLUMN,
     FIRST_ROW,
     MEAN,
     ROWS,
@@ -30,9 +29,10 @@ from .features import (
     table_rows,
     unflatten_segments,
 )
-from .rounding import round_stochastically, rounded_stochastically, rounds, salt_of
+from .rounding import round_stochastically, rounded_stochastically, rounds, salt_in_kernel, salt_of
+from .row_chunks import HASH, ROW, SLOT, RowChunks, row_chunks
 from .rule import Rule, rule_named
-from .transpose import Chunks, Transposed, chunks_of, levels_for, transpose_index
+from .transpose import CHUNK, Transposed, transpose_index
 
 # how weight decay enters a step: not at all; g + decay * w; w - lr * decay * w
 DECAYS = ("none", "l2", "decoupled")
@@ -145,45 +145,81 @@ def _segment_rows(flat: Tensor, segment: Segment, kind: str) -> Tensor:
 
 @triton.jit
 def _gradient_rows(grad, src, scale, at, d, live, in_row, ALIGN: tl.constexpr, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    begin = tl.load(src + at, mask=live, other=0).to(tl.int64) * ALIGN
+    begin = tl.multiple_of(tl.load(src + at, mask=live, other=0), [ALIGN])
     row = tl.load(grad + begin[:, None] + d[None, :], mask=live[:, None] & in_row[None, :], other=0.0).to(tl.float32)
     if HAS_SCALE:
         row = row * tl.load(scale + at, mask=live, other=0.0)[:, None]
     return row
 
 
+@triton.jit
+def _sums(partial, at, D, d, live, in_row):  # type: ignore[no-untyped-def]
+    return tl.load(partial + (at * D)[:, None] + d[None, :], mask=live[:, None] & in_row[None, :], other=0.0)
+
+
+@triton.jit
+def _lower_bound(sorted_numbers, n, wanted, steps):  # type: ignore[no-untyped-def]
+    """How many of n ascending numbers are less than the wanted one."""
+    low = n * 0
+    high = n
+    for _ in range(0, steps):
+        middle = (low + high) // 2
+        less = tl.load(sorted_numbers + middle, mask=low < high, other=wanted) < wanted
+        high = tl.where(less, high, middle)
+        low = tl.where(less, middle + 1, low)
+    return low
+
+
 # programs is an argument because a compiler spills tl.num_programs, which it cannot read again, and not an argument
-@triton.jit(do_not_specialize=["low", "programs"])
-def _update_kernel(W, states, partial, start, row_of, hash_of, slot_of, n_chunks, src, scale, grad, numbers, salt, guard, low, programs, D, NONE: tl.constexpr, RULE: tl.constexpr, KINDS: tl.constexpr, NUMBERS: tl.constexpr, TAKES_ROW: tl.constexpr, DECAY: tl.constexpr, ROUNDS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, SRC_ALIGN: tl.constexpr, FILLED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+@triton.jit(do_not_specialize=["low", "high", "stride", "steps", "programs"])
+def _update_kernel(W, states, partial, chunks, n_chunks, src, scale, grad, numbers, seed, step, guard, low, high, stride, steps, programs, D, NONE: tl.constexpr, RULE: tl.constexpr, KINDS: tl.constexpr, NUMBERS: tl.constexpr, TAKES_ROW: tl.constexpr, DECAY: tl.constexpr, ROUNDS: tl.constexpr, HAS_SCALE: tl.constexpr, UPPER: tl.constexpr, ONE_SEGMENT: tl.constexpr, CHUNK: tl.constexpr, ROW: tl.constexpr, SLOT: tl.constexpr, HASH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, SRC_ALIGN: tl.constexpr, FILLED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     # a bad batch changes no row: it has no chunks
     clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE) & (tl.load(guard + 2) == NONE)
     n = tl.where(clean, tl.load(n_chunks), 0).to(tl.int32)
+    first = n * 0
+    if not ONE_SEGMENT:
+        # the segment's chunks lie between those of narrower and of wider tables
+        first = _lower_bound(chunks + ROW * stride, n, low, steps)
+        n = _lower_bound(chunks + ROW * stride, n, high, steps)
     D = multiple(D, ALIGN)
     d = tl.arange(0, BLOCK_D)
     # a row that fills the tile needs no mask, and the registers of none
     in_row = tl.full((BLOCK_D,), True, tl.int1) if FILLED else d < D
-    for c0 in range(tl.program_id(0) * BLOCK_C, n, programs * BLOCK_C):
+    for c0 in range(first + tl.program_id(0) * BLOCK_C, n, programs * BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
         live = c < n
-        begin = tl.load(start + c, mask=live, other=0)
-        length = (tl.load(start + c + 1, mask=live, other=0) - begin).to(tl.int32)
+        begin = tl.load(chunks + c, mask=live, other=0)
+        length = (tl.load(chunks + c + 1, mask=live, other=0) - begin).to(tl.int32)
+        longest = tl.max(length, 0)
         g = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
-        for i in range(0, tl.max(length, 0), 4):
-            g0 = _gradient_rows(grad, src, scale, begin + i, d, i < length, in_row, SRC_ALIGN, HAS_SCALE)
-            g1 = _gradient_rows(grad, src, scale, begin + i + 1, d, i + 1 < length, in_row, SRC_ALIGN, HAS_SCALE)
-            g2 = _gradient_rows(grad, src, scale, begin + i + 2, d, i + 2 < length, in_row, SRC_ALIGN, HAS_SCALE)
-            g3 = _gradient_rows(grad, src, scale, begin + i + 3, d, i + 3 < length, in_row, SRC_ALIGN, HAS_SCALE)
-            g = (((g + g0) + g1) + g2) + g3
-        slot = tl.load(slot_of + c, mask=live, other=-1)
+        if UPPER:
+            # partial sums lie one after another; those of CHUNK are added before they are added to what was before
+            for j in range(0, longest, CHUNK):
+                part = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
+                for i in range(j, tl.minimum(j + CHUNK, longest), 4):
+                    g0 = _sums(grad, begin + i, D, d, i < length, in_row)
+                    g1 = _sums(grad, begin + i + 1, D, d, i + 1 < length, in_row)
+                    g2 = _sums(grad, begin + i + 2, D, d, i + 2 < length, in_row)
+                    g3 = _sums(grad, begin + i + 3, D, d, i + 3 < length, in_row)
+                    part = (((part + g0) + g1) + g2) + g3
+                g = g + part
+        else:
+            for i in range(0, longest, 4):
+                g0 = _gradient_rows(grad, src, scale, begin + i, d, i < length, in_row, SRC_ALIGN, HAS_SCALE)
+                g1 = _gradient_rows(grad, src, scale, begin + i + 1, d, i + 1 < length, in_row, SRC_ALIGN, HAS_SCALE)
+                g2 = _gradient_rows(grad, src, scale, begin + i + 2, d, i + 2 < length, in_row, SRC_ALIGN, HAS_SCALE)
+                g3 = _gradient_rows(grad, src, scale, begin + i + 3, d, i + 3 < length, in_row, SRC_ALIGN, HAS_SCALE)
+                g = (((g + g0) + g1) + g2) + g3
+        slot = tl.load(chunks + SLOT * stride + c, mask=live, other=-1)
         left = (live & (slot >= 0))[:, None] & in_row[None, :]
-        tl.store(partial + (slot.to(tl.int64) * D)[:, None] + d[None, :], g, mask=left)
+        tl.store(partial + (slot * D)[:, None] + d[None, :], g, mask=left)
 
         # loaded here, they take no registers while rows are gathered
         given = ()
         for k in tl.static_range(NUMBERS):
-            given = given + (tl.load(numbers + k),)  # type: ignore[assignment]
+            given = given + (tl.load(numbers + k).to(tl.float32),)  # type: ignore[assignment]
         whole = live & (slot < 0)
-        row = tl.load(row_of + c, mask=live, other=0).to(tl.int64)
+        row = tl.load(chunks + ROW * stride + c, mask=live, other=0)
         at = (((row - low) * D)[:, None]) + d[None, :]
         mask = whole[:, None] & in_row[None, :]
         w = tl.load(W + at, mask=mask, other=0.0).to(tl.float32)
@@ -207,8 +243,8 @@ def _update_kernel(W, states, partial, start, row_of, hash_of, slot_of, n_chunks
             else:
                 tl.store(states[k] + at, found[k + 1], mask=mask)
         if ROUNDS:
-            number = tl.load(hash_of + c, mask=whole, other=0).to(tl.int64)
-            w = rounded_stochastically(w, number, d, tl.load(salt), ROUNDS == 2)
+            number = tl.load(chunks + HASH * stride + c, mask=whole, other=0)
+            w = rounded_stochastically(w, number, d, salt_in_kernel(seed, step), ROUNDS == 2)
         tl.store(W + at, w.to(W.dtype.element_ty), mask=mask)
 
 
@@ -278,32 +314,35 @@ def _fused_update(
     max_gradient: float | None,
     seed: Tensor | None,
 ) -> None:
+    if runs_kernel(weights):
+        _launch_update(
+            weights, states, step, grad, indices, offsets, per_id_weights, features, dims, unflatten_segments(segments),
+            rule_named(rule), hyper, guard, pooling, decay, max_gradient, seed,
+        )  # fmt: skip
+        return
     step += (guard == OK).all().to(step.dtype)
     if indices.shape[0] == 0 or not segments or grad.shape[0] == 0:
         return
-    # kernels read the guard themselves; the torch path may wait for it
-    if not runs_kernel(weights) and not is_clean(guard):
+    if not is_clean(guard):
         return
-    grad = grad.contiguous() if max_gradient is None else grad.clamp(-max_gradient, max_gradient).contiguous()
-    batch, columns, parts = batch_size(offsets, len(dims)), column_offsets(dims), unflatten_segments(segments)
+    grad = _cut(grad, max_gradient)
+    batch, parts = batch_size(offsets, len(dims)), unflatten_segments(segments)
     update = _Update(weights, states, step, rule_named(rule), hyper, decay, seed, features)
-    if not runs_kernel(weights) and cpu_compiled.update(
+    if cpu_compiled.update(
         weights, states, update.rule, update.numbers, update.decay, grad, indices, offsets, per_id_weights, features,
         dims, parts, pooling,
     ):  # fmt: skip
         return
-    transpose = transpose_index if runs_kernel(weights) or weights.is_cuda else transpose_index_cpu
+    transpose = transpose_index if weights.is_cuda else transpose_index_cpu
     index = transpose(indices, offsets, features, parts)
-    pooled = pooling != "sequence"
     scale = _scale_of_ids(index, offsets, per_id_weights, features, batch, pooling)
     for segment in parts:
-        if runs_kernel(weights):
-            source = _source_elements(index, features, batch, columns[-1]) if pooled else index.position * segment.dim
-            align = _source_alignment(grad, dims if pooled else [segment.dim], segment.dim)
-            _launch(update, segment, grad, index.keys, source, align, scale, guard)
-        else:
-            for rows, g in row_gradients(index, grad.float(), scale, segment, dims, batch, pooled):
-                update.apply(segment, rows, g)
+        for rows, g in row_gradients(index, grad.float(), scale, segment, dims, batch, pooling != "sequence"):
+            update.apply(segment, rows, g)
+
+
+def _cut(grad: Tensor, most: float | None) -> Tensor:
+    return (grad if most is None else grad.clamp(-most, most)).contiguous()
 
 
 def _scale_of_ids(
@@ -316,11 +355,6 @@ def _scale_of_ids(
     averaged = features[index.bag // batch, MEAN]
     lengths = torch.where(averaged != 0, offsets.diff()[index.bag], 1).clamp(min=1)
     return 1 / lengths.float() if scale is None else scale / lengths
-
-
-def _source_elements(index: Transposed, features: Tensor, batch: int, columns: int) -> Tensor:
-    """First element of each id's gradient row in G [B, columns], in row order."""
-    return (index.bag % batch) * columns + features[index.bag // batch, COLUMN]
 
 
 def _source_alignment(grad: Tensor, dims: Sequence[int], dim: int) -> int:
@@ -353,40 +387,88 @@ def update_tile(dim: int, scale: int = 1) -> tuple[int, int, int]:
     return chunks * scale, block_d, warps * scale
 
 
-def _launch(
-    update: _Update,
-    segment: Segment,
+def _launch_update(
+    weights: Tensor,
+    states: list[Tensor],
+    step: Tensor,
     grad: Tensor,
-    keys: Tensor,
-    source: Tensor,
-    source_align: int,
-    scale: Tensor | None,
+    indices: Tensor,
+    offsets: Tensor,
+    per_id_weights: Tensor | None,
+    features: Tensor,
+    dims: list[int],
+    segments: list[Segment],
+    rule: Rule,
+    hyper: Tensor,
     guard: Tensor,
+    pooling: str,
+    decay: str,
+    max_gradient: float | None,
+    seed: Tensor | None,
 ) -> None:
-    dim, rule = segment.dim, update.rule
-    align = row_alignment(dim, 4)
-    block_c, block_d, warps = update_tile(dim)
-    table = update.weights[segment.base :]
-    states = tuple(
-        state if kind == "row" else state[segment.base :] for state, kind in zip(update.states, rule.kinds, strict=True)
+    seed = None if weights.dtype == torch.float32 else seed
+    # a batch without a gradient is a step on no row
+    ids = indices if grad.shape[0] and segments else indices[:0]
+    found = row_chunks(
+        ids, offsets, per_id_weights, features, segments, grad.shape[1], pooling, guard, step, hashed=seed is not None
     )
-    salt, numbers = update.salt, update.numbers
+    if ids.shape[0] == 0:
+        return
+    grad = _cut(grad, max_gradient)
+    numbers = _kernel_numbers(rule, hyper, step, decay)
+    for segment in segments:
+        _launch_segment(
+            segment, weights, states, step, grad, found, dims if pooling != "sequence" else [segment.dim],
+            rule, numbers, guard, decay, seed, len(segments) == 1,
+        )  # fmt: skip
+
+
+def _kernel_numbers(rule: Rule, hyper: Tensor, step: Tensor, decay: str) -> Tensor:
+    """The rule's numbers and the factor of the weight decay, [K + 1], in fp64 where they are the hyper-parameters."""
+    if rule.counts_steps or rule.numbers != tuple(rule.hyper) or decay == "decoupled":
+        return _numbers(rule, hyper, step, decay)
+    return hyper
+
+
+def _launch_segment(
+    segment: Segment,
+    weights: Tensor,
+    states: list[Tensor],
+    step: Tensor,
+    grad: Tensor,
+    found: RowChunks,
+    dims: list[int],
+    rule: Rule,
+    numbers: Tensor,
+    guard: Tensor,
+    decay: str,
+    seed: Tensor | None,
+    alone: bool,
+) -> None:
+    dim, scale = segment.dim, found.scale
+    align, source_align = row_alignment(dim, 4), _source_alignment(grad, dims, dim)
+    table = weights[segment.base :]
+    block_c, block_d, warps, most = configs.update_tile(
+        rule.name, update_tile(dim), PERSISTENT_PROGRAMS, table.dtype, align, table.device
+    )
+    given = tuple(
+        state if kind == "row" else state[segment.base :] for state, kind in zip(states, rule.kinds, strict=True)
+    )
     # rows, gradients, sums and states of 4 elements a thread, or of up to 16
     options = launch_options(warps, 96 if block_c * block_d <= 128 * warps else 128)
-    for _ in range(levels_for(keys.shape[0])):
-        chunks: Chunks = chunks_of(keys, segment.first_row, segment.end_row)
-        partial = torch.empty(chunks.next_keys.shape[0], dim, device=grad.device)
-        hashes = chunks.row if salt is None else update.row_in_table(chunks.row)
-        programs = min(triton.cdiv(keys.shape[0], block_c), PERSISTENT_PROGRAMS)
+    for number, level in enumerate(found.levels):
+        partial = torch.empty(level.slots, dim, device=grad.device)
+        programs = min(triton.cdiv(level.capacity, block_c), most)
         _update_kernel[(programs,)](
-            table, states, partial, chunks.start, chunks.row, hashes, chunks.slot, chunks.total, source // source_align,
-            numbers if scale is None else scale, grad, numbers, numbers if salt is None else salt, guard,
-            segment.first_row, programs, dim, OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row,
-            update.decay, rounds(table.dtype, salt), scale is not None, block_c, block_d, align, source_align,
-            dim == block_d, **options,
+            table, given, partial, level.chunks, found.totals[number:], found.source,
+            numbers if scale is None else scale, grad, numbers, step if seed is None else seed, step, guard,
+            segment.first_row, segment.end_row,
+            level.chunks.shape[1], level.capacity.bit_length(), programs, dim,
+            OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row, DECAYS.index(decay),
+            rounds(table.dtype, seed), scale is not None and number == 0, number > 0, alone, CHUNK, ROW, SLOT, HASH,
+            block_c, block_d, align, source_align if number == 0 else align, dim == block_d, **options,
         )  # fmt: skip
-        keys, grad, scale, source_align = chunks.next_keys, partial, None, align
-        source = torch.arange(keys.shape[0], device=keys.device) * dim
+        grad = partial
 
 
 def lookup_gradient(

@@ -49,6 +49,9 @@ class Counted:
             counts.clear()
 
     def operation(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        if op.namespace == "c10d":
+            # a collective
+            return
         name = str(op._schema.name).removeprefix("aten::")
         count = kernels_of(op, args, kwargs, result)
         if count:

@@ -10,21 +10,26 @@ import gc
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.perf.beside_torchrec import without_numba
 from shardwise.perf.case import Call
 from shardwise.perf.count_launches import CUDA, Counted, pretended
 from shardwise.perf.counted_steps import Step
-from shardwise.perf.counts import allocations, python_calls
+from shardwise.perf.counts import allocations, collectives, python_calls
+from shardwise.sharding.exchange import Exchange
 
 WARM_UP = 3
+# of sharded steps the cheapest of so many: now and then one looks through what earlier collectives were lent
+TURNS = 3
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parent
@@ -74,7 +79,7 @@ def counts_of(step: Step) -> Counts:
             found |= on_host(step, "numba")
         with torch_alone():
             found |= on_host(step, "torch alone")
-        if HAS_TRITON:
+        if HAS_TRITON and step.cuda:
             found |= on_device(step)
     return found
 
@@ -129,7 +134,7 @@ def by_folder(call: Call) -> Counter[str]:
         path = Path(one.file)
         if one.file.startswith(_TORCH):
             found["torch"] += n
-        elif (inside := path.resolve()).is_relative_to(_ROOT):
+        elif path.is_absolute() and (inside := path.resolve()).is_relative_to(_ROOT):
             found[inside.relative_to(_ROOT).parts[0]] += n
         else:
             found["others"] += n
@@ -152,6 +157,55 @@ def on_device(step: Step) -> Counts:
         "copies host to device and back": Count.of(seen.copies),
         "host syncs": Count.of(seen.syncs),
     }
+
+
+def of_ranks(step: Step) -> Counts:
+    """Counts of a step of all ranks of the process group, the same on each; every rank calls this.
+
+    Collectives are those of the rank that calls most; all else is of all ranks together.
+    """
+    counted: Counts = {}
+    with one_thread():
+        if importlib.util.find_spec("numba") is not None:
+            counted |= _of_rank(step, "numba")
+        with torch_alone():
+            counted |= _of_rank(step, "torch alone")
+        if HAS_TRITON and step.cuda:
+            counted |= on_device(step)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, counted)
+    return {name: _together(name, [one[name] for one in found]) for name in counted}
+
+
+def _of_rank(step: Step, path: str) -> Counts:
+    prepare = step.make(torch.device("cpu"))
+    for turn in range(WARM_UP):
+        prepare(turn)()
+    call, before = prepare(WARM_UP), _sent()
+    with _quiet(), collectives() as called:
+        call()
+    sent = _sent() - before
+    turns = []
+    for turn in range(TURNS):
+        call = prepare(WARM_UP + 1 + turn)
+        with _quiet():
+            turns.append(by_folder(call))
+    python = min(turns, key=lambda calls: calls.total())
+    return {"collectives": Count.of(called), "bytes sent": Count(sent), f"python calls, {path}": Count.of(python)}
+
+
+def _together(name: str, counts: Sequence[Count]) -> Count:
+    if name == "collectives":
+        return max(counts, key=lambda one: one.total)
+    parts: Counter[str] = Counter()
+    for one in counts:
+        parts.update(one.parts)
+    return Count.of(parts) if parts else Count(sum(one.total for one in counts))
+
+
+def _sent() -> int:
+    """Bytes that all exchanges of this process have sent."""
+    return sum(one.sent for one in gc.get_objects() if type(one) is Exchange)
 
 
 @contextmanager

@@ -88,5 +88,9 @@ def allocations(run: Callable[[], object]) -> list[int]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiled:
         run()
-    events: Any = profiled.profiler.kineto_results.events()
-    return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
+    recorded: Any = profiled.profiler
+    return [
+        event.nbytes()
+        for event in recorded.kineto_results.events()
+        if event.name() == "[memory]" and event.nbytes() > 0
+    ]

@@ -115,7 +115,7 @@ def fused_update_bytes(
     sums = torch.tensor([_in_sectors(dim * 4, sector, dim * 4) for dim in dims], device=of.device)
     there_and_back["partial"] = int((_partial_sums(hits) * sums[of]).sum())
     reads = {"G": total(upstream, f), "index": 96 * indices.shape[0]}
-    return Traffic(reads | there_and_back, there_and_back)
+    return Traffic(reads | there_and_back, there_and_back | {"index": 56 * indices.shape[0]})
 
 
 def _partial_sums(hits: Tensor) -> Tensor:

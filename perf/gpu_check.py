@@ -4,25 +4,26 @@ Run by `perf/gpu_check.sh`, or as `PYTHONPATH=. python3 -m shardwise.perf.gpu_ch
 is recorded in the JSON and the others go on; with --isolate each runs in a process of its own, because a CUDA fault
 spoils the process in which it happens. `--device cpu --small` proves the script on a machine without a GPU.
 
-Bandwidth is the bytes that each op's module declares over the median time, and its percent of a copy measured in the
-same process. Letters as in the kernels: R rows, D dim, B samples, L ids a bag, N ids, T tables.
+Letters as in the kernels: R rows, D dim, B samples, L ids a bag, N ids, T tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +33,6 @@ from torch import Tensor
 from shardwise.kernels import RULES as DEFINED
 from shardwise.kernels import (
     check_ids,
-    new_guard,
     pooled,
     raise_from_guard,
     sequence,
@@ -41,16 +41,15 @@ from shardwise.kernels import (
 )
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.bounds import OK
-from shardwise.perf import gpu_ops
-from shardwise.perf.batches import Batch, lookup_bytes, make, optimizer, touched_rows, update_bytes
-from shardwise.perf.gpu_quantized import quantized_bandwidth, quantized_correctness
+from shardwise.perf import gpu_ops, gpu_suite, machine
+from shardwise.perf.batches import Batch, lookup_bytes, make, optimizer
+from shardwise.perf.gpu_quantized import quantized_correctness
 from shardwise.perf.gpu_sanitize import sanitizer
 from shardwise.perf.gpu_sizes import GPU, SMALL, Sizes
-from shardwise.perf.timing import copy_bandwidth, gb_per_s, measure, spread, times_us
+from shardwise.perf.timing import copy_bandwidth, gb_per_s, spread, times_us
 
 RULES = [rule for rule in DEFINED if rule != "gradient"]
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # largest relative error of a tensor
-INPUTS = 3  # distinct batches that a measurement rotates through
 
 
 def errors(got: Tensor, expected: Tensor) -> float:
@@ -170,64 +169,6 @@ def same_bits(device: str, sizes: Sizes) -> dict[str, Any]:
     return {"repeats": repeats, "checked": checked}
 
 
-def _rotated(device: str, sizes: Sizes, dim: int, ids: str, **options: Any) -> list[Batch]:
-    """Distinct batches over one set of tables."""
-    tables = [(sizes.rows, dim)] * sizes.tables
-    first = make(device, tables, sizes.batch, sizes.length, ids=ids, **options)
-    options["weights"] = first.weights
-    more = [make(device, tables, sizes.batch, sizes.length, ids=ids, seed=s, **options) for s in range(1, INPUTS)]
-    return [first, *more]
-
-
-def lookup_bandwidth(device: str, sizes: Sizes) -> dict[str, Any]:
-    """Pooled lookup at each dim, uniform and zipf ids; fp16 tables, per-id weights, sequences and checks at one dim."""
-    copy, records = copy_bandwidth(device, sizes.copy_bytes, sizes.repeats)["gb_per_s"], []
-
-    def add(what: str, dim: int, ids: str, calls: list[Callable[[], object]], moved: float) -> None:
-        records.append({"op": what, "dim": dim, "ids": ids, **measure(calls, moved, device, sizes.repeats, copy)})
-
-    for dim in sizes.dims:
-        for ids in ("uniform", "zipf"):
-            batches = _rotated(device, sizes, dim, ids)
-            add("pooled_lookup", dim, ids, [b.lookup for b in batches], _mean(map(lookup_bytes, batches)))
-    dim = sizes.dims[1]
-    for what, options in (
-        ("pooled_lookup fp16", {"dtype": torch.float16}),
-        ("pooled_lookup weighted", {"weighted": True}),
-    ):
-        batches = _rotated(device, sizes, dim, "uniform", **options)
-        add(what, dim, "uniform", [b.lookup for b in batches], _mean(map(lookup_bytes, batches)))
-    batches = _rotated(device, sizes, dim, "uniform")
-    moved, guard, names = _mean(b.ids for b in batches), new_guard(device), [str(t) for t in range(sizes.tables)]
-
-    def rows_of(b: Batch) -> Tensor:
-        return sequence_lookup(b.weights, b.indices, b.offsets, b.features, dim, b.segments)
-
-    def check(b: Batch) -> None:
-        check_ids(b.indices, b.offsets, b.features, guard, names=names)
-
-    add("sequence_lookup", dim, "uniform", [partial(rows_of, b) for b in batches], moved * (2 * dim * 4 + 8 + 16))
-    add("check_ids", dim, "uniform", [partial(check, b) for b in batches], moved * 8 + batches[0].offsets.numel() * 8)
-    return {"copy_gb_per_s": copy, "records": records}
-
-
-def update_bandwidth(device: str, sizes: Sizes) -> dict[str, Any]:
-    """Fused backward and update at each dim, uniform and zipf ids."""
-    copy, records = copy_bandwidth(device, sizes.copy_bytes, sizes.repeats)["gb_per_s"], []
-    for dim in sizes.dims:
-        for ids in ("uniform", "zipf"):
-            batches = _rotated(device, sizes, dim, ids)
-            for rule in ("sgd", "rowwise_adagrad", "adam"):
-                state = optimizer(rule, batches[0])
-                calls = [partial(state.update, b) for b in batches]
-                moved = _mean(update_bytes(b, rule) for b in batches)
-                record = measure(calls, moved, device, sizes.repeats, copy)
-                rows = touched_rows(batches[0])
-                records.append({"op": rule, "dim": dim, "ids": ids, "touched_rows": rows, **record})
-                del state, calls
-    return {"copy_gb_per_s": copy, "records": records}
-
-
 def hot_row(device: str, sizes: Sizes) -> dict[str, Any]:
     """One row hit by all ids against uniform ids: times, and an exact sum."""
     dim, result = sizes.dims[1], {}
@@ -273,47 +214,24 @@ def pinned_table(device: str, sizes: Sizes) -> dict[str, Any]:
     return {"bytes": int(moved), "us": times, "host_gb_per_s": gb_per_s(moved, times["host"]["median"])}
 
 
-def _mean(values: Iterator[float] | Sequence[float] | Any) -> float:
-    listed = [float(value) for value in values]
-    return sum(listed) / len(listed)
-
-
 SECTIONS: dict[str, Callable[[str, Sizes], dict[str, Any]]] = {
     "correctness": correctness,
     "torch_path": torch_path,
     "same_bits": same_bits,
     "copy": lambda device, sizes: copy_bandwidth(device, sizes.copy_bytes, sizes.repeats),
-    "lookup_bandwidth": lookup_bandwidth,
-    "update_bandwidth": update_bandwidth,
     "hot_row": hot_row,
     "pinned_table": pinned_table,
     "quantized_correctness": quantized_correctness,
-    "quantized_bandwidth": quantized_bandwidth,
     **gpu_ops.SECTIONS,
-    "sanitizer": sanitizer,
+    "autotune": gpu_suite.autotune,
+    "suite": gpu_suite.suite,
+    "sanitizer": lambda device, sizes: sanitizer(device, sizes, sizes.sanitizer_s),
 }
-
-
-def machine(device: str) -> dict[str, Any]:
-    """Versions, device and commit."""
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "path": "interpreted kernels" if INTERPRETED else "kernels" if device == "cuda" and HAS_TRITON else "torch",
-        "device": platform.processor() or platform.machine(),
-        "commit": _commit(),
-    }
-    if HAS_TRITON:
-        import triton
-
-        found["triton"] = triton.__version__
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        found["device"] = properties.name
-        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
-        found["multiprocessors"] = properties.multi_processor_count
-    return found
+TIMED = ("copy", "hot_row", "pinned_table", "autotune", "suite")
+# seconds after which a section of a process of its own is ended
+CHECK_S, MOST_S = 170.0, {"copy": 40.0, "hot_row": 60.0, "pinned_table": 40.0, "autotune": 100.0, "suite": 250.0}
+# a section whose result has a "file": where that goes, beside the report
+FILES = {"autotune": "tuned.json", "suite": "perf.json"}
 
 
 def _fitting(sizes: Sizes) -> Sizes:
@@ -322,15 +240,6 @@ def _fitting(sizes: Sizes) -> Sizes:
     while 3 * 4 * sizes.tables * sizes.rows * max(sizes.dims) > half:
         sizes = replace(sizes, rows=sizes.rows // 2)
     return sizes
-
-
-def _commit() -> str | None:
-    try:
-        root = Path(__file__).resolve().parent
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 @contextmanager
@@ -342,22 +251,35 @@ def _recorded(sections: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
     except Exception:
         record["error"] = traceback.format_exc()[-4000:]
     record["seconds"] = round(time.perf_counter() - start, 2)
-    print(f"{name:18} {record['status']:8} {record['seconds']:7.1f} s", flush=True)
+    print(f"{name:22} {record['status']:8} {record['seconds']:7.1f} s", flush=True)
     if "error" in record:
         print(record["error"].strip().splitlines()[-1][:500], flush=True)
+    for line in record.get("result", {}).get("failed", ()):
+        print(f"  {line[:500]}", flush=True)
 
 
 def _isolated(name: str, arguments: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
-    """Run one section in a process of its own and return its record."""
+    """Run one section in a process of its own, with what was tuned before it, and return its record."""
+    tuned = arguments.out.parent / FILES["autotune"]
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "part.json"
         command = [sys.executable, "-m", "shardwise.perf.gpu_check", "--device", arguments.device]
         command += ["--out", str(part), "--sections", name, *(["--small"] if arguments.small else [])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        environment = {**os.environ, **({"SHARDWISE_TUNED": str(tuned)} if tuned.is_file() else {})}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
         if not part.is_file():
             raise RuntimeError(f"exit status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
         found: dict[str, Any] = json.loads(part.read_text())["sections"][name]
         return found
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _path() -> str:
+    """What runs: kernels on a device, interpreted ones, or torch alone."""
+    return "interpreted kernels" if INTERPRETED else "kernels" if torch.cuda.is_available() and HAS_TRITON else "torch"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -378,21 +300,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         time.perf_counter(),
     )
     sections: dict[str, Any] = {}
-    report = {"machine": machine(arguments.device), "sizes": asdict(sizes), "sections": sections}
+    info = {**machine.described(arguments.device, torch.get_num_threads()), "path": _path()}
+    report = {"machine": info, "commit": machine.commit_info(), "sizes": asdict(sizes), "sections": sections}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for name in arguments.sections:
+    lock = Lock()
+
+    def go(name: str) -> None:
         left = arguments.limit_s - (time.perf_counter() - start)
         if left <= 0:
             sections[name] = {"status": "not run", "error": f"the {arguments.limit_s:g} s were used up"}
         else:
             with _recorded(sections, name) as record:
                 if arguments.isolate:
-                    record.update(_isolated(name, arguments, left))
+                    record.update(_isolated(name, arguments, min(left, MOST_S.get(name, CHECK_S))))
                 else:
                     record["result"] = SECTIONS[name](arguments.device, sizes)
-                    record["status"] = "ok"
-        # after every section, so that a machine that goes away leaves what it had
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+                    record["status"] = "failed" if record["result"].get("failed") else "ok"
+                if record.get("result", {}).get("file") and name in FILES:
+                    _write(arguments.out.parent / FILES[name], record["result"]["file"])
+        with lock:
+            # after every section, so that a machine that goes away leaves what it had
+            _write(arguments.out, report)
+
+    # what is timed has the machine for itself; the others mostly wait for compilers
+    checks = [name for name in arguments.sections if name not in TIMED]
+    with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2)) if arguments.isolate else 1) as pool:
+        list(pool.map(go, checks))
+    for name in arguments.sections:
+        if name in TIMED:
+            go(name)
     print(f"wrote {arguments.out}")
     return 0 if all(record["status"] == "ok" for record in sections.values()) else 1
 

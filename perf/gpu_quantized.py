@@ -1,4 +1,4 @@
-"""The part of gpu_check.py that runs the ops on quantized rows on a GPU: against their references, and how fast.
+"""The part of gpu_check.py that holds the ops on quantized rows on a GPU against their references.
 
 Results must be the references' in every bit: they round each product and sum by itself, as the CPU does.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +25,7 @@ from shardwise.kernels.quantize import dequantize_rows_ref, quantize_rows_ref
 from shardwise.kernels.quantized_lookup import quantized_pooled_lookup_ref
 from shardwise.kernels.quantized_sequence import quantized_sequence_lookup_ref
 from shardwise.kernels.row_formats import TABLE_BOUNDARY
-from shardwise.perf.declared_quantized import quantized_pooled_lookup_bytes, quantized_sequence_lookup_bytes
 from shardwise.perf.gpu_sizes import Sizes
-from shardwise.perf.timing import copy_bandwidth, measure
-
-# distinct batches that a measurement rotates through
-INPUTS = 3
 
 
 @dataclass(frozen=True)
@@ -109,35 +103,3 @@ def quantized_correctness(device: str, sizes: Sizes) -> dict[str, Any]:
             assert all(same), f"pooled and in sequence, {format}, D={dim}: {same}"
             compared += 2 + 3 * max(1, len(kind.scale_dtypes))
     return {"compared": compared}
-
-
-def quantized_bandwidth(device: str, sizes: Sizes) -> dict[str, Any]:
-    """Pooled lookup of every format at each dim, sequences and quantizing at one dim; uniform ids."""
-    copy, records = copy_bandwidth(device, sizes.copy_bytes, sizes.repeats)["gb_per_s"], []
-
-    def add(what: str, format: str, dim: int, calls: list[Callable[[], object]], moved: int) -> None:
-        records.append({"op": what, "format": format, "dim": dim, **measure(calls, moved, device, sizes.repeats, copy)})
-
-    for format, kind in ROW_FORMATS.items():
-        for dim in sizes.dims:
-            batches = _rotated(device, format, sizes, dim)
-            where = (kind, batches[0].scales, batches[0].indices, batches[0].offsets)
-            moved = quantized_pooled_lookup_bytes(*where, None, batches[0].features).bytes_moved
-            add("quantized_pooled_lookup", format, dim, [b.pooled for b in batches], moved)
-        dim = sizes.dims[-1]
-        batches = _rotated(device, format, sizes, dim)
-        where = (kind, batches[0].scales, batches[0].indices, batches[0].offsets)
-        moved = quantized_sequence_lookup_bytes(*where, batches[0].features).bytes_moved
-        add("quantized_sequence_lookup", format, dim, [b.sequence for b in batches], moved)
-        if kind.parts:
-            weights = torch.randn(sizes.rows, dim, device=device)
-            moved = sizes.rows * (dim * 4 + kind.bytes_moved(dim))
-            make_rows = partial(torch.ops.shardwise.quantize_rows, weights, format, kind.scale_dtype)
-            add("quantize_rows", format, dim, [make_rows], moved)
-    return {"copy_gb_per_s": copy, "records": records}
-
-
-def _rotated(device: str, format: str, sizes: Sizes, dim: int) -> list[Batch]:
-    """Distinct batches over one set of tables."""
-    first = make(device, format, sizes.tables, sizes.rows, dim, sizes.batch, sizes.length)
-    return [replace(first, indices=(first.indices + shift) % sizes.rows) for shift in range(INPUTS)]

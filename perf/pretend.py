@@ -89,6 +89,9 @@ class Pretend(Tensor):
         _DATA.__set__(self, other)
         self.host = other.host
 
+    def untyped_storage(self) -> Any:
+        return self.host.untyped_storage()
+
     def data_ptr(self) -> int:
         # memory begins where CUDA's allocator aligns it
         return 512 + int(self.host.storage_offset()) * self.host.itemsize
@@ -101,6 +104,9 @@ class Pretend(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is _ATEN._has_compatible_shallow_copy_type.default:
+            # one stand-in may take the place of another
+            return True
         raise RuntimeError(f"{func} on a tensor of a device that is not there, outside of `pretended`")
 
 
@@ -258,6 +264,9 @@ def _wrapped(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+    for one in written:
+        if isinstance(one, Pretend) and (one.shape, one.stride()) != (one.host.shape, one.host.stride()):
+            _DATA.__set__(one, Pretend(one.host))
     if len(schema.returns) and all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns):
         return written[0] if len(schema.returns) == 1 else tuple(written)
     return tree_map(lambda one: Pretend(one) if isinstance(one, Tensor) else one, result)
@@ -291,7 +300,7 @@ def pretended(seen: Seen) -> Iterator[None]:
 
     jit = importlib.import_module("triton.runtime.jit").JITFunction
     lift = torch._C._only_lift_cpu_tensors()
-    cuda: list[tuple[str, Any]] = [("_lazy_init", lambda: None), ("Event", _Event)]
+    cuda: list[tuple[str, Any]] = [("_lazy_init", lambda: None), ("is_available", lambda: True), ("Event", _Event)]
     with ExitStack() as stack:
         stack.enter_context(patch.object(jit, "run", noted))
         for name, stand_in in cuda:

@@ -140,8 +140,10 @@ def plan_of(side: Side, collection: Any, shape: Shape, strategy: str, world: int
             one = side.row_wise()
         elif kind == "data_parallel":
             one = side.data_parallel()
-        else:
+        elif kind in ("column_wise", "table_column_wise"):
             one = side.column_wise(ranks=[t % world, (t + 1) % world])
+        else:
+            raise ValueError(f"no table is sharded {strategy!r}")
         made[f"t{t - first}"] = one
     plan = side.construct_module_sharding_plan(
         collection, made, sharder, local_size=world, world_size=world, device_type="cpu"

@@ -166,24 +166,6 @@ def gb_per_s(bytes_moved: float, us: float) -> float:
     return four_digits(bytes_moved / us / 1e3)
 
 
-def measure(
-    calls: Sequence[Callable[[], object]], bytes_moved: float, device: str, repeats: int, copy_gb_s: float
-) -> dict[str, Any]:
-    """Times of eager calls and of graph replays, and the bandwidth of the better median."""
-    record: dict[str, Any] = {"bytes": int(bytes_moved), "eager_us": spread(times_us(calls, device, repeats))}
-    best = record["eager_us"]["median"]
-    if device == "cuda":
-        try:
-            record["graph_us"] = spread(times_us(graphs_of(calls), device, repeats))
-            best = min(best, record["graph_us"]["median"])
-        except Exception as error:
-            record["graph_error"] = repr(error)[:500]
-            torch.cuda.synchronize()
-    record["gb_per_s"] = gb_per_s(bytes_moved, best)
-    record["percent_of_copy"] = four_digits(100 * record["gb_per_s"] / copy_gb_s)
-    return record
-
-
 def copy_bandwidth(device: str, nbytes: int, repeats: int) -> dict[str, Any]:
     """Read plus write of a copy between two buffers, larger than any cache."""
     pairs = [[torch.zeros(nbytes // 4, device=device) for _ in range(2)] for _ in range(2)]

@@ -24,9 +24,11 @@ from shardwise.kernels.bounds import check_ids
 from shardwise.perf.batches import Batch, optimizer
 from shardwise.perf.tuner import File, Found, OutOfTimeError, same_bits
 from shardwise.perf.tuner_inputs import FLOATS, batches_of, checked
-from shardwise.perf.workloads import Workload, equal, tiny
+from shardwise.perf.workloads import Workload, equal, fitted, tiny
 
 MARGIN = 0.03
+# of all tables together
+MEMORY = 2 << 30
 _FACTORS = (0.125, 0.25, 0.5, 2, 4, 8)
 
 
@@ -48,7 +50,8 @@ def workloads_of(dims: Sequence[int], lengths: Sequence[int], *, small: bool) ->
 def shapes_of(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Shape]:
     """A lookup with the check of its ids, and a rowwise Adagrad step, for each workload and float dtype."""
     found = []
-    for workload in workloads:
+    # all of them are held at once, their gradients and a copy beside them
+    for workload in (fitted(one, MEMORY // max(len(workloads), 1)) for one in workloads):
         for dtype in (name for name in dtypes if name in FLOATS):
             # one workload's tables would throw another's out of the caches anyway
             batches = batches_of(workload, FLOATS[dtype], "cpu")
@@ -93,17 +96,10 @@ def settings_of(shapes: Sequence[Shape]) -> dict[str, tuple[int, list[Shape]]]:
     return found
 
 
-def values_of(setting: str, heuristic: int, threads: int) -> list[int]:
+def values_of(setting: str, heuristic: int) -> list[int]:
     """Values to try beside the heuristic's."""
     low, high = configs.CPU_LIMITS[setting]
-    if setting.endswith("_threads"):
-        tried = [2**n for n in range(threads.bit_length()) if 2**n < threads]
-    elif setting.endswith("_bits"):
-        tried = [heuristic + n for n in (-2, -1, 1, 2)]
-    elif heuristic < 8:
-        tried = [0, 1, 2, 4, 8]
-    else:
-        tried = [int(heuristic * factor) for factor in _FACTORS]
+    tried = [0, 1, 2, 4, 8] if heuristic < 8 else [int(heuristic * factor) for factor in _FACTORS]
     return [value for value in tried if low <= value <= high and value != heuristic]
 
 
@@ -124,7 +120,7 @@ def tune(
     kept, dropped = [heuristic], []
     with configs.forced(cpu={**best, setting: heuristic}):
         expected = [shape.result() for shape in shapes]
-    for value in values_of(setting, heuristic, torch.get_num_threads()):
+    for value in values_of(setting, heuristic):
         with configs.forced(cpu={**best, setting: value}):
             got = [shape.result() for shape in shapes]
         pairs = [pair for both in zip(got, expected, strict=True) for pair in zip(*both, strict=True)]
@@ -165,7 +161,7 @@ def _taken_us(calls: Sequence[Callable[[], Any]], turn: int) -> float:
 
 
 def tune_all(
-    shapes: Sequence[Shape],
+    settings: Mapping[str, tuple[int, list[Shape]]],
     chosen: Sequence[str],
     *,
     file: File | None,
@@ -179,9 +175,8 @@ def tune_all(
     `tell` hears how many settings are done and which one begins.
     """
     deadline, threads = time.monotonic() + seconds, torch.get_num_threads()
-    settings = settings_of(shapes)
     best: dict[str, int] = {}
-    for number, setting in enumerate(name for name in chosen if name in settings):
+    for number, setting in enumerate(chosen):
         heuristic, concerned = settings[setting]
         tell(number, setting)
         key = {"setting": setting, "threads": threads}

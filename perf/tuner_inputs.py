@@ -38,7 +38,7 @@ INPUTS = 3
 FLOATS = {name: dtype for dtype, name in DTYPES.items()}
 FORMATS = tuple(name for name in ROW_FORMATS if name not in FLOATS)
 # kernels whose work does not depend on how long bags are
-WITHOUT_LENGTH = ("gather", "gather_values", "to_jagged", "index_add")
+WITHOUT_LENGTH = ("gather", "gather_values", "to_jagged", "to_padded", "index_add", "update")
 Call = Callable[[], object]
 
 
@@ -80,15 +80,20 @@ def jobs_of(workloads: Sequence[Workload], dtypes: Sequence[str], *, together: b
         for dtype in dtypes:
             if (kernel in QUANTIZED) != (dtype in FORMATS):
                 continue
-            for workload in workloads:
+            # where the length does not count, the most ids decide
+            for workload in sorted(workloads, key=_mean_length, reverse=kernel.split()[0] in WITHOUT_LENGTH):
                 key = _key(kernel, dtype, workload, every if together else workload.lengths)
                 found.setdefault(key, Job(key, workload))
     return list(found.values())
 
 
+def _mean_length(workload: Workload) -> float:
+    return sum(workload.lengths) / len(workload.lengths)
+
+
 def _key(kernel: str, dtype: str, workload: Workload, lengths: Sequence[float]) -> Key:
     mean = sum(lengths) / len(lengths)
-    length = 1 if kernel in WITHOUT_LENGTH or kernel == "to_padded" else length_class(ceil(1000 * mean), 1000)
+    length = 1 if kernel.split()[0] in WITHOUT_LENGTH else length_class(ceil(1000 * mean), 1000)
     width = workload.dim
     if kernel in QUANTIZED:
         width = unit_count(workload.dim, row_format(dtype))

@@ -53,16 +53,23 @@ def _counts(
 
     from .perf.count_baseline import BASELINE, changes, read, versions, write
     from .perf.count_steps import counts_of, missing
+    from .perf.counted_ranks import STEPS as OF_RANKS
+    from .perf.counted_ranks import counts_of_ranks
     from .perf.counted_steps import STEPS
 
     path, here = baseline or BASELINE, versions()
     # what is wrong with the file is said before anything is counted
     kept = read(path) if path.exists() or (check and not update) else {}
-    chosen = [step for step in STEPS if only.search(step.name)]
+    names = [step.name for step in (*STEPS, *OF_RANKS)]
+    chosen = [name for name in names if only.search(name)]
     if not chosen:
-        raise ValueError(f"no step has {only.pattern!r} in its name; there are: {'; '.join(s.name for s in STEPS)}")
-    progress = track(chosen, "counting", console=Console(stderr=True), transient=True)
-    found = {step.name: counts_of(step) for step in progress}
+        raise ValueError(f"no step has {only.pattern!r} in its name; there are: {'; '.join(names)}")
+    alone = [step for step in STEPS if step.name in chosen]
+    found = {
+        step.name: counts_of(step) for step in track(alone, "counting", console=Console(stderr=True), transient=True)
+    }
+    if len(alone) < len(chosen):
+        found |= counts_of_ranks(chosen)
     before = kept.get(here, {})
     _print(before, found, parts)
     for why in missing():

@@ -181,23 +181,23 @@ def _tune_cpu(
     from .perf import tuner_cpu
     from .perf.workloads import tiny
 
-    # which settings there are is seen from what tiny calls look up
-    known = tuner_cpu.settings_of(tuner_cpu.shapes_of([tiny(one) for one in workloads], dtypes))
+    file = None if dry_run else _file(out, configs.cpu_name(), "cpu", small)
+    # which settings there are is seen from what calls look up
+    shapes = tuner_cpu.shapes_of([tiny(one) for one in workloads] if dry_run else workloads, dtypes)
+    known = tuner_cpu.settings_of(shapes)
     chosen = {name: value for name, (value, _) in known.items() if kernel in name}
     if not chosen:
         raise click.UsageError(f"no setting has {kernel!r} in its name; there are {', '.join(known)}")
-    turns = 2 if small else 9
+    turns, threads = 2 if small else 9, torch.get_num_threads()
     if dry_run:
-        threads = torch.get_num_threads()
         for name, value in chosen.items():
-            tried = tuner_cpu.values_of(name, value, threads)
-            click.echo(f"{name}: {value} against {', '.join(map(str, tried)) or 'nothing'}")
-        click.echo(f"{len(chosen)} settings for {threads} threads, {turns} turns of each value")
+            click.echo(f"{name}: {value} against {', '.join(map(str, tuner_cpu.values_of(name, value)))}")
+        click.echo(
+            f"{len(chosen)} settings for {threads} threads, {turns} turns of each value; larger calls may have more"
+        )
         return
-    file = _file(out, configs.cpu_name(), "cpu", small)
     with _progress(len(chosen)) as tell:
-        shapes = tuner_cpu.shapes_of(workloads, dtypes)
-        found = tuner_cpu.tune_all(shapes, [*chosen], file=file, turns=turns, seconds=seconds, again=again, tell=tell)
+        found = tuner_cpu.tune_all(known, [*chosen], file=file, turns=turns, seconds=seconds, again=again, tell=tell)
         _report(found, file)
 
 

@@ -28,6 +28,7 @@ from shardwise.kernels import (
     pack_features,
     per_id_weight_gradient,
     pooled_lookup,
+    row_chunks,
     sequence_lookup,
     update,
     weight_gradient,
@@ -221,15 +222,18 @@ def test_22_more_ids_than_int32_counts_are_added_to_their_rows() -> None:
     source[-SPARE:] = torch.arange(FAR, n).flip(0)
     scale[-SPARE:], grad[-SPARE:] = 0.5, torch.arange(float(SPARE))
     begin = torch.tensor([n - SPARE, n - SPARE + 30, n - SPARE + 61])
-    row, whole, count = torch.tensor([4, 7]), torch.tensor([-1, -1]), torch.tensor([2])
-    chunks, columns, warps = update.update_tile(1)
+    row, whole, count = torch.tensor([4, 7, 0]), torch.full((3,), -1), torch.tensor([2])
+    columns = {row_chunks.START: begin, row_chunks.ROW: row, row_chunks.SLOT: whole, row_chunks.HASH: row}
+    chunks = torch.stack([columns[field] for field in range(row_chunks.CHUNK_FIELDS)])
+    block_c, block_d, warps = update.update_tile(1)
     with recorded() as launches:
         update._update_kernel[(1,)](
-            W=weights, states=(), partial=numbers, start=begin, row_of=row, hash_of=row, slot_of=whole, n_chunks=count,
-            src=source, scale=scale, grad=grad, numbers=numbers, salt=numbers, guard=new_guard(), low=0, programs=1,
+            W=weights, states=(), partial=numbers, chunks=chunks, n_chunks=count, src=source, scale=scale, grad=grad,
+            numbers=numbers, seed=count, step=count, guard=new_guard(), low=0, high=9, stride=3, steps=2, programs=1,
             D=1, NONE=bounds.OK, RULE=RULES["sgd"].in_triton, KINDS=(), NUMBERS=2, TAKES_ROW=False, DECAY=0, ROUNDS=0,
-            HAS_SCALE=True, BLOCK_C=chunks, BLOCK_D=columns, ALIGN=1, SRC_ALIGN=1,
-            FILLED=columns == 1, num_warps=warps,
+            HAS_SCALE=True, UPPER=False, ONE_SEGMENT=True, CHUNK=32, ROW=row_chunks.ROW, SLOT=row_chunks.SLOT,
+            HASH=row_chunks.HASH, BLOCK_C=block_c, BLOCK_D=block_d, ALIGN=1, SRC_ALIGN=1,
+            FILLED=block_d == 1, num_warps=warps,
         )  # fmt: skip
     assert all(reaches_past(launches[0], name, FAR) for name in ("src", "scale", "grad"))
     expected = torch.zeros(9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -233,6 +235,49 @@ def test_tasks_run_once_each_and_their_error_reaches_the_caller(in_pieces: Calla
         cpu_threads.run([task(n) for n in range(40)])
     failing = False
     assert cpu_threads.run([task(3)]) == [9]
+
+
+@pytest.mark.parametrize("where", ["no OpenMP", "a fork"])
+def test_an_update_has_its_bits_where_threads_of_our_own_do_it(
+    where: str, in_pieces: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    batch = inputs(MANY)
+    alone, _ = trained(batch, "rowwise_adagrad")
+    in_pieces(3)
+    if where == "a fork":
+        monkeypatch.setattr(cpu_threads, "_forked", True)
+    else:
+        monkeypatch.setattr(cpu_threads, "_parallel", lambda: None)
+    asked = []
+    usual = cpu_threads._in_pool
+    monkeypatch.setattr(cpu_threads, "_in_pool", lambda work, threads: (asked.append(threads), usual(work, threads)))
+    divided, _ = trained(batch, "rowwise_adagrad")
+    assert_same_bits(divided, alone)
+    assert asked and set(asked) == {3}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_updates_tables_without_the_threads_of_its_parent(in_pieces: Callable[[int], None]) -> None:
+    """OpenMP waits for ever for threads that a fork did not take along."""
+    pytest.importorskip("numba")
+    batch = inputs(MANY)
+    in_pieces(2)
+    expected, _ = trained(batch, "sgd")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        os._exit(0 if torch.equal(trained(batch, "sgd")[0], expected) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_torch_was_linked_with_an_openmp_that_takes_work() -> None:
+    """Else the update runs on threads that torch's keep from their cores."""
+    if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
+        pytest.skip("torch has no OpenMP here")
+    assert cpu_threads._parallel() is not None
 
 
 @pytest.fixture(params=["as ever", "on torch", "tiny blocks", "tiny blocks of large outputs"])

@@ -97,6 +97,17 @@ def test_views_that_are_not_contiguous_are_read_as_they_are(monkeypatch: pytest.
     assert_same_bits(pooled_lookup(*strided.lookup), on_torch(batch, monkeypatch))
 
 
+def test_offsets_out_of_order_are_not_followed_outside_the_ids(threads: int) -> None:
+    """What reads them raises for them elsewhere; here no memory may be read that is not theirs."""
+    batch = inputs(Case("some", tables=((9, 8), (4, 8)), features=((0, False), (1, True)), batch=5))
+    offsets = batch.offsets
+    least, most = -(2**63), 2**63 - 1
+    far = torch.tensor([0, 2**62, least, -1, 0, 3, most, 1, least, most, len(batch.indices)])
+    for bad in (offsets.flip(0), offsets - 100, offsets * 2**40, far, far.flip(0)):
+        assert pooled_lookup(*replace(batch, offsets=bad).lookup).shape == (5, 16)
+        assert not cpu_lookup.ids_are_good(batch.indices, bad, batch.features, True)
+
+
 def test_the_check_sees_every_id_and_offset(threads: int) -> None:
     """One id or offset made bad at a time, each of them."""
     case = Case("some", tables=((9, 8), (4, 8), (7, 8)), features=((0, False), (1, False), (2, False)), batch=5)

@@ -111,7 +111,7 @@ def test_an_empty_config_stands_for_the_heuristic(tmp_path: Path) -> None:
         ),
         json.dumps({
             "shardwise_tuned": 1, "device": "a", "architecture": "cpu",
-            "cpu": [{"setting": "update_bucket", "threads": 2, "value": 0}],
+            "cpu": [{"setting": "update_tasks", "threads": 2, "value": 0}],
         }),
         json.dumps({
             "shardwise_tuned": 1, "device": "a", "architecture": "cpu",
@@ -159,20 +159,20 @@ def test_an_update_takes_only_chunks_that_leave_a_rows_columns_to_the_same_threa
 ) -> None:
     heuristic, align = update_tile(dim), min(dim & -dim, 4)
     with configs.forced({"update sgd": {"chunks": chunks, "programs": 512}}):
-        found = configs.update_tile("sgd", heuristic, 2112, torch.float32, align, 1, HERE)
+        found = configs.update_tile("sgd", heuristic, 2112, torch.float32, align, HERE)
         assert found == (*scaled, 512)
-        assert configs.update_tile("adam", heuristic, 2112, torch.float32, align, 1, HERE) == (*heuristic, 2112)
+        assert configs.update_tile("adam", heuristic, 2112, torch.float32, align, HERE) == (*heuristic, 2112)
 
 
 def test_settings_of_the_cpu_path_are_those_of_this_cpu_and_number_of_threads(tmp_path: Path) -> None:
     threads, name = torch.get_num_threads(), configs.cpu_name()
-    cpu = [{"setting": "update_bucket", "threads": threads, "value": 1000}]
+    cpu = [{"setting": "update_tasks", "threads": threads, "value": 1000}]
     cpu += [{"setting": "update_long", "threads": threads + 1, "value": 1000}]
     written(tmp_path / "a.json", of=(name, "cpu"), cpu=cpu)
     elsewhere = [{"setting": "lookup_short", "threads": threads, "value": 7}]
     written(tmp_path / "b.json", of=("another CPU", "cpu"), cpu=elsewhere)
     use_configs(tmp_path)
-    found = [configs.cpu(setting, 5) for setting in ("update_bucket", "update_long", "lookup_short")]
+    found = [configs.cpu(setting, 5) for setting in ("update_tasks", "update_long", "lookup_short")]
     assert found == [1000, 5, 5]
 
 

@@ -181,7 +181,7 @@ class QuantizedTables:
         check_ids(ids, offsets, self.checked, guard, names=self.names, fatal=fatal, padded=padded)
         # a graph has nobody to read what it left in a guard: on CUDA its bad ids count as none
         if ids.is_cuda and not traced:
-            self._unread.append(UnreadGuard(guard, ids, offsets))
+            self._unread.append(UnreadGuard(guard).send(ids, offsets))
             if self.policy.strict:
                 self.raise_pending()
 

@@ -39,7 +39,7 @@ from shardwise.perf.beside import Library, Size, contents, difference
 from shardwise.perf.beside_inputs import IDS, batch, columns, dims, rows_of
 from shardwise.perf.beside_ops import BUCKETS, TOLERANCE, D, _op
 from shardwise.perf.case import Call, Case, Ready, Setting
-from shardwise.perf.cases.lookup import EVERY, FULL, INPUTS
+from shardwise.perf.cases.lookup import CUDA, EVERY, FULL, INPUTS
 from shardwise.perf.declared_buckets import block_bucketize_bytes
 from shardwise.perf.declared_dense import to_jagged_bytes, to_padded_bytes
 from shardwise.perf.declared_segments import move_segments_bytes, segment_sum_bytes
@@ -47,7 +47,7 @@ from shardwise.perf.declared_select import jagged_index_select_bytes
 from shardwise.perf.peers import fbgemm, peer_calls
 
 # what is timed, on a CPU and on a GPU, and what the references, some of them loops over bags, are given
-TIMED = {"cpu": Size(26, 2048), "cuda": Size(26, 8192)}
+TIMED = {"cpu": Size(26, 1024), "cuda": Size(26, 8192)}
 CHECKED, SMALL = Size(3, 32), Size(3, 4)
 # the longest of long bags, of which a key has so many times fewer
 LONG, FEWER = 192, 32
@@ -386,10 +386,22 @@ _BOTH_WAYS = "forward and backward"
 # options of an op that change little, and gradients: not in the short suites
 _FULL = (", sequence", ", positions", ", weighted", "bags of bags", _BOTH_WAYS)
 
+# and not on a CPU what has a sibling there that does about the same
+_SIBLINGS = (
+    "permute_1d", "offsets_to_lengths", "jagged_to_padded_dense, ids", "jagged_to_padded_dense, rows, long bags",
+    "padded_dense_to_jagged", "jagged_dense_add_jagged", "jagged_dense_mul", "jagged_jagged_mul",
+    "jagged_jagged_bmm", "permute_segments", "histogram_binning_calibration_by_feature",
+    "generic_histogram_binning_calibration_by_feature",
+)  # fmt: skip
+
+
+def _suites(name: str) -> frozenset[str]:
+    if any(word in name for word in _FULL):
+        return FULL
+    return CUDA if name in _SIBLINGS else EVERY
+
+
 CASES: Sequence[Case] = tuple(
-    Case(
-        operation.name, "jagged", partial(_make, operation=operation),
-        FULL if any(word in operation.name for word in _FULL) else EVERY,
-    )
+    Case(operation.name, "jagged", partial(_make, operation=operation), _suites(operation.name))
     for operation in _OPERATIONS
 )  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.perf import module_quantized
 from shardwise.perf.case import OURS, Case, Ready, Setting
 from shardwise.perf.module_checks import assert_forwards, assert_steps
 from shardwise.perf.module_sides import (
@@ -183,6 +184,8 @@ CASES: Sequence[Case] = (
         )
     ),
     *_trained(PRODUCTION, LARGE, slow=True),
+    Case(f"quantized EBC forward, {FBGEMM_DEFAULT.name}, int8", "module",
+         partial(module_quantized.make, workload=FBGEMM_DEFAULT)),
     Case(f"EC step, {SEQUENCE.name}", "module",
          partial(make, kind=_Kind(Setup(SEQUENCE, rule="sgd", pooled=False), summed=True))),
 )  # fmt: skip

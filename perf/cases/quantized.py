@@ -58,7 +58,8 @@ def _batches(setting: Setting, workload: Workload, format: str) -> tuple[list[Ba
     workload = sized(workload, device, setting.memory_bytes, small=setting.small, bytes_a_row_element=2 * size)
     dim, rows = workload.dim, workload.rows
     width = kind.row_bytes(dim)
-    numbers = torch.randn(_DISTINCT, dim, generator=torch.Generator().manual_seed(0)).to(device)
+    distinct = min(_DISTINCT, sum(rows))
+    numbers = torch.randn(distinct, dim, generator=torch.Generator().manual_seed(0)).to(device)
     some = quantize_rows(numbers, format)
     bases, element = [], 0
     for count in rows:
@@ -68,9 +69,9 @@ def _batches(setting: Setting, workload: Workload, format: str) -> tuple[list[Ba
     scales = some[1].new_zeros(sum(rows), kind.parts)
     planes, features, first = [], [], 0
     for base, count in zip(bases, rows, strict=True):
-        which = torch.arange(first, first + count, device=device) % _DISTINCT
+        which = torch.arange(first, first + count, device=device) % distinct
         own = payload[base : base + count * width].view(count, width), scales[first : first + count]
-        torch.index_select(some[0].view(torch.uint8).view(_DISTINCT, width), 0, which, out=own[0])
+        torch.index_select(some[0].view(torch.uint8).view(distinct, width), 0, which, out=own[0])
         own[1].copy_(some[1][which])
         planes.append(own)
         features.append(Feature(base, count, dim, first))
@@ -238,7 +239,8 @@ CASES: Sequence[Case] = (
     *(
         Case(
             f"quantized_pooled_lookup, {format}, {workload.name}", "quantized",
-            partial(_pooled, workload=workload, format=format), EVERY if workload == FBGEMM_DEFAULT else CUDA,
+            partial(_pooled, workload=workload, format=format),
+            EVERY if workload == FBGEMM_DEFAULT and format in ("int8", "int4") else CUDA,
         )
         for format in ("int8", "int4", "int2", "fp8")
         for workload in (FBGEMM_DEFAULT, PRODUCTION)
@@ -248,11 +250,17 @@ CASES: Sequence[Case] = (
         partial(_sequence, workload=FBGEMM_DEFAULT, format="int8"),
     ),
     *(
-        Case(f"quantize_rows, {format}", "quantized", partial(_quantize, format=format))
+        Case(
+            f"quantize_rows, {format}", "quantized", partial(_quantize, format=format),
+            EVERY if format == "int8" else CUDA,
+        )
         for format in ("int8", "int4", "fp8")
     ),
     *(
-        Case(f"dequantize_rows, {format}", "quantized", partial(_dequantize, format=format))
+        Case(
+            f"dequantize_rows, {format}", "quantized", partial(_dequantize, format=format),
+            EVERY if format == "int8" else CUDA,
+        )
         for format in ("int8", "int4")
     ),
 )  # fmt: skip

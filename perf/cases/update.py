@@ -33,7 +33,7 @@ from shardwise.perf.peers import (
     torch_lookup,
     torch_optimizer,
 )
-from shardwise.perf.workloads import DCNV2, EBC, FBGEMM_DEFAULT, HOT, PRODUCTION, TRACES, WORKLOADS, Workload
+from shardwise.perf.workloads import DCNV2, EBC, FBGEMM_DEFAULT, HOT, PRODUCTION, WORKLOADS, Workload
 
 FLOOR = "distinct rows there and back with their states, a gradient row and 96 bytes of sorting for each id"
 # ids that the reference, a loop over them, is given
@@ -180,7 +180,7 @@ def _ready(
     return Ready(calls, check, moved, floor, peers, notes=notes)
 
 
-_ON_CPU = (EBC[128], PRODUCTION, DCNV2, HOT, TRACES)
+_ON_CPU = (EBC[128], DCNV2, HOT)
 # torch's optimizers take some tenths of a second for a step of these
 _SLOW = ("adagrad", "adam")
 _RULES = [rule for rule in RULES if rule != "gradient" and ":" not in rule]
@@ -190,7 +190,7 @@ CASES: Sequence[Case] = (
         Case(
             f"fused_update, {rule}, {FBGEMM_DEFAULT.name}", "update",
             partial(_update, workload=FBGEMM_DEFAULT, rule=rule),
-            EVERY if rule in ("sgd", "adagrad", "rowwise_adagrad", "adam") else CUDA, slow=rule in _SLOW,
+            EVERY if rule in ("sgd", "rowwise_adagrad", "adam") else CUDA, slow=rule in _SLOW,
         )
         for rule in _RULES
     ),
@@ -207,7 +207,7 @@ CASES: Sequence[Case] = (
     *(
         Case(
             f"lookup and update, {rule}, {workload.name}", "update", partial(_step, workload=workload, rule=rule),
-            EVERY if workload == FBGEMM_DEFAULT or rule == "sgd" else CUDA, slow=rule in _SLOW,
+            CUDA if workload == PRODUCTION or rule == "adam" else EVERY, slow=rule in _SLOW,
         )
         for workload, rules in (
             (FBGEMM_DEFAULT, ("sgd", "adagrad", "rowwise_adagrad", "adam")),

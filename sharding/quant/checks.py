@@ -51,7 +51,7 @@ class IdCheck:
         check_ids(ids, offsets, sizes, guard, names=self._names, fatal=self._fatal, padded=padded)
         # a graph has nobody to read what it left in a guard
         if ids.is_cuda and not torch.compiler.is_compiling():
-            self._unread.append(UnreadGuard(guard, ids, offsets))
+            self._unread.append(UnreadGuard(guard).send(ids, offsets))
             if self._strict:
                 self.raise_pending()
 

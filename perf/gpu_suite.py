@@ -1,0 +1,64 @@
+"""The part of gpu_check.py that tunes the main shapes on the device, then runs the regression suite there.
+
+Both run here without click, rich and pytest-benchmark, which a bare machine does not have. What they find is a part of
+the JSON; gpu_check.py also writes it to files of its own, which `shardwise perf report` and lookups read.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.kernels import configs
+from shardwise.kernels._op import HAS_TRITON
+from shardwise.perf import machine, storage
+from shardwise.perf.case import Setting, chosen
+from shardwise.perf.cases import CASES
+from shardwise.perf.gpu_sizes import Sizes
+from shardwise.perf.measure import BUDGETS, run
+from shardwise.perf.tuner import ROUNDS, File, told, tune_all
+from shardwise.perf.tuner_inputs import fitted_job, jobs_of, workloads_of
+
+
+def autotune(device: str, sizes: Sizes) -> dict[str, Any]:
+    """Tune the kernels for tables of 64 and 128 columns, bags of one id and of 20; has the file of tuned configs."""
+    if not HAS_TRITON:
+        return {"note": "triton is not installed"}
+    jobs = jobs_of(workloads_of([128, 64], [20, 1], small=sizes.small), ["fp32", "fp16", "int8"])
+    found: list[dict[str, Any]] = []
+    dropped: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        file = File(Path(folder) / "tuned.json", *configs.identity(place))
+        rounds, repeats = (1, 1) if sizes.small else (ROUNDS, 20)
+        for one in tune_all(
+            [fitted_job(job, device) for job in jobs], device,
+            file=file, repeats=repeats, rounds=rounds, seconds=sizes.tune_s,
+        ):  # fmt: skip
+            found.append({"entry": one.what, "ratio": round(one.ratio, 3), "config": told(one.config)})
+            dropped += one.dropped
+        tuned = json.loads(file.path.read_text(encoding="utf-8")) if found else None
+    return {"entries": found, "of": len(jobs), "failed": dropped, "file": tuned}
+
+
+def suite(device: str, sizes: Sizes) -> dict[str, Any]:
+    """The cases of the suite "cuda", beside the peers that are importable; has what `shardwise perf run` writes."""
+    peers = frozenset({"torch", *machine.importable_peers()})
+    setting = Setting(device, sizes.small, peers, machine.memory_for_tables(device))
+    cases, load = chosen(CASES, ("cuda",), device), machine.load()
+    budget = BUDGETS[device](sizes.suite_s, 1 if sizes.small else None, sizes.small)
+    measured = run(cases, setting, budget)
+    about = {
+        "suites": ["cuda"], "small": sizes.small, "laps": budget.laps, "peers": sorted(peers), "load": load,
+    }  # fmt: skip
+    info = machine.machine_info(device, torch.get_num_threads())
+    return {
+        "cases": len(measured.records),
+        "failed": [f"{one.name}: {one.error}" for one in measured.failures],
+        "not_run": list(measured.not_run),
+        "file": json.loads(json.dumps(storage.to_json(measured, info, about), default=str)),
+    }
