@@ -270,7 +270,7 @@ class Side:
 def prepared(sides: Mapping[str, Sequence[Call]], budget: Budget, slow: bool) -> dict[str, Side]:
     """Warm all sides up and settle how many calls make a turn of each."""
     took = {who: _warmed(calls, budget.seconds, slow) for who, calls in sides.items()}
-    times = {who: _times(seconds, budget.turn_s) for who, seconds in took.items()}
+    times = {who: _times(seconds, budget.turn_s, len(sides[who])) for who, seconds in took.items()}
     turns = {who: times[who] * seconds for who, seconds in took.items()}
     found = {}
     for who, calls in sides.items():
@@ -280,8 +280,10 @@ def prepared(sides: Mapping[str, Sequence[Call]], budget: Budget, slow: bool) ->
     return found
 
 
-def _times(seconds: float, turn_s: float) -> int:
-    return max(1, min(1000, round(turn_s / max(seconds, 1e-9))))
+def _times(seconds: float, turn_s: float, inputs: int) -> int:
+    """Calls of a turn: one, or so many that each input has as many, because inputs differ."""
+    wanted = min(1000.0, turn_s / max(seconds, 1e-9))
+    return 1 if wanted < 1.5 else -(-round(wanted) // inputs) * inputs
 
 
 def _warmed(calls: Sequence[Call], limit_s: float, slow: bool) -> float:

@@ -76,7 +76,7 @@ def test_short_calls_share_a_turn_and_a_slow_peer_has_few(monkeypatch: pytest.Mo
     )
     assert [time is None for time in lap.times["torch"]] == [False, True, True, True] * 2
     assert lap.times[OURS] == [1e-4] * 8
-    # two warm-ups of both inputs, then ten calls a turn, inputs one after the other
+    # two warm-ups of both inputs, then ten calls a turn, five of each input
     assert sum(who == OURS for who, _ in LOG) == 4 + 10 * 8
     assert all(one != other for one, other in itertools.pairwise(number for who, number in LOG[8:18]))
 
