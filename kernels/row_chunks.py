@@ -6,9 +6,9 @@ transpose.py: chunk c of level 0 is the ids from C_0[START, c] to C_0[START, c +
 the next level partial sums of the one before. Nothing here waits for the device.
 
 Launches: `_row_keys_kernel`, a stable sort, and `_chunk_kernel`, which up to 2048 ids one program does alone,
-and for more ids counts of blocks by `_mark_kernel` precede. torch's sort of up to 4096 keys is two kernels and a copy
-(numbers from 0, the keys, one radix sort in a block); of more int32 keys 7 kernels (numbers from 0, histograms, their
-sums, 4 passes of 8 bits) and 6 memsets, of int64 keys 11 and 10.
+and for more ids counts of blocks by `_mark_kernel` precede. torch's sort of up to 4096 keys is 4 launches (numbers
+from 0, written out, a copy of the keys, one radix sort in a block), of more int32 keys 7 (numbers, a histogram, its
+sums, a pass for every 8 bits) and of int64 keys 11.
 Bytes moved, besides about 96 N for the sort: 72 N read and 56 N written, and the searches for an id's bag among the
 offsets and for the first of equal keys, of which neighbours share the most.
 """

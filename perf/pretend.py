@@ -300,7 +300,12 @@ def pretended(seen: Seen) -> Iterator[None]:
 
     jit = importlib.import_module("triton.runtime.jit").JITFunction
     lift = torch._C._only_lift_cpu_tensors()
-    cuda: list[tuple[str, Any]] = [("_lazy_init", lambda: None), ("is_available", lambda: True), ("Event", _Event)]
+    cuda: list[tuple[str, Any]] = [
+        ("_lazy_init", lambda: None),
+        ("is_available", lambda: True),
+        ("is_current_stream_capturing", lambda: False),
+        ("Event", _Event),
+    ]
     with ExitStack() as stack:
         stack.enter_context(patch.object(jit, "run", noted))
         for name, stand_in in cuda:
