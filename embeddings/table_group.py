@@ -42,7 +42,7 @@ from .policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .row_store import ResidentRows, RowStore
 from .row_sums import RowSums, add_sums, apply_sums, sum_rows
 from .table_layout import LookupFeature, TableShape, lay_out
-from .unread_guard import UnreadGuard
+from .unread_guard import UnreadGuard, capturing, raise_replayed
 
 
 class TableGroup:
@@ -120,6 +120,8 @@ class TableGroup:
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self._unread: UnreadGuard | None = None
         self._spare: UnreadGuard | None = None
+        # whether a graph was captured, whose replays leave their findings in the step's guard
+        self._replayed = False
 
     def _pack_trained(self) -> None:
         # the update sees no row of a frozen table: all ids of it lie outside and count as none
@@ -233,31 +235,38 @@ class TableGroup:
             # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids on CUDA
             return
         fatal = mode is BoundsCheckMode.FATAL
-        self.raise_pending()
+        recorded = ids.is_cuda and capturing()
+        if not recorded:
+            self.raise_pending()
         if ids_pass(ids, offsets, self.checked, padded=padded):
             return
         if not ids.is_cuda:
             check_ids(ids, offsets, self.checked, new_guard(), names=self.names, fatal=fatal, padded=padded)
             return
-        spare, self._spare = self._spare, None
-        if spare is None or torch.cuda.is_current_stream_capturing():
-            spare = UnreadGuard(new_guard(ids.device))
+        spare, found = None, new_guard(ids.device) if recorded else None
+        if found is None:
+            spare, self._spare = self._spare or UnreadGuard(new_guard(ids.device)), None
+            found = spare.guard
         # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
         check_ids(
-            ids, offsets, self.checked, spare.guard, names=self.names, fatal=fatal, padded=padded, step_guard=self.guard
+            ids, offsets, self.checked, found, names=self.names, fatal=fatal, padded=padded, step_guard=self.guard
         )
+        if spare is None:
+            # a replay runs no Python that could read a guard of its own: what it finds stays in the step's
+            self._replayed = True
+            return
         self._unread = spare.send(ids, offsets)
         if self.policy.strict:
             self.raise_pending()
 
     def raise_pending(self) -> None:
         """Raise what an earlier batch left in the guard on CUDA; nothing of that batch was written."""
-        if self._unread is None:
-            return
         unread, self._unread = self._unread, None
-        if not unread.is_raised():
+        if unread is None or not unread.is_raised():
             # the next batch's: no other has it, whatever threads look up at once
-            self._spare = None if unread.is_captured else unread
+            self._spare = unread or self._spare
+            if self._replayed:
+                raise_replayed(self.guard, [table.name for table in self.tables])
             return
         fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
         self.guard.copy_(new_guard())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,11 +14,11 @@ from shardwise.kernels import is_clean, new_guard
 class UnreadGuard:
     """A batch's own guard and its way to the host: read without a wait for anything but its own copy.
 
-    One that was read and is clean may serve another batch, but for one that belongs to a captured graph.
+    One that was read and is clean may serve another batch.
     """
 
     def __init__(self, guard: Tensor) -> None:
-        self.guard, self.is_captured = guard, torch.cuda.is_current_stream_capturing()
+        self.guard = guard
         self._host = torch.empty(3, dtype=torch.int64, pin_memory=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -36,6 +37,32 @@ class UnreadGuard:
     def gradient_is_finite(self) -> bool:
         """Whether the gradients so far were finite; only after `is_raised`."""
         return bool(self._host[2] == new_guard()[2])
+
+
+def capturing() -> bool:
+    """Whether what runs now is recorded as a CUDA graph: then nothing may wait for the device."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def raise_replayed(guard: Tensor, tables: Sequence[str]) -> None:
+    """Raise and clear what replays of a captured graph left in a step's guard, if anything; waits for the device.
+
+    The batch is not known any more: its buffers may hold another by now.
+
+    Raises:
+        IndexError, ValueError, FloatingPointError: an id, an offset, a gradient was bad.
+    """
+    # host sync: nothing of a replay comes to the host by itself
+    if is_clean(guard):
+        return
+    bad_id, bad_offset, _ = (place != found for place, found in zip(guard.tolist(), new_guard().tolist(), strict=True))
+    guard.copy_(new_guard())
+    what = f"a captured graph was replayed with a batch that is bad, and tables {', '.join(tables)} stayed as they were"
+    if bad_id:
+        raise IndexError(f"{what}: an id is outside its table")
+    if bad_offset:
+        raise ValueError(f"{what}: offsets decrease, do not begin at 0, or do not end at the number of ids")
+    raise FloatingPointError(f"{what}: a gradient is not finite")
 
 
 def next_raised(unread: deque[UnreadGuard]) -> UnreadGuard | None:

@@ -22,7 +22,11 @@ from kernel_inputs import (
 )
 from torch import Tensor
 
-from shardwise.kernels import check_ids, fused_update, is_clean, pooled_lookup
+from shardwise import KeyedJaggedTensor
+from shardwise.embeddings.unread_guard import raise_replayed
+from shardwise.kernels import check_ids, fused_update, is_clean, new_guard, pooled_lookup
+from shardwise.perf import gpu_ops
+from shardwise.perf.gpu_sizes import SMALL
 
 CAPACITY = 160
 TABLES = Case(
@@ -100,3 +104,37 @@ def test_a_recorded_step_trains_on_batches_of_any_size(device: str, rule: str) -
         for mine, theirs in zip(state.states, eager.states, strict=True):
             assert_same_bits(mine, theirs)
     assert len(sizes) > 1 and is_clean(state.guard) and state.step.item() == 5
+
+
+@pytest.mark.parametrize(
+    ("place", "error"), [(0, IndexError), (1, ValueError), (2, FloatingPointError)], ids=["id", "offset", "gradient"]
+)
+def test_what_replays_left_in_the_guard_is_raised_and_cleared(place: int, error: type[Exception]) -> None:
+    guard = new_guard()
+    raise_replayed(guard, ["a", "b"])
+    guard[place] = 3
+    with pytest.raises(error, match="replayed with a batch that is bad, and tables a, b stayed as they were"):
+        raise_replayed(guard, ["a", "b"])
+    assert is_clean(guard)
+
+
+@pytest.mark.gpu
+def test_a_collection_trains_in_a_captured_graph_and_a_bad_replay_raises_at_check() -> None:
+    where = torch.device("cuda")
+    found = gpu_ops.graph_capture("cuda", SMALL)
+    assert found["captured"]
+    model = gpu_ops._collection("cuda")
+    batch = gpu_ops._batch(0, "cuda")
+    ids = batch.values().clone()
+    held = KeyedJaggedTensor(batch.keys(), ids, lengths=batch.lengths(), offsets=batch.offsets())
+
+    def step() -> None:
+        model(held).values().sum().backward()
+
+    replay = recorded(step, where)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids[2] = 10**6
+    replay()
+    with pytest.raises(IndexError, match="replayed"):
+        model.check()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
