@@ -279,6 +279,9 @@ def _noted() -> Iterator[dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]]
         for module in _MODULES:
             if hasattr(module, "runs_kernel"):
                 patches.enter_context(patch.object(module, "runs_kernel", lambda tensor: True))
+            if hasattr(module, "direct"):
+                # past the dispatcher there is no kernel
+                patches.enter_context(patch.object(module, "direct", lambda *tensors: False))
             for name, kernel in kernels_of(module):
                 patches.enter_context(patch.object(module, f"_{name}_kernel", _Note(name, kernel, noted)))
         yield noted
