@@ -6,17 +6,17 @@ when they are copied to their columns of the output. All give the same bits. Let
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 from . import configs, numba_loops
-from .cpu_threads import run
+from .cpu_threads import call, spread
 from .features import BASE, MEAN, ROWS, batch_size, column_offsets, linear_rows, table_rows
 from .huge_pages import HUGE_PAGE, in_huge_pages
 
@@ -76,7 +76,7 @@ def _new(batch: int, columns: int) -> Tensor:
 
 
 def _by_loop(
-    loop: Callable[..., Any],
+    loop: Callable[[], int],
     weights: Tensor,
     indices: Tensor,
     offsets: Tensor,
@@ -98,12 +98,15 @@ def _by_loop(
     return out
 
 
-def _in_parts(loop: Callable[..., Any], arguments: tuple[int, ...], many: bool) -> Any:
-    """The least of what the parts of a loop return; more parts than threads, so that none waits long for another."""
+def _in_parts(loop: Callable[[], int], arguments: tuple[int, ...], many: bool) -> bool:
+    """Run a loop, by all threads if there is much to do; whether it found nothing bad."""
     threads = torch.get_num_threads()
-    if not many or threads == 1:
-        return loop(*arguments, 0, 1)
-    return min(run([partial(loop, *arguments, part, 4 * threads) for part in range(4 * threads)]))
+    # more parts than threads, so that none waits long for another
+    parts = 4 * threads if many and threads > 1 else 1
+    job = array("q", (parts, 0, 0, *arguments))
+    divide = call if parts == 1 else spread
+    divide(loop(), job.buffer_info()[0])
+    return not job[2]
 
 
 def _by_samples(
@@ -230,7 +233,7 @@ def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: boo
             indices.data_ptr(), indices.itemsize, offsets.data_ptr(), offsets.itemsize, features.data_ptr(),
             count, batch, ids, int(padded),
         )  # fmt: skip
-        return bool(_in_parts(loops.ids_are_good, arguments, ids > configs.cpu("check_alone_ids", _ALONE_IDS)))
+        return _in_parts(loops.ids_are_good, arguments, ids > configs.cpu("check_alone_ids", _ALONE_IDS))
     end = int(offsets[-1])
     if count == 0 or not offsets_are_good(offsets, indices.shape[0], padded):
         return False

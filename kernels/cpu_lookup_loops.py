@@ -13,12 +13,17 @@ from numba.core import cgutils
 from numba.core import types as numba_types
 from numba.extending import intrinsic, models, register_model
 
+from .cpu_vectors import taken
 from .features import BASE, COLUMN, DIM, FIELDS, MEAN, ROWS
-from .numba_parts import compiled, i4, i8
+from .numba_parts import compiled, i4, i8, worker
 
 _AHEAD = 20  # rows whose memory is asked for before they are needed
 _LINE = 64  # bytes of a cache line
 FP32, FP16, BF16 = 0, 1, 2
+# A loop's job, some int64: into how many parts it is divided, how many were taken, whether one found something bad;
+# then the arguments of a lookup or a check, in the order in which the loops name them. All threads call a loop with the
+# same job.
+PARTS, TAKEN, BAD, LOOKUP, CHECK = 0, 1, 2, 15, 12
 
 # to type checkers these are functions of fewer arguments, and types without Type
 _intrinsic: Any = intrinsic
@@ -262,19 +267,31 @@ def _pooled(kind: int, W: int, ids: int, id_size: int, offsets: int, size: int, 
     return 0
 
 
-@compiled(int64(*[int64] * 14))
-def pooled_fp32(W: int, ids: int, id_size: int, offsets: int, size: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
-    return _pooled(FP32, W, ids, id_size, offsets, size, P, features, out, F, B, N, C, part, parts)
+@compiled(inline=True)
+def _pooled_parts(kind: int, address: int) -> None:
+    job = i8(address, LOOKUP)
+    while True:
+        part = taken(address, TAKEN)
+        if part >= job[PARTS]:
+            return
+        W, ids, id_size, offsets, size, P = job[3], job[4], job[5], job[6], job[7], job[8]
+        features, out, F, B, N, C = job[9], job[10], job[11], job[12], job[13], job[14]
+        _pooled(kind, W, ids, id_size, offsets, size, P, features, out, F, B, N, C, part, job[PARTS])
 
 
-@compiled(int64(*[int64] * 14))
-def pooled_fp16(W: int, ids: int, id_size: int, offsets: int, size: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
-    return _pooled(FP16, W, ids, id_size, offsets, size, P, features, out, F, B, N, C, part, parts)
+@worker
+def pooled_fp32(address: int) -> None:
+    _pooled_parts(FP32, address)
 
 
-@compiled(int64(*[int64] * 14))
-def pooled_bf16(W: int, ids: int, id_size: int, offsets: int, size: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
-    return _pooled(BF16, W, ids, id_size, offsets, size, P, features, out, F, B, N, C, part, parts)
+@worker
+def pooled_fp16(address: int) -> None:
+    _pooled_parts(FP16, address)
+
+
+@worker
+def pooled_bf16(address: int) -> None:
+    _pooled_parts(BF16, address)
 
 
 @compiled(inline=True)
@@ -308,8 +325,8 @@ def _rising(offsets: int, size: int, first: int, last: int) -> Any:
     return fallen >= 0
 
 
-@compiled(int64(*[int64] * 11))
-def ids_are_good(ids: int, id_size: int, offsets: int, size: int, features: int, F: int, B: int, N: int, padded: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+@compiled(inline=True)
+def _are_good(ids: int, id_size: int, offsets: int, size: int, features: int, F: int, B: int, N: int, padded: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
     """1 if nothing is wrong with this part of the offsets and of each feature's ids, else 0."""
     FT, bags = i8(features, F * FIELDS), F * B
     end = _word(offsets + bags * size, size)
@@ -326,3 +343,17 @@ def ids_are_good(ids: int, id_size: int, offsets: int, size: int, features: int,
             return 0
         begin = after
     return 1
+
+
+@worker
+def ids_are_good(address: int) -> None:
+    """Leave in BAD whether something is wrong."""
+    job = i8(address, CHECK)
+    while True:
+        part = taken(address, TAKEN)
+        if part >= job[PARTS]:
+            return
+        ids, id_size, offsets, size, features = job[3], job[4], job[5], job[6], job[7]
+        if not _are_good(ids, id_size, offsets, size, features, job[8], job[9], job[10], job[11], part, job[PARTS]):
+            # whichever thread says it
+            job[BAD] = 1

@@ -6,6 +6,7 @@ A tensor as an address (`data_ptr()`) costs a call a twentieth of what it costs 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numba
@@ -48,6 +49,23 @@ def compiled(*signature: Any, inline: bool = False) -> Callable[[Any], Any]:
         return first
 
     return decorate
+
+
+def worker(function: Any) -> Callable[[], int]:
+    """Gives the address of a C function of a job's address, which threads call (cpu_threads.py); compiled when it is
+    first asked for, and kept on disk where that can be written."""
+    function.__qualname__ += f"_{_FORM}"
+
+    @cache
+    def made() -> Any:
+        kind = _types.void(_types.int64)
+        try:
+            return numba.cfunc(kind, cache=True, error_model="numpy")(function)
+        except RuntimeError:
+            # no place to keep it: neither beside its file nor in the home of the user can anything be written
+            return numba.cfunc(kind, error_model="numpy")(function)
+
+    return lambda: made().address
 
 
 @_intrinsic
