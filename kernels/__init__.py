@@ -44,7 +44,8 @@ from .sequence import sequence_lookup
 from .softmax import jagged_softmax
 from .unary_embeddings import batched_unary_embeddings
 from .unique import JaggedUnique, Unique, jagged_unique, unique_ids
-from .update import DECAYS, fused_update
+from .update import fused_update
+from .update_step import DECAYS
 from .vector_product import jagged_vector_product
 from .weight_gradient import per_id_weight_gradient
 

@@ -6,6 +6,7 @@ Shapes: G [B, sum of dims] or [N, D] upstream gradient, keys [N] row numbers sor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from .cpu_lookup import bag_sums, offsets_are_good
 from .features import FIRST_ROW, ROWS, Segment, batch_size, column_offsets, linear_rows
 from .transpose import CHUNK, Transposed, key_dtype, position_in_run, transpose_index
 
-# Rows that are summed and updated at a time: 1 MB of gradients
-_BLOCK_ELEMENTS = 1 << 18
+# Rows that are summed and updated at a time: half a MB of gradients, which the C library keeps when it is freed
+_BLOCK_ELEMENTS = 1 << 17
 
 
 def transpose_index_cpu(indices: Tensor, offsets: Tensor, features: Tensor, segments: Sequence[Segment]) -> Transposed:
@@ -73,15 +74,21 @@ def row_gradients(
         long = same_as_last[:-1] | same_as_last[1:]
         partial = []
         sums = matrix[:0]
-        for first in range(0, keys.shape[0], block):
-            cuts, inner = bounds[first : first + block + 1], long[first : first + block]
-            ids = slice(int(cuts[0]), int(cuts[-1]))
-            sums = bag_sums(matrix, source[ids], cuts - cuts[0], None if scale is None else scale[ids])
-            if bool(inner.any()):
+        rows, cuts = keys.long(), [*range(0, keys.shape[0], block), keys.shape[0]]
+        at = torch.tensor(cuts)
+        # read at once, because each read costs as much as an operator
+        ends = bounds[at].tolist()
+        found = torch.cat([long.new_zeros(1, dtype=torch.int64), long.cumsum(0)])[at].tolist()
+        for number, (first, last) in enumerate(pairwise(cuts)):
+            begin, end = ends[number : number + 2]
+            of_ids, mine = bounds[first : last + 1], rows[first:last]
+            of_ids = of_ids - begin if begin else of_ids
+            sums = bag_sums(matrix, source[begin:end], of_ids, None if scale is None else scale[begin:end])
+            if found[number] != found[number + 1]:
+                inner = long[first:last]
                 partial.append(sums[inner])
-                yield keys[first : first + block][~inner].long(), sums[~inner]
-            else:
-                yield keys[first : first + block].long(), sums
+                mine, sums = mine[~inner], sums[~inner]
+            yield mine, sums
         keys, scale = keys[long], None
         matrix, source = torch.cat([*partial, sums[:0]]), torch.arange(keys.shape[0], device=keys.device)
 

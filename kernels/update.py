@@ -17,7 +17,7 @@ from torch import Tensor
 from . import configs, cpu_compiled
 from ._op import PERSISTENT_PROGRAMS, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
 from .bounds import OK, is_clean, new_guard
-from .cpu_update import copy_rows, row_gradients, transpose_index_cpu
+from .cpu_update import row_gradients, transpose_index_cpu
 from .features import (
     FIRST_ROW,
     MEAN,
@@ -26,16 +26,13 @@ from .features import (
     batch_size,
     column_offsets,
     row_alignment,
-    table_rows,
     unflatten_segments,
 )
-from .rounding import round_stochastically, rounded_stochastically, rounds, salt_in_kernel, salt_of
+from .rounding import rounded_stochastically, rounds, salt_in_kernel
 from .row_chunks import HASH, ROW, SLOT, RowChunks, row_chunks
 from .rule import Rule, rule_named
 from .transpose import CHUNK, Transposed, transpose_index
-
-# how weight decay enters a step: not at all; g + decay * w; w - lr * decay * w
-DECAYS = ("none", "l2", "decoupled")
+from .update_step import DECAYS, Step, numbers_of
 
 
 def fused_update_ref(
@@ -62,7 +59,7 @@ def fused_update_ref(
         return
     step += 1
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
-    update = _Update(weights, states, step, rule_named(rule), hyper, decay, seed, features)
+    update = Step(weights, states, step, rule_named(rule), hyper, decay, seed, features)
     grad = grad.float() if max_gradient is None else grad.float().clamp(-max_gradient, max_gradient)
     for segment in unflatten_segments(segments):
         dense = torch.zeros(segment.end_row - segment.first_row, segment.dim, device=grad.device)
@@ -82,65 +79,6 @@ def fused_update_ref(
                     touched[first_row - segment.first_row + row] = True
         rows_hit = torch.nonzero(touched).squeeze(1)
         update.apply(segment, rows_hit, dense[rows_hit])
-
-
-class _Update:
-    """One optimizer step: what it changes, and its numbers, which come to be on the device."""
-
-    def __init__(
-        self,
-        weights: Tensor,
-        states: Sequence[Tensor],
-        step: Tensor,
-        rule: Rule,
-        hyper: Tensor,
-        decay: str,
-        seed: Tensor | None,
-        features: Tensor,
-    ) -> None:
-        self.weights, self.states, self.rule, self.decay = weights, list(states), rule, DECAYS.index(decay)
-        self.numbers = _numbers(rule, hyper, step, decay)
-        self.salt = None if seed is None or weights.dtype == torch.float32 else salt_of(seed, step)
-        # where each table begins: its rows are hashed by their own numbers, whatever tables lie before it
-        self.first_rows = features[:, FIRST_ROW].sort().values if self.salt is not None else None
-
-    def apply(self, segment: Segment, rows: Tensor, g: Tensor) -> None:
-        """The rule by torch, in place: rows [U] distinct rows of the segment, g [U, D] fp32 their gradients."""
-        table = table_rows(self.weights, segment.base, segment.end_row - segment.first_row, segment.dim)
-        w = table.index_select(0, rows).float()
-        numbers, factor = self.numbers[:-1], self.numbers[-1]
-        if self.decay == 1:
-            g = g + factor * w
-        elif self.decay == 2:
-            w = w - factor * w
-        kept = [_segment_rows(state, segment, kind) for state, kind in zip(self.states, self.rule.kinds, strict=True)]
-        w, *new = self.rule.apply(w, g, [state.index_select(0, rows) for state in kept], numbers)
-        for state, value in zip(kept, new, strict=True):
-            copy_rows(state, rows, value)
-        if self.salt is not None:
-            w = round_stochastically(w, table.dtype, self.row_in_table(rows + segment.first_row), self.salt)
-        copy_rows(table, rows, w.to(table.dtype))
-
-    def row_in_table(self, rows: Tensor) -> Tensor:
-        """Numbers of rows within their tables, from their numbers among all rows of W."""
-        assert self.first_rows is not None
-        table = torch.searchsorted(self.first_rows, rows.long(), right=True) - 1
-        return rows - self.first_rows[table.clamp(min=0)]
-
-
-def _numbers(rule: Rule, hyper: Tensor, step: Tensor, decay: str) -> Tensor:
-    """The rule's numbers and the factor of the weight decay, [K + 1] fp32."""
-    factor = hyper[-1:]
-    if decay == "decoupled":
-        factor = factor * hyper[list(rule.hyper).index("lr")]
-    return torch.cat([rule.values(hyper[:-1], step), factor.float()])
-
-
-def _segment_rows(flat: Tensor, segment: Segment, kind: str) -> Tensor:
-    rows = segment.end_row - segment.first_row
-    if kind == "row":
-        return flat[segment.first_row : segment.end_row, None]
-    return table_rows(flat, segment.base, rows, segment.dim)
 
 
 @triton.jit
@@ -327,7 +265,7 @@ def _fused_update(
         return
     grad = _cut(grad, max_gradient)
     batch, parts = batch_size(offsets, len(dims)), unflatten_segments(segments)
-    update = _Update(weights, states, step, rule_named(rule), hyper, decay, seed, features)
+    update = Step(weights, states, step, rule_named(rule), hyper, decay, seed, features)
     if cpu_compiled.update(
         weights, states, update.rule, update.numbers, update.decay, grad, indices, offsets, per_id_weights, features,
         dims, parts, pooling,
@@ -426,7 +364,7 @@ def _launch_update(
 def _kernel_numbers(rule: Rule, hyper: Tensor, step: Tensor, decay: str) -> Tensor:
     """The rule's numbers and the factor of the weight decay, [K + 1], in fp64 where they are the hyper-parameters."""
     if rule.counts_steps or rule.numbers != tuple(rule.hyper) or decay == "decoupled":
-        return _numbers(rule, hyper, step, decay)
+        return numbers_of(rule, hyper, step, decay)
     return hyper
 
 
