@@ -222,9 +222,9 @@ def test_an_id_check_looks_at_bags_only_and_at_their_end(device: str) -> None:
     batch = inputs(Case("bounds", batch=3, lengths=(2, 2)), torch_device(device))
     names, padded = batch.names, longer(batch)
 
-    def check(one: Inputs, **given: bool) -> None:
+    def check(one: Inputs, *, padded: bool = False) -> None:
         guard = new_guard(batch.weights.device)
-        check_ids(one.indices, one.offsets, one.features, guard, names=names, **given)
+        check_ids(one.indices, one.offsets, one.features, guard, names=names, padded=padded)
         assert guard.tolist() == new_guard().tolist()
 
     check(padded, padded=True)
