@@ -33,7 +33,6 @@ class Setup:
         pooled: sums of bags; else the row of each id.
         joined: the output is put together from its parts by name, as TorchRec's benchmark does, not taken whole.
         on_host: batches are on the CPU and moved in the step.
-        check_ids: ours looks at the ids before it follows them.
     """
 
     workload: Workload
@@ -42,7 +41,6 @@ class Setup:
     pooled: bool = True
     joined: bool = False
     on_host: bool = False
-    check_ids: bool = True
 
     @property
     def keys(self) -> list[str]:
@@ -144,10 +142,7 @@ def configs_of(library: Any, setup: Setup) -> list[Any]:
 def ours(setup: Setup) -> Side:
     """A collection of ours, tables not filled."""
     kind = shardwise.EmbeddingBagCollection if setup.pooled else shardwise.EmbeddingCollection
-    policy = shardwise.LookupPolicy(
-        bounds_check=shardwise.BoundsCheckMode.FATAL if setup.check_ids else shardwise.BoundsCheckMode.IGNORE
-    )
-    made: Any = kind(configs_of(shardwise, setup), device=setup.device, policy=policy)
+    made: Any = kind(configs_of(shardwise, setup), device=setup.device)
     if setup.rule:
         optimizer = torch.optim.SGD if setup.rule == "sgd" else shardwise.RowWiseAdagrad
         shardwise.apply_optimizer_in_backward(optimizer, made.parameters(), dict(RULES[setup.rule]))

@@ -167,7 +167,7 @@ CASES: Sequence[Case] = (
         for shrink in EBC
     ),
     Case("EBC step, criteo shrink 128, captured", "module",
-         partial(make, kind=_Kind(_benchmark(128, on_host=False, check_ids=False), summed=True, captured=True)),
+         partial(make, kind=_Kind(_benchmark(128, on_host=False), summed=True, captured=True)),
          frozenset({"cuda", "full", "ebc"}), devices=frozenset({"cuda"})),
     Case("EBC step, criteo shrink 128, dense gradients", "module",
          partial(make, kind=_Kind(_benchmark(128), summed=True, unfused=True, copies=1.5)),
