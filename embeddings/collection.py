@@ -87,7 +87,11 @@ class TableCollection(nn.Module):
         group.renew(number, rows, values, quietly=quietly)
 
     def check(self) -> None:
-        """Raise now what a bad id on CUDA would raise at the next forward."""
+        """Raise now what a bad id on CUDA would raise at the next forward.
+
+        Replays of a captured graph leave what they find until this or an eager forward raises it; meanwhile no table
+        is updated.
+        """
         for group in self._groups:
             group.raise_pending()
 
@@ -139,6 +143,7 @@ class TableCollection(nn.Module):
         """A batch that is bad for one group changes no table of the collection; they accumulate gradients together."""
         for group in self._groups:
             group.guard, group.accumulation = self._groups[0].guard, self._accumulation
+            group.leads = group is self._groups[0]
 
     @torch.no_grad()
     def _become_twin(self, source: TableCollection, device: torch.device) -> None:

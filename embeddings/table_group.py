@@ -6,6 +6,7 @@ Tables of equal dim lie side by side, so that one launch and one sort key serve 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,6 @@ from shardwise.kernels import (
     describe_weight,
     flatten_segments,
     fused_update,
-    ids_pass,
     is_clean,
     new_guard,
     pack_features,
@@ -33,6 +33,7 @@ from shardwise.kernels import (
     sequence_lookup,
     table_rows,
 )
+from shardwise.kernels.bounds import ids_pass
 from shardwise.kernels.cpu_lookup import offsets_are_good
 from shardwise.kernels.huge_pages import in_huge_pages
 
@@ -120,8 +121,9 @@ class TableGroup:
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self._unread: UnreadGuard | None = None
         self._spare: UnreadGuard | None = None
-        # whether a graph was captured, whose replays leave their findings in the step's guard
-        self._replayed = False
+        # whether a graph was captured, whose replays leave their findings in the step's guard; of groups that share a
+        # guard the first reads it, before a check of the same batch may lower it
+        self._replayed, self.leads = False, True
 
     def _pack_trained(self) -> None:
         # the update sees no row of a frozen table: all ids of it lie outside and count as none
@@ -254,6 +256,11 @@ class TableGroup:
         if spare is None:
             # a replay runs no Python that could read a guard of its own: what it finds stays in the step's
             self._replayed = True
+            if self.policy.strict or not fatal:
+                setting = "strict" if self.policy.strict else "bounds_check=BoundsCheckMode.WARNING"
+                warnings.warn(
+                    f"{setting} has no effect within a captured graph: see TableCollection.check", stacklevel=2
+                )
             return
         self._unread = spare.send(ids, offsets)
         if self.policy.strict:
@@ -265,7 +272,7 @@ class TableGroup:
         if unread is None or not unread.is_raised():
             # the next batch's: no other has it, whatever threads look up at once
             self._spare = unread or self._spare
-            if self._replayed:
+            if self._replayed and self.leads:
                 raise_replayed(self.guard, [table.name for table in self.tables])
             return
         fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
@@ -396,10 +403,11 @@ class TableGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         # parameters are views of the flat buffer and belong to the module, which gives them back
-        return {**self.__dict__, "parameters": [], "_unread": None, "_spare": None, "_anchor": None}
+        return {**self.__dict__, "parameters": [], "_unread": None, "_spare": None, "_anchor": None, "_replayed": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        # what was pickled before there were graphs has no word on them
+        self.__dict__.update({"_spare": None, "_replayed": False, "leads": True, **state})
         self._anchor = torch.zeros(1, device=self.flat.device, requires_grad=True)
 
 

@@ -4,7 +4,7 @@ Every op is a Triton kernel beside a torch twin; importing this package register
 """
 
 from . import rules as _built_in
-from .bounds import BoundsCheckMode, check_ids, ids_pass, is_clean, new_guard, raise_from_guard, require_ids
+from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_guard, require_ids
 from .bucketize import Bucketized, block_bucketize
 from .calibration import (
     Calibrated,
@@ -81,7 +81,6 @@ __all__ = [
     "generic_histogram_binning_calibration_by_feature",
     "histogram_binning_calibration",
     "histogram_binning_calibration_by_feature",
-    "ids_pass",
     "invert_permute",
     "is_clean",
     "is_clean",

@@ -64,7 +64,7 @@ def direct(*tensors: Tensor | None) -> bool:
     """
     if INTERPRETED or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
         return False
     grads = torch.is_grad_enabled()
     for tensor in tensors:

@@ -175,7 +175,8 @@ def _check_ids(
             _BLOCK, count.bit_length() + 1, FIELDS, ROWS, OK, padded,
         )  # fmt: skip
     elif indices.is_cuda:
-        check_ids_ref(indices, offsets, features, guard, padded, step_guard, fatal)
+        # it raises at once, so nobody would clear a step's guard
+        check_ids_ref(indices, offsets, features, guard, padded)
     elif ids_are_good(indices, offsets, features, padded):
         return
     else:

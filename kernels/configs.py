@@ -283,7 +283,7 @@ def _files() -> tuple[Tuned, ...]:
     for path in dict.fromkeys(paths):
         try:
             found.append(read(path))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             warnings.warn(f"shardwise: the tuned configs of {path} are not used: {error}", stacklevel=2)
     return tuple(found)
 
@@ -305,6 +305,8 @@ def read(path: Path) -> Tuned:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(content, dict) or content.get("shardwise_tuned") != FORMAT:
         raise ValueError(f"no file of tuned configs of format {FORMAT}")
+    if unknown := set(content) - {"shardwise_tuned", "device", "architecture", "entries", "cpu"}:
+        raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
     device, architecture = (_text(content, name) for name in ("device", "architecture"))
     entries = dict(_entry(one) for one in _list(content, "entries"))
     return Tuned(device, architecture, entries, dict(_cpu_entry(one) for one in _list(content, "cpu")))

@@ -136,7 +136,7 @@ def update(
 def _update_long(loop: int, job: array[int], entry: int, begin: int, end: int, feature: int, dim: int) -> None:
     """Update the row that entries begin ... end - 1 name, whose gradients all threads sum."""
     loops, where, blocks = _loops(), job.buffer_info()[0], -(-(end - begin) // CHUNK**2)
-    sums = torch.empty(blocks, dim, device="cpu")
+    sums = torch.empty(blocks, dim, dtype=torch.float32, device="cpu")
     run = torch.tensor([begin, end], device="cpu")
     job[loops.FOUND], job[loops.BLOCKS] = run.data_ptr(), sums.data_ptr()
     job[loops.TASKS], job[loops.WIDEST] = blocks, dim

@@ -72,7 +72,7 @@ def _block_elements() -> int:
 
 
 def _new(batch: int, columns: int) -> Tensor:
-    return in_huge_pages(torch.empty(batch, columns))
+    return in_huge_pages(torch.empty(batch, columns, dtype=torch.float32, device="cpu"))
 
 
 def _by_loop(
@@ -151,7 +151,7 @@ def _in_sample_order(
     in_order = lengths.t().reshape(-1)
     bags = torch.cat([in_order.new_zeros(1), in_order.cumsum(0)])
     shift = offsets[:-1].view(count, batch).t().reshape(-1) - bags[:-1]
-    order = shift.repeat_interleave(in_order, output_size=end) + torch.arange(end)
+    order = shift.repeat_interleave(in_order, output_size=end) + torch.arange(end, device="cpu")
     linear, scale = linear[order], None if scale is None else scale[order]
     if bool(valid.all()):
         return linear, bags, scale

@@ -37,6 +37,7 @@ from .cpu_vectors import (
     taken,
 )
 from .features import BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS
+from .numba_parts import _FORM as PARTS_FORM
 from .numba_parts import f4, i8, pointer
 from .transpose import CHUNK
 
@@ -63,7 +64,7 @@ _types: Any = numba_types
 _carray: Any = numba.carray
 
 # numba keeps code under the name of its function and sees changes of this file only, not of where these come from
-_MARK = "-".join(map(str, (BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS, CHUNK, FORM)))
+_MARK = "-".join(map(str, (BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS, CHUNK, FORM, PARTS_FORM)))
 
 
 def work(function: Any) -> Any:

@@ -44,7 +44,7 @@ def quantized_pooled_lookup_cpu(
 ) -> Tensor:
     """The reference's result."""
     loops, batch, columns = _loops(), batch_size(offsets, len(dims)), column_offsets(dims)[-1]
-    out = in_huge_pages(torch.empty(batch, columns, device="cpu"))
+    out = in_huge_pages(torch.empty(batch, columns, dtype=torch.float32, device="cpu"))
     weights = None if per_id_weights is None else per_id_weights.float().contiguous()
     if loops is None:
         _pooled_by_torch(out, payload, scales, indices, offsets, weights, features, dims, format)
@@ -70,7 +70,7 @@ def quantized_sequence_lookup_cpu(
     """The reference's result."""
     loops, count = _loops(), features.shape[0]
     batch, ids = batch_size(offsets, count), indices.shape[0]
-    out = in_huge_pages(torch.empty(ids, dim, device="cpu"))
+    out = in_huge_pages(torch.empty(ids, dim, dtype=torch.float32, device="cpu"))
     if loops is None:
         _sequence_by_torch(out, payload, scales, indices, offsets, features, dim, format)
     elif ids:

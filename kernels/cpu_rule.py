@@ -51,6 +51,8 @@ def _minimum(x: Any, y: Any) -> Any:
     return x if (x < y) | (x != x) else y
 
 
+# values from outside that a rule may read
+_OUTER = (np.generic, bool, tuple, str, type(None))
 # what each function of a rule becomes for one element
 _OF_ELEMENTS: dict[Any, Any] = {
     sqrt: np.sqrt, exp: np.exp, log: np.log, absolute: np.abs, sign: _sign, where: _where, maximum: _maximum,
@@ -67,7 +69,7 @@ def update_of(rule: Rule) -> int:
     text, names = _source(rule)
     # numba keeps code on disk under a function's name, beside its file: another rule, or another way to read rules,
     # must be a function of another name
-    numbers = sorted((name, value) for name, value in names.items() if isinstance(value, np.generic))
+    numbers = sorted((name, repr(value)) for name, value in names.items() if isinstance(value, _OUTER))
     digest = sha256(f"{text}{numbers}{Path(__file__).read_text()}".encode()).hexdigest()[:16]
     exec(compile(text, cpu_loops.__file__, "exec"), names)
     loop, name = cpu_loops.update_buckets, f"update_buckets_{digest}"

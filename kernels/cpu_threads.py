@@ -105,12 +105,16 @@ def _in_pool(work: Callable[[], None], threads: int) -> None:
 def _others(threads: int, work: Callable[[], None]) -> list[Future[None]]:
     if threads < 1:
         return []
+    others: list[Future[None]] = []
     try:
         pool = _pool(threads, os.getpid())
-        return [pool.submit(work) for _ in range(threads)]
+        for _ in range(threads):
+            # whoever begins late finds no task left, and whoever is cancelled none at all
+            others.append(pool.submit(work))
     except RuntimeError:
-        # the interpreter is about to end and starts no threads
-        return []
+        # the interpreter is about to end, or the system starts no more threads
+        pass
+    return others
 
 
 @cache

@@ -75,7 +75,7 @@ def row_gradients(
         partial = []
         sums = matrix[:0]
         rows, cuts = keys.long(), [*range(0, keys.shape[0], block), keys.shape[0]]
-        at = torch.tensor(cuts)
+        at = torch.tensor(cuts, device="cpu")
         # read at once, because each read costs as much as an operator
         ends = bounds[at].tolist()
         found = torch.cat([long.new_zeros(1, dtype=torch.int64), long.cumsum(0)])[at].tolist()

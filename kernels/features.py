@@ -78,6 +78,12 @@ def unflatten_segments(flat: Sequence[int]) -> list[Segment]:
     return [Segment(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
 
 
+def same_length(per_id_weights: Tensor | None, indices: Tensor) -> None:
+    """ValueError unless there is a weight for each id, or none at all."""
+    if per_id_weights is not None and per_id_weights.shape[0] != indices.shape[0]:
+        raise ValueError(f"there are {per_id_weights.shape[0]} per-id weights for {indices.shape[0]} ids")
+
+
 def column_offsets(dims: Sequence[int]) -> list[int]:
     """First output column of each feature, and the total: [0, d0, d0 + d1, ...]."""
     return list(accumulate(dims, initial=0))

@@ -54,7 +54,8 @@ def compiled(*signature: Any, inline: bool = False) -> Callable[[Any], Any]:
 def worker(function: Any) -> Callable[[], int]:
     """Gives the address of a C function of a job's address, which threads call (cpu_threads.py); compiled when it is
     first asked for, and kept on disk where that can be written."""
-    function.__qualname__ += f"_{_FORM}"
+    # 1: of `taken` in cpu_vectors.py
+    function.__qualname__ += f"_{_FORM}_1"
 
     @cache
     def made() -> Any:

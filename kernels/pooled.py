@@ -31,6 +31,7 @@ from .features import (
     column_offsets,
     launch_order,
     row_alignment,
+    same_length,
     table_rows,
 )
 
@@ -153,6 +154,7 @@ def pooled_lookup(
     Ids outside a table count as none: run `check_ids` first to raise for them instead.
     """
     if direct(weights, indices, offsets, per_id_weights, features):
+        same_length(per_id_weights, indices)
         found = pooled_lookup_cpu(weights, indices, offsets, per_id_weights, features, dims)
         return found if output_dtype is torch.float32 else found.to(output_dtype)
     return torch.ops.shardwise.pooled_lookup(  # type: ignore[no-any-return]
@@ -171,6 +173,7 @@ def _pooled_lookup(
     pooling: str,
     output_dtype: torch.dtype,
 ) -> Tensor:
+    same_length(per_id_weights, indices)
     if not runs_kernel(weights):
         if weights.is_cuda:
             return pooled_lookup_ref(weights, indices, offsets, per_id_weights, features, dims, output_dtype)

@@ -110,7 +110,7 @@ def _row_keys_kernel(I, O, P, FT, guard, step, keys, source, scale, N, B, bags, 
     bag = position * 0
     high = bag + bags
     for _ in range(0, steps):
-        middle = (bag + high) // 2
+        middle = bag + (high - bag) // 2
         inside = here & (bag < high)
         ended = tl.load(O + middle + 1, mask=inside, other=0).to(tl.int64) <= position
         bag = tl.where(inside & ended, middle + 1, bag)
@@ -146,7 +146,7 @@ def _marks(keys, i, key, N, end_row, steps, LEVELS: tl.constexpr, CHUNK: tl.cons
     first = tl.where(again, 0, i)
     high = i
     for _ in range(0, steps):
-        middle = (first + high) // 2
+        middle = first + (high - first) // 2
         inside = first < high
         less = tl.load(keys + middle, mask=inside, other=0) < key
         first = tl.where(inside & less, middle + 1, first)
@@ -268,12 +268,12 @@ def row_chunks(
     scaled = per_id_weights is not None or pooling == "mean"
     keys = torch.empty(n, dtype=key_dtype(end_row), device=device)
     from_source = torch.empty(n, dtype=torch.int64, device=device)
-    from_scale = torch.empty(n, device=device) if scaled else None
+    from_scale = torch.empty(n, dtype=torch.float32, device=device) if scaled else None
     grid = (max(1, triton.cdiv(n, _BLOCK)),)
     _row_keys_kernel[grid](
         indices, offsets, indices if per_id_weights is None else per_id_weights.contiguous(), features, guard, step,
         keys, from_source, from_source if from_scale is None else from_scale,
-        n, max(bags // count, 1), bags, end_row, columns, bags.bit_length(),
+        n, max(bags // max(count, 1), 1), bags, end_row, columns, bags.bit_length(),
         OK, FIRST_ROW, ROWS, COLUMN, MEAN, FIELDS, pooling != "sequence", per_id_weights is not None, pooling == "mean",
         _BLOCK, num_warps=_WARPS,
     )  # fmt: skip
@@ -290,7 +290,7 @@ def row_chunks(
     gather = (from_source, source if from_scale is None else from_scale, source, source if scale is None else scale)
     block = next((size for size in ONE_PROGRAM if n <= size), None)
     blocks = 1 if block else triton.cdiv(n, _BLOCK)
-    marks, counts, index = position, totals, tl.int32 if n < 2**31 - _BLOCK else tl.int64
+    marks, counts, index = position, totals, tl.int32 if n < 2**30 else tl.int64
     if block is None:
         marks = torch.empty(n, dtype=torch.int32, device=device)
         counts = torch.empty(2 * depth * blocks, dtype=torch.int32, device=device)

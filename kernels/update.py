@@ -26,6 +26,7 @@ from .features import (
     batch_size,
     column_offsets,
     row_alignment,
+    same_length,
     unflatten_segments,
 )
 from .rounding import rounded_stochastically, rounds, salt_in_kernel
@@ -101,7 +102,7 @@ def _lower_bound(sorted_numbers, n, wanted, steps):  # type: ignore[no-untyped-d
     low = n * 0
     high = n
     for _ in range(0, steps):
-        middle = (low + high) // 2
+        middle = low + (high - low) // 2
         less = tl.load(sorted_numbers + middle, mask=low < high, other=wanted) < wanted
         high = tl.where(less, high, middle)
         low = tl.where(less, middle + 1, low)
@@ -115,6 +116,7 @@ def _update_kernel(W, states, partial, chunks, n_chunks, src, scale, grad, numbe
     clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE) & (tl.load(guard + 2) == NONE)
     n = tl.where(clean, tl.load(n_chunks), 0).to(tl.int32)
     first = n * 0
+    stride = tl.cast(stride, tl.int64)
     if not ONE_SEGMENT:
         # the segment's chunks lie between those of narrower and of wider tables
         first = _lower_bound(chunks + ROW * stride, n, low, steps)
@@ -252,6 +254,7 @@ def _fused_update(
     max_gradient: float | None,
     seed: Tensor | None,
 ) -> None:
+    same_length(per_id_weights, indices)
     if runs_kernel(weights):
         _launch_update(
             weights, states, step, grad, indices, offsets, per_id_weights, features, dims, unflatten_segments(segments),
@@ -395,7 +398,7 @@ def _launch_segment(
     # rows, gradients, sums and states of 4 elements a thread, or of up to 16
     options = launch_options(warps, 96 if block_c * block_d <= 128 * warps else 128)
     for number, level in enumerate(found.levels):
-        partial = torch.empty(level.slots, dim, device=grad.device)
+        partial = torch.empty(level.slots, dim, dtype=torch.float32, device=grad.device)
         programs = min(triton.cdiv(level.capacity, block_c), most)
         _update_kernel[(programs,)](
             table, given, partial, level.chunks, found.totals[number:], found.source,

@@ -96,6 +96,11 @@ class Comparison:
         return [verdict for verdict in self.verdicts if verdict.outcome == outcome]
 
     @property
+    def judged(self) -> bool:
+        """Something was compared, and not only found unsettled."""
+        return any(verdict.outcome != "unsettled" for verdict in self.verdicts)
+
+    @property
     def good(self) -> bool:
         """Nothing became slower, failed or was lost."""
         return not (self.of("slower") or self.lost or self.failed)
@@ -170,6 +175,9 @@ def judge(base: Record, new: Record, at_least: float = AT_LEAST, iqrs: float = I
         size = Change("size", before, after, SIZE)
         return Verdict(*named, outcome([size], SIZE), (size,))
     changes = _changes(base, new, at_least, iqrs, shift)
+    if base.bytes_moved and new.bytes_moved and abs(new.bytes_moved / base.bytes_moved - 1) > 0.05:
+        why = f"it moved {base.bytes_moved:.4g} bytes then and {new.bytes_moved:.4g} now: other sizes"
+        return Verdict(*named, "unsettled", changes, why)
     busy = [run for run, one in (("base", base), ("new run", new)) if calm_laps(one) < min(SETTLED_LAPS, len(one.laps))]
     if busy:
         return Verdict(*named, "unsettled", changes, f"other processes took the cores in the {' and the '.join(busy)}")

@@ -114,7 +114,7 @@ def fused_update_bytes(
         there_and_back[f"S{i}"] = total(state if kind == "element" else one, of)
     sums = torch.tensor([_in_sectors(dim * 4, sector, dim * 4) for dim in dims], device=of.device)
     there_and_back["partial"] = int((_partial_sums(hits) * sums[of]).sum())
-    reads = {"G": total(upstream, f), "index": 96 * indices.shape[0]}
+    reads = {"G": total(upstream, f), "index": 40 * indices.shape[0]}
     return Traffic(reads | there_and_back, there_and_back | {"index": 56 * indices.shape[0]})
 
 

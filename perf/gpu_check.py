@@ -265,6 +265,8 @@ def _isolated(name: str, arguments: argparse.Namespace, timeout_s: float) -> dic
         part = Path(folder) / "part.json"
         command = [sys.executable, "-m", "shardwise.perf.gpu_check", "--device", arguments.device]
         command += ["--out", str(part), "--sections", name, *(["--small"] if arguments.small else [])]
+        # what takes as long as it may ends by itself, and has something to tell
+        command += ["--limit-s", str(max(1.0, timeout_s - 25))]
         environment = {**os.environ, **({"SHARDWISE_TUNED": str(tuned)} if tuned.is_file() else {})}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
         if not part.is_file():
@@ -299,10 +301,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         SMALL if arguments.small else _fitting(GPU) if arguments.device == "cuda" else GPU,
         time.perf_counter(),
     )
+    sizes = replace(sizes, suite_s=min(sizes.suite_s, arguments.limit_s), tune_s=min(sizes.tune_s, arguments.limit_s))
     sections: dict[str, Any] = {}
     info = {**machine.described(arguments.device, torch.get_num_threads()), "path": _path()}
     report = {"machine": info, "commit": machine.commit_info(), "sizes": asdict(sizes), "sections": sections}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for name in FILES.values():
+        # of an earlier run
+        (arguments.out.parent / name).unlink(missing_ok=True)
     lock = Lock()
 
     def go(name: str) -> None:

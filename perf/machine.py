@@ -6,8 +6,11 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import warnings
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,8 +34,20 @@ def cores() -> int:
 
 
 def importable_peers() -> frozenset[str]:
-    """The peers that can be imported here, torch apart."""
-    return frozenset(peer for peer, module in MODULES.items() if find_spec(module) is not None)
+    """The peers that import here, torch apart: one that was built for another torch is there and does not load."""
+    return frozenset(peer for peer, module in MODULES.items() if _imports(module))
+
+
+@cache
+def _imports(module: str) -> bool:
+    if find_spec(module) is None:
+        return False
+    try:
+        import_module(module)
+    except Exception as error:
+        warnings.warn(f"{module} is installed and does not load: {error!r}"[:300], stacklevel=3)
+        return False
+    return True
 
 
 def memory_bytes(device: str) -> int | None:
@@ -90,7 +105,8 @@ def described(device: str, threads: int) -> dict[str, Any]:
 def machine_info(device: str, threads: int) -> dict[str, Any]:
     """As pytest-benchmark writes it, and what is above under "shardwise"."""
     return {
-        "node": platform.node(),
+        # a name of the machine is nobody's business
+        "node": "",
         "processor": platform.processor(),
         "machine": platform.machine(),
         "python_compiler": platform.python_compiler(),

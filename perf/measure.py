@@ -1,6 +1,6 @@
 """Run cases: check each, then time ours, the peers and two yardsticks in turn, in rounds, lap after lap over all cases.
 
-A round gives each side one turn, and the order rotates, so what disturbs the machine disturbs every side. A lap goes
+A round gives each side one turn, in a random order, so what disturbs the machine disturbs every side. A lap goes
 over all cases; the laps of a case lie minutes apart, so a slow drift shows as spread of the case. Setups are made again
 in each lap, because where memory happens to lie is part of the spread too; dear ones are kept if there is room.
 
@@ -10,6 +10,7 @@ On a GPU the sides run eagerly and as replays of CUDA graphs, each turn between 
 from __future__ import annotations
 
 import gc
+import random
 import time
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -303,12 +304,12 @@ def rounds_within(sides: Mapping[str, Side], budget: Budget, slow: bool) -> int:
 
 
 def cpu_lap(calls: Mapping[str, Sequence[Call]], budget: Budget, slow: bool, copy: float | None = None) -> Lap:
-    """Rounds until the budget is used, the order of the sides rotated by one each round."""
+    """Rounds until the budget is used, the sides in another order each round."""
     sides = prepared(calls, budget, slow)
     turns: dict[str, list[Turn | None]] = {who: [] for who in sides}
     end, number = time.perf_counter() + budget.seconds * (2 if slow else 1), 0
     while number < budget.rounds and (number < budget.least or time.perf_counter() < end):
-        for who, side in rotated(sides, number):
+        for who, side in shuffled(sides, number):
             turns[who].append(None if number % side.every else turn(side.of(number)))
         number += 1
     return lap_of(turns, copy)
@@ -320,10 +321,12 @@ def lap_of(turns: Mapping[str, Sequence[Turn | None]], copy: float | None = None
     return Lap(times, {who: places for who, made in turns.items() if (places := disturbed(made))}, copy)
 
 
-def rotated(sides: Mapping[str, Any], number: int) -> list[tuple[str, Any]]:
-    """The order of a round."""
-    order = list(sides.items())
-    return order[number % len(order) :] + order[: number % len(order)]
+def shuffled(sides: Mapping[str, Any], number: int) -> list[tuple[str, Any]]:
+    """The order of a round, the same in every run.
+
+    A rotation would have each side follow the same one nearly always, and what that leaves in the caches with it.
+    """
+    return random.Random(number).sample(list(sides.items()), len(sides))
 
 
 def cuda_lap(calls: Mapping[str, Sequence[Call]], graph: bool, budget: Budget) -> tuple[Times, dict[str, str]]:
@@ -341,7 +344,7 @@ def cuda_lap(calls: Mapping[str, Sequence[Call]], graph: bool, budget: Budget) -
     turns, times = CudaTurns(), Times()
     end, number = time.perf_counter() + budget.seconds, 0
     while number < budget.rounds and (number < budget.least or time.perf_counter() < end):
-        order = rotated(sides, number)
+        order = shuffled(sides, number)
         for who, series in order:
             turns.begin(series[number % len(series)], not who.endswith(GRAPH))
         for (who, _), seconds in zip(order, turns.finish(), strict=True):

@@ -111,6 +111,7 @@ def _cells(one: Record) -> dict[str, str]:
 
 def table(stored: Sequence[Stored]) -> Table:
     """For rich to print."""
+    from rich.markup import escape
     from rich.table import Table
 
     names = columns(stored)
@@ -118,7 +119,7 @@ def table(stored: Sequence[Stored]) -> Table:
     for name in names:
         found.add_column(name, justify="right")
     for row in rows(stored):
-        found.add_row(row.group, row.name, *(row.cells.get(name, "") for name in names))
+        found.add_row(row.group, escape(row.name), *(row.cells.get(name, "") for name in names))
     return found
 
 
@@ -143,7 +144,17 @@ def remarks(one: Stored) -> list[str]:
             f"other processes took the cores all the time in {len(busy)} cases, whose times mean little: "
             f"{', '.join(busy[:8])}{', ...' if len(busy) > 8 else ''}"
         )
+    found += [f"{each.name}: {told}" for each in one.measured.records if (told := _aside(each))]
     return found
+
+
+def _aside(one: Record) -> str:
+    """What a case had cut to fit the machine, and who is not beside it."""
+    kept = {
+        name: value for name, value in one.notes.items() if name.startswith("no ") or (name == "cut" and value != 1)
+    }
+    kept |= {name: value for name, value in one.notes.items() if "/" in str(value) and name not in kept}
+    return ", ".join(f"{name} {value}" for name, value in kept.items())
 
 
 def compared(found: Comparison) -> list[str]:
@@ -167,7 +178,8 @@ def compared(found: Comparison) -> list[str]:
     counts = {name: len(found.of(name)) for name in ("same", "faster", "unsettled", "slower")}
     counts |= {"lost": len(found.lost), "failed": len(found.failed)}
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    lines.append(f"{told or 'no case in common'}: {'no regression' if found.good else 'REGRESSION'}")
+    known = "no regression" if found.judged else "nothing is known"
+    lines.append(f"{told or 'no case in common'}: {known if found.good else 'REGRESSION'}")
     return lines
 
 

@@ -45,6 +45,11 @@ def save(
 ) -> None:
     """Write what was measured; the file is whole or not there."""
     text = json.dumps(to_json(measured, machine_info, about or {}), indent=1, default=str)
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        # a device or a pipe is written to, not replaced
+        path.write_text(text, encoding="utf-8")
+        return
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         beside.write_text(text, encoding="utf-8")

@@ -14,8 +14,8 @@ from shardwise.perf.measure import (
     lap_of,
     measured,
     prepared,
-    rotated,
     rounds_within,
+    shuffled,
     yardsticks,
 )
 from shardwise.perf.record import Lap, Record, values
@@ -69,7 +69,7 @@ def _in_turns(case: Case, ready: Ready, benchmark: Any, clock: Clock, copy: floa
 
         def others() -> None:
             number = len(turns[OURS])
-            for who, side in rotated(sides, number):
+            for who, side in shuffled(sides, number):
                 turns[who].append(None if number % side.every else turn(side.of(number)))
 
         def ours(*_: Sequence[object]) -> None:

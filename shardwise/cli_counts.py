@@ -84,7 +84,7 @@ def _counts(
     if here not in kept:
         print(f"nothing to compare with: the baseline has no counts of {here}" + (
             f", only of {'; '.join(sorted(kept))}" if kept else ""))  # fmt: skip
-        return 0
+        return 1 if check else 0
     rose = [one for one in differences if one.rose]
     for one in differences:
         if one.rose or (one.before is None):

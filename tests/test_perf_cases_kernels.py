@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from shardwise import kernels
-from shardwise.kernels import RULES, pooled_lookup
+from shardwise.kernels import pooled_lookup, rules
 from shardwise.kernels.features import FIRST_ROW, ROWS
+from shardwise.kernels.rule import Rule
 from shardwise.perf import peers, workloads
 from shardwise.perf.batches import Batch, Optimizer, compacted, distinct_rows, first_samples, make, of_workload
 from shardwise.perf.batches import optimizer as fresh_states
@@ -67,7 +68,7 @@ def test_every_rule_every_workload_and_every_jagged_op_has_a_case() -> None:
     for workload in WORKLOADS:
         assert f"pooled_lookup, {workload.name}" in names
         assert {f"fused_update, {rule}, {workload.name}" for rule in ("sgd", "rowwise_adagrad")} <= {*names}
-    assert {rule for rule in RULES if ":" not in rule} - {"gradient"} == {
+    assert {one.name for one in vars(rules).values() if isinstance(one, Rule)} - {"gradient"} == {
         name.split(", ")[1] for name in names if name.startswith("fused_update") and name.endswith("fbgemm default")
     }
     documented = {

@@ -30,7 +30,7 @@ def test_every_section_is_ok(device: str, tmp_path: Path) -> None:
     ), report
     assert report["status"] == 0
     assert report["machine"]["path"] == ("torch" if device == "cpu" else "interpreted kernels")
-    assert report["machine"]["torch"] and report["sizes"]["dims"]
+    assert report["machine"]["versions"]["torch"] and report["sizes"]["dims"]
     sections = {name: record["result"] for name, record in report["sections"].items()}
     suite = json.loads((tmp_path / "new folder" / "perf.json").read_text())
     assert suite == sections["suite"]["file"] and sections["suite"]["cases"] == len(suite["benchmarks"]) > 20

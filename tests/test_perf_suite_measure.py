@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from perf_fake_cases import CASES, LOG, case, logged
 
 from shardwise.perf import machine, measure
 from shardwise.perf.case import OURS, Call, Case, Ready, Setting, chosen
-from shardwise.perf.measure import Budget, cpu_lap, run
+from shardwise.perf.measure import Budget, cpu_lap, run, shuffled
 from shardwise.perf.record import Lap, Record, by_lap, calm_laps, lap_values, ratio, values
 from shardwise.perf.timing import Turn, disturbed, turn
 
@@ -47,18 +48,18 @@ def counted(made: list[str], name: str, **options: Any) -> Case:
     return case(name, make, **options)
 
 
-def test_sides_take_turns_with_the_same_input_and_another_begins_each_round() -> None:
+def test_sides_take_turns_with_the_same_input_in_random_orders_that_are_the_same_in_every_run() -> None:
+    """In a rotation ours always came after the yardstick that empties the caches, and peers after ours."""
     sides = {who: logged(who, 2) for who in (OURS, "torch", "fbgemm")}
     lap = cpu_lap(sides, BUDGET, slow=True)
     # slow sides are warmed up by one call each
     assert LOG[:3] == [(OURS, 0), ("torch", 0), ("fbgemm", 0)]
     rounds = [LOG[place : place + 3] for place in range(3, len(LOG), 3)]
-    assert rounds == [
-        [(OURS, 0), ("torch", 0), ("fbgemm", 0)],
-        [("torch", 1), ("fbgemm", 1), (OURS, 1)],
-        [("fbgemm", 0), (OURS, 0), ("torch", 0)],
-        [(OURS, 1), ("torch", 1), ("fbgemm", 1)],
-    ]
+    assert [{*made} for made in rounds] == [{(who, number % 2) for who in sides} for number in range(4)]
+    orders = [[who for who, _ in shuffled(sides, number)] for number in range(200)]
+    assert [[who for who, _ in made] for made in rounds] == orders[:4]
+    before = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(before) == 6 and max(before.values()) < 1.6 * min(before.values())
     assert {who: len(series) for who, series in lap.times.items()} == {OURS: 4, "torch": 4, "fbgemm": 4}
 
 
@@ -78,7 +79,8 @@ def test_short_calls_share_a_turn_and_a_slow_peer_has_few(monkeypatch: pytest.Mo
     assert lap.times[OURS] == [1e-4] * 8
     # two warm-ups of both inputs, then ten calls a turn, five of each input
     assert sum(who == OURS for who, _ in LOG) == 4 + 10 * 8
-    assert all(one != other for one, other in itertools.pairwise(number for who, number in LOG[8:18]))
+    first = [number for who, number in LOG if who == OURS][4:14]
+    assert all(one != other for one, other in itertools.pairwise(first))
 
 
 def test_a_peer_that_takes_longer_than_a_lap_is_measured_in_the_first(

@@ -226,7 +226,10 @@ def _to_device(setting: Setting, size: Size) -> Ready:
 CASES: Sequence[Case] = (
     *(
         Case(
-            f"{operation.name}, {size}", "keyed", partial(_of_batch, operation=operation, size=size),
+            # pytest puts names into brackets
+            f"{operation.name.replace('[', 'by ').replace(']', '')}, {size}",
+            "keyed",
+            partial(_of_batch, operation=operation, size=size),
             CUDA if operation.name in _SIBLINGS else EVERY,
         )
         for operation in _OF_BATCHES
