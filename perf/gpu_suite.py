@@ -23,6 +23,8 @@ from shardwise.perf.measure import BUDGETS, run
 from shardwise.perf.tuner import ROUNDS, File, told, tune_all
 from shardwise.perf.tuner_inputs import fitted_job, jobs_of, workloads_of
 
+GROUPS = ("lookup", "update", "quantized", "jagged", "keyed", "module")
+
 
 def autotune(device: str, sizes: Sizes) -> dict[str, Any]:
     """Tune the kernels for tables of 64 and 128 columns, bags of one id and of 20; has the file of tuned configs."""
@@ -49,7 +51,8 @@ def suite(device: str, sizes: Sizes) -> dict[str, Any]:
     """The cases of the suite "cuda", beside the peers that are importable; has what `shardwise perf run` writes."""
     peers = frozenset({"torch", *machine.importable_peers()})
     setting = Setting(device, sizes.small, peers, machine.memory_for_tables(device))
-    cases, load = chosen(CASES, ("cuda",), device), machine.load()
+    # what other processes do, and plans, and sizes, no GPU changes
+    cases, load = chosen(CASES, ("cuda",), device, f"^({'|'.join(GROUPS)}): "), machine.load()
     budget = BUDGETS[device](sizes.suite_s, 1 if sizes.small else None, sizes.small)
     measured = run(cases, setting, budget)
     about = {

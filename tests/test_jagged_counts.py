@@ -83,7 +83,7 @@ BOUNDS: dict[str, tuple[int, int, int, int]] = {
     "split": (55, 17, 0, 0),
     "permute": (70, 33, 0, 0),
     "permute weighted": (89, 51, 0, 0),
-    "to_dict": (84, 32, 1, 0),
+    "to_dict": (84, 33, 1, 0),
     "from_jt_dict": (58, 35, 1, 1),
     "concat": (80, 18, 0, 0),
     "getitem": (35, 15, 0, 0),

@@ -68,7 +68,7 @@ def test_every_rule_every_workload_and_every_jagged_op_has_a_case() -> None:
     for workload in WORKLOADS:
         assert f"pooled_lookup, {workload.name}" in names
         assert {f"fused_update, {rule}, {workload.name}" for rule in ("sgd", "rowwise_adagrad")} <= {*names}
-    assert {one.name for one in vars(rules).values() if isinstance(one, Rule)} - {"gradient"} == {
+    assert {one.name for one in vars(rules).values() if isinstance(one, Rule)} - {"gradient"} <= {
         name.split(", ")[1] for name in names if name.startswith("fused_update") and name.endswith("fbgemm default")
     }
     documented = {
