@@ -58,7 +58,7 @@ PRODUCTS = ("dense_bmm", "jagged_bmm")
 # start of a case's name -> registers of a thread at most; the first that fits
 REGISTERS = {
     # partial sums of partial sums
-    r"update (sgd|rowwise_adagrad) D=128 fp32 .*40 samples": 80,
+    r"update (sgd|rowwise_adagrad) D=128 fp32 .*40 samples": 96,
     r"update (sgd|rowwise_adagrad) D=128 fp32( |$)": 72,
     r"update ": 128,
     r"pooled_lookup ": 80,
