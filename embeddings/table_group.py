@@ -245,15 +245,15 @@ class TableGroup:
         if not ids.is_cuda:
             check_ids(ids, offsets, self.checked, new_guard(), names=self.names, fatal=fatal, padded=padded)
             return
-        spare, found = None, new_guard(ids.device) if recorded else None
-        if found is None:
-            spare, self._spare = self._spare or UnreadGuard(new_guard(ids.device)), None
-            found = spare.guard
+        unread = None
+        if not recorded:
+            unread, self._spare = self._spare or UnreadGuard(new_guard(ids.device)), None
+        found = new_guard(ids.device) if unread is None else unread.guard
         # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
         check_ids(
             ids, offsets, self.checked, found, names=self.names, fatal=fatal, padded=padded, step_guard=self.guard
         )
-        if spare is None:
+        if unread is None:
             # a replay runs no Python that could read a guard of its own: what it finds stays in the step's
             self._replayed = True
             if self.policy.strict or not fatal:
@@ -262,7 +262,7 @@ class TableGroup:
                     f"{setting} has no effect within a captured graph: see TableCollection.check", stacklevel=2
                 )
             return
-        self._unread = spare.send(ids, offsets)
+        self._unread = unread.send(ids, offsets)
         if self.policy.strict:
             self.raise_pending()
 

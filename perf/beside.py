@@ -9,7 +9,6 @@ Sizes: keys x batch, the batch being bags of each key.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import statistics
 import time
@@ -19,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .timing import collector_off
 
 # a batch of calls takes about so long, making their states at most so long, and a size of a case about so long (s)
 CALLS_S, STATES_S, CASE_S = 1e-3, 10e-3, 0.25
@@ -154,15 +155,11 @@ def time_beside(case: Case, ours: Library, theirs: Library, size: Size) -> list[
     if slowest > SLOW_S:
         rounds, warm_up = SLOW_ROUNDS, 0
     times = []
-    gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         for turn in range(warm_up + rounds):
             taken = {lib.label: _time(case, lib, size, calls)[1] for lib in ((ours, theirs), (theirs, ours))[turn % 2]}
             if turn >= warm_up:
                 times.append((taken[ours.label], taken[theirs.label]))
-    finally:
-        gc.enable()
     return times
 
 

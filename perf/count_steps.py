@@ -10,7 +10,7 @@ import gc
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from shardwise.perf.case import Call
 from shardwise.perf.count_launches import CUDA, Counted, pretended
 from shardwise.perf.counted_steps import Step
 from shardwise.perf.counts import allocations, collectives, python_calls
+from shardwise.perf.timing import collector_off
 from shardwise.sharding.exchange import Exchange
 
 WARM_UP = 3
@@ -73,12 +74,17 @@ def counts_of(step: Step) -> Counts:
         raise RuntimeError(
             "TRITON_INTERPRET is set: unset it, counts are of the paths that run without the interpreter"
         )
+    return _on_all_paths(step, on_host)
+
+
+def _on_all_paths(step: Step, of_path: Callable[[Step, str], Counts]) -> Counts:
+    """Counts of the paths of the CPU, each by `of_path`, and of that of CUDA."""
     found: Counts = {}
     with one_thread():
         if importlib.util.find_spec("numba") is not None:
-            found |= on_host(step, "numba")
+            found |= of_path(step, "numba")
         with torch_alone():
-            found |= on_host(step, "torch alone")
+            found |= of_path(step, "torch alone")
         if HAS_TRITON and step.cuda:
             found |= on_device(step)
     return found
@@ -117,7 +123,7 @@ def on_host(step: Step, path: str) -> Counts:
     prepare = step.make(torch.device("cpu"))
     for turn in range(WARM_UP):
         prepare(turn)()
-    with _quiet():
+    with collector_off():
         calls, memory = prepare(WARM_UP), prepare(WARM_UP + 1)
         called = by_folder(calls)
         allocated = allocations(memory)
@@ -151,7 +157,7 @@ def on_device(step: Step) -> Counts:
             prepare(turn)()
         call = prepare(WARM_UP)
         seen.clear()
-        with _quiet():
+        with collector_off():
             call()
     return {
         "kernels": Count.of(seen.kernels),
@@ -165,14 +171,7 @@ def of_ranks(step: Step) -> Counts:
 
     Collectives are those of the rank that calls most; all else is of all ranks together.
     """
-    counted: Counts = {}
-    with one_thread():
-        if importlib.util.find_spec("numba") is not None:
-            counted |= _of_rank(step, "numba")
-        with torch_alone():
-            counted |= _of_rank(step, "torch alone")
-        if HAS_TRITON and step.cuda:
-            counted |= on_device(step)
+    counted = _on_all_paths(step, _of_rank)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, counted)
     return {name: _together(name, [one[name] for one in found]) for name in counted}
@@ -183,13 +182,13 @@ def _of_rank(step: Step, path: str) -> Counts:
     for turn in range(WARM_UP):
         prepare(turn)()
     call, before = prepare(WARM_UP), _sent()
-    with _quiet(), collectives() as called:
+    with collector_off(), collectives() as called:
         call()
     sent = _sent() - before
     turns = []
     for turn in range(TURNS):
         call = prepare(WARM_UP + 1 + turn)
-        with _quiet():
+        with collector_off():
             turns.append(by_folder(call))
     python = min(turns, key=lambda calls: calls.total())
     return {"collectives": Count.of(called), "bytes sent": Count(sent), f"python calls, {path}": Count.of(python)}
@@ -207,16 +206,3 @@ def _together(name: str, counts: Sequence[Count]) -> Count:
 def _sent() -> int:
     """Bytes that all exchanges of this process have sent."""
     return sum(one.sent for one in gc.get_objects() if type(one) is Exchange)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Nothing but the step runs: what collected garbage would call is not its."""
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -13,8 +13,7 @@ import gc
 import random
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -25,7 +24,7 @@ import torch
 from shardwise.perf import machine
 from shardwise.perf.case import OURS, PEERS, Call, Case, Ready, Setting
 from shardwise.perf.record import GRAPH, Lap, Record, calm_laps
-from shardwise.perf.timing import CudaTurns, Turn, copy_bandwidth, disturbed, graphs_of, turn
+from shardwise.perf.timing import CudaTurns, Turn, collector_off, copy_bandwidth, disturbed, graphs_of, turn
 
 # a side whose turn takes so many times as long as all others together has a turn in every fourth round
 SELDOM, EVERY = 8.0, 4
@@ -239,19 +238,6 @@ def measured(
             times, notes = cuda_lap(sides, ready.graph, budget)
             return Lap(times, copy_gb_s=copy, notes=notes)
         return cpu_lap({**sides, **yardsticks()}, budget, case.slow, copy)
-
-
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """No garbage is collected in between."""
-    was = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.perf.case import OURS
+from shardwise.perf.peers import fbgemm
 from shardwise.perf.workloads import Workload, draw, fitted
 
 # rule -> arguments of its optimizer
@@ -204,17 +205,14 @@ def torch_side(setup: Setup) -> Side:
 
 def fbgemm_side(setup: Setup) -> Side:
     """FBGEMM's table-batched op by itself, which gets offsets and no keys."""
-    common = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-    training = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-    kinds = importlib.import_module("fbgemm_gpu.split_embedding_configs")
-    on_cpu = setup.device == "cpu"
-    home = common.EmbeddingLocation.HOST if on_cpu else common.EmbeddingLocation.DEVICE
-    computes = training.ComputeDevice.CPU if on_cpu else training.ComputeDevice.CUDA
+    peer, on_cpu = fbgemm(), setup.device == "cpu"
+    home = peer.EmbeddingLocation.HOST if on_cpu else peer.EmbeddingLocation.DEVICE
+    computes = peer.ComputeDevice.CPU if on_cpu else peer.ComputeDevice.CUDA
     arguments = dict(RULES[setup.rule or "sgd"])
-    made = training.SplitTableBatchedEmbeddingBagsCodegen(
+    made = peer.Tables(
         [(rows, setup.workload.dim, home, computes) for rows in setup.workload.rows],
-        optimizer=kinds.EmbOptimType[_OPTIMIZERS[setup.rule or "sgd"]], learning_rate=arguments.pop("lr"), **arguments,
-        pooling_mode=common.PoolingMode.SUM if setup.pooled else common.PoolingMode.NONE,
+        optimizer=peer.EmbOptimType[_OPTIMIZERS[setup.rule or "sgd"]], learning_rate=arguments.pop("lr"), **arguments,
+        pooling_mode=peer.PoolingMode.SUM if setup.pooled else peer.PoolingMode.NONE,
         device=torch.device(setup.device),
     )  # fmt: skip
     device = torch.device(setup.device)

@@ -9,7 +9,6 @@ from shardwise.perf.case import OURS, Case, Ready, Setting
 from shardwise.perf.clock import Clock
 from shardwise.perf.measure import (
     BUDGETS,
-    collector_off,
     copy_gb_s,
     lap_of,
     measured,
@@ -20,7 +19,7 @@ from shardwise.perf.measure import (
 )
 from shardwise.perf.record import Lap, Record, values
 from shardwise.perf.storage import extra_info
-from shardwise.perf.timing import Turn, turn
+from shardwise.perf.timing import Turn, collector_off, turn
 
 
 def test_case(case: Case, setting: Setting, benchmark: Any, clock: Clock) -> None:

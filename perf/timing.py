@@ -10,8 +10,10 @@ takes 8, which says nothing about the call.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -75,6 +77,19 @@ def _switches() -> tuple[int, int]:
     everyone = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     thread = getattr(resource, "RUSAGE_THREAD", None)
     return (resource.getrusage(thread).ru_nivcsw if thread is not None else everyone), everyone
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """No garbage is collected in between."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class CudaTurns:
