@@ -235,6 +235,8 @@ class TableGroup:
         mode = self.policy.bounds_check
         if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
             # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids on CUDA
+            if ids.is_cuda and self.policy.gradient_check is GradientCheckMode.RAISE:
+                self._watch_gradients(ids, offsets)
             return
         fatal = mode is BoundsCheckMode.FATAL
         recorded = ids.is_cuda and capturing()
@@ -265,6 +267,16 @@ class TableGroup:
         self._unread = unread.send(ids, offsets)
         if self.policy.strict:
             self.raise_pending()
+
+    def _watch_gradients(self, ids: Tensor, offsets: Tensor) -> None:
+        """Raise for a gradient that an earlier batch had on CUDA, where no check of ids would tell of it."""
+        if capturing():
+            self._replayed = True
+            return
+        self.raise_pending()
+        unread, self._spare = self._spare or UnreadGuard(new_guard(self.guard.device)), None
+        unread.guard[2:].copy_(self.guard[2:])
+        self._unread = unread.send(ids, offsets)
 
     def raise_pending(self) -> None:
         """Raise what an earlier batch left in the guard on CUDA; nothing of that batch was written."""

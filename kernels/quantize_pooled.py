@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # bytes of a scale and a bias
-_SCALES = 8
+SCALES = 8
 
 
 def quantize_pooled(pooled: Tensor, dims: Sequence[int]) -> Tensor:
@@ -30,7 +30,7 @@ def quantize_pooled(pooled: Tensor, dims: Sequence[int]) -> Tensor:
     for dim, count, block in _runs(pooled, dims, 0):
         numbers, scales = torch.ops.shardwise.quantize_rows(block.reshape(-1, dim), "int8", torch.float32)
         rows = torch.cat([numbers, scales.view(torch.uint8)], dim=1)
-        blocks.append(rows.view(pooled.shape[0], count * (dim + _SCALES)))
+        blocks.append(rows.view(pooled.shape[0], count * (dim + SCALES)))
     return torch.cat(blocks, dim=1)
 
 
@@ -42,10 +42,10 @@ def dequantize_pooled(rows: Tensor, dims: Sequence[int], dtype: torch.dtype = to
     Raises:
         ValueError: the columns are not those of `dims`.
     """
-    _require_columns(rows, sum(dims) + _SCALES * len(dims), dims)
+    _require_columns(rows, sum(dims) + SCALES * len(dims), dims)
     blocks = []
-    for dim, count, block in _runs(rows, dims, _SCALES):
-        flat = block.reshape(-1, dim + _SCALES)
+    for dim, count, block in _runs(rows, dims, SCALES):
+        flat = block.reshape(-1, dim + SCALES)
         scales = flat[:, dim:].contiguous().view(torch.float32)
         values = torch.ops.shardwise.dequantize_rows(flat[:, :dim].contiguous(), scales, dim, "int8", dtype)
         blocks.append(values.view(rows.shape[0], count * dim))

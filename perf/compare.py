@@ -9,7 +9,8 @@ The threshold of a measure is max(5 %, 3 IQR), IQR the range between the quartil
 larger of both runs. A case has become slower if its steadiest measure is beyond its threshold and no other denies it:
 each of them is beyond 5 %. Sizes have no spread and their threshold is 1 %.
 
-Where other processes took the cores in nearly every turn, a case is told as unsettled: nothing is known of it.
+Replays of CUDA graphs are judged as cases of their own. Where other processes took the cores in nearly every turn, a
+case is told as unsettled: nothing is known of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.perf.case import OURS, PEERS
-from shardwise.perf.record import YARDSTICKS, Record, by_lap, calm_laps, quantile, relative_iqr, values
+from shardwise.perf.record import YARDSTICKS, Record, by_lap, calm_laps, quantile, relative_iqr, split, values
 from shardwise.perf.storage import Stored
 
 AT_LEAST, IQRS, SIZE = 5.0, 3.0, 1.0
@@ -121,7 +122,7 @@ def compare(base: Stored, new: Stored, at_least: float = AT_LEAST, iqrs: float =
     """Judge every case that both runs have, and name those that one lacks."""
     wanted = re.compile(only)
     sides = [
-        {one.name: one for one in side.measured.records if wanted.search(f"{one.group}: {one.name}")}
+        {one.name: one for one in split(side.measured.records) if wanted.search(f"{one.group}: {one.name}")}
         for side in (base, new)
     ]
     failures = {one.name: one.error for one in new.measured.failures if wanted.search(f"{one.group}: {one.name}")}

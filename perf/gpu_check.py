@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,7 +43,7 @@ from shardwise.kernels.bounds import OK
 from shardwise.perf import gpu_ops, gpu_suite, machine
 from shardwise.perf.batches import Batch, lookup_bytes, make, optimizer
 from shardwise.perf.gpu_quantized import quantized_correctness
-from shardwise.perf.gpu_sanitize import sanitizer
+from shardwise.perf.gpu_sanitize import run_within, sanitizer
 from shardwise.perf.gpu_sizes import GPU, SMALL, Sizes
 from shardwise.perf.timing import copy_bandwidth, gb_per_s, spread, times_us
 
@@ -264,13 +263,14 @@ def _isolated(name: str, arguments: argparse.Namespace, timeout_s: float) -> dic
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "part.json"
         command = [sys.executable, "-m", "shardwise.perf.gpu_check", "--device", arguments.device]
-        command += ["--out", str(part), "--sections", name, *(["--small"] if arguments.small else [])]
+        command += ["--out", str(part), "--sections", name, "--cases", arguments.cases]
+        command += ["--small"] if arguments.small else []
         # what takes as long as it may ends by itself, and has something to tell
         command += ["--limit-s", str(max(1.0, timeout_s - 25))]
         environment = {**os.environ, **({"SHARDWISE_TUNED": str(tuned)} if tuned.is_file() else {})}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        status, printed = run_within(timeout_s, command, environment)
         if not part.is_file():
-            raise RuntimeError(f"exit status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
+            raise RuntimeError(f"exit status {status}: {printed[-3000:]}")
         found: dict[str, Any] = json.loads(part.read_text())["sections"][name]
         return found
 
@@ -291,6 +291,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes: a proof that the script runs")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument(
+        "--cases", default="", metavar="REGEX", help="of the suite only those with this in 'group: name'"
+    )
     parser.add_argument("--isolate", action="store_true", help="each section in a process of its own")
     parser.add_argument("--limit-s", type=float, default=500, help="start no section after this many seconds")
     arguments = parser.parse_args(argv)
@@ -301,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SMALL if arguments.small else _fitting(GPU) if arguments.device == "cuda" else GPU,
         time.perf_counter(),
     )
-    sizes = replace(sizes, suite_s=min(sizes.suite_s, arguments.limit_s), tune_s=min(sizes.tune_s, arguments.limit_s))
+    limits = {"suite_s": min(sizes.suite_s, arguments.limit_s), "tune_s": min(sizes.tune_s, arguments.limit_s)}
+    sizes = replace(sizes, **limits, cases=arguments.cases)
     sections: dict[str, Any] = {}
     info = {**machine.described(arguments.device, torch.get_num_threads()), "path": _path()}
     report = {"machine": info, "commit": machine.commit_info(), "sizes": asdict(sizes), "sections": sections}

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +41,34 @@ def sanitizer(device: str, sizes: Sizes, limit_s: float = 60) -> dict[str, Any]:
             command = [program, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", sys.executable]
             command += ["-m", "shardwise.perf.gpu_check", "--device", device, "--small", "--sections", *sections]
             try:
-                done = subprocess.run(
-                    [*command, "--out", str(Path(folder) / "part.json")],
-                    env=environment, capture_output=True, text=True, timeout=limit_s / len(TOOLS),
-                )  # fmt: skip
+                status, printed = run_within(
+                    limit_s / len(TOOLS), [*command, "--out", str(Path(folder) / "part.json")], environment
+                )
             except subprocess.TimeoutExpired:
                 said[tool] = f"not finished in {limit_s / len(TOOLS):.0f} s"
                 continue
-        printed = done.stdout + done.stderr
         summary = re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", printed)
-        said[tool] = summary[-1] if summary else f"status {done.returncode}"
-        assert done.returncode == 0, f"{tool}: status {done.returncode}\n{printed[-3000:]}"
+        said[tool] = summary[-1] if summary else f"status {status}"
+        assert status == 0, f"{tool}: status {status}\n{printed[-3000:]}"
     return said
+
+
+def run_within(limit_s: float, command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Exit status of a command and what it printed; what it started ends with it.
+
+    Raises:
+        subprocess.TimeoutExpired: it was not done in time, and was ended.
+    """
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=limit_s)
+        except BaseException:
+            # a sanitizer's target is a child of the sanitizer, and would go on
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, printed
 
 
 def _program() -> str | None:

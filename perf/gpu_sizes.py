@@ -23,6 +23,8 @@ class Sizes:
     suite_s: float
     sanitizer_s: float
     small: bool = False
+    # only cases of the suite with this expression in "group: name"
+    cases: str = ""
 
 
 GPU = Sizes(

@@ -41,6 +41,9 @@ def autotune(device: str, sizes: Sizes) -> dict[str, Any]:
             [fitted_job(job, device) for job in jobs], device,
             file=file, repeats=repeats, rounds=rounds, seconds=sizes.tune_s,
         ):  # fmt: skip
+            if one.failed:
+                dropped += one.dropped
+                continue
             found.append({"entry": one.what, "ratio": round(one.ratio, 3), "config": told(one.config)})
             dropped += one.dropped
         tuned = json.loads(file.path.read_text(encoding="utf-8")) if found else None
@@ -52,7 +55,7 @@ def suite(device: str, sizes: Sizes) -> dict[str, Any]:
     peers = frozenset({"torch", *machine.importable_peers()})
     setting = Setting(device, sizes.small, peers, machine.memory_for_tables(device))
     # what other processes do, and plans, and sizes, no GPU changes
-    cases, load = chosen(CASES, ("cuda",), device, f"^({'|'.join(GROUPS)}): "), machine.load()
+    cases, load = chosen(CASES, ("cuda",), device, f"^(?=({'|'.join(GROUPS)}): ).*(?:{sizes.cases})"), machine.load()
     budget = BUDGETS[device](sizes.suite_s, 1 if sizes.small else None, sizes.small)
     measured = run(cases, setting, budget)
     about = {

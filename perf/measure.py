@@ -1,8 +1,9 @@
 """Run cases: check each, then time ours, the peers and two yardsticks in turn, in rounds, lap after lap over all cases.
 
 A round gives each side one turn, in a random order, so what disturbs the machine disturbs every side. A lap goes
-over all cases; the laps of a case lie minutes apart, so a slow drift shows as spread of the case. Setups are made again
-in each lap, because where memory happens to lie is part of the spread too; dear ones are kept if there is room.
+over all cases; the laps of a case lie minutes apart, so a slow drift shows as spread of the case. On a CPU setups are
+made again in each lap, tables and all, because where memory happens to lie is part of the spread too: a whole run in
+the same pages can be a tenth slower than the next. On a GPU dear ones are kept if there is room.
 
 On a GPU the sides run eagerly and as replays of CUDA graphs, each turn between two events.
 """
@@ -23,13 +24,14 @@ import torch
 
 from shardwise.perf import machine
 from shardwise.perf.case import OURS, PEERS, Call, Case, Ready, Setting
+from shardwise.perf.peers import release
 from shardwise.perf.record import GRAPH, Lap, Record, calm_laps
 from shardwise.perf.timing import CudaTurns, Turn, collector_off, copy_bandwidth, disturbed, graphs_of, turn
 
 # a side whose turn takes so many times as long as all others together has a turn in every fourth round
 SELDOM, EVERY = 8.0, 4
-# a setup that takes so long is kept for the next lap
-KEPT_S = 1.0
+# there a setup that takes so long is kept for the next lap
+KEPT_ON, KEPT_S = "cuda", 1.0
 # laps that the comparison needs undisturbed, and extra laps to get them
 CALM_LAPS, EXTRA_LAPS = 3, 3
 COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
@@ -48,17 +50,21 @@ class Budget:
         limit_s: of the whole run; no case begins later.
     """
 
-    laps: int = 5
-    rounds: int = 40
-    seconds: float = 1.0
-    least: int = 3
+    laps: int = 6
+    rounds: int = 24
+    seconds: float = 0.5
+    least: int = 2
     turn_s: float = 1e-3
     limit_s: float = 480.0
 
 
 def cpu_budget(limit_s: float, laps: int | None = None, small: bool = False) -> Budget:
     """Of a run on a CPU; at small sizes all that counts is that it runs."""
-    return Budget(laps or 1, rounds=3, seconds=0.1, limit_s=limit_s) if small else Budget(laps or 5, limit_s=limit_s)
+    return (
+        Budget(laps or 1, rounds=3, seconds=0.1, limit_s=limit_s)
+        if small
+        else Budget(laps or Budget.laps, limit_s=limit_s)
+    )
 
 
 def cuda_budget(limit_s: float, laps: int | None = None, small: bool = False) -> Budget:
@@ -89,6 +95,7 @@ class Measured:
     records: tuple[Record, ...] = ()
     failures: tuple[Failure, ...] = ()
     not_run: tuple[str, ...] = ()
+    interrupted: bool = False
 
 
 @dataclass
@@ -127,12 +134,16 @@ def run(
     A KeyboardInterrupt ends the run, and what was measured until then is returned.
     """
     places = [_Place(case) for case in cases]
-    end, free = clock() + budget.limit_s, machine.memory_bytes(setting.device)
+    # each lap of each case collects garbage, and all that was imported is none
+    gc.freeze()
+    end, free, interrupted = clock() + budget.limit_s, machine.memory_bytes(setting.device), False
     try:
         for lap in count():
             chosen = _chosen(places, lap, budget, end - clock())
             if not chosen:
                 break
+            if setting.device != KEPT_ON:
+                release()
             copy = copy_gb_s(setting)
             for place in chosen:
                 if clock() >= end:
@@ -140,14 +151,16 @@ def run(
                 tell(place.case.name, lap, places.index(place))
                 _step(place, setting, budget, copy, free, clock)
     except KeyboardInterrupt:
-        pass
+        interrupted = True
     finally:
+        gc.unfreeze()
         for place in places:
             _dropped(place)
     return Measured(
         tuple(place.record(setting.device) for place in places if place.laps and not place.failure),
         tuple(place.failure for place in places if place.failure),
         tuple(place.case.name for place in places if not place.laps and not place.failure),
+        interrupted,
     )
 
 
@@ -184,7 +197,8 @@ def _step(
         begin = clock()
         place.laps.append(measured(case, place.ready, setting.device, budget, copy, _once(place, budget)))
         place.lap_s = clock() - begin
-        kept = place.setup_s > KEPT_S and place.ready.rounds is None and case.unit == "s"
+        dear = place.setup_s > KEPT_S and place.ready.rounds is None and case.unit == "s"
+        kept = dear and setting.device == KEPT_ON
         if not (kept and free and (machine.memory_bytes(setting.device) or 0) >= free / 2):
             _dropped(place)
     except Exception as error:

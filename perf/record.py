@@ -7,8 +7,8 @@ disturbed; it is left out where enough others remain, lap by lap.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardwise.perf.case import OURS, PEERS
 
@@ -117,6 +117,38 @@ def peers(record: Record) -> list[str]:
 def median(record: Record, who: str = OURS) -> float:
     """The median of a side."""
     return statistics.median(values(record, who))
+
+
+def split(records: Iterable[Record]) -> list[Record]:
+    """Each record without the replays of CUDA graphs, and these behind it as one of their own.
+
+    A peer that could not be captured is beside the replays with its eager calls, which a note says.
+    """
+    found = []
+    for one in records:
+        uncaptured = {
+            who.removesuffix(GRAPH): why for lap in one.laps for who, why in lap.notes.items() if who.endswith(GRAPH)
+        }
+        eager = [who for lap in one.laps for who in lap.times if not who.endswith(GRAPH)]
+        notes = {**one.notes, **({"no graph": uncaptured[OURS]} if OURS in uncaptured else {})}
+        found.append(replace(one, laps=_of(one, {who: who for who in eager}), notes=notes))
+        if values(one, OURS + GRAPH):
+            names = {who: who + GRAPH if values(one, who + GRAPH) else who for who in eager}
+            notes = {f"no graph of {who}": uncaptured.get(who, "none") for who in PEERS if names.get(who) == who}
+            found.append(replace(one, name=one.name + GRAPH, laps=_of(one, names), notes=notes))
+    return found
+
+
+def _of(record: Record, names: Mapping[str, str]) -> tuple[Lap, ...]:
+    """The laps with some of the sides under other names: name -> the name they have."""
+    return tuple(
+        replace(
+            lap,
+            times={name: lap.times[who] for name, who in names.items() if who in lap.times},
+            disturbed={name: lap.disturbed[who] for name, who in names.items() if who in lap.disturbed},
+        )
+        for lap in record.laps
+    )
 
 
 def best_median(record: Record, who: str = OURS) -> float:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.perf import record
-from shardwise.perf.case import OURS, PEERS
+from shardwise.perf.case import PEERS
 from shardwise.perf.compare import Change, Comparison, Verdict
-from shardwise.perf.record import GRAPH, Record
+from shardwise.perf.record import Record
 from shardwise.perf.storage import Stored
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ def columns(stored: Sequence[Stored]) -> list[str]:
     for place, one in enumerate(stored):
         records = one.measured.records
         names = ["median", "IQR"]
-        if any(record.values(each, OURS + GRAPH) for each in records):
-            names.append("as a graph")
         names += ["GB/s", "% of copy", "floor"] if place == len(stored) - 1 else []
         names += [f"/ {peer}" for peer in PEERS if any(peer in record.peers(each) for each in records)]
         found += [column(name, place, stored) for name in names]
@@ -74,7 +72,7 @@ def rows(stored: Sequence[Stored]) -> list[Row]:
     """A row for each case that any of the files has, also those that failed or were not run."""
     found: dict[str, tuple[str, dict[str, str]]] = {}
     for place, one in enumerate(stored):
-        for each in one.measured.records:
+        for each in record.split(one.measured.records):
             cells = found.setdefault(each.name, (each.group, {}))[1]
             cells.update({column(name, place, stored): text for name, text in _cells(each).items()})
         for failure in one.measured.failures:
@@ -91,8 +89,6 @@ def _cells(one: Record) -> dict[str, str]:
     if one.unit != "s":
         return found
     found["IQR"] = f"{100 * record.relative_iqr(record.values(one)):.0f} %"
-    if record.values(one, OURS + GRAPH):
-        found["as a graph"] = duration(record.median(one, OURS + GRAPH))
     for name, value, how in (
         ("GB/s", record.gb_per_s(one), "{:.1f}"), ("% of copy", record.percent_of_copy(one), "{:.0f}")
     ):  # fmt: skip
@@ -144,7 +140,7 @@ def remarks(one: Stored) -> list[str]:
             f"other processes took the cores all the time in {len(busy)} cases, whose times mean little: "
             f"{', '.join(busy[:8])}{', ...' if len(busy) > 8 else ''}"
         )
-    found += [f"{each.name}: {told}" for each in one.measured.records if (told := _aside(each))]
+    found += [f"{each.name}: {told}" for each in record.split(one.measured.records) if (told := _aside(each))]
     return found
 
 

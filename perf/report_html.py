@@ -52,7 +52,7 @@ def _style() -> str:
 
 def _figures(one: Stored, groups: Sequence[str]) -> Iterator[str]:
     where = f"{one.machine.get('device_name')} ({one.machine.get('device')})"
-    records = [each for each in one.measured.records if each.unit == "s"]
+    records = [each for each in record.split(one.measured.records) if each.unit == "s"]
     points = [
         Point(each.name, each.group, each.bytes_moved, record.best_median(each))
         for each in records

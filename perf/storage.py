@@ -8,6 +8,7 @@ sizes, cases that failed or were not run, how was measured.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -197,15 +198,23 @@ def _record(one: Mapping[str, Any]) -> Record:
         laps = (Lap({OURS: data}),)
     if not all(_is_series(series) for lap in laps for series in lap.times.values()):
         raise TypeError("times that are no numbers")
+    if not any(one is not None for lap in laps for one in lap.times.get(OURS, ())):
+        raise TypeError(f"no times of {OURS!r}")
+    if not all(_is_series([lap.copy_gb_s]) for lap in laps) or not _is_series([extra.get("bytes_moved")]):
+        raise TypeError("bytes or a bandwidth that is no number")
+    if not isinstance(extra.get("notes", {}), dict):
+        raise TypeError("notes that are no names and values")
     named = one["param"] if one["fullname"].startswith(f"{TEST}[") else one["fullname"]
     return Record(
-        named, one.get("group") or extra.get("group") or "", laps, extra.get("unit", "s"), extra.get("device", "cpu"),
-        extra.get("bytes_moved"), extra.get("floor", ""), extra.get("notes", {}),
+        str(named), str(one.get("group") or extra.get("group") or ""), laps, str(extra.get("unit", "s")),
+        str(extra.get("device", "cpu")), extra.get("bytes_moved"), str(extra.get("floor", "")), extra.get("notes", {}),
     )  # fmt: skip
 
 
 def _is_series(series: object) -> bool:
-    return isinstance(series, list) and all(one is None or isinstance(one, (int, float)) and one >= 0 for one in series)
+    return isinstance(series, list) and all(
+        one is None or (isinstance(one, (int, float)) and math.isfinite(one) and one >= 0) for one in series
+    )
 
 
 def _machine(info: Mapping[str, Any]) -> Mapping[str, Any]:

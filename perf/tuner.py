@@ -9,6 +9,7 @@ own. The file is written after each entry, whole or not at all, so what was foun
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import time
@@ -40,13 +41,21 @@ class OutOfTimeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a job: `config` is {} where the heuristic stays; `dropped` says what was wrong with candidates."""
+    """What became of a job: `config` is {} where the heuristic stays; `dropped` says what was wrong with candidates.
+
+    Times are nan where the job failed as a whole, which `dropped` says too.
+    """
 
     what: str
     config: Config
     default_us: float
     best_us: float
     dropped: tuple[str, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Nothing was found, not even that the heuristic is best."""
+        return math.isnan(self.default_us)
 
     @property
     def ratio(self) -> float:
@@ -63,7 +72,7 @@ def tune(job: Job, device: str, *, repeats: int, rounds: int, deadline: float) -
     kernel, tried = job.key.kernel, candidates(job.key.kernel, job.key.dtype, job.key.dim)
     kept, dropped = same_results(job, device, tried, deadline)
     inputs = make(job, device)
-    calls = [_ready(kernel, config, inputs.calls, device) for config in ({}, *kept)]
+    calls = _ready(kernel, ({}, *kept), inputs.calls, device)
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for config, ready, taken in zip(({}, *kept), calls, times, strict=True):
@@ -94,8 +103,7 @@ def same_results(
                 got = inputs.result()
         # a compiler may fail in any way, and the others are still worth their time
         except Exception as error:
-            said = " ".join(str(error).split())[:200]
-            dropped.append(f"{job}: {told(config)} fails: {type(error).__name__}: {said}")
+            dropped.append(f"{job}: {told(config)} fails: {_told(error)}")
             continue
         if all(map(same_bits, got, expected)):
             kept.append(config)
@@ -109,19 +117,20 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))
 
 
-def _ready(kernel: str, config: Config, calls: Sequence[Call], device: str) -> Sequence[Call]:
-    """The calls as graphs with this config in them; as they are where no graph can be had."""
-    if device != "cuda":
-        return calls
-    with configs.forced({kernel: config}):
-        for call in calls:
-            call()
-        try:
-            return graphs_of(calls)
-        # an op that waits for the GPU cannot be captured: it is timed as it is
-        except Exception:
-            torch.cuda.synchronize()
-            return calls
+def _ready(kernel: str, tried: Sequence[Config], calls: Sequence[Call], device: str) -> list[Sequence[Call]]:
+    """The calls under each config as graphs with it in them; under all of them as they are where one has no graph."""
+    found: list[Sequence[Call]] = []
+    for config in tried if device == "cuda" else ():
+        with configs.forced({kernel: config}):
+            for call in calls:
+                call()
+            try:
+                found.append(graphs_of(calls))
+            # an op that waits for the GPU cannot be captured
+            except Exception:
+                torch.cuda.synchronize()
+                break
+    return found if len(found) == len(tried) else [calls] * len(tried)
 
 
 def _stop_after(deadline: float) -> None:
@@ -132,6 +141,10 @@ def _stop_after(deadline: float) -> None:
 def told(config: Config) -> str:
     """A config in words."""
     return " ".join(f"{name}={value}" for name, value in config.items()) or "heuristic"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class File:
@@ -214,7 +227,8 @@ def tune_all(
 ) -> Iterator[Found]:
     """Tune jobs that the file has no entry of, in their order, until the seconds are used up; each is written at once.
 
-    `tell` hears how many jobs are done and which one begins.
+    A job that raises is told of, not written, and the next begins. `tell` hears how many jobs are done and which one
+    begins.
     """
     deadline = time.monotonic() + seconds
     for number, job in enumerate(jobs):
@@ -225,6 +239,10 @@ def tune_all(
             found = tune(job, device, repeats=repeats, rounds=rounds, deadline=deadline)
         except OutOfTimeError:
             return
+        # the next may do, and what was found stays
+        except Exception as error:
+            yield Found(str(job.key), {}, math.nan, math.nan, (f"{job}: not tuned: {_told(error)}",))
+            continue
         if file is not None:
             us = {"default": round(found.default_us, 2), "best": round(found.best_us, 2)}
             file.put("entries", key_of(job), {"config": dict(found.config), "us": us})

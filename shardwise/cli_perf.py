@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -35,10 +36,17 @@ def add_perf(commands: click.Group) -> None:
     @click.option("--only", default="", metavar="REGEX", help="Only cases with this in 'group: name'.")
     @click.option("--small", is_flag=True, help="Tiny sizes: a proof that all of it runs.")
     @click.option("--peers", is_flag=True, help="Measure FBGEMM and TorchRec too, where they are installed.")
-    @click.option("--laps", type=click.IntRange(1), help="Over the list of cases.  [default: 5, on cuda 3]")
+    @click.option("--laps", type=click.IntRange(1), help="Over the list of cases.  [default: 6, on cuda 3]")
     @click.option("--threads", type=click.IntRange(1, 1024), help="Threads of the CPU.  [default: one for each core]")
-    @click.option("--limit-s", type=click.FloatRange(1), default=480.0, show_default=True, help="No case begins later.")
-    @click.option("--memory-gib", type=click.FloatRange(0.1), help="That tables of a case may take.")
+    @click.option(
+        "--limit-s",
+        type=click.FloatRange(1),
+        callback=_finite,
+        default=480.0,
+        show_default=True,
+        help="No case begins later.",
+    )
+    @click.option("--memory-gib", type=click.FloatRange(0.1), callback=_finite, help="That tables of a case may take.")
     @click.option("--list", "listing", is_flag=True, help="Print the cases and measure nothing.")
     @click.option("--json", "out", type=target, help="Write what was measured; `report` and `compare` read it.")
     @click.option("--html", type=target, help="Write the page of `report` as well.")
@@ -46,6 +54,7 @@ def add_perf(commands: click.Group) -> None:
         """Check cases, then time ours beside torch and other peers; a table.
 
         Ends with status 1 if a case fails: it raises, or its result is not that of its reference; it is not timed then.
+        Also if nothing was measured; with 130 after Ctrl-C, what was measured until then being written.
         """
         import torch
 
@@ -69,8 +78,23 @@ def add_perf(commands: click.Group) -> None:
     @perf.command()
     @click.argument("base", type=file)
     @click.argument("new", type=file)
-    @click.option("--at-least", type=click.FloatRange(0), default=5.0, show_default=True, help="Percent that count.")
-    @click.option("--iqr", "iqrs", type=click.FloatRange(0), default=3.0, show_default=True, help="IQRs that count.")
+    @click.option(
+        "--at-least",
+        type=click.FloatRange(0),
+        callback=_finite,
+        default=5.0,
+        show_default=True,
+        help="Percent that count.",
+    )
+    @click.option(
+        "--iqr",
+        "iqrs",
+        type=click.FloatRange(0),
+        callback=_finite,
+        default=3.0,
+        show_default=True,
+        help="IQRs that count.",
+    )
     @click.option("--only", default="", metavar="REGEX", help="Only cases with this in 'group: name'.")
     @click.option("--force", is_flag=True, help="Compare also what was measured on another device.")
     def compare(base: Path, new: Path, at_least: float, iqrs: float, only: str, force: bool) -> None:
@@ -123,6 +147,8 @@ def _run(
     from .perf.measure import BUDGETS
     from .perf.report_html import page
 
+    if html is not None and html.resolve() == out.resolve():
+        raise click.UsageError(f"--json and --html both name {out}")
     for path in (out, html):
         if path is not None:
             _writable(path)
@@ -144,7 +170,10 @@ def _run(
     if html is not None:
         html.write_text(page(stored), encoding="utf-8")
     _show(stored)
-    return 1 if measured.failures else 0
+    if measured.interrupted:
+        # as a shell has it of a program that Ctrl-C ended
+        return 130
+    return 1 if measured.failures or not measured.records else 0
 
 
 def _with_progress(cases: Sequence[Case], setting: Setting, budget: Budget) -> Measured:
@@ -206,6 +235,15 @@ def _writable(path: Path) -> None:
         check_writable(path)
     except OSError as error:
         raise click.UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Ranges of click let nan pass, which is less than nothing."""
+    import click
+
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number of this kind")
+    return value
 
 
 def _checked(expression: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,7 @@ def add_autotune(kernels: click.Group) -> None:
 
         Inputs and tables are the command's own. Every candidate gives the bits that the heuristic gives, or is dropped.
         Entries that the file has are kept, each new one is written at once, and Ctrl-C ends a run with what it found.
+        An entry that fails is told of; the status is 1 where all do.
         On a CPU: threads and sizes of the CPU path. See docs/tuning.md.
         """
         if workload is not None and (dims or lengths):
@@ -260,11 +262,16 @@ def _report(results: Iterable[Found], file: File | None) -> None:
         table.add_column(column, justify="right")
     table.add_column("config")
     dropped: list[str] = []
+    failed = 0
     ended = "the budget or the list"
     try:
         for one in results:
-            table.add_row(one.what, f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.ratio:.2f}", told(one.config))
             dropped += one.dropped
+            if one.failed:
+                failed += 1
+                table.add_row(one.what, "failed")
+                continue
+            table.add_row(one.what, f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.ratio:.2f}", told(one.config))
     except KeyboardInterrupt:
         ended = "Ctrl-C"
     console = Console(highlight=False)
@@ -273,4 +280,6 @@ def _report(results: Iterable[Found], file: File | None) -> None:
     for sentence in dropped:
         click.echo(sentence)
     where = "nothing is kept of a proof: give --out" if file is None else f"written to {file.path}"
-    click.echo(f"{table.row_count} entries until {ended} ended; {where}")
+    click.echo(f"{table.row_count - failed} entries until {ended} ended{f', {failed} failed' * (failed > 0)}; {where}")
+    if failed and failed == table.row_count:
+        sys.exit(1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise import (
     FTRL,
     LAMB,
+    BoundsCheckMode,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -25,7 +26,9 @@ from shardwise import (
     RuleOptimizer,
     apply_optimizer_in_backward,
 )
-from shardwise.embeddings import LookupFeature, OptimizerSpec, TableGroup, TableShape
+from shardwise.embeddings import LookupFeature, OptimizerSpec, TableGroup, TableShape, table_group
+from shardwise.embeddings.unread_guard import UnreadGuard
+from shardwise.kernels import is_clean
 
 
 def bags(gradient_check: GradientCheckMode = GradientCheckMode.IGNORE, **policy: Any) -> EmbeddingBagCollection:
@@ -238,3 +241,35 @@ def test_a_rule_optimizer_refuses_what_it_does_not_know() -> None:
     param.grad = torch.ones(2, 2).to_sparse()
     with pytest.raises(RuntimeError, match="LAMB takes dense gradients"):
         LAMB([param]).step()
+
+
+class HostGuard(UnreadGuard):
+    """Without a device: what is sent is there at once."""
+
+    def __init__(self, guard: Tensor) -> None:
+        self.guard = guard
+
+    def send(self, ids: Tensor, offsets: Tensor) -> HostGuard:
+        self.ids, self.offsets, self._host = ids, offsets, self.guard.clone()
+        return self
+
+    def is_raised(self) -> bool:
+        return not is_clean(self._host)
+
+
+def test_28_a_gradient_raises_though_nobody_checks_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the check of ids tells of it too; where there is none, the next lookup still does, and trains again."""
+    monkeypatch.setattr(table_group, "UnreadGuard", HostGuard)
+    ebc = bags(GradientCheckMode.RAISE, bounds_check=BoundsCheckMode.IGNORE)
+    apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 0.1})
+    ebc(batch())
+    group, ids, offsets = ebc._groups[0], torch.tensor([1]), torch.tensor([0, 1, 1])
+    for _ in range(3):
+        group._watch_gradients(ids, offsets)
+    group.guard[2] = 5
+    group._watch_gradients(ids, offsets)
+    with pytest.raises(FloatingPointError, match="a gradient of tables t, u was not finite; no table was updated"):
+        group._watch_gradients(ids, offsets)
+    assert is_clean(group.guard)
+    group._watch_gradients(ids, offsets)
+    group.raise_pending()

@@ -191,3 +191,17 @@ def test_no_file_names_a_place_on_one_machine() -> None:
                 if ABSOLUTE.search(line):
                     found.append(f"{path}:{number}: {line.strip()}")
     assert not found, "\n".join(found)
+
+
+def test_no_public_name_is_listed_twice() -> None:
+    found = {}
+    for path in files("__init__.py"):
+        for node in ast.parse((ROOT / path).read_text()).body:
+            if (
+                isinstance(node, ast.Assign)
+                and ast.unparse(node.targets[0]) == "__all__"
+                and "*" not in (text := ast.unparse(node.value))
+            ):
+                found[path] = ast.literal_eval(text)
+    assert len(found) > 5
+    assert {path: names for path, names in found.items() if len(names) != len({*names})} == {}

@@ -19,11 +19,12 @@ pytest.importorskip("rich")
 
 import torch
 from click.testing import CliRunner, Result
-from perf_fake_cases import CASES
+from perf_fake_cases import CASES, case
 
 import shardwise.perf.cases as suite
 from shardwise import cli
 from shardwise.perf import machine, measure
+from shardwise.perf.case import Ready, Setting
 from shardwise.perf.storage import TEST, load
 
 ROOT = Path(__file__).parents[1]
@@ -73,8 +74,28 @@ def test_a_run_measures_prints_and_writes_every_case_and_ends_badly_where_one_is
     for name in (*NAMES, "wrong", "raises"):
         assert name in result.output
     assert "failed: wrong: AssertionError: ours gives 2, the reference 3" in result.output
-    assert re.search(r"package +own rounds +510 ms +\d+ % +.*0.51x", result.output)
+    assert re.search(r"package +own rounds +505 ms +\d+ % +.*0.51x", result.output)
     assert re.search(r"package +size +465 B", result.output)
+
+
+def test_ctrl_c_keeps_what_was_measured_and_ends_as_a_shell_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(setting: Setting) -> Ready:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "CASES", (CASES[0], case("stopped", stopped), CASES[3]))
+    result = shardwise("run", "--small", "--threads", "1", "--json", tmp_path / "a.json")
+    assert result.exit_code == 130, result.output
+    found = load(tmp_path / "a.json").measured
+    assert [record.name for record in found.records] == [CASES[0].name]
+    assert found.not_run == ("stopped", CASES[3].name)
+
+
+def test_a_run_that_measures_nothing_ends_badly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "run", lambda cases, *_, **__: measure.Measured(not_run=("logs",)))
+    result = shardwise("run", "--small", "--threads", "1", "--json", tmp_path / "a.json")
+    assert result.exit_code == 1 and "not run, the time was up: logs" in result.output
 
 
 def test_a_report_says_machine_threads_and_versions(measured: Path) -> None:
@@ -108,7 +129,7 @@ def test_the_same_run_twice_is_no_regression_and_a_slowdown_is_one(measured: Pat
     planted = edited(measured, "own rounds", slower)
     caught = shardwise("compare", measured, planted)
     assert caught.exit_code == 1
-    assert "slower: own rounds: 510 ms -> 612 ms (+20.0 %)" in caught.output
+    assert "slower: own rounds: 505 ms -> 606 ms (+20.0 %)" in caught.output
     assert shardwise("compare", measured, planted, "--only", "size").exit_code == 0
     assert shardwise("compare", measured, planted, "--at-least", "25").exit_code == 0
 
@@ -161,6 +182,10 @@ def test_the_report_shows_every_case_as_a_table_and_as_a_page(measured: Path) ->
         (["run", "--json", "x.json", "--only", "("], "is no regular expression"),
         (["run", "--json", "no/such/folder/x.json"], "no/such/folder/x.json cannot be written"),
         (["run", "--json", "x.json", "--html", "no/x.html"], "no/x.html cannot be written"),
+        (["run", "--json", "x.json", "--html", "./x.json"], "--json and --html both name x.json"),
+        (["run", "--json", "x.json", "--limit-s", "nan"], "--limit-s"),
+        (["run", "--json", "x.json", "--memory-gib", "inf"], "--memory-gib"),
+        (["compare", "good.json", "good.json", "--iqr", "nan"], "--iqr"),
         (["run"], "--json FILE"),
         (["report", "bad.json"], "bad.json is no JSON"),
         (["report", "good.json", "--html", "no/x.html"], "no/x.html cannot be written"),
@@ -209,9 +234,9 @@ def test_pytest_runs_the_same_cases_under_the_same_names(measured: Path) -> None
     assert [record.name for record in found.measured.records] == NAMES
     assert {failure.name for failure in found.measured.failures} == {"wrong", "raises"}
     own = found.measured.records[1]
-    assert own.laps[0].times["shardwise"] == [0.5, 0.51, 0.52]
+    assert own.laps[0].times["shardwise"] == [0.5, 0.51]
     told = {one["param"]: one for one in json.loads(out.read_text())["benchmarks"]}
-    assert told["own rounds"]["stats"]["data"] == pytest.approx([0.5, 0.51, 0.52])
+    assert told["own rounds"]["stats"]["data"] == pytest.approx([0.5, 0.51])
     assert told["own rounds"]["fullname"] == f"{TEST}[own rounds]"
     assert {*told[NAMES[0]]["extra_info"]["ratios"]} == {"torch"}
     assert shardwise("compare", measured, out, "--only", "package").exit_code == 0

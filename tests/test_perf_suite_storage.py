@@ -14,6 +14,7 @@ from shardwise.perf.case import OURS
 from shardwise.perf.compare import compare
 from shardwise.perf.measure import Failure, Measured
 from shardwise.perf.record import Lap, Record
+from shardwise.perf.report import rows
 from shardwise.perf.storage import TEST, check_writable, load, save
 
 LAPS = (
@@ -109,6 +110,13 @@ def test_files_of_other_benchmarks_are_read(tmp_path: Path, with_data: bool) -> 
         ('{"benchmarks": [7]}', "is damaged"),
         ('{"benchmarks": [{"fullname": "a", "extra_info": {"laps": [{}]}, "stats": {}}]}', "is damaged"),
         ('{"benchmarks": [{"fullname": "a", "stats": {"data": ["x"]}}]}', "is damaged"),
+        ('{"benchmarks": [{"fullname": "a", "stats": {"data": [null]}}]}', "no times of 'shardwise'"),
+        ('{"benchmarks": [{"fullname": "a", "stats": {"data": [NaN]}}]}', "is damaged"),
+        (
+            '{"benchmarks": [{"fullname": "a", "stats": {"data": [1]}, "extra_info": {"bytes_moved": "3"}}]}',
+            "no number",
+        ),
+        ('{"benchmarks": [{"fullname": "a", "stats": {"data": [1]}, "extra_info": {"notes": [1]}}]}', "notes"),
         ('{"benchmarks": [], "machine_info": 3}', "is damaged"),
     ],
 )
@@ -146,3 +154,40 @@ def test_statistics_are_those_of_the_turns_that_count() -> None:
     graphs = Record("g", "lookup", (Lap({OURS: [2e-3], f"{OURS}{record.GRAPH}": [1e-3]}),), bytes_moved=1e6)
     assert record.best_median(graphs) == 1e-3 and record.gb_per_s(graphs) == 1.0
     assert record.floor_s(graphs) is None and record.percent_of_copy(graphs) is None
+
+
+def graphed(ours: float, replay: float, moved: float = 1e6) -> Record:
+    """Of a GPU: FBGEMM was captured and torch was not."""
+    times = {
+        OURS: [ours] * 4, "fbgemm": [4e-3] * 4, "torch": [6e-3] * 4,
+        OURS + record.GRAPH: [replay] * 4, f"fbgemm{record.GRAPH}": [2e-3] * 4,
+    }  # fmt: skip
+    lap = Lap(times, {}, 4000.0, {f"torch{record.GRAPH}": "RuntimeError: it waits"})
+    return Record("lookup", "lookup", (lap, lap), device="cuda", bytes_moved=moved)
+
+
+def test_replays_are_a_record_of_their_own() -> None:
+    eager, replays = record.split([graphed(2e-3, 5e-4)])
+    assert record.sides(eager) == [OURS, "fbgemm", "torch"] and eager.name == "lookup"
+    assert record.median(eager) == 2e-3 and record.ratio(eager, "fbgemm") == (0.5, 0.5, 0.5)
+    assert replays.name == "lookup, graph" and record.median(replays) == 5e-4
+    assert record.ratio(replays, "fbgemm") == (0.25, 0.25, 0.25)
+    # what could not be captured is beside it eagerly, and the row says so
+    assert record.ratio(replays, "torch") == pytest.approx((1 / 12,) * 3)
+    assert replays.notes == {"no graph of torch": "RuntimeError: it waits"}
+    assert record.gb_per_s(eager) == pytest.approx(0.5) and record.gb_per_s(replays) == pytest.approx(2.0)
+    lost = Record("lost", "lookup", (Lap({OURS: [1.0]}, notes={OURS + record.GRAPH: "no"}),))
+    assert [one.notes for one in record.split([lost])] == [{"no graph": "no"}]
+
+
+def test_a_slower_replay_is_a_regression_though_eager_calls_are_as_before(tmp_path: Path) -> None:
+    stored = []
+    for name, replay in (("base", 5e-4), ("new", 6e-4)):
+        path = tmp_path / f"{name}.json"
+        save(path, Measured((graphed(2e-3, replay),)), machine_info=machine.machine_info("cpu", 2))
+        stored.append(load(path))
+    found = compare(*stored)
+    assert [verdict.name for verdict in found.of("slower")] == ["lookup, graph"]
+    assert [verdict.name for verdict in found.of("same")] == ["lookup"]
+    printed = [row.cells["median"] for row in rows(stored[:1])]
+    assert printed == ["2 ms", "500 us"]

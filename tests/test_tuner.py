@@ -16,7 +16,7 @@ pytest.importorskip("rich")
 from click.testing import CliRunner, Result
 from torch import Tensor
 
-from shardwise import cli
+from shardwise import cli, cli_tune
 from shardwise.kernels import _op, configs, use_configs
 from shardwise.kernels.candidates import KERNELS, QUANTIZED, candidates
 from shardwise.perf import tuner, tuner_cpu, tuner_inputs
@@ -266,6 +266,40 @@ def test_kernels_are_tuned_in_the_interpreter_and_lookups_follow(
     assert entry["config"] == dict(zip(("rows", "columns", "warps"), tuned, strict=True))
     assert tuned[0] < heuristic[0] and entry["us"] == {"default": heuristic[0], "best": tuned[0]}
     assert "0 entries" in run("--small", "--out", out, "--dtypes", "fp32", "--kernel", "gather").output
+
+
+def test_an_entry_that_fails_is_told_of_and_the_next_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [*small_jobs("pooled_lookup"), *small_jobs("gather")]
+
+    def failing(job: tuner_inputs.Job, *_: Any, **__: Any) -> tuner.Found:
+        if job.key.kernel == "pooled_lookup":
+            raise RuntimeError("an illegal\ninstruction")
+        return tuner.Found(str(job.key), {}, 2.0, 1.0)
+
+    monkeypatch.setattr(tuner, "tune", failing)
+    file = tuner.File(tmp_path / "mine.json", "a GPU", "sm_90")
+    found = list(tuner.tune_all(jobs, "cpu", file=file, repeats=1, rounds=1, seconds=60))
+    assert [one.failed for one in found] == [True, False] and found[1].ratio == 2.0
+    assert found[0].dropped == (f"{jobs[0]}: not tuned: RuntimeError: an illegal instruction",)
+    assert [one["kernel"] for one in json.loads(file.path.read_text())["entries"]] == ["gather"]
+
+
+@pytest.mark.parametrize(("failing", "status"), [(1, 0), (2, 1)])
+def test_the_command_ends_badly_where_every_entry_failed(
+    failing: int, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nan = float("nan")
+    results = [tuner.Found("bad", {}, nan, nan, ("bad: not tuned: RuntimeError: no",))] * failing
+    results += [tuner.Found("good", {}, 2.0, 1.0)] * (2 - failing)
+    ended = 0
+    try:
+        cli_tune._report(results, None)
+    except SystemExit as error:
+        ended = error.code  # type: ignore[assignment]
+    assert ended == status
+    printed = capsys.readouterr().out
+    assert f"{2 - failing} entries until" in printed and f", {failing} failed; " in printed
+    assert "bad: not tuned: RuntimeError: no" in printed
 
 
 @pytest.mark.gpu

@@ -14,11 +14,14 @@ from torch import Tensor
 from shardwise.kernels import (
     ROW_FORMATS,
     Feature,
+    dequantize_pooled,
     dequantize_rows,
     pack_features,
+    quantize_pooled,
     quantize_rows,
 )
 from shardwise.kernels.quantize import dequantize_rows_ref, quantize_rows_ref
+from shardwise.kernels.quantize_pooled import SCALES
 from shardwise.kernels.quantized_lookup import quantized_pooled_lookup_ref
 from shardwise.kernels.quantized_sequence import quantized_sequence_lookup_ref
 from shardwise.kernels.row_formats import TABLE_BOUNDARY
@@ -235,6 +238,48 @@ def _dequantize(setting: Setting, format: str) -> Ready:
     return Ready(calls, check, moved, "rows: each read once and written once", peers, notes=trouble)
 
 
+def _pooled_bytes(setting: Setting, back: bool) -> Ready:
+    """Outputs of 32 features as bytes for the wire, or back; FBGEMM's rows of int8 are the same bytes."""
+    batch, dim = (8, 16) if setting.small else (512, 128)
+    dims = [dim] * 32
+    inputs = [
+        torch.randn(batch, sum(dims), generator=torch.Generator().manual_seed(seed)).to(setting.device)
+        for seed in range(INPUTS)
+    ]
+    rows = [quantize_pooled(x, dims) for x in inputs]
+    calls: list[Call]
+    if back:
+        calls = [partial(dequantize_pooled, z, dims) for z in rows]
+    else:
+        calls = [partial(quantize_pooled, x, dims) for x in inputs]
+
+    def theirs() -> list[Call]:
+        ops = _ops_of("int8")
+        if back:
+            return [partial(ops.dequantize, z.view(-1, dim + SCALES)) for z in rows]
+        return [partial(ops.quantize, x.view(-1, dim)) for x in inputs]
+
+    peers, trouble = peer_calls(setting, {"fbgemm": theirs})
+
+    def check() -> None:
+        payload, scales = quantize_rows_ref(inputs[0].view(-1, dim).cpu(), "int8", torch.float32)
+        want = torch.cat([payload, scales.view(torch.uint8)], 1)
+        if back:
+            want = dequantize_rows_ref(payload, scales, dim, "int8")
+        mine: Any = calls[0]()
+        assert torch.equal(mine.cpu().view(want.shape), want), "the reference"
+        for name, others in peers.items():
+            found: Any = others[0]()
+            # numbers of 8 bits may be one apart
+            tolerance = 1e-5 if back else 1.01 / 255
+            assert_close(mine[:, :dim].float(), found.view(batch, -1)[:, :dim].float(), tolerance, name)
+
+    return Ready(
+        calls, check, len(dims) * batch * (4 * dim + dim + SCALES),
+        "bags: numbers read once, their bytes written once, or the other way", peers, notes=trouble,
+    )  # fmt: skip
+
+
 CASES: Sequence[Case] = (
     *(
         Case(
@@ -263,4 +308,6 @@ CASES: Sequence[Case] = (
         )
         for format in ("int8", "int4")
     ),
+    Case("quantize_pooled, 32 x 512 x 128", "quantized", partial(_pooled_bytes, back=False), CUDA),
+    Case("dequantize_pooled, 32 x 512 x 128", "quantized", partial(_pooled_bytes, back=True), CUDA),
 )  # fmt: skip
