@@ -62,13 +62,19 @@ def spread(work: int, data: int) -> None:
 
     They divide the work among themselves while they do it: whoever comes first must be able to do all of it.
     """
+    if not _in_torchs(work, data):
+        _in_pool(partial(call, work, data), torch.get_num_threads())
+
+
+def _in_torchs(work: Any, data: int | None) -> bool:
+    """Have torch's threads call a C function; False where they cannot be had, and nothing was called."""
     # as many as torch's operators take: with another number OpenMP would end threads and start them again
     threads = torch.get_num_threads()
     parallel = None if _forked or threads == 1 else _parallel()
     if parallel is None:
-        _in_pool(partial(call, work, data), threads)
-    else:
-        parallel(work, data, threads, 0)
+        return False
+    parallel(work, data, threads, 0)
+    return True
 
 
 def run(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -77,14 +83,22 @@ def run(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
     Tasks are Python: they take turns, but for what they do without the GIL.
     """
     results: list[Any] = [None] * len(tasks)
-    numbers = count()
+    numbers, raised = count(), list[BaseException]()
 
-    def work() -> None:
+    def work(_: object = None) -> None:
         # next() on one counter gives each task to one thread
-        while (number := next(numbers)) < len(tasks):
-            results[number] = tasks[number]()
+        try:
+            while (number := next(numbers)) < len(tasks):
+                results[number] = tasks[number]()
+        except BaseException as error:
+            # C would swallow it
+            raised.append(error)
 
-    _in_pool(work, min(torch.get_num_threads(), len(tasks)))
+    called = _WORK(work)
+    if len(tasks) == 1 or not _in_torchs(ctypes.cast(called, ctypes.c_void_p), None):
+        _in_pool(work, min(torch.get_num_threads(), len(tasks)))
+    if raised:
+        raise raised[0]
     return results
 
 

@@ -3,7 +3,8 @@
 Letters: B bags, N values; lengths L [B], offsets O [B + 1] first value of each bag and then the end, V [N, ...].
 Bytes moved: a sum of segments reads V once and O, and writes Y [B, ...]; its gradient, the other way round, also writes
 and reads 8 bytes a value that say which bag it belongs to; a place in a bag, or an inverse, is written once.
-`complete_cumsum`, `offsets_to_lengths`, `pack_segments` and `unpack_segments` are torch's own ops on a GPU.
+`complete_cumsum` reads L and writes O; of more than 16,384 lengths a row, or of other integers, it is torch's own ops.
+`offsets_to_lengths`, `pack_segments` and `unpack_segments` are torch's own ops on a GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +17,51 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import configs, cpu_padded, cpu_segments
-from ._op import INTERPRETED, direct, multiple, register, register_autograd, runs_kernel, tl, triton
+from ._op import INTERPRETED, direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .segments import INDEX_DTYPES, check_index, gather_rows, locate, positions_of, unit_of
 
 _BLOCK = 64 if INTERPRETED else 512
+# lengths that a program of `complete_cumsum` adds up at a time, and at most
+_CUMSUM_BLOCK, _CUMSUM_MOST = (16, 1 << 14) if INTERPRETED else (2048, 1 << 14)
 # segments and positions of a tile of 1-D values
 _SUM_SEGMENTS, _SUM_POSITIONS = (4, 8) if INTERPRETED else (16, 32)
+
+
+def complete_cumsum_ref(lengths: Tensor) -> Tensor:
+    """O[b] = L[0] + ... + L[b - 1], in each row."""
+    return F.pad(lengths.cumsum(-1, dtype=lengths.dtype), (1, 0))
+
+
+@triton.jit
+def _cumsum_kernel(L, O, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    L += row * N
+    O += row * (N + 1)
+    total = tl.zeros((), O.dtype.element_ty)
+    tl.store(O, total)
+    for begin in range(0, N, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        length = tl.load(L + i, mask=i < N, other=0)
+        tl.store(O + i + 1, total + tl.cumsum(length, 0), mask=i < N)
+        total += tl.sum(length, 0)
+
+
+def _complete_cumsum(lengths: Tensor) -> Tensor:
+    n, rows = lengths.shape[-1], prod(lengths.shape[:-1])
+    if not (runs_kernel(lengths) and n and rows):
+        return complete_cumsum_ref(lengths)
+    out = lengths.new_empty((*lengths.shape[:-1], n + 1))
+    block = min(_CUMSUM_BLOCK, next_power_of_2(n))
+    _cumsum_kernel[(rows,)](lengths.contiguous(), out, n, block, num_warps=max(1, min(8, block // 128)))
+    return out
+
+
+register(
+    "complete_cumsum(Tensor lengths) -> Tensor",
+    _complete_cumsum,
+    lambda lengths: lengths.new_empty((*lengths.shape[:-1], lengths.shape[-1] + 1)),
+)
 
 
 def complete_cumsum(lengths: Tensor) -> Tensor:
@@ -36,7 +75,14 @@ def complete_cumsum(lengths: Tensor) -> Tensor:
         found = cpu_segments.complete_cumsum(lengths)
         if found is not None:
             return found
-    return F.pad(lengths.cumsum(-1, dtype=lengths.dtype), (1, 0))
+    elif lengths.dtype in INDEX_DTYPES and _is_one_launch(lengths):
+        return torch.ops.shardwise.complete_cumsum(lengths)  # type: ignore[no-any-return]
+    return complete_cumsum_ref(lengths)
+
+
+def _is_one_launch(lengths: Tensor) -> bool:
+    """Whether one program sums a row up in less time than torch's four launches take; compilers fuse torch's own."""
+    return runs_kernel(lengths) and not torch.compiler.is_compiling() and lengths.shape[-1] <= _CUMSUM_MOST
 
 
 def offsets_to_lengths(offsets: Tensor) -> Tensor:

@@ -39,6 +39,12 @@ def segment_spread_bytes(sums: Tensor, size: int, *, sector: int = 1) -> Traffic
     return Traffic({"G": row, "at": 8 * size}, {"Y": row, "at": 8 * size})
 
 
+def complete_cumsum_bytes(lengths: Tensor) -> Traffic:
+    """Of `complete_cumsum`: read once, written once and a 0 for each row."""
+    rows = prod(lengths.shape[:-1])
+    return Traffic({"L": lengths.nbytes}, {"O": lengths.nbytes + rows * lengths.itemsize})
+
+
 def invert_permute_bytes(permute: Tensor) -> Traffic:
     """Of `invert_permute`: read once, written once; filled before by torch."""
     return Traffic({"P": permute.nbytes}, {"Q": permute.nbytes})

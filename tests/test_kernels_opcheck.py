@@ -45,7 +45,7 @@ JAGGED = {
     "quantized_lookup": {
         "dequantize_rows", "quantize_rows", "quantized_pooled_lookup", "quantized_sequence_lookup",
     },
-    "segments": {"invert_permute", "offsets_range", "segment_spread", "segment_sum"},
+    "segments": {"complete_cumsum", "invert_permute", "offsets_range", "segment_spread", "segment_sum"},
     "permute": {"collect_segments", "expand_into_jagged_permute", "move_segments"},
 }  # fmt: skip
 MIXED = next(case for case in CASES if case.name == "mixed dims")

@@ -23,7 +23,13 @@ from shardwise.kernels import (
     segment_sum,
     unpack_segments,
 )
-from shardwise.kernels.jagged import invert_permute_ref, offsets_range_ref, segment_spread_ref, segment_sum_ref
+from shardwise.kernels.jagged import (
+    complete_cumsum_ref,
+    invert_permute_ref,
+    offsets_range_ref,
+    segment_spread_ref,
+    segment_sum_ref,
+)
 
 OPS = torch.ops.shardwise
 LOOSE = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -259,8 +265,21 @@ def test_places_and_inverses_equal_the_reference(device: str, dtype: torch.dtype
     assert_same_bits(offsets_range(offsets[:1], 7), torch.arange(7, dtype=dtype))
     permute = torch.randperm(100, generator=torch.Generator().manual_seed(0)).to(dtype).to(place)
     assert_same_bits(invert_permute(permute), invert_permute_ref(permute))
-    assert_same_bits(complete_cumsum(permute), torch.nn.functional.pad(permute.cumsum(0, dtype=dtype), (1, 0)))
     assert invert_permute(permute[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_offsets_equal_the_reference_in_blocks_rows_and_beyond_one_launch(device: str, dtype: torch.dtype) -> None:
+    place = torch_device(device)
+    lengths = torch.randint(0, 9, (3, 100), generator=torch.Generator().manual_seed(0)).to(dtype).to(place)
+    for some in (lengths[0], lengths, lengths.t(), lengths[:, :16], lengths[:, :1], lengths[:0], lengths[:, :0]):
+        assert_same_bits(complete_cumsum(some), complete_cumsum_ref(some))
+    long = torch.ones((1 << 14) + 1, dtype=dtype, device=place)
+    assert_same_bits(complete_cumsum(long), torch.arange((1 << 14) + 2, dtype=dtype))
+    if dtype == torch.int64:
+        # sums of 64 bits, whatever a block's are
+        assert complete_cumsum(lengths[0] + 2**40)[-1] == int(lengths[0].sum()) + 100 * 2**40
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -284,6 +303,7 @@ def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "segment_sum ids": (OPS.segment_sum.default, (offsets, torch.arange(6, device=device), 1)),
         "segment_spread": (OPS.segment_spread.default, (offsets, sums, 8, 1)),
         "offsets_range": (OPS.offsets_range.default, (offsets, 6)),
+        "complete_cumsum": (OPS.complete_cumsum.default, (torch.tensor([[2, 0, 1], [1, 1, 1]], device=device),)),
         "invert_permute": (OPS.invert_permute.default, (torch.tensor([2, 0, 1], device=device),)),
     }
 

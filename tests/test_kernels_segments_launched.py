@@ -11,7 +11,15 @@ from kernel_inputs import assert_same_bits, torch_device
 from test_perf_recorded import assert_within
 from torch import Tensor
 
-from shardwise.kernels import compiled, expand_into_jagged_permute, invert_permute, launched, offsets_range, segment_sum
+from shardwise.kernels import (
+    compiled,
+    complete_cumsum,
+    expand_into_jagged_permute,
+    invert_permute,
+    launched,
+    offsets_range,
+    segment_sum,
+)
 from shardwise.kernels.promises import broken_promises
 from shardwise.perf import declared_segments as declared
 from shardwise.perf.declared import Traffic
@@ -86,6 +94,12 @@ def invert() -> Call:
     return Call([out], declared.invert_permute_bytes(permute), {"P": permute, "Q": out}, "PQ")
 
 
+def cumsum() -> Call:
+    lengths = torch.arange(1, 151).view(3, 50)
+    out = complete_cumsum(lengths)
+    return Call([out], declared.complete_cumsum_bytes(lengths), {"L": lengths, "O": out}, "LO")
+
+
 def places() -> Call:
     out = offsets_range(STARTS, 150)
     return Call([out], declared.offsets_range_bytes(STARTS, 150), {"at": out}, "at")
@@ -99,7 +113,7 @@ def expand() -> Call:
 CALLS: dict[str, Callable[[], Call]] = {
     "move": move_flat, "move rows of 128": move_rows(128), "move rows of 5": move_rows(5),
     "collect rows of 128": collect(128), "collect rows of 5": collect(5), "sum": add(), "sum rows of 128": add(128),
-    "sum rows of 5": add(5), "spread": spread, "invert": invert, "places": places, "expand": expand,
+    "sum rows of 5": add(5), "spread": spread, "invert": invert, "cumsum": cumsum, "places": places, "expand": expand,
 }  # fmt: skip
 
 
@@ -126,6 +140,7 @@ MATRIX = [
     *(("segment_rows segments D=128 fp32", target) for target in ("sm_100", "gfx942")),
     ("segment_sum segments D=1 fp32", "sm_90"), ("locate sources i32", "sm_90"), ("locate places i64", "gfx942"),
     ("collect segments D=1023 bf16", "sm_90"),
+    *((f"cumsum {count} i64", target) for count in (1664, 16384) for target in compiled.TARGETS),
 ]  # fmt: skip
 
 
