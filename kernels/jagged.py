@@ -75,7 +75,7 @@ def complete_cumsum(lengths: Tensor) -> Tensor:
         found = cpu_segments.complete_cumsum(lengths)
         if found is not None:
             return found
-    elif lengths.dtype in INDEX_DTYPES and _is_one_launch(lengths):
+    elif lengths.dtype in INDEX_DTYPES and (lengths.is_cuda or INTERPRETED) and _is_one_launch(lengths):
         return torch.ops.shardwise.complete_cumsum(lengths)  # type: ignore[no-any-return]
     return complete_cumsum_ref(lengths)
 

@@ -78,7 +78,7 @@ def _segments() -> Iterator[Launch]:
         ops = torch.ops.shardwise
         yield partial(ops.invert_permute, offsets), _name(dtype), ""
         yield partial(ops.offsets_range, offsets, 4), f"places {_name(dtype)}", ""
-        for count in (3, 1664, 16384):
+        for count in (3, 1664):
             yield partial(ops.complete_cumsum, torch.zeros(count, dtype=dtype)), f"{count} {_name(dtype)}", ""
         expand = partial(ops.expand_into_jagged_permute, offsets[:2], offsets, offsets, 4)
         yield expand, f"sources {_name(dtype)}", ""

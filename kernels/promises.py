@@ -62,7 +62,7 @@ REGISTERS = {
     r"update (sgd|rowwise_adagrad) D=128 fp32( |$)": 72,
     r"update ": 128,
     r"pooled_lookup ": 80,
-    r"weight_gradient |check_ids ": 96,
+    r"weight_gradient |check_ids |cumsum ": 96,
     r"dense_bmm |jagged_bmm ": 200,
     r"row_keys |mark |chunk ": 128,
     r"softmax |softmax_gradient |vector_product |by_rows |by_vectors ": 96,

@@ -9,7 +9,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -236,6 +238,29 @@ def test_tasks_run_once_each_and_their_error_reaches_the_caller(in_pieces: Calla
         cpu_threads.run([task(n) for n in range(40)])
     failing = False
     assert cpu_threads.run([task(3)]) == [9]
+
+
+def test_tasks_run_on_torch_s_threads_also_for_several_callers_at_once(in_pieces: Callable[[int], None]) -> None:
+    in_pieces(3)
+    seen: set[int] = set()
+    meet = threading.Barrier(3, timeout=60)
+
+    def task(number: int) -> int:
+        seen.add(threading.get_ident())
+        if number < 3:
+            # none goes on before three threads have one each
+            meet.wait()
+        return number
+
+    assert cpu_threads.run([partial(task, n) for n in range(9)]) == [*range(9)]
+    assert len(seen) == 3 and threading.get_ident() in seen
+
+    def squares(of: int) -> list[int]:
+        return cpu_threads.run([partial(pow, of + n, 2) for n in range(50)])
+
+    with ThreadPoolExecutor(4) as callers:
+        for of, found in zip(range(40), callers.map(squares, range(40)), strict=True):
+            assert found == [(of + n) ** 2 for n in range(50)]
 
 
 @pytest.mark.parametrize("where", ["no OpenMP", "a fork"])
