@@ -247,9 +247,7 @@ class TableGroup:
         if not ids.is_cuda:
             check_ids(ids, offsets, self.checked, new_guard(), names=self.names, fatal=fatal, padded=padded)
             return
-        unread = None
-        if not recorded:
-            unread, self._spare = self._spare or UnreadGuard(new_guard(ids.device)), None
+        unread = None if recorded else self._take_unread()
         found = new_guard(ids.device) if unread is None else unread.guard
         # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
         check_ids(
@@ -264,9 +262,7 @@ class TableGroup:
                     f"{setting} has no effect within a captured graph: see TableCollection.check", stacklevel=2
                 )
             return
-        self._unread = unread.send(ids, offsets)
-        if self.policy.strict:
-            self.raise_pending()
+        self._send(unread, ids, offsets)
 
     def _watch_gradients(self, ids: Tensor, offsets: Tensor) -> None:
         """Raise for a gradient that an earlier batch had on CUDA, where no check of ids would tell of it."""
@@ -274,9 +270,18 @@ class TableGroup:
             self._replayed = True
             return
         self.raise_pending()
-        unread, self._spare = self._spare or UnreadGuard(new_guard(self.guard.device)), None
+        unread = self._take_unread()
         unread.guard[2:].copy_(self.guard[2:])
+        self._send(unread, ids, offsets)
+
+    def _take_unread(self) -> UnreadGuard:
+        unread, self._spare = self._spare or UnreadGuard(new_guard(self.guard.device)), None
+        return unread
+
+    def _send(self, unread: UnreadGuard, ids: Tensor, offsets: Tensor) -> None:
         self._unread = unread.send(ids, offsets)
+        if self.policy.strict:
+            self.raise_pending()
 
     def raise_pending(self) -> None:
         """Raise what an earlier batch left in the guard on CUDA; nothing of that batch was written."""

@@ -105,3 +105,8 @@ def chosen(cases: Sequence[Case], suites: Sequence[str], device: str, only: str 
         having = f" has {only!r} in its group and name" if only else " is there"
         raise ValueError(f"of the suites {', '.join(suites)} no case for {device}{having}")
     return found
+
+
+def in_a_line(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.kernels import RULES
 from shardwise.kernels.features import DIM, FIRST_ROW, ROWS
 from shardwise.perf.batches import Batch
-from shardwise.perf.case import Call, Setting
+from shardwise.perf.case import Call, Setting, in_a_line
 
 # how far apart two results may be, in units of the largest number of one of them
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -73,7 +73,7 @@ def peer_calls(
             if call:
                 made[0]()
         except Exception as error:
-            notes[f"no {name}"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            notes[f"no {name}"] = in_a_line(error)
         else:
             calls[name] = made
     return calls, notes

@@ -25,6 +25,7 @@ from torch import Tensor
 from shardwise.kernels import configs
 from shardwise.kernels.candidates import candidates
 from shardwise.kernels.configs import Config
+from shardwise.perf.case import in_a_line
 from shardwise.perf.timing import graphs_of, times_us
 from shardwise.perf.tuner_inputs import Call, Job, checked, make
 
@@ -103,7 +104,7 @@ def same_results(
                 got = inputs.result()
         # a compiler may fail in any way, and the others are still worth their time
         except Exception as error:
-            dropped.append(f"{job}: {told(config)} fails: {_told(error)}")
+            dropped.append(f"{job}: {told(config)} fails: {in_a_line(error)}")
             continue
         if all(map(same_bits, got, expected)):
             kept.append(config)
@@ -141,10 +142,6 @@ def _stop_after(deadline: float) -> None:
 def told(config: Config) -> str:
     """A config in words."""
     return " ".join(f"{name}={value}" for name, value in config.items()) or "heuristic"
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class File:
@@ -241,7 +238,7 @@ def tune_all(
             return
         # the next may do, and what was found stays
         except Exception as error:
-            yield Found(str(job.key), {}, math.nan, math.nan, (f"{job}: not tuned: {_told(error)}",))
+            yield Found(str(job.key), {}, math.nan, math.nan, (f"{job}: not tuned: {in_a_line(error)}",))
             continue
         if file is not None:
             us = {"default": round(found.default_us, 2), "best": round(found.best_us, 2)}
