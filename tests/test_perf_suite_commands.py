@@ -39,6 +39,8 @@ def shardwise(*arguments: str | Path) -> Result:
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(suite, "CASES", CASES)
     monkeypatch.setattr(measure, "yardsticks", lambda: {})
+    # what other processes do to the turns of this one has tests of its own
+    monkeypatch.setattr(measure, "disturbed", lambda turns: [])
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
