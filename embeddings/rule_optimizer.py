@@ -96,7 +96,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 w = w - group["lr"] * group["weight_decay"] * w
         hyper = torch.tensor([group[name] for name in self.rule.hyper], dtype=torch.float64, device=p.device)
         numbers = self.rule.values(hyper, state["step"])
-        w, *states = self.rule.apply(w, g, [state[name] for name in self.rule.states], numbers)
+        w, *states = self.rule.apply(w, g, [state[name] for name in self.rule.states], numbers.unbind())
         p.copy_(w.reshape(p.shape))
         for name, value in zip(self.rule.states, states, strict=True):
             state[name].copy_(value)

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import configs
 from .cpu_lookup import bag_sums, offsets_are_good
 from .features import FIRST_ROW, ROWS, Segment, batch_size, column_offsets, linear_rows
-from .transpose import CHUNK, Transposed, key_dtype, position_in_run, transpose_index
+from .transpose import CHUNK, Transposed, key_dtype, transpose_index
 
 # Rows that are summed and updated at a time: half a MB of gradients, which the C library keeps when it is freed
 _BLOCK_ELEMENTS = 1 << 17
@@ -56,41 +56,58 @@ def row_gradients(
         # tables of this dim may have no features at all
         return
     keys = index.keys[low:high] - segment.first_row
-    # short numbers: half the memory to fault in
-    counts = key_dtype(keys.shape[0])
     scale = None if scale is None else scale[low:high]
     if pooled:
         matrix, source = _gradient_matrix(index.bag[low:high], grad, segment.dim, dims, batch)
     else:
         matrix, source = grad, index.position[low:high]
-    block = max(1, configs.cpu("update_block_elements", _BLOCK_ELEMENTS) // segment.dim)
     while keys.shape[0]:
-        # CHUNK is a power of two, and a remainder takes longer than all else here
-        head = (position_in_run(keys, counts)[1] & (CHUNK - 1) == 0).nonzero().squeeze(1)
-        bounds = torch.cat([head, head.new_tensor([keys.shape[0]])])
-        keys = keys[head]
-        same_as_last = torch.zeros(keys.shape[0] + 1, dtype=torch.bool, device=keys.device)
-        same_as_last[1:-1] = keys[1:] == keys[:-1]
-        long = same_as_last[:-1] | same_as_last[1:]
-        partial = []
-        sums = matrix[:0]
-        rows, cuts = keys.long(), [*range(0, keys.shape[0], block), keys.shape[0]]
-        at = torch.tensor(cuts, device="cpu")
-        # read at once, because each read costs as much as an operator
-        ends = bounds[at].tolist()
-        found = torch.cat([long.new_zeros(1, dtype=torch.int64), long.cumsum(0)])[at].tolist()
-        for number, (first, last) in enumerate(pairwise(cuts)):
-            begin, end = ends[number : number + 2]
-            of_ids, mine = bounds[first : last + 1], rows[first:last]
-            of_ids = of_ids - begin if begin else of_ids
-            sums = bag_sums(matrix, source[begin:end], of_ids, None if scale is None else scale[begin:end])
-            if found[number] != found[number + 1]:
-                inner = long[first:last]
-                partial.append(sums[inner])
-                mine, sums = mine[~inner], sums[~inner]
-            yield mine, sums
-        keys, scale = keys[long], None
-        matrix, source = torch.cat([*partial, sums[:0]]), torch.arange(keys.shape[0], device=keys.device)
+        bounds = _run_bounds(keys)
+        sizes, rows = bounds.diff(), keys[bounds[:-1]].long()
+        long = sizes > CHUNK
+        if not bool(long.any()):
+            yield from _blocks_of_sums(matrix, source, scale, rows, bounds)
+            return
+        # their ids are parted from the others before rows are summed: numbers are cheap to move, rows are not
+        of_long, short = long.repeat_interleave(sizes, output_size=keys.shape[0]), ~long
+        of_short, kept = ~of_long, sizes[short]
+        yield from _blocks_of_sums(
+            matrix, source[of_short], None if scale is None else scale[of_short], rows[short],
+            torch.cat([kept.new_zeros(1), kept.cumsum(0)]),
+        )  # fmt: skip
+        rows, bounds = _chunks(rows[long], sizes[long])
+        matrix = bag_sums(matrix, source[of_long], bounds, None if scale is None else scale[of_long])
+        keys, source, scale = rows, torch.arange(rows.shape[0], device=rows.device), None
+
+
+def _run_bounds(keys: Tensor) -> Tensor:
+    """Where each run of equal keys begins, and where the last ends: keys [n] sorted -> [runs + 1]."""
+    opens = torch.ones(keys.shape[0] + 1, dtype=torch.bool, device=keys.device)
+    torch.ne(keys[1:], keys[:-1], out=opens[1:-1])
+    return opens.nonzero().squeeze(1)
+
+
+def _chunks(rows: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Runs side by side, cut into chunks of at most CHUNK: the row of each chunk, and the bounds of all chunks."""
+    counts = (sizes + (CHUNK - 1)).div(CHUNK, rounding_mode="floor")
+    last = counts.cumsum(0)
+    parts = sizes.new_full((int(last[-1]),), CHUNK)
+    parts[last - 1] = sizes - (counts - 1) * CHUNK
+    return rows.repeat_interleave(counts, output_size=len(parts)), torch.cat([parts.new_zeros(1), parts.cumsum(0)])
+
+
+def _blocks_of_sums(
+    matrix: Tensor, source: Tensor, scale: Tensor | None, rows: Tensor, bounds: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows and the sums of matrix[source[i]] between their bounds, so many at a time as stay in a core's cache."""
+    block = max(1, configs.cpu("update_block_elements", _BLOCK_ELEMENTS) // matrix.shape[1])
+    cuts = [*range(0, rows.shape[0], block), rows.shape[0]]
+    # read at once, because each read costs as much as an operator
+    ends = bounds[torch.tensor(cuts, device="cpu")].tolist()
+    for (first, last), (begin, end) in zip(pairwise(cuts), pairwise(ends), strict=True):
+        of_ids = bounds[first : last + 1] - begin if begin else bounds[first : last + 1]
+        mine = None if scale is None else scale[begin:end]
+        yield rows[first:last], bag_sums(matrix, source[begin:end], of_ids, mine)
 
 
 def copy_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -101,7 +118,8 @@ def copy_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
     if not table.is_cuda and aligned and table.is_contiguous() and table.shape[1] % per_wide == 0:
         # an element costs the CPU the same whatever its width
         table, values = table.view(wide), values.view(wide)
-    table.index_copy_(0, rows, values)
+    # half the time of index_copy_ on the CPU
+    table.index_put_((rows,), values)
 
 
 def _gradient_matrix(bag: Tensor, grad: Tensor, dim: int, dims: Sequence[int], batch: int) -> tuple[Tensor, Tensor]:

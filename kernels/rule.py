@@ -18,7 +18,7 @@ import ast
 import inspect
 import linecache
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -187,10 +187,10 @@ class Rule:
         found[_STEP] = count
         return torch.stack([found[name] for name in self.numbers]).float()
 
-    def apply(self, w: Tensor, g: Tensor, states: list[Tensor], numbers: Tensor) -> list[Tensor]:
+    def apply(self, w: Tensor, g: Tensor, states: list[Tensor], numbers: Sequence[Tensor]) -> list[Tensor]:
         """The rule by torch: new rows and new states of w, g [U, D] and states [U, D] or [U, 1]."""
         row = [None] if self.takes_row else []
-        found = self.function(w, g, *states, *row, *numbers.unbind())
+        found = self.function(w, g, *states, *row, *numbers)
         return list(found) if self.states else [found]
 
 

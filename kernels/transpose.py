@@ -54,9 +54,9 @@ def key_dtype(rows: int) -> torch.dtype:
     return torch.int32 if rows < 2**31 else torch.int64
 
 
-def position_in_run(keys: Tensor, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
+def _position_in_run(keys: Tensor) -> tuple[Tensor, Tensor]:
     """0 .. n - 1, and the place of each entry in its run of equal keys, counted from the run's start: both [n]."""
-    at = torch.arange(keys.shape[0], device=keys.device, dtype=dtype)
+    at = torch.arange(keys.shape[0], device=keys.device)
     begins = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
     begins[1:] = keys[1:] != keys[:-1]
     return at, at - torch.where(begins, at, 0).cummax(0).values
@@ -65,7 +65,7 @@ def position_in_run(keys: Tensor, dtype: torch.dtype = torch.int64) -> tuple[Ten
 def chunks_of(keys: Tensor, low: int, high: int, most: int = CHUNK) -> Chunks:
     """Cut the runs of equal keys in [low, high) into chunks of `most`; keys [n] sorted, others are ignored."""
     n, device = keys.shape[0], keys.device
-    at, in_run = position_in_run(keys)
+    at, in_run = _position_in_run(keys)
     head = (in_run % most == 0) & (keys >= low) & (keys < high)
     number = head.cumsum(0)
     count = number[-1:]

@@ -79,7 +79,7 @@ def fused_update_ref(
                     dense[first_row - segment.first_row + row] += g / ((end - begin) if features[f, MEAN] else 1)
                     touched[first_row - segment.first_row + row] = True
         rows_hit = torch.nonzero(touched).squeeze(1)
-        update.apply(segment, rows_hit, dense[rows_hit])
+        update.apply(segment, [(rows_hit, dense[rows_hit])])
 
 
 @triton.jit
@@ -278,8 +278,7 @@ def _fused_update(
     index = transpose(indices, offsets, features, parts)
     scale = _scale_of_ids(index, offsets, per_id_weights, features, batch, pooling)
     for segment in parts:
-        for rows, g in row_gradients(index, grad.float(), scale, segment, dims, batch, pooling != "sequence"):
-            update.apply(segment, rows, g)
+        update.apply(segment, row_gradients(index, grad.float(), scale, segment, dims, batch, pooling != "sequence"))
 
 
 def _cut(grad: Tensor, most: float | None) -> Tensor:

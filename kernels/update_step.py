@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,22 +36,26 @@ class Step:
         # where each table begins: its rows are hashed by their own numbers, whatever tables lie before it
         self.first_rows = features[:, FIRST_ROW].sort().values if self.salt is not None else None
 
-    def apply(self, segment: Segment, rows: Tensor, g: Tensor) -> None:
-        """The rule by torch, in place: rows [U] distinct rows of the segment, g [U, D] fp32 their gradients."""
+    def apply(self, segment: Segment, updates: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """The rule by torch, in place, for each of some (rows [U], g [U, D]).
+
+        Rows are distinct rows of the segment, also from one pair to the next; g are their gradients in fp32.
+        """
         table = table_rows(self.weights, segment.base, segment.end_row - segment.first_row, segment.dim)
-        w = table.index_select(0, rows).float()
-        numbers, factor = self.numbers[:-1], self.numbers[-1]
-        if self.decay == 1:
-            g = g + factor * w
-        elif self.decay == 2:
-            w = w - factor * w
         kept = [_segment_rows(state, segment, kind) for state, kind in zip(self.states, self.rule.kinds, strict=True)]
-        w, *new = self.rule.apply(w, g, [state.index_select(0, rows) for state in kept], numbers)
-        for state, value in zip(kept, new, strict=True):
-            copy_rows(state, rows, value)
-        if self.salt is not None:
-            w = round_stochastically(w, table.dtype, self.row_in_table(rows + segment.first_row), self.salt)
-        copy_rows(table, rows, w.to(table.dtype))
+        *numbers, factor = self.numbers.unbind()
+        for rows, g in updates:
+            w = table.index_select(0, rows).float()
+            if self.decay == 1:
+                g = g + factor * w
+            elif self.decay == 2:
+                w = w - factor * w
+            w, *new = self.rule.apply(w, g, [state.index_select(0, rows) for state in kept], numbers)
+            for state, value in zip(kept, new, strict=True):
+                copy_rows(state, rows, value)
+            if self.salt is not None:
+                w = round_stochastically(w, table.dtype, self.row_in_table(rows + segment.first_row), self.salt)
+            copy_rows(table, rows, w.to(table.dtype))
 
     def row_in_table(self, rows: Tensor) -> Tensor:
         """Numbers of rows within their tables, from their numbers among all rows of W."""
