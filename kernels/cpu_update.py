@@ -16,7 +16,7 @@ from .cpu_lookup import bag_sums, offsets_are_good
 from .features import FIRST_ROW, ROWS, Segment, batch_size, column_offsets, linear_rows
 from .transpose import CHUNK, Transposed, key_dtype, transpose_index
 
-# Rows that are summed and updated at a time: half a MB of gradients, which the C library keeps when it is freed
+# Rows that are summed and updated at a time: half a MB of gradients
 _BLOCK_ELEMENTS = 1 << 17
 
 
