@@ -36,7 +36,8 @@ def _keep_freed_memory() -> None:
 
     glibc maps blocks that are larger than any mapped one that was freed before, and gives the end of its heap back when
     twice that is free (mallopt(3), M_MMAP_THRESHOLD), so what a step has to fault in hangs on what the process did
-    earlier. Here it frees one of 32 MB, which has no pages as nobody writes to it.
+    earlier. Here it frees one of 32 MB, which has no pages as nobody writes to it. Nothing changes where malloc's own
+    variables say otherwise (MALLOC_TRIM_THRESHOLD_).
     """
     torch.empty(REUSED_BYTES - (1 << 16), dtype=torch.uint8, device="cpu")
 
