@@ -403,16 +403,15 @@ import resource, torch
 from shardwise.kernels import huge_pages
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.zeros(6 << 20, dtype=torch.uint8) for _ in range(3)]
+    blocks = [torch.zeros(4 << 20, dtype=torch.uint8) for _ in range(8)]
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 huge_pages.in_huge_pages(torch.empty(1 << 20))
-step()
-print(min(step() for _ in range(3)))
+print([step() for _ in range(40)][-1])
 """
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "LD_PRELOAD"))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
-    # 4,608 pages of 4 KB are written, and were faulted in again each time
+    # the heap takes its size in some steps; of 8,192 pages of 4 KB most were faulted in again each time
     assert int(done.stdout) < 500
 
 
