@@ -14,7 +14,8 @@ from torch import Tensor
 from . import configs
 from .cpu_lookup import bag_sums, offsets_are_good
 from .features import FIRST_ROW, ROWS, Segment, batch_size, column_offsets, linear_rows
-from .transpose import CHUNK, Transposed, key_dtype, transpose_index
+from .jagged import complete_cumsum
+from .transpose import CHUNK, Transposed, key_dtype, run_begins, transpose_index
 
 # Rows that are summed and updated at a time: half a MB of gradients
 _BLOCK_ELEMENTS = 1 << 17
@@ -62,29 +63,23 @@ def row_gradients(
     else:
         matrix, source = grad, index.position[low:high]
     while keys.shape[0]:
-        bounds = _run_bounds(keys)
-        sizes, rows = bounds.diff(), keys[bounds[:-1]].long()
+        starts = run_begins(keys).nonzero().squeeze(1)
+        bounds = torch.cat([starts, starts.new_tensor([keys.shape[0]])])
+        sizes, rows = bounds.diff(), keys[starts].long()
         long = sizes > CHUNK
         if not bool(long.any()):
             yield from _blocks_of_sums(matrix, source, scale, rows, bounds)
             return
         # their ids are parted from the others before rows are summed: numbers are cheap to move, rows are not
         of_long, short = long.repeat_interleave(sizes, output_size=keys.shape[0]), ~long
-        of_short, kept = ~of_long, sizes[short]
+        of_short = ~of_long
         yield from _blocks_of_sums(
             matrix, source[of_short], None if scale is None else scale[of_short], rows[short],
-            torch.cat([kept.new_zeros(1), kept.cumsum(0)]),
+            complete_cumsum(sizes[short]),
         )  # fmt: skip
         rows, bounds = _chunks(rows[long], sizes[long])
         matrix = bag_sums(matrix, source[of_long], bounds, None if scale is None else scale[of_long])
         keys, source, scale = rows, torch.arange(rows.shape[0], device=rows.device), None
-
-
-def _run_bounds(keys: Tensor) -> Tensor:
-    """Where each run of equal keys begins, and where the last ends: keys [n] sorted -> [runs + 1]."""
-    opens = torch.ones(keys.shape[0] + 1, dtype=torch.bool, device=keys.device)
-    torch.ne(keys[1:], keys[:-1], out=opens[1:-1])
-    return opens.nonzero().squeeze(1)
 
 
 def _chunks(rows: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +88,7 @@ def _chunks(rows: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     last = counts.cumsum(0)
     parts = sizes.new_full((int(last[-1]),), CHUNK)
     parts[last - 1] = sizes - (counts - 1) * CHUNK
-    return rows.repeat_interleave(counts, output_size=len(parts)), torch.cat([parts.new_zeros(1), parts.cumsum(0)])
+    return rows.repeat_interleave(counts, output_size=len(parts)), complete_cumsum(parts)
 
 
 def _blocks_of_sums(

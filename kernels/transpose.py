@@ -54,12 +54,17 @@ def key_dtype(rows: int) -> torch.dtype:
     return torch.int32 if rows < 2**31 else torch.int64
 
 
+def run_begins(keys: Tensor) -> Tensor:
+    """Whether each entry of keys [n], sorted, is the first of its run of equal keys."""
+    begins = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
+    torch.ne(keys[1:], keys[:-1], out=begins[1:])
+    return begins
+
+
 def _position_in_run(keys: Tensor) -> tuple[Tensor, Tensor]:
     """0 .. n - 1, and the place of each entry in its run of equal keys, counted from the run's start: both [n]."""
     at = torch.arange(keys.shape[0], device=keys.device)
-    begins = torch.ones(keys.shape[0], dtype=torch.bool, device=keys.device)
-    begins[1:] = keys[1:] != keys[:-1]
-    return at, at - torch.where(begins, at, 0).cummax(0).values
+    return at, at - torch.where(run_begins(keys), at, 0).cummax(0).values
 
 
 def chunks_of(keys: Tensor, low: int, high: int, most: int = CHUNK) -> Chunks:

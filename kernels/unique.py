@@ -20,7 +20,7 @@ from . import cpu_buckets
 from ._op import INTERPRETED, direct, register, runs_kernel, tl, triton
 from .bounds import require_ids
 from .features import batch_size, feature_of_position
-from .transpose import key_dtype
+from .transpose import key_dtype, run_begins
 
 # a thread has one id: of more, gathers and what is read in order would want different tiles
 _BLOCK = 64 if INTERPRETED else 128
@@ -226,9 +226,7 @@ def _jagged_unique_kernels(
         features.bit_length() + 1, _BLOCK,
     )  # fmt: skip
     keys, source = torch.sort(keys, stable=True)
-    begins = torch.ones(n, dtype=torch.bool, device=device)
-    torch.ne(keys[1:], keys[:-1], out=begins[1:])
-    number = begins.cumsum(0)
+    number = run_begins(keys).cumsum(0)
     # a sync: the size of the result must be known, and with it comes whether an id or an offset is bad
     count, largest = torch.stack([number[-1], keys[-1].long()]).tolist()
     if largest == padding:
