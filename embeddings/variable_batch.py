@@ -154,7 +154,7 @@ def select_rows(values: Tensor, indices: Tensor) -> Tensor:
         return values.index_select(0, indices)
     rows, dim = values.shape if values.dim() == 2 else (values.shape[0], 1)
     # the columns that `pack_features` fills, without its wait for the copy
-    feature = on_device([[0, rows, dim, 0, 0, 0, 0]], values.device)
+    feature = on_device([[0, rows, dim, 0, 0, 0, 0, 0]], values.device)
     ends = on_device([0, indices.shape[0]], values.device)
     found = sequence_lookup(values.reshape(-1), indices, ends, feature, dim, [dim, 0, rows, 0], values.dtype)
     return found.view(indices.shape[0], *values.shape[1:])

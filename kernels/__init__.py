@@ -14,7 +14,7 @@ from .calibration import (
 )
 from .configs import use_configs
 from .elementwise import jagged_dense_add, jagged_dense_add_jagged, jagged_dense_mul, jagged_jagged_mul
-from .features import Feature, Segment, flatten_segments, pack_features, table_rows
+from .features import Feature, Segment, flatten_segments, origin_of, pack_features, table_rows
 from .finite import check_gradient, describe_gradient, describe_weight
 from .index_add import jagged_index_add
 from .index_select import jagged_index_select
@@ -97,6 +97,7 @@ __all__ = [
     "new_guard",
     "offsets_range",
     "offsets_to_lengths",
+    "origin_of",
     "pack_features",
     "pack_segments",
     "padded_dense_to_jagged",

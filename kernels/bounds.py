@@ -1,6 +1,6 @@
 """Check ids and offsets before anything is read or written through them.
 
-Letters: I [N] ids, O [F*B + 1] bag offsets, FT [F, 7] feature tensor (see features.py), guard [3] int64.
+Letters: I [N] ids, O [F*B + 1] bag offsets, FT [F, 8] feature tensor (see features.py), guard [3] int64.
 guard[0] is the position of the first id outside its table, guard[1] the first bad offset, guard[2] the first element of
 a gradient that is not finite (finite.py); OK where there is none.
 Update kernels read the guard before their first write, so a bad batch changes no row.
@@ -126,7 +126,7 @@ def check_ids(
 ) -> None:
     """Raise for the first id outside its table or offset out of order, or leave it in `guard` on a GPU.
 
-    Shapes: indices [N] int32/int64, offsets [F*B + 1], features [F, 7], guard [3] int64; `names` describes each
+    Shapes: indices [N] int32/int64, offsets [F*B + 1], features [F, 8], guard [3] int64; `names` describes each
     feature in messages. Offsets end at N, or with `padded` at N or before: ids past their end are nobody's and may be
     anything. On CPU a fault raises here; on CUDA it is left in the guard, which masks every update, and
     `raise_from_guard` raises it later without a sync in this step. There `step_guard` [3], which updates read, is

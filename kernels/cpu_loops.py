@@ -1,6 +1,6 @@
 """The loops of the CPU's update, compiled by numba when this file is imported (cpu_compiled.py, at the first update).
 
-Letters as in update.py: W, I [N] int64, O [F*B + 1] int64, P [N] per-id weights, FT [F, 7], G the gradient; N, B, F, D,
+Letters as in update.py: W, I [N] int64, O [F*B + 1] int64, P [N] per-id weights, FT [F, 8], G the gradient; N, B, F, D,
 C = columns of a pooled G. What a loop works on it reads from its job, some int64 whose places are named below: numbers,
 and addresses of flat arrays. All threads call a loop with the same job and take tasks from it until none is left.
 

@@ -26,7 +26,8 @@ COLUMN = 3  # first output column of the feature
 MEAN = 4  # 1 if bags are averaged, 0 if summed
 FIRST_ROW = 5  # number of the table's row 0 among all rows of W: the sort key of the update
 ORDER = 6  # [j, ORDER] is the j-th feature in the order of launches (see `launch_order`)
-FIELDS = 7
+ORIGIN = 7  # what `origin_of` says of row 0: by it and the id, rows are rounded
+FIELDS = 8
 
 
 class Feature(NamedTuple):
@@ -37,6 +38,8 @@ class Feature(NamedTuple):
     dim: int
     first_row: int
     mean: bool = False
+    # where the table begins in the whole one that it is a part of
+    origin: int = 0
 
 
 class Segment(NamedTuple):
@@ -51,7 +54,7 @@ class Segment(NamedTuple):
 def pack_features(
     features: Sequence[Feature], device: torch.device | str = "cpu", *, boundary: int | None = None
 ) -> Tensor:
-    """The int64 tensor [F, 7] that kernels read; columns are laid out in the order given.
+    """The int64 tensor [F, 8] that kernels read; columns are laid out in the order given.
 
     `boundary` is what a table's base must be a multiple of: by default what rows of 2 bytes an element or more need.
 
@@ -64,8 +67,13 @@ def pack_features(
     for j, (f, column) in enumerate(zip(features, columns, strict=False)):
         if f.base % (boundary or row_alignment(f.dim, itemsize=2)):
             raise ValueError(f"feature {j}: a table of dim {f.dim} cannot begin at element {f.base}")
-        rows.append([f.base, f.rows, f.dim, column, int(f.mean), f.first_row, order[j]])
+        rows.append([f.base, f.rows, f.dim, column, int(f.mean), f.first_row, order[j], f.origin])
     return torch.tensor(rows, dtype=torch.int64).reshape(len(features), FIELDS).to(device)
+
+
+def origin_of(row: int, column: int) -> int:
+    """Where a part of a table begins in the whole one, as one number: that of a row further down is so much more."""
+    return row + (column << 32)
 
 
 def flatten_segments(segments: Sequence[Segment]) -> list[int]:

@@ -1,6 +1,6 @@
 """Pooled lookup: gather rows of many tables and add (or average) them per bag, all tables in one launch.
 
-Shapes: W flat tables, I [N] row ids, O [F*B + 1] bag offsets, P [N] per-id weights, FT [F, 7] features (features.py),
+Shapes: W flat tables, I [N] row ids, O [F*B + 1] bag offsets, P [N] per-id weights, FT [F, 8] features (features.py),
 Y [B, sum of dims] output, one column block per feature.
 Bytes moved: N * D * itemsize(W) (rows) + N * itemsize(I) + (F*B + 1) * itemsize(O) + F*B*D * itemsize(Y), and N * 4
 for per-id weights. Rows wider than 1024 bytes are read in blocks of so many, and the ids, offsets and per-id weights
@@ -144,7 +144,7 @@ def pooled_lookup(
     """Look ids up in many tables and pool them per bag; differentiable in `weights` and `per_id_weights`.
 
     Shapes: weights flat 1-D (fp32, fp16 or bf16), indices [N], offsets [F*B + 1], per_id_weights [N] or None,
-    features [F, 7] from `pack_features`, dims one int per feature, segments from `flatten_segments`; `pooling` is "sum"
+    features [F, 8] from `pack_features`, dims one int per feature, segments from `flatten_segments`; `pooling` is "sum"
     if all features are summed and "mean" if some are averaged (`features` says which).
 
     Returns:

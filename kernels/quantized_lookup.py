@@ -1,7 +1,7 @@
 """Pooled lookup of quantized tables: gather rows, turn them into values and add (or average) them per bag.
 
 Shapes: Q flat uint8 payload of many tables, S flat scales [all rows, parts], I [N] row ids, O [F*B + 1] bag offsets,
-P [N] per-id weights, FT [F, 7] features (features.py; BASE counts bytes of Q, FIRST_ROW rows of S), Y [B, sum of dims].
+P [N] per-id weights, FT [F, 8] features (features.py; BASE counts bytes of Q, FIRST_ROW rows of S), Y [B, sum of dims].
 Bytes moved: N * (row_bytes + parts * itemsize(S)) + N * itemsize(I) + (F*B + 1) * itemsize(O) + itemsize(Y) of the
 output, and N * 4 for per-id weights. Rows are read in blocks as in pooled.py, of 1024 columns.
 
@@ -172,7 +172,7 @@ def quantized_pooled_lookup(
     """Look ids up in many quantized tables of one format and pool them per bag.
 
     Shapes: payload flat uint8, scales flat (rows times parts), indices [N], offsets [F*B + 1], per_id_weights [N] or
-    None, features [F, 7] with BASE in bytes of payload and FIRST_ROW in rows of scales, dims one int per feature.
+    None, features [F, 8] with BASE in bytes of payload and FIRST_ROW in rows of scales, dims one int per feature.
     Tables begin on 16 bytes: `pack_features` with `boundary=TABLE_BOUNDARY` refuses others.
 
     Returns:

@@ -1,8 +1,10 @@
 """Stochastic rounding of fp32 rows to fp16 or bf16: up or down with the odds that keep the mean.
 
-The random numbers are a hash of (row within its table, column, salt), so a step repeats bit for bit whatever tables,
-launches or tiles are around it. The salt is made of the seed and the step count.
-Letters: w [U, D] fp32, row [U] numbers within their tables, salt [1] int64 on the device.
+The random numbers are a hash of (row and column of the whole table, salt), so a step repeats bit for bit whatever
+tables, launches or tiles are around it, and whatever part of the table it sees. The salt is made of the seed and the
+step count.
+Letters: w [U, D] fp32, place [U] int64 the row's number plus 2**32 times its first column (`features.origin_of`), salt
+[1] int64 on the device.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ def salt_of(seed: Tensor, step: Tensor) -> Tensor:
     return (seed + step * _GOLDEN) & _MASK
 
 
-def round_stochastically(w: Tensor, dtype: torch.dtype, row: Tensor, salt: Tensor) -> Tensor:
+def round_stochastically(w: Tensor, dtype: torch.dtype, place: Tensor, salt: Tensor) -> Tensor:
     """w [U, D] fp32 rounded to values of `dtype` (fp16 or bf16); infinities and NaN stay. The twin of the kernel's."""
-    column = torch.arange(w.shape[1], device=w.device)
-    random = _mix(_mix((row * _GOLDEN + salt) & _MASK)[:, None] ^ ((column * _MIX1) & _MASK))
+    column = (torch.arange(w.shape[1], device=w.device) * _MIX1) + ((place >> 32) * _MIX1)[:, None]
+    random = _mix(_mix(((place & _MASK) * _GOLDEN + salt) & _MASK)[:, None] ^ (column & _MASK))
     bits = w.view(torch.int32)
     kept = 16 if dtype == torch.bfloat16 else 13
     low = (1 << kept) - 1
@@ -62,10 +64,11 @@ def salt_in_kernel(seed, step):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def rounded_stochastically(w, row, d, salt, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    # w [C, D] fp32, row [C] int64, d [D]; HALF: fp16, else bf16
-    seeds = _mixed((row * 0x9E3779B1 + salt).to(tl.uint32))
-    random = _mixed(seeds[:, None] ^ (d.to(tl.uint32) * 0x85EBCA6B)[None, :])
+def rounded_stochastically(w, place, d, salt, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    # w [C, D] fp32, place [C] int64, d [D]; HALF: fp16, else bf16
+    seeds = _mixed((place * 0x9E3779B1 + salt).to(tl.uint32))
+    column = (place >> 32).to(tl.uint32)[:, None] + d.to(tl.uint32)[None, :]
+    random = _mixed(seeds[:, None] ^ (column * 0x85EBCA6B))
     bits = w.to(tl.uint32, bitcast=True)
     if HALF:
         up = ((bits + (random & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)

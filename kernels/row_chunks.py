@@ -1,6 +1,6 @@
 """The transposed index of a batch on a GPU, in few launches: what each touched row adds up, level by level.
 
-Shapes: I [N] ids, O [F*B + 1] bag offsets, P [N] per-id weights, FT [F, 7] features (features.py); K levels (`levels`);
+Shapes: I [N] ids, O [F*B + 1] bag offsets, P [N] per-id weights, FT [F, 8] features (features.py); K levels (`levels`);
 C_k [4, n_k + 1] chunks of a level, n_k = N // 32**k + 1. What a chunk is, and the order of addition, is said in
 transpose.py: chunk c of level 0 is the ids from C_0[START, c] to C_0[START, c + 1] in the order of their rows, and of
 the next level partial sums of the one before. Nothing here waits for the device.
@@ -23,14 +23,14 @@ from torch import Tensor
 
 from ._op import INTERPRETED, launch_options, tl, triton
 from .bounds import OK
-from .features import COLUMN, FIELDS, FIRST_ROW, MEAN, ROWS, Segment, batch_size, locate_ids
+from .features import COLUMN, FIELDS, FIRST_ROW, MEAN, ORIGIN, ROWS, Segment, batch_size, locate_ids
 from .transpose import CHUNK, Chunks, chunks_of, key_dtype, transpose_index
 
 # rows of the chunks of a level
 START = 0  # first position of the chunk; the next chunk's is its end
 ROW = 1  # row number of the chunk
 SLOT = 2  # where a chunk of a longer run leaves its partial sum; -1 if the chunk is its whole run
-HASH = 3  # row number within its table, by which rows are rounded
+HASH = 3  # where the row lies in its whole table (`features.origin_of`), by which rows are rounded
 CHUNK_FIELDS = 4
 
 # partial sums of one row that one program adds up, two levels at once: CHUNK * CHUNK at most
@@ -99,7 +99,7 @@ def row_chunks_ref(
 
 
 @triton.jit(do_not_specialize=["N", "B", "bags", "end_row", "columns", "steps"])
-def _row_keys_kernel(I, O, P, FT, guard, step, keys, source, scale, N, B, bags, end_row, columns, steps, NONE: tl.constexpr, FIRST_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMN: tl.constexpr, MEAN: tl.constexpr, FIELDS: tl.constexpr, POOLED: tl.constexpr, HAS_P: tl.constexpr, AVERAGED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _row_keys_kernel(I, O, P, FT, ids, guard, step, keys, source, scale, places, N, B, bags, end_row, columns, steps, NONE: tl.constexpr, FIRST_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMN: tl.constexpr, MEAN: tl.constexpr, ORIGIN: tl.constexpr, FIELDS: tl.constexpr, POOLED: tl.constexpr, HAS_P: tl.constexpr, AVERAGED: tl.constexpr, HASHED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     # a bad batch is no step
     clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE) & (tl.load(guard + 2) == NONE)
     tl.store(step, tl.load(step, mask=tl.program_id(0) == 0, other=0) + clean.to(tl.int64), mask=tl.program_id(0) == 0)
@@ -125,6 +125,9 @@ def _row_keys_kernel(I, O, P, FT, guard, step, keys, source, scale, N, B, bags, 
     column = tl.load(feature + COLUMN, mask=good, other=0) if POOLED else 0
     at = ((bag - f * B) if POOLED else position) * columns + column
     tl.store(source + position, at, mask=here)
+    if HASHED:
+        own = tl.load(ids + position, mask=good, other=0).to(tl.int64)
+        tl.store(places + position, own + tl.load(feature + ORIGIN, mask=good, other=0), mask=here)
     if HAS_P or AVERAGED:
         by = tl.full((BLOCK,), 1.0, tl.float32)
         if HAS_P:
@@ -201,7 +204,7 @@ def _before(counts, block, ALONE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit(do_not_specialize=["N", "end_row", "steps", "blocks"])
-def _chunk_kernel(keys, position, I, from_source, from_scale, source, scale, marks, counts, chunks, totals, N, end_row, steps, blocks, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ROW: tl.constexpr, SLOT: tl.constexpr, HASH: tl.constexpr, FIELDS: tl.constexpr, HAS_SCALE: tl.constexpr, HASHED: tl.constexpr, ALONE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _chunk_kernel(keys, position, places, from_source, from_scale, source, scale, marks, counts, chunks, totals, N, end_row, steps, blocks, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ROW: tl.constexpr, SLOT: tl.constexpr, HASH: tl.constexpr, FIELDS: tl.constexpr, HAS_SCALE: tl.constexpr, HASHED: tl.constexpr, ALONE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     block = tl.program_id(0)
     i = block.to(INDEX) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + i, mask=i < N, other=end_row)
@@ -227,7 +230,7 @@ def _chunk_kernel(keys, position, I, from_source, from_scale, source, scale, mar
         tl.store(level + ROW * stride + c, key.to(tl.int64), mask=begins)
         if HASHED:
             p = tl.load(position + i, mask=begins, other=0).to(INDEX)
-            tl.store(level + HASH * stride + c, tl.load(I + p, mask=begins, other=0).to(tl.int64), mask=begins)
+            tl.store(level + HASH * stride + c, tl.load(places + p, mask=begins, other=0), mask=begins)
         # what no block comes after knows where the last chunk ends
         tl.store(level + total, end, mask=block == tl.num_programs(0) - 1)
         tl.store(totals + k, total, mask=block == tl.num_programs(0) - 1)
@@ -256,11 +259,12 @@ def row_chunks(
     step: Tensor,
     *,
     hashed: bool = False,
+    ids: Tensor | None = None,
 ) -> RowChunks:
     """Sort the ids of a batch by row and cut each row's into chunks; a step is counted unless the guard has a fault.
 
-    Shapes: gradient rows begin `columns` elements after one another; guard [3], step [1] int64. The number of a row
-    within its table is left with its chunks if `hashed`.
+    Shapes: gradient rows begin `columns` elements after one another; guard [3], step [1] int64. Where a row lies in
+    its whole table is left with its chunks if `hashed`; `ids` [N] are those whose slots `indices` are, if they are.
     """
     n, device, count = indices.shape[0], indices.device, features.shape[0]
     indices, offsets = indices.contiguous(), offsets.contiguous()
@@ -269,13 +273,15 @@ def row_chunks(
     keys = torch.empty(n, dtype=key_dtype(end_row), device=device)
     from_source = torch.empty(n, dtype=torch.int64, device=device)
     from_scale = torch.empty(n, dtype=torch.float32, device=device) if scaled else None
+    places = torch.empty(n, dtype=torch.int64, device=device) if hashed else from_source
     grid = (max(1, triton.cdiv(n, _BLOCK)),)
     _row_keys_kernel[grid](
-        indices, offsets, indices if per_id_weights is None else per_id_weights.contiguous(), features, guard, step,
-        keys, from_source, from_source if from_scale is None else from_scale,
+        indices, offsets, indices if per_id_weights is None else per_id_weights.contiguous(), features,
+        indices if ids is None else ids.contiguous(), guard, step,
+        keys, from_source, from_source if from_scale is None else from_scale, places,
         n, max(bags // max(count, 1), 1), bags, end_row, columns, bags.bit_length(),
-        OK, FIRST_ROW, ROWS, COLUMN, MEAN, FIELDS, pooling != "sequence", per_id_weights is not None, pooling == "mean",
-        _BLOCK, num_warps=_WARPS,
+        OK, FIRST_ROW, ROWS, COLUMN, MEAN, ORIGIN, FIELDS, pooling != "sequence", per_id_weights is not None,
+        pooling == "mean", hashed, _BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     depth = levels(n)
     sizes = [n // CHUNK**k + 1 for k in range(depth)]
@@ -299,7 +305,7 @@ def row_chunks(
             depth, CHUNK, scaled, index, _BLOCK, **launch_options(_WARPS, 128),
         )  # fmt: skip
     _chunk_kernel[(blocks,)](
-        keys, position, indices, *gather, marks, counts, room, totals, n, end_row, n.bit_length(), blocks,
+        keys, position, places, *gather, marks, counts, room, totals, n, end_row, n.bit_length(), blocks,
         depth, CHUNK, ROW, SLOT, HASH, CHUNK_FIELDS, scaled, hashed, block is not None,
         index, block or _BLOCK, **launch_options(_WARPS if block is None else ONE_PROGRAM[block], 128),
     )  # fmt: skip

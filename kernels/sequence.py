@@ -1,6 +1,6 @@
 """Sequence lookup: one row per id, unpooled, from many tables of one dim in one launch.
 
-Shapes: W flat tables, I [N] row ids, O [F*B + 1] bag offsets, FT [F, 7] features (features.py), Y [N, D].
+Shapes: W flat tables, I [N] row ids, O [F*B + 1] bag offsets, FT [F, 8] features (features.py), Y [N, D].
 Bytes moved: N * D * itemsize(W) + N * itemsize(I) + N * D * 4, 16 N for where each row begins, and a search over
 F feature boundaries per id.
 """
@@ -85,7 +85,7 @@ def sequence_lookup(
 ) -> Tensor:
     """The row of each id; differentiable in `weights`.
 
-    Shapes: weights flat 1-D (fp32, fp16 or bf16), indices [N], offsets [F*B + 1], features [F, 7] whose tables all
+    Shapes: weights flat 1-D (fp32, fp16 or bf16), indices [N], offsets [F*B + 1], features [F, 8] whose tables all
     have `dim` columns.
 
     Returns:

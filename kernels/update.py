@@ -33,7 +33,7 @@ from .rounding import rounded_stochastically, rounds, salt_in_kernel
 from .row_chunks import HASH, ROW, SLOT, RowChunks, row_chunks
 from .rule import Rule, rule_named
 from .transpose import CHUNK, Transposed, transpose_index
-from .update_step import DECAYS, Step, numbers_of
+from .update_step import DECAYS, SlotIds, Step, numbers_of
 
 
 def fused_update_ref(
@@ -54,13 +54,15 @@ def fused_update_ref(
     decay: str = "none",
     max_gradient: float | None = None,
     seed: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """Add every gradient row into a dense fp32 buffer, then apply the rule to the rows that some id named."""
     if not is_clean(guard):
         return
     step += 1
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
-    update = Step(weights, states, step, rule_named(rule), hyper, decay, seed, features)
+    slots = None if ids is None else SlotIds(ids, indices, offsets)
+    update = Step(weights, states, step, rule_named(rule), hyper, decay, seed, features, slots)
     grad = grad.float() if max_gradient is None else grad.float().clamp(-max_gradient, max_gradient)
     for segment in unflatten_segments(segments):
         dense = torch.zeros(segment.end_row - segment.first_row, segment.dim, device=grad.device)
@@ -183,8 +185,8 @@ def _update_kernel(W, states, partial, chunks, n_chunks, src, scale, grad, numbe
             else:
                 tl.store(states[k] + at, found[k + 1], mask=mask)
         if ROUNDS:
-            number = tl.load(chunks + HASH * stride + c, mask=whole, other=0)
-            w = rounded_stochastically(w, number, d, salt_in_kernel(seed, step), ROUNDS == 2)
+            place = tl.load(chunks + HASH * stride + c, mask=whole, other=0)
+            w = rounded_stochastically(w, place, d, salt_in_kernel(seed, step), ROUNDS == 2)
         tl.store(W + at, w.to(W.dtype.element_ty), mask=mask)
 
 
@@ -206,6 +208,7 @@ def fused_update(
     decay: str = "none",
     max_gradient: float | None = None,
     seed: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """One optimizer step on the rows that a batch touched, in place, given the gradient of the lookup's output.
 
@@ -213,8 +216,9 @@ def fused_update(
     grad [N, dim] where `pooling` is "sequence", else [B, sum(dims)]: "sum" where all features are summed, "mean" where
     some are averaged; hyper [H + 1] fp64: the hyper-parameters in the order of the rule, then the weight decay, which
     `decay` adds to the gradient ("l2"), takes from the row ("decoupled") or ignores ("none"). Elements of `grad` are
-    cut to +-`max_gradient`; with `seed` [1] int64 rows of fp16 and bf16 are rounded stochastically. guard [3] int64:
-    where it reports a bad batch nothing is written.
+    cut to +-`max_gradient`, before weights and averages scale them; with `seed` [1] int64 rows of fp16 and bf16 are
+    rounded stochastically, by their places in the whole tables (`Feature.origin`), for which `ids` [N] are needed where
+    `indices` are slots of a store. guard [3] int64: where it reports a bad batch nothing is written.
 
     Raises:
         ValueError: the rule or the decay is unknown, or states or hyper-parameters are missing.
@@ -231,7 +235,7 @@ def fused_update(
         raise ValueError(f"unknown weight decay {decay!r}: expected one of {', '.join(DECAYS)}")
     torch.ops.shardwise.fused_update(
         weights, list(states), step, grad, indices, offsets, per_id_weights, features, list(dims), list(segments),
-        rule, hyper, guard, pooling, decay, max_gradient, seed,
+        rule, hyper, guard, pooling, decay, max_gradient, seed, ids,
     )  # fmt: skip
 
 
@@ -253,12 +257,13 @@ def _fused_update(
     decay: str,
     max_gradient: float | None,
     seed: Tensor | None,
+    ids: Tensor | None = None,
 ) -> None:
     same_length(per_id_weights, indices)
     if runs_kernel(weights):
         _launch_update(
             weights, states, step, grad, indices, offsets, per_id_weights, features, dims, unflatten_segments(segments),
-            rule_named(rule), hyper, guard, pooling, decay, max_gradient, seed,
+            rule_named(rule), hyper, guard, pooling, decay, max_gradient, seed, ids,
         )  # fmt: skip
         return
     step += (guard == OK).all().to(step.dtype)
@@ -268,7 +273,8 @@ def _fused_update(
         return
     grad = _cut(grad, max_gradient)
     batch, parts = batch_size(offsets, len(dims)), unflatten_segments(segments)
-    update = Step(weights, states, step, rule_named(rule), hyper, decay, seed, features)
+    slots = None if ids is None else SlotIds(ids, indices, offsets)
+    update = Step(weights, states, step, rule_named(rule), hyper, decay, seed, features, slots)
     if cpu_compiled.update(
         weights, states, update.rule, update.numbers, update.decay, grad, indices, offsets, per_id_weights, features,
         dims, parts, pooling,
@@ -282,7 +288,8 @@ def _fused_update(
 
 
 def _cut(grad: Tensor, most: float | None) -> Tensor:
-    return (grad if most is None else grad.clamp(-most, most)).contiguous()
+    # as fp32, in which a bound of any size is itself: a gradient of fp16 or bf16 would be cut to its neighbour
+    return (grad if most is None else grad.float().clamp(-most, most)).contiguous()
 
 
 def _scale_of_ids(
@@ -345,14 +352,16 @@ def _launch_update(
     decay: str,
     max_gradient: float | None,
     seed: Tensor | None,
+    ids: Tensor | None,
 ) -> None:
     seed = None if weights.dtype == torch.float32 else seed
     # a batch without a gradient is a step on no row
-    ids = indices if grad.shape[0] and segments else indices[:0]
+    used = indices if grad.shape[0] and segments else indices[:0]
     found = row_chunks(
-        ids, offsets, per_id_weights, features, segments, grad.shape[1], pooling, guard, step, hashed=seed is not None
-    )
-    if ids.shape[0] == 0:
+        used, offsets, per_id_weights, features, segments, grad.shape[1], pooling, guard, step,
+        hashed=seed is not None, ids=ids,
+    )  # fmt: skip
+    if used.shape[0] == 0:
         return
     grad = _cut(grad, max_gradient)
     numbers = _kernel_numbers(rule, hyper, step, decay)
@@ -435,7 +444,7 @@ def lookup_gradient(
 register(
     "fused_update(Tensor(a!) weights, Tensor(b!)[] states, Tensor(c!) step, Tensor grad, Tensor indices,"
     " Tensor offsets, Tensor? per_id_weights, Tensor features, int[] dims, int[] segments, str rule, Tensor hyper,"
-    " Tensor guard, str pooling, str decay, float? max_gradient, Tensor? seed) -> ()",
+    " Tensor guard, str pooling, str decay, float? max_gradient, Tensor? seed, Tensor? ids=None) -> ()",
     _fused_update,
     lambda *args: None,
 )

@@ -103,7 +103,7 @@ def per_id_weight_gradient(
 ) -> Tensor:
     """Gradient [N] fp32 of a pooled lookup by its per-id weights, given the gradient [B, sum(dims)] of its output.
 
-    Shapes: weights flat 1-D, indices [N], offsets [F*B + 1], features [F, 7]. Ids outside their table and positions
+    Shapes: weights flat 1-D, indices [N], offsets [F*B + 1], features [F, 8]. Ids outside their table and positions
     past the last offset get 0.
     """
     return torch.ops.shardwise.per_id_weight_gradient(  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ from kernel_inputs import (
 from torch import Tensor
 
 from shardwise.kernels import RULES as DEFINED
-from shardwise.kernels import define_rule, fused_update, rule_named
+from shardwise.kernels import Feature, define_rule, fused_update, origin_of, pack_features, rule_named
 from shardwise.kernels.rounding import round_stochastically, salt_of
 from shardwise.kernels.rule import absolute, exp, log, maximum, minimum, row_mean, row_sum, sign, sqrt, where
 from shardwise.kernels.update import fused_update_ref
@@ -131,6 +131,29 @@ def test_a_table_is_rounded_alike_alone_and_behind_another(device: str) -> None:
         state = replace(optimizer("adagrad", batch), seed=torch.tensor([5], device=where_))
         fused_update(*update_args(batch.weights, state, g, batch))
     assert_same_bits(both.tables()[1], alone.tables()[0])
+
+
+@pytest.mark.parametrize("slots", [False, True], ids=["rows", "slots"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("device", UPDATES)
+def test_a_part_of_a_table_is_rounded_as_in_the_whole_one(device: str, dtype: torch.dtype, slots: bool) -> None:
+    """Rows were hashed by the index that a kernel is given: another one in each shard, and for each slot of a cache."""
+    where_, first, low = torch_device(device), 5, 4
+    whole = inputs(Case("whole", tables=((12, 16),), batch=40, dtype=dtype), where_)
+    part = inputs(Case("part", tables=((7, 8), (3, 8)), features=((0, False),), batch=40, dtype=dtype), where_)
+    whole = replace(whole, indices=whole.indices % 7 + first)
+    place = torch.randperm(7, generator=torch.Generator().manual_seed(1)) if slots else torch.arange(7)
+    place = place.to(where_)
+    part.tables()[0][place] = whole.tables()[0][first:, low : low + 8]
+    ids = whole.indices - first
+    origin = Feature(0, 7, 8, 0, False, origin_of(first, low))
+    part = replace(part, indices=place[ids], offsets=whole.offsets, features=pack_features([origin], where_), dims=[8])
+    grad = upstream(whole)
+    for batch, g in ((whole, grad), (part, grad[:, low : low + 8].contiguous())):
+        for _ in range(2):
+            state = replace(optimizer("sgd", batch), seed=torch.tensor([5], device=where_))
+            fused_update(*update_args(batch.weights, state, g, batch), ids if slots and batch is part else None)
+    assert_same_bits(part.tables()[0][place], whole.tables()[0][first:, low : low + 8].contiguous())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
