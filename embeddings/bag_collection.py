@@ -31,7 +31,11 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
     without them all features need one batch size.
 
     With `is_weighted` the batch must carry per-id weights, which scale the rows (and are differentiable); without it
-    weights in the batch are ignored. After `apply_optimizer_in_backward` on the parameters the backward trains them.
+    weights in the batch are ignored. After `apply_optimizer_in_backward` on the parameters the backward trains them,
+    unless the batch was looked up in `eval()` or the table is frozen by then.
+
+    The backward reads the batch's own ids and weights, not copies. torch raises if they were changed in place since;
+    what is written to them past torch, through `ids.numpy()` say, nobody sees: the rows that they name by then train.
 
     Args:
         tables: one config per table.
@@ -103,7 +107,8 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         return self._configs
 
     def _pooled(self, group: TableGroup, picked: KeyedJaggedTensor) -> Tensor:
-        return group.pooled(picked.values(), picked.offsets(), picked.weights() if self._is_weighted else None)
+        weights = picked.weights() if self._is_weighted else None
+        return group.pooled(picked.values(), picked.offsets(), weights, trains=self.training)
 
     def _is_averaged(self, config: BaseEmbeddingConfig) -> bool:
         assert isinstance(config, EmbeddingBagConfig)

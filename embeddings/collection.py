@@ -200,9 +200,6 @@ class TableCollection(nn.Module):
             self._take_back_memory(t, group, number, params[t])
         if any(self._is_to_be_fused(t, param) for t, param in enumerate(params)):
             self._regroup(params)
-        for group, tables in self._grouped():
-            if group.optimizer is not None:
-                group.freeze([not params[t].requires_grad for t in tables])
         self._seen = _facts(params)
         self._seen_memory = _memory(params)
 

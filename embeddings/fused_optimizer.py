@@ -7,11 +7,13 @@ schedule reaches them. Where gradients are accumulated they wait for `step`, whi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from shardwise.kernels import rule_named
 
 from .accumulation import Accumulation, power_of, root_of
 from .keyed_optimizer import KeyedOptimizer
@@ -54,6 +56,26 @@ class FusedOptimizer(KeyedOptimizer):
         """As `KeyedOptimizer.state_dict`, of the tables where they are now."""
         self._follow()
         return super().state_dict()
+
+    def _prepare_states(self, theirs: Mapping[str, Any]) -> Callable[[], None]:
+        return super()._prepare_states(self._with_counts(theirs))
+
+    def _with_counts(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """Loaded states with a count of steps where the tables have one that only rounds rows, and without elsewhere.
+
+        Other dtypes, and those who do not count, have none; counting then goes on from here.
+        """
+        found = {name: dict(states) if isinstance(states, Mapping) else states for name, states in theirs.items()}
+        counted = {table for group in self.groups if _reads_steps(group) for table in (t.name for t in group.tables)}
+        for table in [table for tables in self._tables for table in tables]:
+            states, values, key = found.get(self._name(table)), self._states(table), f"{table}.step"
+            if not isinstance(states, dict) or values is None or table in counted:
+                continue
+            if "step" in values:
+                states.setdefault(key, values["step"])
+            else:
+                states.pop(key, None)
+        return found
 
     def post_load_state_dict(self) -> None:
         """Loaded learning rates reach the tables at once."""
@@ -154,6 +176,10 @@ class FusedOptimizer(KeyedOptimizer):
         # tables and states belong to the groups, and the copy finds them there again
         groups = [{**group, "params": []} for group in self.param_groups]
         return {**super().__getstate__(), "params": {}, "state": {}, "param_groups": groups}
+
+
+def _reads_steps(group: TableGroup) -> bool:
+    return group.optimizer is not None and rule_named(group.optimizer.rule).counts_steps
 
 
 class EmptyFusedOptimizer(FusedOptimizer):

@@ -39,7 +39,7 @@ class OptimizerSpec:
     """A fused rule and its settings; tables with equal specs share a flat buffer and an update launch.
 
     `others` are the rule's hyper-parameters besides lr, by name. Gradients are cut to +-`max_gradient`; rows of fp16
-    and bf16 are rounded stochastically, by random numbers of `seed`, the step, the row and the column.
+    and bf16 are rounded stochastically, by random numbers of `seed`, the step, and the table's row and column.
     """
 
     rule: str

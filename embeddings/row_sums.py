@@ -59,14 +59,17 @@ def sum_rows(
     per_id_weights: Tensor | None,
     pooling: str,
     ids: Tensor | None = None,
+    *,
+    frozen: tuple[bool, ...] | None = None,
+    clips: bool = True,
 ) -> list[RowSums]:
     """What an update would give to the rule, for each segment of the group; arguments as those of its `update`.
 
     Rows are told apart, and stand in the order of, `ids`: those that a store turned into `slots`, or the slots
-    themselves.
+    themselves, which are the ids where there is no other store.
     """
     assert group.optimizer is not None
-    device, rows, segments = slots.device, _numbers(slots, offsets, group.trained), group.segments
+    device, rows, segments = slots.device, _numbers(slots, offsets, group.trained(frozen)), group.segments
     keys = rows
     if ids is not None:
         keys, segments = torch.where(rows >= 0, _numbers(ids, offsets, group.checked), -1), group.id_segments
@@ -95,7 +98,7 @@ def sum_rows(
             sums, [], torch.zeros(1, dtype=torch.int64, device=device), grad, place, offsets, per_id_weights,
             pack_features(spec, device), group.dims, flatten_segments(parts), "gradient",
             torch.zeros(1, dtype=torch.float64, device=device), new_guard(device), pooling,
-            max_gradient=group.optimizer.max_gradient,
+            max_gradient=group.optimizer.max_gradient if clips else None,
         )  # fmt: skip
     where = unique.ids
     if ids is not None:
@@ -121,28 +124,34 @@ def add_sums(one: RowSums, other: RowSums) -> RowSums:
 
 
 def apply_sums(group: TableGroup, sums: Sequence[RowSums]) -> None:
-    """One step of the group's optimizer on rows that are told apart by where they lie; it is counted once."""
+    """One step of the group's optimizer on rows that are told apart by their ids; it is counted once."""
     spec = group.optimizer
     assert spec is not None
     for part in sums:
         segment, device = part.segment, part.rows.device
         # tables without rows, which begin where the next one does, first
         tables = sorted(
-            (first, shape.resident)
-            for first, shape in zip(group.first_rows, group.tables, strict=True)
+            (first_id, shape.rows, first, shape)
+            for first_id, first, shape in zip(group.first_ids, group.first_rows, group.tables, strict=True)
             if shape.dim == segment.dim
         )
-        begins = torch.tensor([first for first, _ in tables], device="cpu").to(device)
-        ends = torch.searchsorted(part.rows, torch.cat([begins, begins.new_tensor([segment.end_row])]))
-        table = torch.bucketize(part.rows, begins[1:], right=True)
+        last = tables[-1][0] + tables[-1][1]
+        begins = torch.tensor([*(first_id for first_id, *_ in tables), last], device="cpu").to(device)
+        first_rows = torch.tensor([first for _, _, first, _ in tables], device="cpu").to(device)
+        ends = torch.searchsorted(part.ids, begins)
+        table = torch.bucketize(part.ids, begins[1:-1], right=True)
         features = [
-            Feature(segment.base + (first - segment.first_row) * segment.dim, rows, segment.dim, first)
-            for first, rows in tables
-        ]
+            Feature(
+                segment.base + (first - segment.first_row) * segment.dim, shape.resident, segment.dim, first,
+                origin=shape.origin,
+            )
+            for _, _, first, shape in tables
+        ]  # fmt: skip
         fused_update(
             group.flat, group.states, group.step if part is sums[-1] else group.step.clone(), part.gradient,
-            part.rows - begins[table], ends, None, pack_features(features, device), [segment.dim] * len(tables),
+            part.rows - first_rows[table], ends, None, pack_features(features, device), [segment.dim] * len(tables),
             flatten_segments([segment]), spec.rule, group.hyper, group.guard, "sequence", spec.decay, None, group.seed,
+            part.ids - begins[table] if group.has_slots else None,
         )  # fmt: skip
 
 

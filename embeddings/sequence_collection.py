@@ -24,7 +24,8 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
 
     The output is a dict in the order of `tables`, feature by feature (`feature@table` where tables share a feature);
     each JaggedTensor has fp32 values [n, dim] and the feature's lengths. With `need_indices` it carries the ids as its
-    weights. Per-id weights of the batch are ignored; padding of a batch with a capacity is left out.
+    weights. Per-id weights of the batch are ignored; padding of a batch with a capacity is left out. What a backward
+    trains and reads is said at `EmbeddingBagCollection`.
 
     Of a batch with inverse indices every feature comes out as the full batch that they describe, rows, lengths and ids;
     without them each keeps its own batch size.
@@ -85,7 +86,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         return self._names_by_table
 
     def _rows(self, group: TableGroup, picked: KeyedJaggedTensor) -> Tensor:
-        return group.sequence(picked.values(), picked.offsets())
+        return group.sequence(picked.values(), picked.offsets(), trains=self.training)
 
     def _child(self, config: BaseEmbeddingConfig, weight: Tensor) -> nn.Module:
         return nn.Embedding(config.num_embeddings, config.embedding_dim, _weight=weight)

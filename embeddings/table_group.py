@@ -6,10 +6,11 @@ Tables of equal dim lie side by side, so that one launch and one sort key serve 
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +39,16 @@ from shardwise.kernels.cpu_lookup import offsets_are_good
 from shardwise.kernels.huge_pages import in_huge_pages
 
 from .accumulation import Accumulation
+from .lookup_autograd import LookupWithUpdate, flat_of_parameters
 from .optimizers import OptimizerSpec
 from .policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .row_store import ResidentRows, RowStore
 from .row_sums import RowSums, add_sums, apply_sums, sum_rows
 from .table_layout import LookupFeature, TableShape, lay_out
 from .unread_guard import UnreadGuard, capturing, raise_replayed
+
+# of each table of a group, whether updates leave it alone
+Frozen: TypeAlias = tuple[bool, ...]
 
 
 class TableGroup:
@@ -78,9 +83,15 @@ class TableGroup:
         self._segment_numbers = flatten_segments(self.segments)
         self.flat = in_huge_pages(torch.empty(elements, dtype=dtype, device=device))
         self.parameters: list[nn.Parameter] = []
-        self._frozen = [False] * len(self.tables)
         self._spec = [
-            Feature(self._bases[f.table], tables[f.table].resident, tables[f.table].dim, first_rows[f.table], f.mean)
+            Feature(
+                self._bases[f.table],
+                tables[f.table].resident,
+                tables[f.table].dim,
+                first_rows[f.table],
+                f.mean,
+                tables[f.table].origin,
+            )
             for f in features
         ]
         self.accumulation = Accumulation()
@@ -114,7 +125,7 @@ class TableGroup:
             for one, f in zip(self._spec, self.lookups, strict=True)
         ]
         self.checked = pack_features(by_ids, device)
-        self._pack_trained()
+        self._trained: dict[Frozen, Tensor] = {}
         # the step's guard, which every update reads before it writes; groups of a collection share one
         self.guard = new_guard(device)
         # what the update hangs on in the autograd graph: no parameter, no gradient of its own
@@ -125,21 +136,28 @@ class TableGroup:
         # guard the first reads it, before a check of the same batch may lower it
         self._replayed, self.leads = False, True
 
-    def _pack_trained(self) -> None:
-        # the update sees no row of a frozen table: all ids of it lie outside and count as none
-        rows = [0 if self._frozen[f.table] else one.rows for f, one in zip(self.lookups, self._spec, strict=True)]
-        trained = [one._replace(rows=n) for one, n in zip(self._spec, rows, strict=True)]
-        self.trained = pack_features(trained, self.features.device) if any(self._frozen) else self.features
+    def trained(self, frozen: Frozen | None = None) -> Tensor:
+        """The features of an update that leaves some tables alone: by default those that are frozen now."""
+        frozen = self.frozen() if frozen is None else frozen
+        if not any(frozen):
+            return self.features
+        found = self._trained.get(frozen)
+        if found is None:
+            # the update sees no row of a frozen table: all ids of it lie outside and count as none
+            rows = [0 if frozen[f.table] else one.rows for f, one in zip(self.lookups, self._spec, strict=True)]
+            trained = [one._replace(rows=n) for one, n in zip(self._spec, rows, strict=True)]
+            self._trained.clear()
+            found = self._trained[frozen] = pack_features(trained, self.features.device)
+        return found
 
-    def freeze(self, tables: Sequence[bool]) -> None:
-        """Say of each table whether updates leave it alone; lookups already under way keep what held for them."""
-        if list(tables) != self._frozen:
-            self._frozen = list(tables)
-            self._pack_trained()
+    def frozen(self) -> Frozen:
+        """Whether updates leave each table alone now: its parameter wants no gradient."""
+        return tuple([not param.requires_grad for param in self.parameters]) or (False,) * len(self.tables)
 
-    def is_frozen(self, table: int) -> bool:
-        """Whether updates leave a table alone."""
-        return self._frozen[table]
+    @property
+    def has_slots(self) -> bool:
+        """Whether rows lie elsewhere than their ids say."""
+        return not isinstance(self.store, ResidentRows)
 
     @property
     def device(self) -> torch.device:
@@ -157,7 +175,8 @@ class TableGroup:
     def state_views(self, table: int) -> dict[str, Tensor]:
         """Optimizer states of one table by TorchRec's names: momentum1, momentum2; [rows] or [rows, dim] fp32.
 
-        A rule that counts its steps (Adam's) has one more: step, int64 [1], one tensor for all tables of the group.
+        A rule that counts its steps (Adam's), and rows that are rounded by them, have one more: step, int64 [1], one
+        tensor for all tables of the group.
         """
         if self.optimizer is None:
             return {}
@@ -165,7 +184,7 @@ class TableGroup:
         for number, (kind, state) in enumerate(zip(rule.kinds, self.states, strict=True), start=1):
             rows = state[first : first + self.tables[table].resident] if kind == "row" else self._cut(state, table)
             views[f"momentum{number}"] = rows
-        if rule.counts_steps:
+        if rule.counts_steps or self.seed is not None:
             views["step"] = self.step
         return views
 
@@ -198,7 +217,8 @@ class TableGroup:
         if self.optimizer is not None and self.optimizer == source.optimizer:
             mine, theirs = self.state_views(table), source.state_views(source_table)
             for name, view in mine.items():
-                view.copy_(theirs[name])
+                if name != "step":
+                    view.copy_(theirs[name])
             self.step.copy_(source.step)
             self.set_lr(source.lr)
 
@@ -299,28 +319,33 @@ class TableGroup:
             names = ", ".join(table.name for table in self.tables)
             raise FloatingPointError(f"a gradient of tables {names} was not finite; no table was updated since")
 
-    def pooled(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
-        """Pooled lookup of all features, [B, sum of dims]; the backward updates tables or feeds `parameters`."""
-        ids, lease = self.store.resolve(ids, offsets, self.step)
-        args = (ids, offsets, per_id_weights)
+    def pooled(
+        self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None, *, trains: bool = True
+    ) -> Tensor:
+        """Pooled lookup of all features, [B, sum of dims]; the backward updates tables or feeds `parameters`.
+
+        Where not `trains` the backward updates nothing; without an optimizer it makes no difference.
+        """
+        slots, lease = self.store.resolve(ids, offsets, self.step)
+        args = (slots, offsets, per_id_weights)
         if self._updates():
-            return self._with_update(*args, self.pooling, lease)
+            return self._with_update(ids, *args, self.pooling, lease, trains)
         keep_rows = per_id_weights is not None and per_id_weights.requires_grad
-        flat = _flat_of_parameters(self, keep_rows) if self.optimizer is None else self.flat
+        flat = flat_of_parameters(self, keep_rows) if self.optimizer is None else self.flat
         out = pooled_lookup(
             flat, *args, self.features, self.dims, self._segment_numbers, self.pooling, self.policy.output_dtype
         )
         self.store.release(lease)
         return out
 
-    def sequence(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """The row of each id, [N, dim]; all tables of the group have this dim."""
-        ids, lease = self.store.resolve(ids, offsets, self.step)
+    def sequence(self, ids: Tensor, offsets: Tensor, *, trains: bool = True) -> Tensor:
+        """The row of each id, [N, dim]; all tables of the group have this dim. `trains` as for `pooled`."""
+        slots, lease = self.store.resolve(ids, offsets, self.step)
         if self._updates():
-            return self._with_update(ids, offsets, None, "sequence", lease)
-        flat = _flat_of_parameters(self) if self.optimizer is None else self.flat
+            return self._with_update(ids, slots, offsets, None, "sequence", lease, trains)
+        flat = flat_of_parameters(self) if self.optimizer is None else self.flat
         out = sequence_lookup(
-            flat, ids, offsets, self.features, self.tables[0].dim, self._segment_numbers, self.policy.output_dtype
+            flat, slots, offsets, self.features, self.tables[0].dim, self._segment_numbers, self.policy.output_dtype
         )
         self.store.release(lease)
         return out
@@ -339,26 +364,43 @@ class TableGroup:
     def weight_gradient(self, grad: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
         """The gradient [N] of a pooled lookup by its per-id weights, of the rows as they are now."""
         cut = None if self.optimizer is None else self.optimizer.max_gradient
-        clipped = grad if cut is None else grad.clamp(-cut, cut)
+        clipped = grad if cut is None else grad.float().clamp(-cut, cut)
         return per_id_weight_gradient(clipped, self.flat, slots, offsets, self.features, self.dims)
 
     def _updates(self) -> bool:
-        """Whether the backward of a lookup made now trains a table."""
-        return self.optimizer is not None and torch.is_grad_enabled() and not all(self._frozen)
+        """Whether the backward of a lookup made now trains a table, unless it is one of a module in eval()."""
+        return self.optimizer is not None and torch.is_grad_enabled() and not all(self.frozen())
 
     def update(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None, *, pooling: str
+        self,
+        grad: Tensor,
+        slots: Tensor,
+        offsets: Tensor,
+        per_id_weights: Tensor | None = None,
+        *,
+        pooling: str,
+        frozen: Frozen | None = None,
+        ids: Tensor | None = None,
+        clips: bool = True,
     ) -> None:
-        """The fused optimizer's step for the gradient of a lookup's output; `ids` are slots.
+        """The fused optimizer's step for the gradient of a lookup's output.
 
         While the group accumulates, the gradient is added to those that wait for `apply_sums`, and no row changes.
+
+        Args:
+            grad, per_id_weights, pooling: as `fused_update`.
+            slots, offsets: where the rows of the batch lie.
+            frozen: tables that were left alone when they were looked up; those that are frozen now are too.
+            ids: what `slots` are of, where rows have slots.
+            clips: whether `grad` is cut to the optimizer's `max_gradient`; False of one that is already.
 
         Raises:
             FloatingPointError: an element of the gradient, or a per-id weight, which scales it, is not finite (CPU,
                 `GradientCheckMode.RAISE`).
         """
         assert self.optimizer is not None
-        guard, spec = self.guard, self.optimizer
+        guard, spec, now = self.guard, self.optimizer, self.frozen()
+        frozen = now if frozen is None else tuple(map(operator.or_, frozen, now))
         if self.policy.gradient_check is not GradientCheckMode.IGNORE:
             if self.policy.gradient_check is GradientCheckMode.SKIP:
                 guard = guard.clone()
@@ -372,12 +414,14 @@ class TableGroup:
             self.accumulation.begin()
             # host sync on CUDA: a bad batch is left out
             if is_clean(guard):
-                self.add_sums(sum_rows(self, grad, ids, offsets, per_id_weights, pooling))
+                self.add_sums(
+                    sum_rows(self, grad, slots, offsets, per_id_weights, pooling, ids, frozen=frozen, clips=clips)
+                )
             return
         fused_update(
-            self.flat, self.states, self.step, grad, ids, offsets, per_id_weights,
-            self.trained, self.dims, self._segment_numbers,
-            spec.rule, self.hyper, guard, pooling, spec.decay, spec.max_gradient, self.seed,
+            self.flat, self.states, self.step, grad, slots, offsets, per_id_weights,
+            self.trained(frozen), self.dims, self._segment_numbers,
+            spec.rule, self.hyper, guard, pooling, spec.decay, spec.max_gradient if clips else None, self.seed, ids,
         )  # fmt: skip
 
     def release(self, lease: Any) -> None:
@@ -412,10 +456,20 @@ class TableGroup:
             raise FloatingPointError(f"{describe(found)}; nothing changed")
 
     def _with_update(
-        self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str, lease: Any
-    ) -> Tensor:
-        return _LookupWithUpdate.apply(  # type: ignore[no-any-return, no-untyped-call]
-            self._anchor, per_id_weights, self, ids, offsets, pooling, lease
+        self, ids: Tensor, slots: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str, lease: Any,
+        trains: bool,
+    ) -> Tensor:  # fmt: skip
+        return LookupWithUpdate.apply(  # type: ignore[no-any-return, no-untyped-call]
+            # ids that are not their own slots say how rows are rounded
+            self._anchor,
+            per_id_weights,
+            self,
+            ids if self.has_slots else None,
+            slots,
+            offsets,
+            pooling,
+            lease,
+            trains,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -424,63 +478,8 @@ class TableGroup:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # what was pickled before there were graphs has no word on them
-        self.__dict__.update({"_spare": None, "_replayed": False, "leads": True, **state})
+        self.__dict__.update({"_spare": None, "_replayed": False, "leads": True, **state, "_trained": {}})
         self._anchor = torch.zeros(1, device=self.flat.device, requires_grad=True)
-
-
-class _LookupWithUpdate(torch.autograd.Function):
-    """A lookup whose backward is the optimizer's step. It hangs on `anchor`; weights are no autograd input."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, per_id_weights: Tensor | None, group: TableGroup, ids: Tensor, offsets: Tensor,
-        pooling: str, lease: Any,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(ids, offsets, per_id_weights)
-        # not saved: updates of other lookups may come between this forward and its backward
-        ctx.group, ctx.pooling, ctx.lease = group, pooling, lease
-        return group.look_up(ids, offsets, per_id_weights, pooling)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        (grad,) = grad_outputs
-        ids, offsets, per_id_weights = ctx.saved_tensors
-        group: TableGroup = ctx.group
-        grad_p = None
-        if ctx.needs_input_grad[1]:
-            # before the update: this gradient is of the rows that were looked up
-            grad_p = group.weight_gradient(grad, ids, offsets)
-        group.update(grad, ids, offsets, per_id_weights, pooling=ctx.pooling)
-        group.release(ctx.lease)
-        return (None, grad_p, *[None] * 5)
-
-
-class _FlatOfParameters(torch.autograd.Function):
-    """The flat buffer as a function of the parameters that are views of it: gradients are cut along the same lines."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TableGroup, flat: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.cuts = [(base, table.resident, table.dim) for base, table in zip(group._bases, group.tables, strict=True)]
-        return flat.view_as(flat)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        (grad,) = grad_outputs
-        tables = [table_rows(grad, *cut) for cut in ctx.cuts]
-        wanted = [table if needed else None for table, needed in zip(tables, ctx.needs_input_grad[2:], strict=True)]
-        return (None, None, *wanted)
-
-
-def _flat_of_parameters(group: TableGroup, keep_rows: bool = False) -> Tensor:
-    if not torch.is_grad_enabled() or not any(p.requires_grad for p in group.parameters):
-        return group.flat
-    if torch.compiler.is_exporting():
-        # an exported program looks up and does not train: the buffer is one of its constants
-        return group.flat.detach()
-    # gradients of tables need no rows, so an optimizer may step between forward and backward, as it may with
-    # nn.Embedding: `.data` counts its changes apart. With `keep_rows` autograd refuses the backward after such a step
-    flat = group.flat if keep_rows else group.flat.data
-    return _FlatOfParameters.apply(group, flat, *group.parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _in_bags(per_id_weights: Tensor, offsets: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.kernels import Segment
+from shardwise.kernels import Segment, origin_of
 
 # 64 bytes of fp16: every segment begins on a boundary that serves the widest load
 _BOUNDARY = 32
@@ -16,12 +16,21 @@ _BOUNDARY = 32
 
 @dataclass(frozen=True)
 class TableShape:
-    """A table of `rows` x `dim`, of which `slots` rows are on the device at a time (all of them if None)."""
+    """A table of `rows` x `dim`, of which `slots` rows are on the device at a time (all of them if None).
+
+    It may be a part of a larger one, in which its first element is at row and column `begin`.
+    """
 
     name: str
     rows: int
     dim: int
     slots: int | None = None
+    begin: tuple[int, int] = (0, 0)
+
+    @property
+    def origin(self) -> int:
+        """`begin` as kernels read it."""
+        return origin_of(*self.begin)
 
     @property
     def resident(self) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.embeddings import GradientCheckMode
 from shardwise.embeddings.collection import require_features
+from shardwise.embeddings.lookup_autograd import warn_of_eval
 from shardwise.embeddings.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
@@ -38,6 +39,7 @@ from .fused_optimizer import ShardedFusedOptimizer
 from .held import Collection, Held, Mark, Stores, tables_of
 from .id_map import IdMap, id_ranges
 from .layout import Shard, TableOptions, validate
+from .lookup_autograd import Finish
 from .owner import Batch, InFlight, Owner
 from .qcomms import codecs_of
 from .reshard import reshard
@@ -99,6 +101,7 @@ class ShardedCollection(nn.Module, Staged):
         # batches that left ahead: a forward takes its own from here
         self.expected = Expected()
         self.add_module(self._children_name, held.children())
+        self.train(module.training)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self._fused_optimizer = ShardedFusedOptimizer(self._owner, self.states, self._children_name)
         self.register_state_dict_post_hook(publish_weights)  # type: ignore[no-untyped-call]
@@ -201,7 +204,6 @@ class ShardedCollection(nn.Module, Staged):
     def depart(self, features: KeyedJaggedTensor | Exception) -> Departure:
         """Route the batch and tell all ranks what they will get, or what is wrong with it; waits for nobody."""
         update = torch.is_grad_enabled()
-        self._held.follow_freezing()
         number = self._fingerprint
         if self._owner.updates_together:
             # a table that is frozen on one rank alone would leave the others waiting for its part
@@ -216,7 +218,8 @@ class ShardedCollection(nn.Module, Staged):
             mine = error
         learned = outbound is not None and outbound.weights is not None and outbound.weights.requires_grad
         told = header.tell(
-            self._exchange, self._held.device, mine, wants=header.Wants(update, learned), fingerprint=number,
+            self._exchange, self._held.device, mine, wants=header.Wants(update, learned, self.training),
+            fingerprint=number,
             groups=self._most_groups,
         )  # fmt: skip
         return Departure(outbound, batch, update, self._receiving[update], told)
@@ -264,13 +267,12 @@ class ShardedCollection(nn.Module, Staged):
             # it left for another kind of step, or under another plan
             self.drop(departure)
             return None
-        # tables may have been frozen since it left
-        self._held.follow_freezing()
         return departure
 
     def look_up(self, flight: InFlight) -> None:
         """Find the rows that were asked for and send them off; `finish` takes them. Does nothing the second time."""
         if flight.pending is None:
+            flight.trains = self.training
             with torch.no_grad():
                 self._owner.look_up(flight)
 
@@ -283,7 +285,7 @@ class ShardedCollection(nn.Module, Staged):
             weights += [home.weights for home in self._home(flight, dense=False)]
         # a batch that began without gradients gets none: replicated tables do not know the other ranks' ids
         with torch.set_grad_enabled(flight.update and torch.is_grad_enabled()):
-            return _Finish.apply(self._anchor, self, flight, *weights)  # type: ignore[no-any-return, no-untyped-call]
+            return Finish.apply(self._anchor, self, flight, *weights)  # type: ignore[no-any-return, no-untyped-call]
 
     def _dense_pieces(self, flight: InFlight) -> dict[int, Tensor]:
         """Rows of each lookup in a table that is trained by its gradient."""
@@ -336,18 +338,23 @@ class ShardedCollection(nn.Module, Staged):
 
     def _update(self, flight: InFlight, grad: Tensor, *, learned: bool) -> tuple[Tensor | None, list[Tensor | None]]:
         """The transpose of `_assemble`, and the fused update. Gradients of weights that were sent, and used at home."""
-        out, world = flight.outbound, self._env.world_size
+        out, divisor = flight.outbound, self.divisor
+        at_home: list[Tensor | None] = [None] * len(self._routes.replicas)
+        if not flight.trains:
+            warn_of_eval()
+            if not learned:
+                # all ranks know, and send nothing
+                self._owner.release(flight)
+                return None, at_home
         grad = grad.float()
         if self._columns is None:
             blocks = self._rows.gradients(out, grad, [self._ids_of(flight, n) for n in self._rows.lookups])
             sent, sizes = torch.cat(blocks), [block.shape[0] for block in blocks]
         else:
-            grad = self._columns.divided_gradient(grad, out)
+            grad = self._columns.divided_gradient(grad, out, divisor, checked=self.checks_gradients)
             sent, sizes = self._columns.gradients(grad, self._exchange.buffers)
-        at_home: list[Tensor | None] = [None] * len(self._routes.replicas)
         if learned:
-            at_home = self._home_weight_gradients(flight, grad)
-        divisor = world if self.gradient_division and get_gradient_division() else 1
+            at_home = self._home_weight_gradients(flight, grad, divisor)
         if divisor > 1:
             sent.div_(divisor)
         flag = self._gradient_flag(flight, grad, sent, divisor)
@@ -377,7 +384,7 @@ class ShardedCollection(nn.Module, Staged):
         ]
         return torch.cat(padded) * factor
 
-    def _home_weight_gradients(self, flight: InFlight, grad: Tensor) -> list[Tensor | None]:
+    def _home_weight_gradients(self, flight: InFlight, grad: Tensor, factor: int) -> list[Tensor | None]:
         assert self._columns is not None
         found: list[Tensor | None] = []
         for part, group, home in zip(
@@ -385,9 +392,20 @@ class ShardedCollection(nn.Module, Staged):
         ):
             mine = torch.cat([self._columns.of_lookup(grad, slot.lookup) for slot in part.slots], dim=1)
             slots, lease = group.store.resolve(home.ids, home.offsets, group.step)
-            found.append(group.weight_gradient(mine, slots, home.offsets))
+            # a gradient is cut as it is after the division, at home too
+            found.append(group.weight_gradient(mine / factor, slots, home.offsets) * factor)
             group.store.release(lease)
         return found
+
+    @property
+    def divisor(self) -> int:
+        """What gradients are divided by before they train."""
+        return self._env.world_size if self.gradient_division and get_gradient_division() else 1
+
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether a gradient that is not finite is looked for."""
+        return self._policy.gradient_check is not GradientCheckMode.IGNORE
 
     def _sizes(self, out: Outbound) -> list[header.Sizes]:
         first, found = out.sending.first_stream, []
@@ -478,23 +496,3 @@ class ShardedCollection(nn.Module, Staged):
         self._anchor = torch.zeros(1, device=self.device, requires_grad=True)
         self._forget()
         return self
-
-
-class _Finish(torch.autograd.Function):
-    """Rows of the exchanged lookups; its backward is the exchange back and the fused update."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, collection: ShardedCollection, flight: InFlight, *weights: Any) -> Tensor:
-        ctx.collection, ctx.flight = collection, flight
-        return collection._assemble(flight)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        learned, watch = any(ctx.needs_input_grad[3:]), ctx.collection._exchange.watch
-        try:
-            sent, at_home = ctx.collection._update(ctx.flight, *grad_outputs, learned=learned)
-        except BaseException as error:
-            if watch is not None:
-                watch.meet(error, "in backward")
-            raise
-        return None, None, None, sent, *at_home

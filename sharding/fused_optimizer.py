@@ -88,7 +88,7 @@ class ShardedFusedOptimizer(FusedOptimizer):
             raise ValueError(
                 f"parameters of the optimizer state differ: missing {sorted(missing)}, unexpected {sorted(unknown)}"
             )
-        fills = []
+        fills, theirs = [], self._with_counts(theirs)
         for table in here:
             name, values = self._name(table), self._values.states(table)
             wanted, given = {f"{table}.{key}": value for key, value in values.items()}, theirs[self._name(table)]

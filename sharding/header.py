@@ -23,14 +23,17 @@ _ERRORS: tuple[type[Exception], ...] = (
 )  # fmt: skip
 # numbers of a row: those that all ranks must share (fingerprint, what the step wants), the status, three sizes
 _SHARED, _STATUS, FIELDS = 3, 3, 7
+# of those that ranks share: 0 without a backward, 2 with one that trains tables, 1 with another
+_BACKWARD = 1
 
 
 @dataclass(frozen=True)
 class Wants:
-    """What a rank's step asks of the others: a backward, and in it gradients of per-id weights."""
+    """What a rank's step asks of the others: a backward, in it gradients of per-id weights, and tables that train."""
 
     update: bool = False
     weight_gradients: bool = False
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,8 @@ class Told:
 
 def pack(sizes: Sequence[Sizes], status: int, *, wants: Wants, fingerprint: int, groups: int) -> list[list[int]]:
     """The rows [W][H] that a rank sends."""
-    shared, rows = [fingerprint, int(wants.update), int(wants.weight_gradients), status], []
+    backward = int(wants.update) + int(wants.update and wants.trains)
+    shared, rows = [fingerprint, backward, int(wants.weight_gradients), status], []
     for one in sizes:
         padding = [0] * (groups - len(one.ids_to_groups))
         rows.append([*shared, one.batch, one.ids, one.returned, *one.ids_to_groups, *padding])
@@ -162,6 +166,8 @@ def raise_differences(rows: Sequence[Sequence[int]], mine: Sequence[int]) -> Non
     )  # fmt: skip
     for number, what in enumerate(shared):
         other = [rank for rank, row in enumerate(rows) if row[number] != mine[number]]
+        if other and number == _BACKWARD and mine[number] and all(rows[rank][number] for rank in other):
+            what = "whether their module is in train() or eval()"
         if other:
             raise agreed(RuntimeError(f"ranks {other} differ from this one in {what}"))
 

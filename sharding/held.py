@@ -92,9 +92,12 @@ class Held:
         by_name = {table.name: table for table in self._routes.tables}
         first = by_name[group.shards[0].table]
         shapes = [
-            TableShape(shard.table, shard.rows[1] - shard.rows[0], shard.cols[1] - shard.cols[0])
+            TableShape(
+                shard.table, shard.rows[1] - shard.rows[0], shard.cols[1] - shard.cols[0],
+                begin=(shard.rows[0], shard.cols[0]),
+            )
             for shard in group.shards
-        ]
+        ]  # fmt: skip
         lookups = []
         for slot in group.slots:
             # the average of a bag whose ids are divided is taken where all of them are
@@ -135,14 +138,6 @@ class Held:
         for table, mark in zip(self._routes.tables, marks, strict=True):
             if mark is not None:
                 mark_optimizer(self.parameters[table.name], *mark)
-
-    def follow_freezing(self) -> None:
-        """Updates leave the tables alone whose parameters want no gradient now."""
-        for group in self.groups:
-            frozen = []
-            for param in group.parameters:
-                frozen.append(not param.requires_grad)  # noqa: PERF401
-            group.freeze(frozen)
 
     def frozen_tables(self) -> int:
         """A number that tells which parameters want no gradient; every rank has one for each table."""

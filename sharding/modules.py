@@ -21,6 +21,7 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from .awaitable import LazyAwaitable
 from .collection import ShardedCollection
 from .dedup import repeated
+from .lookup_autograd import CutGradient
 from .owner import InFlight
 
 # says what each rank holds of a pooled collection, at level INFO
@@ -121,7 +122,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         rows = dict(zip(order, torch.split(values, [self._ids_of(flight, n) for n in order]), strict=True))
         rows.update(self._dense_pieces(flight))
         features, dtype = self._routes.features, self._policy.output_dtype
-        found = [repeated(flight.batch, feature, rows[n]).to(dtype) for n, feature in enumerate(features)]
+        found = [self._of_ids(flight, n, rows[n]).to(dtype) for n in range(len(features))]
         if given.inverse_indices_or_none() is not None:
             return self._full_batch(given, padded, found)
         strides, begin, place = given.stride_per_key(), given.lengths_offset_per_key(), given.index_per_key()
@@ -132,6 +133,16 @@ class ShardedEmbeddingCollection(ShardedCollection):
             lengths = given.lengths()[begin[key] : begin[key] + strides[key]]
             output[name] = JaggedTensor(found[n], weights=ids, lengths=lengths)
         return output
+
+    def _of_ids(self, flight: InFlight, lookup: int, rows: Tensor) -> Tensor:
+        """The row of each id of a lookup, from those of the ids that travelled."""
+        found = repeated(flight.batch, self._routes.features[lookup], rows)
+        spec = self._routes.table_of(lookup).optimizer
+        if flight.batch.inverse is None or spec is None or spec.max_gradient is None:
+            return found
+        # each id's gradient is cut before those of one row are added, here to what it is after the division there
+        most, checked = spec.max_gradient * self.divisor, self.checks_gradients
+        return CutGradient.apply(found, most, checked)  # type: ignore[no-any-return, no-untyped-call]
 
     def _full_batch(
         self, given: KeyedJaggedTensor, padded: KeyedJaggedTensor, rows: Sequence[Tensor]

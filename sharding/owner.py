@@ -51,6 +51,10 @@ class InFlight:
     # whether a backward may follow: replicated tables then know every rank's ids
     update: bool
     batch: Batch
+    # whether its backward trains tables: not one of a module in eval()
+    trains: bool = True
+    # of each group the tables that were frozen at the lookup
+    frozen: list[tuple[bool, ...]] = field(default_factory=list)
     # rows on their way, and how many numbers come from each rank
     pending: Pending | None = None
     result_sizes: list[int] = field(default_factory=list)
@@ -145,6 +149,7 @@ class Owner:
     def look_up(self, flight: InFlight) -> None:
         """Find the rows that were asked for and send them off."""
         found: dict[int, Tensor] = {}
+        flight.frozen = [group.frozen() for group in self.held.groups]
         self.renew(flight)
         ahead, flight.leases = flight.leases, []
         for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):
@@ -284,9 +289,11 @@ class Owner:
     def update(self, flight: InFlight, received: Tensor, *, weight_gradients: bool) -> list[Tensor] | None:
         """Apply the fused update for the gradients of all ranks. Gradients of per-id weights for each, if wanted.
 
-        While gradients are accumulated they are added to those that wait for `apply_sums`.
+        A batch of which each id travelled once has gradients that were cut to size before they were added up. While
+        gradients are accumulated they are added to those that wait for `apply_sums`.
         """
         gradients, waits = self._gradients(flight, received), self.held.accumulation.waits
+        clips = flight.batch.inverse is None
         found: list[Tensor] = []
         together: list[Touched] = []
         for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):
@@ -298,16 +305,26 @@ class Owner:
             if weight_gradients and not part.is_replica:
                 # before the update: this gradient is of the rows that were looked up
                 found.append(group.weight_gradient(grad, lease[0], offsets))
+            if not flight.trains:
+                continue
             pooling = self._pooling(g, forward=False)
             if self._is_whole(part):
-                sums = sum_rows(group, grad, lease[0], offsets, weights, pooling, ids)
+                # of tables that all ranks know to be frozen: the others wait for what this one gives
+                sums = sum_rows(
+                    group, grad, lease[0], offsets, weights, pooling, ids, frozen=flight.frozen[g], clips=clips
+                )
                 if waits:
                     group.add_sums(sums)
                 else:
-                    together += touched_rows(group, part, sums)
+                    together += touched_rows(group, part, sums, group.frozen())
             elif group.optimizer is not None:
-                group.update(grad, lease[0], offsets, weights, pooling=pooling)
-        if waits:
+                group.update(
+                    grad, lease[0], offsets, weights, pooling=pooling, frozen=flight.frozen[g],
+                    ids=ids if group.has_slots else None, clips=clips,
+                )  # fmt: skip
+        if not flight.trains:
+            pass
+        elif waits:
             # on a rank without tables too
             self.held.accumulation.begin()
         elif self._whole.blocks:

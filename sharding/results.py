@@ -68,6 +68,9 @@ class Columns:
         # lookups that are pooled here, and averaged ones whose sums are divided here; and one of their cuts
         self.ordered = {n: cut for n, cut in first_cut.items() if routes.is_ordered(n)}
         self.divided = {n: cut for n, cut in first_cut.items() if routes.table_of(n).mean and n not in self.ordered}
+        # what their gradients are cut to, if they are
+        specs = {n: routes.table_of(n).optimizer for n in self.divided}
+        self._most = {n: spec.max_gradient for n, spec in specs.items() if spec is not None}
         self.sums = [serving.sums for serving in routes.serving]
         self.host_sums = [
             serving.host_sums if routes.are_counterparts(rank, me) else 0 for rank, serving in enumerate(routes.serving)
@@ -129,11 +132,19 @@ class Columns:
         """A lookup's columns, as a view."""
         return values[:, self.starts[lookup] : self.starts[lookup + 1]]
 
-    def divided_gradient(self, grad: Tensor, out: Outbound) -> Tensor:
-        """The gradient of the sums, given that of the output."""
-        if self.divided:
-            grad = grad.clone()
-            self._divide(grad, out)
+    def divided_gradient(self, grad: Tensor, out: Outbound, divisor: int, *, checked: bool) -> Tensor:
+        """The gradient of the sums, given that of the output; it will be divided by `divisor`.
+
+        An optimizer cuts the gradient of the average, so it is cut here: those who hold rows see it divided.
+        """
+        if not self.divided:
+            return grad
+        grad = grad.clone()
+        for lookup, most in self._most.items():
+            if most is not None:
+                mine = self.of_lookup(grad, lookup)
+                mine.copy_(cut_gradient(mine, most * divisor, checked=checked))
+        self._divide(grad, out)
         return grad
 
     def gradients(self, grad: Tensor, buffers: Buffers) -> tuple[Tensor, list[int]]:
@@ -151,6 +162,12 @@ class Columns:
                     torch.cat([grad[:, low:high] for low, high in part], dim=1, out=out)
                     at += batch * width
         return sent, sizes
+
+
+def cut_gradient(grad: Tensor, most: float, *, checked: bool) -> Tensor:
+    """A gradient whose numbers are cut to +-`most`; where it is `checked` later, those that are not finite stay."""
+    found = grad.clamp(-most, most)
+    return torch.where(grad.isfinite(), found, grad) if checked else found
 
 
 def _matrices(routes: Routes, me: int) -> Iterator[tuple[Key, list[tuple[int, int, int]]]]:

@@ -21,6 +21,7 @@ from shardwise.kernels import (
     check_gradient,
     flatten_segments,
     fused_update,
+    origin_of,
     pack_features,
     rule_named,
 )
@@ -35,13 +36,16 @@ _OF_GRADIENT = ("rowwise_adagrad", "partial_rowwise_adam")
 
 @dataclass
 class Touched:
-    """What one shard's batch comes to: rows [U] and the sums of their gradients [U, w]."""
+    """What one shard's batch comes to: rows [U], their ids in the shard and the sums of their gradients [U, w]."""
 
     group: TableGroup
     number: int
     shard: Shard
     rows: Tensor
+    ids: Tensor
     gradient: Tensor
+    # frozen since the other shards were promised the gradients: they travel, and here nothing changes
+    frozen: bool = False
 
 
 class WholeRows:
@@ -101,7 +105,8 @@ class WholeRows:
                     size = count * _copies(owned[0].group) * width
                     pieces.append(came[shard.rank][:size].view(_copies(owned[0].group), count, width))
                     came[shard.rank] = came[shard.rank][size:]
-            _apply(torch.cat(pieces, dim=2), owned)
+            if not owned[0].frozen:
+                _apply(torch.cat(pieces, dim=2), owned)
         for group in {id(t.group): t.group for t in touched}.values():
             group.step += 1
 
@@ -117,7 +122,7 @@ class WholeRows:
         return found
 
 
-def touched_rows(group: TableGroup, part: Group, sums: Sequence[RowSums]) -> list[Touched]:
+def touched_rows(group: TableGroup, part: Group, sums: Sequence[RowSums], frozen: Sequence[bool] = ()) -> list[Touched]:
     """The rows of each shard of a group, out of the sums of all.
 
     Rows stand in the order of their ids, which all shards share; where they lie is each shard's own.
@@ -130,7 +135,8 @@ def touched_rows(group: TableGroup, part: Group, sums: Sequence[RowSums]) -> lis
                 # host sync on CUDA: where the ids of each shard begin
                 begin, end = torch.searchsorted(one.ids, one.ids.new_tensor([first, last])).tolist()
                 rows = one.rows[begin:end] - group.first_rows[number]
-                found.append(Touched(group, number, shard, rows, one.gradient[begin:end]))
+                ids, gradient = one.ids[begin:end] - first, one.gradient[begin:end]
+                found.append(Touched(group, number, shard, rows, ids, gradient, any(frozen[number : number + 1])))
     return found
 
 
@@ -138,7 +144,9 @@ def _copies(group: TableGroup) -> int:
     """Numbers of an element that travel: its gradient and, where the rule looks at them, its weight and states."""
     assert group.optimizer is not None
     rule = rule_named(group.optimizer.rule)
-    return 1 if rule.name in _OF_GRADIENT else 2 + rule.kinds.count("element")
+    # decay that is added to the gradient makes it one of the weights
+    alone = rule.name in _OF_GRADIENT and group.optimizer.decay != "l2"
+    return 1 if alone else 2 + rule.kinds.count("element")
 
 
 def _given(one: Touched) -> Tensor:
@@ -179,11 +187,13 @@ def _apply(whole: Tensor, owned: Sequence[Touched]) -> None:
         guard = guard.clone()
         check_gradient(whole[0].contiguous(), guard)
     ends = torch.tensor([0, count], device="cpu").to(whole.device)
+    # whole rows, from the first one of the shard
+    features = pack_features([Feature(0, count, dim, 0, origin=origin_of(owned[0].shard.rows[0], 0))], whole.device)
     fused_update(
         weights.view(-1), [state.view(-1) for state in states], group.step.clone(), whole[0].contiguous(),
-        torch.arange(count, device=whole.device), ends, None, pack_features([Feature(0, count, dim, 0)], whole.device),
+        torch.arange(count, device=whole.device), ends, None, features,
         [dim], flatten_segments([Segment(dim, 0, count, 0)]), spec.rule, group.hyper, guard, "sequence", spec.decay,
-        None, group.seed,
+        None, group.seed, owned[0].ids,
     )  # fmt: skip
     for one in owned:
         columns = slice(*one.shard.cols)

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import (
+    FTRL,
+    LAMB,
     BoundsCheckMode,
     DataType,
     EmbeddingBagCollection,
@@ -24,7 +26,10 @@ from shardwise import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
+    LarsSGD,
     LookupPolicy,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
     PoolingType,
     RowWiseAdagrad,
     ShardingEnv,
@@ -38,6 +43,18 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.1}),
     "adam": (torch.optim.Adam, {"lr": 0.05}),
+}
+# every fused rule
+RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    **OPTIMIZERS,
+    "momentum_sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5, "nesterov": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.05}),
+    "partial_rowwise_adam": (PartialRowWiseAdam, {"lr": 0.05}),
+    "lamb": (LAMB, {"lr": 0.05}),
+    "partial_rowwise_lamb": (PartialRowWiseLAMB, {"lr": 0.05}),
+    "lars_sgd": (LarsSGD, {"lr": 0.5, "momentum": 0.5}),
+    "ftrl": (FTRL, {"lr": 0.1, "l1": 0.01}),
 }
 STRATEGIES = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid")
 
@@ -70,6 +87,8 @@ class Mix:
     # whether some ids lie outside their tables, and what the policy does with them
     outside: bool = False
     bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL
+    # of the optimizer, besides those of its entry in RULES
+    settings: tuple[tuple[str, Any], ...] = (("stochastic_rounding", False),)
 
     @property
     def features(self) -> list[str]:
@@ -174,9 +193,8 @@ def build(mix: Mix, optimizer: str) -> Any:
     policy = LookupPolicy(mix.bounds_check)
     kind: Any = EmbeddingBagCollection if mix.pooled else EmbeddingCollection
     module = kind(tables, is_weighted=mix.weighted, policy=policy) if mix.pooled else kind(tables, policy=policy)
-    rule, kwargs = OPTIMIZERS[optimizer]
-    # the same random numbers whatever the shard would take shards that know their place in the table
-    apply_optimizer_in_backward(rule, module.parameters(), {**kwargs, "stochastic_rounding": False})
+    rule, kwargs = RULES[optimizer]
+    apply_optimizer_in_backward(rule, module.parameters(), {**kwargs, **dict(mix.settings)})
     return module
 
 

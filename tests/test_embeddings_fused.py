@@ -320,6 +320,7 @@ def test_fuse_embedding_optimizer_keeps_everything_but_the_training() -> None:
     assert isinstance(weighted, FusedEmbeddingBagCollection) and weighted.is_weighted()
     assert model.again is model.pooled and not model.pooled.training
     # an id outside the table is still ignored, the frozen table still frozen
+    model.train()
     model.pooled(kjt({"f": [[1, 99]], "g": [[1]], "f_of_b": [[2]]})).values().sum().backward()
     tables = tables_of(model.pooled)
     assert torch.equal(tables["b"], before["pooled.embedding_bags.b.weight"])

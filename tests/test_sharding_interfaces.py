@@ -134,6 +134,8 @@ def test_rows_behind_a_store_train_to_the_same_bits(kind: str, optimizer: str) -
     pooled, learned = kind != "sequence", kind == "learned weights"
     mixes = [mix_for(strategy, pooled=pooled, weighted=learned) for strategy in STRATEGIES]
     mixes += [replace(mix_of(seed, pooled=pooled), weighted=learned) for seed in range(3)]
+    # rows of fp16 and bf16 are rounded by their own numbers, wherever they lie
+    mixes = [replace(mix, settings=()) for mix in mixes]
     for runs in run_ranks(4, behind_stores, mixes, optimizer, learned):
         for plain, shuffled, stores in runs:
             expect_equal(plain, shuffled)
