@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import table_rows
+from shardwise.kernels._op import no_second_derivative
 
 if TYPE_CHECKING:
     from .table_group import TableGroup
@@ -39,6 +40,9 @@ class LookupWithUpdate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            # create_graph: an update is no function that autograd follows
+            return no_second_derivative("lookup with a fused optimizer", LookupWithUpdate.backward, ctx, grad_outputs)
         (grad,) = grad_outputs
         slots, offsets, per_id_weights, ids = ctx.saved_tensors
         group: TableGroup = ctx.group

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -101,6 +101,35 @@ def register_autograd(
 ) -> None:
     """Give `op` a backward that follows `torch.library.register_autograd`."""
     torch.library.register_autograd(op._name, backward, setup_context=setup_context, lib=_library)
+
+
+def no_second_derivative(
+    what: str, backward: Callable[..., tuple[Tensor | None, ...]], ctx: Any, upstream: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """What a `backward` gives, which is to be differentiated no further: whoever does gets a RuntimeError.
+
+    For a backward that runs with `create_graph`, which is where gradients are enabled in it.
+    """
+    with torch.no_grad():
+        found = backward(ctx, *upstream)
+    if not any(grad is not None and grad.requires_grad for grad in upstream):
+        return found
+    wanted = [grad.detach().requires_grad_() for grad in found if grad is not None]
+    refused = iter(_Refused.apply(what, *wanted) if wanted else ())  # type: ignore[no-untyped-call]
+    return tuple(None if grad is None else next(refused) for grad in found)
+
+
+class _Refused(torch.autograd.Function):
+    """Passes gradients on, and has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, what: str, *gradients: Tensor) -> tuple[Tensor, ...]:
+        ctx.what = what
+        return tuple(grad.view_as(grad) for grad in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        raise RuntimeError(f"{ctx.what}: a second derivative through its backward is not implemented")
 
 
 def next_power_of_2(n: int) -> int:

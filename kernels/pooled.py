@@ -226,12 +226,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     weights, indices, offsets, per_id_weights, features = ctx.saved_tensors
     dense = dense_p = None
+    layout = (features, ctx.dims, ctx.segments, ctx.pooling)
     if ctx.needs_input_grad[0]:
-        dense = torch.ops.shardwise.lookup_gradient(
-            weights, grad, indices, offsets, per_id_weights, features, ctx.dims, ctx.segments, ctx.pooling
-        )
+        dense = torch.ops.shardwise.lookup_gradient(weights, grad, indices, offsets, per_id_weights, *layout)
     if ctx.needs_input_grad[3]:
-        dense_p = torch.ops.shardwise.per_id_weight_gradient(grad, weights, indices, offsets, features, ctx.dims)
+        dense_p = torch.ops.shardwise.per_id_weight_gradient(grad, weights, indices, offsets, *layout)
         dense_p = dense_p.to(per_id_weights.dtype)
     return dense, None, None, dense_p, None, None, None, None, None
 

@@ -194,8 +194,49 @@ register_autograd(
     _backward,
     _setup_context,
 )
-register(
-    "jagged_softmax_gradient(Tensor grad, Tensor soft, Tensor offsets, SymInt? max_length) -> Tensor",
-    _softmax_gradient,
-    lambda grad, soft, offsets, max_length: soft.new_empty(soft.shape),
+
+
+def _setup_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, soft, offsets, ctx.max_length = inputs
+    ctx.save_for_backward(grad, soft, offsets)
+
+
+def _backward_of_gradient(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    """Of Q = Y (G - sum of GY over the bag): by G the same of U, by Y it is U (G - sum of GY) - G (sum of UY)."""
+    grad, soft, offsets = ctx.saved_tensors
+    by_grad = by_soft = None
+    if ctx.needs_input_grad[0]:
+        by_grad = torch.ops.shardwise.jagged_softmax_gradient(upstream, soft, offsets, ctx.max_length)
+    if ctx.needs_input_grad[1]:
+        rows, ops = soft.shape[0], torch.ops.shardwise
+        taken = _takes_part(offsets, rows, ctx.max_length)[:, None]
+        # what stands in rows that take no part counts for nothing, whatever it is
+        u, g, y = (torch.where(taken, t.to(accumulator(soft.dtype)), 0) for t in (upstream, grad, soft))
+
+        def of_bag(x: Tensor) -> Tensor:
+            return ops.segment_spread(offsets, ops.segment_sum(offsets, x * y, 1), rows, 1)  # type: ignore[no-any-return]
+
+        by_soft = torch.where(taken, u * (g - of_bag(g)) - g * of_bag(u), 0).to(soft.dtype)
+    return by_grad, by_soft, None, None
+
+
+def _takes_part(offsets: Tensor, rows: int, max_length: int | None) -> Tensor:
+    """Whether each row is one of the first `max_length` of a bag: [N]."""
+    position = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    last = offsets.shape[0] - 1
+    bag = torch.searchsorted(offsets, position, right=True) - 1
+    inside = bag < last
+    if max_length is not None:
+        inside &= position - offsets[bag] < max_length
+    return inside
+
+
+register_autograd(
+    register(
+        "jagged_softmax_gradient(Tensor grad, Tensor soft, Tensor offsets, SymInt? max_length) -> Tensor",
+        _softmax_gradient,
+        lambda grad, soft, offsets, max_length: soft.new_empty(soft.shape),
+    ),
+    _backward_of_gradient,
+    _setup_gradient,
 )

@@ -182,9 +182,25 @@ register_autograd(
     _backward,
     _setup_context,
 )
-register(
-    "batched_unary_embeddings_gradient(Tensor grad, Tensor table_offsets, Tensor offsets, Tensor ids, SymInt rows)"
-    " -> Tensor",
-    _gradient,
-    lambda grad, table_offsets, offsets, ids, rows: grad.new_empty(grad.shape[0], rows),
+
+
+def _setup_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *rest, _ = inputs
+    ctx.save_for_backward(*rest)
+
+
+def _backward_of_gradient(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    # linear in the gradient: its transpose is the lookup
+    return torch.ops.shardwise.batched_unary_embeddings(upstream, *ctx.saved_tensors), None, None, None, None
+
+
+register_autograd(
+    register(
+        "batched_unary_embeddings_gradient(Tensor grad, Tensor table_offsets, Tensor offsets, Tensor ids, SymInt rows)"
+        " -> Tensor",
+        _gradient,
+        lambda grad, table_offsets, offsets, ids, rows: grad.new_empty(grad.shape[0], rows),
+    ),
+    _backward_of_gradient,
+    _setup_gradient,
 )

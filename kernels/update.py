@@ -10,12 +10,23 @@ and 2 * D * 4 for each partial sum of a row that more than 32 ids hit: one for e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import configs, cpu_compiled
-from ._op import PERSISTENT_PROGRAMS, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
+from ._op import (
+    PERSISTENT_PROGRAMS,
+    launch_options,
+    multiple,
+    next_power_of_2,
+    register,
+    register_autograd,
+    runs_kernel,
+    tl,
+    triton,
+)
 from .bounds import OK, is_clean, new_guard
 from .cpu_update import row_gradients, transpose_index_cpu
 from .features import (
@@ -448,9 +459,38 @@ register(
     _fused_update,
     lambda *args: None,
 )
-register(
-    "lookup_gradient(Tensor weights, Tensor grad, Tensor indices, Tensor offsets, Tensor? per_id_weights,"
-    " Tensor features, int[] dims, int[] segments, str pooling) -> Tensor",
-    lookup_gradient,
-    lambda weights, *args: torch.empty_like(weights),
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *tensors, ctx.dims, ctx.segments, ctx.pooling = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    grad, indices, offsets, per_id_weights, features = ctx.saved_tensors
+    by_grad = by_p = None
+    # linear in the gradient and in the per-id weights: `upstream` [flat] is looked up like a table
+    where, upstream = (indices, offsets), upstream.contiguous()
+    layout = (features, ctx.dims, ctx.segments)
+    if ctx.needs_input_grad[1] and ctx.pooling == "sequence":
+        by_grad = torch.ops.shardwise.sequence_lookup(
+            upstream, *where, features, grad.shape[1], ctx.segments, grad.dtype
+        )
+    elif ctx.needs_input_grad[1]:
+        by_grad = torch.ops.shardwise.pooled_lookup(upstream, *where, per_id_weights, *layout, ctx.pooling, grad.dtype)
+    if per_id_weights is not None and ctx.needs_input_grad[4]:
+        by_p = torch.ops.shardwise.per_id_weight_gradient(grad, upstream, *where, *layout, ctx.pooling)
+        by_p = by_p.to(per_id_weights.dtype)
+    return None, by_grad, None, None, by_p, *[None] * 4
+
+
+register_autograd(
+    register(
+        "lookup_gradient(Tensor weights, Tensor grad, Tensor indices, Tensor offsets, Tensor? per_id_weights,"
+        " Tensor features, int[] dims, int[] segments, str pooling) -> Tensor",
+        lookup_gradient,
+        lambda weights, *args: torch.empty_like(weights),
+    ),
+    _backward,
+    _setup_context,
 )

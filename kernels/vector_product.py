@@ -241,13 +241,54 @@ register_autograd(
     _backward,
     _setup_context,
 )
-register(
-    "jagged_vector_product_by_rows(Tensor grad, Tensor vectors, Tensor offsets, SymInt rows) -> Tensor",
-    _by_rows,
-    lambda grad, vectors, offsets, rows: grad.new_empty(rows, heads_of(vectors, offsets) * grad.shape[1]),
+
+
+def _setup_by_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, vectors, offsets, _ = inputs
+    ctx.save_for_backward(grad, vectors, offsets)
+
+
+def _backward_by_rows(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    grad, vectors, offsets = ctx.saved_tensors
+    by_grad = by_vectors = None
+    # the product, contracted with G, is linear in each of G, V and X: gradients of one's gradient are those of the rest
+    if ctx.needs_input_grad[0]:
+        by_grad = torch.ops.shardwise.jagged_vector_product(vectors, upstream, offsets)
+    if ctx.needs_input_grad[1]:
+        by_vectors = torch.ops.shardwise.jagged_vector_product_by_vectors(grad, upstream, offsets, vectors.shape[1])
+    return by_grad, by_vectors, None, None
+
+
+def _setup_by_vectors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, values, offsets, _ = inputs
+    ctx.save_for_backward(grad, values, offsets)
+
+
+def _backward_by_vectors(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    grad, values, offsets = ctx.saved_tensors
+    by_grad = by_values = None
+    if ctx.needs_input_grad[0]:
+        by_grad = torch.ops.shardwise.jagged_vector_product(upstream, values, offsets)
+    if ctx.needs_input_grad[1]:
+        by_values = torch.ops.shardwise.jagged_vector_product_by_rows(grad, upstream, offsets, values.shape[0])
+    return by_grad, by_values, None, None
+
+
+register_autograd(
+    register(
+        "jagged_vector_product_by_rows(Tensor grad, Tensor vectors, Tensor offsets, SymInt rows) -> Tensor",
+        _by_rows,
+        lambda grad, vectors, offsets, rows: grad.new_empty(rows, heads_of(vectors, offsets) * grad.shape[1]),
+    ),
+    _backward_by_rows,
+    _setup_by_rows,
 )
-register(
-    "jagged_vector_product_by_vectors(Tensor grad, Tensor values, Tensor offsets, SymInt length) -> Tensor",
-    _by_vectors,
-    lambda grad, values, offsets, length: grad.new_empty(grad.shape[0], length),
+register_autograd(
+    register(
+        "jagged_vector_product_by_vectors(Tensor grad, Tensor values, Tensor offsets, SymInt length) -> Tensor",
+        _by_vectors,
+        lambda grad, values, offsets, length: grad.new_empty(grad.shape[0], length),
+    ),
+    _backward_by_vectors,
+    _setup_by_vectors,
 )

@@ -9,11 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._op import gather_tile, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
+from ._op import (
+    gather_tile,
+    launch_options,
+    multiple,
+    next_power_of_2,
+    register,
+    register_autograd,
+    runs_kernel,
+    tl,
+    triton,
+)
 from .features import (
     BASE,
     COLUMN,
@@ -99,20 +110,36 @@ def weight_gradient_tile(dim: int, itemsize: int, align: int) -> tuple[int, int,
 
 
 def per_id_weight_gradient(
-    grad: Tensor, weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dims: Sequence[int]
+    grad: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    dims: Sequence[int],
+    segments: Sequence[int] | None = None,
+    pooling: str = "sum",
 ) -> Tensor:
     """Gradient [N] fp32 of a pooled lookup by its per-id weights, given the gradient [B, sum(dims)] of its output.
 
     Shapes: weights flat 1-D, indices [N], offsets [F*B + 1], features [F, 8]. Ids outside their table and positions
-    past the last offset get 0.
+    past the last offset get 0. Differentiable in `grad`, and in `weights` where `segments` and `pooling` are those of
+    `pooled_lookup`.
     """
+    segments = None if segments is None else list(segments)
     return torch.ops.shardwise.per_id_weight_gradient(  # type: ignore[no-any-return]
-        grad, weights, indices, offsets, features, list(dims)
+        grad, weights, indices, offsets, features, list(dims), segments, pooling
     )
 
 
 def _per_id_weight_gradient(
-    grad: Tensor, weights: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, dims: list[int]
+    grad: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    dims: list[int],
+    segments: list[int] | None = None,
+    pooling: str = "sum",
 ) -> Tensor:
     if not runs_kernel(weights):
         return per_id_weight_gradient_ref(grad, weights, indices, offsets, features, dims)
@@ -143,9 +170,35 @@ def _per_id_weight_gradient(
     return out
 
 
-register(
-    "per_id_weight_gradient(Tensor grad, Tensor weights, Tensor indices, Tensor offsets, Tensor features, int[] dims)"
-    " -> Tensor",
-    _per_id_weight_gradient,
-    lambda grad, weights, indices, offsets, features, dims: indices.new_empty(indices.shape, dtype=torch.float32),
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.dims, ctx.segments, ctx.pooling = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    grad, weights, indices, offsets, features = ctx.saved_tensors
+    by_grad = by_weights = None
+    # linear in G and in W: the gradients are a lookup and a table's gradient, with `upstream` as the weights of ids
+    if ctx.needs_input_grad[0]:
+        by_grad = torch.ops.shardwise.pooled_lookup(
+            weights, indices, offsets, upstream, features, ctx.dims, ctx.segments or [], ctx.pooling, grad.dtype
+        )
+    if ctx.needs_input_grad[1]:
+        if ctx.segments is None:
+            raise RuntimeError("per_id_weight_gradient: its gradient by weights needs segments and pooling: pass them")
+        by_weights = torch.ops.shardwise.lookup_gradient(
+            weights, grad, indices, offsets, upstream, features, ctx.dims, ctx.segments, ctx.pooling
+        )
+    return by_grad, by_weights, *[None] * 6
+
+
+register_autograd(
+    register(
+        "per_id_weight_gradient(Tensor grad, Tensor weights, Tensor indices, Tensor offsets, Tensor features,"
+        " int[] dims, int[]? segments=None, str pooling='sum') -> Tensor",
+        _per_id_weight_gradient,
+        lambda grad, weights, indices, *args: indices.new_empty(indices.shape, dtype=torch.float32),
+    ),
+    _backward,
+    _setup_context,
 )

@@ -418,8 +418,7 @@ class ShardedCollection(nn.Module, Staged):
     def _prepare(self, features: KeyedJaggedTensor | Exception, update: bool) -> tuple[Batch, Outbound]:
         if isinstance(features, Exception):
             raise features
-        given = require_features(features, "a sharded collection", self._weighted)
-        features = given
+        given = features = require_features(features, "a sharded collection", self._weighted)
         if given.variable_stride_per_key():
             if self._pooled:
                 require_full_batch(given, "a sharded collection")
@@ -463,14 +462,12 @@ class ShardedCollection(nn.Module, Staged):
 
     def _check(self, features: KeyedJaggedTensor, sending: Sending) -> bool:
         """Raise for ids outside their tables; True where they may pass and count as none."""
-        ids = features.values()
-        require_ids("feature ids", ids)
+        require_ids("feature ids", features.values())
         if not sending.used:
             return False
         mode = self._policy.bounds_check
         picked = features if sending.all_used else features.permute(sending.used)
-        offsets, padded = picked.offsets(), picked.capacity() is not None
-        ids = picked.values()
+        ids, offsets, padded = picked.values(), picked.offsets(), picked.capacity() is not None
         fatal = mode is BoundsCheckMode.FATAL
         if ids.is_cpu and fatal and ids_are_good(ids, offsets, sending.checked, padded):
             return False

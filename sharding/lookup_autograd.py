@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardwise.kernels._op import no_second_derivative
+
 from .results import cut_gradient
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ class Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return no_second_derivative("lookup in sharded tables", Finish.backward, ctx, grad_outputs)
         learned, watch = any(ctx.needs_input_grad[3:]), ctx.collection._exchange.watch
         try:
             sent, at_home = ctx.collection._update(ctx.flight, *grad_outputs, learned=learned)

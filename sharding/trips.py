@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from shardwise.kernels._op import no_second_derivative
 
 from .awaitable import Awaitable, NoWait
 from .codecs import Codec
@@ -188,6 +189,9 @@ def _taken(pending: Pending, codec: Codec | None) -> Tensor:
     return came
 
 
+_EXCHANGE = "exchange of comm_ops"
+
+
 class _Depart(Function):
     """Sends forward, and takes the gradient backward. Its output only ties it to `_Arrive`."""
 
@@ -198,8 +202,9 @@ class _Depart(Function):
         return values.new_zeros(1)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return no_second_derivative(_EXCHANGE, _Depart.backward, ctx, grad_outputs)
         return ctx.trip.end_back(), None
 
 
@@ -213,10 +218,11 @@ class _Arrive(Function):
         return trip.end()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return no_second_derivative(_EXCHANGE, _Arrive.backward, ctx, grad_outputs)
         (ticket,) = ctx.saved_tensors
-        ctx.trip.start_back(grad)
+        ctx.trip.start_back(grad_outputs[0])
         return torch.zeros_like(ticket), None
 
 
@@ -229,6 +235,6 @@ class _Copies(Function):
         return values.repeat(count)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _in_order(grad.view(ctx.count, -1).unbind()), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        # plain torch, and followed by autograd
+        return _in_order(grad_outputs[0].view(ctx.count, -1).unbind()), None
