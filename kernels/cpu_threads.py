@@ -1,7 +1,11 @@
 """Work of compiled loops divided among threads: those of torch itself wherever torch runs on OpenMP.
 
 torch's threads stay awake for some milliseconds after each operator and keep their cores busy: threads of our own would
-share these cores with them and wait. Where there is no OpenMP, and in a forked process, threads of our own do the work.
+share these cores with them and wait. Where there is no OpenMP threads of our own do the work.
+
+A forked process has none of its parent's threads, but GNU's OpenMP waits for those that the forking thread had: any
+operator of torch that is divided among threads would stop for ever in the child, ours and torch's alike. So before a
+fork OpenMP ends the threads of the one that forks; parent and child start others when they need them.
 """
 
 from __future__ import annotations
@@ -18,17 +22,54 @@ from typing import Any
 import torch
 
 _WORK: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-# a forked process has none of its parent's threads, and OpenMP would wait for them
+# "omp_pause_hard" of OpenMP 5.0
+_PAUSE_HARD = 2
+# whether this is a forked process in which OpenMP may wait for threads of its parent
 _forked = False
+# whether OpenMP still had its threads when this process forked last
+_kept = True
+
+
+def _before_fork() -> None:
+    global _kept
+    _kept = _forked or not _end_threads()
 
 
 def _after_fork() -> None:
     global _forked
-    _forked = True
+    _forked = _kept
+    if _kept and _is_gnu():
+        # torch's own operators would wait: they do without other threads
+        torch.set_num_threads(1)
+
+
+def _end_threads() -> bool:
+    """Have OpenMP end the threads that work for this one; False where it cannot. They start again at the next use."""
+    # the OpenMP of LLVM and Intel forgets its threads in a forked process by itself
+    pause = getattr(_openmp(), "omp_pause_resource_all", None) if _is_gnu() else None
+    return pause is not None and pause(_PAUSE_HARD) == 0
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+@cache
+def _openmp() -> Any:
+    """The library of torch through which the functions of its OpenMP are found; None where it was linked with none."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+            # whoever has OpenMP has this
+            _ = found.omp_get_max_threads
+        except (OSError, AttributeError):
+            continue
+        return found
+    return None
+
+
+def _is_gnu() -> bool:
+    return _openmp() is not None and not hasattr(_openmp(), "__kmpc_fork_call")
 
 
 @cache
@@ -37,14 +78,10 @@ def _parallel() -> Any:
 
     It calls a C function of one pointer on each of so many threads, this one among them, and waits for all.
     """
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        try:
-            found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
+    found = getattr(_openmp(), "GOMP_parallel", None)
+    if found is not None:
         found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-        return found
-    return None
+    return found
 
 
 def call(work: int, data: int) -> None:
