@@ -44,7 +44,7 @@ from .optimizers import OptimizerSpec
 from .policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .row_store import ResidentRows, RowStore
 from .row_sums import RowSums, add_sums, apply_sums, sum_rows
-from .table_layout import LookupFeature, TableShape, lay_out
+from .table_layout import LookupFeature, TableShape, lay_out, require_tables
 from .unread_guard import UnreadGuard, capturing, raise_replayed
 
 # of each table of a group, whether updates leave it alone
@@ -81,6 +81,7 @@ class TableGroup:
         self.pooling = "mean" if any(f.mean for f in features) else "sum"
         self.names = [f"feature {f.name!r} (table {tables[f.table].name!r})" for f in features]
         self._segment_numbers = flatten_segments(self.segments)
+        require_tables(self.tables, elements, dtype, device)
         self.flat = in_huge_pages(torch.empty(elements, dtype=dtype, device=device))
         self.parameters: list[nn.Parameter] = []
         self._spec = [
@@ -108,6 +109,7 @@ class TableGroup:
             self.states = []
             for start, kind in zip(self._starts(), rule.states.values(), strict=True):
                 size = self.rows if kind == "row" else self.flat.shape[0]
+                require_tables(self.tables, size, torch.float32, device, "an optimizer state of ")
                 state = in_huge_pages(torch.empty(size, dtype=torch.float32, device=device))
                 self.states.append(state.fill_(start))
             self.step = torch.zeros(1, dtype=torch.int64, device=device)

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from shardwise.kernels import Segment, origin_of
+from shardwise.kernels.memory import MANY, require_memory
 
 # 64 bytes of fp16: every segment begins on a boundary that serves the widest load
 _BOUNDARY = 32
@@ -61,3 +64,18 @@ def lay_out(tables: Sequence[TableShape]) -> tuple[list[int], list[int], list[Se
         row += tables[t].resident
         segments[-1] = segments[-1]._replace(end_row=row)
     return bases, first_rows, segments, element
+
+
+def require_tables(
+    tables: Sequence[TableShape], elements: int, dtype: torch.dtype, device: torch.device, part: str = ""
+) -> None:
+    """Raise where tables, or a part of them, are larger than the memory of their device.
+
+    Raises:
+        MemoryError: on the CPU. torch.OutOfMemoryError: on CUDA.
+    """
+    if elements > MANY:
+        largest = max(tables, key=lambda table: table.resident * table.dim)
+        among = f"{len(tables)} tables, the largest of which is " if len(tables) > 1 else ""
+        what = f"{part}{among}table {largest.name!r} of {largest.resident} rows x {largest.dim}"
+        require_memory(what, (elements,), dtype, device)

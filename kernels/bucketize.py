@@ -27,6 +27,7 @@ from .bucket_inputs import (
     raise_bad_values,
     stacked_borders,
 )
+from .memory import MANY, require_memory
 
 # a thread has one id: of more, gathers and what is read in order would want different tiles
 _BLOCK = 64 if INTERPRETED else 128
@@ -297,6 +298,8 @@ def _block_bucketize(
     """Weights, the one output with a gradient, lengths, ids, positions and permutation; empty where not wanted."""
     lengths, ids, block_sizes = lengths.contiguous(), ids.contiguous(), block_sizes.contiguous()
     weights = None if weights is None else weights.contiguous()
+    if num_buckets > MANY // max(lengths.numel(), 1):
+        require_memory(f"num_buckets {num_buckets}", (num_buckets, lengths.shape[0]), lengths.dtype, lengths.device)
     if not runs_kernel(ids):
         return _block_bucketize_torch(
             lengths, ids, block_sizes, num_buckets, weights, ends, totals, borders, keep_all, keep, with_positions,

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import numba_loops
 from .cpu_threads import run
 from .huge_pages import REUSED_BYTES, in_huge_pages
+from .memory import MANY, require_memory
 
 # bytes that one thread moves before another can have been woken
 _ALONE = 1 << 22
@@ -33,6 +34,8 @@ _loops = partial(numba_loops.loops, "cpu_padded_loops")
 def to_padded(values: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[int], padding_value: float) -> Tensor:
     """X of values."""
     loops, size = _loops(), values.itemsize
+    if (offsets[0].shape[0] - 1) * prod(max_lengths) > MANY:
+        require_padded(values, offsets, max_lengths)
     if loops is None or size > 8 or values.is_complex():
         return _to_padded_torch(values, offsets, max_lengths, padding_value)
     shape = values.shape
@@ -52,16 +55,33 @@ def to_padded(values: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[i
     return out
 
 
+def require_padded(values: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[int]) -> None:
+    """Raise where there is no memory for X."""
+    shape = (offsets[0].shape[0] - 1, *max_lengths, *values.shape[1:])
+    require_memory(f"max_lengths {list(max_lengths)}", shape, values.dtype, values.device)
+
+
+def require_jagged(dense: Tensor, offsets: Sequence[Tensor], total_length: int) -> None:
+    """Raise where there is no memory for V."""
+    shape = (total_length, *dense.shape[len(offsets) + 1 :])
+    require_memory(f"{total_length} values by offsets, lengths or total_length", shape, dense.dtype, dense.device)
+
+
 def to_jagged(dense: Tensor, offsets: Sequence[Tensor], total_length: int | None) -> Tensor:
     """V of a dense."""
     loops, size = _loops(), dense.itemsize
     if loops is None or size > 8 or dense.is_complex():
-        return _to_jagged_torch(dense, offsets, _total(offsets) if total_length is None else total_length)
+        total_length = _total(offsets) if total_length is None else total_length
+        if total_length > MANY:
+            require_jagged(dense, offsets, total_length)
+        return _to_jagged_torch(dense, offsets, total_length)
     if total_length is None:
         ends = offsets[-1]
         total_length = int(loops.entry(ends.data_ptr(), ends.itemsize, (ends.shape[0] - 1) * ends.stride(0)))
         if total_length < 0:
             _refuse(offsets, total_length)
+    if total_length > MANY:
+        require_jagged(dense, offsets, total_length)
     n, shape = len(offsets), dense.shape
     row = shape[n + 1 :]
     out = _new((total_length, *row), dense.dtype)

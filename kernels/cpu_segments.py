@@ -18,6 +18,7 @@ from torch import Tensor
 from . import numba_loops
 from .cpu_threads import run
 from .huge_pages import in_huge_pages
+from .memory import MANY, require_memory
 
 # bytes that one thread moves before another can have been woken
 _ALONE = 1 << 22
@@ -90,6 +91,9 @@ def raise_for_plan(found: int, order: Sequence[int] | Tensor, sizes: Sequence[in
 def moved_by(plan: Plan, values: Tensor) -> Tensor:
     """The segments of values [N, ...] in their order: [total, ...]."""
     values = values.contiguous()
+    if plan.total > MANY:
+        what = f"the permuted or selected lengths, which sum to {plan.total}"
+        require_memory(what, (plan.total, *values.shape[1:]), values.dtype)
     out = values.new_empty((plan.total, *values.shape[1:]) if values.dim() > 1 else plan.total)
     item = values.itemsize if values.dim() == 1 else _row_bytes(values)
     nbytes = plan.total * item

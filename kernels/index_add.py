@@ -18,6 +18,7 @@ from . import configs
 from ._op import INTERPRETED, multiple, register, register_autograd, runs_kernel, tl, triton
 from .features import feature_of_position, row_alignment
 from .index_select import check_integers, check_offsets, check_values, is_plain, offsets_of, pick, positions
+from .memory import MANY, require_memory
 
 _BLOCK = 64 if INTERPRETED else 512
 
@@ -117,8 +118,15 @@ def _add_plain(
         at = positions(pick(ends - output_lengths, indices, bags), lengths, None)
         if at.shape[0] != values.shape[0]:
             raise ValueError(f"lengths sum to {at.shape[0]}, values has {values.shape[0]} rows")
+        if rows > MANY:
+            _require_rows(values, rows)
     # torch adds in the order of `at`
     return values.new_zeros((rows, *values.shape[1:])).index_add(0, at, values)
+
+
+def _require_rows(values: Tensor, rows: int) -> None:
+    shape = (rows, *values.shape[1:])
+    require_memory(f"output_lengths, which sum to {rows} (num_rows)", shape, values.dtype, values.device)
 
 
 def _check_alike(lengths: Tensor, expected: Tensor, indices: Tensor) -> None:
@@ -133,6 +141,8 @@ def _check_alike(lengths: Tensor, expected: Tensor, indices: Tensor) -> None:
 def _add(
     values: Tensor, offsets: Tensor, indices: Tensor, output_offsets: Tensor, batch_size: int, num_rows: int
 ) -> Tensor:
+    if num_rows > MANY:
+        _require_rows(values, num_rows)
     if not runs_kernel(values):
         wide = values if values.dtype == torch.float64 else values.float()
         return _add_torch(wide, offsets, indices, output_offsets, batch_size, num_rows).to(values.dtype)

@@ -18,6 +18,7 @@ from torch import Tensor
 from . import configs, cpu_segments
 from ._op import INTERPRETED, direct, eager, register, register_autograd, runs_kernel, tl, triton
 from .features import feature_of_position, row_alignment
+from .memory import MANY, require_memory
 from .sequence import _gather_kernel
 
 _BLOCK = 64 if INTERPRETED else 512
@@ -171,6 +172,8 @@ def positions(starts: Tensor, lengths: Tensor, total: int | None) -> Tensor:
     found = int(ends[-1]) if ends.shape[0] else 0
     if total is not None and total != found:
         raise ValueError(f"selected_lengths_sum is {total}, but the selected lengths sum to {found}")
+    if found > MANY:
+        require_memory(f"the selected lengths, which sum to {found}", (found,), torch.int64, starts.device)
     at = torch.repeat_interleave(starts - ends + lengths, lengths, output_size=found)
     return at.add_(torch.arange(found, device=at.device))
 
@@ -220,6 +223,9 @@ def _select(
     ends = offsets_of(lengths)
     # host sync: the size of the output, unless the caller knew it
     count = int(ends[-1]) if selected_lengths_sum is None else selected_lengths_sum
+    if count > MANY:
+        what = f"the selected lengths, which sum to {count} (selected_lengths_sum)"
+        require_memory(what, (count, *values.shape[1:]), values.dtype, device)
     out = torch.empty((count, *values.shape[1:]), dtype=values.dtype, device=device)
     out_weights = torch.empty(0 if weights is None else count, dtype=_weights_dtype(weights), device=device)
     if count == 0:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from . import configs, cpu_padded, cpu_segments
 from ._op import INTERPRETED, direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from .memory import MANY, require_memory
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .segments import INDEX_DTYPES, check_index, gather_rows, locate, positions_of, unit_of
 
@@ -121,6 +122,8 @@ def offsets_range(offsets: Tensor, range_size: int) -> Tensor:
 
 
 def _offsets_range(offsets: Tensor, range_size: int) -> Tensor:
+    if range_size > MANY:
+        require_memory(f"range_size {range_size}", (range_size,), offsets.dtype, offsets.device)
     if runs_kernel(offsets):
         return locate("place", offsets, range_size, offsets.dtype)
     if offsets.is_cuda:

@@ -22,6 +22,7 @@ from torch import Tensor
 from . import configs, cpu_padded
 from ._op import INTERPRETED, direct, eager, multiple, register, register_autograd, runs_kernel, tl, triton
 from .features import row_alignment
+from .memory import MANY
 
 MOST_DIMS = 5
 # one for each thread: five searches of more would not fit into its registers
@@ -334,6 +335,7 @@ def _jagged_to_padded_dense(
 ) -> Tensor:
     if runs_kernel(values):
         cpu_padded.require_offsets_on_cpu(offsets, values.shape[0])
+        cpu_padded.require_padded(values, offsets, max_lengths)
         return launch_to_padded(values, None, offsets, max_lengths, padding_value)
     if values.is_cuda:
         return jagged_to_padded_dense_ref(values, offsets, max_lengths, padding_value)
@@ -346,6 +348,8 @@ def _padded_dense_to_jagged(dense: Tensor, offsets: Sequence[Tensor], total_leng
     # host sync: the number of values is the size of the result
     total = int(offsets[-1][-1]) if total_length is None else total_length
     cpu_padded.require_offsets_on_cpu(offsets, total)
+    if total > MANY:
+        cpu_padded.require_jagged(dense, offsets, total)
     if runs_kernel(dense):
         return launch_to_jagged(dense, None, offsets, total)
     return padded_dense_to_jagged_ref(dense, offsets, total)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import cpu_segments
 from ._op import INTERPRETED, direct, eager, register, runs_kernel
+from .memory import MANY, require_memory
 from .segments import INDEX_DTYPES, bad_index, locate, move_by, positions_of, positions_ref
 
 # values a segment from which one copy for each segment beats one index for each value
@@ -185,6 +186,8 @@ def expand_into_jagged_permute_ref(
 
 def _expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, output_size: int) -> Tensor:
     if runs_kernel(permute):
+        if output_size > MANY:
+            require_memory(f"output_size {output_size}", (output_size,), permute.dtype, permute.device)
         # as many positions as dtype can name: what lies in no segment is not cut off here
         everything = torch.iinfo(torch.int64).max
         return locate(
@@ -195,6 +198,8 @@ def _expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, outp
 
 
 def _expand_cpu(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, output_size: int) -> Tensor:
+    if output_size > MANY:
+        require_memory(f"output_size {output_size}", (output_size,), permute.dtype)
     found = cpu_segments.expand(permute, input_offsets, output_offsets, output_size)
     if found is not None:
         return found
@@ -293,6 +298,10 @@ def _on_torch(tensors: Sequence[Tensor], sizes: Sequence[int], order: Sequence[i
         each = [tensor.reshape(len(sizes), sizes[0], *tensor.shape[1:]) for tensor in tensors]
         return [_selected(tensor, rows).flatten(0, 1) for tensor in each]
     total = sum(sizes[s] for s in order)
+    if total > MANY:
+        for tensor in tensors:
+            what = f"the permuted lengths, which sum to {total}"
+            require_memory(what, (total, *tensor.shape[1:]), tensor.dtype)
     halves = any(tensor.requires_grad and tensor.itemsize == 2 for tensor in tensors)
     if not halves and (total >= _LONG_SEGMENT * len(order) or len(order) <= 32):
         parts = [torch.split_with_sizes(tensor, sizes) for tensor in tensors]

@@ -29,6 +29,7 @@ from ._op import (
     triton,
 )
 from .features import feature_of_position, row_alignment
+from .memory import MANY, require_memory
 from .sequence import _gather_kernel
 
 _BLOCK = 64 if INTERPRETED else 512
@@ -192,6 +193,10 @@ def _move_segments(
     if total is None:
         # host sync: nobody told how many values there will be
         total = int(output_offsets[-1])
+    if total > MANY:
+        for v in values:
+            what = f"the permuted or selected lengths, which sum to {total}"
+            require_memory(what, (total, *v.shape[1:]), v.dtype, v.device)
     if not runs_kernel(permute):
         return move_segments_ref(values, permute, input_offsets, output_offsets, total)
     values = [v.contiguous() for v in values]
@@ -348,6 +353,8 @@ def positions_of(starts: Tensor, sizes: Tensor, total: int) -> Tensor:
     """starts[s], starts[s] + 1, ... sizes[s] of them, one segment after another: [total] int64, on the CPU."""
     if total == 0:
         return starts.new_empty(0, dtype=torch.int64)
+    if total > MANY:
+        require_memory(f"the permuted lengths, which sum to {total}", (total,), torch.int64)
     ends = sizes.cumsum(0, dtype=torch.int64)
     # from one position to the next is 1, and more or less where a segment begins; empty ones begin together
     jumps = starts.to(torch.int64, copy=True)

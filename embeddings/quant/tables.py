@@ -32,6 +32,7 @@ from shardwise.kernels import (
 )
 from shardwise.kernels.cpu_lookup import offsets_are_good
 from shardwise.kernels.features import FIRST_ROW, locate_ids
+from shardwise.kernels.memory import MANY, require_memory
 from shardwise.kernels.row_formats import TABLE_BOUNDARY
 
 # every table begins on a boundary that serves the widest load
@@ -83,6 +84,10 @@ class QuantizedTables:
         *self._first_rows, rows = accumulate((table.rows for table in tables), initial=0)
         *self._first_ids, ids = accumulate((table.ids or 0 for table in tables), initial=0)
         dtype = scale_dtype or self.format.scale_dtype
+        if payload_bytes > MANY:
+            largest = max(self.tables, key=lambda table: table.rows * table.dim)
+            what = f"{len(tables)} quantized tables, the largest of which is {largest.name!r} of {largest.rows} rows"
+            require_memory(what, (payload_bytes,), torch.uint8, device)
         self.payload = torch.zeros(payload_bytes, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(rows * self.format.parts, dtype=dtype, device=device)
         self.remapping = torch.empty(ids, dtype=torch.int32, device=device) if self.is_pruned else None
