@@ -12,6 +12,7 @@ from sharding_mixes import Mix, TableCase, batch_of, build, states_of, train, up
 from torch import Tensor
 
 from shardwise import checkpoint
+from shardwise.sharding.checkpoint.manifest import seal as seal_manifest
 from shardwise.sharding.layout import TableOptions
 
 MIX = Mix(
@@ -48,10 +49,19 @@ def bytes_of(folder: Path) -> dict[str, str]:
 
 
 def rewrite(path: Path, change: Any) -> None:
-    """Change the manifest of a step folder as a dict, in place."""
+    """Change the manifest of a step folder as a dict, in place, with the checksum that it has then."""
     manifest = json.loads((path / "manifest.json").read_text())
+    for key in ("format", "sha256"):
+        del manifest[key]
     change(manifest)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_bytes(seal_manifest(json.dumps(manifest).encode()))
+
+
+def without_checksum(path: Path) -> None:
+    """Make the manifest one of format 1."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
 
 
 def seal(path: Path) -> None:

@@ -137,9 +137,10 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a file that is not listed": (set_in("tensors", 0, "file", value="rank-00009.safetensors"), "not listed"),
     "another key": (set_in("tensors", 0, "key", value="x"), "has key 'x'"),
     "a tensor twice": (twice, "listed twice"),
+    "a file twice": (lambda manifest: manifest["files"].append(manifest["files"][0]), "listed twice"),
+    "another step than its folder's": (set_in("step", value=3), "is of step 3, its folder of step 1"),
     "overlapping pieces": (overlapping, "some twice"),
     "a missing piece": (lambda manifest: manifest["tensors"].pop(0) and None, "has no rows"),
-    "another format": (set_in("format", value=2), "format 2, this version reads format 1"),
     "no tables": (lambda manifest: manifest.pop("tables") and None, "tables"),
     "a list": (set_in("tables", value=[]), "is no object"),
     "a bad checksum": (set_in("files", 0, "sha256", value="0" * 63), "sha256"),
@@ -159,7 +160,10 @@ def test_a_malicious_manifest_is_refused(what: str, tmp_path: Path) -> None:
 TEXTS = {
     "keys twice": (b'{"format": 1, "format": 1}', "'format' is there twice"),
     "not a number": (b'{"format": NaN}', "NaN is no JSON number"),
-    "brackets": (b"[" * 200_000, "RecursionError|Decode"),
+    "another format": (b'{"format": 3}', "format 3, this version reads formats 1 and 2"),
+    "format 1 with more": (b'{"format": 1, "sha256": ""}', "format 1 with other keys than it has"),
+    "format 2 without a checksum": (b'{"format": 2}', "was changed after it was written"),
+    "brackets": (b"[" * 200_000, "nested too deeply|Decode"),
     "a long number": (b'{"format": 1' + b"0" * 10_000 + b"}", "format|digits"),
     "pickle": (pickle.dumps({"format": 1}), "utf-8|Decode|decode"),
     "nothing": (b"", "Decode"),
@@ -179,7 +183,7 @@ def test_a_manifest_of_a_gigabyte_is_refused_unread(tmp_path: Path) -> None:
     """Fault 45."""
     path = saved(tmp_path)
     os.truncate(path / MANIFEST, 2**30)
-    refused(path, f"{MANIFEST}: {2**30} bytes")
+    refused(path, f"{MANIFEST} has {2**30} bytes")
 
 
 @pytest.mark.parametrize("name", [FILE, MANIFEST])

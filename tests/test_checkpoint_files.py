@@ -131,6 +131,6 @@ def test_the_manifest_says_what_is_where(tmp_path: Path) -> None:
     table = manifest.tables["embedding_bags.t0.weight"]
     assert (manifest.step, manifest.extra, manifest.world_size) == (3, {"epoch": 1}, 1)
     assert (table.table, table.rows, table.dim, table.rule, table.steps) == ("t0", 40, 8, "adam", 2)
-    assert json.loads((path / "manifest.json").read_text())["format"] == 1
+    assert json.loads((path / "manifest.json").read_text())["format"] == 2
     assert {one.state for one in manifest.tensors} == {"weight", "momentum1", "momentum2"}
     assert [group["lr"] for group in manifest.fused] == [0.05]

@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("kernels", "jagged", "embeddings", "planner", "sharding", "models", "data", "inference", "perf")
 MAX_LINES = 500
 
-# folder -> the parts of shardwise it may import, itself and _version apart; "" is the facade
+# what all may import: the standard library is all that it needs
+LEAVES = {"_version", "untrusted"}
+# folder -> the parts of shardwise it may import, itself and LEAVES apart; "" is the facade
 OURS: dict[str, set[str]] = {
     "kernels": set(),
     "jagged": {"kernels"},
@@ -60,13 +62,13 @@ def violations(path: str, source: str) -> list[str]:
     for line, name in imported:
         top, _, part = name.partition(".")
         if top == "shardwise":
-            allowed = OURS[folder] | {folder, "_version"}
+            allowed = OURS[folder] | {folder, *LEAVES}
             if path.startswith(("sharding/dmp.py", "sharding/planning/")):
                 allowed = allowed | {"planner"}
             if path in COMMANDS_OF_PERF:
                 allowed = allowed | {"perf"}
             # a name taken from the facade itself comes as "shardwise.<name>"
-            if part.split(".")[0] not in {*FOLDERS, "torchrec", "quant", "_version"}:
+            if part.split(".")[0] not in {*FOLDERS, "torchrec", "quant", *LEAVES}:
                 part = ""
             if not any(part == area or (area and part.startswith(f"{area}.")) for area in allowed):
                 found.append(f"{path}:{line}: {folder} may not import {name}")
@@ -176,6 +178,13 @@ def test_the_checker_sees(path: str, source: str) -> None:
 )  # fmt: skip
 def test_the_checker_lets_pass(path: str, source: str) -> None:
     assert violations(path, source) == []
+
+
+def test_a_leaf_imports_nothing_of_ours_and_no_library() -> None:
+    for leaf in LEAVES:
+        path = f"shardwise/{leaf}.py"
+        tops = {name.split(".")[0] for _, name in _imports(path, ast.parse((ROOT / path).read_text()))}
+        assert tops <= set(sys.stdlib_module_names), f"{path} imports {tops}"
 
 
 def test_no_file_is_longer_than_five_hundred_lines() -> None:

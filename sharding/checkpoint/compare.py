@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.untrusted import repeated
+
 from .contents import Contents
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored, dtype_name
 from .report import LoadPolicy, Report
@@ -95,7 +97,7 @@ def _rename(manifest: Manifest, contents: Contents, policy: LoadPolicy) -> dict[
     if unknown or strange:
         raise ValueError(f"rename: the checkpoint has no {unknown}, the model no {strange}: it has {sorted(mine)}")
     new = [policy.rename.get(name, name) for name in saved]
-    twice = sorted({name for name in policy.rename.values() if new.count(name) > 1})
+    twice = sorted(set(policy.rename.values()) & set(repeated(new)))
     if twice:
         raise ValueError(f"rename: the checkpoint would have {twice} twice")
     return dict(policy.rename)

@@ -11,10 +11,9 @@ import hashlib
 import json
 import math
 import os
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors
 import torch
@@ -22,9 +21,10 @@ from torch import Tensor
 
 from shardwise.sharding.layout import Span
 from shardwise.sharding.state import Box
+from shardwise.untrusted import open_regular, parse_json, require_regular
 
 from .errors import CheckpointDamaged
-from .manifest import FileFacts, Manifest, Stored, dtype_name, parse_json, sizes
+from .manifest import FileFacts, Manifest, Stored, dtype_name, sizes
 
 # the most that is copied, read or hashed at a time
 BLOCK_BYTES = 16 * 2**20
@@ -159,7 +159,7 @@ def check_header(path: Path, facts: FileFacts, tensors: Sequence[Stored]) -> Non
     """
     file = path / facts.name
     check_size(path, facts)
-    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
+    with _opened(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
         if facts.bytes < 8 or length > min(facts.bytes - 8, _MAX_HEADER):
             raise CheckpointDamaged(f"{file}: its header would be {length} bytes long, the file has {facts.bytes}")
@@ -192,6 +192,14 @@ def check_header(path: Path, facts: FileFacts, tensors: Sequence[Stored]) -> Non
         raise CheckpointDamaged(f"{file}: its tensors need {8 + length + at} bytes, the file has {facts.bytes}")
 
 
+def _opened(file: Path) -> BinaryIO:
+    """CheckpointDamaged where it is no regular file, or cannot be read."""
+    try:
+        return open_regular(file, follow=False)
+    except OSError as error:
+        raise CheckpointDamaged(f"{file}: {error.strerror or error}") from error
+
+
 def check_size(path: Path, facts: FileFacts) -> None:
     """Check that a file is a regular one and has its size.
 
@@ -200,11 +208,9 @@ def check_size(path: Path, facts: FileFacts) -> None:
     """
     file = path / facts.name
     try:
-        found = os.lstat(file)
+        found = require_regular(file, follow=False)
     except OSError as error:
-        raise CheckpointDamaged(f"{file}: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointDamaged(f"{file} is no regular file")
+        raise CheckpointDamaged(f"{file}: {error.strerror or error}") from error
     if found.st_size != facts.bytes:
         raise CheckpointDamaged(f"{file} has {found.st_size} bytes, it was saved with {facts.bytes}")
 
@@ -217,7 +223,7 @@ def check_checksum(path: Path, facts: FileFacts) -> None:
     """
     check_size(path, facts)
     checksum, file = hashlib.sha256(), path / facts.name
-    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as opened:
+    with _opened(file) as opened:
         while block := opened.read(BLOCK_BYTES):
             checksum.update(block)
     if checksum.hexdigest() != facts.sha256:

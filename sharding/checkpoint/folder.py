@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardwise.sharding.failures import RankFailure
+from shardwise.untrusted import require_regular
 
 from .errors import CheckpointDamaged, pack, unpack
 from .files import check_checksum, check_header, check_size
-from .manifest import NAME, Manifest, read_manifest, to_bytes
+from .manifest import NAME, STEP, Manifest, read_with_notes, to_bytes
 
-_STEP = re.compile(r"step-(\d{12})(?:\.(\d{1,6}))?")
 _SAVING, _REMOVING, _LOCK = ".saving-", ".removing-", ".lock"
 # how often a rank looks how far the others are
 _POLL_SECONDS = 0.01
@@ -39,7 +39,7 @@ _HOLDER_BYTES = 200
 
 def steps(folder: str | os.PathLike[str]) -> list[Path]:
     """The step folders, oldest first, good or not; none if there is no such folder."""
-    found = [(int(match[1]), int(match[2] or 0), path) for match, path in _entries(Path(folder), _STEP)]
+    found = [(int(match[1]), int(match[2] or 0), path) for match, path in _entries(Path(folder), STEP)]
     return [path for _, _, path in sorted(found)]
 
 
@@ -51,7 +51,8 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 def is_complete(path: Path) -> bool:
     """Whether all files of a checkpoint are there in their sizes; `verify` looks closer."""
     try:
-        for facts in read_manifest(path).files:
+        manifest, _ = read_with_notes(path)
+        for facts in manifest.files:
             check_size(path, facts)
     except (CheckpointDamaged, FileNotFoundError):
         return False
@@ -59,13 +60,16 @@ def is_complete(path: Path) -> bool:
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with a checkpoint, each with the name of its file; an empty list if it is good. Reads all of it."""
+    """What is wrong with a checkpoint, each with the name of its file; an empty list if it is good. Reads all of it.
+
+    A manifest without a checksum of its own, as they were written at first, is loaded, and named here.
+    """
     path = Path(path)
     try:
-        manifest = read_manifest(path)
+        manifest, unchecked = read_with_notes(path)
     except (CheckpointDamaged, FileNotFoundError) as error:
         return [str(error)]
-    found = []
+    found = [unchecked] if unchecked else []
     for facts in manifest.files:
         try:
             check_checksum(path, facts)
@@ -77,7 +81,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 def step_of(path: Path) -> int:
     """The step in the name of a step folder."""
-    match = _STEP.fullmatch(path.name)
+    match = STEP.fullmatch(path.name)
     assert match is not None
     return int(match[1])
 
@@ -85,8 +89,9 @@ def step_of(path: Path) -> int:
 def _entries(folder: Path, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:
     if not folder.is_dir():
         return []
-    named = [(pattern.fullmatch(entry.name), Path(entry.path)) for entry in os.scandir(folder) if entry.is_dir()]
-    return [(match, path) for match, path in named if match is not None]
+    named = [(pattern.fullmatch(entry.name), Path(entry.path)) for entry in os.scandir(folder)]
+    # not asked of the entry, which raises for a link that leads to itself
+    return [(match, path) for match, path in named if match is not None and os.path.isdir(path)]
 
 
 class FolderLock:
@@ -98,7 +103,10 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file: int | None = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        lock = folder / _LOCK
+        if os.path.lexists(lock):
+            require_regular(lock, follow=False)
+        self._file: int | None = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -1,13 +1,19 @@
 """The manifest of a checkpoint: which tables, which tensors, where each lies. Plain data, read as if by an enemy.
 
 Every tensor has an address that no plan is part of: (table, rows, columns, state). Dense tensors are whole.
+
+A file begins with the bytes `{"format": 2, "sha256": "`, then 64 digits: the checksum of all bytes after them. Files of
+format 1, which were written before, have none, and none of its key: one with a checksum whose beginning was changed is
+refused, and not taken for one of those.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,11 +23,22 @@ from typing import Any
 import torch
 
 from shardwise.sharding.layout import ROW_STATES, Shard, Span, validate
+from shardwise.untrusted import parse_json, read_regular, repeated
 
 from .errors import CheckpointDamaged
 
-FORMAT = 1
+FORMAT = 2
+# without a checksum of its own, still read
+_UNCHECKED = 1
+_KEYS = {
+    *("format", "step", "world_size", "versions", "extra", "tables", "tensors", "files", "fused", "dense", "values"),
+    "aliases",
+}
+# what stands before and after the checksum
+_BEGIN, _DIGITS, _END = f'{{"format": {FORMAT}, "sha256": "'.encode(), 64, b'", '
 NAME = "manifest.json"
+# the name of a step folder says the step, and how often it was saved before
+STEP = re.compile(r"step-(\d{12})(?:\.(\d{1,6}))?")
 # a larger one is refused unread
 MAX_BYTES = 256 * 2**20
 FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
@@ -141,46 +158,90 @@ def to_bytes(manifest: Manifest) -> bytes:
         for one in manifest.tensors
     ]  # fmt: skip
     whole = {
-        "format": FORMAT, "step": manifest.step, "world_size": manifest.world_size,
-        "versions": dict(manifest.versions), "extra": dict(manifest.extra), "tables": tables, "tensors": tensors,
+        "step": manifest.step, "world_size": manifest.world_size, "versions": dict(manifest.versions),
+        "extra": dict(manifest.extra), "tables": tables, "tensors": tensors,
         "files": [{"name": one.name, "bytes": one.bytes, "sha256": one.sha256} for one in manifest.files],
         "fused": list(manifest.fused), "dense": list(manifest.dense), "values": dict(manifest.values),
         "aliases": dict(manifest.aliases),
     }  # fmt: skip
-    return json.dumps(whole, allow_nan=False).encode()
+    return seal(json.dumps(whole, allow_nan=False).encode())
+
+
+def seal(content: bytes) -> bytes:
+    """The bytes of a manifest, with their checksum, that says the JSON object `content`."""
+    rest = _END + content.removeprefix(b"{")
+    return _BEGIN + _checksum(rest) + rest
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a step folder, checked in itself; no other file is opened.
+    """The manifest of a step folder, checked in itself and against the name of the folder; no other file is opened.
+
+    One that was written before manifests had a checksum of their own is read with a warning.
 
     Raises:
         FileNotFoundError: there is none: no checkpoint, or one that was never finished.
-        CheckpointDamaged: it is too large, no JSON of this format, contradicts itself, or names a file outside.
+        CheckpointDamaged: it is no regular file or too large, was changed after it was written, is no JSON of this
+            format, contradicts itself or the name of the folder, or names a file outside.
     """
+    manifest, unchecked = read_with_notes(path)
+    if unchecked:
+        warnings.warn(unchecked, stacklevel=2)
+    return manifest
+
+
+def read_with_notes(path: str | os.PathLike[str]) -> tuple[Manifest, str]:
+    """A manifest, and what of it nothing shows to be as it was written; "" where all is. Raises as `read_manifest`."""
     file = Path(path) / NAME
     try:
-        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if size > MAX_BYTES:
-                raise CheckpointDamaged(f"{file}: {size} bytes, a manifest has at most {MAX_BYTES}")
-            data = opened.read(size)
+        data = read_regular(file, max_bytes=MAX_BYTES, follow=False)
     except FileNotFoundError:
         raise FileNotFoundError(f"{file} is not there: {path} is no finished checkpoint") from None
     except OSError as error:
-        raise CheckpointDamaged(f"{file}: {error.strerror}") from error
+        raise CheckpointDamaged(f"{file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointDamaged(str(error)) from None
     try:
-        return _manifest(parse_json(data))
+        found = _manifest(_checked(data))
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         raise CheckpointDamaged(f"{file}: {type(error).__name__}: {error}") from error
+    # absolute, as "." has a name too
+    named = STEP.fullmatch(file.parent.absolute().name)
+    if named is not None and int(named[1]) != found.step:
+        raise CheckpointDamaged(f"{file} is of step {found.step}, its folder of step {int(named[1])}: one was changed")
+    if data.startswith(_BEGIN):
+        return found, ""
+    return found, (
+        f"{file} has no checksum of its own (format {_UNCHECKED}, written before manifests had one): nothing shows"
+        " whether step, extra, settings and plan are those that were saved; `shardwise ckpt reshard` writes it anew"
+    )
 
 
-def parse_json(data: bytes) -> Any:
-    """JSON without repeated keys and without NaN.
+def _checked(data: bytes) -> Any:
+    """What a manifest says.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is no JSON of a known format, or not what was written.
     """
-    return json.loads(data, object_pairs_hook=_no_repeated, parse_constant=_no_constant)
+    if data.startswith(_BEGIN):
+        at = len(_BEGIN)
+        if data[at : at + _DIGITS] != _checksum(data[at + _DIGITS :]):
+            raise ValueError("it was changed after it was written: its checksum is not that of its bytes")
+        return parse_json(data)
+    found = parse_json(data)
+    # one with a checksum whose beginning was changed is not taken for one from before there were any
+    if isinstance(found, dict) and found.get("format") == _UNCHECKED:
+        if strange := sorted(set(found) ^ _KEYS):
+            raise ValueError(f"format {_UNCHECKED} with other keys than it has: {strange[0]!r}")
+        return found
+    number = found.get("format") if isinstance(found, dict) else type(found).__name__
+    if number == FORMAT:
+        raise ValueError(f"format {FORMAT} begins with {_BEGIN.decode()!r}: it was changed after it was written")
+    raise ValueError(f"format {repr(number)[:80]}, this version reads formats {_UNCHECKED} and {FORMAT}")
+
+
+def _checksum(rest: bytes) -> bytes:
+    """Of a manifest whose bytes after the checksum are `rest`; its beginning is always the same."""
+    return hashlib.sha256(rest).hexdigest().encode()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -188,30 +249,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _no_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
-
-
 def _manifest(data: Any) -> Manifest:
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"format {found!r}, this version reads format {FORMAT}")
     files = tuple(_file(one) for one in _list(data["files"]))
     names = {one.name for one in files}
-    if len(names) < len(files):
-        raise ValueError("a file is listed twice")
+    if twice := repeated(one.name for one in files):
+        raise ValueError(f"file {twice[0]!r} is listed twice")
     tables = {_text(name): _table(_text(name), one) for name, one in _dict(data["tables"]).items()}
     tensors = tuple(_stored(one, tables, names) for one in _list(data["tensors"]))
-    if len({(one.file, one.key) for one in tensors}) < len(tensors):
-        raise ValueError("a tensor is listed twice")
+    if twice_there := repeated((one.file, one.key) for one in tensors):
+        raise ValueError(f"tensor {twice_there[0][1]!r} is listed twice")
     found = Manifest(
         _number(data["step"]), _number(data["world_size"]), _dict(data["versions"]), _dict(data["extra"]), tables,
         tensors, files, [_group(one) for one in _list(data["fused"])], [_group(one) for one in _list(data["dense"])],
