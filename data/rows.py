@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
+from shardwise.untrusted import require_regular
+
 BadRowPolicy: TypeAlias = Literal["raise", "skip"]
 
 
@@ -39,9 +41,12 @@ class BadRows:
 def read_lines(path: Path) -> Iterator[str]:
     """The lines of a text file, unzipped where the name ends in .gz, one at a time and with their ends.
 
-    A damaged archive is a ValueError with the line it broke after. Bytes that are not UTF-8 become U+FFFD.
+    A damaged archive is a ValueError with the line it broke after; a pipe or a device is an OSError. Bytes that are not
+    UTF-8 become U+FFFD.
     """
     number = 0
+    # splits are read one after the other, which a pipe does not survive
+    require_regular(path)
     opened = gzip.open if path.suffix == ".gz" else open
     # newline="": the csv module wants line ends untouched
     with opened(path, "rt", encoding="utf-8", errors="replace", newline="") as lines:

@@ -17,13 +17,14 @@ import json
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
+
+from shardwise.untrusted import open_regular, parse_json, read_regular, require_regular
 
 FACTS, TABLES, PROGRAM, COMPILED = "model.json", "tables.safetensors", "program.pt2", "program.aoti.pt2"
 # the key of model.json whose value is the checksum of all others
@@ -155,13 +156,15 @@ def read_facts(folder: str | os.PathLike[str]) -> ModelFacts:
     """
     path = Path(folder) / FACTS
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{folder} is no exported model: there is no {path}") from None
     except OSError as error:
-        raise ModelDamaged(f"{path}: {error.strerror}") from error
+        raise ModelDamaged(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ModelDamaged(str(error)) from None
     try:
-        found = json.loads(data)
+        found = parse_json(data)
     except ValueError as error:
         raise ModelDamaged(f"{path} is no JSON: {error}") from None
     version = found.get("format_version") if isinstance(found, dict) else None
@@ -196,11 +199,9 @@ def check_file(folder: str | os.PathLike[str], facts: ModelFacts, name: str, *, 
     if wanted is None:
         raise ModelDamaged(f"{Path(folder) / FACTS} lists no file {name!r}")
     try:
-        found = path.stat()
+        found = require_regular(path)
     except OSError as error:
-        raise ModelDamaged(f"{path}: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise ModelDamaged(f"{path} is no regular file")
+        raise ModelDamaged(f"{path}: {error.strerror or error}") from error
     if found.st_size != wanted.bytes:
         raise ModelDamaged(f"{path} has {found.st_size} bytes, it was written with {wanted.bytes}")
     if verify and file_facts(path).sha256 != wanted.sha256:
@@ -211,7 +212,7 @@ def check_file(folder: str | os.PathLike[str], facts: ModelFacts, name: str, *, 
 def file_facts(path: Path) -> FileFacts:
     """Size and checksum of a file as it is."""
     checksum, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         while block := file.read(_BLOCK_BYTES):
             checksum.update(block)
             size += len(block)

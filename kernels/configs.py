@@ -9,7 +9,6 @@ No config changes a bit of a result: a tile that would deal the columns of a row
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import warnings
@@ -22,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardwise.untrusted import parse_json, read_regular
 
 from . import _op
 from ._op import next_power_of_2
@@ -300,7 +301,7 @@ def read(path: Path) -> Tuned:
         ValueError: it is no file of tuned configs, or an entry is out of bounds; the message says which.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_regular(path))
     except ValueError as error:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(content, dict) or content.get("shardwise_tuned") != FORMAT:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.perf.count_steps import Count, Counts
+from shardwise.untrusted import read_text
 
 FORMAT = 1
 # in the repository; a wheel has none
@@ -70,7 +71,7 @@ def read(path: Path) -> dict[str, dict[str, Counts]]:
         FileNotFoundError, ValueError: there is none, or it is not one of counts.
     """
     try:
-        text = path.read_text()
+        text = read_text(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist: `shardwise perf counts --update` writes it") from None
     try:

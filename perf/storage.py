@@ -20,6 +20,7 @@ from shardwise.perf import machine, record
 from shardwise.perf.case import OURS
 from shardwise.perf.measure import Failure, Measured
 from shardwise.perf.record import Lap, Record, quantile
+from shardwise.untrusted import read_text
 
 # the test that runs a case in `pytest perf/`
 TEST = "perf/test_cases.py::test_case"
@@ -165,7 +166,7 @@ def load(path: Path) -> Stored:
         ValueError: it is no such file.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:

@@ -32,6 +32,7 @@ from shardwise.kernels.quantized_lookup import unit_count
 from shardwise.perf import gpu_quantized
 from shardwise.perf.batches import Batch, of_workload, optimizer
 from shardwise.perf.workloads import Workload, equal, fitted, tiny
+from shardwise.untrusted import read_text
 
 # distinct batches that a measurement rotates through
 INPUTS = 3
@@ -117,7 +118,7 @@ def read_workload(path: Path, batch: int, *, small: bool) -> list[Workload]:
     Raises:
         ValueError: the file is no such JSON; the message names the table.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(read_text(path))
     tables = content.get("tables") if isinstance(content, dict) else None
     if not isinstance(tables, list) or not tables:
         raise ValueError("expected an object with a list of tables")

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.untrusted import parse_json, read_regular
+
 FORMAT = "shardwise planner constants 1"
 
 
@@ -102,9 +104,9 @@ class Constants:
 
     @classmethod
     def load(cls, path: str | Path) -> Constants:
-        """Read what `save` wrote. Raises as `from_json`."""
+        """Read what `save` wrote. Raises as `from_json`; OSError where there is no regular file."""
         try:
-            return cls.from_json(json.loads(Path(path).read_text()))
+            return cls.from_json(parse_json(read_regular(path), allow_nan=True))
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{path}: {error}") from error
 

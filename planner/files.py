@@ -19,7 +19,6 @@ of "*" hold for all tables, where a table's own do not say otherwise:
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.embeddings.config import DataType
+from shardwise.untrusted import parse_json, read_regular
 
 from .constraints import ParameterConstraints
 from .constraints_applied import ANY, nearest
@@ -181,13 +181,13 @@ def read_data(path: str | os.PathLike[str]) -> Any:
 
     Raises:
         ValueError: it is not what its suffix says, or TOML and nothing here can read that.
-        OSError: there is no such file.
+        OSError: there is no such file, or it is no regular one.
     """
-    text = Path(path).read_text(encoding="utf-8")
     is_toml = Path(path).suffix == ".toml"
     try:
-        return _toml(text) if is_toml else json.loads(text)
-    except ValueError as error:
+        data = read_regular(path)
+        return _toml(data.decode("utf-8")) if is_toml else parse_json(data, allow_nan=True)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not {'TOML' if is_toml else 'JSON'}: {error}") from error
 
 

@@ -23,6 +23,7 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
 from shardwise.embeddings import DataType
 from shardwise.kernels import BoundsCheckMode
+from shardwise.untrusted import parse_json, read_regular
 
 from . import layout
 from .layout import Shard
@@ -79,10 +80,10 @@ def load_plan(path: str | os.PathLike[str]) -> ShardingPlan:
 
     Raises:
         ValueError: the file is no plan, or what it says does not hold together; names the file and the table.
-        OSError: there is no such file.
+        OSError: there is no such file, or it is no regular one.
     """
     try:
-        data = json.loads(Path(path).read_text())
+        data = parse_json(read_regular(path), allow_nan=True)
     except ValueError as error:
         raise ValueError(f"{path}: no plan: {error}") from error
     return plan_from_json(data, str(path))

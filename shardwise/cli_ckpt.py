@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -154,7 +155,7 @@ def _all(path: Path) -> Sequence[Path]:
     from .checkpoint import steps
 
     found = steps(path)
-    if not found and not (path / "manifest.json").exists():
+    if not found and not os.path.lexists(path / "manifest.json"):
         raise FileNotFoundError(f"{path} is no checkpoint, and no folder that has one")
     return found or [path]
 

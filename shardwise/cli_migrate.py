@@ -87,11 +87,12 @@ def _below(folder: Path) -> Iterator[Path]:
 
 def _read(files: Sequence[Path], write: bool) -> _Report:
     from .migrate_source import Unreadable, read_program
+    from .untrusted import read_regular
 
     report = _Report(len(files), {}, [], [])
     for file in files:
         try:
-            source = file.read_bytes()
+            source = read_regular(file)
             program = read_program(source)
             for use in program.uses:
                 report.places.setdefault(use.name, []).append((file, use.line))

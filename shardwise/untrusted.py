@@ -5,6 +5,7 @@ The standard library alone: whatever reads a file that a user names, or that lie
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -76,25 +77,29 @@ def read_regular(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, fo
     return data
 
 
-def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Any:
-    """What a file of JSON says, as `parse_json`.
+def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> str:
+    """A regular file as text, of UTF-8.
 
     Raises:
         OSError: as `open_regular`.
-        ValueError: as `read_regular` and `parse_json`.
+        ValueError: as `read_regular`; or it is no UTF-8.
     """
-    return parse_json(read_regular(path, max_bytes=max_bytes))
+    return read_regular(path, max_bytes=max_bytes).decode("utf-8")
 
 
-def parse_json(data: bytes | str) -> Any:
-    """JSON without keys that stand twice in an object, of which one would be lost, and without NaN.
+def parse_json(data: bytes | str, *, allow_nan: bool = False) -> Any:
+    """JSON without keys that stand twice in an object, of which one would be lost.
+
+    Args:
+        data: it, bytes as UTF-8.
+        allow_nan: whether NaN and Infinity are numbers, as Python writes them and JSON has them not.
 
     Raises:
         ValueError: it is not; also where it is nested too deeply.
     """
     text = data.decode("utf-8") if isinstance(data, bytes) else data
     try:
-        return json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=float if allow_nan else _no_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -116,7 +121,8 @@ def _read(file: BinaryIO, first: int, most: int) -> bytes:
 def _require_regular(found: os.stat_result, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "something else")
-        raise OSError(f"{os.fspath(path)} is no regular file: it is {kind}")
+        number = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
+        raise OSError(number, f"no regular file but {kind}", os.fspath(path))
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

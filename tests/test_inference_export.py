@@ -63,7 +63,7 @@ def test_a_fresh_process_serves_without_the_training_parts(folder: Path, tmp_pat
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
-    assert done.stdout.split() == ["_version", "inference", "kernels"]
+    assert done.stdout.split() == ["_version", "inference", "kernels", "untrusted"]
     wanted = CASES["dlrm"].wanted(CASES["dlrm"].model(), batch)
     assert torch.equal(torch.load(tmp_path / "found")["output"], wanted["output"])
 

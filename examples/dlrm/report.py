@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from shardwise.untrusted import read_text
+
 
 class Logger(Protocol):
     """Where numbers of a run go besides: `torch.utils.tensorboard.SummaryWriter` fits."""
@@ -89,7 +91,7 @@ def cut_lines(path: Path, step: int, finished_epochs: int) -> None:
     """Leaves the lines of a metrics file that lie before `step`, and of ends of epochs the first `finished_epochs`."""
     kept: list[str] = []
     if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for text in read_text(path).splitlines():
             try:
                 line = json.loads(text)
             except ValueError:

@@ -51,6 +51,7 @@ def from_dcp_trusted(
     Raises:
         ValueError: something has no counterpart here; names it.
         FileNotFoundError: there is no such folder.
+        OSError: a file of it is no regular one.
     """
     folder = Path(dcp_folder)
     if not (folder / ".metadata").is_file():

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from shardwise._version import __version__
 from shardwise.sharding.layout import Shard, Span
+from shardwise.untrusted import require_regular
 
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored, TableFacts
 from .offline import file_of
@@ -50,11 +51,18 @@ class _Chunk:
 
 
 class Saved:
-    """A folder of torch.distributed.checkpoint: what it has by path, and its tensors piece by piece."""
+    """A folder of torch.distributed.checkpoint: what it has by path, and its tensors piece by piece.
+
+    Raises:
+        OSError: a file is not there, or no regular one; names it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._reader = FileSystemReader(folder)
         self._metadata: Metadata = self._reader.read_metadata()
+        # torch opens them by name, and would wait for who writes into a pipe
+        for name in {info.relative_path for info in (self._metadata.storage_data or {}).values()}:
+            require_regular(folder / name)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         paths = self._metadata.planner_data
         named = paths if isinstance(paths, Mapping) else {}

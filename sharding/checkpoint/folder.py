@@ -105,6 +105,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         lock = folder / _LOCK
         if os.path.lexists(lock):
+            # a pipe would be one that nobody else can hold
             require_regular(lock, follow=False)
         self._file: int | None = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:

@@ -25,7 +25,8 @@ def checkpoint_at(path: str | os.PathLike[str]) -> Path:
         FileNotFoundError: it is neither.
     """
     path = Path(path)
-    if (path / NAME).exists():
+    # also a link that leads nowhere, which is named then
+    if os.path.lexists(path / NAME):
         return path
     newest = latest(path)
     if newest is None:
