@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.untrusted import repeated
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -33,9 +35,8 @@ class Signature:
                 continue
             if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
                 raise ValueError(f"Signature: {what} must be a list of names, got {names!r}")
-            repeated = sorted({name for name in names if list(names).count(name) > 1})
-            if repeated:
-                raise ValueError(f"Signature: {what} repeat {', '.join(map(repr, repeated))}")
+            if twice := sorted(repeated(names)):
+                raise ValueError(f"Signature: {what} repeat {', '.join(map(repr, twice))}")
             object.__setattr__(self, what, tuple(names))
         if not self.features:
             raise ValueError("Signature: a model of this kind takes at least one feature")

@@ -7,8 +7,9 @@ import asyncio
 import json
 import signal
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from torch import Tensor
 pytest.importorskip("aiohttp")
 
 import aiohttp
-from aiohttp import web
 from http_serving import EXAMPLE, GOOD, example
 from test_example_serve import FACTS
 
@@ -53,23 +53,30 @@ class Model:
 Steps = Callable[[aiohttp.ClientSession, Any, Model], Awaitable[Any]]
 
 
-def served(monkeypatch: pytest.MonkeyPatch, steps: Steps, *, ready: bool = True, **limits: Any) -> Any:
+def served(
+    monkeypatch: pytest.MonkeyPatch,
+    steps: Steps,
+    *,
+    ready: bool = True,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **limits: Any,
+) -> Any:
     """What `steps(session, server, model)` returns, with a server on a free port of this process."""
     model = Model()
     monkeypatch.setattr(server, "load_program", lambda folder: model)
 
     async def run() -> Any:
-        one = server.Server("", batches.Limits(**limits), max_instances=1, max_bytes=2**16, threads=1)
-        runner = web.AppRunner(one.application(), handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        one = server.Server("", batches.Limits(**limits), max_instances=1, max_bytes=2**20, threads=1, **options)
+        runner, listening = await server.listen(one, "127.0.0.1", 0)
+        address = listening.sockets[0].getsockname()
         try:
             if ready:
                 await one.run()
-            async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{address[1]}") as session:
                 return await asyncio.wait_for(steps(session, one, model), 60)
         finally:
             model.go.set()
+            listening.close()
             await runner.cleanup()
             await one.drain()
 

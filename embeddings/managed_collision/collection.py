@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.embeddings.grouped import pick_features
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+from shardwise.untrusted import repeated
 
 from .modules import ManagedCollisionModule
 
@@ -62,7 +63,7 @@ class ManagedCollisionCollection(nn.Module):
                     " rows: give both one size"
                 )
         self._feature_names = [name for config in embedding_configs for name in config.feature_names]
-        shared = sorted({name for name in self._feature_names if self._feature_names.count(name) > 1})
+        shared = sorted(repeated(self._feature_names))
         if shared:
             raise ValueError(
                 f"features {shared} are looked up in several tables, which have slots of their own for their ids: give"

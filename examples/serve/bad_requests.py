@@ -74,14 +74,22 @@ def bad_requests(facts: ModelFacts, good: Mapping[str, Any], *, max_instances: i
         "instances no list": refused(b'{"instances": {"0": 1}}', "bad_instances"),
         "body no object": refused(b"[1, 2]", "not_an_object"),
         "key twice": refused(fine.replace(b'{"instances"', b'{"instances": [], "instances"'), "repeated_key"),
+        "key twice among thousands": refused(
+            f'{{{",".join(f"{json.dumps(str(n))}:0" for n in range(4000))},"3999":0}}'.encode(), "repeated_key"
+        ),
         "cut off": refused(fine[:-3], "invalid_json"),
         "empty": refused(b"", "invalid_json"),
         "not UTF-8": refused(fine.replace(b"}", b"\xff}", 1), "invalid_json"),
         "nested deeply": refused(b'{"instances": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "invalid_json"),
+        # Python reads about so many levels: what it reads and cannot write is refused too
+        "nested as deeply as is read": Bad(b'{"instances": ' + b"[" * 974 + b"]" * 974 + b"}", {}),
         "a number of 5000 digits": refused(ids([0]).replace(b"[0]", b"[" + b"9" * 5000 + b"]"), "invalid_json"),
         "body too large": Bad(b" " * (max_bytes + 1), {"code": "body_too_large"}, status=413),
         "no JSON by its type": Bad(
             fine, {"code": "wrong_content_type"}, status=415, headers={"Content-Type": "text/plain"}
+        ),
+        "packed": Bad(
+            fine, {"code": "wrong_content_encoding"}, status=415, headers={**JSON, "Content-Encoding": "gzip"}
         ),
         "wrong method": Bad(b"", {"code": "wrong_method", "permitted": "POST"}, status=405, method="PUT"),
         "wrong path": Bad(fine, {"code": "not_found"}, status=404, path="/predicts"),

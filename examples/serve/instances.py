@@ -10,7 +10,7 @@ Letters: B instances of a batch, F features of the model, N ids of all of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from shardwise.inference import ModelFacts, Program
+from shardwise.untrusted import repeated
 
 MAX_INT64 = 2**63 - 1
 MAX_FLOAT32 = torch.finfo(torch.float32).max
+# of a request, unless a server says otherwise
+MAX_IDS = 2**16
 # characters of a value that an error repeats
 _SHOWN = 80
 
@@ -77,8 +80,8 @@ def read_body(body: bytes) -> object:
         raise BadRequest("invalid_json", f"the body is not JSON: {error}") from None
 
 
-def read_instances(request: object, facts: ModelFacts, *, max_instances: int) -> list[Instance]:
-    """The instances of a request.
+def read_instances(request: object, facts: ModelFacts, *, max_instances: int, max_ids: int = MAX_IDS) -> list[Instance]:
+    """The instances of a request, which have at most `max_ids` ids together. Linear in its size.
 
     Raises:
         BadRequest: something does not fit the model `facts`; of several things, the first.
@@ -89,13 +92,26 @@ def read_instances(request: object, facts: ModelFacts, *, max_instances: int) ->
         what = f"{len(found)} of them" if isinstance(found, list) else found
         permitted = f"a list of 1 to {max_instances}"
         raise BadRequest("bad_instances", f"instances must be {permitted}", value=what, permitted=permitted)
-    return [_instance(one, number, facts) for number, one in enumerate(found)]
+    # by name, in the order of the model
+    names = dict.fromkeys(one.name for one in facts.features)
+    made, ids = [], 0
+    for number, one in enumerate(found):
+        made.append(_instance(one, number, facts, names))
+        ids += sum(map(len, made[-1].ids))
+        if ids > max_ids:
+            permitted = f"at most {max_ids} ids in a request"
+            raise BadRequest(
+                "too_many_ids",
+                f"instances 0 to {number} have {ids} ids: {permitted}",
+                instance=number,
+                permitted=permitted,
+            )
+    return made
 
 
-def _instance(given: object, number: int, facts: ModelFacts) -> Instance:
+def _instance(given: object, number: int, facts: ModelFacts, names: Mapping[str, None]) -> Instance:
     needed = ["features", *(["dense"] if facts.dense else []), *(["weights"] if facts.weighted else [])]
     parts = _object(given, f"instance {number}", needed, needed, instance=number)
-    names = [one.name for one in facts.features]
     features = _object(parts["features"], f"features of instance {number}", names, [], instance=number)
     ids = [
         _ids(features.get(one.name, []), one.name, MAX_INT64 + 1 if one.ids is None else one.ids, number)
@@ -112,24 +128,23 @@ def _instance(given: object, number: int, facts: ModelFacts) -> Instance:
 
 
 def _object(
-    given: object, what: str, known: Sequence[str], needed: Sequence[str], *, instance: int | None = None
+    given: object, what: str, known: Collection[str], needed: Sequence[str], *, instance: int | None = None
 ) -> dict[str, Any]:
     """`given` as a JSON object with keys among `known`, and all those `needed`."""
-    permitted = f"keys {', '.join(known)}"
+
+    def refused(code: str, why: str, **places: Any) -> BadRequest:
+        return BadRequest(code, f"{what}{why}", instance=instance, permitted=f"keys {', '.join(known)}", **places)
+
     if not isinstance(given, dict):
-        raise BadRequest(
-            "not_an_object", f"{what} must be an object", instance=instance, value=given, permitted=permitted
-        )
+        raise refused("not_an_object", " must be an object", value=given)
     for key in given:
         if key not in known:
             kind = "unknown_feature" if what.startswith(("features", "weights")) else "unknown_key"
             feature = key[:_SHOWN] if kind == "unknown_feature" else None
-            raise BadRequest(
-                kind, f"{what}: unknown key {key[:_SHOWN]!r}", instance=instance, feature=feature, permitted=permitted
-            )
+            raise refused(kind, f": unknown key {key[:_SHOWN]!r}", feature=feature)
     for key in needed:
         if key not in given:
-            raise BadRequest("missing_key", f"{what}: {key!r} is missing", instance=instance, permitted=permitted)
+            raise refused("missing_key", f": {key!r} is missing")
     return given
 
 
@@ -174,8 +189,7 @@ def _floats(given: object, what: str, count: int, number: int, feature: str | No
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice = repeated(key for key, _ in pairs)[0]
         raise BadRequest("repeated_key", f"the key {twice[:_SHOWN]!r} is there twice", permitted="each key once")
     return found
 
@@ -184,14 +198,24 @@ def _shown(value: object) -> object:
     """A value as an error repeats it: itself if it is a number or a short string, otherwise its JSON, cut off."""
     if value is None or isinstance(value, bool) or (isinstance(value, int | float) and abs(value) <= MAX_INT64):
         return value
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else _begin_of_json(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _written(value: object) -> str:
     """The same in a sentence, as JSON spells it."""
-    text = json.dumps(value)
+    text = _begin_of_json(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _begin_of_json(value: object) -> str:
+    """The JSON of a value, as far as it is shown: what is nested too deeply to be written can still be refused."""
+    text = ""
+    for part in json.JSONEncoder().iterencode(value):
+        text += part
+        if len(text) > _SHOWN:
+            break
+    return text
 
 
 def answer(program: Program, instances: Sequence[Instance]) -> list[dict[str, Any]]:

@@ -221,6 +221,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(made)} requests, {bad} of them bad, over {connections} connections", flush=True)
     limits = {name: getattr(args, name) for name in ("max_instances", "max_bytes", "max_batch")}
     limits["max_queue"] = args.requests * args.instances
+    # the one that scrapes the numbers comes on top, and a machine that does all this at once is slow
+    limits["max_connections"] = connections + SPARE_FILES
+    limits |= dict.fromkeys(("header_seconds", "body_seconds", "idle_seconds"), 600)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
     with running(args.folder, *options) as (url, _):
         seen, seconds, metrics = asyncio.run(storm(url, made, connections))

@@ -13,19 +13,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from batches import Batcher, Limits, ModelFailed
+from connections import ConnectionLimits, Connections
 from errors import Handler, Refused, json_response, told
-from instances import Instance, answer, check_outputs, read_body, read_instances
+from instances import MAX_IDS, Instance, answer, check_outputs, read_body, read_instances
 from metrics import BATCH_SIZES, LATENCY_SECONDS, Counts, Gauge, Histogram, text
 
 from shardwise.inference import Program, load_program
@@ -38,16 +41,30 @@ SHUTDOWN_SECONDS = 60.0
 class Server:
     """The application, its model and its numbers. `state` is "loading", "ready" or "draining"."""
 
-    def __init__(self, folder: str, limits: Limits, *, max_instances: int, max_bytes: int, threads: int) -> None:
+    def __init__(
+        self,
+        folder: str,
+        limits: Limits,
+        *,
+        max_instances: int,
+        max_bytes: int,
+        threads: int,
+        max_ids: int = MAX_IDS,
+        connection_limits: ConnectionLimits | None = None,
+    ) -> None:
         if not 1 <= max_instances <= limits.max_batch:
             raise ValueError(f"max_instances must be in [1, max_batch = {limits.max_batch}], got {max_instances}")
+        for name, value in (("max_bytes", max_bytes), ("max_ids", max_ids)):
+            if value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
         self.folder, self.limits, self.max_instances, self.max_bytes = folder, limits, max_instances, max_bytes
+        self.max_ids = max_ids
         self.state = "loading"
         self.program: Program | None = None
         # torch reads its number of threads in the thread that computes
         self.worker = ThreadPoolExecutor(1, "model", initializer=torch.set_num_threads, initargs=(threads,))
-        # known once it is bound
-        self.connections: Callable[[], int] = lambda: 0
+        self.closed = Counts("serve_connections_closed_total", "Connections that were closed by a limit.", ("reason",))
+        self.connections = Connections(connection_limits or ConnectionLimits(), self.closed.add)
         self.requests = Counts("serve_requests_total", "Requests answered.", ("path", "status"))
         self.latency = Histogram("serve_predict_seconds", "From request to answer.", LATENCY_SECONDS)
         self.batch_sizes = Histogram("serve_batch_instances", "Instances in a batch.", BATCH_SIZES)
@@ -96,7 +113,16 @@ class Server:
         facts = self._loaded().facts
         if request.content_type != "application/json":
             raise Refused(415, "wrong_content_type", f"the body is {request.content_type}", "application/json")
-        instances = read_instances(read_body(await request.read()), facts, max_instances=self.max_instances)
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.strip().lower() != "identity":
+            # a few bytes of one can unpack to any number
+            raise Refused(415, "wrong_content_encoding", f"the body is packed: {encoding[:80]}", "no Content-Encoding")
+        seconds = self.connections.limits.body_seconds
+        try:
+            body = await asyncio.wait_for(request.read(), seconds)
+        except asyncio.TimeoutError:
+            raise Refused(408, "body_too_slow", "the body did not come in time", f"at most {seconds:g} s") from None
+        instances = read_instances(read_body(body), facts, max_instances=self.max_instances, max_ids=self.max_ids)
         predictions = await self.batcher.submit(instances)
         try:
             return json_response({"predictions": predictions})
@@ -109,7 +135,10 @@ class Server:
     async def model(self, request: web.Request) -> web.Response:
         facts = self._loaded().facts
         features = [{"name": one.name, "ids": [0, one.ids], "missing": "no ids"} for one in facts.features]
-        limits = {**asdict(self.limits), "max_instances": self.max_instances, "max_bytes": self.max_bytes}
+        limits = {
+            **asdict(self.limits), "max_instances": self.max_instances, "max_bytes": self.max_bytes,
+            "max_ids": self.max_ids, **asdict(self.connections.limits),
+        }  # fmt: skip
         return json_response(
             {
                 "features": features, "dense": facts.dense, "weighted": facts.weighted,
@@ -118,10 +147,10 @@ class Server:
         )  # fmt: skip
 
     async def metrics(self, request: web.Request) -> web.Response:
-        numbers: list[Counts | Histogram | Gauge] = [self.requests, self.latency, self.batch_sizes]
+        numbers: list[Counts | Histogram | Gauge] = [self.requests, self.latency, self.batch_sizes, self.closed]
         numbers.append(Gauge("serve_queue_instances", "Instances that wait.", lambda: self.batcher.waiting))
         numbers.append(Gauge("serve_queue_most_instances", "Most that ever waited.", lambda: self.batcher.most_waiting))
-        numbers.append(Gauge("serve_connections", "Open connections.", self.connections))
+        numbers.append(Gauge("serve_connections", "Open connections.", lambda: len(self.connections)))
         numbers.append(Gauge("serve_ready", "1 when requests are answered.", lambda: int(self.state == "ready")))
         if self.program is not None:
             facts = self.program.facts
@@ -138,7 +167,8 @@ class Server:
         path = "other" if resource is None else resource.canonical
         status = "disconnected"
         try:
-            response = await handler(request)
+            with self.connections.working(request.protocol):
+                response = await handler(request)
             status = str(response.status)
             return response
         finally:
@@ -158,8 +188,56 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-queue", type=int, default=default.max_queue, help="instances that may wait")
     parser.add_argument("--max-instances", type=int, default=64, help="instances of a request")
     parser.add_argument("--max-bytes", type=int, default=2**20, help="bytes of a request's body")
+    parser.add_argument("--max-ids", type=int, default=MAX_IDS, help="ids of a request, all features together")
+    connection = ConnectionLimits()
+    parser.add_argument("--max-connections", type=int, default=connection.max_connections, help="open at a time")
+    for name, what in (
+        ("header", "for the line and the headers of a request, from its first byte"),
+        ("body", "for the body of a request"),
+        ("idle", "that a connection may do nothing, or take no answers"),
+    ):
+        seconds = getattr(connection, f"{name}_seconds")
+        parser.add_argument(f"--{name}-seconds", type=float, default=seconds, help=f"time {what}")
     parser.add_argument("--threads", type=int, default=1, help="threads of the model")
     return parser.parse_args(argv)
+
+
+async def listen(server: Server, host: str, port: int) -> tuple[web.AppRunner, asyncio.Server]:
+    """Take connections: aiohttp's runner, for its `cleanup`, and what listens, to be closed before."""
+    # a client that goes away takes its request out of the queue; bodies that are packed are refused, not unpacked
+    runner = web.AppRunner(
+        server.application(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        auto_decompress=False,
+        # what is left of a refused body is read for so long; before it would count as the head of a request
+        lingering_time=server.connections.limits.header_seconds / 2,
+        logger=_logger(),
+    )
+    await runner.setup()
+    protocols = runner.server
+    assert protocols is not None
+    try:
+        listening = await asyncio.get_running_loop().create_server(
+            lambda: server.connections.new(protocols()), host, port, backlog=BACKLOG
+        )
+    except BaseException:
+        await runner.cleanup()
+        raise
+    return runner, listening
+
+
+def _logger() -> logging.Logger:
+    """Of what aiohttp has to say, without a traceback for each request that is no HTTP: clients would fill the log."""
+    found = logging.getLogger("serve")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+    if not found.filters:
+        found.addFilter(is_news)
+    return found
 
 
 async def serve(server: Server, host: str, port: int) -> None:
@@ -167,15 +245,9 @@ async def serve(server: Server, host: str, port: int) -> None:
     stop = asyncio.Event()
     for one in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(one, stop.set)
-    # a client that goes away takes its request out of the queue
-    runner = web.AppRunner(
-        server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS
-    )
-    await runner.setup()
-    server.connections = lambda: len(runner.server.connections) if runner.server else 0
+    runner, listening = await listen(server, host, port)
     try:
-        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-        bound = runner.addresses[0]
+        bound = listening.sockets[0].getsockname()
         print(f"listening on http://{bound[0]}:{bound[1]}", flush=True)
         await server.run()
         print("ready", flush=True)
@@ -183,6 +255,7 @@ async def serve(server: Server, host: str, port: int) -> None:
         server.state = "draining"
     finally:
         # requests that were taken are answered; new connections are not
+        listening.close()
         await runner.cleanup()
         await server.drain()
 
@@ -191,8 +264,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parsed(argv)
     try:
         limits = Limits(args.max_batch, args.max_wait_ms, args.max_queue)
+        connection_limits = ConnectionLimits(
+            args.max_connections, args.header_seconds, args.body_seconds, args.idle_seconds
+        )
         server = Server(
-            args.folder, limits, max_instances=args.max_instances, max_bytes=args.max_bytes, threads=args.threads
+            args.folder,
+            limits,
+            max_instances=args.max_instances,
+            max_bytes=args.max_bytes,
+            threads=args.threads,
+            max_ids=args.max_ids,
+            connection_limits=connection_limits,
         )
         asyncio.run(serve(server, args.host, args.port))
     # OverflowError: a port that is none
