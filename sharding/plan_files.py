@@ -6,7 +6,8 @@
      "about": {...}}
 
 A table may have `reduction`, `row_state`, `enforce_hbm`, `stochastic_rounding`, `output_dtype` and `bounds_check_mode`
-too. `about` is what the writer has to say of the plan: nothing of it is needed to train.
+too. `about` is what the writer has to say of the plan: nothing of it is needed to train. A plan has no checksum: it is
+made to be edited, says where work is done and no number of a table, and is checked to hold together when it is read.
 """
 
 from __future__ import annotations

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("aiohttp")
 
@@ -15,9 +17,12 @@ from http_serving import example
 from lines_run import lines_run
 from test_example_serve import FACTS
 
-from shardwise.checkpoint import LoadPolicy
+from shardwise.checkpoint import LoadPolicy, Manifest, Stored, TableFacts, read_manifest
 from shardwise.inference import Signature
 from shardwise.sharding.checkpoint import compare
+from shardwise.sharding.checkpoint.files import check_header, write_tensors
+from shardwise.sharding.checkpoint.manifest import DENSE, TABLE, WEIGHT, FileFacts, to_bytes
+from shardwise.sharding.layout import Shard
 from shardwise.untrusted import _no_key_twice, parse_json, repeated
 
 instances = example("instances")
@@ -127,6 +132,37 @@ def test_reading_a_request_is_linear_in_its_bytes(kind: str) -> None:
     assert many < 5 * few + 500, f"{len(small)} bytes: {few} lines, {len(large)} bytes: {many} lines"
     # what Python's lines do not show ends within the time of a test run: it took a minute and a half
     read(BODIES[kind](2**20))
+
+
+def manifest_of(count: int) -> Manifest:
+    """A table in `count` pieces of a row, `count` dense parameters, and as many files."""
+    shards = tuple(Shard("t", n, (n, n + 1), (0, 4)) for n in range(count))
+    table = TableFacts("t", count, 4, torch.float32, "shard", None, {}, 0, shards)
+    names = [f"rank-{n:05d}.safetensors" for n in range(count)]
+    pieces = [Stored(TABLE, "t", WEIGHT, (1, 4), torch.float32, (n, n + 1), (0, 4), names[n]) for n in range(count)]
+    dense = [Stored(DENSE, f"d{n}", WEIGHT, (1,), torch.float32, file=names[n]) for n in range(count)]
+    files = tuple(FileFacts(name, 0, "0" * 64) for name in names)
+    return Manifest(1, count, {}, {"k": list(range(count))}, {"t": table}, (*pieces, *dense), files)
+
+
+def test_reading_a_manifest_is_linear_in_what_it_lists(tmp_path: Path) -> None:
+    lines = []
+    for count in (50, 200):
+        (tmp_path / "manifest.json").write_bytes(to_bytes(manifest_of(count)))
+        found, ran = lines_run(lambda: read_manifest(tmp_path))
+        assert (found.world_size, len(found.tensors), len(found.by_file)) == (count, 2 * count, count)
+        lines.append(ran)
+    assert lines[1] < 5 * lines[0]
+
+
+def test_reading_a_header_is_linear_in_its_tensors(tmp_path: Path) -> None:
+    lines = []
+    for count in (50, 200):
+        tensors = [(Stored(DENSE, f"d{n}", WEIGHT, (2,), torch.float32), torch.ones(2)) for n in range(count)]
+        facts = write_tensors(tmp_path / f"rank-{count:05d}.safetensors", tensors)
+        _, ran = lines_run(lambda facts=facts, of=tensors: check_header(tmp_path, facts, [one for one, _ in of]))  # type: ignore[misc]
+        lines.append(ran)
+    assert lines[1] < 5 * lines[0]
 
 
 PLACES: dict[str, Callable[[str], str]] = {
