@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 # The sub-packages are folders beside this one, linked here. A checkout without symlinks finds them through the root.
-_ROOT = _Path(__file__).resolve().parents[1]
-if not (_Path(__file__).parent / "kernels").is_dir() and (_ROOT / "kernels" / "_op.py").is_file():
+_SUB_PACKAGES = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
+_HERE = _Path(__file__).parent
+_ROOT = _HERE.resolve().parent
+if not all((_HERE / name).is_dir() for name in _SUB_PACKAGES) and (_ROOT / "kernels" / "_op.py").is_file():
     __path__.append(str(_ROOT))
 
 if TYPE_CHECKING:
@@ -324,20 +326,7 @@ _HOME = {
     "unflatten_kjt_list": "jagged",
     "validate_keyed_jagged_tensor": "jagged",
 }
-_FOLDERS = (
-    "checkpoint",
-    "data",
-    "embeddings",
-    "inference",
-    "jagged",
-    "kernels",
-    "models",
-    "perf",
-    "planner",
-    "quant",
-    "sharding",
-    "torchrec",
-)
+_FOLDERS = ("checkpoint", "quant", "torchrec", *_SUB_PACKAGES)
 
 
 def __getattr__(name: str) -> object:

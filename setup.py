@@ -1,0 +1,23 @@
+"""Where the sub-packages lie: shardwise.kernels is kernels/ beside this file, and so on. The rest is in pyproject.toml.
+
+shardwise/ has links to these folders, for programs that run in a checkout. A build does not look at them: zip files and
+git with core.symlinks=false leave text files in their place, and a wheel that is made there must be whole too.
+"""
+
+import sys
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+FOLDERS = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
+
+ROOT = Path(__file__).resolve().parent
+missing = [folder for folder in FOLDERS if not (ROOT / folder / "__init__.py").is_file()]
+if missing:
+    sys.exit(f"shardwise cannot be built from {ROOT}: it lacks {', '.join(missing)}; take a whole checkout or archive")
+
+inside = [name for folder in FOLDERS for name in (folder, *(f"{folder}.{part}" for part in find_packages(folder)))]
+setup(
+    packages=["shardwise", "shardwise.served", *(f"shardwise.{name}" for name in inside)],
+    package_dir={f"shardwise.{folder}": folder for folder in FOLDERS},
+)
