@@ -28,6 +28,14 @@ from .source import check_split, check_start, rank_slice
 
 DENSE_NAMES = tuple(f"int_{column}" for column in range(13))
 CATEGORY_NAMES = tuple(f"cat_{column}" for column in range(26))
+# by TorchRec's names; programs cut and join them as lists
+INT_FEATURE_COUNT, CAT_FEATURE_COUNT = len(DENSE_NAMES), len(CATEGORY_NAMES)
+DEFAULT_LABEL_NAME, DEFAULT_INT_NAMES, DEFAULT_CAT_NAMES = "label", [*DENSE_NAMES], [*CATEGORY_NAMES]
+DEFAULT_COLUMN_NAMES = [DEFAULT_LABEL_NAME, *DEFAULT_INT_NAMES, *DEFAULT_CAT_NAMES]
+# of the terabyte logs: files, and samples of all files but the last, which is for validation and test
+DAYS, TOTAL_TRAINING_SAMPLES = 24, 4_195_197_692
+# categories that are seen less often share one id where ids are made contiguous
+FREQUENCY_THRESHOLD = 3
 _COLUMNS = 1 + len(DENSE_NAMES) + len(CATEGORY_NAMES)
 _INTEGER = r"(?:-?[0-9]{1,18})?"
 _CATEGORY = r"[0-9a-fA-F]{0,8}"

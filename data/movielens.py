@@ -36,6 +36,12 @@ from .source import check_split, check_start, rank_slice
 _SECONDS_PER_YEAR = 365.2425 * 24 * 3600
 _YEAR = re.compile(r"\((\d{4})\)\W*$")
 
+# files and their columns, by TorchRec's names; a rating joined with its movie has all columns, the movie's id once
+RATINGS_FILENAME, MOVIES_FILENAME = "ratings.csv", "movies.csv"
+DEFAULT_RATINGS_COLUMN_NAMES = ["userId", "movieId", "rating", "timestamp"]
+DEFAULT_MOVIES_COLUMN_NAMES = ["movieId", "title", "genres"]
+DEFAULT_COLUMN_NAMES = [*DEFAULT_RATINGS_COLUMN_NAMES, *DEFAULT_MOVIES_COLUMN_NAMES[1:]]
+
 
 class MovieLens:
     """The ratings of a MovieLens folder: ratings.csv and movies.csv, plain or .gz.
@@ -166,7 +172,7 @@ class _Movies:
         self.row_of_id: dict[int, int] = {}
         years: list[float] = []
         genre_lists: list[list[str]] = []
-        for line, (movie, title, genres) in read_table(path, ("movieId", "title", "genres"), bad_rows):
+        for line, (movie, title, genres) in read_table(path, tuple(DEFAULT_MOVIES_COLUMN_NAMES), bad_rows):
             try:
                 number = _integer("movieId", movie)
                 if number in self.row_of_id:
@@ -211,7 +217,7 @@ def _read_ratings(
     items: list[int] = []
     ratings: list[float] = []
     times: list[int] = []
-    columns = ("userId", "movieId", "rating", "timestamp")
+    columns = tuple(DEFAULT_RATINGS_COLUMN_NAMES)
     for line, (user, movie, rating, time) in read_table(path, columns, bad_rows):
         try:
             row = (_integer("userId", user), _item(movie, item_of_id), _rating(rating), _integer("timestamp", time))

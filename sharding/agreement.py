@@ -55,13 +55,14 @@ def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, 
     heads = tell(exchange, device, failure or told, wants=Wants(), fingerprint=0, groups=0).hear()
     assert made is not None
     if any(head.sizes.ids != mine for head in heads):
-        raise agreed(RuntimeError(differences(_facts_of_all(exchange, device, made[1]))))
+        raise agreed(RuntimeError(differences(facts_of_all(exchange, device, made[1]))))
     number = max(head.sizes.batch for head in heads)
     _agreements = number + 1
     return made[0], (mine + number) % 2**63
 
 
-def _facts_of_all(exchange: Exchange, device: torch.device, mine: Facts) -> list[Facts]:
+def facts_of_all(exchange: Exchange, device: torch.device, mine: Facts) -> list[Facts]:
+    """The facts of each rank, by rank."""
     data = json.dumps(dict(mine)).encode()
     said = torch.tensor([[len(data)]] * exchange.world_size, device="cpu").to(device)
     sizes = exchange.headers(said).wait().flatten().tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -27,7 +28,7 @@ from .planned import (
     warn_of_default_optimizer,
     warn_of_other_devices,
 )
-from .planning.planners import plan_for
+from .planning.planners import EmbeddingPlannerBase, plan_for
 from .sharders import ModuleSharder, get_default_sharders, require_sharder
 from .watch import watch_over
 
@@ -107,15 +108,63 @@ def shard_modules(
     Raises:
         As `DistributedModelParallel`.
     """
-    env, here = env or default_env(), _device(device)
+    return _replaced(module, env, device, plan, sharders, init_params, None, timeout_s)
+
+
+def _shard_modules(
+    module: nn.Module,
+    env: ShardingEnv | None = None,
+    device: torch.device | str | None = None,
+    plan: ShardingPlan | None = None,
+    sharders: Sequence[ModuleSharder[Any]] | None = None,
+    init_params: bool | None = False,
+    planner: EmbeddingPlannerBase | None = None,
+    *,
+    timeout_s: float | None = 60,
+) -> nn.Module:
+    """`shard_modules` by a planner of one's own, as TorchRec's notebooks call it.
+
+    Args:
+        planner: makes the plan, on rank 0 for all, if none is given.
+
+    Raises:
+        As `shard_modules`, and what the planner raises, on all ranks.
+    """
+    return _replaced(module, env, device, plan, sharders, bool(init_params), planner, timeout_s)
+
+
+def _replaced(
+    module: nn.Module,
+    env: ShardingEnv | None,
+    device: torch.device | str | None,
+    plan: ShardingPlan | None,
+    sharders: Sequence[ModuleSharder[Any]] | None,
+    init_params: bool,
+    planner: EmbeddingPlannerBase | None,
+    timeout_s: float | None,
+) -> nn.Module:
+    if isinstance(env, Mapping):
+        raise TypeError(
+            f"env must be one ShardingEnv for all modules, got a dict of {sorted(env)}: call shard on each module with"
+            " the environment that it is to have"
+        )
+    if plan is not None and planner is not None:
+        warnings.warn("planner has no effect beside a plan", stacklevel=3)
+    env, here = env or default_env(), _device(device, stacklevel=5)
     watch_over([env.process_group], timeout_s, hang_up)
     used = get_default_sharders() if sharders is None else sharders
     places = find_places(module, used, plan, lambda kind: env)
+
+    def made() -> ShardingPlan:
+        if planner is None:
+            return plan_for(module, used, env, here)
+        if env.process_group is None:
+            return planner.plan(module, list(used))
+        return planner.collective_plan(module, list(used), env.process_group)
+
     with quiet_without_cuda(device or here):
-        plan = agree_on_plan(
-            places, plan, here, env.process_group, lambda: plan_for(module, used, env, here), partial=True
-        )
-        warn_of_default_optimizer(places, plan, stacklevel=2)
+        plan = agree_on_plan(places, plan, here, env.process_group, made, partial=True, stacklevel=3)
+        warn_of_default_optimizer(places, plan, stacklevel=3)
         module = shard_places(module, places, plan, here)
     if init_params:
         materialize(module, here)
@@ -151,7 +200,7 @@ def _plan_of(
 _UNNAMED = "table '': "
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def _device(device: torch.device | str | None, stacklevel: int = 4) -> torch.device:
     if device is not None:
-        return device_here(device, stacklevel=3)
+        return device_here(device, stacklevel=stacklevel - 1)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

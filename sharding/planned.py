@@ -108,6 +108,7 @@ def agree_on_plan(
     *,
     partial: bool = False,
     more: Callable[[], Facts] = dict,
+    stacklevel: int = 2,
 ) -> ShardingPlan:
     """The plan, made where none is given, once it fits the model on all ranks of `group` and is the same there.
 
@@ -143,7 +144,7 @@ def agree_on_plan(
         for place in places:
             # ranks agree on the tables by now, so a plan that does not fit them fails on all alike
             _cuts_of(place, chosen, partial)
-    warn_of_other_devices(chosen, device, stacklevel=3)
+    warn_of_other_devices(chosen, device, stacklevel=stacklevel + 1)
     return chosen
 
 

@@ -340,9 +340,9 @@ def _fill(value: Value, sources: Sequence[tuple[Box, Tensor]]) -> None:
 def _given(given: Any, env: ShardingEnv) -> _Given:
     if hasattr(given, "local_shards"):
         ranks = [0] if env.process_group is None else dist.get_process_group_ranks(env.process_group)
-        local = [(_box_of(one.metadata.shard_offsets, one.tensor.shape), one.tensor) for one in given.local_shards()]
+        local = [(box_of(one.metadata.shard_offsets, one.tensor.shape), one.tensor) for one in given.local_shards()]
         size, told = tuple(given.metadata().size), given.metadata().shards_metadata
-        placed = [(one.placement.rank(), _box_of(one.shard_offsets, one.shard_sizes)) for one in told]
+        placed = [(one.placement.rank(), box_of(one.shard_offsets, one.shard_sizes)) for one in told]
         return _Given(size, local, [Piece(ranks.index(rank), box) for rank, box in placed if rank in ranks])
     size = tuple(given.shape)
     if not hasattr(given, "to_local"):
@@ -350,14 +350,14 @@ def _given(given: Any, env: ShardingEnv) -> _Given:
     here = given.to_local()
     if hasattr(here, "local_shards"):
         places = zip(here.local_offsets(), here.local_shards(), strict=True)
-        return _Given(size, [(_box_of(offset, one.shape), one) for offset, one in places])
+        return _Given(size, [(box_of(offset, one.shape), one) for offset, one in places])
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(given.shape, given.device_mesh, given.placements)
-    return _Given(size, [(_box_of(offset, here.shape), here)])
+    return _Given(size, [(box_of(offset, here.shape), here)])
 
 
-def _box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
     return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 

@@ -28,6 +28,7 @@ def install() -> None:
     """Serve `import torchrec` and everything below it from shardwise, for this process.
 
     `fbgemm_gpu` too, as far as TorchRec's programs name it (`EmbOptimType` and the like), unless the real one is here.
+    An op that nobody registered as `torch.ops.fbgemm.X` raises AttributeError with what to use.
 
     Raises:
         ImportError: the real TorchRec has been imported: half a program would keep its classes.
@@ -41,10 +42,15 @@ def install() -> None:
     serve("torchrec", theirs="torchrec")
     if "fbgemm_gpu" not in sys.modules and real_fbgemm() is None:
         serve("fbgemm_gpu", theirs="fbgemm_gpu")
+    from .torchrec_ops import hint_at_ops
+
+    hint_at_ops()
 
 
 def uninstall() -> None:
     """Undo `install()`: later imports find the real TorchRec, if there is one. What was imported stays as it is."""
+    if "shardwise.torchrec_ops" in sys.modules:
+        sys.modules["shardwise.torchrec_ops"].leave_ops_alone()
     for root in ("torchrec", "fbgemm_gpu"):
         Finder.roots.pop(root, None)
         for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:

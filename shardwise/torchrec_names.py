@@ -23,6 +23,18 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "EmbeddingBagCollection EmbeddingBagCollectionInterface EmbeddingCollection"
         ),
     },
+    "torchrec.datasets.criteo": {
+        "shardwise.data.criteo": (
+            "CAT_FEATURE_COUNT DAYS DEFAULT_CAT_NAMES DEFAULT_COLUMN_NAMES DEFAULT_INT_NAMES DEFAULT_LABEL_NAME "
+            "FREQUENCY_THRESHOLD INT_FEATURE_COUNT TOTAL_TRAINING_SAMPLES"
+        ),
+    },
+    "torchrec.datasets.movielens": {
+        "shardwise.data.movielens": (
+            "DEFAULT_COLUMN_NAMES DEFAULT_MOVIES_COLUMN_NAMES DEFAULT_RATINGS_COLUMN_NAMES MOVIES_FILENAME "
+            "RATINGS_FILENAME"
+        ),
+    },
     "torchrec.datasets.random": {
         "shardwise.data": "RandomRecDataset",
     },
@@ -43,6 +55,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.inference.weights": "assign_weights_to_tbe get_table_to_weights_from_tbe",
         "shardwise.inference": "BatchingMetadata PredictFactory PredictModule QualNameMetadata quantize_dense",
         "shardwise.inference.sharded": "shard_quant_model DEFAULT_FUSED_PARAMS DEFAULT_SHARDERS",
+    },
+    "torchrec.inference.state_dict_transform": {
+        "shardwise.sharding.state_dict_transform": (
+            "state_dict_all_gather_keys state_dict_gather state_dict_to_device"
+        ),
     },
     "torchrec.models.deepfm": {
         "shardwise.models.deepfm": "DenseArch OverArch SparseArch",

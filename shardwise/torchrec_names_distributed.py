@@ -224,7 +224,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.quant": "WeightSpec sharded_tbes_weights_spec",
     },
     "torchrec.distributed.shard": {
-        "shardwise.sharding.composable": "shard shard_modules",
+        "shardwise.sharding.composable": "shard shard_modules _shard_modules",
     },
     "torchrec.distributed.sharding.dynamic_sharding": {
         "shardwise.sharding.plan_delta": "output_sharding_plan_delta_single output_sharding_plans_delta",

@@ -17,13 +17,16 @@ from shardwise import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    EmbeddingShardingPlanner,
     KeyedJaggedTensor,
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
     ShardingEnv,
     ShardingPlan,
+    Topology,
     apply_optimizer_in_backward,
 )
+from shardwise.inference import quantize_inference_model
 from shardwise.sharding import (
     EmbeddingBagCollectionSharder,
     column_wise,
@@ -41,7 +44,9 @@ from shardwise.sharding.comm import (
     intra_and_cross_node_pg,
 )
 from shardwise.sharding.composable import shard, shard_modules
+from shardwise.sharding.quant import QuantEmbeddingBagCollectionSharder, ShardedQuantEmbeddingBagCollection
 from shardwise.sharding.unwrap import get_unsharded_module_names
+from shardwise.torchrec.distributed.shard import _shard_modules
 
 pytestmark = pytest.mark.ranks
 
@@ -150,6 +155,56 @@ def whole_model() -> list[str]:
 @pytest.mark.filterwarnings("ignore:tables")
 def test_the_collections_of_a_model_are_replaced_and_nothing_else() -> None:
     assert run_ranks(2, whole_model) == [["dense"]] * 2
+
+
+class OnRankOne(EmbeddingShardingPlanner):
+    """A planner with a will of its own."""
+
+    def plan(self, module: nn.Module, sharders: list[Any]) -> ShardingPlan:
+        assert dist.get_rank() == 0 and len(sharders) == 1
+        return ShardingPlan(
+            {"ebc": construct_module_sharding_plan(module.ebc, {"ta": table_wise(1), "tb": row_wise()})}
+        )
+
+
+def as_in_the_notebook() -> tuple[list[str], Tensor]:
+    model = Net("meta")
+    env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
+    sharders, device = [EmbeddingBagCollectionSharder()], torch.device("cpu")
+    planner = OnRankOne(Topology(world_size=2, compute_device="cpu"))
+    assert _shard_modules(model, env, device, None, sharders, True, planner) is model
+    plan = ShardingPlan({"": construct_module_sharding_plan(bags(), BY_ROWS)})
+    with pytest.warns(UserWarning, match="planner has no effect beside a plan") as caught:
+        alone = _shard_modules(module=bags(), env=env, device=device, plan=plan, sharders=sharders, planner=planner)
+    assert caught[0].filename == __file__
+    assert type(alone) is ShardedEmbeddingBagCollection
+    with pytest.raises(TypeError, match=r"env must be one ShardingEnv for all modules, got a dict of \['ebc'\]"):
+        _shard_modules(Net(), {"ebc": env}, plan=plan)  # type: ignore[arg-type]
+    places = [
+        str(one.placement) for one in model.ebc.state_dict()["embedding_bags.ta.weight"].metadata().shards_metadata
+    ]
+    assert torch.equal(model.ebc(batch_of(dist.get_rank())).values(), alone(batch_of(dist.get_rank())).values())
+    return places, alone(batch_of(dist.get_rank())).values().detach()
+
+
+@pytest.mark.filterwarnings("ignore:tables")
+def test_the_private_name_of_the_notebook_takes_a_planner() -> None:
+    """TorchRec's notebook imports `_shard_modules`, which was not there."""
+    for rank, (places, output) in enumerate(run_ranks(2, as_in_the_notebook)):
+        assert places == ["rank:1/cpu"]
+        assert torch.allclose(output, bags()(batch_of(rank)).values(), atol=1e-6)
+
+
+def test_the_private_name_shards_a_quantized_model_in_one_process() -> None:
+    model = quantize_inference_model(Net())
+    before = model.ebc(batch_of(0)).values()
+    sharders = [QuantEmbeddingBagCollectionSharder()]
+    planner = EmbeddingShardingPlanner(topology=Topology(world_size=2, compute_device="cpu"))
+    sharded = _shard_modules(
+        module=model, env=ShardingEnv.from_local(2, 0), device=torch.device("cpu"), sharders=sharders, planner=planner
+    )
+    assert type(sharded.ebc) is ShardedQuantEmbeddingBagCollection
+    assert torch.equal(sharded.ebc(batch_of(0)).values(), before)
 
 
 def test_one_process_needs_no_group() -> None:

@@ -30,6 +30,8 @@ EXPORTED = {
 }  # fmt: skip
 # imported there under another name
 RENAMED = {"torchrec.distributed.quant_embeddingbag.QuantFeatureProcessedEmbeddingBagCollection"}
+# private there, and called by TorchRec's own notebook
+PRIVATE = {"torchrec.distributed.shard._shard_modules"}
 
 
 @pytest.mark.parametrize(("path", "name"), ENTRIES, ids=[f"{path}.{name}" for path, name in ENTRIES])
@@ -67,7 +69,29 @@ def test_every_entry_is_a_name_of_torchrec() -> None:
         listed = name in known.get(path, set()) or (name.isupper() and path in known)
         if not listed and not (elsewhere and name in everything):
             unknown.append(f"{path}.{name}")
-    assert set(unknown) == RENAMED
+    assert set(unknown) == RENAMED | PRIVATE
+
+
+def test_constants_of_datasets_have_upstreams_values() -> None:
+    """The first line of most programs that train on Criteo: `torchrec.datasets.criteo` was no module."""
+    from shardwise.data import criteo as reader
+    from shardwise.torchrec.datasets import criteo, movielens
+
+    assert (criteo.INT_FEATURE_COUNT, criteo.CAT_FEATURE_COUNT, criteo.FREQUENCY_THRESHOLD) == (13, 26, 3)
+    assert (criteo.DAYS, criteo.TOTAL_TRAINING_SAMPLES, criteo.DEFAULT_LABEL_NAME) == (24, 4195197692, "label")
+    integers, categories = [f"int_{n}" for n in range(13)], [f"cat_{n}" for n in range(26)]
+    assert integers == criteo.DEFAULT_INT_NAMES and categories == criteo.DEFAULT_CAT_NAMES
+    assert ["label", *integers, *categories] == criteo.DEFAULT_COLUMN_NAMES
+    # and they are those of the batches that our reader makes
+    assert (*integers,) == reader.Criteo.dense_names and (*categories,) == reader.CATEGORY_NAMES
+    assert (movielens.RATINGS_FILENAME, movielens.MOVIES_FILENAME) == ("ratings.csv", "movies.csv")
+    assert movielens.DEFAULT_RATINGS_COLUMN_NAMES == ["userId", "movieId", "rating", "timestamp"]
+    assert movielens.DEFAULT_MOVIES_COLUMN_NAMES == ["movieId", "title", "genres"]
+    assert movielens.DEFAULT_COLUMN_NAMES == ["userId", "movieId", "rating", "timestamp", "title", "genres"]
+    # what reads files has other names here, and the error says which
+    for module, ours in (("criteo", "shardwise.data.Criteo"), ("movielens", "shardwise.data.MovieLens")):
+        with pytest.raises(AttributeError, match=f"{module}.mystery; {ours} reads its files"):
+            getattr(import_module(f"shardwise.torchrec.datasets.{module}"), "mystery")  # noqa: B009
 
 
 def in_a_fresh_process(code: str) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardwise.planner.errors import PlannerError, PlannerErrorType
 
+from ..comm import get_local_size
 from ..exchange import Exchange
 from ..failures import agreed
 from ..plan import ShardingPlan
@@ -30,7 +31,7 @@ def plan_on_leader(pg: dist.ProcessGroup | None, make: Callable[[], ShardingPlan
     if exchange.rank == 0:
         try:
             mine = make()
-            said = json.dumps(_told(mine)).encode()
+            said = json.dumps(_told(mine, exchange.world_size)).encode()
         except Exception as error:
             failure = error
             said = json.dumps(_error_told(error)).encode()
@@ -44,9 +45,10 @@ def plan_on_leader(pg: dist.ProcessGroup | None, make: Callable[[], ShardingPlan
     return plan_from_json(data, "the plan of rank 0")
 
 
-def _told(plan: ShardingPlan) -> dict[str, Any]:
-    assert plan.world_size is not None and plan.local_world_size is not None
-    return plan_to_json(plan, plan.world_size, plan.local_world_size)
+def _told(plan: ShardingPlan, ranks: int) -> dict[str, Any]:
+    # a plan made by hand does not say how many ranks it is for
+    world_size = plan.world_size or ranks
+    return plan_to_json(plan, world_size, plan.local_world_size or get_local_size(world_size))
 
 
 def _error_told(error: Exception) -> dict[str, str]:
