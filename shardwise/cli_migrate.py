@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import click
 
     from .migrate import Finding
+    from .migrate_source import Unreadable, Use
 
 # worst first, as the report has them
 _STATUSES = ("missing", "differs", "mapped")
@@ -28,10 +29,10 @@ _WIDEST = 70
 
 @dataclass(frozen=True)
 class _Report:
-    """Names with their places (file, line), files that could not be read, and files that were written."""
+    """Names with their places, files that could not be read, and files that were written."""
 
     files: int
-    places: dict[str, list[tuple[Path, int]]]
+    places: dict[str, list[tuple[Path, Use]]]
     problems: list[str]
     written: list[Path]
 
@@ -52,15 +53,16 @@ def add_migrate(commands: click.Group) -> None:
     def migrate(paths: tuple[Path, ...], write: bool, as_json: bool) -> None:
         """What the programs PATHS take from TorchRec: mapped to ours, behaving differently, or missing.
 
-        PATHS are files, and folders for all .py files below them but those of virtual environments and hidden folders.
-        Nothing of the programs is run. With --write, what `shardwise` has is imported from there and the rest from
-        `shardwise.torchrec.<TorchRec's path>`; nothing but import statements changes. Names inside strings and star
-        imports are left alone. Ends with status 1 if a name is missing or a file
-        cannot be read or written.
+        PATHS are files, and folders for all .py and .ipynb files below them but those of virtual environments and
+        hidden folders. The code cells of a notebook are one program. Nothing of the programs is run. With --write,
+        what `shardwise` has is imported from there and the rest from `shardwise.torchrec.<TorchRec's path>`; nothing
+        but import statements changes. Names inside strings, star imports and lines for IPython are left alone. Ends
+        with status 1 if a name is missing, a file cannot be read or written, or a folder has no program.
         """
         if find_spec("libcst") is None:
             raise click.ClickException("migrate reads programs with libcst: pip install shardwise[migrate]")
         report = _read([*_programs(paths)], write)
+        report.problems.extend(f"{path}: no .py or .ipynb file below it" for path in paths if _is_bare(path))
         if as_json:
             click.echo(json.dumps(_as_json(report), indent=2))
         else:
@@ -82,10 +84,15 @@ def _below(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
         inside = (name for name in sorted(folders) if not name.startswith("."))
         folders[:] = [name for name in inside if not (Path(place) / name / "pyvenv.cfg").is_file()]
-        yield from (Path(place) / name for name in sorted(files) if name.endswith(".py"))
+        yield from (Path(place) / name for name in sorted(files) if name.endswith((".py", ".ipynb")))
+
+
+def _is_bare(path: Path) -> bool:
+    return path.is_dir() and next(_below(path), None) is None
 
 
 def _read(files: Sequence[Path], write: bool) -> _Report:
+    from .migrate_notebook import is_notebook, read_notebook
     from .migrate_source import Unreadable, read_program
     from .untrusted import read_regular
 
@@ -93,14 +100,14 @@ def _read(files: Sequence[Path], write: bool) -> _Report:
     for file in files:
         try:
             source = read_regular(file)
-            program = read_program(source)
+            program = (read_notebook if is_notebook(file.name, source) else read_program)(source)
             for use in program.uses:
-                report.places.setdefault(use.name, []).append((file, use.line))
+                report.places.setdefault(use.name, []).append((file, use))
             if write and program.rewritten != source:
                 _replace(file, program.rewritten)
                 report.written.append(file)
         except Unreadable as error:
-            report.problems.append(f"{file}:{error.line}: {error}")
+            report.problems.append(f"{file}:{_line(error)}: {error}")
         except OSError as error:
             report.problems.append(f"{file}: {error.strerror}")
     return report
@@ -131,7 +138,10 @@ def _as_json(report: _Report) -> dict[str, Any]:
         {
             "name": one.name, "status": one.status, "ours": one.ours or None, "hint": one.hint or None,
             "differences": [{"link": row.link, "row": row.begins} for row in one.differences],
-            "places": [{"file": str(file), "line": line} for file, line in report.places[one.name]],
+            "places": [
+                {"file": str(file), **({} if use.cell is None else {"cell": use.cell}), "line": use.line}
+                for file, use in report.places[one.name]
+            ],
         }
         for one in findings
     ]  # fmt: skip
@@ -174,13 +184,17 @@ def _here(one: Finding) -> str:
     return one.hint or "nothing like it"
 
 
-def _where(places: Sequence[tuple[Path, int]]) -> str:
+def _where(places: Sequence[tuple[Path, Use]]) -> str:
     """Each file with its lines, the first of them if they are many."""
-    lines: dict[Path, list[int]] = {}
-    for file, line in places:
-        lines.setdefault(file, []).append(line)
+    lines: dict[Path, list[str]] = {}
+    for file, use in places:
+        lines.setdefault(file, []).append(_line(use))
     shown = []
     for file, all_of_it in lines.items():
         more = f" and {len(all_of_it) - _LINES_SHOWN} more" if len(all_of_it) > _LINES_SHOWN else ""
-        shown.append(f"{file}:{', '.join(map(str, all_of_it[:_LINES_SHOWN]))}{more}")
+        shown.append(f"{file}:{', '.join(all_of_it[:_LINES_SHOWN])}{more}")
     return "; ".join(shown)
+
+
+def _line(place: Use | Unreadable) -> str:
+    return str(place.line) if place.cell is None else f"cell {place.cell}:{place.line}"

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ast
 import codecs
-from collections.abc import Iterator, Sequence
+import io
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import libcst as cst
 import libcst.matchers as match
@@ -17,18 +20,26 @@ from libcst import metadata
 
 from .migrate import MIRROR, home_of, is_module, mirrored, name_at
 
-__all__ = ["Program", "Unreadable", "Use", "read_program"]
+__all__ = ["Edit", "Program", "Unreadable", "Use", "edited", "read_body", "read_program"]
 
 # of a line that we write
 _WIDTH = 88
 
 
+# bytes from, bytes to, and the text to put there
+Edit: TypeAlias = tuple[int, int, str]
+
+
 @dataclass(frozen=True)
 class Use:
-    """A name of TorchRec at a line, which counts from 1; it ends with `.*` where a module is imported with a star."""
+    """A name of TorchRec at a line, of a notebook at a line of a cell; both count from 1.
+
+    The name ends with `.*` where a module is imported with a star.
+    """
 
     name: str
     line: int
+    cell: int | None = None
 
 
 @dataclass(frozen=True)
@@ -40,11 +51,11 @@ class Program:
 
 
 class Unreadable(ValueError):
-    """A file that is no Python; `line` counts from 1."""
+    """A file that is no Python; `line`, of a notebook in `cell`, counts from 1."""
 
-    def __init__(self, line: int, message: str) -> None:
+    def __init__(self, line: int, message: str, cell: int | None = None) -> None:
         super().__init__(message)
-        self.line = line
+        self.line, self.cell = line, cell
 
 
 @dataclass(frozen=True)
@@ -60,18 +71,51 @@ def read_program(source: bytes) -> Program:
     """The names of TorchRec that `source`, a Python file, uses, and its text with the imports rewritten.
 
     Raises:
-        Unreadable: it is not UTF-8, or no Python.
+        Unreadable: it is not in its encoding, which is UTF-8 if it declares none, or no Python.
     """
     mark = codecs.BOM_UTF8 if source.startswith(codecs.BOM_UTF8) else b""
-    body = source[len(mark) :]
+    body, encoding = source[len(mark) :], _declared(source)
+    if encoding:
+        try:
+            body = body.decode(encoding).encode()
+        except ValueError as error:
+            raise Unreadable(1, f"not {encoding}, which it declares: {error}") from None
+    uses, edits = read_body(body)
+    body = edited(body, edits)
+    return Program(tuple(uses), mark + (body.decode().encode(encoding) if encoding else body))
+
+
+def read_body(body: bytes) -> tuple[list[Use], list[Edit]]:
+    """The uses in a program in UTF-8, in the order of lines, and what rewrites its imports.
+
+    Raises:
+        Unreadable: it is not UTF-8, or no Python.
+    """
     try:
         read = _Reading(_parsed(body), body)
         uses = {*read.imported(), *read.accessed()}
+        return sorted(uses, key=lambda use: (use.line, use.name)), [*read.edits()]
     except RecursionError:
         raise Unreadable(1, "an expression is nested too deeply") from None
-    for start, end, text in sorted(read.edits(), reverse=True):
+
+
+def edited(body: bytes, edits: Iterable[Edit]) -> bytes:
+    """The program with the edits made."""
+    for start, end, text in sorted(edits, reverse=True):
         body = body[:start] + text.encode() + body[end:]
-    return Program(tuple(sorted(uses, key=lambda use: (use.line, use.name))), mark + body)
+    return body
+
+
+def _declared(source: bytes) -> str:
+    """The encoding in a comment of the first two lines, if it is another than UTF-8."""
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+    except SyntaxError as error:
+        if "unknown encoding" in str(error):
+            raise Unreadable(1, f"no Python: {error}") from None
+        # not UTF-8: said with the line when it is read
+        return ""
+    return "" if encoding.startswith("utf-8") else encoding
 
 
 def _parsed(body: bytes) -> cst.Module:
@@ -133,8 +177,8 @@ class _Reading:
                     if name is not None:
                         yield Use(name, self._line(access.node))
 
-    def edits(self) -> Iterator[tuple[int, int, str]]:
-        """Bytes from, bytes to, and the text to put there."""
+    def edits(self) -> Iterator[Edit]:
+        """What rewrites the imports."""
         for statement in self.statements:
             if isinstance(statement, cst.ImportFrom):
                 yield from self._edits_of_from(statement)
@@ -147,7 +191,7 @@ class _Reading:
                 whole = alias.node.asname is not None or not is_module(alias.module)
                 yield (*self._span(alias.node.name), mirrored(alias.module) if whole else root)
 
-    def _edits_of_from(self, statement: cst.ImportFrom) -> Iterator[tuple[int, int, str]]:
+    def _edits_of_from(self, statement: cst.ImportFrom) -> Iterator[Edit]:
         # home -> what is imported from it, as written
         groups: dict[str, list[str]] = {}
         for alias in _aliases(statement):
