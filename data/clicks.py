@@ -100,6 +100,9 @@ class Clicks:
         self._dense_weights = self._normal(_DENSE_WEIGHT, columns) / np.sqrt(dense)
         self.dense_names = tuple(f"dense_{column}" for column in columns)
         self.feature_rows: Mapping[str, int] = {feature.name: feature.rows for feature in features}
+        self.ids_per_sample: Mapping[str, float] = {
+            feature.name: (feature.min_ids + feature.max_ids) / 2 for feature in features
+        }
         self.skipped: Mapping[str, int] = {}
         # popular ids move the mean by their weights' luck; samples from before the stream's start measure by how much
         self._bias = 0.0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
@@ -36,6 +37,8 @@ DEFAULT_COLUMN_NAMES = [DEFAULT_LABEL_NAME, *DEFAULT_INT_NAMES, *DEFAULT_CAT_NAM
 DAYS, TOTAL_TRAINING_SAMPLES = 24, 4_195_197_692
 # categories that are seen less often share one id where ids are made contiguous
 FREQUENCY_THRESHOLD = 3
+# training samples at the begin of the files that tell how often a category is missing
+_PROBE = 4096
 _COLUMNS = 1 + len(DENSE_NAMES) + len(CATEGORY_NAMES)
 _INTEGER = r"(?:-?[0-9]{1,18})?"
 _CATEGORY = r"[0-9a-fA-F]{0,8}"
@@ -79,6 +82,16 @@ class Criteo:
         self._evaluate_every = evaluate_every
         self._bad_rows = BadRows(on_bad_row)
         self.skipped: Mapping[str, int] = self._bad_rows.skipped
+
+    @cached_property
+    def ids_per_sample(self) -> Mapping[str, float]:
+        # the share of samples that have one; bad rows are neither raised nor counted here
+        counts, samples = np.zeros(len(CATEGORY_NAMES)), 0
+        for _, _, text in islice(self._split(evaluate=False), _PROBE):
+            if _ROW.fullmatch(text) is not None:
+                counts += [field != "" for field in text.split("\t")[14:]]
+                samples += 1
+        return dict(zip(CATEGORY_NAMES, (counts / max(1, samples)).tolist(), strict=True))
 
     @property
     def identity(self) -> Mapping[str, str | int | float]:

@@ -125,6 +125,13 @@ class MovieLens:
         }
 
     @cached_property
+    def ids_per_sample(self) -> Mapping[str, float]:
+        history = self._history_stop - self._history_start
+        genres = np.diff(self._genre_ends)[self._item]
+        means = [float(counts[self._train].mean()) if len(self._train) else 0.0 for counts in (genres, history)]
+        return {"user": 1.0, "item": 1.0, "genres": means[0], "history": means[1]}
+
+    @cached_property
     def _ratings_checksum(self) -> int:
         return _checksum(self._user, self._item, self._time, self.labels, self._genres, self._genre_ends)
 

@@ -20,11 +20,15 @@ class Source(Protocol):
 
     `feature_rows` gives the rows that the table of each sparse feature needs, in the order of the batch's keys;
     `dense_names` names the dense columns; `skipped` counts the bad rows left out so far, by reason; `identity` tells
-    the data and the order of its batches from others, in values that JSON has.
+    the data and the order of its batches from others, in values that JSON has. `ids_per_sample` is the mean number of
+    ids of each sparse feature in training, by which tables are planned.
     """
 
     @property
     def feature_rows(self) -> Mapping[str, int]: ...
+
+    @property
+    def ids_per_sample(self) -> Mapping[str, float]: ...
 
     @property
     def dense_names(self) -> tuple[str, ...]: ...

@@ -14,6 +14,8 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
+from shardwise._version import how_to_install
+
 from ._check import names
 from ._pieces import from_jt_dict, like
 from ._segments import join_tensors
@@ -217,4 +219,4 @@ def _arrow(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ImportError("Arrow tables need pyarrow: pip install 'shardwise[data]'") from None
+        raise ImportError(f"Arrow tables need pyarrow: {how_to_install('data')}") from None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise._version import how_to_install
 from shardwise.perf import machine
 from shardwise.perf.case import DEVICES, SUITES, Case, Setting, chosen
 from shardwise.perf.cases import CASES
@@ -33,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("benchmark"):
-        raise pytest.UsageError("pytest perf/ needs pytest-benchmark: pip install shardwise[perf]")
+        raise pytest.UsageError(f"pytest perf/ needs pytest-benchmark: {how_to_install('perf')}")
     device = str(config.getoption("device"))
     others = machine.importable_peers() if config.getoption("peers") else frozenset[str]()
     try:

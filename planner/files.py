@@ -26,6 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwise._version import how_to_install
 from shardwise.embeddings.config import DataType
 from shardwise.untrusted import parse_json, read_regular
 
@@ -198,7 +199,7 @@ def _toml(text: str) -> Any:
         except ImportError:
             continue
         return library.loads(text)
-    raise ValueError("Python 3.10 reads it with tomli: pip install shardwise[cli], or write JSON")
+    raise ValueError(f"Python 3.10 reads it with tomli: {how_to_install('cli')}, or write JSON")
 
 
 def data_type_from(value: Any) -> DataType:

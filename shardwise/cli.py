@@ -1,4 +1,4 @@
-"""The command line, `shardwise` or `python -m shardwise`. Needs click and rich: `pip install shardwise[cli]`.
+"""The command line, `shardwise` or `python -m shardwise`. Needs click and rich, the extra `cli`.
 
 `kernels check` compiles every kernel for GPUs that need not be present and holds what comes out to what is promised;
 `kernels autotune` times their configs (cli_tune.py).
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ._version import __version__
+from ._version import __version__, how_to_install
 
 if TYPE_CHECKING:
     import click
@@ -27,7 +27,7 @@ def main() -> None:
     """Run the command that the arguments of the process name."""
     missing = [library for library in ("click", "rich") if find_spec(library) is None]
     if missing:
-        sys.exit(f"shardwise: the command line needs {' and '.join(missing)}: pip install shardwise[cli]")
+        sys.exit(f"shardwise: the command line needs {' and '.join(missing)}: {how_to_install('cli')}")
     commands()(prog_name="shardwise")
 
 

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ._version import how_to_install
+
 if TYPE_CHECKING:
     import click
 
@@ -60,7 +62,7 @@ def add_migrate(commands: click.Group) -> None:
         with status 1 if a name is missing, a file cannot be read or written, or a folder has no program.
         """
         if find_spec("libcst") is None:
-            raise click.ClickException("migrate reads programs with libcst: pip install shardwise[migrate]")
+            raise click.ClickException(f"migrate reads programs with libcst: {how_to_install('migrate')}")
         report = _read([*_programs(paths)], write)
         report.problems.extend(f"{path}: no .py or .ipynb file below it" for path in paths if _is_bare(path))
         if as_json:

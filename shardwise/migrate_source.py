@@ -1,6 +1,6 @@
 """Which names of TorchRec a program uses, and the program with its imports rewritten: from source, without running it.
 
-Needs libcst: `pip install shardwise[migrate]`. Only import statements are touched, and of them only the
+Needs libcst, the extra `migrate`. Only import statements are touched, and of them only the
 names of modules and, where one statement becomes two, its lines. Names inside strings are left alone.
 """
 

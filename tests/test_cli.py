@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ pytest.importorskip("rich")
 from click.testing import CliRunner, Result
 
 from shardwise import __version__, cli
+from shardwise._version import how_to_install
 from shardwise.kernels import _op, compiled
 from shardwise.kernels.compiled import Report
 from shardwise.kernels.launched import Case
@@ -99,7 +101,7 @@ def test_a_check_that_cannot_compile_says_why(
 
 def test_without_click_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda library: None if library == "click" else object())
-    with pytest.raises(SystemExit, match=r"the command line needs click: pip install shardwise\[cli\]"):
+    with pytest.raises(SystemExit, match=re.escape(f"the command line needs click: {how_to_install('cli')}")):
         cli.main()
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("libcst")
 from click.testing import CliRunner, Result
 
 from shardwise import cli
+from shardwise._version import how_to_install
 
 ROOT = Path(__file__).parents[1]
 
@@ -208,7 +209,7 @@ def test_without_libcst_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("shardwise.cli_migrate.find_spec", lambda _: None)
     result = run(written(tmp_path, good=GOOD))
     assert result.exit_code == 1
-    assert result.stderr == "Error: migrate reads programs with libcst: pip install shardwise[migrate]\n"
+    assert result.stderr == f"Error: migrate reads programs with libcst: {how_to_install('migrate')}\n"
 
 
 def test_rewritten_programs_print_what_the_unchanged_ones_do(tmp_path: Path) -> None:

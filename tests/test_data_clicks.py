@@ -85,6 +85,15 @@ def test_bags_have_every_length_between_their_bounds() -> None:
     np.testing.assert_allclose(np.bincount(lengths) / 4000, [0.25] * 4, atol=0.03)
 
 
+def test_the_mean_number_of_ids_is_known_before_training() -> None:
+    source = Clicks()
+    (batch,) = source.train(source.train_samples)
+    found = dict(zip(batch.sparse_features.keys(), batch.sparse_features.length_per_key(), strict=True))
+    assert source.ids_per_sample["words"] == 6.5 and source.ids_per_sample["history"] == 15
+    for name, mean in source.ids_per_sample.items():
+        assert found[name] / source.train_samples == pytest.approx(mean, rel=0.01)
+
+
 def test_labels_are_drawn_from_the_planted_logits() -> None:
     clicks = Clicks(1, click_bias=-2.0)
     index = np.arange(40_000)

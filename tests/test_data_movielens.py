@@ -58,6 +58,16 @@ def test_ratings_become_labels_and_bags(tmp_path: Path, end: str, zipped: bool) 
     assert reader.feature_rows == {"user": 2, "item": 3, "genres": 3, "history": 3}
 
 
+def test_the_mean_number_of_ids_is_known_before_training(tmp_path: Path) -> None:
+    reader = MovieLens(folder(tmp_path), evaluate_fraction=0.25)
+    (batch,) = reader.train(reader.train_samples)
+    counts = dict(zip(batch.sparse_features.keys(), batch.sparse_features.length_per_key(), strict=True))
+    assert {name: count / reader.train_samples for name, count in counts.items()} == pytest.approx(
+        dict(reader.ids_per_sample)
+    )
+    assert counts["history"] and counts["genres"] > reader.train_samples
+
+
 def test_history_keeps_the_latest_items(tmp_path: Path) -> None:
     reader = MovieLens(folder(tmp_path), history=2)
     assert [bag.tolist() for bag in reader.samples(np.arange(5)).sparse_features["history"].to_dense()][4] == [1, 2]

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ def test_training_on_generated_clicks_learns_and_reports(
     printed = capsys.readouterr().out
     # the plan, the table, the ceiling
     assert "t_user" in printed
+    # the plan was for 512 samples of one id for each feature, and "proven to be optimal" for those
+    assert "256 samples a rank" in printed and "is the default" not in printed and "is assumed" not in printed
+    words, history = (re.search(rf"{name}: .* ([\d.]+) ids? a sample", printed) for name in ("t_words", "t_history"))
+    assert words and history and (words[1], history[1]) == ("6.5", "15")
     assert f"{epochs[1]['test_auc']:.4f}" in printed
     assert f"{result['ceiling_auc']:.4f}" in printed
 

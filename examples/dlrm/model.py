@@ -7,20 +7,25 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from shardwise import (
     CombinedOptimizer,
     DistributedModelParallel,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingShardingPlanner,
     KeyedOptimizerWrapper,
+    ParameterConstraints,
     PoolingType,
     RowWiseAdagrad,
+    ShardingPlan,
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
 )
 from shardwise.data import Source
 from shardwise.models import DLRM, DLRMTrain
+from shardwise.sharding.planning.machines import topology_here
 
 # name -> what updates the tables during backward, and what updates the dense layers
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Callable[..., torch.optim.Optimizer]]] = {
@@ -63,7 +68,18 @@ def build_model(source: Source, args: argparse.Namespace, device: torch.device) 
     sparse_optimizer, _ = OPTIMIZERS[args.optimizer]
     tables = model.model.sparse_arch.embedding_bag_collection
     apply_optimizer_in_backward(sparse_optimizer, tables.parameters(), {"lr": args.lr})
-    return DistributedModelParallel(model, device=device)
+    return DistributedModelParallel(model, device=device, plan=make_plan(model, source, args, device))
+
+
+def make_plan(model: DLRMTrain, source: Source, args: argparse.Namespace, device: torch.device) -> ShardingPlan:
+    """The best plan for the batches of this run, on all ranks; without a plan there would be one for 512 samples a rank
+    of one id for each feature."""
+    ids = {
+        f"t_{feature}": ParameterConstraints(pooling_factors=[mean]) for feature, mean in source.ids_per_sample.items()
+    }
+    samples = args.batch_size // dist.get_world_size()
+    planner = EmbeddingShardingPlanner(topology_here(device.type), samples, constraints=ids)
+    return planner.collective_plan(model)
 
 
 def build_optimizer(model: DistributedModelParallel, args: argparse.Namespace) -> CombinedOptimizer:

@@ -1,4 +1,4 @@
-"""Serve an exported model over HTTP: `python examples/serve/server.py --folder served`. Needs `shardwise[serve]`.
+"""Serve an exported model over HTTP: `python examples/serve/server.py --folder served`. Needs the extra `serve`.
 
     POST /predict    {"instances": [...]} -> {"predictions": [...]}; see instances.py for what an instance is
     GET /v1/model    what the model takes and gives, and the limits of this server

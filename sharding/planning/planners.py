@@ -330,7 +330,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             constraints=_of_tables(self._constraints or {}, [table.name for table in model.tables]),
             reserved=_taken(self._topology, reserved),
             seconds=self._limit(),
-            settings=self._settings(),
+            settings=self._settings([table.name for table in model.tables]),
         )
         self._num_proposals = self._num_plans = 1
         return options_of(self._last_plan, model.modules, model.parameters, self._constraints or {})
@@ -387,10 +387,17 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             return self._seconds
         return self._timeout_seconds if self._timeout_seconds < _LONG_S else None
 
-    def _settings(self) -> dict[str, str]:
-        """What decided the plan besides the tables and the machines."""
-        said = {"batch size": f"{self._batch_size} is the default: batch_size says another"}
-        return {**(said if self._is_default_batch else {}), "reservation": str(self._storage_reservation)}
+    def _settings(self, tables: Sequence[str]) -> dict[str, str]:
+        """What decided the plan besides the tables and the machines, and what was assumed because nobody said it."""
+        said = {}
+        if self._is_default_batch:
+            said["batch size"] = f"{self._batch_size} is the default: batch_size says another"
+        known = self._constraints or {}
+        assumed = 0 if ANY in known else sum(name not in known for name in tables)
+        if assumed:
+            which = "all tables" if assumed == len(tables) else f"{assumed} of {len(tables)} tables"
+            said["ids"] = f"1 id a sample is assumed for {which}: pooling_factors in constraints says another"
+        return {**said, "reservation": str(self._storage_reservation)}
 
     def _tell(
         self, plan: ShardingPlan, options: list[ShardingOption], sharders: list[ModuleSharder[Any]], seconds: float
