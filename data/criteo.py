@@ -83,8 +83,12 @@ class Criteo:
         self._bad_rows = BadRows(on_bad_row)
         self.skipped: Mapping[str, int] = self._bad_rows.skipped
 
-    @cached_property
+    @property
     def ids_per_sample(self) -> Mapping[str, float]:
+        return self._ids_per_sample
+
+    @cached_property
+    def _ids_per_sample(self) -> Mapping[str, float]:
         # the share of samples that have one; bad rows are neither raised nor counted here
         counts, samples = np.zeros(len(CATEGORY_NAMES)), 0
         for _, _, text in islice(self._split(evaluate=False), _PROBE):

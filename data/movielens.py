@@ -124,8 +124,12 @@ class MovieLens:
             "history": self._history,
         }
 
-    @cached_property
+    @property
     def ids_per_sample(self) -> Mapping[str, float]:
+        return self._ids_per_sample
+
+    @cached_property
+    def _ids_per_sample(self) -> Mapping[str, float]:
         history = self._history_stop - self._history_start
         genres = np.diff(self._genre_ends)[self._item]
         means = [float(counts[self._train].mean()) if len(self._train) else 0.0 for counts in (genres, history)]

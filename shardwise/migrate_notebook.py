@@ -13,7 +13,6 @@ import tokenize
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from json.decoder import scanstring
 from typing import Any
 
 from .migrate_source import Edit, Program, Unreadable, Use, edited, read_body
@@ -188,7 +187,7 @@ def _members(text: str, at: int) -> Iterator[tuple[str, int, int]]:
     """Key and place of each value of the JSON object at `at`."""
     at = _space(text, text.index("{", at) + 1)
     while text[at] == '"':
-        key, at = scanstring(text, at + 1, True)
+        key, at = _DECODER.raw_decode(text, at)
         start = _space(text, _space(text, at) + 1)
         end = _end(text, start)
         yield key, start, end

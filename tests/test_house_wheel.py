@@ -106,7 +106,8 @@ def test_an_editable_install_finds_every_folder(trees: dict[str, Path], links: s
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=trees[links]
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    with zipfile.ZipFile(*tmp_path.glob("*.whl")) as archive:
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
         archive.extractall(tmp_path)
     # without the site packages: shardwise itself may be installed there
     look = "import importlib.util as u, site, sys; site.addsitedir(sys.argv[1])\n"

@@ -43,10 +43,9 @@ from shardwise.sharding.comm import (
     get_num_groups,
     intra_and_cross_node_pg,
 )
-from shardwise.sharding.composable import shard, shard_modules
+from shardwise.sharding.composable import _shard_modules, shard, shard_modules
 from shardwise.sharding.quant import QuantEmbeddingBagCollectionSharder, ShardedQuantEmbeddingBagCollection
 from shardwise.sharding.unwrap import get_unsharded_module_names
-from shardwise.torchrec.distributed.shard import _shard_modules
 
 pytestmark = pytest.mark.ranks
 
@@ -160,7 +159,7 @@ def test_the_collections_of_a_model_are_replaced_and_nothing_else() -> None:
 class OnRankOne(EmbeddingShardingPlanner):
     """A planner with a will of its own."""
 
-    def plan(self, module: nn.Module, sharders: list[Any]) -> ShardingPlan:
+    def plan(self, module: Any, sharders: list[Any]) -> ShardingPlan:
         assert dist.get_rank() == 0 and len(sharders) == 1
         return ShardingPlan(
             {"ebc": construct_module_sharding_plan(module.ebc, {"ta": table_wise(1), "tb": row_wise()})}
@@ -196,11 +195,11 @@ def test_the_private_name_of_the_notebook_takes_a_planner() -> None:
 
 
 def test_the_private_name_shards_a_quantized_model_in_one_process() -> None:
-    model = quantize_inference_model(Net())
+    model: Any = quantize_inference_model(Net())
     before = model.ebc(batch_of(0)).values()
     sharders = [QuantEmbeddingBagCollectionSharder()]
     planner = EmbeddingShardingPlanner(topology=Topology(world_size=2, compute_device="cpu"))
-    sharded = _shard_modules(
+    sharded: Any = _shard_modules(
         module=model, env=ShardingEnv.from_local(2, 0), device=torch.device("cpu"), sharders=sharders, planner=planner
     )
     assert type(sharded.ebc) is ShardedQuantEmbeddingBagCollection

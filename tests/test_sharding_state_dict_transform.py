@@ -14,7 +14,7 @@ from test_sharding_state import STRATEGIES, mix_with, told, whole_of
 from torch import Tensor
 
 from shardwise import ShardingEnv
-from shardwise.torchrec.inference.state_dict_transform import (
+from shardwise.sharding.state_dict_transform import (
     state_dict_all_gather_keys,
     state_dict_gather,
     state_dict_to_device,

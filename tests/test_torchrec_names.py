@@ -75,8 +75,8 @@ def test_every_entry_is_a_name_of_torchrec() -> None:
 def test_constants_of_datasets_have_upstreams_values() -> None:
     """The first line of most programs that train on Criteo: `torchrec.datasets.criteo` was no module."""
     from shardwise.data import criteo as reader
-    from shardwise.torchrec.datasets import criteo, movielens
 
+    criteo, movielens = (import_module(f"shardwise.torchrec.datasets.{name}") for name in ("criteo", "movielens"))
     assert (criteo.INT_FEATURE_COUNT, criteo.CAT_FEATURE_COUNT, criteo.FREQUENCY_THRESHOLD) == (13, 26, 3)
     assert (criteo.DAYS, criteo.TOTAL_TRAINING_SAMPLES, criteo.DEFAULT_LABEL_NAME) == (24, 4195197692, "label")
     integers, categories = [f"int_{n}" for n in range(13)], [f"cat_{n}" for n in range(26)]
