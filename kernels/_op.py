@@ -22,6 +22,22 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 # a file or folder of tuned configs that come before those of shardwise (configs.py)
 TUNED = os.environ.get("SHARDWISE_TUNED")
 
+
+def _switch(name: str) -> bool:
+    """Whether a variable of the environment that may turn something off leaves it on, as it does where it is not set.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    value = os.environ.get(name) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"environment variable {name}={value!r}: expected 0 (off) or 1 (on, as where it is not set)")
+    return value == "1"
+
+
+# whether loops that numba compiles may do the CPU's work where numba is installed (numba_loops.py)
+NUMBA = _switch("SHARDWISE_NUMBA")
+
 triton: Any
 tl: Any
 if HAS_TRITON:

@@ -1,4 +1,8 @@
-"""Where loops that numba compiles are found: files that are not imported where numba, the extra `cpu`, is missing."""
+"""Where loops that numba compiles are found: files that are not imported where numba, the extra `cpu`, is missing.
+
+`SHARDWISE_NUMBA=0` turns them off, and so do `NUMBA_DISABLE_JIT=1` and `numba.config.DISABLE_JIT` before the first use:
+under these the loops would be Python that reads raw addresses.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,25 @@ import warnings
 from functools import cache
 from typing import Any
 
+from . import _op
+
+
+def compiles() -> bool:
+    """Whether numba is installed, and neither our switch nor its own is off."""
+    if not _op.NUMBA or importlib.util.find_spec("numba") is None:
+        return False
+    return not importlib.import_module("numba").config.DISABLE_JIT
+
 
 @cache
 def loops(name: str) -> Any:
-    """The file `name` of loops, compiled; None where numba is missing or does not work: then torch does the work."""
-    if importlib.util.find_spec("numba") is None:
-        return None
+    """The file `name` of loops, compiled; None where numba is missing, off or does not work: then torch does the work."""
     try:
         with warnings.catch_warnings():
             # numba speaks of caches and of its own deprecations
             warnings.simplefilter("ignore")
+            if not compiles():
+                return None
             return importlib.import_module(f".{name}", __package__)
     except Exception as error:
         warnings.warn(f"shardwise: numba does not work here, {name} runs on torch: {line(error)}", stacklevel=3)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.kernels import numba_loops
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.perf.beside_torchrec import without_numba
 from shardwise.perf.case import Call
@@ -59,6 +60,8 @@ def missing() -> list[str]:
     found = []
     if importlib.util.find_spec("numba") is None:
         found.append("numba is not installed: no counts of the CPU path with it")
+    elif not numba_loops.compiles():
+        found.append("compiled loops are off (SHARDWISE_NUMBA, NUMBA_DISABLE_JIT): no counts of the CPU path with numba")
     if not HAS_TRITON:
         found.append("triton is not installed: no kernels, copies and host syncs")
     return found
@@ -81,7 +84,7 @@ def _on_all_paths(step: Step, of_path: Callable[[Step, str], Counts]) -> Counts:
     """Counts of the paths of the CPU, each by `of_path`, and of that of CUDA."""
     found: Counts = {}
     with one_thread():
-        if importlib.util.find_spec("numba") is not None:
+        if importlib.util.find_spec("numba") is not None and numba_loops.compiles():
             found |= of_path(step, "numba")
         with torch_alone():
             found |= of_path(step, "torch alone")

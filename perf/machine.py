@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shardwise import __version__
+from shardwise.kernels import numba_loops
 
 PACKAGES = {"triton": "triton", "numba": "numba", "fbgemm": "fbgemm-gpu", "torchrec": "torchrec", "numpy": "numpy"}
 # of packages that come under several names
@@ -66,12 +67,14 @@ def memory_for_tables(device: str) -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions by package, None of what is not installed."""
+    """Versions by package, None of what is not installed, and of numba where its loops are turned off."""
     found: dict[str, str | None] = {
         "shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()
     }  # fmt: skip
     for name, package in PACKAGES.items():
         found[name] = _installed((package, *OTHER_NAMES.get(name, ())))
+    if not numba_loops.compiles():
+        found["numba"] = None
     found["cuda"] = torch.version.cuda
     return found
 
