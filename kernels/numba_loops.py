@@ -24,7 +24,7 @@ def compiles() -> bool:
 
 @cache
 def loops(name: str) -> Any:
-    """The file `name` of loops, compiled; None where numba is missing, off or does not work: then torch does the work."""
+    """The file `name` of loops, compiled; None where numba is missing, off or does not work: torch does the work."""
     try:
         with warnings.catch_warnings():
             # numba speaks of caches and of its own deprecations

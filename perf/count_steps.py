@@ -61,7 +61,7 @@ def missing() -> list[str]:
     if importlib.util.find_spec("numba") is None:
         found.append("numba is not installed: no counts of the CPU path with it")
     elif not numba_loops.compiles():
-        found.append("compiled loops are off (SHARDWISE_NUMBA, NUMBA_DISABLE_JIT): no counts of the CPU path with numba")
+        found.append("loops are turned off (SHARDWISE_NUMBA, NUMBA_DISABLE_JIT): no counts of the CPU path with numba")
     if not HAS_TRITON:
         found.append("triton is not installed: no kernels, copies and host syncs")
     return found
