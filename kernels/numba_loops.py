@@ -12,6 +12,8 @@ import warnings
 from functools import cache
 from typing import Any
 
+import torch
+
 from . import _op
 
 
@@ -20,6 +22,15 @@ def compiles() -> bool:
     if not _op.NUMBA or importlib.util.find_spec("numba") is None:
         return False
     return not importlib.import_module("numba").config.DISABLE_JIT
+
+
+def arithmetic() -> tuple[str, str]:
+    """What does the CPU's updates of fp32 rows, and the processor it does them for: sums over a row depend on both."""
+    if not compiles():
+        return "torch alone", torch.backends.cpu.get_cpu_capability()
+    numba = importlib.import_module("numba")
+    processor = numba.config.CPU_NAME or importlib.import_module("llvmlite.binding").get_host_cpu_name()
+    return f"numba {numba.__version__}", str(processor)
 
 
 @cache

@@ -7,6 +7,7 @@ facts; only where these differ do the facts themselves travel, so that the error
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -18,15 +19,19 @@ import torch
 from torch import nn
 
 from shardwise._version import __version__
+from shardwise.kernels import numba_loops, rule_named
 
 from .exchange import Exchange
 from .failures import agreed
 from .header import Sizes, Wants, tell
 from .layout import Shard, fingerprint
+from .routes import Table
 
 T = TypeVar("T")
 Facts = Mapping[str, str]
 
+# what facts begin with of which a difference is warned of
+MAY_DIFFER = "processor "
 # differences that an error lists, and characters of a value
 _MOST, _LONG = 4, 160
 # how many agreements this process has seen; ranks take the largest, so that each has a number of its own
@@ -38,6 +43,8 @@ def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, 
 
     A fingerprint of the facts comes back with the number of this agreement in it: two equal collections differ, so that
     ranks which call them in different orders find out.
+
+    Ranks that differ in MAY_DIFFER alone go on, with a warning.
 
     Raises:
         As `header.raise_failures`, and RuntimeError where facts differ; on all ranks: none of them goes on to a
@@ -55,7 +62,11 @@ def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, 
     heads = tell(exchange, device, failure or told, wants=Wants(), fingerprint=0, groups=0).hear()
     assert made is not None
     if any(head.sizes.ids != mine for head in heads):
-        raise agreed(RuntimeError(differences(facts_of_all(exchange, device, made[1]))))
+        facts = facts_of_all(exchange, device, made[1])
+        if len({fingerprint((), _shared(one).items()) for one in facts}) > 1:
+            raise agreed(RuntimeError(differences([_shared(one) for one in facts])))
+        warnings.warn(differences(facts, "replicas may drift apart by last digits, as ranks differ"), stacklevel=2)
+        mine = fingerprint((), _shared(made[1]).items())
     number = max(head.sizes.batch for head in heads)
     _agreements = number + 1
     return made[0], (mine + number) % 2**63
@@ -71,7 +82,12 @@ def facts_of_all(exchange: Exchange, device: torch.device, mine: Facts) -> list[
     return [json.loads(bytes(part.tolist())) for part in torch.split(came, sizes)]
 
 
-def differences(facts: Sequence[Facts]) -> str:
+def _shared(facts: Facts) -> Facts:
+    """Facts without those that may differ."""
+    return {name: text for name, text in facts.items() if not name.startswith(MAY_DIFFER)}
+
+
+def differences(facts: Sequence[Facts], begin: str = "ranks differ in what all must share") -> str:
     """In what ranks differ: each fact that they do not share, and which value who has."""
     names = list(dict.fromkeys(name for one in facts for name in one))
     differ = [name for name in names if len({one.get(name) for one in facts}) > 1]
@@ -84,7 +100,7 @@ def differences(facts: Sequence[Facts]) -> str:
             by_value.setdefault(one.get(name, "nothing"), []).append(rank)
         found.append(f"{name}: {', '.join(_has(ranks, value) for value, ranks in by_value.items())}")
     more = f"; and {len(told) - _MOST} more" if len(told) > _MOST else ""
-    return f"ranks differ in what all must share: {'; '.join(found)}{more}"
+    return f"{begin}: {'; '.join(found)}{more}"
 
 
 def _has(ranks: Sequence[int], value: str) -> str:
@@ -123,6 +139,23 @@ def facts_of_shards(shards: Iterable[Shard]) -> dict[str, str]:
         where = "a replica" if one.replica else f"rows [{top}, {bottom}) of columns [{left}, {right})"
         found.setdefault(one.table, []).append(f"{where} on rank {one.rank}")
     return {f"place of table {table!r}": " + ".join(cuts) for table, cuts in found.items()}
+
+
+def facts_of_replicas(tables: Iterable[Table], shards: Iterable[Shard], device: torch.device) -> dict[str, str]:
+    """What the bits of replicated tables depend on besides their gradients: the same on all ranks, or replicas drift.
+
+    On a CPU rules that are not exact (`Rule.is_exact`) have other bits with numba's loops than on torch alone.
+    """
+    replicated = {shard.table for shard in shards if shard.replica} if device.type == "cpu" else set()
+    found = {}
+    for table in tables:
+        if table.name not in replicated or table.optimizer is None or rule_named(table.optimizer.rule).is_exact:
+            continue
+        by, processor = numba_loops.arithmetic()
+        what = f"the updates of replicated table {table.name!r} ({table.optimizer.rule})"
+        found[f"arithmetic of {what}; the same numba on all ranks or SHARDWISE_NUMBA=0 on all mends it"] = by
+        found[f"{MAY_DIFFER}of {what}"] = processor
+    return found
 
 
 def facts_of_dense(params: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:

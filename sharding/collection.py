@@ -28,7 +28,7 @@ from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_
 from shardwise.kernels.cpu_lookup import ids_are_good, offsets_are_good
 
 from . import header
-from .agreement import Facts, agree, facts_of, facts_of_shards
+from .agreement import Facts, agree, facts_of, facts_of_replicas, facts_of_shards
 from .dedup import once
 from .departure import Departure, Expected
 from .env import ShardingEnv
@@ -92,7 +92,7 @@ class ShardedCollection(nn.Module, Staged):
             chosen, mapped = options or {}, id_ranges(self._id_maps)
             tables, marks = tables_of(module, shards, default_optimizer, chosen, mapped)
             routes, facts = self._plan(tables, shards)
-            return (routes, marks), facts
+            return (routes, marks), facts | facts_of_replicas(tables, shards, device)
 
         (routes, marks), number = agree(self._exchange, device, plan)
         held = Held(routes, env.rank, device, self._policy, stores)

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.embeddings import TableGroup
 from shardwise.kernels import rule_named
 
-from .agreement import Facts, agree
+from .agreement import Facts, agree, facts_of_replicas
 from .exchange import Exchange
 from .held import Held
 from .layout import Shard, Span, TableOptions
@@ -140,7 +140,7 @@ def _go_over(
             _require_same_training(table, old, new, collection.parameter(table.name).requires_grad)
             if resplit is None:
                 _require_same_columns(table.name, old, new)
-        return (routes, held, new), {**facts, "resplit": str(resplit)}
+        return (routes, held, new), {**facts, **facts_of_replicas(tables, shards, device), "resplit": str(resplit)}
 
     exchange = collection._exchange
     (routes, held, new), number = agree(exchange, device, make)

@@ -76,8 +76,8 @@ def violations(path: str, source: str) -> list[str]:
             found.append(f"{path}:{line}: {name} is another package; import shardwise.{name}")
         elif name.startswith("torch.distributed") and folder not in ("sharding", "perf"):
             found.append(f"{path}:{line}: only sharding may import {name}")
-        elif top == "numpy" and folder == "kernels" and "numba" in libraries:
-            # a numba loop works on numpy arrays
+        elif top == "numpy" and folder == "kernels" and ("numba" in libraries or path == "kernels/rule.py"):
+            # a numba loop works on numpy arrays, and numpy's square root is rounded correctly where torch's is not
             continue
         elif top not in THEIRS[folder] and top not in sys.stdlib_module_names:
             found.append(f"{path}:{line}: {folder} may not import the library {name}")
