@@ -22,6 +22,7 @@ from .fused_optimizer import FusedOptimizer
 from .grouped import Found, look_up_groups
 from .optimizers import OptimizerSpec, mark_optimizer, optimizer_of, optimizer_spec
 from .policy import DEFAULT_POLICY, LookupPolicy
+from .replicated import is_replicated, refuse_replicas_of
 from .table_group import TableGroup
 from .table_layout import LookupFeature, TableShape
 
@@ -209,7 +210,8 @@ class TableCollection(nn.Module):
         if param is not group.parameters[number]:
             raise ValueError(
                 f"table {name!r}: its weight is another tensor than the collection's own parameter; copy the values in"
-                " with load_state_dict or weight.data.copy_ instead of replacing it"
+                " with load_state_dict or weight.data.copy_ instead of replacing it (as fully_shard does: shard tables with"
+                " DistributedModelParallel, dense layers with fully_shard)"
             )
         if param.shape != view.shape:
             raise ValueError(f"table {name!r}: its weight must be {list(view.shape)}, got {list(param.shape)}")
@@ -228,7 +230,10 @@ class TableCollection(nn.Module):
 
         Raises:
             RuntimeError: gradients of the tables wait for a step.
+            ValueError: a DistributedDataParallel averages gradients of the tables.
         """
+        if is_replicated(self):
+            raise refuse_replicas_of(next(self._configs[t].name for t, p in enumerate(params) if optimizer_of(p)))
         self._marks = [optimizer_of(param) for param in params]
         self._trained = [param.requires_grad for param in params]
         before = self._homes()

@@ -1,0 +1,184 @@
+"""torch's DistributedDataParallel around tables: averaged gradients, and an error for those trained in the backward."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    apply_optimizer_in_backward,
+)
+from shardwise.sharding import (
+    DistributedModelParallel,
+    ShardingPlan,
+    construct_module_sharding_plan,
+    data_parallel,
+    shard_modules,
+    table_wise,
+)
+
+ROWS, BATCH = 12, 8
+
+
+class Model(nn.Module):
+    """A table and a dense layer."""
+
+    def __init__(self, pooled: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        names: dict[str, Any] = {"name": "t", "num_embeddings": ROWS, "embedding_dim": 4, "feature_names": ["f"]}
+        self.tables: Any = (
+            EmbeddingBagCollection([EmbeddingBagConfig(**names)])
+            if pooled
+            else EmbeddingCollection([EmbeddingConfig(**names)])
+        )
+        self.pooled, self.over = pooled, nn.Linear(4, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        found = self.tables(features)
+        return self.over(found.values() if self.pooled else found["f"].values())  # type: ignore[no-any-return]
+
+
+def batch(of: int) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(of)
+    lengths = torch.randint(0, 4, (BATCH,), generator=generator)
+    return KeyedJaggedTensor(["f"], torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator), lengths=lengths)
+
+
+def trained(pooled: bool, ranks: int) -> list[torch.Tensor]:
+    """Parameters after some steps: of this rank's batches, or of those of all `ranks`."""
+    model = Model(pooled)
+    wrapped = DistributedDataParallel(model) if ranks == 1 else model
+    optimizer = torch.optim.Adagrad(wrapped.parameters(), lr=0.1)
+    mine = [dist.get_rank()] if ranks == 1 else list(range(ranks))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = sum(wrapped(batch(10 * step + rank)).pow(2).sum() for rank in mine)
+        (loss / len(mine)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def ranks_trained(pooled: bool) -> list[torch.Tensor]:
+    return trained(pooled, 1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("pooled", [True, False])
+def test_tables_without_an_optimizer_train_as_in_one_process(pooled: bool) -> None:
+    expected = trained(pooled, 2)
+    for found in run_ranks(2, ranks_trained, pooled):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def refused() -> dict[str, str]:
+    """What each way to put tables with an optimizer under DistributedDataParallel says."""
+    said: dict[str, str] = {}
+
+    def keep(name: str, make: Any) -> None:
+        try:
+            make()
+            said[name] = "nothing"
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    def marked(pooled: bool = True) -> Model:
+        model = Model(pooled)
+        apply_optimizer_in_backward(torch.optim.SGD, model.tables.parameters(), {"lr": 0.1})
+        return model
+
+    def sharded() -> nn.Module:
+        model = marked()
+        plan = {"tables": construct_module_sharding_plan(model.tables, {"t": table_wise(rank=0)}, world_size=1)}
+        return shard_modules(model, plan=ShardingPlan(plan))
+
+    def later() -> None:
+        wrapped = DistributedDataParallel(Model())
+        wrapped(batch(0)).sum().backward()
+        apply_optimizer_in_backward(torch.optim.SGD, wrapped.module.tables.parameters(), {"lr": 0.1})
+        wrapped(batch(1)).sum().backward()
+
+    keep("bags", lambda: DistributedDataParallel(marked()))
+    keep("the collection itself", lambda: DistributedDataParallel(marked().tables))
+    keep("sequences", lambda: DistributedDataParallel(marked(pooled=False)))
+    keep("sharded", lambda: DistributedDataParallel(sharded()))
+    keep("marked later", later)
+
+    def ignored() -> None:
+        model = marked()
+        names = {name for name, _ in model.named_parameters() if name.startswith("tables.")}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+        wrapped = DistributedDataParallel(model)
+        for step in range(2):
+            wrapped(batch(step)).sum().backward()
+
+    def frozen() -> None:
+        model = marked()
+        model.tables.requires_grad_(False)
+        DistributedDataParallel(model)
+
+    def plain() -> None:
+        model = Model()
+        model.tables.requires_grad_(False)
+        DistributedDataParallel(model)(batch(0)).sum().backward()
+
+    def ours() -> None:
+        model = marked()
+        plan = {"tables": construct_module_sharding_plan(model.tables, {"t": data_parallel()}, world_size=1)}
+        whole = DistributedModelParallel(model, plan=ShardingPlan(plan))
+        for step in range(2):
+            whole(batch(step)).sum().backward()
+
+    keep("ignored by name", ignored)
+    keep("frozen", frozen)
+    keep("a frozen one without", plain)
+    keep("DistributedModelParallel", ours)
+    keep("fully_shard", lambda: fully_shard(marked())(batch(0)))
+    return said
+
+
+@pytest.mark.ranks
+def test_tables_with_an_optimizer_are_refused_where_the_wrapper_is_built() -> None:
+    """It was built, each rank trained its tables by its own batch alone, and the second forward failed."""
+    (said,) = run_ranks(1, refused)
+    for name in ("bags", "the collection itself", "sequences", "sharded", "marked later", "frozen"):
+        assert said[name].startswith("ValueError: DistributedDataParallel around table 't'"), (name, said[name])
+        assert "DistributedModelParallel" in said[name]
+    assert {said[name] for name in ("ignored by name", "a frozen one without", "DistributedModelParallel")} == {
+        "nothing"
+    }, said
+    assert said["fully_shard"].startswith("ValueError: table 't'") and "fully_shard" in said["fully_shard"]
+
+
+@pytest.mark.parametrize("first", ["import torch.distributed.optim", "pass"])
+def test_it_is_refused_whatever_else_was_imported_and_in_whatever_order(first: str) -> None:
+    """Without the import DistributedDataParallel itself failed: "torch.distributed has no attribute optim"."""
+    code = f"""
+{first}
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from shardwise import EmbeddingBagConfig, FusedEmbeddingBagCollection
+config = EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])
+try:
+    DistributedDataParallel(FusedEmbeddingBagCollection([config], torch.optim.SGD, {{"lr": 0.1}}))
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "DistributedDataParallel around table 't'" in done.stdout, done.stderr
