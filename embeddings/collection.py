@@ -210,8 +210,8 @@ class TableCollection(nn.Module):
         if param is not group.parameters[number]:
             raise ValueError(
                 f"table {name!r}: its weight is another tensor than the collection's own parameter; copy the values in"
-                " with load_state_dict or weight.data.copy_ instead of replacing it (as fully_shard does: shard tables with"
-                " DistributedModelParallel, dense layers with fully_shard)"
+                " with load_state_dict or weight.data.copy_ instead of replacing it, as fully_shard does: tables are"
+                " sharded by DistributedModelParallel"
             )
         if param.shape != view.shape:
             raise ValueError(f"table {name!r}: its weight must be {list(view.shape)}, got {list(param.shape)}")

@@ -20,8 +20,8 @@ def refuse_replicas_of(table: str) -> ValueError:
     return ValueError(
         f"DistributedDataParallel around table {table!r}, which has an optimizer in the backward: the table has no"
         " gradient to average, so each rank would train it by its own batch alone. Wrap the model in"
-        " shardwise.sharding.DistributedModelParallel, under which dense layers are data parallel and tables sharded or"
-        " replicated (data_parallel()); or leave the optimizer out of the backward and step the table by an ordinary one"
+        " shardwise.sharding.DistributedModelParallel, where dense layers are data parallel and tables sharded or"
+        " replicated (data_parallel()); or leave the optimizer out of the backward: an ordinary one steps the table"
     )
 
 
