@@ -13,7 +13,8 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -73,15 +74,15 @@ class Format:
     """How values of one row become bytes.
 
     `quantize` takes rows [R, row] fp32 and returns the payload [R, row * bits / 8] uint8 and the scales [R, row_bytes]
-    uint8; `dequantize` is its inverse. A row of 1 has no scales.
+    uint8; `dequantize` is its inverse. A row of 1 has no scales. Both can be pickled; formats of one name are equal.
     """
 
     name: str
     bits: int
     row: int
     row_bytes: int
-    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
-    dequantize: Callable[[Tensor, Tensor], Tensor]
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]] = field(compare=False)
+    dequantize: Callable[[Tensor, Tensor], Tensor] = field(compare=False)
 
 
 class FormatCodec(Codec):
@@ -96,7 +97,7 @@ class FormatCodec(Codec):
 
     @property
     def compresses(self) -> bool:
-        return self.format is not FP32 or self.loss_scale is not None
+        return self.format != FP32 or self.loss_scale is not None
 
     def encoded_bytes(self, elements: int) -> int:
         format = self.format
@@ -223,16 +224,17 @@ def _no_scales(rows: Tensor) -> Tensor:
     return rows.new_empty((rows.shape[0], 0), dtype=torch.uint8)
 
 
+def _as(dtype: torch.dtype, rows: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.to(dtype).contiguous().view(torch.uint8), _no_scales(rows)
+
+
+def _from(dtype: torch.dtype, payload: Tensor, scales: Tensor) -> Tensor:
+    return payload.view(dtype).to(torch.float32)
+
+
 def plain(name: str, dtype: torch.dtype) -> Format:
     """Every value by itself, as `dtype`."""
-
-    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-        return rows.to(dtype).contiguous().view(torch.uint8), _no_scales(rows)
-
-    def dequantize(payload: Tensor, scales: Tensor) -> Tensor:
-        return payload.view(dtype).to(torch.float32)
-
-    return Format(name, 8 * dtype.itemsize, 1, 0, quantize, dequantize)
+    return Format(name, 8 * dtype.itemsize, 1, 0, partial(_as, dtype), partial(_from, dtype))
 
 
 FP32 = plain("fp32", torch.float32)
@@ -240,39 +242,61 @@ FP16 = plain("fp16", torch.float16)
 BF16 = plain("bf16", torch.bfloat16)
 
 
+def _as_fp8(dtype: torch.dtype, rows: Tensor) -> tuple[Tensor, Tensor]:
+    scale = (rows.abs().amax(1, keepdim=True) / torch.finfo(dtype).max).clamp(min=_LEAST_SCALE)
+    return (rows / scale).to(dtype).view(torch.uint8), scale.view(torch.uint8)
+
+
+def _from_fp8(dtype: torch.dtype, payload: Tensor, scales: Tensor) -> Tensor:
+    return payload.view(dtype).to(torch.float32) * scales.view(torch.float32)
+
+
 def fp8(*, row: int = DEFAULT_ROW, exponent_bits: int = 4) -> Format:
     """1 byte a value, e4m3 or e5m2, under an fp32 scale per row that takes the row's largest value to the format's."""
     dtype = {4: torch.float8_e4m3fn, 5: torch.float8_e5m2}[exponent_bits]
     _check_row("fp8", row, 4)
-    largest = torch.finfo(dtype).max
+    return Format(f"fp8e{exponent_bits}/{row}", 8, row, 4, partial(_as_fp8, dtype), partial(_from_fp8, dtype))
 
-    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-        scale = (rows.abs().amax(1, keepdim=True) / largest).clamp(min=_LEAST_SCALE)
-        return (rows / scale).to(dtype).view(torch.uint8), scale.view(torch.uint8)
 
-    def dequantize(payload: Tensor, scales: Tensor) -> Tensor:
-        return payload.view(dtype).to(torch.float32) * scales.view(torch.float32)
+def _as_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    # aminmax of rows is ten times slower than both on CPU
+    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    scale = ((high - low) / 255).clamp(min=_LEAST_SCALE)
+    steps = ((rows - low) / scale).round().clamp(max=255)
+    # casting NaN to an integer is undefined
+    return steps.nan_to_num(0.0).to(torch.uint8), torch.cat([scale, low], 1).view(torch.uint8)
 
-    return Format(f"fp8e{exponent_bits}/{row}", 8, row, 4, quantize, dequantize)
+
+def _from_int8(payload: Tensor, scales: Tensor) -> Tensor:
+    scale, low = torch.split(scales.view(torch.float32), 1, 1)
+    return payload.to(torch.float32) * scale + low
 
 
 def int8(*, row: int = DEFAULT_ROW) -> Format:
     """1 byte a value: the nearest of 256 values evenly from a row's least to its largest; error: half a step."""
     _check_row("int8", row, 4)
+    return Format(f"int8/{row}", 8, row, 8, _as_int8, _from_int8)
 
-    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-        # aminmax of rows is ten times slower than both on CPU
-        low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
-        scale = ((high - low) / 255).clamp(min=_LEAST_SCALE)
-        steps = ((rows - low) / scale).round().clamp(max=255)
-        # casting NaN to an integer is undefined
-        return steps.nan_to_num(0.0).to(torch.uint8), torch.cat([scale, low], 1).view(torch.uint8)
 
-    def dequantize(payload: Tensor, scales: Tensor) -> Tensor:
-        scale, low = torch.split(scales.view(torch.float32), 1, 1)
-        return payload.to(torch.float32) * scale + low
+def _as_mx4(rows: Tensor) -> tuple[Tensor, Tensor]:
+    bits = rows.abs().amax(1, keepdim=True).view(torch.int32)
+    # a quarter more carries into the exponent from mantissa 1.75 on; 2 is the exponent of 6
+    power = (((bits + 0x00200000) >> 23) - 2).clamp(min=1)
+    power = power.masked_fill(bits >= 0x7F800000, 255)
+    size = (rows / _power_of_two(power)).abs()
+    # spacing 1/2 below 2, then 1, then 2; `round` takes ties to the even code in each
+    code = torch.where(size < 2, size * 2, torch.where(size < 4, size + 2, size / 2 + 4)).round().clamp(max=7)
+    code = code.nan_to_num(0.0).to(torch.uint8) | (rows.signbit().to(torch.uint8) << 3)
+    return code[:, 0::2] | (code[:, 1::2] << 4), power.to(torch.uint8)
 
-    return Format(f"int8/{row}", 8, row, 8, quantize, dequantize)
+
+def _from_mx4(payload: Tensor, scales: Tensor) -> Tensor:
+    codes = torch.stack([payload & 15, payload >> 4], 2).flatten(1)
+    size, odd = codes & 7, codes & 1
+    # twice the value: 0 1 2 3, 4 6, 8 12
+    twice = torch.where(size < 4, size, (odd + 2) << (size >> 1) >> 1).to(torch.float32)
+    found = torch.where(codes < 8, twice, -twice) * 0.5
+    return found * _power_of_two(scales.to(torch.int32))
 
 
 def mx4(*, row: int = MX4_ROW) -> Format:
@@ -281,27 +305,7 @@ def mx4(*, row: int = MX4_ROW) -> Format:
     The power is the one of the row's largest value after its rounding to e2m1: values from 6 to 7 times it become 6.
     """
     _check_row("mx4", row, 8)
-
-    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-        bits = rows.abs().amax(1, keepdim=True).view(torch.int32)
-        # a quarter more carries into the exponent from mantissa 1.75 on; 2 is the exponent of 6
-        power = (((bits + 0x00200000) >> 23) - 2).clamp(min=1)
-        power = power.masked_fill(bits >= 0x7F800000, 255)
-        size = (rows / _power_of_two(power)).abs()
-        # spacing 1/2 below 2, then 1, then 2; `round` takes ties to the even code in each
-        code = torch.where(size < 2, size * 2, torch.where(size < 4, size + 2, size / 2 + 4)).round().clamp(max=7)
-        code = code.nan_to_num(0.0).to(torch.uint8) | (rows.signbit().to(torch.uint8) << 3)
-        return code[:, 0::2] | (code[:, 1::2] << 4), power.to(torch.uint8)
-
-    def dequantize(payload: Tensor, scales: Tensor) -> Tensor:
-        codes = torch.stack([payload & 15, payload >> 4], 2).flatten(1)
-        size, odd = codes & 7, codes & 1
-        # twice the value: 0 1 2 3, 4 6, 8 12
-        twice = torch.where(size < 4, size, (odd + 2) << (size >> 1) >> 1).to(torch.float32)
-        found = torch.where(codes < 8, twice, -twice) * 0.5
-        return found * _power_of_two(scales.to(torch.int32))
-
-    return Format(f"mx4/{row}", 4, row, 1, quantize, dequantize)
+    return Format(f"mx4/{row}", 4, row, 1, _as_mx4, _from_mx4)
 
 
 def _power_of_two(power: Tensor) -> Tensor:
