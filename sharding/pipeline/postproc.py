@@ -13,9 +13,14 @@ from typing import Any
 from torch import fx, nn
 
 from shardwise.sharding.collection import ShardedCollection
+from shardwise.sharding.nested import ShardedFeatureProcessedEmbeddingBagCollection
 
 # the input of a call, made of a batch
 Preparation = Callable[[Any], Any]
+
+
+# the method of a feature-processed collection that makes the input of its tables
+PROCESSED = ShardedFeatureProcessedEmbeddingBagCollection._processed.__name__
 
 
 class _Reached(Exception):
@@ -40,8 +45,15 @@ class _UpTo(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Stops at the call."""
-        if self.path_of_module(m) == self._name:
+        """Stops at the call; feature processors are one node, which knows what is wrong with a batch."""
+        path = self.path_of_module(m)
+        if isinstance(m, ShardedFeatureProcessedEmbeddingBagCollection):
+            features = args[0] if args else next(iter(kwargs.values()))
+            processed = self.create_proxy(
+                "call_method", PROCESSED, (self.create_proxy("get_attr", path, (), {}), features), {}
+            )
+            return m._embedding_bag_collection(processed)
+        if path == self._name:
             if not self._left:
                 raise _Reached(args[0] if args else next(iter(kwargs.values())))
             self._left -= 1
@@ -64,6 +76,9 @@ def prepare(model: nn.Module, name: str, number: int) -> Preparation:
         features = reached.features
     else:
         raise ValueError("the trace does not come to the call")
+    if isinstance(features, Exception):
+        # modules hand an error on in the place of a batch
+        raise features
     if not isinstance(features, fx.Proxy):
         raise ValueError("its input does not depend on the batch")
     tracer.graph.output(features.node)
@@ -85,7 +100,12 @@ def _check(model: nn.Module, node: fx.Node) -> None:
     elif node.op == "get_attr":
         owner, _, name = str(node.target).rpartition(".")
         value = getattr(model.get_submodule(owner), name)
-        trained = [str(node.target)] if getattr(value, "requires_grad", False) else []
+        if isinstance(value, ShardedFeatureProcessedEmbeddingBagCollection):
+            processors: nn.Module = value._feature_processors
+            below = f"{node.target}._feature_processors"
+            trained = [f"{below}.{one}" for one, param in processors.named_parameters() if param.requires_grad]
+        else:
+            trained = [str(node.target)] if getattr(value, "requires_grad", False) else []
     else:
         return
     if trained:
