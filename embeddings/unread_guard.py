@@ -41,7 +41,8 @@ class UnreadGuard:
 
 def capturing() -> bool:
     """Whether what runs now is recorded as a CUDA graph: then nothing may wait for the device."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    # asked without a device, a CUDA build of torch 2.15 raises; before CUDA is first used nothing records
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def raise_replayed(guard: Tensor, tables: Sequence[str]) -> None:

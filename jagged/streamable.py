@@ -6,7 +6,10 @@ import abc
 from typing import Any
 
 import torch
-from torch.fx import Proxy, _symbolic_trace
+from torch.fx import Proxy
+
+# a torch without this name fails here; the flag behind it became thread-local in 2.15, and looking for it found nothing
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 
 class Multistreamable(abc.ABC):
@@ -29,7 +32,7 @@ class Traceable:
     """A type whose construction from proxies `torch.fx` records instead of running it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_symbolic_trace, "_is_fx_tracing_flag", False):
+        if is_fx_symbolic_tracing():
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Proxy):
                     return value.tracer.create_proxy("call_function", cls, args, kwargs)

@@ -68,7 +68,7 @@ REGISTERS = {
     r"softmax |softmax_gradient |vector_product |by_rows |by_vectors ": 96,
     r"unary_chunk |quantize_rows ": 96,
     # NVIDIA's compiler keeps to 80
-    r"quantized_pooled_lookup .* fp8( |$)": 104,
+    r"quantized_pooled_lookup .* (fp8( |$)|int2 weighted)": 104,
     r"quantized_pooled_lookup ": 80,
     r"": 64,
 }

@@ -28,6 +28,8 @@ from .row_numbers import UNFUSED, paired, row_scales, row_values
 
 # of a thread; with fewer, ptxas loads a row where it is added and not while others are on their way
 _REGISTERS = 80
+# where a byte holds four numbers and each has its weight: with 80 it spills up to 96 bytes, with 96 still 16 (sm_100)
+_REGISTERS_OF_WEIGHTED_INT2 = 104
 
 
 def quantized_pooled_lookup_ref(
@@ -210,6 +212,7 @@ def _pooled(
     payload, scales = payload.contiguous(), paired(scales.contiguous())
     units = row_units(payload, kind)
     length = configs.length_class(indices.shape[0], offsets.shape[0] - 1)
+    registers = _REGISTERS_OF_WEIGHTED_INT2 if kind.bits == 2 and per_id_weights is not None else _REGISTERS
     first = 0
     for width, members in groupby(launch_order(dims), key=lambda f: next_power_of_2(unit_count(dims[f], kind))):
         fs = list(members)
@@ -223,7 +226,7 @@ def _pooled(
             indices.shape[0], batch, columns[-1], first,
             BASE, ROWS, DIM, COLUMN, MEAN, FIRST_ROW, ORDER, FIELDS, per_id_weights is not None,
             kind.bits, kind.parts, block_b, block_u, align, dim_align, out_align,
-            **launch_options(warps, _REGISTERS), **UNFUSED,
+            **launch_options(warps, registers), **UNFUSED,
         )  # fmt: skip
         first += len(fs)
     return out

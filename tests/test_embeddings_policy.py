@@ -27,7 +27,7 @@ from shardwise import (
     apply_optimizer_in_backward,
 )
 from shardwise.embeddings import LookupFeature, OptimizerSpec, TableGroup, TableShape, table_group
-from shardwise.embeddings.unread_guard import UnreadGuard
+from shardwise.embeddings.unread_guard import UnreadGuard, capturing
 from shardwise.kernels import is_clean
 
 
@@ -255,6 +255,18 @@ class HostGuard(UnreadGuard):
 
     def is_raised(self) -> bool:
         return not is_clean(self._host)
+
+
+def test_28_a_build_for_cuda_without_a_device_is_not_asked_whether_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked that, torch 2.15 raises where the driver is missing or too old: the build, not a device, decided to ask."""
+
+    def refuse() -> bool:
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refuse)
+    assert not capturing()
 
 
 def test_28_a_gradient_raises_though_nobody_checks_ids(monkeypatch: pytest.MonkeyPatch) -> None:
