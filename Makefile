@@ -16,10 +16,10 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $(CORES) / $(RANKS) )); echo $$(( n > 0 ? n : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev demo test test-long perf lint types check clean
+.PHONY: help env dev demo test test-long perf matrix kernels-check lint types check clean
 
 help:  ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "settings: DATA=<folder>  RANKS=$(RANKS)  JOBS=$(JOBS)  PYTHON=$(PYTHON)  ARGS='<more options of the example>'"
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -57,6 +57,13 @@ test-long: .venv/.installed  ## more cases of the planner's tests: 1,000 problem
 perf: .venv/.installed  ## measure the CPU suite in under 10 minutes: table, runs/perf.json and runs/perf.html
 	@mkdir -p runs
 	OMP_NUM_THREADS=$(CORES) $(BIN)/shardwise perf run --json runs/perf.json --html runs/perf.html $(ARGS)
+
+# in MATRIX (.matrix/), an environment a pair; minutes and gigabytes each, so no part of .ci/run
+matrix:  ## the tests on other versions, VERSIONS="torch:triton ...", into perf/results/matrix.json
+	$(PYTHON) perf/matrix.py $(or $(VERSIONS),2.9.0:3.6.0 2.13.0:3.7.1 2.15.0:3.9.0) $(ARGS)
+
+kernels-check: .venv/.installed  ## every kernel compiled by VERSIONS="triton ...", kernels/checked.json written where all pass
+	$(BIN)/python perf/matrix.py --kernels $(or $(VERSIONS),3.6.0 3.7.1 3.8.0 3.9.0) $(ARGS)
 
 lint: .venv/.dev  ## ruff: rules and format
 	@$(BIN)/ruff check .

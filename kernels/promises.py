@@ -97,21 +97,36 @@ def broken_promises(reports: Sequence[tuple[Case, str, Report | str]]) -> list[t
     return broken
 
 
-def _broken_alone(case: Case, target: str, report: Report) -> Iterator[str]:
-    if report.spills:
-        yield f"spills {report.spills} bytes, promised 0"
-    if report.registers > (most := _registers(case)):
-        yield f"takes {report.registers} registers, promised at most {most}"
-    if case.kernel_name in LOOKUPS and report.barriers > (most := _barriers(case, target)):
-        yield f"waits at {report.barriers} barriers, promised {most}"
-    if report.barriers > (most := DEALING.get(case.kernel_name, report.barriers)):
-        yield f"waits at {report.barriers} barriers, promised at most {most}"
+class Bounds(NamedTuple):
+    """What a case promises on a target beside that it spills nothing; None: any number of barriers."""
+
+    registers: int
+    barriers: int | None
+    atomics: str
+    moves: tuple[tuple[str, int, int], ...]
+
+
+def promised(case: Case, target: str) -> Bounds:
+    """The bounds that a report of the case is held to."""
+    barriers = _barriers(case, target) if case.kernel_name in LOOKUPS else DEALING.get(case.kernel_name)
     # minima of the checks; and what the compiler keeps books with in shared memory where sm_100 multiplies matrices
     known = "min" if case.kernel_name in CHECKS else r"^ATOMS\.(OR|AND)" if case.kernel_name in PRODUCTS else "$^"
-    lasting = [op for op in report.atomics if not re.search(known, op, re.I)]
+    return Bounds(_registers(case), barriers, known, tuple(promised_moves(case, target)))
+
+
+def _broken_alone(case: Case, target: str, report: Report) -> Iterator[str]:
+    bounds = promised(case, target)
+    if report.spills:
+        yield f"spills {report.spills} bytes, promised 0"
+    if report.registers > bounds.registers:
+        yield f"takes {report.registers} registers, promised at most {bounds.registers}"
+    if bounds.barriers is not None and report.barriers > bounds.barriers:
+        most = "" if case.kernel_name in LOOKUPS else "at most "
+        yield f"waits at {report.barriers} barriers, promised {most}{bounds.barriers}"
+    lasting = [op for op in report.atomics if not re.search(bounds.atomics, op, re.I)]
     if lasting:
         yield f"has the atomics {', '.join(lasting)}, promised {'minima' if case.kernel_name in CHECKS else 'none'}"
-    yield from _narrow(case, target, report)
+    yield from _narrow(bounds.moves, report)
 
 
 def promised_moves(case: Case, target: str) -> Iterator[tuple[str, int, int]]:
@@ -146,11 +161,10 @@ def _elements(case: Case, target: str, what: str) -> int:
     return max(1, rows * columns // (case.num_warps * TARGETS[target][2]))
 
 
-def _narrow(case: Case, target: str, report: Report) -> Iterator[str]:
-    promised = list(promised_moves(case, target))
+def _narrow(moves: Sequence[tuple[str, int, int]], report: Report) -> Iterator[str]:
     for what in ("load", "store"):
-        for width in sorted({at_once for kind, at_once, _ in promised if kind == what}, reverse=True):
-            need = sum(total for kind, at_once, total in promised if kind == what and at_once >= width)
+        for width in sorted({at_once for kind, at_once, _ in moves if kind == what}, reverse=True):
+            need = sum(total for kind, at_once, total in moves if kind == what and at_once >= width)
             have = sum(n * size for (kind, size), n in report.accesses.items() if kind == what and size >= width)
             if have < need:
                 yield f"{what}s {have} bytes of rows by {width} bytes at a time, promised {need}"

@@ -56,15 +56,18 @@ def commands() -> click.Group:
     @click.option("--target", "targets", multiple=True, type=click.Choice([*TARGETS]), help="Default: all of them.")
     @click.option("--kernel", default="", metavar="TEXT", help="Only cases with this in their name.")
     @click.option("--candidates", is_flag=True, help="Also what the tuner may try at the main dims.")
+    @click.option("--changed", is_flag=True, help="Only kernels that have not passed as they are now on this Triton.")
+    @click.option("--record", is_flag=True, help="If all pass, write so into kernels/checked.json for this Triton.")
     @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes.", show_default=True)
-    def check(targets: tuple[str, ...], kernel: str, candidates: bool, jobs: int) -> None:
+    def check(targets: tuple[str, ...], kernel: str, candidates: bool, changed: bool, record: bool, jobs: int) -> None:
         """Compile every kernel as launches ask for it and as tuned files say, without a GPU.
 
         Prints a line for each case and target: registers of a thread, spilled bytes, bytes of shared memory, barriers,
         and how many loads and stores of how many bytes ("5x16"). Ends with status 1 and a line for each promise that a
         case breaks: a spill, a failing compiler, a narrow access to aligned rows, and others (kernels/promises.py).
         """
-        from .kernels._op import HAS_TRITON, INTERPRETED
+        from .kernels import checked
+        from .kernels._op import HAS_TRITON, INTERPRETED, triton
         from .kernels.candidates import candidate_cases, tuned_cases
         from .kernels.launched import cases
 
@@ -72,11 +75,24 @@ def commands() -> click.Group:
             raise click.UsageError("triton is not installed, and it is what compiles the kernels: pip install triton")
         if INTERPRETED:
             raise click.UsageError("TRITON_INTERPRET is set: the kernels are interpreted, not compiled; unset it")
-        known = [*cases(), *tuned_cases(), *(candidate_cases() if candidates else ())]
+        if record and (targets or kernel or candidates):
+            raise click.UsageError(
+                "--record is for a check of all kernels, not with --target, --kernel or --candidates"
+            )
+        launched = [*cases(), *tuned_cases()]
+        # of what is compiled now, whatever becomes of the files meanwhile
+        asked = checked.fingerprints(launched)
+        known = checked.changed(launched, checked.read_table(), triton.__version__) if changed else launched
+        known += candidate_cases() if candidates else ()
         chosen = [case for case in known if kernel in case.name]
-        if not chosen:
+        if not chosen and changed:
+            print(f"every kernel passed on triton {triton.__version__} as it is now")
+        elif not chosen:
             raise click.UsageError(f"no case has {kernel!r} in its name; names are like 'pooled_lookup D=128 fp32'")
-        sys.exit(_check(chosen, targets or [*TARGETS], jobs))
+        status = _check(chosen, targets or [*TARGETS], jobs) if chosen else 0
+        if record and not status:
+            checked.record(asked, triton.__version__)
+        sys.exit(status)
 
     add_autotune(kernels)
     add_ckpt(shardwise)
