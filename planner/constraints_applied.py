@@ -5,10 +5,13 @@ A constraint holds for the tables of its name, in every module alike; the one na
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
+
+from shardwise.sharding.layout import CAPABILITIES, SERVED_SETTINGS, TRAINED_SETTINGS, check_settings
 
 from .constraints import COMPUTE_KERNELS, SHARDING_TYPES, ParameterConstraints
 from .errors import PlannerError, PlannerErrorType
@@ -48,6 +51,42 @@ def check_constraints(
                 if rank < 0 or (world_size is not None and rank >= world_size):
                     has = "are 0 and more" if world_size is None else f"are 0 to {world_size - 1}"
                     raise _wrong(f"table {name!r}: {what} has rank {rank}: ranks {has}")
+
+
+def check_settings_of(
+    constraints: Mapping[str, ParameterConstraints], tables: Iterable[Table], compute_device: str
+) -> None:
+    """Check that a plan can do what constraints say of tables beside where they go; warn of what has no effect.
+
+    Raises:
+        PlannerError: a setting that sharding with the plan would refuse; names table, setting and where it is set
+            instead. Or a `device_group` that is no device.
+    """
+    without: dict[tuple[str, str], list[str]] = {}
+    for table in tables:
+        constraint = constraint_of(constraints, table.name)
+        if constraint is None:
+            continue
+        try:
+            idle = check_settings(table.name, constraint, SERVED_SETTINGS if table.served else TRAINED_SETTINGS)
+        except ValueError as error:
+            raise _wrong(str(error)) from error
+        if constraint.device_group not in (None, *CAPABILITIES):
+            raise _wrong(
+                f"table {table.name!r}: device_group must be one of {', '.join(CAPABILITIES)}, got"
+                f" {constraint.device_group!r}"
+            )
+        if constraint.device_group not in (None, compute_device):
+            idle["device_group"] = f"this plan is for {compute_device}, and leaves them to another"
+        features = [feature.name for feature in table.features]
+        if constraint.feature_names not in (None, features):
+            idle["feature_names"] = "a table's features, and their order, are those of its config"
+        for what, reason in idle.items():
+            without.setdefault((what, reason), []).append(table.name)
+    for (what, reason), names in without.items():
+        shown = f"{', '.join(map(repr, names[:8]))}{', ...' if len(names) > 8 else ''}"
+        effect = "leaves them out" if what == "device_group" else "has no effect"
+        warnings.warn(f"the constraint {what} of tables {shown} {effect}: {reason}", stacklevel=3)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

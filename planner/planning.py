@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+
+from shardwise.sharding.layout import CAPABILITIES, SERVING
 
 from .advice import no_room
 from .constraints import ParameterConstraints
@@ -15,6 +18,7 @@ from .constraints_applied import (
     Group,
     allowed_ranks,
     check_constraints,
+    check_settings_of,
     constraint_of,
     described,
     groups,
@@ -59,13 +63,34 @@ def plan_tables(
 
     Raises:
         NoRoomError: no plan stays within memory, or none was found; says what would help.
-        PlannerError: constraints name what there is not, leave a table no choice, or contradict each other.
+        PlannerError: constraints name what there is not, leave a table no choice, contradict each other, or have a
+            setting that sharding would refuse. One that has no effect is named in a warning.
     """
+    check_settings_of(constraints or {}, tables, topology.compute_device)
     model = cost_model(cost, topology, batch_size, constraints=constraints)
     request = Request(
         tuple(tables), topology, batch_size, model, dict(constraints or {}), tuple(reserved), dict(settings or {})
     )
-    return plan_or_advise(request, seconds=seconds)
+    planned = plan_or_advise(request, seconds=seconds)
+    warn_of_kernels(planned)
+    return planned
+
+
+def warn_of_kernels(planned: Planned) -> None:
+    """Name the tables whose compute kernel sharding refuses: TorchRec's formulas price more than our engine runs."""
+    machines = {True: SERVING, False: CAPABILITIES}
+    by_kernel: dict[str, list[str]] = {}
+    for table, choice, _ in planned.placed():
+        known = machines[table.served].get(planned.topology.compute_device, {})
+        if choice.compute_kernel not in known.get(choice.sharding_type, ()):
+            by_kernel.setdefault(choice.compute_kernel, []).append(table.name)
+    for kernel, names in by_kernel.items():
+        shown = f"{', '.join(map(repr, names[:8]))}{', ...' if len(names) > 8 else ''}"
+        warnings.warn(
+            f"tables {shown} have compute_kernel {kernel!r}, which is planned for comparison and which sharding refuses"
+            " by name: a constraint compute_kernels leaves it out",
+            stacklevel=3,
+        )
 
 
 def plan_or_advise(request: Request, *, seconds: float | None = None) -> Planned:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from typing import Any
 
 Span = tuple[int, int]
 
@@ -40,6 +41,70 @@ SERVING: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 REDUCTIONS = ("partial", "ordered")
 ROW_STATES = ("shard", "table")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the engine makes of a setting of TorchRec's that says nothing of where the cells of a table are.
+
+    Args:
+        refused: of these values a plan raises; `instead` says where it is set.
+        idle: these values have no effect, which a warning says; `reason` says why. What is in neither is so.
+    """
+
+    refused: Callable[[Any], bool] = lambda value: False
+    instead: str = ""
+    idle: Callable[[Any], bool] = lambda value: False
+    reason: str = ""
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+_ON_DEVICE = "rows are kept in the memory of the device"
+_VIRTUAL = Setting(bool, "table a fixed num_embeddings: no table here makes its rows as ids come")
+# of tables that train, and of quantized ones
+TRAINED_SETTINGS: Mapping[str, Setting] = {
+    "cache_params": Setting(idle=_is_given, reason=_ON_DEVICE),
+    "enforce_hbm": Setting(idle=lambda value: value is False, reason=_ON_DEVICE),
+    "stochastic_rounding": Setting(lambda value: value is False, "table's optimizer stochastic_rounding=False"),
+    "bounds_check_mode": Setting(_is_given, "collection policy=LookupPolicy(bounds_check=...)"),
+    "output_dtype": Setting(_is_given, "collection policy=LookupPolicy(output_dtype=...)"),
+    "key_value_params": Setting(idle=_is_given, reason=_ON_DEVICE),
+    "use_virtual_table": _VIRTUAL,
+}
+_SAME_BITS = "outputs of a quantized table always have the bits of the unsharded one"
+_BY_KERNEL = "the compute_kernel of a quantized table says where its rows are"
+SERVED_SETTINGS: Mapping[str, Setting] = {
+    "cache_params": Setting(idle=_is_given, reason=_BY_KERNEL),
+    "enforce_hbm": Setting(idle=_is_given, reason=_BY_KERNEL),
+    "stochastic_rounding": Setting(idle=_is_given, reason=_SAME_BITS),
+    "bounds_check_mode": Setting(),
+    "output_dtype": Setting(_is_given, "call that quantizes output_dtype=..., which holds for the collection"),
+    "key_value_params": Setting(idle=_is_given, reason=_BY_KERNEL),
+    "reduction": Setting(idle=_is_given, reason=_SAME_BITS),
+    "row_state": Setting(idle=_is_given, reason=_SAME_BITS),
+    "use_virtual_table": _VIRTUAL,
+}
+
+
+def check_settings(table: str, said: object, settings: Mapping[str, Setting]) -> dict[str, str]:
+    """What of `said` has no effect, by name, with the reason; `said` has settings as attributes, not all of them.
+
+    Raises:
+        ValueError: a value that no plan can have; names table, setting, value and where it is set instead.
+    """
+    without = {}
+    for name, setting in settings.items():
+        value = getattr(said, name, None)
+        if setting.refused(value):
+            raise ValueError(
+                f"table {table!r}: a plan does not set {name} (here {value!r}): give the {setting.instead}"
+            )
+        if setting.idle(value):
+            without[name] = setting.reason
+    return without
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from shardwise.embeddings import (
 from shardwise.kernels import BoundsCheckMode
 
 from .env import get_local_size
-from .layout import CAPABILITIES, Shard, TableOptions
+from .layout import CAPABILITIES, TRAINED_SETTINGS, Shard, TableOptions, check_settings
 from .layout import data_parallel as data_parallel_shards
 
 
@@ -250,7 +250,8 @@ def options_of(one: ParameterSharding) -> TableOptions:
 def shards_of(name: str, one: ParameterSharding, rows: int, dim: int, world_size: int) -> list[Shard]:
     """The shards that a `ParameterSharding` describes, empty ones included; `layout.validate` checks the cut.
 
-    `cache_params` and `key_value_params` only say where rows are kept: a warning says that they stay on the device.
+    `cache_params`, `key_value_params` and `enforce_hbm=False` only say where rows are kept: a warning says that they
+    stay on the device.
 
     Raises:
         ValueError: a shard's placement names no rank, `ranks` says otherwise than the shards, the kernel is none of
@@ -285,21 +286,8 @@ def _require_served(name: str, one: ParameterSharding) -> None:
             f"table {name!r}: only data_parallel tables have a dense gradient; a {one.sharding_type} table trains by"
             " the optimizer in its backward, so its compute_kernel is 'fused'"
         )
-    for what, asked, instead in (
-        ("bounds_check_mode", one.bounds_check_mode is not None, "collection policy=LookupPolicy(bounds_check=...)"),
-        ("output_dtype", one.output_dtype is not None, "collection policy=LookupPolicy(output_dtype=...)"),
-        ("stochastic_rounding", one.stochastic_rounding is False, "table's optimizer stochastic_rounding=False"),
-    ):
-        if asked:
-            raise ValueError(
-                f"table {name!r}: a plan does not set {what} (here {getattr(one, what)!r}): give the {instead}"
-            )
-    for what in ("cache_params", "key_value_params"):
-        if getattr(one, what) is not None:
-            warnings.warn(
-                f"the plan's {what} (table {name!r}) has no effect: rows are kept in the memory of the device",
-                stacklevel=3,
-            )
+    for what, reason in check_settings(name, one, TRAINED_SETTINGS).items():
+        warnings.warn(f"the plan's {what} (table {name!r}) has no effect: {reason}", stacklevel=3)
 
 
 def _plain(one: ParameterSharding) -> dict[str, Any]:

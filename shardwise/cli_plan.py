@@ -188,6 +188,7 @@ def _request(
 ) -> Request:
     """What the arguments ask for."""
     from .planner.constants_measured import Constants
+    from .planner.constraints_applied import check_settings_of
     from .planner.costs import cost_model
     from .planner.files import read_constraints, read_tables
     from .planner.request import Request
@@ -206,6 +207,7 @@ def _request(
     topology, reserved = _topology(device, world_size, hosts, hbm, ddr, card, reserve)
     measured = None if constants is None else Constants.load(constants)
     rules = {} if constraints is None else read_constraints(constraints)
+    check_settings_of(rules, every, device)
     model = cost_model(cost, topology, batch_size, constants=measured, constraints=rules)
     settings = {
         "tables": str(tables),
@@ -300,11 +302,13 @@ def _planned(request: Request, seconds: float | None, as_json: bool) -> Planned:
     import click
 
     from .planner.advice import NoRoomError
-    from .planner.planning import plan_or_advise
+    from .planner.planning import plan_or_advise, warn_of_kernels
 
     with _told():
         try:
-            return plan_or_advise(request, seconds=seconds)
+            planned = plan_or_advise(request, seconds=seconds)
+            warn_of_kernels(planned)
+            return planned
         except NoRoomError as error:
             if as_json:
                 click.echo(json.dumps(error.as_dict(), indent=1))

@@ -129,16 +129,22 @@ def test_constraints_pass_into_the_plan() -> None:
     said = {
         "t0": ParameterConstraints(
             sharding_types=["row_wise"], cache_params=CacheParams(load_factor=0.5), enforce_hbm=True,
-            stochastic_rounding=True, output_dtype=DataType.FP16, key_value_params={"any": 1},
+            stochastic_rounding=True, key_value_params={"any": 1},
         ),
         "t1": ParameterConstraints(same_rank="pair"), "t2": ParameterConstraints(same_rank="pair", not_on=[0, 1]),
         "t3": ParameterConstraints(device_group="cuda"),
     }  # fmt: skip
-    found = plan(bags(), constraints=said).plan[""]
+    with pytest.warns(UserWarning) as told:
+        found = plan(bags(), constraints=said).plan[""]
+    assert [str(one.message).partition(":")[0] for one in told] == [
+        "the constraint cache_params of tables 't0' has no effect",
+        "the constraint key_value_params of tables 't0' has no effect",
+        "the constraint device_group of tables 't3' leaves them out",
+    ]
     one = found["t0"]
     assert (one.sharding_type, one.ranks) == ("row_wise", [0, 1, 2, 3])
     assert one.cache_params is said["t0"].cache_params and one.key_value_params == {"any": 1}
-    assert (one.enforce_hbm, one.stochastic_rounding, one.output_dtype) == (True, True, DataType.FP16)
+    assert (one.enforce_hbm, one.stochastic_rounding, one.output_dtype) == (True, True, None)
     assert found["t1"].ranks == found["t2"].ranks and set(found["t1"].ranks or ()) <= {2, 3}
     assert "t3" not in found
 

@@ -30,7 +30,7 @@ from shardwise.planner.components import (
 )
 from shardwise.planner.constants import BATCH_SIZE
 from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.constraints_applied import ANY, nearest
+from shardwise.planner.constraints_applied import ANY, check_settings_of, constraint_of, nearest
 from shardwise.planner.cost_model import CostModel
 from shardwise.planner.costs import cost_model
 from shardwise.planner.enumerators import EmbeddingEnumerator
@@ -42,10 +42,11 @@ from shardwise.planner.options import placed_options, problem_of
 from shardwise.planner.partitioners import GreedyPerfPartitioner
 from shardwise.planner.perf_models import NoopPerfModel
 from shardwise.planner.planned import Planned
-from shardwise.planner.planning import plan_tables
+from shardwise.planner.planning import plan_or_advise
 from shardwise.planner.problem import DoesNotFitError
 from shardwise.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from shardwise.planner.proposing import no_plan_error, propose_plans
+from shardwise.planner.request import Request
 from shardwise.planner.sharding_option import ShardingOption
 from shardwise.planner.solve import solve
 from shardwise.planner.stats import EmbeddingStats
@@ -53,7 +54,9 @@ from shardwise.planner.storage_reservations import HeuristicalStorageReservation
 from shardwise.planner.topology import Topology
 
 from ..env import ShardingEnv
+from ..layout import SERVED_SETTINGS, TRAINED_SETTINGS, check_settings
 from ..plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from ..quant.fused_params import bounds_check_mode
 from ..sharders import ModuleSharder, get_default_sharders
 from .leader import plan_on_leader
 from .machines import topology_here
@@ -165,7 +168,7 @@ class EmbeddingPlannerBase(ABC):
         for of_module in plan.plan.values():
             for name, one in of_module.items():
                 # what does not travel as text, and every rank was given
-                said = (self._constraints or {}).get(name, ParameterConstraints())
+                said = constraint_of(self._constraints or {}, name) or ParameterConstraints()
                 one.cache_params, one.key_value_params = said.cache_params, said.key_value_params
         return plan
 
@@ -260,7 +263,12 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
                 " or leave enumerator, proposer, partitioner and performance_model to the planner"
             )
         for name, one in (self._constraints or {}).items():
-            for what in ("ranks", "not_on", "same_rank"):
+            if name == ANY:
+                raise ValueError(
+                    "the constraint of '*' has no effect with an enumerator, proposer, partitioner or performance_model"
+                    " of your own, which know tables by their names: leave it out, or these"
+                )
+            for what in ("ranks", "not_on", "same_rank", "skew"):
                 if getattr(one, what):
                     raise ValueError(
                         f"table {name!r}: the constraint {what}={getattr(one, what)!r} has no effect with an"
@@ -277,9 +285,11 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
 
         Raises:
             PlannerError: no plan stays within memory and constraints; says which ranks lack how much and what would
-                help. Or constraints name types or ranks that there are not, or the loaded plan is for something else.
+                help. Or constraints name types or ranks that there are not, or a setting that sharding would refuse, or
+                the loaded plan is for something else.
 
-        A constraint for a table that the model does not have is passed over, with a warning.
+        A constraint for a table that the model does not have is passed over, with a warning, as is a setting of no
+        effect.
         """
         begin = time.perf_counter()
         self._num_proposals = self._num_plans = 0
@@ -297,14 +307,19 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             sharders=sharders,
             constraints=self._constraints,
         )
+        constraints = _of_tables(self._constraints or {}, [table.name for table in model.tables])
+        check_settings_of(
+            constraints, [table for table in model.tables if table.is_ours], self._topology.compute_device
+        )
         options = self._by_options(module, sharders, reserved)
         if options is None:
-            options = self._by_tables(model, reserved)
+            options = self._by_tables(model, reserved, constraints)
         for callback in self._callbacks:
             options = callback(options)
         self._best_plan = options
         plan = to_sharding_plan(options, self._topology)
         _add_rest(plan, model)
+        _require_settings(plan, model)
         self._tell(plan, options, sharders, time.perf_counter() - begin)
         if not any(one.device_group for one in (self._constraints or {}).values()):
             validate_modules_inclusion_in_sharding_plan(plan, module, sharders)
@@ -317,21 +332,18 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             _logger.info("%s", plan.explanation)
         return plan
 
-    def _by_tables(self, model: ModelTables, reserved: Topology) -> list[ShardingOption]:
+    def _by_tables(
+        self, model: ModelTables, reserved: Topology, constraints: Mapping[str, ParameterConstraints]
+    ) -> list[ShardingOption]:
         """Our search over what our engine can do."""
         if not model.tables:
             return []
         cost = cost_model(self._cost, reserved, self._batch_size)
-        self._last_plan = plan_tables(
-            model.tables,
-            reserved,
-            self._batch_size,
-            cost=OfModel(cost),
-            constraints=_of_tables(self._constraints or {}, [table.name for table in model.tables]),
-            reserved=_taken(self._topology, reserved),
-            seconds=self._limit(),
-            settings=self._settings([table.name for table in model.tables]),
-        )
+        request = Request(
+            model.tables, reserved, self._batch_size, OfModel(cost), constraints,
+            tuple(_taken(self._topology, reserved)), self._settings([table.name for table in model.tables]),
+        )  # fmt: skip
+        self._last_plan = plan_or_advise(request, seconds=self._limit())
         self._num_proposals = self._num_plans = 1
         return options_of(self._last_plan, model.modules, model.parameters, self._constraints or {})
 
@@ -449,6 +461,19 @@ def _of_tables(
         told = ", ".join(f"{name!r}{nearest(name, names)}" for name in strange)
         warnings.warn(f"constraints name tables that the model does not have: {told}", stacklevel=4)
     return {name: one for name, one in constraints.items() if name in known}
+
+
+def _require_settings(plan: ShardingPlan, model: ModelTables) -> None:
+    """Check what an enumerator, a loader or a callback wrote into a plan of ours, as constraints are checked."""
+    for table in model.tables:
+        one = plan.plan.get(table.module, {}).get(table.name)
+        if one is not None and table.is_ours:
+            try:
+                check_settings(table.name, one, SERVED_SETTINGS if table.served else TRAINED_SETTINGS)
+                if one.bounds_check_mode is not None:
+                    bounds_check_mode(one.bounds_check_mode)
+            except ValueError as error:
+                raise PlannerError(str(error), PlannerErrorType.INPUT_VALIDATION) from error
 
 
 def _taken(whole: Topology, reserved: Topology) -> list[int]:

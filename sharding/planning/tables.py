@@ -41,9 +41,15 @@ DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 
 @dataclass(frozen=True)
 class ModelTable(Table):
-    """A table of a model; `ways` are the sharding types that its sharder offers, each with a compute kernel."""
+    """A table of a model.
+
+    Args:
+        ways: the sharding types that its sharder offers, each with a compute kernel.
+        is_ours: our engine shards it; a sharder of somebody else's may do with a plan's settings what it likes.
+    """
 
     ways: tuple[tuple[str, str], ...] = ()
+    is_ours: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def tables_of_model(
                 data_type = config.data_type if served else data_type
             table = ModelTable(
                 name, rows, dim, data_type, features, pooled, weighted, _optimizer(sharder, param), paths[0],
-                served=served, ways=ways,
+                served=served, ways=ways, is_ours=served or isinstance(sharder, BaseEmbeddingSharder),
             )  # fmt: skip
             tables.append(table)
             parameters[table.path] = param

@@ -15,7 +15,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 
 from shardwise.embeddings.quant import QuantizedTable
 from shardwise.kernels import row_format
-from shardwise.sharding.layout import Shard, Span, validate
+from shardwise.sharding.layout import SERVED_SETTINGS, Shard, Span, check_settings, validate
 from shardwise.sharding.no_cuda import device_here, is_missing
 from shardwise.sharding.plan import ParameterSharding
 
@@ -52,18 +52,8 @@ def pieces_of(table: QuantizedTable, one: ParameterSharding, world_size: int | N
         raise ValueError(
             f"table {name!r}: compute_kernel {one.compute_kernel!r} trains; that of a quantized table is 'quant'"
         )
-    if one.output_dtype is not None:
-        raise ValueError(
-            f"table {name!r}: a plan does not set output_dtype (here {one.output_dtype!r}): quantize with"
-            " output_dtype=..., which holds for the collection"
-        )
-    for what in ("cache_params", "key_value_params", "stochastic_rounding", "reduction", "row_state"):
-        if getattr(one, what) is not None:
-            warnings.warn(
-                f"the plan's {what} (table {name!r}) has no effect on a quantized table: outputs always have the bits"
-                " of the unsharded one",
-                stacklevel=4,
-            )
+    for what, reason in check_settings(name, one, SERVED_SETTINGS).items():
+        warnings.warn(f"the plan's {what} (table {name!r}) has no effect: {reason}", stacklevel=4)
     if one.compute_kernel == "quant_uvm_caching":
         warnings.warn(
             f"table {name!r}: kernel 'quant_uvm_caching' has no cache here: it is served as 'quant_uvm', whose rows the"
