@@ -11,9 +11,9 @@ from typing import Any
 from numba import float32, int64, uint64
 from numba.core import cgutils
 from numba.core import types as numba_types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
 
-from .cpu_vectors import taken
+from .cpu_vectors import spread_lanes, taken, zeros_of
 from .features import BASE, COLUMN, DIM, FIELDS, MEAN, ROWS
 from .numba_parts import compiled, i4, i8, worker
 
@@ -28,36 +28,10 @@ PARTS, TAKEN, BAD, LOOKUP, CHECK = 0, 1, 2, 15, 12
 # to type checkers these are functions of fewer arguments, and types without Type
 _intrinsic: Any = intrinsic
 _types: Any = numba_types
-_models: Any = models
 _ir: Any = cgutils.ir
 
 
-class _Lanes(_types.Type):  # type: ignore[misc]
-    """So many fp32 side by side: a vector of LLVM, which lies in registers."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        super().__init__(name=f"lanes{count}")
-
-
-@register_model(_Lanes)
-class _LanesModel(_models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, of: Any) -> None:
-        super().__init__(manager, of, _ir.VectorType(_ir.FloatType(), of.count))
-
-
-def _zeros(count: int) -> Any:
-    @_intrinsic
-    def zeros(typing: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return _ir.Constant(context.get_value_type(signature.return_type), None)
-
-        return _Lanes(count)(), generate
-
-    return zeros
-
-
-_zeros128, _zeros64, _zeros16, _zeros4, _zeros1 = map(_zeros, (128, 64, 16, 4, 1))
+_zeros128, _zeros64, _zeros16, _zeros4, _zeros1 = map(zeros_of, (128, 64, 16, 4, 1))
 
 
 def _loaded(builder: Any, count: int, address: Any, kind: int) -> Any:
@@ -73,15 +47,6 @@ def _loaded(builder: Any, count: int, address: Any, kind: int) -> Any:
         bits = builder.shl(builder.zext(found, whole), _ir.Constant(whole, [16] * count))
         return builder.bitcast(bits, wide)
     return found
-
-
-def _spread(builder: Any, count: int, x: Any) -> Any:
-    """The same number in every lane."""
-    vector = _ir.VectorType(_ir.FloatType(), count)
-    one = builder.insert_element(_ir.Constant(vector, _ir.Undefined), x, _ir.Constant(_ir.IntType(32), 0))
-    return builder.shuffle_vector(
-        one, _ir.Constant(vector, _ir.Undefined), _ir.Constant(_ir.VectorType(_ir.IntType(32), count), None)
-    )
 
 
 def _adds(kind: int) -> Any:
@@ -106,7 +71,7 @@ def _adds_scaled(kind: int) -> Any:
             row = _loaded(builder, total.count, args[1], kind)
             name = f"llvm.fma.v{total.count}f32"
             function = cgutils.get_or_insert_function(builder.module, _ir.FunctionType(row.type, [row.type] * 3), name)
-            return builder.call(function, [_spread(builder, total.count, args[2]), row, args[0]])
+            return builder.call(function, [spread_lanes(builder, total.count, args[2]), row, args[0]])
 
         return total(total, _types.int64, _types.float32), generate
 
@@ -119,7 +84,7 @@ _add_scaled_fp32, _add_scaled_fp16, _add_scaled_bf16 = map(_adds_scaled, (FP32, 
 @_intrinsic
 def _divided(typing: Any, total: Any, by: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fdiv(args[0], _spread(builder, total.count, args[1]))
+        return builder.fdiv(args[0], spread_lanes(builder, total.count, args[1]))
 
     return total(total, _types.float32), generate
 

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from . import numba_loops
 from .cpu_lookup import bag_sums
-from .cpu_threads import run
+from .cpu_quantize import in_parts
 from .features import BASE, FIRST_ROW, MEAN, ROWS, batch_size, column_offsets
 from .huge_pages import in_huge_pages
 from .quantize import dequantize_rows_ref
 from .row_formats import row_format
 
-# columns that one thread looks up before another can have been woken
-_ALONE = 1 << 17
 # columns of rows that the torch path turns into values at a time
 _BLOCK_ELEMENTS = 1 << 18
 
@@ -53,7 +51,7 @@ def quantized_pooled_lookup_cpu(
         kept = _Where(payload, scales, indices, offsets, features)
         numbers = (0 if weights is None else weights.data_ptr(), kept.features.data_ptr(), batch)
         loop = partial(loops.pool, *_kind(loops, format), *kept.addresses, *numbers, out.data_ptr(), columns)
-        _run(loop, batch * len(dims), indices.shape[0] * max(dims) + out.numel())
+        in_parts(loop, batch * len(dims), indices.shape[0] * max(dims) + out.numel())
     return out.to(output_dtype)
 
 
@@ -77,7 +75,7 @@ def quantized_sequence_lookup_cpu(
         kept = _Where(payload, scales, indices, offsets, features)
         numbers = (kept.features.data_ptr(), count, batch, out.data_ptr(), dim)
         loop = partial(loops.gather, *_kind(loops, format), *kept.addresses, *numbers)
-        _run(loop, ids, out.numel())
+        in_parts(loop, ids, out.numel())
     return out.to(output_dtype)
 
 
@@ -97,13 +95,6 @@ class _Where:
             payload.data_ptr(), scales.data_ptr(), int(scales.dtype == torch.float16), indices.data_ptr(),
             indices.itemsize, indices.shape[0], offsets.data_ptr(), offsets.itemsize,
         )  # fmt: skip
-
-
-def _run(loop: Callable[..., Any], count: int, elements: int) -> None:
-    """The loop over 0 ... count - 1, cut into more tasks than threads where there is enough to do."""
-    threads = torch.get_num_threads()
-    parts = max(1, min(4 * threads, count)) if threads > 1 and elements > _ALONE else 1
-    run([partial(loop, count * part // parts, count * (part + 1) // parts) for part in range(parts)])
 
 
 def _pooled_by_torch(

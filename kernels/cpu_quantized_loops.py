@@ -13,16 +13,11 @@ from typing import Any
 import numba
 import numpy as np
 from numba import int64, void
-from numba.core import cgutils
-from numba.core import types as numba_types
-from numba.extending import intrinsic
 
 from .features import BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ROWS
-from .numba_parts import compiled, f4, i4, i8, pointer
+from .numba_parts import compiled, f4, float_of, half_value, i4, i8, pointer, prefetch, u1
 
-# to type checkers these are functions of fewer arguments, and types without voidptr
-_intrinsic: Any = intrinsic
-_types: Any = numba_types
+# to type checkers a function of fewer arguments
 _carray: Any = numba.carray
 
 INT8, INT4, INT2, FP8, FP16, BF16, FP32 = range(7)
@@ -31,59 +26,17 @@ INT8, INT4, INT2, FP8, FP16, BF16, FP32 = range(7)
 _AHEAD, _LINE = 8, 64
 
 
-@_intrinsic
-def _prefetch(typing: Any, address: Any) -> Any:
-    """Ask for the line of memory at an address, which need not be there."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        ir = cgutils.ir
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = builder.module.declare_intrinsic(
-            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        )
-        read, keep, data = (ir.Constant(number, n) for n in (0, 3, 1))
-        builder.call(function, [builder.inttoptr(args[0], byte), read, keep, data])
-        return context.get_dummy_value()
-
-    return _types.void(_types.int64), generate
-
-
-@_intrinsic
-def _float(typing: Any, bits: Any) -> Any:
-    """The fp32 number of these bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], cgutils.ir.FloatType())
-
-    return _types.float32(_types.int32), generate
-
-
-@compiled(inline=True)
-def _half(bits: int) -> Any:
-    """The value of an fp16 number."""
-    # exponent and mantissa in the places of fp32's, whose exponent counts from 112 more; then infinities and NaN
-    value = _float(np.int32((bits & 0x7FFF) << 13)) * np.float32(5.192296858534828e33)
-    special = _float(np.int32(0x7F800000 | ((bits & 0x3FF) << 13)))
-    value = special if (bits & 0x7C00) == 0x7C00 else value
-    return -value if bits & 0x8000 else value
-
-
 @compiled(inline=True)
 def _e4m3(bits: int) -> Any:
     """The value of an e4m3 number."""
-    value = _float(np.int32((bits & 0x7F) << 20)) * np.float32(1.3292279957849159e36)
-    value = _float(np.int32(0x7FC00000)) if (bits & 0x7F) == 0x7F else value
+    value = float_of(np.int32((bits & 0x7F) << 20)) * np.float32(1.3292279957849159e36)
+    value = float_of(np.int32(0x7FC00000)) if (bits & 0x7F) == 0x7F else value
     return -value if bits & 0x80 else value
 
 
 @compiled(inline=True)
 def _number(bits: int) -> Any:
     return np.float32(np.int32(bits))
-
-
-@compiled(inline=True)
-def _u1(address: int, n: int) -> Any:
-    return _carray(pointer(address), (n,), np.uint8)
 
 
 @compiled(inline=True)
@@ -98,14 +51,14 @@ def _sum(y: Any, d: int, value: Any, adds: bool) -> None:
 
 @compiled(inline=True)
 def _int8(to: int, q: int, dim: int, scale: float, bias: float, weight: float, adds: bool) -> None:
-    y, x = f4(to, dim), _u1(q, dim)
+    y, x = f4(to, dim), u1(q, dim)
     for d in range(dim):
         _sum(y, d, (_number(x[d]) * scale + bias) * weight, adds)
 
 
 @compiled(inline=True)
 def _int4(to: int, q: int, dim: int, scale: float, bias: float, weight: float, adds: bool) -> None:
-    y, x = f4(to, dim), _u1(q, (dim + 1) // 2)
+    y, x = f4(to, dim), u1(q, (dim + 1) // 2)
     for i in range(dim // 2):
         bits = np.int32(x[i])
         _sum(y, 2 * i, (_number(bits & 15) * scale + bias) * weight, adds)
@@ -116,7 +69,7 @@ def _int4(to: int, q: int, dim: int, scale: float, bias: float, weight: float, a
 
 @compiled(inline=True)
 def _int2(to: int, q: int, dim: int, scale: float, bias: float, weight: float, adds: bool) -> None:
-    y, x = f4(to, dim), _u1(q, (dim + 3) // 4)
+    y, x = f4(to, dim), u1(q, (dim + 3) // 4)
     for i in range(dim // 4):
         bits = np.int32(x[i])
         _sum(y, 4 * i, (_number(bits & 3) * scale + bias) * weight, adds)
@@ -129,7 +82,7 @@ def _int2(to: int, q: int, dim: int, scale: float, bias: float, weight: float, a
 
 @compiled(inline=True)
 def _fp8(to: int, q: int, dim: int, scale: float, weight: float, adds: bool) -> None:
-    y, x = f4(to, dim), _u1(q, dim)
+    y, x = f4(to, dim), u1(q, dim)
     for d in range(dim):
         _sum(y, d, _e4m3(x[d]) * scale * weight, adds)
 
@@ -138,14 +91,14 @@ def _fp8(to: int, q: int, dim: int, scale: float, weight: float, adds: bool) -> 
 def _fp16(to: int, q: int, dim: int, weight: float, adds: bool) -> None:
     y, x = f4(to, dim), _u2(q, dim)
     for d in range(dim):
-        _sum(y, d, _half(x[d]) * weight, adds)
+        _sum(y, d, half_value(x[d]) * weight, adds)
 
 
 @compiled(inline=True)
 def _bf16(to: int, q: int, dim: int, weight: float, adds: bool) -> None:
     y, x = f4(to, dim), _u2(q, dim)
     for d in range(dim):
-        _sum(y, d, _float(np.int32(np.int32(x[d]) << 16)) * weight, adds)
+        _sum(y, d, float_of(np.int32(np.int32(x[d]) << 16)) * weight, adds)
 
 
 @compiled(inline=True)
@@ -170,7 +123,7 @@ def _row(scales: int, half: int, parts: int, row: int) -> Any:
         return np.float32(0), np.float32(0)
     if half:
         two = _u2(scales + 2 * parts * row, parts)
-        return _half(two[0]), _half(two[parts - 1])
+        return half_value(two[0]), half_value(two[parts - 1])
     pair = f4(scales + 4 * parts * row, parts)
     return pair[0], pair[parts - 1]
 
@@ -214,8 +167,8 @@ def pool(
             # perhaps an id of another table: asking for a line that is not there does no harm
             ahead = _at(ids, of, min(i + _AHEAD, n - 1))
             for line in range(0, width, _LINE):
-                _prefetch(table + ahead * width + line)
-            _prefetch(scales + (first + ahead) * size)
+                prefetch(table + ahead * width + line)
+            prefetch(scales + (first + ahead) * size)
             row = _at(ids, of, i)
             if 0 <= row < rows:
                 scale, bias = _row(scales, half, parts, first + row)
@@ -246,3 +199,14 @@ def gather(
             y = f4(to, dim)
             for d in range(dim):
                 y[d] = np.float32(0)
+
+
+@compiled(void(*[int64] * 10))
+def dequantize(
+    kind: int, bits: int, parts: int, payload: int, scales: int, half: int, out: int, dim: int, low: int, high: int
+) -> None:
+    """Rows low ... high - 1 of a payload to their values [R, D] fp32."""
+    width = (dim * bits + 7) // 8
+    for row in range(low, high):
+        scale, bias = _row(scales, half, parts, row)
+        _take(kind, out + 4 * row * dim, payload + row * width, dim, scale, bias, np.float32(1), False)

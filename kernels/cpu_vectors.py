@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numba
 from numba import float32, int64
 from numba.core import cgutils
 from numba.core import types as numba_types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, models, register_model
 
 # numba keeps compiled code by the name of its function and sees changes of that function's file only: whoever changes
 # what stands below raises this, so that what was kept is compiled anew
@@ -23,6 +23,7 @@ VECTORS = 4  # vectors of sums that stay in registers
 # to type checkers these are functions of fewer arguments, and types without void
 _intrinsic: Any = intrinsic
 _types: Any = numba_types
+_models: Any = models
 _ir: Any = cgutils.ir
 
 
@@ -73,6 +74,47 @@ def _ask(builder: Any, pointer: Any, writes: int) -> None:
 
 
 prefetch_read, prefetch = _prefetches(0), _prefetches(1)
+
+
+class Lanes(_types.Type):  # type: ignore[misc]
+    """So many fp32 side by side: a vector of LLVM, which lies in registers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        super().__init__(name=f"lanes{count}")
+
+
+@register_model(Lanes)
+class _LanesModel(_models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, of: Any) -> None:
+        super().__init__(manager, of, _ir.VectorType(_ir.FloatType(), of.count))
+
+
+def zeros_of(count: int) -> Any:
+    """What gives so many zeros."""
+
+    @_intrinsic
+    def zeros(typing: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return _ir.Constant(context.get_value_type(signature.return_type), None)
+
+        return Lanes(count)(), generate
+
+    return zeros
+
+
+def shuffled(builder: Any, x: Any, lanes: Iterable[int]) -> Any:
+    """These lanes of a vector."""
+    where = [_ir.Constant(_ir.IntType(32), lane) for lane in lanes]
+    places = _ir.Constant(_ir.VectorType(_ir.IntType(32), len(where)), where)
+    return builder.shuffle_vector(x, _ir.Constant(x.type, _ir.Undefined), places)
+
+
+def spread_lanes(builder: Any, count: int, x: Any) -> Any:
+    """The same fp32 in every lane."""
+    vector = _ir.VectorType(_ir.FloatType(), count)
+    one = builder.insert_element(_ir.Constant(vector, _ir.Undefined), x, _ir.Constant(_ir.IntType(32), 0))
+    return shuffled(builder, one, [0] * count)
 
 
 def _row_adders(vectors: int) -> Any:

@@ -15,11 +15,12 @@ from numba.core import cgutils
 from numba.core import types as numba_types
 from numba.extending import intrinsic
 
+from .cpu_vectors import FORM
 from .features import BASE, COLUMN, DIM, FIELDS, MEAN, ROWS
 
 # numba keeps compiled code by the name of its function and sees changes of that function's file only: whoever changes
 # what stands below raises the first number, so that what was kept is compiled anew
-_FORM = "_".join(map(str, (1, BASE, COLUMN, DIM, FIELDS, MEAN, ROWS)))
+_FORM = "_".join(map(str, (2, FORM, BASE, COLUMN, DIM, FIELDS, MEAN, ROWS)))
 
 # to type checkers these are functions of fewer arguments, and types without voidptr
 _intrinsic: Any = intrinsic
@@ -108,3 +109,56 @@ def i4(address: int, n: int) -> Any:
 def f4(address: int, n: int) -> Any:
     """n fp32 at an address."""
     return _carray(pointer(address), (n,), np.float32)
+
+
+@compiled(inline=True)
+def u1(address: int, n: int) -> Any:
+    """n bytes at an address."""
+    return _carray(pointer(address), (n,), np.uint8)
+
+
+@_intrinsic
+def float_of(typing: Any, bits: Any) -> Any:
+    """The fp32 number of these bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], cgutils.ir.FloatType())
+
+    return _types.float32(_types.int32), generate
+
+
+@_intrinsic
+def bits_of(typing: Any, x: Any) -> Any:
+    """The bits of an fp32 number."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], cgutils.ir.IntType(32))
+
+    return _types.int32(_types.float32), generate
+
+
+@compiled(inline=True)
+def half_value(bits: int) -> Any:
+    """The value of an fp16 number."""
+    # exponent and mantissa in the places of fp32's, whose exponent counts from 112 more; then infinities and NaN
+    value = float_of(np.int32((bits & 0x7FFF) << 13)) * np.float32(5.192296858534828e33)
+    special = float_of(np.int32(0x7F800000 | ((bits & 0x3FF) << 13)))
+    value = special if (bits & 0x7C00) == 0x7C00 else value
+    return -value if bits & 0x8000 else value
+
+
+@_intrinsic
+def prefetch(typing: Any, address: Any) -> Any:
+    """Ask for the line of memory at an address, which need not be there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        ir = cgutils.ir
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        )
+        read, keep, data = (ir.Constant(number, n) for n in (0, 3, 1))
+        builder.call(function, [builder.inttoptr(args[0], byte), read, keep, data])
+        return context.get_dummy_value()
+
+    return _types.void(_types.int64), generate

@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._op import INTERPRETED, launch_options, next_power_of_2, register, runs_kernel, tl, triton
+from . import cpu_quantize
+from ._op import INTERPRETED, direct, launch_options, next_power_of_2, register, runs_kernel, tl, triton
 from .row_formats import RowFormat, row_format
 from .row_numbers import UNFUSED, paired, row_scales, row_values
 
@@ -222,8 +223,12 @@ def quantize_rows(weights: Tensor, format: str, scale_dtype: torch.dtype | None 
         raise ValueError(f"scales of {format} rows are {' or '.join(map(str, kind.scale_dtypes))}, not {dtype}")
     if weights.dim() != 2 or not weights.is_floating_point():
         raise ValueError(f"rows to quantize are floats [R, D], got {weights.dtype} {list(weights.shape)}")
-    payload, scales = torch.ops.shardwise.quantize_rows(weights, format, dtype)
-    if not _is_traced(weights):
+    if direct(weights):
+        payload, scales, finite = _made(weights, kind, dtype)
+    else:
+        payload, scales = torch.ops.shardwise.quantize_rows(weights, format, dtype)
+        finite = _is_traced(weights)
+    if not finite:
         _require_rows(weights, payload if not kind.parts else scales, kind, dtype)
     return payload, scales
 
@@ -267,16 +272,24 @@ def dequantize_rows(
             f"{format} rows of dim {dim} have payload {list(wanted[0])} and scales {list(wanted[1])},"
             f" got {list(payload.shape)} and {list(scales.shape)}"
         )
+    if direct(payload, scales):
+        return _dequantize_rows(payload, scales, dim, format, dtype)
     return torch.ops.shardwise.dequantize_rows(payload, scales, dim, format, dtype)  # type: ignore[no-any-return]
 
 
-def _quantize_rows(weights: Tensor, format: str, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    kind, (rows, dim) = row_format(format), weights.shape
+def _made(weights: Tensor, kind: RowFormat, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, bool]:
+    """Payload and scales, and whether all are known to be finite."""
+    rows, dim = weights.shape
     payload = torch.empty(rows, kind.row_bytes(dim), dtype=torch.uint8, device=weights.device)
     scales = torch.empty(rows, kind.parts, dtype=scale_dtype, device=weights.device)
-    if not kind.parts or not runs_kernel(weights):
+    if not kind.parts:
+        payload.view(DTYPES[kind.name]).copy_(weights)
+    elif not runs_kernel(weights):
+        finite = None if weights.is_cuda else cpu_quantize.quantize(weights, kind, payload, scales)
+        if finite is not None:
+            return payload, scales, finite
         for block in _blocks(rows, dim):
-            payload[block], scales[block] = quantize_rows_ref(weights[block], format, scale_dtype)
+            payload[block], scales[block] = quantize_rows_ref(weights[block], kind.name, scale_dtype)
     elif rows:
         block_d, block_q = (min(next_power_of_2(n), _TILE) for n in (dim, kind.row_bytes(dim)))
         block_r = max(1, _TILE // block_d)
@@ -284,7 +297,11 @@ def _quantize_rows(weights: Tensor, format: str, scale_dtype: torch.dtype) -> tu
             weights.contiguous(), payload, scales, rows, dim, kind.row_bytes(dim),
             kind.bits, kind.parts, FP8_MAX, _EPSILON, block_r, block_d, block_q, **launch_options(4, 96), **UNFUSED,
         )  # fmt: skip
-    return payload, scales
+    return payload, scales, False
+
+
+def _quantize_rows(weights: Tensor, format: str, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _made(weights, row_format(format), scale_dtype)[:2]
 
 
 def _fake_quantize(weights: Tensor, format: str, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -297,8 +314,9 @@ def _dequantize_rows(payload: Tensor, scales: Tensor, dim: int, format: str, dty
     kind, rows = row_format(format), payload.shape[0]
     weights = torch.empty(rows, dim, dtype=dtype, device=payload.device)
     if not kind.parts or not runs_kernel(payload):
-        for block in _blocks(rows, dim):
-            weights[block] = dequantize_rows_ref(payload[block], scales[block], dim, format, dtype)
+        if payload.is_cuda or not cpu_quantize.dequantize(payload, scales, kind, weights):
+            for block in _blocks(rows, dim):
+                weights[block] = dequantize_rows_ref(payload[block], scales[block], dim, format, dtype)
     elif rows:
         block_d = min(next_power_of_2(dim), _TILE)
         block_r = max(1, _TILE // block_d)

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from shardwise.kernels import (
     ROW_FORMATS,
+    cpu_quantize,
     dequantize_pooled,
     dequantize_rows,
     quantize_pooled,
     quantize_rows,
     row_format,
 )
-from shardwise.kernels.quantize import dequantize_rows_ref, quantize_rows_ref
+from shardwise.kernels.quantize import _dequantize_rows, _quantize_rows, dequantize_rows_ref, quantize_rows_ref
 
 # (format, dtype of its scales)
 FORMATS = [(name, dtype) for name, kind in ROW_FORMATS.items() for dtype in kind.scale_dtypes or (None,)]
@@ -58,6 +59,66 @@ def test_rows_become_the_reference_in_every_bit(device: str, format: str, scales
         assert_same_bits(dequantize_rows(*got, dim, format), dequantize_rows_ref(*expected, dim, format))
         half = dequantize_rows(*got, dim, format, torch.float16)
         assert_same_bits(half, dequantize_rows_ref(*expected, dim, format, torch.float16))
+
+
+def odd_rows(count: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Rows of a kind each: zeros of both signs, constant, tiny, huge, far from zero, any bits, with a NaN or an Inf."""
+    rows = torch.randn(count, dim, generator=generator)
+    for row, kind in zip(rows, torch.randint(0, 14, (count,), generator=generator).tolist(), strict=True):
+        signs = torch.where(torch.rand(dim, generator=generator) < 0.5, -1.0, 1.0)
+        made = {
+            0: signs * 0.0, 1: row[:1].expand(dim), 2: row * 1e-41, 3: row * 1e38, 4: row * 1e-2 - 10,
+            5: row.clamp(min=0) * signs, 6: row.abs(), 7: -row.abs(), 8: (row * 2).round(), 9: row * 6e4,
+            10: torch.randint(-(2**31), 2**31 - 1, (dim,), generator=generator).int().view(torch.float32),
+        }.get(kind, row)  # fmt: skip
+        row.copy_(made.clone())
+        if kind > 10:
+            at = int(torch.randint(0, dim, (1,), generator=generator))
+            row[at] = {11: float("nan"), 12: float("inf"), 13: -float("inf")}[kind]
+    return rows
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """Bits as integers; those of every NaN are the same."""
+    if not x.is_floating_point():
+        return x
+    bits = x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
+    return torch.where(x.isnan(), torch.zeros_like(bits), bits)
+
+
+@pytest.mark.parametrize(
+    ("threads", "seeds"),
+    [(1, range(24)), (2, range(21, 23)), pytest.param(1, range(25, 2000), marks=pytest.mark.long)],
+)
+def test_the_loops_have_the_reference_bits_on_any_rows(
+    monkeypatch: pytest.MonkeyPatch, threads: int, seeds: range
+) -> None:
+    """On the CPU, past the check that refuses rows which are not finite: what is made of those is the same too."""
+    monkeypatch.setattr(cpu_quantize, "ALONE", 64)
+    monkeypatch.setattr(cpu_quantize, "_BLOCK_ELEMENTS", 256)
+    dims = (1, 2, 3, 5, 15, 16, 17, 20, 31, 32, 33, 34, 47, 63, 64, 65, 66, 100, 128, 130, 515)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            dim, count = dims[seed % len(dims)], (1, 17, 40, 70)[seed % 4]
+            rows = odd_rows(count, dim, generator).to((torch.float32, torch.float16, torch.bfloat16)[seed % 3])
+            if seed % 5 == 0:
+                # not contiguous
+                rows = torch.cat([rows, rows], 1)[:, :dim]
+            for format, scales in FORMATS:
+                dtype = scales or row_format(format).scale_dtype
+                got, want = _quantize_rows(rows, format, dtype), quantize_rows_ref(rows, format, dtype)
+                for one, other in zip(got, want, strict=True):
+                    assert torch.equal(bits_of(one), bits_of(other)), (seed, format, dtype, dim)
+                back, expected = (
+                    _dequantize_rows(*want, dim, format, rows.dtype),
+                    dequantize_rows_ref(*want, dim, format, rows.dtype),
+                )
+                assert torch.equal(bits_of(back), bits_of(expected)), (seed, format, dtype, dim)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("device", DEVICES)
