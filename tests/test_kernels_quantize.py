@@ -87,13 +87,22 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("threads", "seeds"),
-    [(1, range(24)), (2, range(21, 23)), pytest.param(1, range(25, 2000), marks=pytest.mark.long)],
+    ("path", "threads", "seeds"),
+    [
+        ("loops", 1, range(24)),
+        ("loops", 2, range(21, 23)),
+        ("torch", 1, range(24)),
+        pytest.param("loops", 1, range(25, 2000), marks=pytest.mark.long),
+        pytest.param("torch", 1, range(25, 2000), marks=pytest.mark.long),
+    ],
 )
-def test_the_loops_have_the_reference_bits_on_any_rows(
-    monkeypatch: pytest.MonkeyPatch, threads: int, seeds: range
+def test_any_rows_have_the_reference_bits_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, path: str, threads: int, seeds: range
 ) -> None:
-    """On the CPU, past the check that refuses rows which are not finite: what is made of those is the same too."""
+    """Past the check that refuses rows which are not finite: what is made of those is the same too."""
+    if path == "torch":
+        monkeypatch.setattr(cpu_quantize, "_quantizing", lambda: None)
+        monkeypatch.setattr(cpu_quantize, "_looking_up", lambda: None)
     monkeypatch.setattr(cpu_quantize, "ALONE", 64)
     monkeypatch.setattr(cpu_quantize, "_BLOCK_ELEMENTS", 256)
     dims = (1, 2, 3, 5, 15, 16, 17, 20, 31, 32, 33, 34, 47, 63, 64, 65, 66, 100, 128, 130, 515)
