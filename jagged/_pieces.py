@@ -7,7 +7,7 @@ inverse indices. Pieces are made without checks: `like` fills the fields of an o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -161,17 +161,30 @@ def concat(members: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     def label(i: int) -> str:
         return names(members[i]._strides.keys.names)
 
-    parts = [kjt._in_bags() for kjt in members]
-    known = [kjt._length_per_key for kjt in members]
+    # one pass over the members: with few of them this is as long as the copies take
+    values: list[Tensor] = []
+    weights: list[Tensor | None] = []
+    lengths: list[Tensor] = []
+    known: list[list[int] | None] = []
+    checked, weighted, inverse = True, False, False
+    for kjt in members:
+        of_member, its_weights = (kjt._values, kjt._weights) if kjt._capacity is None else kjt._in_bags()
+        values.append(of_member)
+        weights.append(its_weights)
+        lengths.append(kjt.lengths() if kjt._lengths is None else kjt._lengths)
+        known.append(kjt._length_per_key)
+        checked = checked and kjt._checked
+        weighted = weighted or its_weights is not None
+        inverse = inverse or kjt._inverse is not None
     return like(
         members[0],
         strides,
-        join_tensors("values", label, [values for values, _ in parts]),
-        join_weights([kjt._strides.keys.names for kjt in members], [weights for _, weights in parts]),
-        torch.cat([kjt.lengths() for kjt in members]),
-        None if None in known else [n for lengths in known for n in lengths or ()],
-        all(kjt._checked for kjt in members),
-        _join_inverse(members),
+        join_tensors("values", label, values),
+        join_weights([kjt._strides.keys.names for kjt in members], weights) if weighted else None,
+        torch.cat(lengths),
+        None if None in known else list(chain.from_iterable(n or () for n in known)),
+        checked,
+        _join_inverse(members) if inverse else None,
     )
 
 

@@ -50,8 +50,13 @@ def join_tensors(what: str, label: Callable[[int], str], parts: Sequence[Tensor]
 
     `label(i)` names part i. Raises ValueError where non-empty parts mix integers and floats, or devices differ.
     """
-    if len({part.dtype for part in parts}) == 1 and len({part.device for part in parts}) == 1:
-        return torch.cat(list(parts))
+    first = parts[0]
+    dtype, device = first.dtype, first.device
+    for part in parts:
+        if part.dtype is not dtype or part.device != device:
+            break
+    else:
+        return torch.cat(parts if type(parts) is list else list(parts))
     devices = {str(part.device): label(i) for i, part in enumerate(parts)}
     if len(devices) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items())

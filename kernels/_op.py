@@ -60,7 +60,10 @@ else:
 # Programs of a persistent grid: enough of them to fill a large GPU, few enough for the interpreter.
 PERSISTENT_PROGRAMS = 4 if INTERPRETED else 132 * 16
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PARAMETER = torch.nn.Parameter
+_PLAIN = (Tensor, _PARAMETER)
+_compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
+_transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 
 _library = torch.library.Library("shardwise", "DEF")  # type: ignore[no-untyped-call]
 
@@ -78,14 +81,16 @@ def direct(*tensors: Tensor | None) -> bool:
 
     So it may where all are plain CPU tensors that want no gradient, and nothing traces, wraps or records operations.
     """
-    if INTERPRETED or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    # names of this file: what is looked up in torch each time would double the time of this
+    if INTERPRETED or _compiling() or _modes() or _transforms() or _tracing():
         return False
-    if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
-        return False
-    grads = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN or not tensor.is_cpu or (grads and tensor.requires_grad)):
-            return False
+        if tensor is not None:
+            kind = type(tensor)
+            if (kind is not Tensor and kind is not _PARAMETER) or not tensor.is_cpu:
+                return False
+            if tensor.requires_grad and torch.is_grad_enabled():
+                return False
     return True
 
 

@@ -24,6 +24,7 @@ from .memory import MANY, require_memory
 _ALONE = 1 << 22
 
 
+_empty_like = torch.empty_like
 # the compiled loops; None where numba is missing or does not work
 loops = partial(numba_loops.loops, "cpu_segments_loops")
 
@@ -167,25 +168,24 @@ def row_sums(lengths: Tensor) -> Tensor | None:
 
 def segment_sum(offsets: Tensor, values: Tensor, each: int) -> Tensor | None:
     """Sums [S, ...] of segments of values [N, ...], raising as the op says; None without numba, or in other dtypes."""
-    compiled = loops()
-    if compiled is None or values.dtype not in KINDS:
+    compiled, kind = loops(), KINDS.get(values.dtype)
+    if compiled is None or kind is None:
         return None
     offsets, values = offsets.contiguous(), values.contiguous()
-    S = offsets.numel() - 1
+    S, N = offsets.numel() - 1, values.numel()
     if values.dim() == 1:
-        N, out, columns = values.numel(), values.new_empty(S), 1
+        out, columns, nbytes = values.new_empty(S), 1, 8 * N
     else:
+        nbytes = N * values.itemsize
         N, out, columns = values.shape[0], values.new_empty(S, *values.shape[1:]), prod(values.shape[1:])
-    where = (
-        offsets.data_ptr(), offsets.itemsize, each, N // each, values.data_ptr(), KINDS[values.dtype], out.data_ptr(),
-        columns,
-    )  # fmt: skip
-    if (nbytes := N * columns * values.itemsize) <= _ALONE:
-        bad = compiled.segment_sum(*where, 0, S)
+    most, at, where, to = N // each, offsets.data_ptr(), values.data_ptr(), out.data_ptr()
+    if nbytes <= _ALONE:
+        bad = compiled.segment_sum(at, offsets.itemsize, each, most, where, kind, to, columns, 0, S)
     else:
-        bad = min(_divided(partial(compiled.segment_sum, *where), S, nbytes), default=0)
+        task = partial(compiled.segment_sum, at, offsets.itemsize, each, most, where, kind, to, columns)
+        bad = min(_divided(task, S, nbytes), default=0)
     if bad:
-        check_ends(offsets, N // each)
+        check_ends(offsets, most)
     return out
 
 
@@ -279,7 +279,7 @@ def invert_permute(permute: Tensor) -> Tensor | None:
     if compiled is None:
         return None
     permute = permute.contiguous()
-    out = torch.empty_like(permute)
+    out = _empty_like(permute)
     found = compiled.invert(permute.data_ptr(), permute.itemsize, permute.numel(), out.data_ptr())
     if found < 0:
         check_order(permute, permute.shape[0])

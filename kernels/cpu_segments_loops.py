@@ -332,17 +332,20 @@ def places(offsets: int, item: int, B: int, out: int, N: int) -> Any:
 
 @compiled()
 def _invert(order: Any, out: Any) -> Any:
-    n = order.shape[0]
-    for i in range(n):
+    n, beyond = order.shape[0], np.int64(0)
+    for i in range(np.uint64(n)):
+        p = np.int64(order[i])
         out[i] = -1
-    for i in range(n):
-        p = order[i]
-        if p < 0 or p >= n:
-            return -i - 1
-        out[p] = i
+        beyond |= p | (n - 1 - p)
+    if beyond < 0:
+        for i in range(n):
+            if order[i] < 0 or order[i] >= n:
+                return -i - 1
+    for i in range(np.uint64(n)):
+        out[np.uint64(order[i])] = i
     # n entries leave no place out unless one of them is there twice
     left = out.dtype.type(0)
-    for i in range(n):
+    for i in range(np.uint64(n)):
         left |= out[i]
     if left < 0:
         for i in range(n):

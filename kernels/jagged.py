@@ -20,7 +20,7 @@ from . import configs, cpu_padded, cpu_segments
 from ._op import INTERPRETED, direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .memory import MANY, require_memory
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
-from .segments import INDEX_DTYPES, check_index, gather_rows, locate, positions_of, unit_of
+from .segments import INDEX_DTYPES, bad_index, check_index, gather_rows, locate, positions_of, unit_of
 
 _BLOCK = 64 if INTERPRETED else 512
 # lengths that a program of `complete_cumsum` adds up at a time, and at most
@@ -167,9 +167,11 @@ def invert_permute(permute: Tensor) -> Tensor:
         ValueError: on the CPU, an entry is there twice; or the shape is not [n].
         TypeError: the dtype is neither int32 nor int64.
     """
-    check_index("permute", permute, 1)
+    if permute.dtype not in INDEX_DTYPES or permute.dim() != 1:
+        raise bad_index("permute", permute, 1)
     if direct(permute):
-        return _invert_cpu(permute)
+        found = cpu_segments.invert_permute(permute)
+        return _invert_cpu(permute) if found is None else found
     return torch.ops.shardwise.invert_permute(permute)  # type: ignore[no-any-return]
 
 
@@ -267,15 +269,17 @@ def segment_sum(offsets: Tensor, values: Tensor, *, batch_size: int = 1) -> Tens
         ValueError: shapes do not fit, `batch_size` is not positive; on the CPU, offsets decrease or leave 0 ... N.
         TypeError: offsets are neither int32 nor int64.
     """
-    check_index("offsets", offsets, 1)
-    if offsets.numel() == 0:
+    if offsets.dtype not in INDEX_DTYPES or offsets.dim() != 1:
+        raise bad_index("offsets", offsets, 1)
+    if not offsets.numel():
         raise ValueError("offsets must have at least one entry, got none")
     if batch_size < 1:
         raise ValueError(f"batch_size must be positive, got {batch_size}")
     if values.dim() == 0:
         raise ValueError("values must have a first dimension, got shape []")
     if direct(offsets, values):
-        return _sum_cpu(offsets, values, batch_size)
+        found = cpu_segments.segment_sum(offsets, values, batch_size)
+        return _sum_cpu(offsets, values, batch_size) if found is None else found
     return torch.ops.shardwise.segment_sum(offsets, values, batch_size)  # type: ignore[no-any-return]
 
 

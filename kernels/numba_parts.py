@@ -27,6 +27,9 @@ _intrinsic: Any = intrinsic
 _types: Any = numba_types
 _carray: Any = numba.carray
 
+# keep compiled code alive whose entry points files of loops hold
+_dispatchers: list[Any] = []
+
 
 def compiled(*signature: Any, inline: bool = False) -> Callable[[Any], Any]:
     """numba.njit without the GIL. With a signature a function for Python, compiled when it is first called and kept on
@@ -44,8 +47,11 @@ def compiled(*signature: Any, inline: bool = False) -> Callable[[Any], Any]:
             except RuntimeError:
                 # no place to keep it: neither beside its file nor in the home of the user can anything be written
                 made = numba.njit(*signature, **options)(function)
-            function.__globals__[function.__name__] = made
-            return made(*args)
+            # past the dispatcher, which looks at the type of each argument: these are all int
+            entry = next(iter(made.overloads.values())).entry_point
+            _dispatchers.append(made)
+            function.__globals__[function.__name__] = entry
+            return entry(*args)
 
         return first
 
