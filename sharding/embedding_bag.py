@@ -211,4 +211,4 @@ def _collection_of(module: nn.EmbeddingBag) -> EmbeddingBagCollection:
     weighted, policy = module.mode == "sum", LookupPolicy(output_dtype=dtype)
     found = EmbeddingBagCollection([table], weighted, "meta", policy=policy)
     found.embedding_bags[_WEIGHT].register_parameter("weight", dict(module.named_parameters())["weight"])
-    return found
+    return found.train(module.training)

@@ -188,9 +188,9 @@ def has_bits(case: Case, table: TableCase, world: int) -> bool:
     return not (partial and table.mean)
 
 
-def faults(case: Case, world: int, runs: Sequence[Run]) -> list[str]:
+def faults(case: Case, world: int, want: Run, runs: Sequence[Run]) -> list[str]:
     """Where the ranks' tables and states are not those of one process."""
-    found, want = [], alone(case, world)
+    found = []
     tables = {table.name: table for table in case.mix.tables}
     for rank, run in enumerate(runs):
         for key, mine in [*run.weights.items(), *run.states.items()]:
@@ -222,9 +222,11 @@ def faults(case: Case, world: int, runs: Sequence[Run]) -> list[str]:
 
 
 def expect_one_step(cases: Sequence[Case], world: int) -> None:
-    ranks = run_ranks(world, over_ranks, list(cases), timeout=60 + 2 * len(cases))
+    # first, so that what is compiled for a rule is compiled once
+    wanted = [alone(case, world) for case in cases]
+    ranks = run_ranks(world, over_ranks, list(cases), timeout=180 + 2 * len(cases))
     for number, case in enumerate(cases):
-        found = faults(case, world, [runs[number] for runs in ranks])
+        found = faults(case, world, wanted[number], [runs[number] for runs in ranks])
         assert not found, "\n".join([*found[:8], *map(str, case.mix.tables), str(replace(case, mix=Mix(())))])
 
 
@@ -233,7 +235,7 @@ def test_a_step_is_that_of_one_process_under_any_plan(world: int) -> None:
     """Averaged bags were divided before their gradient was cut where rows are cut, and after it elsewhere; rows of fp16
     and bf16 were rounded by the number that they have in their shard.
     """
-    expect_one_step([case_of(number) for number in range(world, world + 22)], world)
+    expect_one_step([case_of(number) for number in range(world, world + 14)], world)
 
 
 @pytest.mark.long
@@ -260,12 +262,12 @@ def one_bag(strategy: str, reduction: str) -> Tensor:
     return whole
 
 
-@pytest.mark.parametrize("reduction", ["partial", "ordered"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "reduction"),
+    [*product(STRATEGIES, ["partial"]), *product(("row_wise", "table_row_wise", "grid"), ["ordered"])],
+)
 def test_the_gradient_of_an_average_is_cut_before_it_is_divided(strategy: str, reduction: str) -> None:
     """Row-wise a row moved by 0.5: 2 / 2 ranks / 4 ids is below 0.5 already. It is cut to 0.5 first, of 4 ids each."""
-    if reduction == "ordered" and strategy not in ("row_wise", "table_row_wise", "grid"):
-        pytest.skip("rows are not cut")
     expected = torch.zeros(8, 4)
     expected[[0, 5, 2, 7]] = -0.25
     assert torch.equal(sum(run_ranks(2, one_bag, strategy, reduction)), expected)
