@@ -135,22 +135,27 @@ def no_second_derivative(
         found = backward(ctx, *upstream)
     if not any(grad is not None and grad.requires_grad for grad in upstream):
         return found
-    wanted = [grad.detach().requires_grad_() for grad in found if grad is not None]
-    refused = iter(_Refused.apply(what, *wanted) if wanted else ())  # type: ignore[no-untyped-call]
-    return tuple(None if grad is None else next(refused) for grad in found)
+    text = f"{what}: a second derivative through its backward is not implemented"
+    return tuple(None if grad is None else no_gradient(text, grad) for grad in found)
+
+
+def no_gradient(text: str, tensor: Tensor) -> Tensor:
+    """The tensor, through which a backward raises RuntimeError with this text."""
+    found: Tensor = _Refused.apply(text, tensor.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Refused(torch.autograd.Function):
-    """Passes gradients on, and has no derivative."""
+    """Passes a tensor on, and has no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, what: str, *gradients: Tensor) -> tuple[Tensor, ...]:
-        ctx.what = what
-        return tuple(grad.view_as(grad) for grad in gradients)
+    def forward(ctx: Any, text: str, tensor: Tensor) -> Tensor:
+        ctx.text = text
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        raise RuntimeError(f"{ctx.what}: a second derivative through its backward is not implemented")
+        raise RuntimeError(ctx.text)
 
 
 def next_power_of_2(n: int) -> int:

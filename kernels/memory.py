@@ -41,7 +41,7 @@ def require_memory(argument: str, shape: Sequence[int], dtype: torch.dtype, devi
     if device.type == "cpu":
         try:
             # nothing is written: all that is asked is whether the system refuses
-            torch.UntypedStorage(nbytes)
+            torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
         except (RuntimeError, MemoryError, OverflowError) as error:
             text = f"{_needs(argument, shape, dtype, nbytes)}, which the system does not give: is it too large?"
             raise MemoryError(text) from error

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import configs
-from ._op import gather_tile, launch_options, multiple, next_power_of_2, register, runs_kernel, tl, triton
+from ._op import gather_tile, launch_options, multiple, next_power_of_2, no_gradient, register, runs_kernel, tl, triton
 from .cpu_quantized import quantized_pooled_lookup_cpu
 from .features import BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS, batch_size, column_offsets, launch_order
 from .features import row_alignment as alignment
@@ -180,8 +180,17 @@ def quantized_pooled_lookup(
     Returns:
         [B, sum(dims)] in `output_dtype` (fp32, fp16 or bf16), accumulated in fp32; zeros for an empty bag.
 
-    Ids outside a table count as none: run `check_ids` first to raise for them instead.
+    Ids outside a table count as none: run `check_ids` first to raise for them instead. There is no gradient: a backward
+    to per-id weights raises RuntimeError.
     """
+    trained = isinstance(per_id_weights, Tensor) and per_id_weights.requires_grad and torch.is_grad_enabled()
+    if trained and not torch.compiler.is_compiling():
+        with torch.no_grad():
+            found = quantized_pooled_lookup(
+                payload, scales, indices, offsets, per_id_weights, features, dims, format, output_dtype
+            )
+        text = "quantized_pooled_lookup has no gradient by per-id weights: detach them, or look up in float tables"
+        return no_gradient(text, found)
     return torch.ops.shardwise.quantized_pooled_lookup(  # type: ignore[no-any-return]
         payload, scales, indices, offsets, per_id_weights, features, list(dims), format, output_dtype
     )
