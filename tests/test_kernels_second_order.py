@@ -385,9 +385,6 @@ def test_every_function_of_autograd_is_listed() -> None:
         assert name in JAGGED or callable(globals()[name])
 
 
-# Modules: the same through parameters
-
-
 def features(weighted: bool = False, requires_grad: bool = False) -> KeyedJaggedTensor:
     weights = torch.tensor([0.5, 2.0, -1.0, 3.0, 1.0, 0.25, 1.5], requires_grad=requires_grad) if weighted else None
     return KeyedJaggedTensor(
@@ -462,12 +459,12 @@ def test_a_fused_lookup_is_not_differentiated_twice() -> None:
 
 def test_a_quantized_lookup_says_that_it_has_no_gradient() -> None:
     """Weights of ids that were to be trained got none, with a warning of torch's."""
-    kind, dtype = [Feature(0, 10, 8, 0)], torch.float32
+    kind = [Feature(0, 10, 8, 0)]
     payload, scales = (part.flatten() for part in quantize_rows(torch.randn(10, 8), "int8"))
     p = torch.ones(3, requires_grad=True)
     where = (ints(1, 2, 3), ints(0, 2, 3))
-    out = quantized_pooled_lookup(payload, scales, *where, p, pack_features(kind), [8], "int8", dtype)
-    assert out.dtype is dtype and out.abs().max() > 0
+    out = quantized_pooled_lookup(payload, scales, *where, p, pack_features(kind), [8], "int8")
+    assert out.abs().max() > 0
     with pytest.raises(RuntimeError, match="quantized_pooled_lookup has no gradient by per-id weights"):
         out.sum().backward()
 
