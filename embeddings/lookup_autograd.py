@@ -87,7 +87,8 @@ class _FlatOfParameters(torch.autograd.Function):
 def flat_of_parameters(group: TableGroup, keep_rows: bool = False) -> Tensor:
     if not torch.is_grad_enabled() or not any(p.requires_grad for p in group.parameters):
         return group.flat
-    if torch.compiler.is_exporting():
+    # the flag, not `is_exporting()`: that is true in whatever dynamo of torch 2.9 compiles, and nothing would train
+    if torch.compiler._is_exporting_flag:
         # an exported program looks up and does not train: the buffer is one of its constants
         return group.flat.detach()
     # gradients of tables need no rows, so an optimizer may step between forward and backward, as it may with
