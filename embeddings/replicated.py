@@ -35,7 +35,7 @@ def _check(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
     """Called by torch whenever a module gets another as its child."""
     if name != "module" or module is None or not isinstance(wrapper, DistributedDataParallel):
         return
-    ignored = getattr(wrapper, "parameters_to_ignore", set())
+    ignored: set[str] = getattr(wrapper, "parameters_to_ignore", set())
     for path, one in module.named_modules():
         # collections, and sharded ones
         if not hasattr(one, "_children_name"):

@@ -196,7 +196,7 @@ def _below(x: float) -> Any:
 
 
 @compiled(inline=True)
-def _number(x: float, bias: float, inverse: float, levels: float) -> Any:
+def _number(x: Any, bias: Any, inverse: Any, levels: Any) -> Any:
     """The number of a value, cut to what there are; 0 for a NaN."""
     n = (x - bias) * inverse
     n = n if n > np.float32(0) else np.float32(0)

@@ -92,7 +92,7 @@ class ShardedCollection(nn.Module, Staged):
             chosen, mapped = options or {}, id_ranges(self._id_maps)
             tables, marks = tables_of(module, shards, default_optimizer, chosen, mapped)
             routes, facts = self._plan(tables, shards)
-            return (routes, marks), facts | facts_of_replicas(tables, shards, device)
+            return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
 
         (routes, marks), number = agree(self._exchange, device, plan)
         held = Held(routes, env.rank, device, self._policy, stores)

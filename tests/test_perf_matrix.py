@@ -13,7 +13,8 @@ from shardwise.perf import matrix
 JUNIT = """<testsuites><testsuite><testcase classname="tests.test_a" name="test_one"/>
 <testcase classname="tests.test_a" name="test_two[x]"><failure message="no">E</failure></testcase>
 <testcase classname="tests.test_b" name="test_three"><skipped message="no GPU"/></testcase>
-<testcase classname="tests.test_b" name="test_four"><error message="fixture">E</error></testcase></testsuite></testsuites>"""
+<testcase classname="tests.test_b" name="test_four"><error message="fixture">E</error></testcase>
+</testsuite></testsuites>"""
 
 
 def test_failures_and_errors_are_named_and_a_run_without_a_report_has_none() -> None:

@@ -466,7 +466,7 @@ def _of_tables(
 def _require_settings(plan: ShardingPlan, model: ModelTables) -> None:
     """Check what an enumerator, a loader or a callback wrote into a plan of ours, as constraints are checked."""
     for table in model.tables:
-        one = plan.plan.get(table.module, {}).get(table.name)
+        one = plan.plan.get(table.module, EmbeddingModuleShardingPlan()).get(table.name)
         if one is not None and table.is_ours:
             try:
                 check_settings(table.name, one, SERVED_SETTINGS if table.served else TRAINED_SETTINGS)
