@@ -72,6 +72,8 @@ class TableGroup:
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.policy = policy
         self.store: RowStore = store or ResidentRows()
+        # whether rows lie elsewhere than their ids say
+        self.has_slots = not isinstance(self.store, ResidentRows)
         self._bases, first_rows, self.segments, elements = lay_out(tables)
         self.first_rows = first_rows
         # rows by their own numbers, which are others than those of slots
@@ -155,11 +157,6 @@ class TableGroup:
     def frozen(self) -> Frozen:
         """Whether updates leave each table alone now: its parameter wants no gradient."""
         return tuple([not param.requires_grad for param in self.parameters]) or (False,) * len(self.tables)
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether rows lie elsewhere than their ids say."""
-        return not isinstance(self.store, ResidentRows)
 
     @property
     def device(self) -> torch.device:
@@ -422,7 +419,7 @@ class TableGroup:
             return
         fused_update(
             self.flat, self.states, self.step, grad, slots, offsets, per_id_weights,
-            self.trained(frozen), self.dims, self._segment_numbers,
+            self.trained(frozen) if any(frozen) else self.features, self.dims, self._segment_numbers,
             spec.rule, self.hyper, guard, pooling, spec.decay, spec.max_gradient if clips else None, self.seed, ids,
         )  # fmt: skip
 
