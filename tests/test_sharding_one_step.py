@@ -270,7 +270,7 @@ def test_the_gradient_of_an_average_is_cut_before_it_is_divided(strategy: str, r
     """Row-wise a row moved by 0.5: 2 / 2 ranks / 4 ids is below 0.5 already. It is cut to 0.5 first, of 4 ids each."""
     expected = torch.zeros(8, 4)
     expected[[0, 5, 2, 7]] = -0.25
-    assert torch.equal(sum(run_ranks(2, one_bag, strategy, reduction)), expected)
+    assert torch.equal(torch.stack(run_ranks(2, one_bag, strategy, reduction)).sum(0), expected)
 
 
 HYPER = {
