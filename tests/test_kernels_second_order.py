@@ -3,6 +3,7 @@
 Second derivatives are taken by plain torch in fp64 and by `gradgradcheck`, or they are an error that names the op.
 """
 
+# pyright: reportCallIssue=false
 from __future__ import annotations
 
 import importlib
@@ -120,7 +121,7 @@ CHOSEN, SELECTED = ints(2, 0, 2), ints(2, 3, 2)
 def jagged_entries() -> dict[str, list[Entry]]:
     """By op: itself, and the functions that lead to it or past it."""
 
-    def on(*integers: Tensor) -> Callable[[Tensor], list[Tensor]]:
+    def on(*integers: Tensor) -> Callable[[Tensor], Any]:
         return lambda like: [one.to(like.device) for one in integers]
 
     o, rows, dense = on(OFFSETS), (9, 3), (5, 2, 3)
@@ -450,7 +451,6 @@ def test_a_fused_lookup_is_not_differentiated_twice() -> None:
     assert not any(table.requires_grad and table.grad_fn for table in module.parameters())
     with pytest.raises(RuntimeError, match=r"lookup with a fused optimizer: a second derivative .* not implemented"):
         by.pow(2).sum().backward()
-    # a penalty on the layers above is one: the lookup's own backward is not asked for
     dense = torch.ones(12, requires_grad=True)
     (by,) = torch.autograd.grad((module(kjt).values().detach() @ dense).sin().sum(), dense, create_graph=True)
     by.pow(2).sum().backward()
@@ -471,8 +471,9 @@ def test_a_quantized_lookup_says_that_it_has_no_gradient() -> None:
 
 def _twice() -> list[str]:
     """What the second derivatives of a sharded collection, and of an exchange, said."""
-    said = []
-    env = ShardingEnv.from_process_group(torch.distributed.group.WORLD)
+    said: list[str] = []
+    world: Any = torch.distributed.group.WORLD
+    env = ShardingEnv.from_process_group(world)
     module, kjt = bags(weighted=True), features(True, True)
     plan = construct_module_sharding_plan(module, {"t4": table_wise(rank=0), "t8": table_wise(rank=1)})
     sharded = EmbeddingBagCollectionSharder().shard(module, plan, env, torch.device("cpu"))
