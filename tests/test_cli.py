@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from shardwise import __version__, cli
 from shardwise._version import how_to_install
-from shardwise.kernels import _op, compiled
+from shardwise.kernels import _op, checked, compiled
 from shardwise.kernels.compiled import Report
 from shardwise.kernels.launched import Case
 
@@ -82,6 +82,19 @@ def test_a_filter_that_leaves_nothing_is_an_error() -> None:
     result = run("kernels", "check", "--kernel", "matmul")
     assert result.exit_code == 2
     assert "no case has 'matmul' in its name" in result.output
+
+
+@NEEDS_CASES
+def test_a_check_is_recorded_only_if_it_was_whole_and_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(checked, "record", lambda passed, version: written.append(version))
+    compiled_as("the compiler failed", monkeypatch)
+    part = run("kernels", "check", "--record", "--kernel", "gather")
+    assert part.exit_code == 2 and "--record is for a check of all kernels" in part.output
+    assert run("kernels", "check", "--record").exit_code == 1 and written == []
+    monkeypatch.setattr(checked, "changed", lambda cases, table, version: [])
+    nothing = run("kernels", "check", "--changed", "--record")
+    assert nothing.exit_code == 0 and "every kernel passed on triton" in nothing.output and len(written) == 1
 
 
 @pytest.mark.parametrize(
