@@ -5,6 +5,7 @@ Run where torchrec 1.8.0 is installed. WHAT is one of
     golden    prints the numbers that tests/test_planner_trec_golden.py has
     formulas  many random options: our Perf and Storage against torchrec's
     options   models and topologies: our enumerator's options against torchrec's
+    times     sets of 26 tables (--tables DIR): CPU seconds of planning for 8 ranks, TorchRec's, ours, our bound
     plans     sets of tables (--tables DIR): each of TorchRec's proposers, and our search over the same options and over
               those with 32-wide column shards too, all rated by torchrec's NoopPerfModel
 
@@ -102,7 +103,7 @@ def options() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("golden", "formulas", "options", "plans"))
+    parser.add_argument("what", choices=("golden", "formulas", "options", "plans", "times"))
     parser.add_argument("--count", type=int, default=5000, help="random options of `formulas`")
     parser.add_argument("--tables", type=Path, help="folder of the sets of tables, for `plans`")
     parser.add_argument("--only", default="", help="plans: sets whose name has this in it")
@@ -118,6 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    if given.what == "times":
+        from .beside_planner_plans import times
+
+        return times(given.tables, only=given.only)
     if given.what == "plans":
         from .beside_planner_plans import plans
 

@@ -27,7 +27,16 @@ import torch.multiprocessing as mp
 from .counts import listed
 from .parity import versions
 from .sharded_sides import STRATEGIES, Shape, losses, ours, theirs, worst_difference
-from .sharded_turns import STAGES, Stepper, calls_of_forward, collectives_of_step, stage_times, turns
+from .sharded_turns import (
+    STAGES,
+    Stepper,
+    calls_of_forward,
+    collectives_of_step,
+    exchange_alone,
+    stage_times,
+    turns,
+    used_in_turns,
+)
 
 MARK = "<!-- below: as perf/beside_sharding.py printed it -->"
 RANKS, STEPS, LOSS_BOUND = 2, 50, 1e-6
@@ -105,6 +114,56 @@ def time_section(shape: Shape, bound: float, count: int) -> Section:
     return Section(lines, bad)
 
 
+def row_wise_section(shape: Shape, count: int) -> Section:
+    """Our row-wise step beside our table-wise one and beside nothing but the exchange of its sums and gradients.
+
+    Row-wise every rank has a part of every bag: with W ranks each sends B * T * D * 4 bytes to every other, W times
+    what it sends table-wise, and the same back. TorchRec on a CPU has no row-wise pooled tables.
+    """
+    steppers = [Stepper(ours(), shape, kind, "rowwise_adagrad") for kind in ("table_wise", "row_wise")]
+    of_all = shape.B * shape.T * shape.D
+    columns: dict[str, tuple[Callable[[int], object], int]] = {
+        "table-wise step": (steppers[0].step, of_all // RANKS),
+        "row-wise step": (steppers[1].step, of_all),
+        "table-wise, exchange alone": (exchange_alone(of_all // RANKS), of_all // RANKS),
+        "row-wise, exchange alone": (exchange_alone(of_all), of_all),
+    }
+    used = used_in_turns({name: step for name, (step, _) in columns.items()}, count)
+    gathered: list[Any] = [None] * RANKS
+    dist.all_gather_object(gathered, used)
+    lines = [
+        f"## Row-wise: {shape}", "",
+        f"{count} turns; a step of the clock is that of its slowest rank, the rest is rank 0's.", "",
+        "| | sent to each other rank MB | clock ms, quartiles | CPU of all threads ms, quartiles | page faults"
+        " | involuntary switches |", "| --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for name, (_, numbers) in columns.items():
+        clock = [max(1e3 * rank[name][n].clock for rank in gathered) for n in range(count)]
+        cpu = [1e3 * one.cpu for one in gathered[0][name]]
+        faults, switches = (statistics.median(getattr(one, what) for one in gathered[0][name])
+                            for what in ("faults", "switches"))  # fmt: skip
+        spread = [statistics.quantiles(values, n=4) for values in (clock, cpu)]
+        told = [f"{middle:.1f} ({low:.1f}-{high:.1f})" for low, middle, high in spread]
+        sent = 2 * 4e-6 * numbers
+        lines.append(f"| {name} | {sent:.1f} | {told[0]} | {told[1]} | {faults:.0f} | {switches:.0f} |")
+    for what in ("step", "exchange alone"):
+        join = " " if what == "step" else ", "
+        ratios = {
+            number: statistics.median(
+                getattr(b, number) / getattr(a, number)
+                for a, b in zip(
+                    gathered[0][f"table-wise{join}{what}"], gathered[0][f"row-wise{join}{what}"], strict=True
+                )
+            )
+            for number in ("clock", "cpu")
+        }
+        lines += [
+            "",
+            f"Row-wise over table-wise, {what}: {ratios['clock']:.2f} of the clock, {ratios['cpu']:.2f} of the CPU.",
+        ]
+    return Section([*lines, ""], [])
+
+
 def stage_table(stepper: Stepper, count: int) -> list[str]:
     """Where our step's time goes on rank 0, by the CPU time of its main thread; waiting does not count."""
     steps = []
@@ -129,6 +188,7 @@ def _rank(rank: int, store: str, answer: Any, options: argparse.Namespace) -> No
     dist.init_process_group("gloo", store=c10d.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     work: list[Callable[[], Section]] = [lambda: loss_section(options.steps)]
     work += [lambda s=shape, b=bound: time_section(s, b, options.turns) for shape, bound in TIMED.items()]  # type: ignore[misc]
+    work.append(lambda: row_wise_section(next(iter(TIMED)), options.turns))
     found = []
     for one in work:
         found.append(one())

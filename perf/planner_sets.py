@@ -120,7 +120,7 @@ def run(name: str, tables: Sequence[Table], topology: Topology, batch_size: int,
     }
     planned = plan_tables(tables, topology, batch_size, cost=cost, settings=settings)
     taken = time.process_time() - begin
-    found, base = planned.solution, float(planned.problem.base_ms.max())
+    found, base = planned.certified, float(planned.problem.base_ms.max())
     machine = facts(planned)["topology"]
     beyond = (found.time_ms - found.bound_ms) / (found.bound_ms - base) if found.bound_ms > base else 0.0
     return Row(

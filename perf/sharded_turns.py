@@ -6,11 +6,12 @@ Everything here runs on every rank of a process group at once.
 from __future__ import annotations
 
 import importlib
+import resource
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -74,6 +75,46 @@ def turns(steppers: Sequence[Stepper], count: int, warm_up: int = 3) -> dict[str
             if turn >= warm_up:
                 found[one.side.name].append(seconds)
     return found
+
+
+class Used(NamedTuple):
+    """Of this process, all threads: seconds of the clock and the CPU, minor page faults, involuntary switches."""
+
+    clock: float
+    cpu: float
+    faults: int
+    switches: int
+
+
+def used_in_turns(steps: Mapping[str, Callable[[int], object]], count: int, warm_up: int = 3) -> dict[str, list[Used]]:
+    """What each of `count` turns takes, in which each of `steps` runs once, in changing order, after a barrier."""
+    found: dict[str, list[Used]] = {name: [] for name in steps}
+    for turn in range(count + warm_up):
+        order = list(steps.items())
+        for name, step in order if turn % 2 else reversed(order):
+            dist.barrier()
+            before, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+            step(turn)
+            clock, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+            cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            if turn >= warm_up:
+                found[name].append(
+                    Used(clock, cpu, after.ru_minflt - before.ru_minflt, after.ru_nivcsw - before.ru_nivcsw)
+                )
+    return found
+
+
+def exchange_alone(numbers: int) -> Callable[[int], None]:
+    """A step that sends so many fp32 numbers to each rank, from memory that is there, and does so a second time."""
+    world = dist.get_world_size()
+    mine, other = torch.zeros(world * numbers), torch.zeros(world * numbers)
+    sizes = [numbers] * world
+
+    def step(turn: int) -> None:
+        for _ in range(2):
+            dist.all_to_all_single(other, mine, sizes, sizes)
+
+    return step
 
 
 def collectives_of_step(stepper: Stepper) -> Counter[str]:

@@ -112,7 +112,7 @@ def diff(a: Planned, b: Planned) -> Difference:
     }
     return Difference(
         (a.solution.time_ms, b.solution.time_ms),
-        (a.solution.bound_ms, b.solution.bound_ms),
+        (a.certified.bound_ms, b.certified.bound_ms),
         tuple(changes),
         len(names) - len(changes),
         () if same_loads and not changes else tuple(per_rank),

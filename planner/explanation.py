@@ -66,7 +66,7 @@ def headline(planned: Planned) -> str:
 
 def facts(planned: Planned) -> dict[str, str]:
     """What is known of the plan as a whole, by short names, each in a sentence or less."""
-    solution, problem = planned.solution, planned.problem
+    solution, problem = planned.certified, planned.problem
     time = planned.loads.time_ms
     slowest = slowest_ranks(planned)
     bound = f"{ms(solution.bound_ms)} ms: no plan within the limits is faster ({solution.bound_from})"

@@ -45,7 +45,7 @@ def save_planned(planned: Planned, path: str | os.PathLike[str]) -> None:
 
 def planned_to_json(planned: Planned) -> dict[str, Any]:
     """A plan as a file has it. Raises as `save_planned`."""
-    request, topology, solution = planned.request, planned.topology, planned.solution
+    request, topology, solution = planned.request, planned.topology, planned.certified
     if request is None:
         raise ValueError("this plan does not know what it was made from: only plans of plan_tables can be written")
     constants: Any = getattr(request.cost, "constants", None)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from shardwise.sharding.layout import Shard
 
 from .problem import Choice, Loads, Problem, Solution, chosen, loads
 from .request import Request
+from .solve import certify
 from .tables import Table
 from .topology import Topology
 
@@ -20,6 +22,9 @@ from .topology import Topology
 @dataclass(frozen=True, eq=False)
 class Planned:
     """A plan for `tables`, which stand in the order of the model.
+
+    `solution` has the bound that the search knew; `certified` is the same plan with the best bound, which takes longer
+    than the plan did and is computed when it is first asked for.
 
     Args:
         topology: with what storage is left after the reservation.
@@ -39,6 +44,11 @@ class Planned:
     settings: dict[str, str]
     seconds: float
     request: Request | None = None
+
+    @cached_property
+    def certified(self) -> Solution:
+        """`solution` with all bounds: what explanations, reports and files tell."""
+        return certify(self.problem, self.solution)
 
     @property
     def loads(self) -> Loads:

@@ -128,6 +128,7 @@ class Solution:
         bound_from: how the bound was proven, in words.
         proven: `assignment` is optimal, up to a relative 1e-6 and the tolerance of floating point.
         steps: units of work that the search spent, a number that does not depend on the machine.
+        certified: the dearer bounds were asked too; `solve.certify` does. The bound holds in any case.
     """
 
     assignment: Assignment
@@ -136,6 +137,7 @@ class Solution:
     bound_from: str
     proven: bool
     steps: int = 0
+    certified: bool = True
 
     @property
     def gap(self) -> float:

@@ -64,7 +64,7 @@ def report(planned: Planned) -> str:
 
 
 def _summary(planned: Planned) -> list[str]:
-    solution, held = planned.solution, planned.loads
+    solution, held = planned.certified, planned.loads
     time = held.time_ms
     slowest = slowest_ranks(planned)[0]
     bounded = solution.bound_ms > 0

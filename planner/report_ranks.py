@@ -51,7 +51,7 @@ def _time_chart(planned: Planned, title: str) -> Chart:
         f"A column for each of {time.size} ranks. Rank {slowest} is the slowest with {milliseconds(float(time.max()))},"
         f" rank {int(time.argmin())} the fastest with {milliseconds(float(time.min()))}."
     )
-    bound = planned.solution.bound_ms or None
+    bound = planned.certified.bound_ms or None
     return Chart(title, description, milliseconds, short, planned.problem.local_size, bound=bound, mark=slowest)
 
 

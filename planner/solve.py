@@ -1,6 +1,7 @@
 """From a problem to the best assignment that can be found, and a proof of how good it is.
 
-Relax, search, bound, and for small problems solve exactly; each only where the gap is still open.
+`solve` relaxes, searches, and asks what is cheap or finds faster plans; `certify` asks the dearer bounds, which only
+say how good the plan is and take most of the time. Each only where the gap is still open, in a fixed amount of work.
 """
 
 from __future__ import annotations
@@ -27,10 +28,16 @@ STEPS = (200, 1000)
 SIZE = 250_000
 DENSE = 12
 MORE = 3
-# a mixed-integer program of up to so many variables; nodes of its tree before other bounds are tried, and after
+# a mixed-integer program of up to so many variables; nodes of its tree before other bounds are tried, for a plan alone,
+# and after
 VARIABLES = 600
 FIRST_NODES = 20
+ROOT = 1
 NODES = 500
+# before the search goes on a program of so few variables is solved, and of so many the root of its tree
+FEW_VARIABLES, SOME_VARIABLES = 100, 250
+# a gap so wide may hide a faster plan, which the root has more often than the search
+FAR = 3e-3
 # items times ranks beyond which no program is that small
 PROGRAM = 2000
 
@@ -39,8 +46,8 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
     """The best assignment found, the same for the same problem.
 
     Args:
-        seconds: stop then and return the best so far, or go on until then while the gap is open; by default a fixed
-            amount of work, some seconds at most.
+        seconds: stop then and return the best so far with all bounds that there was time for, or go on until then while
+            the gap is open; by default a fixed amount of work, a second or less, and `certify` has the dearer bounds.
 
     Raises:
         DoesNotFitError: no assignment stays within memory, or none was found.
@@ -56,7 +63,8 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
     search = Search(space, relaxed.bound_ms, _prices(space, relaxed))
     search.begin(deadline)
     search.go_on(STEPS[0], relaxed.bound_ms * (1 + ENOUGH), deadline)
-    known = _known(problem, search, relaxed, deadline)
+    at_once = deadline is None and search.fits
+    known = _quickly(problem, search, relaxed) if at_once else _known(problem, search, relaxed, deadline)
     if _is_open(known, deadline):
         enough_ms = _enough_ms(known, deadline)
         items, ranks = len(problem.items), problem.world_size
@@ -65,7 +73,7 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
     if search.fits and search.time_ms < known.time_ms:
         known = replace(known, assignment=search.best, time_ms=search.time_ms)
     # without a plan the program was asked all that it can say; the better a plan is, the fewer choices it leaves
-    if known.assignment is not None and _is_open(known, deadline):
+    if not at_once and known.assignment is not None and _is_open(known, deadline):
         known = _exactly(problem, known, relaxed, deadline, NODES)
     best = known.assignment
     if best is None:
@@ -76,7 +84,31 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
     time_ms = float(loads(problem, best).time_ms.max())
     bound_ms = min(known.bound_ms, time_ms)
     proven = time_ms <= bound_ms * (1 + EXACT)
-    return Solution(best, time_ms, bound_ms, known.bound_from, proven, search.steps)
+    return Solution(best, time_ms, bound_ms, known.bound_from, proven, search.steps, proven or not at_once)
+
+
+def certify(problem: Problem, solution: Solution) -> Solution:
+    """The same assignment with the best bound that a fixed amount of work proves, some seconds at most.
+
+    A plan that is faster and comes up on the way is not taken: the plan of a problem is that of `solve`.
+    """
+    if solution.certified:
+        return solution
+    relaxed = relax(problem)
+    known = Known(
+        solution.assignment, solution.time_ms, solution.bound_ms, solution.bound_from, solution.proven
+    )  # fmt: skip
+    if _is_open(known, None):
+        known = _bounded(problem, known, relaxed, FIRST_NODES)
+    if _is_open(known, None):
+        bound = lower_bound(problem, upper_ms=known.time_ms, relaxed=relaxed, gap=ENOUGH)
+        if bound.ms > known.bound_ms:
+            known = replace(known, bound_ms=bound.ms, bound_from=bound.reason)
+    if _is_open(known, None):
+        known = _bounded(problem, known, relaxed, NODES)
+    bound_ms = min(known.bound_ms, solution.time_ms)
+    proven = solution.time_ms <= bound_ms * (1 + EXACT)
+    return replace(solution, bound_ms=bound_ms, bound_from=known.bound_from, proven=proven, certified=True)
 
 
 @dataclass(frozen=True)
@@ -88,6 +120,31 @@ class Known:
     bound_ms: float
     bound_from: str
     proven: bool
+
+
+def _quickly(problem: Problem, search: Search, relaxed: Relaxed) -> Known:
+    """What is known of a plan by the bounds that cost nothing beside the search, and of small problems exactly."""
+    time_ms = search.time_ms
+    known = Known(
+        search.best, time_ms, relaxed.bound_ms, relaxed.reason, time_ms <= relaxed.bound_ms * (1 + EXACT)
+    )  # fmt: skip
+    if not _is_open(known, None):
+        return known
+    bound = lower_bound(problem, upper_ms=known.time_ms, relaxed=relaxed, gap=ENOUGH, work=0)
+    if bound.ms > known.bound_ms:
+        known = replace(known, bound_ms=bound.ms, bound_from=bound.reason)
+    for nodes, variables in ((NODES, FEW_VARIABLES), (ROOT, SOME_VARIABLES)):
+        if _is_open(known, None):
+            known = _exactly(problem, known, relaxed, None, nodes, variables)
+    if known.time_ms > known.bound_ms * (1 + FAR):
+        known = _exactly(problem, known, relaxed, None, ROOT)
+    return known
+
+
+def _bounded(problem: Problem, known: Known, relaxed: Relaxed, nodes: int) -> Known:
+    """The bound of a mixed-integer program for a plan that stays as it is."""
+    found = _exactly(problem, known, relaxed, None, nodes)
+    return replace(known, bound_ms=found.bound_ms, bound_from=found.bound_from)
 
 
 def _known(problem: Problem, search: Search, relaxed: Relaxed, deadline: float | None) -> Known:
@@ -118,13 +175,20 @@ def _is_open(known: Known, deadline: float | None) -> bool:
     return not (known.proven or known.time_ms <= _enough_ms(known, deadline) or late(deadline))
 
 
-def _exactly(problem: Problem, known: Known, relaxed: Relaxed, deadline: float | None, nodes: int) -> Known:
+def _exactly(
+    problem: Problem,
+    known: Known,
+    relaxed: Relaxed,
+    deadline: float | None,
+    nodes: int,
+    variables: int = VARIABLES,
+) -> Known:
     """What is known after a mixed-integer program; the same where that would be too large."""
     if len(problem.items) * problem.world_size > PROGRAM:
         return known
     left = None if deadline is None else deadline - time.perf_counter()
     hint = known.assignment
-    exact = solve_exactly(problem, hint=hint, relaxed=relaxed, variables=VARIABLES, nodes=nodes, seconds=left)
+    exact = solve_exactly(problem, hint=hint, relaxed=relaxed, variables=variables, nodes=nodes, seconds=left)
     best, time_ms = hint, known.time_ms
     if exact.assignment is not None and exact.assignment is not hint:
         best, time_ms = exact.assignment, float(loads(problem, exact.assignment).time_ms.max())

@@ -374,7 +374,7 @@ def _calibrate(world_size: int, device: str, seconds: float, threads: int, out: 
 
 def _summary(planned: Planned) -> dict[str, Any]:
     """The numbers of a plan that people compare."""
-    loads, solution = planned.loads, planned.solution
+    loads, solution = planned.loads, planned.certified
     return {
         "ranks": planned.topology.world_size, "hosts": planned.topology.hosts, "batch_size": planned.batch_size,
         "step_ms": solution.time_ms, "bound_ms": solution.bound_ms, "gap": solution.gap,

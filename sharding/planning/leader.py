@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -48,7 +49,10 @@ def plan_on_leader(pg: dist.ProcessGroup | None, make: Callable[[], ShardingPlan
 def _told(plan: ShardingPlan, ranks: int) -> dict[str, Any]:
     # a plan made by hand does not say how many ranks it is for
     world_size = plan.world_size or ranks
-    return plan_to_json(plan, world_size, plan.local_world_size or get_local_size(world_size))
+    # nobody may want the best bound, which takes longer than the plan
+    at_once = getattr(plan.explanation, "at_once", None)
+    said = plan if at_once is None else replace(plan, explanation=at_once())
+    return plan_to_json(said, world_size, plan.local_world_size or get_local_size(world_size))
 
 
 def _error_told(error: Exception) -> dict[str, str]:
