@@ -254,3 +254,15 @@ def test_lookups_compile_into_one_graph(device: str) -> None:
     compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(both, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(there.indices, there.offsets), both(there.indices, there.offsets), strict=True):
         assert_same_bits(got, expected)
+
+
+def test_a_quantized_lookup_says_that_it_has_no_gradient() -> None:
+    """Weights of ids that were to be trained got none, with a warning of torch's."""
+    kind = [Feature(0, 10, 8, 0)]
+    payload, scales = (part.flatten() for part in quantize_rows(torch.randn(10, 8), "int8"))
+    p = torch.ones(3, requires_grad=True)
+    where = (torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))
+    out = quantized_pooled_lookup(payload, scales, *where, p, pack_features(kind), [8], "int8")
+    assert out.abs().max() > 0
+    with pytest.raises(RuntimeError, match="quantized_pooled_lookup has no gradient by per-id weights"):
+        out.sum().backward()

@@ -29,7 +29,6 @@ from shardwise import (
 )
 from shardwise.embeddings import PoolingType
 from shardwise.kernels import (
-    Feature,
     batched_unary_embeddings,
     block_bucketize,
     jagged_dense_add,
@@ -43,7 +42,6 @@ from shardwise.kernels import (
     jagged_softmax,
     jagged_to_padded_dense,
     jagged_vector_product,
-    pack_features,
     pack_segments,
     padded_dense_to_jagged,
     per_id_weight_gradient,
@@ -51,8 +49,6 @@ from shardwise.kernels import (
     permute_pooled,
     permute_segments,
     pooled_lookup,
-    quantize_rows,
-    quantized_pooled_lookup,
     segment_sum,
     sequence_lookup,
     unpack_segments,
@@ -455,18 +451,6 @@ def test_a_fused_lookup_is_not_differentiated_twice() -> None:
     (by,) = torch.autograd.grad((module(kjt).values().detach() @ dense).sin().sum(), dense, create_graph=True)
     by.pow(2).sum().backward()
     assert dense.grad is not None and dense.grad.abs().max() > 0
-
-
-def test_a_quantized_lookup_says_that_it_has_no_gradient() -> None:
-    """Weights of ids that were to be trained got none, with a warning of torch's."""
-    kind = [Feature(0, 10, 8, 0)]
-    payload, scales = (part.flatten() for part in quantize_rows(torch.randn(10, 8), "int8"))
-    p = torch.ones(3, requires_grad=True)
-    where = (ints(1, 2, 3), ints(0, 2, 3))
-    out = quantized_pooled_lookup(payload, scales, *where, p, pack_features(kind), [8], "int8")
-    assert out.abs().max() > 0
-    with pytest.raises(RuntimeError, match="quantized_pooled_lookup has no gradient by per-id weights"):
-        out.sum().backward()
 
 
 def _twice() -> list[str]:

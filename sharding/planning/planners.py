@@ -369,14 +369,9 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         if self._is_ours:
             return self._search(search_space, reserved) if self._is_custom_enumerator else None
         found = propose_plans(
-            search_space,
-            self._enumerator,
-            reserved,
-            self._proposers,
-            self._partitioner,
-            self._perf_model,
+            search_space, self._enumerator, reserved, self._proposers, self._partitioner, self._perf_model,
             timeout_seconds=self._timeout_seconds,
-        )
+        )  # fmt: skip
         self._num_proposals, self._num_plans = found.proposals, found.plans
         if found.best is None:
             raise no_plan_error(found, self._topology, reserved, self._storage_reservation, self._batch_size)
