@@ -152,7 +152,7 @@ def test_a_part_of_a_table_is_rounded_as_in_the_whole_one(device: str, dtype: to
     for batch, g in ((whole, grad), (part, grad[:, low : low + 8].contiguous())):
         for _ in range(2):
             state = replace(optimizer("sgd", batch), seed=torch.tensor([5], device=where_))
-            fused_update(*update_args(batch.weights, state, g, batch), ids if slots and batch is part else None)
+            fused_update(*update_args(batch.weights, state, g, batch), ids=ids if slots and batch is part else None)
     assert_same_bits(part.tables()[0][place], whole.tables()[0][first:, low : low + 8].contiguous())
 
 
