@@ -250,7 +250,8 @@ def offsets_are_good(offsets: Tensor, ids: int, padded: bool) -> bool:
     """Whether offsets go from 0 to the number of ids (with `padded`, at most to it) without a fall."""
     end = int(offsets[-1])
     reaches = end <= ids if padded else end == ids
-    return int(offsets[0]) == 0 and reaches and not bool((offsets.diff() < 0).any())
+    # compared and not subtracted: a difference of 2**63 or more comes back negative, or a fall as a rise
+    return int(offsets[0]) == 0 and reaches and not bool((offsets[1:] < offsets[:-1]).any())
 
 
 def _all_in(ids: Tensor, rows: int) -> bool:

@@ -167,7 +167,7 @@ def require_offsets(offsets: Sequence[Tensor], total: int) -> None:
     """Raise ValueError unless all offsets go from 0, without a fall, to at most what they count."""
     for k, ends in enumerate(offsets):
         most = offsets[k + 1].shape[0] - 1 if k + 1 < len(offsets) else total
-        if int(ends[0]) != 0 or int(ends[-1]) > most or (ends.shape[0] > 1 and int(ends.diff().min()) < 0):
+        if int(ends[0]) != 0 or int(ends[-1]) > most or bool((ends[1:] < ends[:-1]).any()):
             _refuse(offsets, total)
 
 

@@ -211,6 +211,8 @@ def expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, total
     compiled = loops()
     if compiled is None:
         return None
+    if total < 0:
+        check_offsets("output_offsets", output_offsets, total)
     order, begins, ends = permute.contiguous(), input_offsets.contiguous(), output_offsets.contiguous()
     out = order.new_empty(total)
     found = compiled.expand(

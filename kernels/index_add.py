@@ -114,6 +114,9 @@ def _add_plain(
         if bags and int(output_lengths.min()) < 0:
             bag = int(output_lengths.argmin())
             raise ValueError(f"output_lengths must be >= 0, bag {bag} has {int(output_lengths[bag])}")
+        # a sum that passes 2**63 comes back too small
+        if bags and int(output_lengths.max()) > rows:
+            raise ValueError(f"output_lengths sum to {sum(output_lengths.tolist())}, which no output can have")
         _check_alike(lengths, pick(output_lengths, indices, bags), indices)
         at = positions(pick(ends - output_lengths, indices, bags), lengths, None)
         if at.shape[0] != values.shape[0]:

@@ -103,7 +103,7 @@ def jagged_index_select(
         with torch.no_grad():
             bags, ends = lengths.shape[0], lengths.cumsum(0)
             chosen, starts = pick(lengths, indices, bags), pick(ends - lengths, indices, bags)
-            if bags and (int(lengths.min()) < 0 or int(ends[-1]) != values.shape[0]):
+            if bags and not (int(ends[-1]) == values.shape[0] and _all_within(lengths, values.shape[0])):
                 raise ValueError(_what_is_wrong(lengths, values))
             at = positions(starts, chosen, selected_lengths_sum)
         return values.index_select(0, at), chosen
@@ -178,10 +178,16 @@ def positions(starts: Tensor, lengths: Tensor, total: int | None) -> Tensor:
     return at.add_(torch.arange(found, device=at.device))
 
 
+def _all_within(lengths: Tensor, most: int) -> bool:
+    # one by one, because sums that pass 2**63 come back too small
+    low, high = lengths.aminmax()
+    return int(low) >= 0 and int(high) <= most
+
+
 def _what_is_wrong(lengths: Tensor, values: Tensor) -> str:
     if int(lengths.min()) < 0:
         return f"lengths must be >= 0, bag {int(lengths.argmin())} has {int(lengths.min())}"
-    return f"lengths sum to {int(lengths.sum())}, values has {values.shape[0]} rows"
+    return f"lengths sum to {sum(lengths.tolist())}, values has {values.shape[0]} rows"
 
 
 def check_offsets(offsets: Tensor, values: int) -> None:
@@ -192,9 +198,9 @@ def check_offsets(offsets: Tensor, values: int) -> None:
         raise ValueError(f"offsets must begin with 0, got {int(offsets[0])}")
     if int(offsets[-1]) > values:
         raise ValueError(f"offsets end at {int(offsets[-1])}, values has {values}")
-    lengths = offsets.diff()
-    if lengths.shape[0] and int(lengths.min()) < 0:
-        bag = int(lengths.argmin())
+    fallen = offsets[1:] < offsets[:-1]
+    if bool(fallen.any()):
+        bag = int(fallen.nonzero()[0])
         raise ValueError(
             f"offsets must not decrease: bag {bag} goes from {int(offsets[bag])} to {int(offsets[bag + 1])}"
         )

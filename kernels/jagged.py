@@ -116,6 +116,8 @@ def offsets_range(offsets: Tensor, range_size: int) -> Tensor:
         TypeError: offsets are neither int32 nor int64.
     """
     check_index("offsets", offsets, 1)
+    if range_size < 0:
+        raise ValueError(f"range_size must be >= 0, got {range_size}")
     if direct(offsets):
         return _offsets_range(offsets, range_size)
     return torch.ops.shardwise.offsets_range(offsets, range_size)  # type: ignore[no-any-return]

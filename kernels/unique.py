@@ -262,8 +262,9 @@ def _check_ends(offsets: Tensor, n: int) -> None:
 def _raise_bad_values(ids: Tensor, offsets: Tensor, hash_sizes: Sequence[int], tables: Sequence[int]) -> None:
     """ValueError for offsets that are none or for an id outside its table; looks at values."""
     _check_ends(offsets.cpu(), ids.shape[0])
-    if int(offsets.diff().min()) < 0:
-        bag = int((offsets.diff() < 0).nonzero()[0])
+    fallen = offsets[1:] < offsets[:-1]
+    if bool(fallen.any()):
+        bag = int(fallen.nonzero()[0])
         raise ValueError(f"offsets[{bag + 1}] is {int(offsets[bag + 1])} after {int(offsets[bag])}")
     batch = (offsets.shape[0] - 1) // len(tables)
     sizes = torch.tensor([hash_sizes[table] for table in tables], device=ids.device)
