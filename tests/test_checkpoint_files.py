@@ -19,7 +19,7 @@ from shardwise import (
     apply_optimizer_in_backward,
     checkpoint,
 )
-from shardwise.sharding.checkpoint import files
+from shardwise.sharding.checkpoint import files, manifest
 
 FILE = "rank-00000.safetensors"
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
@@ -109,6 +109,13 @@ def test_a_step_that_is_saved_again_replaces_the_old_one_once_it_is_whole(tmp_pa
     assert len(checkpoint.steps(tmp_path)) == 1
 
 
+def nested(levels: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(levels - 1):
+        found = [found]
+    return found
+
+
 @pytest.mark.parametrize(
     "given, match",
     [
@@ -116,13 +123,36 @@ def test_a_step_that_is_saved_again_replaces_the_old_one_once_it_is_whole(tmp_pa
         ({"step": 1.0}, "step must be a whole number"),
         ({"step": 1, "keep_last": 0}, "keep_last must be at least 1"),
         ({"step": 1, "extra": {"a": float("nan")}}, "not JSON compliant"),
-        ({"step": 1, "extra": {"a": {1, 2}}}, "not JSON serializable"),
+        ({"step": 1, "extra": {"a": {1, 2}}}, "extra: .*not JSON serializable"),
+        ({"step": 1, "extra": {"a": {1: 2, "1": 3}}}, "extra: key '1' is there twice"),
+        ({"step": 1, "extra": {True: 2, "true": 3}}, "extra: key 'true' is there twice"),
+        ({"step": 1, "extra": {"a": 10**5000}}, "extra: .*digits"),
+        ({"step": 1, "extra": {"a": nested(100)}}, "extra: it is nested more than 100 deep"),
+        ({"step": 1, "extra": {"a": nested(5000)}}, "extra: it is nested more than 100 deep"),
     ],
 )
 def test_bad_arguments_are_refused(given: dict[str, Any], match: str, tmp_path: Path) -> None:
+    """Keys that are the same text in JSON were saved, and the manifest could be read no more: older steps were gone."""
     with pytest.raises((ValueError, TypeError), match=match):
         checkpoint.save(tmp_path / "steps", trained(), **given)
     assert not (tmp_path / "steps").exists()
+
+
+def test_what_is_saved_can_be_read_however_large_and_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest that is larger than what is read was written all the same, and older checkpoints removed for it."""
+    good = checkpoint.save(tmp_path, trained(), step=1, extra={"a": nested(99)}, keep_last=1).path
+
+    def down(frames: int) -> Any:
+        return down(frames - 1) if frames else checkpoint.read_manifest(good)
+
+    assert down(600).extra == {"a": nested(99)}
+    size = (good / "manifest.json").stat().st_size
+    monkeypatch.setattr(manifest, "MAX_BYTES", size)
+    with pytest.raises(ValueError, match=f"would have {size + 600} bytes, at most {size} are read"):
+        checkpoint.save(tmp_path, trained(), step=1, extra={"a": nested(99), "bb": "x" * 590}, keep_last=1)
+    with pytest.raises(ValueError, match=f"extra: .* at most {size} are read"):
+        checkpoint.save(tmp_path, trained(), step=1, extra={"a": "x" * size}, keep_last=1)
+    assert checkpoint.steps(tmp_path) == [good] and checkpoint.verify(good) == []
 
 
 def test_the_manifest_says_what_is_where(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ STEP = re.compile(r"step-(\d{12})(?:\.(\d{1,6}))?")
 # a larger one is refused unread
 MAX_BYTES = 256 * 2**20
 FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
+# of objects and lists within each other: a reader that is called far down a stack has few levels left
+_MOST_LEVELS = 100
 # kinds of tensors: of a table (its rows or a state of them), a dense parameter or buffer, a state of a dense parameter
 TABLE, DENSE, OPTIMIZER = "table", "dense", "optimizer"
 # the state that is the rows themselves
@@ -138,8 +140,15 @@ def to_bytes(manifest: Manifest) -> bytes:
     """The manifest as JSON.
 
     Raises:
-        ValueError, TypeError: `extra` or a setting is not JSON.
+        ValueError, TypeError: `extra` or a setting is not JSON, or no reader would take the manifest.
     """
+    for what, said in (
+        ("extra", manifest.extra),
+        ("a setting of a table", [one.settings for one in manifest.tables.values()]),
+        ("param_groups", [manifest.fused, manifest.dense]),
+        ("a state of a parameter", manifest.values),
+    ):
+        require_json(what, said)
     tables = {
         name: {
             "table": one.table, "rows": one.rows, "dim": one.dim, "dtype": dtype_name(one.dtype),
@@ -164,7 +173,41 @@ def to_bytes(manifest: Manifest) -> bytes:
         "fused": list(manifest.fused), "dense": list(manifest.dense), "values": dict(manifest.values),
         "aliases": dict(manifest.aliases),
     }  # fmt: skip
-    return seal(json.dumps(whole, allow_nan=False).encode())
+    found = seal(json.dumps(whole, allow_nan=False).encode())
+    if len(found) > MAX_BYTES:
+        raise ValueError(
+            f"the manifest would have {len(found)} bytes, at most {MAX_BYTES} are read: is extra so large?"
+        )
+    return found
+
+
+def require_json(what: str, value: Any) -> None:
+    """Raise unless a reader of JSON gets `value` back, lists for tuples and texts for the keys of an object.
+
+    Raises:
+        ValueError, TypeError: JSON does not have it; two keys are the same text there, 1 and "1" say, of which one would
+            be lost; it is nested too deeply; or it is longer than a manifest may be.
+    """
+    try:
+        text = json.dumps(value, allow_nan=False)
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"{len(text)} bytes, at most {MAX_BYTES} are read of a manifest")
+        if _levels(parse_json(text), _MOST_LEVELS) > _MOST_LEVELS:
+            raise ValueError(f"it is nested more than {_MOST_LEVELS} deep")
+    except RecursionError:
+        raise ValueError(f"{what}: it is nested more than {_MOST_LEVELS} deep") from None
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def _levels(value: Any, most: int) -> int:
+    """How many objects and lists lie within each other; looks no further than `most` and one."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if inner is None:
+        return 0
+    return 1 + (max((_levels(one, most - 1) for one in inner), default=0) if most else 0)
 
 
 def seal(content: bytes) -> bytes:

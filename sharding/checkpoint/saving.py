@@ -21,7 +21,7 @@ from .contents import Contents, Plain, contents_of, link_of
 from .errors import Link, agree, pack, unpack
 from .files import write_tensors
 from .folder import Attempt
-from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, FileFacts, Manifest, Stored, TableFacts
+from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, FileFacts, Manifest, Stored, TableFacts, require_json
 
 # what is written, and its address
 Part = tuple[Stored, Tensor]
@@ -87,7 +87,8 @@ def save(
         optimizer: of the dense layers, alone or combined with the tables' own; None saves those of the tables alone,
             which are saved always.
         step: how far training is; a step that is there already is replaced.
-        extra: anything that JSON has, of rank 0: where the loader stands, say.
+        extra: anything that JSON has, of rank 0: where the loader stands, say. Nested at most 100 deep, and without keys
+            that are the same text in JSON, such as 1 and "1".
         keep_last: how many good checkpoints stay; None keeps all.
         asynchronous: copy everything to the CPU, return, and write in a thread. A failure is raised by `Saving.wait`,
             or else by the next save. A save waits for the one before.
@@ -109,7 +110,7 @@ def save(
             raise ValueError(f"step must be a whole number from 0 to 10**12 - 1, got {step!r}")
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ValueError(f"keep_last must be at least 1, or None to keep all, got {keep_last!r}")
-        json.dumps(extra, allow_nan=False)
+        require_json("extra", extra)
         contents = contents_of(model, optimizer, link)
         described, parts = describe(contents, link, step, extra or {})
         names = [(table.name, table.rows, table.dim) for table in contents.tables.values()]
