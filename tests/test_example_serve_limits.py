@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
+import signal
 import socket
 import zlib
 from collections.abc import Callable
@@ -18,7 +20,8 @@ import aiohttp
 from http_serving import GOOD, example
 from test_example_serve_http import Model, ask, served
 
-connections, server = map(example, ("connections", "server"))
+connections, instances, server = map(example, ("connections", "instances", "server"))
+Limits = example("batches").Limits
 
 HEAD = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 # nothing that is waited for here takes so long
@@ -297,6 +300,80 @@ def test_what_is_no_http_is_refused_and_not_logged(
 
     served(monkeypatch, steps, options=limits(header_seconds=1.0, body_seconds=1.0))
     assert not [record for record in caplog.records if record.name == "serve" or record.exc_info]
+
+
+def test_a_client_that_goes_away_in_its_body_is_no_fault_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each was counted as a 500, and named in the log as ours to mend."""
+    bodies = [
+        b"Content-Length: 100\r\n\r\n{",
+        b"Content-Length: 100\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
+        b"Transfer-Encoding: chunked\r\n\r\n",
+    ]
+
+    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+        reading = 0
+        read = server.web.Request.read
+
+        async def counted(self: Any) -> bytes:
+            nonlocal reading
+            reading += 1
+            return await read(self)
+
+        monkeypatch.setattr(server.web.Request, "read", counted)
+        for number, body in enumerate(bodies):
+            _, writer = await opened(session)
+            writer.write(HEAD + body)
+            await until(lambda number=number: reading == number + 1)
+            writer.close()
+            await until(lambda: len(one.connections) == 0)
+            await until(lambda number=number: sum(one.requests.by_labels.values()) == number + 1)
+        assert {status for _, status in one.requests.by_labels} <= {"400", "disconnected"}
+        assert (await ask(session))[0] == 200
+
+    served(monkeypatch, steps)
+    assert "server:" not in capsys.readouterr().err
+
+
+def test_bodies_of_many_lists_do_not_have_the_whole_process_looked_through() -> None:
+    """1 MB of empty lists made the garbage collector pass over all modules, each time, on the event loop."""
+    passed: list[int] = []
+
+    def looked(phase: str, told: dict[str, int]) -> None:
+        if phase == "start" and told["generation"] == 2:
+            # what a pass over the oldest looks through
+            passed.append(len(gc.get_objects(generation=2)))
+
+    before = len(gc.get_objects())
+    server.settle()
+    gc.callbacks.append(looked)
+    try:
+        assert gc.get_freeze_count() > 0.9 * before > 50_000
+        found = instances.read_body(b'{"instances": [' + b",".join([b"[]"] * 300_000) + b"]}")
+    finally:
+        gc.callbacks.remove(looked)
+        gc.unfreeze()
+    assert isinstance(found, dict) and len(found["instances"]) == 300_000
+    # the lists themselves, and nothing that was there before
+    assert all(count < 310_000 for count in passed)
+
+
+def test_a_server_settles_once_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(server, "settle", lambda: done.append(one.state))
+    monkeypatch.setattr(server, "load_program", lambda folder: Model())
+    one = server.Server("", Limits(), max_instances=1, max_bytes=2**20, threads=1)
+
+    async def run() -> None:
+        serving = asyncio.ensure_future(server.serve(one, "127.0.0.1", 0))
+        await until(lambda: bool(done))
+        signal.raise_signal(signal.SIGTERM)
+        await serving
+
+    asyncio.run(run())
+    assert done == ["ready"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+import aiohttp
 import torch
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -122,6 +124,9 @@ class Server:
             body = await asyncio.wait_for(request.read(), seconds)
         except asyncio.TimeoutError:
             raise Refused(408, "body_too_slow", "the body did not come in time", f"at most {seconds:g} s") from None
+        except (ConnectionError, aiohttp.ClientPayloadError) as error:
+            # nobody is there to be told, and nothing of ours to be mended
+            raise Refused(400, "body_cut_off", f"the body did not come whole: {type(error).__name__}") from None
         instances = read_instances(read_body(body), facts, max_instances=self.max_instances, max_ids=self.max_ids)
         predictions = await self.batcher.submit(instances)
         try:
@@ -240,6 +245,16 @@ def _logger() -> logging.Logger:
     return found
 
 
+def settle() -> None:
+    """Take what lives as long as the process out of the garbage collector's passes.
+
+    A body of many lists makes it look through all modules of torch again and again: 1 MB stopped the event loop for
+    more than a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 async def serve(server: Server, host: str, port: int) -> None:
     """Serve until a signal ends it."""
     stop = asyncio.Event()
@@ -250,6 +265,7 @@ async def serve(server: Server, host: str, port: int) -> None:
         bound = listening.sockets[0].getsockname()
         print(f"listening on http://{bound[0]}:{bound[1]}", flush=True)
         await server.run()
+        settle()
         print("ready", flush=True)
         await stop.wait()
         server.state = "draining"

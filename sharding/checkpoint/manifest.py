@@ -175,9 +175,7 @@ def to_bytes(manifest: Manifest) -> bytes:
     }  # fmt: skip
     found = seal(json.dumps(whole, allow_nan=False).encode())
     if len(found) > MAX_BYTES:
-        raise ValueError(
-            f"the manifest would have {len(found)} bytes, at most {MAX_BYTES} are read: is extra so large?"
-        )
+        raise ValueError(f"the manifest would have {len(found)} bytes, at most {MAX_BYTES} are read: is extra large?")
     return found
 
 
@@ -185,8 +183,8 @@ def require_json(what: str, value: Any) -> None:
     """Raise unless a reader of JSON gets `value` back, lists for tuples and texts for the keys of an object.
 
     Raises:
-        ValueError, TypeError: JSON does not have it; two keys are the same text there, 1 and "1" say, of which one would
-            be lost; it is nested too deeply; or it is longer than a manifest may be.
+        ValueError, TypeError: JSON does not have it; two keys are the same text there, 1 and "1" say, of which one
+            would be lost; it is nested too deeply; or it is longer than a manifest may be.
     """
     try:
         text = json.dumps(value, allow_nan=False)

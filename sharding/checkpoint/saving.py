@@ -87,8 +87,8 @@ def save(
         optimizer: of the dense layers, alone or combined with the tables' own; None saves those of the tables alone,
             which are saved always.
         step: how far training is; a step that is there already is replaced.
-        extra: anything that JSON has, of rank 0: where the loader stands, say. Nested at most 100 deep, and without keys
-            that are the same text in JSON, such as 1 and "1".
+        extra: anything that JSON has, of rank 0: where the loader stands, say. Nested at most 100 deep, and without
+            keys that are the same text in JSON, such as 1 and "1".
         keep_last: how many good checkpoints stay; None keeps all.
         asynchronous: copy everything to the CPU, return, and write in a thread. A failure is raised by `Saving.wait`,
             or else by the next save. A save waits for the one before.
