@@ -10,6 +10,7 @@ import signal
 import socket
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -313,6 +314,9 @@ def test_a_client_that_goes_away_in_its_body_is_no_fault_of_ours(
         b"Transfer-Encoding: chunked\r\n\r\n",
     ]
 
+    def answered(one: Any, count: int) -> bool:
+        return sum(one.requests.by_labels.values()) == count  # type: ignore[no-any-return]
+
     async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
         reading = 0
         read = server.web.Request.read
@@ -320,16 +324,19 @@ def test_a_client_that_goes_away_in_its_body_is_no_fault_of_ours(
         async def counted(self: Any) -> bytes:
             nonlocal reading
             reading += 1
-            return await read(self)
+            return bytes(await read(self))
+
+        def reads(count: int) -> bool:
+            return reading == count
 
         monkeypatch.setattr(server.web.Request, "read", counted)
         for number, body in enumerate(bodies):
             _, writer = await opened(session)
             writer.write(HEAD + body)
-            await until(lambda number=number: reading == number + 1)
+            await until(partial(reads, number + 1))
             writer.close()
             await until(lambda: len(one.connections) == 0)
-            await until(lambda number=number: sum(one.requests.by_labels.values()) == number + 1)
+            await until(partial(answered, one, number + 1))
         assert {status for _, status in one.requests.by_labels} <= {"400", "disconnected"}
         assert (await ask(session))[0] == 200
 
@@ -364,7 +371,7 @@ def test_a_server_settles_once_its_model_is_loaded(monkeypatch: pytest.MonkeyPat
     done: list[str] = []
     monkeypatch.setattr(server, "settle", lambda: done.append(one.state))
     monkeypatch.setattr(server, "load_program", lambda folder: Model())
-    one = server.Server("", Limits(), max_instances=1, max_bytes=2**20, threads=1)
+    one: Any = server.Server("", Limits(), max_instances=1, max_bytes=2**20, threads=1)
 
     async def run() -> None:
         serving = asyncio.ensure_future(server.serve(one, "127.0.0.1", 0))
