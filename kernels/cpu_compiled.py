@@ -36,9 +36,7 @@ _loops = partial(numba_loops.loops, "cpu_loops")
 
 @cache
 def _update_loop(rule: Rule) -> int | None:
-    """The update with this rule; None where the rule has what only torch can do."""
-    if _loops() is None:
-        return None
+    """The update with this rule; None where the rule has what only torch can do. Only where there are loops."""
     try:
         found: int = importlib.import_module(".cpu_rule", __package__).update_of(rule)
         return found
@@ -73,10 +71,13 @@ def update(
     n, bags, count = indices.shape[0], offsets.shape[0] - 1, features.shape[0]
     # entries of the sort hold 32 bits each of a row and of an element of the gradient
     small = segments[-1].end_row < 2**31 and n < 2**31 and grad.numel() < 2**32
-    loop = _update_loop(rule) if small and all(_flat(flat) for flat in (weights, *states)) else None
+    loops = _loops()
+    if loops is None or not small or not all(_flat(flat) for flat in (weights, *states)):
+        return False
+    loop = _update_loop(rule)
     if loop is None:
         return False
-    loops, threads, widest = _loops(), torch.get_num_threads(), max(dims)
+    threads, widest = torch.get_num_threads(), max(dims)
     ids, ends, table, gradient = (
         indices.long().contiguous(),
         offsets.long().contiguous(),

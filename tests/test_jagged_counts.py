@@ -78,15 +78,15 @@ def operations(count: int) -> dict[str, Callable[[], Any]]:
 # Python calls and torch calls for 26 keys, at most, conftest's poison and the path without numba included; and both
 # for one more key
 BOUNDS: dict[str, tuple[int, int, int, int]] = {
-    "construct": (18, 8, 0, 0),
-    "from_lengths_sync": (31, 15, 0, 0),
-    "split": (55, 17, 0, 0),
+    "construct": (19, 8, 0, 0),
+    "from_lengths_sync": (32, 15, 0, 0),
+    "split": (56, 17, 0, 0),
     "permute": (70, 33, 0, 0),
     "permute weighted": (89, 51, 0, 0),
     "to_dict": (84, 33, 1, 0),
     "from_jt_dict": (58, 35, 1, 1),
     "concat": (80, 18, 0, 0),
-    "getitem": (35, 15, 0, 0),
+    "getitem": (36, 15, 0, 0),
     "regroup": (28, 13, 0, 0),
     "KTRegroupAsDict": (27, 14, 0, 0),
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise import kernels
 from shardwise.kernels import pooled_lookup, rules
-from shardwise.kernels.features import FIRST_ROW, ROWS
+from shardwise.kernels.features import FIELDS, FIRST_ROW, MEAN, ROWS
 from shardwise.kernels.rule import Rule
 from shardwise.perf import peers, workloads
 from shardwise.perf.batches import Batch, Optimizer, compacted, distinct_rows, first_samples, make, of_workload
@@ -280,7 +280,7 @@ def test_mean_pooling_of_a_workload_is_of_all_features() -> None:
     (batch,) = of_workload(tiny(WORKLOADS[0]), "cpu", 1, pooling="mean")
     summed = pooled_lookup(
         batch.weights, batch.indices, batch.offsets, None,
-        torch.where(torch.arange(7) == 4, 0, batch.features), batch.dims, batch.segments, "sum",
+        torch.where(torch.arange(FIELDS) == MEAN, 0, batch.features), batch.dims, batch.segments, "sum",
     )  # fmt: skip
     torch.testing.assert_close(batch.lookup() * 3, summed)
 
