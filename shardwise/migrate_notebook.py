@@ -1,30 +1,45 @@
 """The programs in a Jupyter notebook: its code cells read as one, and rewritten with every other byte as it was.
 
-Lines for IPython (`%magic`, `!command`, `name?`) are left alone, and so are cells in another language (`%%bash`). A
-cell that writes a Python file (`%%writefile train.py`) or runs by itself (`%%python`) is a program of its own.
+Lines for IPython (`%magic`, `!command`, `name?`) are left alone, and so are cells in another language (`%%bash`). What
+`%time`, `%timeit` and `%prun` run is read, and so is a cell under another magic (`%%px`) if it is Python. A cell that
+writes a Python file (`%%writefile train.py`) or runs by itself (`%%python`) is a program of its own.
 """
 
 from __future__ import annotations
 
-import io
+import ast
 import json
 import re
-import tokenize
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .migrate_source import Edit, Program, Unreadable, Use, edited, read_body
+from .migrate_source import Edit, Program, Unreadable, Use, edited, parsed, read_body
 
 __all__ = ["is_notebook", "read_notebook"]
 
-# cell magics with a body of Python that runs among the others, and with one by itself
+# cell magics with a body of Python that runs among the others, with one by itself, and with one that is no Python; what
+# another magic does with Python is unknown, so that is read too
 _AMONG = re.compile(r"%%(?:capture|prun|time|timeit)\b|(?!%%)")
-_ALONE = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+)?\S+\.py\s*$|%%python3?\b")
-# a statement that is IPython's alone, and an assignment of one
-_STATEMENT = re.compile(r"\s*(?=%\w|%%\w|!)|\s*(?=\?{1,2}[\w.*%]+\s*$|[%\w.*]+\?{1,2}\s*$)")
-_ASSIGNED = re.compile(r"\s*[\w.,\s\[\]'\"]+=\s*(?=%\w|!)")
+_ALONE = re.compile(
+    r"%%(?:writefile|file)\s+(?:(?:-a|--append)\s+)?\S+\.py['\"]?\s*$|%%(?:script\s+(?:--?\w+\s+)*)?python3?\b"
+)
+_OTHER = re.compile(
+    r"%%(?:!|(?:bash|cmd|file|html|javascript|js|latex|markdown|perl|ruby|script|sh|sql|svg|sx|system|writefile)\b)",
+    re.IGNORECASE,
+)
+# a statement that is IPython's alone, one that pip's magic is found for without a sign, and an assignment of one
+_STATEMENT = re.compile(
+    r"\s*(?=%\w|%%\w|!)|\s*(?=\?{1,2}[\w.*%]+\s*$|[%\w.*]+\?{1,2}\s*$)"
+    r"|\s*(?=(?:pip3?|conda|mamba|cd|load_ext|matplotlib)\s+(?!(?:and|else|if|in|is|not|or)\b)[^\W\d])"
+)
+_ASSIGNED = re.compile(r"\s*[^\W\d](?:[\w.,\s]|\[[^\]]*\])*=\s*(?=%\w|!)")
+# a magic of a line with a statement of Python after it
+_TIMED = re.compile(r"%(?:time|timeit|prun)(?:\s+-[a-zA-Z]+(?:\s*\d+)?)*\s+(?=[^-\s])")
+# what opens or closes something, and where a string ends
+_SIGN = re.compile(r"\"\"\"|'''|[\"'#()\[\]{}]")
+_ENDS = {quote: re.compile(r"(?:\\.|[^\\])*?" + quote, re.S) for quote in ('"""', "'''", '"', "'")}
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,7 @@ def read_notebook(source: bytes) -> Program:
         if _ALONE.match(first):
             at = cell.text.index(first)
             _read_cells([(cell, cell.text[:at] + _blank(first, 0) + cell.text[at + len(first) :])], uses, changed)
-        elif _AMONG.match(first):
+        elif _AMONG.match(first) or (not _OTHER.match(first) and _is_python(_plain(cell))):
             shared.append((cell, _plain(cell)))
     _read_cells(shared, uses, changed)
     ascii_only = text.isascii()
@@ -82,14 +97,15 @@ def _read_cells(cells: Sequence[tuple[_Cell, str]], uses: list[Use], changed: di
         try:
             encoded = python.encode()
             # alone, so that the error names the cell
-            read_body(encoded)
+            parsed(encoded)
         except UnicodeEncodeError as error:
             raise Unreadable(1, f"not UTF-8: {python[error.start]!a}", cell=cell.number) from None
         except Unreadable as error:
             raise Unreadable(error.line, str(error), cell=cell.number) from None
         starts.append(len(body))
         body += encoded + b"\n"
-        lines.append(lines[-1] + encoded.count(b"\n") + 1)
+        # as the parser counts them
+        lines.append(lines[-1] + len(re.findall(rb"\r\n?|\n", encoded + b"\n")))
     found, edits = read_body(body)
     for use in found:
         at = bisect_left(lines, use.line) - 1
@@ -107,17 +123,28 @@ def _plain(cell: _Cell) -> str:
     """The text with an expression of as many bytes in place of what is IPython's alone."""
     lines: list[str] = []
     goes_on = False
+    inside = _Inside()
     for line in cell.text.split("\n"):
-        found = _STATEMENT.match(line) or _ASSIGNED.match(line)
+        found = None if inside else _STATEMENT.match(line) or _ASSIGNED.match(line)
         if goes_on:
             lines.append("#" * len(line.encode()))
-        elif found and not _is_inside(lines):
-            lines.append(_blank(line, found.end()))
+        elif found:
+            # IPython takes the indent of the first line from all
+            lines.append(_without_magic(line, found.end() if any(map(str.strip, lines)) else 0))
         else:
             lines.append(line)
+            inside.read(line)
             continue
-        goes_on = line.endswith("\\")
+        goes_on = line.rstrip("\r").endswith("\\")
     return "\n".join(lines)
+
+
+def _without_magic(line: str, begin: int) -> str:
+    """A line whose magic begins there: what is timed as a second statement, all else blank."""
+    timed = _TIMED.match(line, begin)
+    if timed and _is_python(line[timed.end() :].strip()) and not line.rstrip("\r").endswith("\\"):
+        return f"{line[:begin]}0;{' ' * (timed.end() - begin - 2)}{line[timed.end() :]}"
+    return _blank(line, begin)
 
 
 def _blank(line: str, begin: int) -> str:
@@ -125,19 +152,45 @@ def _blank(line: str, begin: int) -> str:
     return line[:begin] + ("0" + "#" * (size - 1) if size else "")
 
 
-def _is_inside(lines: Sequence[str]) -> bool:
-    """Whether a statement that these lines begin is still open: in brackets, a string, or after a backslash."""
-    if lines and lines[-1].endswith("\\"):
-        return True
+def _is_python(text: str) -> bool:
     try:
-        for _ in tokenize.generate_tokens(io.StringIO("\n".join([*lines, ""])).readline):
-            pass
-    except tokenize.TokenError as error:
-        return "multi-line" in str(error) or "triple-quoted" in str(error)
-    except SyntaxError:
-        # what is no Python is said when the cell is read
+        # statements after a semicolon have to be simple, as those that are timed are
+        ast.parse(f"0;{text}" if "\n" not in text else text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return False
+    return True
+
+
+class _Inside:
+    """Whether a statement that the lines so far begin is still open: in brackets, a string, or after a backslash."""
+
+    def __init__(self) -> None:
+        self.depth, self.quote, self.goes_on = 0, "", False
+
+    def __bool__(self) -> bool:
+        return bool(self.depth or self.quote or self.goes_on)
+
+    def read(self, line: str) -> None:
+        """Go on to the end of a line."""
+        line, at = line.rstrip("\r"), 0
+        while True:
+            if self.quote:
+                end = _ENDS[self.quote].match(line, at)
+                if end is None:
+                    break
+                self.quote, at = "", end.end()
+            sign = _SIGN.search(line, at)
+            if sign is None or sign[0] == "#":
+                break
+            at = sign.end()
+            if sign[0] in _ENDS:
+                self.quote = sign[0]
+            else:
+                self.depth = max(0, self.depth + (1 if sign[0] in "([{" else -1))
+        self.goes_on = line.endswith("\\") and (sign is None if not self.quote else True)
+        # one that ends with its line, unless that goes on
+        if len(self.quote) == 1 and not self.goes_on:
+            self.quote = ""
 
 
 def _code_cells(text: str) -> list[_Cell]:
@@ -145,6 +198,9 @@ def _code_cells(text: str) -> list[_Cell]:
         notebook = json.loads(text)
     except json.JSONDecodeError as error:
         raise Unreadable(error.lineno, f"no notebook: {error.msg}") from None
+    except ValueError as error:
+        # a number that Python does not read
+        raise Unreadable(1, f"no notebook: {error}") from None
     except RecursionError:
         raise Unreadable(1, "no notebook: nested too deeply") from None
     if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):

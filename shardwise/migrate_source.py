@@ -10,6 +10,7 @@ import ast
 import codecs
 import io
 import tokenize
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,7 +21,7 @@ from libcst import metadata
 
 from .migrate import MIRROR, home_of, is_module, mirrored, name_at
 
-__all__ = ["Edit", "Program", "Unreadable", "Use", "edited", "read_body", "read_program"]
+__all__ = ["Edit", "Program", "Unreadable", "Use", "edited", "parsed", "read_body", "read_program"]
 
 # of a line that we write
 _WIDTH = 88
@@ -92,7 +93,7 @@ def read_body(body: bytes) -> tuple[list[Use], list[Edit]]:
         Unreadable: it is not UTF-8, or no Python.
     """
     try:
-        read = _Reading(_parsed(body), body)
+        read = _Reading(parsed(body), body)
         uses = {*read.imported(), *read.accessed()}
         return sorted(uses, key=lambda use: (use.line, use.name)), [*read.edits()]
     except RecursionError:
@@ -118,7 +119,15 @@ def _declared(source: bytes) -> str:
     return "" if encoding.startswith("utf-8") else encoding
 
 
-def _parsed(body: bytes) -> cst.Module:
+def parsed(body: bytes) -> cst.Module:
+    """The tree of a program in UTF-8.
+
+    Raises:
+        Unreadable: it is not UTF-8, or no Python.
+    """
+    problem = _refused(body)
+    if problem and "nested" in problem.msg:
+        raise Unreadable(problem.lineno or 1, "an expression is nested too deeply")
     try:
         return cst.parse_module(body.decode())
     except UnicodeDecodeError as error:
@@ -126,12 +135,27 @@ def _parsed(body: bytes) -> cst.Module:
         raise Unreadable(line, f"not UTF-8: byte 0x{body[error.start]:02x}") from None
     except cst.ParserSyntaxError as error:
         line, message = error.raw_line, error.message
+    except RecursionError:
+        raise Unreadable(1, "an expression is nested too deeply") from None
     # Python says it shorter, and where strings end
-    try:
-        ast.parse(body)
-    except SyntaxError as error:
-        line, message = error.lineno or line, error.msg
+    if problem:
+        line, message = problem.lineno or line, problem.msg
     raise Unreadable(line, f"no Python: {message}")
+
+
+def _refused(body: bytes) -> SyntaxError | None:
+    """Why this Python does not read the program; it stops at depths where the parser of libcst ends the process."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(body)
+    except SyntaxError as error:
+        return error
+    except (RecursionError, MemoryError):
+        return SyntaxError("nested too deeply")
+    except ValueError as error:
+        return SyntaxError(str(error))
+    return None
 
 
 class _Reading:

@@ -13,7 +13,7 @@ pytest.importorskip("libcst")
 
 from test_cli_migrate import json_of, run
 
-from shardwise.migrate_notebook import is_notebook, read_notebook
+from shardwise.migrate_notebook import _Inside, is_notebook, read_notebook
 from shardwise.migrate_source import Unreadable, read_program
 
 # what a cell of IPython's may have around Python
@@ -112,6 +112,60 @@ def test_a_use_has_its_cell_and_the_line_in_it() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "uses"),
+    [
+        ("'loss=%f' % o.SGD", [1]),
+        ("d['a'], x.y = %time 3\no.SGD", [2]),
+        ("o.SGD\ro.SGD", [1, 2]),
+        ("!ls \\\r\n  %x\r\no.SGD\r\n", [3]),
+        ("# c \\\n!ls\no.SGD", [3]),
+        ("x = 'a' \\\n  %o.SGD", [2]),
+        ("x = '''it's (\n!o.SGD\n''' # '''\n!o.SGD\no.SGD", [5]),
+        ("%%px --local\no.SGD", [2]),
+        ("%%wandb\n!ls\no.SGD", [3]),
+        ("%%conda\ninstall o.SGD", []),
+        ("%%writefile requirements.txt\no.SGD", []),
+        ("  %%time\no.SGD", [2]),
+        ("%%script python3\nimport torchrec.optim as o\no.SGD", [2, 3]),
+        ("%%writefile 'train.py'\nimport torchrec.optim as o", [2]),
+        ("%time x = o.SGD\nif x:\n  %timeit -n 10 -r3 o.SGD(x)", [1, 3]),
+        ("%timeit for x in o: o.SGD", []),
+        ("%prun -s cumulative o.SGD()", []),
+        ("pip install o\nconda install o\no.SGD", [3]),
+        ("pip = 1\npip is o.SGD", [2]),
+    ],
+)
+def test_what_ipython_runs_as_python_is_read(text: str, uses: list[int]) -> None:
+    """A cell under %%px was skipped without a word, and "loss=%f" % loss made its notebook no Python.
+
+    A lone carriage return ended the whole command with an IndexError.
+    """
+    cells = [("code", "import torchrec.optim as o"), ("code", text)]
+    found = read_notebook(json.dumps(notebook(cells, as_lines=False)).encode())
+    assert sorted({use.line for use in found.uses if use.cell == 2}) == uses
+    written = [cell["source"] for cell in json.loads(found.rewritten)["cells"]]
+    ours = "import shardwise.torchrec.optim as o"
+    assert written == [ours, text.replace("import torchrec.optim as o", ours)]
+
+
+def test_many_commands_in_a_cell_are_read_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command had all lines before it read again: 2,000 of them took 26 s."""
+    read = 0
+    once = _Inside.read
+
+    def counted(self: _Inside, line: str) -> None:
+        nonlocal read
+        read += 1
+        once(self, line)
+
+    monkeypatch.setattr(_Inside, "read", counted)
+    text = "import torchrec\n" + "!ls\nx = 1\n" * 200 + "s = '''\n" + "!ls\n" * 200 + "'''"
+    assert len(read_notebook(json.dumps(notebook([("code", text)])).encode()).uses) == 1
+    # all but the 200 commands
+    assert read == len(text.split("\n")) - 200
+
+
 def test_a_line_keeps_its_escapes_where_it_does_not_change() -> None:
     lines = b'[ "x = \'\\u00fc\\/\'\\n" ,\r\n "import torchrec" ]'
     source = b'{"cells": [{"cell_type": "code", "source": ' + lines + b' }], "nbformat": 4}'
@@ -126,6 +180,7 @@ def test_a_line_keeps_its_escapes_where_it_does_not_change() -> None:
         (b'{"cells":\n [}', 2, None, "no notebook: Expecting value"),
         (b"[" * 100_000, 1, None, "no notebook: nested too deeply"),
         (b"[1]", 1, None, "no notebook with cells"),
+        (b'{"cells": [], "x": ' + b"1" * 5000 + b"}", 1, None, "no notebook: Exceeds the limit"),
         (b'{"worksheets": [], "nbformat": 3}', 1, None, "no notebook with cells of format 3: `jupyter nbconvert"),
         (b'{"cells": [{"cell_type": "code", "source": 3}]}', 1, 1, "source of a cell is no text"),
         (b'{"cells": [{"cell_type": "code", "source": "x = \'\\ud800\'"}]}', 1, 1, r"not UTF-8: '\ud800'"),

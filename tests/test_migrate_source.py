@@ -180,6 +180,10 @@ def test_newlines_and_a_byte_order_mark_stay() -> None:
         (b"\x00\n", 1, "no Python: "),
         (b"import torchrec\n# caf\xe9\n", 2, "not UTF-8: byte 0xe9"),
         (b"x = " + b"+".join([b"a"] * 1500), 1, "an expression is nested too deeply"),
+        # these ended the process: the parser has no limit of its own
+        (b"\nx = " + b"(" * 3000 + b"1" + b")" * 3000, 2, "an expression is nested too deeply"),
+        (b"x = " + b"-" * 50_000 + b"1", 1, "an expression is nested too deeply"),
+        (b"x = " + b"not " * 50_000 + b"1", 1, "an expression is nested too deeply"),
     ],
 )
 def test_what_is_no_python_is_said_with_its_line(source: bytes, line: int, message: str) -> None:
