@@ -18,10 +18,25 @@ from . import _op
 
 
 def compiles() -> bool:
-    """Whether numba is installed, and neither our switch nor its own is off."""
-    if not _op.NUMBA or importlib.util.find_spec("numba") is None:
+    """Whether numba is installed and works, and neither our switch nor its own is off."""
+    if not _op.NUMBA:
         return False
-    return not importlib.import_module("numba").config.DISABLE_JIT
+    try:
+        with warnings.catch_warnings():
+            # numba speaks of its own deprecations
+            warnings.simplefilter("ignore")
+            if importlib.util.find_spec("numba") is None:
+                return False
+            return not importlib.import_module("numba").config.DISABLE_JIT
+    except Exception as error:
+        # as it does beside a numpy that is newer than it
+        _warn_of_numba(line(error))
+        return False
+
+
+@cache
+def _warn_of_numba(error: str) -> None:
+    warnings.warn(f"shardwise: numba does not work here, its loops run on torch: {error}", stacklevel=5)
 
 
 def arithmetic() -> tuple[str, str]:
@@ -36,12 +51,12 @@ def arithmetic() -> tuple[str, str]:
 @cache
 def loops(name: str) -> Any:
     """The file `name` of loops, compiled; None where numba is missing, off or does not work: torch does the work."""
+    if not compiles():
+        return None
     try:
         with warnings.catch_warnings():
-            # numba speaks of caches and of its own deprecations
+            # numba speaks of caches
             warnings.simplefilter("ignore")
-            if not compiles():
-                return None
             return importlib.import_module(f".{name}", __package__)
     except Exception as error:
         warnings.warn(f"shardwise: numba does not work here, {name} runs on torch: {line(error)}", stacklevel=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,9 +39,9 @@ print(*sorted(name.rpartition(".")[2] for name in loops), "numba" in sys.modules
 """
 
 
-def run(**variables: str) -> subprocess.CompletedProcess[str]:
+def run(step: str = _STEP, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **variables}
-    return subprocess.run([sys.executable, "-c", _STEP], capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run([sys.executable, "-c", step], capture_output=True, text=True, timeout=120, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -71,3 +72,19 @@ def test_another_value_of_the_switch_is_named_at_import() -> None:
     done = run(SHARDWISE_NUMBA="off")
     assert done.returncode != 0
     assert "ValueError: environment variable SHARDWISE_NUMBA='off': expected 0 (off) or 1 (on" in done.stderr
+
+
+def test_a_numba_that_does_not_import_is_said_once_and_torch_does_the_work(tmp_path: Path) -> None:
+    """numba refuses a numpy that is newer than it: DistributedModelParallel with replicas raised that ImportError.
+
+    Lookups and updates said it for each file of loops.
+    """
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less')")
+    step = _STEP.replace('simplefilter("error")', 'simplefilter("always")')
+    step += "from shardwise.kernels.numba_loops import arithmetic, compiles\nprint(arithmetic()[0], compiles())\n"
+    done = run(step, PYTHONPATH=os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["numba_loops False", "torch alone False"]
+    assert done.stderr.count("numba does not work here, its loops run on torch: ImportError: Numba needs NumPy") == 1
+    assert done.stderr.count("numba does not work here") == 1
