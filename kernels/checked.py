@@ -21,6 +21,8 @@ from .launched import Case
 from .promises import promised
 
 TABLE = Path(__file__).resolve().parent / "checked.json"
+_NO_TABLE = "is no table of kernels by version of triton"
+_MENDED = "take it from git, or delete it and have `make kernels-check` write it anew"
 
 
 def fingerprints(cases: Sequence[Case]) -> dict[str, str]:
@@ -48,9 +50,21 @@ def changed(cases: Sequence[Case], table: Mapping[str, Mapping[str, str]], versi
 
 
 def read_table(path: Path = TABLE) -> dict[str, dict[str, str]]:
-    """Version of Triton -> kernel -> fingerprint; nothing where no check was recorded yet."""
-    found: dict[str, dict[str, str]] = json.loads(path.read_text()) if path.exists() else {}
-    return found
+    """Version of Triton -> kernel -> fingerprint; nothing where no check was recorded yet.
+
+    Raises:
+        ValueError: the file is no such table.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found: Any = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} {_NO_TABLE} ({error}); {_MENDED}") from None
+    tables = found.values() if isinstance(found, dict) else [None]
+    if not all(isinstance(one, dict) and all(isinstance(known, str) for known in one.values()) for one in tables):
+        raise ValueError(f"{path} {_NO_TABLE}; {_MENDED}")
+    return dict(found)
 
 
 def record(passed: Mapping[str, str], version: str, path: Path = TABLE) -> None:

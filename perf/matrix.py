@@ -69,10 +69,16 @@ def installed(torch: str, triton: str, place: Path) -> tuple[Path, str]:
             for step in steps:
                 done = subprocess.run(step, cwd=ROOT, capture_output=True, text=True)
                 if done.returncode:
-                    words = [line for line in done.stderr.splitlines() if line.strip() and "WARNING" not in line]
-                    return python, words[-1] if words else f"status {done.returncode}"
+                    return python, reason(done.stderr) or f"status {done.returncode}"
         (place / ".installed").touch()
     return python, ""
+
+
+def reason(errors: str) -> str:
+    """The last line that says what pip, or Python, could not do; after a conflict pip adds one that names a page."""
+    lines = [line for line in errors.splitlines() if line.strip()]
+    words = [line for line in lines if "WARNING" not in line and "ERROR: ResolutionImpossible" not in line]
+    return words[-1] if words else ""
 
 
 def versions(python: Path) -> dict[str, str]:

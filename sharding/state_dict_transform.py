@@ -81,7 +81,7 @@ def _gather(exchange: Exchange, value: Any, target: Tensor) -> None:
         piece = mine[box].detach() if rank == exchange.rank else None
         if rank != 0:
             none = [0] * exchange.world_size
-            send = torch.empty(0, dtype=value.dtype, device=device) if piece is None else piece.reshape(-1)
+            send = torch.empty(0, dtype=_dtype(value), device=device) if piece is None else piece.reshape(-1)
             send_sizes = none if piece is None else [size, *none[1:]]
             sizes = none if exchange.rank else [size if other == rank else 0 for other in range(exchange.world_size)]
             came = exchange.numbers(send, send_sizes, sizes).wait()
@@ -194,7 +194,7 @@ def _moved_dtensor(value: Any, pg: dist.ProcessGroup, device: torch.device) -> A
 
 def _described(value: Any) -> dict[str, Any]:
     """Size, dtype and pieces (rank, offsets, sizes) of a cut value; a DTensor says its pieces by its mesh."""
-    size, dtype = list(_size(value)), str(value.dtype).removeprefix("torch.")
+    size, dtype = list(_size(value)), str(_dtype(value)).removeprefix("torch.")
     if not hasattr(value, "local_shards"):
         return {"size": size, "dtype": dtype, "pieces": None}
     pieces = [
@@ -209,6 +209,13 @@ def _is_cut(value: Any) -> bool:
 
 def _size(value: Any) -> tuple[int, ...]:
     return tuple(value.metadata().size if hasattr(value, "local_shards") else value.shape)
+
+
+def _dtype(value: Any) -> torch.dtype:
+    # a ShardedTensor's own attribute warns that the class will go
+    found = value.metadata().tensor_properties.dtype if hasattr(value, "local_shards") else value.dtype
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def _group_of(value: Any) -> dist.ProcessGroup:

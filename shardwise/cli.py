@@ -79,16 +79,22 @@ def commands() -> click.Group:
             raise click.UsageError(
                 "--record is for a check of all kernels, not with --target, --kernel or --candidates"
             )
+        try:
+            # also before a check of some minutes that ends with writing it
+            table = checked.read_table() if changed or record else {}
+        except ValueError as error:
+            raise click.ClickException(str(error)) from None
         launched = [*cases(), *tuned_cases()]
         # of what is compiled now, whatever becomes of the files meanwhile
         asked = checked.fingerprints(launched)
-        known = checked.changed(launched, checked.read_table(), triton.__version__) if changed else launched
-        known += candidate_cases() if candidates else ()
-        chosen = [case for case in known if kernel in case.name]
-        if not chosen and changed:
-            print(f"every kernel passed on triton {triton.__version__} as it is now")
-        elif not chosen:
+        known = checked.changed(launched, table, triton.__version__) if changed else launched
+        more = candidate_cases() if candidates else []
+        chosen = [case for case in (*known, *more) if kernel in case.name]
+        if not any(kernel in case.name for case in (*launched, *more)):
             raise click.UsageError(f"no case has {kernel!r} in its name; names are like 'pooled_lookup D=128 fp32'")
+        if not chosen:
+            those = f"every kernel with {kernel!r} in its name" if kernel else "every kernel"
+            print(f"{those} passed on triton {triton.__version__} as it is now")
         status = _check(chosen, targets or [*TARGETS], jobs) if chosen else 0
         if record and not status:
             checked.record(asked, triton.__version__)

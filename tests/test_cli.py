@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,24 @@ def test_a_check_is_recorded_only_if_it_was_whole_and_passed(monkeypatch: pytest
     monkeypatch.setattr(checked, "changed", lambda cases, table, version: [])
     nothing = run("kernels", "check", "--changed", "--record")
     assert nothing.exit_code == 0 and "every kernel passed on triton" in nothing.output and len(written) == 1
+    one = run("kernels", "check", "--changed", "--kernel", "gather D=128")
+    assert one.exit_code == 0 and "every kernel with 'gather D=128' in its name passed on triton" in one.output
+    # it said that every kernel passed
+    assert run("kernels", "check", "--changed", "--kernel", "matmul").exit_code == 2
+
+
+@NEEDS_CASES
+def test_a_damaged_table_ends_a_check_before_it_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def damaged() -> dict[str, dict[str, str]]:
+        (tmp_path / "checked.json").touch()
+        return read(tmp_path / "checked.json")
+
+    read = checked.read_table
+    monkeypatch.setattr(checked, "read_table", damaged)
+    monkeypatch.setattr(cli, "_check", lambda *asked: pytest.fail("nothing was to be compiled"))
+    for option in ("--record", "--changed"):
+        result = run("kernels", "check", option)
+        assert result.exit_code == 1 and "checked.json is no table of kernels" in result.output
 
 
 @pytest.mark.parametrize(

@@ -101,3 +101,11 @@ def test_only_kernels_that_differ_are_compiled_again_and_each_version_has_its_ow
     assert changed([made()], checked.read_table(path), VERSION) == []
     assert changed([slower], checked.read_table(path), VERSION) == [slower]
     assert group(other) == "update sgd"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"3.7.1": []}', '{"3.7.1": {"gather": 3}}', "<<<<<<< HEAD"])
+def test_a_damaged_table_is_named(text: str, tmp_path: Path) -> None:
+    """`kernels check --record` compiled for minutes, and then ended in a JSONDecodeError."""
+    (path := tmp_path / "checked.json").write_text(text)
+    with pytest.raises(ValueError, match=r"checked.json is no table of kernels by version of triton.*take it from git"):
+        checked.read_table(path)

@@ -39,6 +39,14 @@ def test_a_pair_replaces_its_result_and_no_other(tmp_path: Path) -> None:
     assert [(one["torch"], one["passed"]) for one in pairs] == [("2.9.0", 2), ("2.15.0", 3)]
 
 
+def test_a_conflict_is_named_and_not_the_page_about_conflicts() -> None:
+    """matrix.json said of torch 9.9.9 "ResolutionImpossible: for help visit ..." and no more."""
+    said = "ERROR: Cannot install torch==9.9.9 because these package versions have conflicting dependencies."
+    page = "ERROR: ResolutionImpossible: for help visit https://pip.pypa.io/en/latest/topics/dependency-resolution/"
+    assert matrix.reason(f"WARNING: slow\n{said}\n{page}\n\n") == said
+    assert matrix.reason("WARNING: slow\n") == ""
+
+
 def test_a_pair_that_cannot_be_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(
