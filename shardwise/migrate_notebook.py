@@ -172,7 +172,7 @@ class _Inside:
 
     def read(self, line: str) -> None:
         """Go on to the end of a line."""
-        line, at = line.rstrip("\r"), 0
+        line, at, sign = line.rstrip("\r"), 0, None
         while True:
             if self.quote:
                 end = _ENDS[self.quote].match(line, at)
