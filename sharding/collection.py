@@ -82,6 +82,7 @@ class ShardedCollection(nn.Module, Staged):
         # collection, or of all by comm_ops.set_gradient_division, leaves sums over ranks
         self.gradient_division = True
         self._id_maps = dict(id_maps or {})
+        self.maps_ids = bool(self._id_maps)
         self._dedup = dedup and not self._pooled
         self._codec, self._codec_back = (
             codec if codec.compresses else None for codec in codecs_of(codecs, pooled=self._pooled, device=device)

@@ -149,6 +149,9 @@ class Owner:
     def look_up(self, flight: InFlight) -> None:
         """Find the rows that were asked for and send them off."""
         found: dict[int, Tensor] = {}
+        given = flight.outbound.weights
+        # whether a backward comes back for the rows
+        holds = flight.update and (flight.trains or (given is not None and given.requires_grad))
         flight.frozen = [group.frozen() for group in self.held.groups]
         self.renew(flight)
         ahead, flight.leases = flight.leases, []
@@ -158,10 +161,10 @@ class Owner:
                 continue
             ids, offsets, weights = self._inputs(flight, g)
             slots, lease = (ahead[g] if ahead else None) or group.store.resolve(ids, offsets, group.step)
-            flight.leases.append((slots, lease))
             if not part.is_replica:
                 found[g] = group.look_up(slots, offsets, weights, self._pooling(g, forward=True))
-            if not flight.update:
+            flight.leases.append((slots, lease) if holds else None)
+            if not holds:
                 group.store.release(lease)
         sent, sizes = self._results(flight, found)
         flag = None if self._codec is None else self._overflow(flight, found, sent, self._codec)

@@ -245,6 +245,41 @@ def test_a_lookup_of_eval_holds_no_rows() -> None:
     assert store.leases == 0 and weights.grad is not None and weights.grad.tolist() == [4.0, 4.0]
 
 
+def leases_of_sharded() -> list[list[int]]:
+    """Leases of this rank's stores after forwards of eval() without a backward, and after one with a backward."""
+    counts = []
+    for mix in (mixes("row_wise")[1], mixes("table_wise")[2]):
+        made: list[Counted] = []
+
+        def store(shapes: object, made: list[Counted] = made) -> Counted:
+            made.append(Counted())
+            return made[-1]
+
+        model = shard(mix, build(mix, "sgd"), environment(), stores=store)
+        for learned in (False, mix.weighted):
+            model.eval()
+            for _ in range(3):
+                batch = batch_of(mix, 0)
+                if learned:
+                    batch.weights().requires_grad_()
+                out = look_up(model, batch, mix)
+                with quietly():
+                    if learned:
+                        out.sum().backward()
+            counts.append([one.leases for one in made])
+        model.train()
+        look_up(model, batch_of(mix, 0), mix).sum().backward()
+        counts.append([one.leases for one in made])
+    return counts
+
+
+@pytest.mark.ranks
+def test_a_sharded_lookup_of_eval_holds_no_rows() -> None:
+    """A cache behind a shard was full after some forwards of eval() with gradients enabled and no backward."""
+    for counts in run_ranks(2, leases_of_sharded):
+        assert all(counts) and not any(any(one) for one in counts)
+
+
 @pytest.mark.parametrize(("how", "moved"), [("not", [1, 2]), ("torch", []), ("numpy", [2, 5])])
 def test_ids_that_change_before_the_backward_are_seen_by_torch_alone(how: str, moved: list[int]) -> None:
     """As the docstring of `EmbeddingBagCollection` says: what numpy writes is not noticed."""

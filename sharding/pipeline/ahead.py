@@ -74,21 +74,33 @@ class Ahead(Generic[In]):
 
     def arrive(self, fetched: Fetched[In]) -> None:
         """Wait for the ids of all ranks. A batch that left for another kind of step is dropped."""
+        self._arrive(fetched, maps=True)
+
+    def _arrive(self, fetched: Fetched[In], *, maps: bool) -> None:
+        """`arrive`; without `maps` modules whose ids are mapped are left out."""
         if fetched.mode is not None and fetched.mode != self._calls.mode():
             self.drop(fetched)
         self.send(fetched)
         here = current(self._stream)
         with on(self._stream):
             for one in fetched.started:
+                if one.call.module.maps_ids and not maps:
+                    continue
                 flight = one.call.module.arrive(one.departure)
                 if here is not None:
                     record_stream(flight, here)
         wait_for(self._stream)
 
     def prefetch(self, fetched: Fetched[In]) -> None:
-        """Bring the rows of a batch into the slots of their stores, once its ids have arrived."""
-        self.arrive(fetched)
+        """Bring the rows of a batch into the slots of their stores, once its ids have arrived.
+
+        Ids that are mapped to rows wait for their step: a map learns from what it maps if that trains, and only then
+        it is certain that this batch does, and that it is not dropped.
+        """
+        self._arrive(fetched, maps=False)
         for one in fetched.started:
+            if one.call.module.maps_ids:
+                continue
             one.call.module.prefetch(one.call.module.arrive(one.departure))
 
     @contextmanager
