@@ -10,6 +10,9 @@ import pytest
 import torch
 from pipeline_models import Batch, Net, batch_of, dense_optimizer, drain, plain_loop, same, state_of
 from ranks import run_ranks
+from test_sharding_managed_collision import Net as Mapped
+from test_sharding_managed_collision import batch_of as ids_of
+from test_sharding_managed_collision import plan_of, span
 from torch import Tensor, nn
 
 from shardwise import (
@@ -119,3 +122,25 @@ def test_a_feature_processed_collection_has_the_bits_of_the_plain_loop(kind: str
         for one in said:
             assert "it needs parameters that are trained, ['processed._feature_processors.f0" in one
             assert "does not depend on the batch" not in one
+
+
+def said_of_hashed_ids() -> list[str]:
+    """What a pipeline says of a collection that hashes its ids itself, which fx does not trace."""
+    model = Mapped(True)
+    dmp = DistributedModelParallel(model, plan=plan_of(model, "mixed"))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+
+    def step(batch: KeyedJaggedTensor) -> tuple[Any, None]:
+        return sum(out.sum() for out in dmp(batch)), None
+
+    pipeline: Any = PrefetchTrainPipelineSparseDist(dmp, optimizer, "cpu", custom_model_fwd=step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline.progress(iter([ids_of(number, *span()) for number in range(3)]))
+    return [str(one.message) for one in caught if "not pipelined" in str(one.message)]
+
+
+def test_an_error_of_the_trace_is_no_batch() -> None:
+    """Managed collision with an `input_hash_func`, too, was said to have an input that does not depend on the batch."""
+    for (said,) in run_ranks(2, said_of_hashed_ids):
+        assert "what makes it of the batch cannot run ahead: Proxy object cannot be iterated" in said
