@@ -5,6 +5,7 @@ Letters as in routes.py. A flight has what belongs to one step; two may be under
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -312,10 +313,10 @@ class Owner:
                 continue
             pooling = self._pooling(g, forward=False)
             if self._is_whole(part):
-                # of tables that all ranks know to be frozen: the others wait for what this one gives
-                sums = sum_rows(
-                    group, grad, lease[0], offsets, weights, pooling, ids, frozen=flight.frozen[g], clips=clips
-                )
+                # of tables that all ranks know to be frozen: the others wait for what this one gives. What was frozen
+                # since counts where gradients wait; an update at once leaves it alone by itself
+                frozen = tuple(map(operator.or_, flight.frozen[g], group.frozen())) if waits else flight.frozen[g]
+                sums = sum_rows(group, grad, lease[0], offsets, weights, pooling, ids, frozen=frozen, clips=clips)
                 if waits:
                     group.add_sums(sums)
                 else:

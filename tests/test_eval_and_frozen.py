@@ -19,6 +19,7 @@ from shardwise import DataType, EmbeddingBagCollection, KeyedJaggedTensor, RowWi
 from shardwise.embeddings import EmbeddingBagConfig, TableGroup, TableShape
 from shardwise.embeddings.optimizers import OptimizerSpec
 from shardwise.embeddings.table_layout import LookupFeature
+from shardwise.sharding.layout import TableOptions
 
 LEAVES = "looked up in eval"
 
@@ -145,6 +146,35 @@ def sharded(number: int) -> None:
         # nothing is exchanged for nothing
         assert model.collectives == calls and same(before, state_of(model))
         expect_frozen_stays(model.train(), mix)
+
+
+def frozen_while_gradients_wait() -> None:
+    """All tables are frozen between forward and backward of one of two batches whose gradients make one step."""
+    for strategy in ("table_wise", "column_wise", "grid"):
+        mix = mix_for(strategy, pooled=True, batches=(3, 3, 3, 3))
+        mix = replace(mix, tables=tuple(replace(one, options=TableOptions(row_state="table")) for one in mix.tables))
+        trained = []
+        for also in (False, True):
+            model = shard(mix, build(mix, "rowwise_adagrad"), environment())
+            model.fused_optimizer.accumulate_gradients()
+            look_up(model, batch_of(mix, 0), mix).sum().backward()
+            if also:
+                out = look_up(model, batch_of(mix, 1), mix)
+                parameters = [model.get_parameter(f"{model._children_name}.{one.name}.weight") for one in mix.tables]
+                for parameter in parameters:
+                    parameter.requires_grad_(False)
+                out.sum().backward()
+                for parameter in parameters:
+                    parameter.requires_grad_(True)
+            model.fused_optimizer.step()
+            trained.append(state_of(model))
+        assert same(*trained), strategy
+
+
+@pytest.mark.ranks
+def test_gradients_of_tables_that_were_frozen_after_the_forward_do_not_wait() -> None:
+    """Shards of columns that share a row's state kept them, and the step trained by what other plans leave out."""
+    run_ranks(2, frozen_while_gradients_wait)
 
 
 def sharded_weights() -> None:
