@@ -63,6 +63,7 @@ PERSISTENT_PROGRAMS = 4 if INTERPRETED else 132 * 16
 _PARAMETER = torch.nn.Parameter
 _PLAIN = (Tensor, _PARAMETER)
 _compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
+_grad_enabled = torch.is_grad_enabled
 _transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 
 _library = torch.library.Library("shardwise", "DEF")  # type: ignore[no-untyped-call]
@@ -76,12 +77,20 @@ def runs_kernel(tensor: Tensor) -> bool:
     return tensor.is_cuda or INTERPRETED
 
 
+def unwatched() -> bool:
+    """Whether nothing traces, wraps or records operations, and kernels are not interpreted.
+
+    Then an op on ids, which want no gradient, may run past torch's dispatcher where these are plain CPU tensors.
+    """
+    # names of this file: what is looked up in torch each time would double the time of this
+    return not (INTERPRETED or _compiling() or _modes() or _transforms() or _tracing())
+
+
 def direct(*tensors: Tensor | None) -> bool:
     """Whether an op may be called past torch's dispatcher, which costs more than small batches do.
 
     So it may where all are plain CPU tensors that want no gradient, and nothing traces, wraps or records operations.
     """
-    # names of this file: what is looked up in torch each time would double the time of this
     if INTERPRETED or _compiling() or _modes() or _transforms() or _tracing():
         return False
     for tensor in tensors:
@@ -89,7 +98,7 @@ def direct(*tensors: Tensor | None) -> bool:
             kind = type(tensor)
             if (kind is not Tensor and kind is not _PARAMETER) or not tensor.is_cpu:
                 return False
-            if tensor.requires_grad and torch.is_grad_enabled():
+            if tensor.requires_grad and _grad_enabled():
                 return False
     return True
 

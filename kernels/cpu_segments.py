@@ -22,9 +22,9 @@ from .memory import MANY, require_memory
 
 # bytes that one thread moves before another can have been woken
 _ALONE = 1 << 22
+# numbers that one thread sums
+FEW = _ALONE // 8
 
-
-_empty_like = torch.empty_like
 # the compiled loops; None where numba is missing or does not work
 loops = partial(numba_loops.loops, "cpu_segments_loops")
 
@@ -172,13 +172,13 @@ def segment_sum(offsets: Tensor, values: Tensor, each: int) -> Tensor | None:
     if compiled is None or kind is None:
         return None
     offsets, values = offsets.contiguous(), values.contiguous()
-    S, N = offsets.numel() - 1, values.numel()
+    S = offsets.numel() - 1
     if values.dim() == 1:
-        out, columns, nbytes = values.new_empty(S), 1, 8 * N
+        N, columns, out = values.numel(), 1, values.new_empty(S)
     else:
-        nbytes = N * values.itemsize
-        N, out, columns = values.shape[0], values.new_empty(S, *values.shape[1:]), prod(values.shape[1:])
+        N, columns, out = values.shape[0], prod(values.shape[1:]), values.new_empty(S, *values.shape[1:])
     most, at, where, to = N // each, offsets.data_ptr(), values.data_ptr(), out.data_ptr()
+    nbytes = 8 * N * columns
     if nbytes <= _ALONE:
         bad = compiled.segment_sum(at, offsets.itemsize, each, most, where, kind, to, columns, 0, S)
     else:
@@ -272,20 +272,6 @@ def places(offsets: Tensor, size: int) -> Tensor | None:
     found = compiled.places(offsets.data_ptr(), offsets.itemsize, offsets.numel(), out.data_ptr(), size)
     if found < 0:
         check_begins(offsets, size)
-    return out
-
-
-def invert_permute(permute: Tensor) -> Tensor | None:
-    """The inverse of a permutation; raises as the op says. None without numba."""
-    compiled = loops()
-    if compiled is None:
-        return None
-    permute = permute.contiguous()
-    out = _empty_like(permute)
-    found = compiled.invert(permute.data_ptr(), permute.itemsize, permute.numel(), out.data_ptr())
-    if found < 0:
-        check_order(permute, permute.shape[0])
-        raise ValueError(f"permute has {int(permute[-found - 1])} twice, it is no permutation")
     return out
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import configs, cpu_padded, cpu_segments
-from ._op import INTERPRETED, direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from ._op import INTERPRETED, direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton, unwatched
 from .memory import MANY, require_memory
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .segments import INDEX_DTYPES, bad_index, check_index, gather_rows, locate, positions_of, unit_of
@@ -27,6 +27,8 @@ _BLOCK = 64 if INTERPRETED else 512
 _CUMSUM_BLOCK, _CUMSUM_MOST = (16, 1 << 14) if INTERPRETED else (2048, 1 << 14)
 # segments and positions of a tile of 1-D values
 _SUM_SEGMENTS, _SUM_POSITIONS = (4, 8) if INTERPRETED else (16, 32)
+
+_empty_like = torch.empty_like
 
 
 def complete_cumsum_ref(lengths: Tensor) -> Tensor:
@@ -171,9 +173,8 @@ def invert_permute(permute: Tensor) -> Tensor:
     """
     if permute.dtype not in INDEX_DTYPES or permute.dim() != 1:
         raise bad_index("permute", permute, 1)
-    if direct(permute):
-        found = cpu_segments.invert_permute(permute)
-        return _invert_cpu(permute) if found is None else found
+    if type(permute) is Tensor and permute.is_cpu and unwatched():
+        return _invert_cpu(permute)
     return torch.ops.shardwise.invert_permute(permute)  # type: ignore[no-any-return]
 
 
@@ -188,14 +189,21 @@ def _invert_permute(permute: Tensor) -> Tensor:
 
 
 def _invert_cpu(permute: Tensor) -> Tensor:
-    found = cpu_segments.invert_permute(permute)
-    if found is None:
-        n = permute.shape[0]
-        cpu_segments.check_order(permute, n)
-        found = torch.full_like(permute, -1)
-        found.scatter_(0, permute.long(), torch.arange(n, dtype=permute.dtype, device="cpu"))
-        if n and int(found.min()) < 0:
-            raise ValueError(f"permute lacks {int((found < 0).int().argmax())}, it is no permutation")
+    compiled = cpu_segments.loops()
+    if compiled is not None:
+        permute = permute.contiguous()
+        found = _empty_like(permute)
+        bad = compiled.invert(permute.data_ptr(), permute.itemsize, permute.numel(), found.data_ptr())
+        if bad < 0:
+            cpu_segments.check_order(permute, permute.shape[0])
+            raise ValueError(f"permute has {int(permute[-bad - 1])} twice, it is no permutation")
+        return found
+    n = permute.shape[0]
+    cpu_segments.check_order(permute, n)
+    found = torch.full_like(permute, -1)
+    found.scatter_(0, permute.long(), torch.arange(n, dtype=permute.dtype, device="cpu"))
+    if n and int(found.min()) < 0:
+        raise ValueError(f"permute lacks {int((found < 0).int().argmax())}, it is no permutation")
     return found
 
 
@@ -273,15 +281,26 @@ def segment_sum(offsets: Tensor, values: Tensor, *, batch_size: int = 1) -> Tens
     """
     if offsets.dtype not in INDEX_DTYPES or offsets.dim() != 1:
         raise bad_index("offsets", offsets, 1)
-    if not offsets.numel():
+    segments, dims = offsets.numel() - 1, values.dim()
+    if segments < 0:
         raise ValueError("offsets must have at least one entry, got none")
     if batch_size < 1:
         raise ValueError(f"batch_size must be positive, got {batch_size}")
-    if values.dim() == 0:
+    if dims == 0:
         raise ValueError("values must have a first dimension, got shape []")
-    if direct(offsets, values):
-        found = cpu_segments.segment_sum(offsets, values, batch_size)
-        return _sum_cpu(offsets, values, batch_size) if found is None else found
+    plain = type(offsets) is Tensor and type(values) is Tensor and offsets.is_cpu and values.is_cpu
+    if plain and not values.requires_grad and unwatched():
+        compiled, kind = cpu_segments.loops(), cpu_segments.KINDS.get(values.dtype)
+        if dims > 1 or compiled is None or kind is None or values.numel() > cpu_segments.FEW:
+            return _sum_cpu(offsets, values, batch_size)
+        # in this frame, as a few sums take less time than a call or two
+        offsets, values, sums = offsets.contiguous(), values.contiguous(), values.new_empty(segments)
+        most = values.numel() // batch_size
+        if compiled.segment_sum(
+            offsets.data_ptr(), offsets.itemsize, batch_size, most, values.data_ptr(), kind, sums.data_ptr(), 1, 0, segments
+        ):
+            cpu_segments.check_ends(offsets, most)
+        return sums
     return torch.ops.shardwise.segment_sum(offsets, values, batch_size)  # type: ignore[no-any-return]
 
 
@@ -310,8 +329,11 @@ def _segment_sum(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
 
 
 def _sum_cpu(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
-    wide = values if values.dtype in cpu_segments.KINDS else _wide(values)
-    found = cpu_segments.segment_sum(offsets, wide, batch_size)
+    found = cpu_segments.segment_sum(offsets, values, batch_size)
+    if found is not None:
+        return found
+    wide = _wide(values)
+    found = None if wide.dtype is values.dtype else cpu_segments.segment_sum(offsets, wide, batch_size)
     if found is None:
         cpu_segments.check_ends(offsets, values.shape[0] // batch_size)
         begin, end = int(offsets[0]) * batch_size, int(offsets[-1]) * batch_size
