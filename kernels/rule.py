@@ -183,6 +183,11 @@ class Rule:
         return self.scalars is not None or _STEP in self.numbers
 
     @cached_property
+    def takes_hyper(self) -> bool:
+        """Whether an update's numbers are the hyper-parameters themselves."""
+        return not self.counts_steps and self.numbers == tuple(self.hyper)
+
+    @cached_property
     def is_exact(self) -> bool:
         """Whether every step of the function is rounded correctly, so that all ways to run it on a CPU have its bits.
 
@@ -208,7 +213,7 @@ class Rule:
 
     def values(self, hyper: Tensor, step: Tensor) -> Tensor:
         """The numbers [K] fp32 of one update from hyper-parameters [H] fp64 and step count [1], all on one device."""
-        if not self.counts_steps and self.numbers == tuple(self.hyper):
+        if self.takes_hyper:
             return hyper.float()
         found: dict[str, Tensor] = dict(zip(self.hyper, hyper.unbind(), strict=True))
         count = step[0].double()

@@ -18,6 +18,7 @@ from torch import Tensor
 from . import configs, cpu_compiled
 from ._op import (
     PERSISTENT_PROGRAMS,
+    direct,
     launch_options,
     multiple,
     next_power_of_2,
@@ -244,7 +245,9 @@ def fused_update(
         )
     if decay not in DECAYS:
         raise ValueError(f"unknown weight decay {decay!r}: expected one of {', '.join(DECAYS)}")
-    torch.ops.shardwise.fused_update(
+    past = direct(weights, *states, step, grad, indices, offsets, per_id_weights, features, hyper, guard, seed, ids)
+    update = _fused_update if past else torch.ops.shardwise.fused_update
+    update(
         weights, list(states), step, grad, indices, offsets, per_id_weights, features, list(dims), list(segments),
         rule, hyper, guard, pooling, decay, max_gradient, seed, ids,
     )  # fmt: skip
@@ -277,10 +280,10 @@ def _fused_update(
             rule_named(rule), hyper, guard, pooling, decay, max_gradient, seed, ids,
         )  # fmt: skip
         return
-    step += (guard == OK).all().to(step.dtype)
-    if indices.shape[0] == 0 or not segments or grad.shape[0] == 0:
-        return
     if not is_clean(guard):
+        return
+    step += 1
+    if indices.shape[0] == 0 or not segments or grad.shape[0] == 0:
         return
     grad = _cut(grad, max_gradient)
     batch, parts = batch_size(offsets, len(dims)), unflatten_segments(segments)

@@ -94,6 +94,8 @@ class Step:
 
 def numbers_of(rule: Rule, hyper: Tensor, step: Tensor, decay: str) -> Tensor:
     """The rule's numbers and the factor of the weight decay, [K + 1] fp32."""
+    if decay != "decoupled" and rule.takes_hyper:
+        return hyper.float()
     factor = hyper[-1:]
     if decay == "decoupled":
         factor = factor * hyper[list(rule.hyper).index("lr")]
