@@ -34,9 +34,13 @@ def quantize(weights: Tensor, kind: RowFormat, payload: Tensor, scales: Tensor) 
     loops, (rows, dim) = _quantizing(), weights.shape
     if loops is None or not kind.parts or not dim:
         return None
-    in_huge_pages(payload)
-    number, half = getattr(loops, kind.name.upper()), int(scales.dtype is torch.float16)
+    number, half = getattr(loops, kind.name.upper()), scales.dtype is torch.float16
     to, kept, bad = payload.data_ptr(), scales.data_ptr(), False
+    if rows * dim <= ALONE and weights.dtype is torch.float32:
+        # a few rows: at once, and with nothing made for threads
+        weights = weights.contiguous()
+        return not loops.quantize(number, weights.data_ptr(), dim, to, kept, half, 0, rows)
+    in_huge_pages(payload)
     width, each = payload.shape[1], kind.parts * scales.itemsize
     for begin, end in _blocks(rows, dim, weights.dtype):
         block = weights if end - begin == rows else weights[begin:end]
@@ -51,9 +55,14 @@ def dequantize(payload: Tensor, scales: Tensor, kind: RowFormat, weights: Tensor
     loops, (rows, dim) = _looking_up(), weights.shape
     if loops is None or not kind.parts or not dim:
         return False
-    in_huge_pages(weights)
     payload, scales = payload.contiguous(), scales.contiguous()
-    number, half = getattr(loops, kind.name.upper()), int(scales.dtype is torch.float16)
+    number, half = getattr(loops, kind.name.upper()), scales.dtype is torch.float16
+    if rows * dim <= ALONE and weights.dtype is torch.float32:
+        loops.dequantize(
+            number, kind.bits, kind.parts, payload.data_ptr(), scales.data_ptr(), half, weights.data_ptr(), dim, 0, rows
+        )
+        return True
+    in_huge_pages(weights)
     at, kept, width, each = payload.data_ptr(), scales.data_ptr(), payload.shape[1], kind.parts * scales.itemsize
     for begin, end in _blocks(rows, dim, weights.dtype):
         out = weights if end - begin == rows else weights[begin:end]

@@ -275,12 +275,13 @@ def dequantize_rows(
     Raises:
         ValueError: payload or scales do not have the shape that `dim` and `format` ask for.
     """
-    kind = row_format(format)
-    wanted = ((payload.shape[0], kind.row_bytes(dim)), (payload.shape[0], kind.parts))
-    if (tuple(payload.shape), tuple(scales.shape)) != wanted:
+    kind, shape = row_format(format), payload.shape
+    rows, width = shape[0], kind.row_bytes(dim)
+    # a shape is equal to a tuple
+    if shape != (rows, width) or scales.shape != (rows, kind.parts):
         raise ValueError(
-            f"{format} rows of dim {dim} have payload {list(wanted[0])} and scales {list(wanted[1])},"
-            f" got {list(payload.shape)} and {list(scales.shape)}"
+            f"{format} rows of dim {dim} have payload {[rows, width]} and scales {[rows, kind.parts]},"
+            f" got {list(shape)} and {list(scales.shape)}"
         )
     if direct(payload, scales):
         return _dequantize_rows(payload, scales, dim, format, dtype)
