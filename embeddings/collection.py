@@ -304,15 +304,20 @@ class TableCollection(nn.Module):
         self._settle()
 
 
+_data_ptr = Tensor.data_ptr
+
+
 # every lookup asks this of every table
-def _facts(params: Sequence[nn.Parameter]) -> list[tuple[bool, bool]]:
-    """Whether each is trained, and whether an optimizer was applied to it; `torch.compile` can trace this."""
-    return [(param.requires_grad, hasattr(param, "_optimizer_classes")) for param in params]
+def _facts(params: Sequence[nn.Parameter]) -> list[bool]:
+    """Whether each is trained, then whether an optimizer was applied to each; `torch.compile` can trace this."""
+    return [param.requires_grad for param in params] + [hasattr(param, "_optimizer_classes") for param in params]
 
 
-def _memory(params: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    """Which object each is, and where its memory is; 0 for those that have none (meta, fake)."""
-    return [(id(param), param.data_ptr() if type(param) is nn.Parameter else 0) for param in params]
+def _memory(params: Sequence[nn.Parameter]) -> list[int]:
+    """Which object each is, then where the memory of each is; 0 for those that have none (meta, fake)."""
+    if set(map(type, params)) == {nn.Parameter}:
+        return [*map(id, params), *map(_data_ptr, params)]
+    return [*map(id, params), *(param.data_ptr() if type(param) is nn.Parameter else 0 for param in params)]
 
 
 def _address(tensor: Tensor) -> int:

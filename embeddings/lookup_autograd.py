@@ -25,14 +25,15 @@ class LookupWithUpdate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, per_id_weights: Tensor | None, group: TableGroup, ids: Tensor | None, slots: Tensor,
-        offsets: Tensor, pooling: str, lease: Any, trains: bool,
+        offsets: Tensor, pooling: str, lease: Any, frozen: tuple[bool, ...] | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(slots, offsets, per_id_weights, ids)
         # not saved: updates of other lookups may come between this forward and its backward
         ctx.group, ctx.pooling, ctx.lease = group, pooling, lease
-        ctx.frozen = group.frozen() if trains else None
+        # which tables are left alone; None where the backward trains none
+        ctx.frozen = frozen
         out = group.look_up(slots, offsets, per_id_weights, pooling)
-        ctx.holds = trains or ctx.needs_input_grad[1]
+        ctx.holds = frozen is not None or ctx.needs_input_grad[1]
         if not ctx.holds:
             # nobody comes back for the rows
             group.store.release(lease)

@@ -156,7 +156,10 @@ class TableGroup:
 
     def frozen(self) -> Frozen:
         """Whether updates leave each table alone now: its parameter wants no gradient."""
-        return tuple([not param.requires_grad for param in self.parameters]) or (False,) * len(self.tables)
+        # a list's loop: every step asks this of every table, at its lookup and at its backward
+        if False not in [param.requires_grad for param in self.parameters]:
+            return (False,) * len(self.tables)
+        return tuple([not param.requires_grad for param in self.parameters])
 
     @property
     def device(self) -> torch.device:
@@ -327,8 +330,9 @@ class TableGroup:
         """
         slots, lease = self.store.resolve(ids, offsets, self.step)
         args = (slots, offsets, per_id_weights)
-        if self._updates():
-            return self._with_update(ids, *args, self.pooling, lease, trains)
+        frozen = self._frozen_of_update()
+        if frozen is not None:
+            return self._with_update(ids, *args, self.pooling, lease, frozen if trains else None)
         keep_rows = per_id_weights is not None and per_id_weights.requires_grad
         flat = flat_of_parameters(self, keep_rows) if self.optimizer is None else self.flat
         out = pooled_lookup(
@@ -340,8 +344,9 @@ class TableGroup:
     def sequence(self, ids: Tensor, offsets: Tensor, *, trains: bool = True) -> Tensor:
         """The row of each id, [N, dim]; all tables of the group have this dim. `trains` as for `pooled`."""
         slots, lease = self.store.resolve(ids, offsets, self.step)
-        if self._updates():
-            return self._with_update(ids, slots, offsets, None, "sequence", lease, trains)
+        frozen = self._frozen_of_update()
+        if frozen is not None:
+            return self._with_update(ids, slots, offsets, None, "sequence", lease, frozen if trains else None)
         flat = flat_of_parameters(self) if self.optimizer is None else self.flat
         out = sequence_lookup(
             flat, slots, offsets, self.features, self.tables[0].dim, self._segment_numbers, self.policy.output_dtype
@@ -366,9 +371,15 @@ class TableGroup:
         clipped = grad if cut is None else grad.float().clamp(-cut, cut)
         return per_id_weight_gradient(clipped, self.flat, slots, offsets, self.features, self.dims)
 
-    def _updates(self) -> bool:
-        """Whether the backward of a lookup made now trains a table, unless it is one of a module in eval()."""
-        return self.optimizer is not None and torch.is_grad_enabled() and not all(self.frozen())
+    def _frozen_of_update(self) -> Frozen | None:
+        """The tables that the backward of a lookup made now leaves alone, unless it is one of a module in eval().
+
+        None if it trains no table.
+        """
+        if self.optimizer is None or not torch.is_grad_enabled():
+            return None
+        frozen = self.frozen()
+        return None if all(frozen) else frozen
 
     def update(
         self,
@@ -399,7 +410,7 @@ class TableGroup:
         """
         assert self.optimizer is not None
         guard, spec, now = self.guard, self.optimizer, self.frozen()
-        frozen = now if frozen is None else tuple(map(operator.or_, frozen, now))
+        frozen = now if frozen is None or frozen == now else tuple(map(operator.or_, frozen, now))
         if self.policy.gradient_check is not GradientCheckMode.IGNORE:
             if self.policy.gradient_check is GradientCheckMode.SKIP:
                 guard = guard.clone()
@@ -456,7 +467,7 @@ class TableGroup:
 
     def _with_update(
         self, ids: Tensor, slots: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str, lease: Any,
-        trains: bool,
+        frozen: Frozen | None,
     ) -> Tensor:  # fmt: skip
         return LookupWithUpdate.apply(  # type: ignore[no-any-return, no-untyped-call]
             # ids that are not their own slots say how rows are rounded
@@ -468,7 +479,7 @@ class TableGroup:
             offsets,
             pooling,
             lease,
-            trains,
+            frozen,
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def update(
     most = n // loops.DENSE + count
     # the sort's memory, and where its parts begin
     sizes = (3 * count, slices + 1, most, slices * most, most + 1, n if scaled else 0, n if scaled else 0)
-    memory = torch.empty(sum(sizes), dtype=torch.int64, device="cpu")
+    memory = ids.new_empty(sum(sizes))
     places, at = [], memory.data_ptr()
     for size in sizes:
         places.append(at)
@@ -116,21 +116,23 @@ def update(
     divide = call if slices == 1 else spread
     divide(loops.count.address, where)
     total, largest = job[loops.TOTAL], job[loops.LARGEST]
-    entries = torch.empty(total, dtype=torch.int64, device="cpu")
-    job[loops.ENTRIES] = entries.data_ptr()
-    divide(loops.scatter.address, where)
     # each row belongs to one bucket, so tasks share none
     tasks = _parts(total * widest, total, configs.cpu("update_tasks", _TASKS) * threads)
     long = configs.cpu("update_long", _LONG) if tasks > 1 else total
     words = loops.scratch_words(largest, widest)
-    scratch = torch.empty((threads if tasks > 1 else 1) * words, dtype=torch.int64, device="cpu")
-    found = torch.empty(total // (long + 1) + 1, 3, dtype=torch.int64, device="cpu")
-    job[loops.TASKS], job[loops.LONG], job[loops.FOUND] = tasks, long, found.data_ptr()
-    job[loops.SCRATCH], job[loops.SCRATCH_WORDS] = scratch.data_ptr(), words
+    # entries, then scratch, then what is found of long runs
+    found = total + (threads if tasks > 1 else 1) * words
+    room = ids.new_empty(found + 3 * (total // (long + 1) + 1))
+    at = room.data_ptr()
+    job[loops.ENTRIES], job[loops.SCRATCH], job[loops.FOUND] = at, at + 8 * total, at + 8 * found
+    job[loops.TASKS], job[loops.LONG], job[loops.SCRATCH_WORDS] = tasks, long, words
+    divide(loops.scatter.address, where)
     divide = call if tasks == 1 else spread
     divide(loop, where)
-    for begin, end, f in found[: job[loops.RUNS]].tolist():
-        _update_long(loop, job[:], int(entries[begin]), begin, end, f, dims[f])
+    runs = job[loops.RUNS]
+    if runs:
+        for begin, end, f in room[found : found + 3 * runs].view(runs, 3).tolist():
+            _update_long(loop, job[:], int(room[begin]), begin, end, f, dims[f])
     return True
 
 

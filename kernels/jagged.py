@@ -17,7 +17,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import configs, cpu_padded, cpu_segments
-from ._op import INTERPRETED, direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton, unwatched
+from ._op import (
+    INTERPRETED,
+    direct,
+    multiple,
+    next_power_of_2,
+    register,
+    register_autograd,
+    runs_kernel,
+    tl,
+    triton,
+    unwatched,
+)
 from .memory import MANY, require_memory
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .segments import INDEX_DTYPES, bad_index, check_index, gather_rows, locate, positions_of, unit_of
@@ -297,7 +308,16 @@ def segment_sum(offsets: Tensor, values: Tensor, *, batch_size: int = 1) -> Tens
         offsets, values, sums = offsets.contiguous(), values.contiguous(), values.new_empty(segments)
         most = values.numel() // batch_size
         if compiled.segment_sum(
-            offsets.data_ptr(), offsets.itemsize, batch_size, most, values.data_ptr(), kind, sums.data_ptr(), 1, 0, segments
+            offsets.data_ptr(),
+            offsets.itemsize,
+            batch_size,
+            most,
+            values.data_ptr(),
+            kind,
+            sums.data_ptr(),
+            1,
+            0,
+            segments,
         ):
             cpu_segments.check_ends(offsets, most)
         return sums
