@@ -51,8 +51,8 @@ class TableCollection(nn.Module):
         self._members: list[list[int]] = []
         self._fused_optimizer: FusedOptimizer | None = None
         self._accumulation = Accumulation()
-        self._seen: list[tuple[bool, bool]] = []
-        self._seen_memory: list[tuple[int, int]] = []
+        self._seen: list[bool] = []
+        self._seen_memory: list[int] = []
         self._group(
             [table_dtype(config) for config in self._configs], torch.device("cpu" if device is None else device)
         )
