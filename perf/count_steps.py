@@ -142,12 +142,13 @@ def by_folder(call: Call) -> Counter[str]:
     found: Counter[str] = Counter()
     for one, n in python_calls(call).items():
         path = Path(one.file)
+        folder = "others"
         if one.file.startswith(_TORCH):
-            found["torch"] += n
+            folder = "torch"
         elif path.is_absolute() and (inside := path.resolve()).is_relative_to(_ROOT):
-            found[inside.relative_to(_ROOT).parts[0]] += n
-        else:
-            found["others"] += n
+            folder = inside.relative_to(_ROOT).parts[0]
+        # an environment may lie in the checkout
+        found["others" if folder.startswith(".") else folder] += n
     del found["perf"]
     return found
 
