@@ -243,9 +243,9 @@ register_autograd(
 )
 
 
-def _setup_by_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad, vectors, offsets, _ = inputs
-    ctx.save_for_backward(grad, vectors, offsets)
+def _setup_of_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    # the gradient, what it was multiplied by, and the offsets; not how many rows come out
+    ctx.save_for_backward(*inputs[:3])
 
 
 def _backward_by_rows(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
@@ -257,11 +257,6 @@ def _backward_by_rows(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[1]:
         by_vectors = torch.ops.shardwise.jagged_vector_product_by_vectors(grad, upstream, offsets, vectors.shape[1])
     return by_grad, by_vectors, None, None
-
-
-def _setup_by_vectors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad, values, offsets, _ = inputs
-    ctx.save_for_backward(grad, values, offsets)
 
 
 def _backward_by_vectors(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
@@ -281,7 +276,7 @@ register_autograd(
         lambda grad, vectors, offsets, rows: grad.new_empty(rows, heads_of(vectors, offsets) * grad.shape[1]),
     ),
     _backward_by_rows,
-    _setup_by_rows,
+    _setup_of_gradient,
 )
 register_autograd(
     register(
@@ -290,5 +285,5 @@ register_autograd(
         lambda grad, values, offsets, length: grad.new_empty(grad.shape[0], length),
     ),
     _backward_by_vectors,
-    _setup_by_vectors,
+    _setup_of_gradient,
 )

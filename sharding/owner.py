@@ -326,12 +326,10 @@ class Owner:
                     grad, lease[0], offsets, weights, pooling=pooling, frozen=flight.frozen[g],
                     ids=ids if group.has_slots else None, clips=clips,
                 )  # fmt: skip
-        if not flight.trains:
-            pass
-        elif waits:
+        if flight.trains and waits:
             # on a rank without tables too
             self.held.accumulation.begin()
-        elif self._whole.blocks:
+        elif flight.trains and self._whole.blocks:
             self._whole.update(together, self._exchange, self.held.device)
         self.release(flight)
         return self._weights_by_source(flight, found) if weight_gradients else None
