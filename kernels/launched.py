@@ -31,6 +31,7 @@ from . import (
 )
 from .features import Feature, Segment, flatten_segments, pack_features
 from .rule import RULES
+from .rules import BUILT_IN
 
 _OWN = (bounds, finite, pooled, row_chunks, sequence, update, weight_gradient)
 _MODULES = (*_OWN, *launched_jagged.MODULES, *launched_quantized.MODULES)
@@ -237,7 +238,7 @@ def _launches() -> Iterator[tuple[Callable[[], object], str, str]]:
 
 
 def _steps() -> Iterator[tuple[Batch, str, dict[str, Any]]]:
-    for rule in RULES:
+    for rule in BUILT_IN:
         for dim in DIMS if rule in MAIN_RULES else FEW_DIMS:
             yield Batch(dim), rule, {}
         for decay in ("l2", "decoupled") if "lr" in RULES[rule].hyper else ():

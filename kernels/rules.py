@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .rule import absolute, define_rule, maximum, row_mean, row_sum, sign, sqrt, where
+from .rule import RULES, absolute, define_rule, maximum, row_mean, row_sum, sign, sqrt, where
 
 
 @define_rule()
@@ -136,3 +136,7 @@ def ftrl(
     z = z + g - (sqrt(grown) - sqrt(total)) / lr * w
     kept = maximum(absolute(z) - l1, 0.0)
     return -sign(z) * kept / ((beta + sqrt(grown)) / lr + l2), z, grown
+
+
+# those of this file, and none that a program defines later
+BUILT_IN = tuple(RULES)

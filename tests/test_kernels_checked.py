@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.kernels import _op, candidates, checked, compiled, launched, promises
+from shardwise.kernels import RULES, _op, candidates, checked, compiled, define_rule, launched, promises
 from shardwise.kernels.checked import changed, fingerprints, group
 from shardwise.kernels.launched import Case
 from shardwise.kernels.promises import broken_promises
@@ -43,6 +43,21 @@ def test_kernels_that_changed_since_the_whole_check_keep_their_promises() -> Non
 def test_the_table_has_every_kernel_for_the_version_that_the_tests_are_run_with() -> None:
     line = next(line for line in Path("constraints.txt").read_text().splitlines() if line.startswith("triton=="))
     assert {*checked.read_table()[line.removeprefix("triton==")]} == {group(case) for case in cases()}
+
+
+@NEEDS_CASES
+def test_a_rule_that_a_program_defines_is_no_case_of_the_whole_check() -> None:
+    """Two rules that other tests had defined in the process were kernels that nobody had checked."""
+    before = {case.name for case in cases()}
+    rule = define_rule()(_step_of_ones_own)
+    try:
+        assert {case.name for case in (*launched.cases(), *candidates.tuned_cases())} == before
+    finally:
+        del RULES[rule.name]
+
+
+def _step_of_ones_own(w: Any, g: Any, lr: float = 0.5) -> Any:
+    return w - lr * g
 
 
 def _helper(x: Any) -> Any:

@@ -14,11 +14,12 @@ from unittest.mock import patch
 
 import pytest
 
-from shardwise.kernels import RULES, compiled, launched, sequence
+from shardwise.kernels import compiled, launched, sequence
 from shardwise.kernels._op import tl, triton
 from shardwise.kernels.compiled import Report
 from shardwise.kernels.launched import Batch, Case
 from shardwise.kernels.promises import broken_promises, promised_moves
+from shardwise.kernels.rules import BUILT_IN
 
 pytestmark = pytest.mark.compiled
 
@@ -35,7 +36,7 @@ MORE = (
     *(f"pooled_lookup D={words}" for words in ("6 bf16", "128 fp32 1000 features 1 samples", "1 fp32 1 samples")),
     *(f"gather D={words}" for words in ("3 fp32", "20 fp32", "128 fp16", "6 bf16", "1 fp32 1 samples")),
     *(f"weight_gradient D={words}" for words in ("3 fp32", "1024 fp32", "128 fp32 and fp16", "1 fp32 1 samples")),
-    *(f"update {rule} D=128 fp32" for rule in RULES if ":" not in rule),
+    *(f"update {rule} D=128 fp32" for rule in BUILT_IN),
     *(f"update sgd D={dim} fp32" for dim in (1, 4, 5, 8, 12, 1023, 4096)),
     *(f"update rowwise_adagrad D={words}" for words in ("3 fp32", "20 fp32", "128 fp16 rounded", "128 bf16 rounded")),
     *(f"update adam D={words}" for words in ("1024 fp32", "4096 fp32", "128 fp32 decoupled", "128 fp32 weighted")),
@@ -107,7 +108,7 @@ def test_every_state_laid_out_like_the_table_is_promised_to_move_as_the_table_do
 def test_every_kernel_and_every_rule_has_cases() -> None:
     kernels = {name for module in launched._MODULES for name, _ in launched.kernels_of(module)}
     assert {case.kernel_name for case in cases().values()} == kernels
-    assert {name.split()[1] for name in cases() if name.startswith("update ")} == {*RULES}
+    assert {name.split()[1] for name in cases() if name.startswith("update ")} == {*BUILT_IN}
 
 
 def test_a_spill_is_caught() -> None:
