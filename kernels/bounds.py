@@ -172,7 +172,7 @@ def _check_ids(
         _check_ids_kernel[grid](
             indices.contiguous(), offsets.contiguous(), features, guard, guard if step_guard is None else step_guard,
             indices.shape[0], count, batch, step_guard is not None, fatal,
-            _BLOCK, count.bit_length() + 1, FIELDS, ROWS, OK, padded,
+            _BLOCK, count.bit_length() + 1, FIELDS, ROWS, OK, padded, num_warps=8,
         )  # fmt: skip
     elif indices.is_cuda:
         # it raises at once, so nobody would clear a step's guard

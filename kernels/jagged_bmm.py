@@ -210,11 +210,12 @@ def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int |
     # more rows than a usual bag has would be multiplied by its matrix for nothing
     block_l = max(16, min(_TILE, next_power_of_2(rows // bags)))
     block_m, block_k = _block(inner, 64 // values.itemsize), _block(columns, _TILE)
-    grid = (triton.cdiv(rows, block_l), triton.cdiv(columns, block_k))
     align, warps = _align(out, columns), _warps(block_l, block_m, block_k, values.itemsize)
-    if warps == 4 and align * values.itemsize < 16 and block_l * block_k == _TILE**2:
-        # an address for each element of a tile is too much for the registers of few threads
-        warps = 8
+    if align * values.itemsize < 16 and block_l * block_k == _TILE**2:
+        # an address for each element of a tile is too much for the registers of few threads, and of fp32 for AMD's of
+        # masks (triton 3.9.0)
+        warps, block_k = 8, block_k if warps == 4 else max(16, block_k // 2)
+    grid = (triton.cdiv(rows, block_l), triton.cdiv(columns, block_k))
     _dense_bmm_kernel[grid](
         values, offsets, dense, out, rows, bags, inner, columns, limit_of(max_length, rows),
         INTERPRETED, transposed, bags.bit_length() + 1, block_l, block_m, block_k,
@@ -234,10 +235,14 @@ def _jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int | None) -
     x, y, offsets = x.contiguous(), y.contiguous(), offsets.contiguous()
     block_m, block_k = _block(left, _TILE), _block(right, _TILE)
     grid = (out.shape[0], triton.cdiv(left, block_m), triton.cdiv(right, block_k))
+    x_align, y_align = _align(x, left), _align(y, right)
+    warps = _warps(block_m, _STEP, block_k, 2)
+    if min(x_align, y_align) * x.itemsize < 16 and x.itemsize == 4 and block_m * block_k == _TILE**2:
+        # as above: 221 registers of 4 warps (triton 3.9.0, sm_80)
+        warps = 8
     _jagged_bmm_kernel[grid](
         x, y, offsets, out, rows, left, right, limit_of(max_length, rows),
-        INTERPRETED, _STEP, block_m, block_k, _align(x, left), _align(y, right),
-        num_warps=_warps(block_m, _STEP, block_k, 2),
+        INTERPRETED, _STEP, block_m, block_k, x_align, y_align, num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -62,13 +62,13 @@ REGISTERS = {
     r"update (sgd|rowwise_adagrad) D=128 fp32( |$)": 72,
     r"update ": 128,
     r"pooled_lookup ": 80,
-    r"weight_gradient |check_ids |cumsum ": 96,
+    r"weight_gradient |check_gradient |cumsum |regroup .* 3 times": 96,
     r"dense_bmm |jagged_bmm ": 200,
     r"row_keys |mark |chunk ": 128,
     r"softmax |softmax_gradient |vector_product |by_rows |by_vectors ": 96,
     r"unary_chunk |quantize_rows ": 96,
-    # NVIDIA's compiler keeps to 80
-    r"quantized_pooled_lookup .* (fp8( |$)|int2 weighted)": 104,
+    # NVIDIA's compiler keeps to 80, of int2 to 104
+    r"quantized_pooled_lookup .* (fp8|int2)( |$)": 112,
     r"quantized_pooled_lookup ": 80,
     r"": 64,
 }

@@ -28,8 +28,9 @@ from .row_numbers import UNFUSED, paired, row_scales, row_values
 
 # of a thread; with fewer, ptxas loads a row where it is added and not while others are on their way
 _REGISTERS = 80
-# where a byte holds four numbers and each has its weight: with 80 it spills up to 96 bytes, with 96 still 16 (sm_100)
-_REGISTERS_OF_WEIGHTED_INT2 = 104
+# where a byte holds four numbers: with 80 it spills up to 48 bytes (triton 3.9.0, sm_90), and where each has its weight
+# 96 (sm_100), with 96 still 16
+_REGISTERS_OF_INT2 = 104
 
 
 def quantized_pooled_lookup_ref(
@@ -221,7 +222,7 @@ def _pooled(
     payload, scales = payload.contiguous(), paired(scales.contiguous())
     units = row_units(payload, kind)
     length = configs.length_class(indices.shape[0], offsets.shape[0] - 1)
-    registers = _REGISTERS_OF_WEIGHTED_INT2 if kind.bits == 2 and per_id_weights is not None else _REGISTERS
+    registers = _REGISTERS_OF_INT2 if kind.bits == 2 else _REGISTERS
     first = 0
     for width, members in groupby(launch_order(dims), key=lambda f: next_power_of_2(unit_count(dims[f], kind))):
         fs = list(members)
