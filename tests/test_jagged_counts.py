@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,17 +19,21 @@ from shardwise.kernels._op import INTERPRETED
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="counts of the path that runs without a tracer")
 
 SAMPLES = 8
+TORCH = str(Path(torch.__file__).parent)
 
 
 def calls(run: Callable[[], Any]) -> tuple[int, int]:
-    """Python functions that `run` calls, and torch's, at a second call: what is found once is not counted."""
+    """Python functions that `run` calls, and torch's, at a second call: what is found once is not counted.
+
+    Python functions of torch differ from version to version and are left out; what they call of torch is counted.
+    """
     run()
     python = torchs = 0
 
     def count(frame: Any, event: str, function: Any) -> None:
         nonlocal python, torchs
         if event == "call":
-            python += 1
+            python += not frame.f_code.co_filename.startswith(TORCH)
         elif event == "c_call":
             owner = getattr(function, "__self__", None)
             module = getattr(function, "__module__", None) or ""
@@ -78,17 +83,17 @@ def operations(count: int) -> dict[str, Callable[[], Any]]:
 # Python calls and torch calls for 26 keys, at most, conftest's poison and the path without numba included; and both
 # for one more key
 BOUNDS: dict[str, tuple[int, int, int, int]] = {
-    "construct": (19, 8, 0, 0),
-    "from_lengths_sync": (32, 15, 0, 0),
-    "split": (56, 17, 0, 0),
-    "permute": (70, 33, 0, 0),
-    "permute weighted": (89, 51, 0, 0),
-    "to_dict": (84, 33, 1, 0),
-    "from_jt_dict": (58, 35, 1, 1),
-    "concat": (80, 18, 0, 0),
-    "getitem": (36, 15, 0, 0),
-    "regroup": (28, 13, 0, 0),
-    "KTRegroupAsDict": (27, 14, 0, 0),
+    "construct": (13, 8, 0, 0),
+    "from_lengths_sync": (22, 13, 0, 0),
+    "split": (38, 15, 0, 0),
+    "permute": (40, 31, 0, 0),
+    "permute weighted": (46, 49, 0, 0),
+    "to_dict": (59, 32, 1, 0),
+    "from_jt_dict": (45, 33, 1, 1),
+    "concat": (47, 18, 0, 0),
+    "getitem": (26, 13, 0, 0),
+    "regroup": (20, 8, 0, 0),
+    "KTRegroupAsDict": (17, 9, 0, 0),
 }
 
 
