@@ -61,7 +61,8 @@ def installed(torch: str, triton: str, place: Path) -> tuple[Path, str]:
             pip = [str(python), "-m", "pip", "install", "-q", "--no-cache-dir"]
             steps = (
                 [sys.executable, "-m", "venv", str(place)],
-                [*pip, "-c", file.name, f"torch=={torch}", "-e", f".[{EXTRAS}]"],
+                # setuptools: tests build the wheel without a network
+                [*pip, "-c", file.name, f"torch=={torch}", "setuptools", "-e", f".[{EXTRAS}]"],
                 # torch names one version of triton as its own: this pair is tried whatever it says
                 [*pip, "--no-deps", f"triton=={triton}"],
                 [str(python), "-c", "import torch, triton"],

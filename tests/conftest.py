@@ -17,6 +17,10 @@ from poison import poisoned
 
 from shardwise.kernels import cpu_compiled
 
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
+    # numbers read from tensors and shapes that depend on data, which later versions have in whole graphs unasked
+    torch._dynamo.config.capture_scalar_outputs = torch._dynamo.config.capture_dynamic_output_shape_ops = True
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

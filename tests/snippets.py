@@ -6,9 +6,11 @@ import ast
 import contextlib
 import io
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 # line of the page, statement, what is said of it: None where nothing is
@@ -53,7 +55,10 @@ def plain(text: str) -> str:
 
 def wrong_snippets(page: Path) -> tuple[list[str], int]:
     """What a page's snippets, run one after another, do not give as it says, and how many give something."""
-    names: dict[str, Any] = {"__name__": "docs"}
+    module = ModuleType(f"page_{page.stem}")
+    # a compiler looks names up in the module that a function says it is of (torch 2.9)
+    sys.modules[module.__name__] = module
+    names: dict[str, Any] = module.__dict__
     wrong, said = [], 0
     for line, node, expected in steps(page.read_text()):
         found = outcome(node, names, fails=re.match(r"\w+Error: ", expected or "") is not None)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gloo_lines import without_gloo
 
 import shardwise
 
@@ -22,7 +23,7 @@ def run(*command: str) -> str:
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
-    return done.stdout
+    return without_gloo(done.stdout)
 
 
 def run_on(ranks: int, script: str) -> str:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gloo_lines import without_gloo
 
 PROGRAMS = Path(__file__).with_name("tutorials")
 ROOT = PROGRAMS.parents[1]
@@ -31,6 +32,7 @@ def run(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProc
     command = [sys.executable, "-m", "shardwise.torchrec", str(PROGRAMS / f"{program}.py"), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder, env=env)
     assert result.returncode == 0, result.stderr
+    result.stdout = without_gloo(result.stdout)
     return result
 
 
