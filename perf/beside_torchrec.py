@@ -20,10 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from shardwise.kernels import numba_loops
+from shardwise.kernels import _op, numba_loops
 
 from . import beside_ops, beside_types
 from .beside import SIZES, Case, Library, Row, compare
@@ -193,16 +194,12 @@ def _grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def without_numba() -> Iterator[None]:
-    """Ours on torch alone: numba is hidden, and what was found out about it forgotten."""
-    modules: dict[str, Any] = sys.modules
-    numba = {name: module for name, module in modules.items() if name.split(".")[0] == "numba"}
-    modules.update(dict.fromkeys(["numba", *numba]))
+    """Ours on torch alone, as SHARDWISE_NUMBA=0 has it."""
     numba_loops.loops.cache_clear()
     try:
-        yield
+        with patch.object(_op, "NUMBA", False):
+            yield
     finally:
-        del modules["numba"]
-        modules.update(numba)
         numba_loops.loops.cache_clear()
 
 
