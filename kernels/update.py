@@ -98,7 +98,8 @@ def fused_update_ref(
 
 @triton.jit
 def _gradient_rows(grad, src, scale, at, d, live, in_row, ALIGN: tl.constexpr, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    begin = tl.multiple_of(tl.load(src + at, mask=live, other=0), [ALIGN])
+    # not tl.multiple_of, which AMD's compiler forgets of what is loaded (triton 3.6.0)
+    begin = multiple(tl.load(src + at, mask=live, other=0), ALIGN)
     row = tl.load(grad + begin[:, None] + d[None, :], mask=live[:, None] & in_row[None, :], other=0.0).to(tl.float32)
     if HAS_SCALE:
         row = row * tl.load(scale + at, mask=live, other=0.0)[:, None]
