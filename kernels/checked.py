@@ -3,7 +3,7 @@
 A fingerprint covers what decides the compiled form and whether it is accepted: the source of the kernel and of every
 function it calls, what each of its cases asks of the compiler (types, alignment, constants and so the tile, warps,
 registers), the targets, and what is promised. A kernel whose fingerprint is not in the table is compiled again by the
-tests; `shardwise kernels check --record` writes the table after all of them have passed.
+tests; `shardwise kernels check --record` writes those into the table that have passed.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def commands() -> click.Group:
     @click.option("--kernel", default="", metavar="TEXT", help="Only cases with this in their name.")
     @click.option("--candidates", is_flag=True, help="Also what the tuner may try at the main dims.")
     @click.option("--changed", is_flag=True, help="Only kernels that have not passed as they are now on this Triton.")
-    @click.option("--record", is_flag=True, help="If all pass, write so into kernels/checked.json for this Triton.")
+    @click.option("--record", is_flag=True, help="Write into kernels/checked.json which passed on this Triton.")
     @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes.", show_default=True)
     def check(targets: tuple[str, ...], kernel: str, candidates: bool, changed: bool, record: bool, jobs: int) -> None:
         """Compile every kernel as launches ask for it and as tuned files say, without a GPU.
@@ -95,10 +95,11 @@ def commands() -> click.Group:
         if not chosen:
             those = f"every kernel with {kernel!r} in its name" if kernel else "every kernel"
             print(f"{those} passed on triton {triton.__version__} as it is now")
-        status = _check(chosen, targets or [*TARGETS], jobs) if chosen else 0
-        if record and not status:
-            checked.record(asked, triton.__version__)
-        sys.exit(status)
+        broken = _check(chosen, targets or [*TARGETS], jobs) if chosen else []
+        if record:
+            failing = {checked.group(case) for case in broken}
+            checked.record({name: found for name, found in asked.items() if name not in failing}, triton.__version__)
+        sys.exit(1 if broken else 0)
 
     add_autotune(kernels)
     add_ckpt(shardwise)
@@ -109,8 +110,8 @@ def commands() -> click.Group:
     return shardwise
 
 
-def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int) -> int:
-    """Compile and print; the status of the process."""
+def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int) -> list[Case]:
+    """Compile and print; cases that break a promise."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -134,7 +135,7 @@ def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int) -> int:
         print(f"{case.name} on {target}: {sentence}")
     compiled = f"{len(tasks)} cases and targets compiled by triton {triton.__version__}"
     print(f"{compiled}: {len(broken)} broken promises" if broken else f"{compiled}: every promise is kept")
-    return 1 if broken else 0
+    return [case for case, _, _ in broken]
 
 
 def _print_table(reports: Sequence[tuple[Case, str, Report | str]]) -> None:
