@@ -5,8 +5,8 @@
 
 Environments are kept in $MATRIX (default .matrix/, ignored by git) and used again: DIR/torch-T-triton-R has both and
 what the tests need, DIR/triton-R has triton alone and goes before that of the environment that runs this script. The
-result of the tests, a pair that cannot be installed included, is perf/results/matrix.json; what it says of pairs that
-were not asked for stays. Only the standard library is needed.
+result of the tests, a pair that cannot be installed included, is perf/results/matrix.json; what it says of pairs and
+phases that were not asked for stays. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -122,14 +122,15 @@ def counts(junit: str) -> dict[str, Any]:
 def run_pair(torch: str, triton: str, folder: Path, phases: Sequence[str], arguments: Sequence[str]) -> dict[str, Any]:
     """What matrix.json says of a pair."""
     python, trouble = installed(torch, triton, folder / f"torch-{torch}-triton-{triton}")
-    about: dict[str, Any] = {"torch": torch, "triton": triton, "date": str(date.today()), "commit": _commit()}
+    about: dict[str, Any] = {"torch": torch, "triton": triton}
+    when = {"date": str(date.today()), "commit": _commit(), **({"arguments": list(arguments)} if arguments else {})}
     if trouble:
-        return {**about, "not_installed": trouble}
+        return {**about, **when, "not_installed": trouble}
     about["versions"] = versions(python)
-    if arguments:
-        about["arguments"] = list(arguments)
     chosen = [phase for phase in PHASES if not phases or phase[0] in phases]
-    about["phases"] = {name: run_phase(python, variables, [*arguments, *marks]) for name, variables, marks in chosen}
+    about["phases"] = {
+        name: {**when, **run_phase(python, variables, [*arguments, *marks])} for name, variables, marks in chosen
+    }
     return about
 
 
@@ -179,10 +180,14 @@ def main() -> int:
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Put a pair's result in the place of the one before it."""
+    """Put a pair's result in the place of the one before it; phases that did not run stay where versions agree."""
     known: list[dict[str, Any]] = json.loads(path.read_text())["pairs"] if path.exists() else []
     pair = (found["torch"], found["triton"])
     kept = [one for one in known if (one["torch"], one["triton"]) != pair]
+    for before in known:
+        if "phases" in found and (before["torch"], before["triton"]) == pair:
+            same = before.get("versions") == found.get("versions")
+            found["phases"] = {**(before.get("phases", {}) if same else {}), **found["phases"]}
     order = sorted([*kept, found], key=lambda one: (_numbers(one["torch"]), _numbers(one["triton"])))
     path.write_text(json.dumps({"pairs": order}, indent=1) + "\n")
 

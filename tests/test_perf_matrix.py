@@ -39,6 +39,20 @@ def test_a_pair_replaces_its_result_and_no_other(tmp_path: Path) -> None:
     assert [(one["torch"], one["passed"]) for one in pairs] == [("2.9.0", 2), ("2.15.0", 3)]
 
 
+def test_a_phase_that_runs_alone_keeps_the_others_of_the_same_versions(tmp_path: Path) -> None:
+    path, asked = tmp_path / "matrix.json", {"torch": "2.15.0", "triton": "3.9.0"}
+
+    def phases() -> dict[str, int]:
+        found: dict[str, int] = json.loads(path.read_text())["pairs"][0]["phases"]
+        return found
+
+    matrix.write({**asked, "versions": {"numpy": "2.4"}, "phases": {"torch path": 1, "compiled": 2}}, path)
+    matrix.write({**asked, "versions": {"numpy": "2.4"}, "phases": {"compiled": 3}}, path)
+    assert phases() == {"torch path": 1, "compiled": 3}
+    matrix.write({**asked, "versions": {"numpy": "2.5"}, "phases": {"compiled": 4}}, path)
+    assert phases() == {"compiled": 4}
+
+
 def test_a_conflict_is_named_and_not_the_page_about_conflicts() -> None:
     """matrix.json said of torch 9.9.9 "ResolutionImpossible: for help visit ..." and no more."""
     said = "ERROR: Cannot install torch==9.9.9 because these package versions have conflicting dependencies."
