@@ -184,10 +184,9 @@ def write(found: dict[str, Any], path: Path) -> None:
     known: list[dict[str, Any]] = json.loads(path.read_text())["pairs"] if path.exists() else []
     pair = (found["torch"], found["triton"])
     kept = [one for one in known if (one["torch"], one["triton"]) != pair]
-    for before in known:
-        if "phases" in found and (before["torch"], before["triton"]) == pair:
-            same = before.get("versions") == found.get("versions")
-            found["phases"] = {**(before.get("phases", {}) if same else {}), **found["phases"]}
+    before = next((one for one in known if (one["torch"], one["triton"]) == pair), found)
+    if "phases" in found and before.get("versions") == found["versions"]:
+        found["phases"] = before["phases"] | found["phases"]
     order = sorted([*kept, found], key=lambda one: (_numbers(one["torch"]), _numbers(one["triton"])))
     path.write_text(json.dumps({"pairs": order}, indent=1) + "\n")
 

@@ -159,8 +159,10 @@ def test_without_torchrec_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_ours_can_do_without_numba() -> None:
+    before = sys.modules.get("numba")
     with without_numba():
         assert cpu_compiled._loops() is None
+    assert sys.modules.get("numba") is before
     assert (cpu_compiled._loops() is None) == (importlib.util.find_spec("numba") is None)
 
 
