@@ -26,7 +26,8 @@ class UnreadGuard:
         """Have the findings about a batch come to the host."""
         self.ids, self.offsets = ids, offsets
         self._host.copy_(self.guard, non_blocking=True)
-        self._copied.record()
+        # the copy went to the stream of the guard's device, which need not be the current one
+        self._copied.record(torch.cuda.current_stream(self.guard.device))
         return self
 
     def is_raised(self) -> bool:

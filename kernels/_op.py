@@ -120,10 +120,62 @@ def register(
     """Define `shardwise::<schema>` with one implementation for CPU and CUDA and a fake one for compilers."""
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, implementation, key)  # type: ignore[no-untyped-call]
+    _library.impl(name, implementation, "CPU")  # type: ignore[no-untyped-call]
+    _library.impl(name, on_own_device(schema, implementation), "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"shardwise::{name}", fake, lib=_library)
     return getattr(torch.ops.shardwise, name).default  # type: ignore[no-any-return]
+
+
+def on_own_device(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation, with the device of its CUDA tensors as the current one.
+
+    Triton launches on the current device and its stream, whatever its arguments are, and torch makes no device current
+    for an implementation in Python. Tensors in host memory are left to the implementation.
+
+    Raises:
+        ValueError: tensors are on several devices; names the op and two of the arguments.
+    """
+    arguments = torch._C.parse_schema(schema).arguments
+    kinds = [str(argument.type) for argument in arguments]
+    tensors = tuple(place for place, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]"))
+    lists = tuple(place for place, kind in enumerate(kinds) if kind == "List[Tensor]")
+
+    def guarded(*args: Any) -> Any:
+        index, given = -1, len(args)
+        for place in tensors:
+            # torch leaves out last arguments that are their defaults
+            if place < given and (tensor := args[place]) is not None:
+                here = tensor.get_device()
+                if here != index and here >= 0:
+                    if index >= 0:
+                        raise ValueError(_several_devices(schema, arguments, args))
+                    index = here
+        for place in lists:
+            for tensor in args[place] if place < given else ():
+                here = tensor.get_device()
+                if here != index and here >= 0:
+                    if index >= 0:
+                        raise ValueError(_several_devices(schema, arguments, args))
+                    index = here
+        if index < 0 or index == torch.cuda.current_device():
+            return implementation(*args)
+        with torch.cuda.device(index):
+            return implementation(*args)
+
+    return guarded
+
+
+def _several_devices(schema: str, arguments: Sequence[Any], args: Sequence[Any]) -> str:
+    """Names the first CUDA tensor of an op's arguments and the first one elsewhere."""
+    named: list[tuple[str, Tensor]] = []
+    for argument, value in zip(arguments, args, strict=False):
+        listed = isinstance(value, (list, tuple))
+        for place, tensor in enumerate(value if listed else [value]):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                named.append((f"{argument.name}[{place}]" if listed else argument.name, tensor))
+    (first, at), *others = named
+    other, there = next((name, tensor.device) for name, tensor in others if tensor.device != at.device)
+    return f"{schema.split('(')[0]}: {other} is on {there}, {first} on {at.device}: move one of them"
 
 
 def register_autograd(

@@ -89,6 +89,9 @@ class Pretend(Tensor):
         _DATA.__set__(self, other)
         self.host = other.host
 
+    def get_device(self) -> int:
+        return CUDA.index
+
     def untyped_storage(self) -> Any:
         return self.host.untyped_storage()
 
@@ -171,7 +174,7 @@ class Pretended(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inside += 1
         try:
             with self:
-                noted = func._op_dk(torch._C.DispatchKey.CPU, *bare_args, **bare_kwargs)
+                noted = func._op_dk(torch._C.DispatchKey.CUDA, *bare_args, **bare_kwargs)
         finally:
             self.inside -= 1
         if without_values:
@@ -304,6 +307,8 @@ def pretended(seen: Seen) -> Iterator[None]:
         ("_lazy_init", lambda: None),
         ("is_available", lambda: True),
         ("is_current_stream_capturing", lambda: False),
+        ("current_device", lambda: CUDA.index),
+        ("current_stream", lambda device=None: None),
         ("Event", _Event),
     ]
     with ExitStack() as stack:

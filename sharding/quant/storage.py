@@ -11,7 +11,6 @@ Shapes: I [N] ids, O [F*B + 1] offsets, Y [B, D] of a lookup pooled, [N, D] unpo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -251,8 +250,7 @@ class ShardedTables:
         results = []
         for source, part, batch in self._batches(features):
             weights = batch.weights() if weighted else None
-            with _on(part.device):
-                results.append((source, part.held.pooled(batch.values(), batch.offsets(), weights, dtype)))
+            results.append((source, part.held.pooled(batch.values(), batch.offsets(), weights, dtype)))
         if self._is_one:
             return _moved(results[0][1], self.home)
         # all devices are at work before the first result is brought home
@@ -262,10 +260,9 @@ class ShardedTables:
             batch, table = self._picked(features, self.tables[t].features, self.home), self.tables[t].table
             weights, dims = batch.weights().detach() if weighted else None, [table.dim] * len(self.tables[t].features)
             payload, scales, ids, packed = self._gathered(t, batch)
-            with _on(self.home):
-                rows = quantized_pooled_lookup(
-                    payload, scales, ids, batch.offsets(), weights, packed, dims, table.format, dtype
-                )
+            rows = quantized_pooled_lookup(
+                payload, scales, ids, batch.offsets(), weights, packed, dims, table.format, dtype
+            )
             found[source] = torch.split(rows, dims, dim=1)
         blocks = [found[source][number] for output in self._outputs for source, number in output]
         return torch.cat(blocks, dim=1) if blocks else torch.empty(features.stride(), 0, dtype=dtype, device=self.home)
@@ -275,8 +272,7 @@ class ShardedTables:
         found: dict[int, Sequence[Tensor]] = {}
         results = []
         for source, part, batch in self._batches(features):
-            with _on(part.device):
-                rows = part.held.sequence(batch.values(), batch.offsets(), dtype)
+            rows = part.held.sequence(batch.values(), batch.offsets(), dtype)
             results.append((source, rows, batch.length_per_key()))
         if self._is_one:
             return _moved(results[0][1], self.home)
@@ -285,10 +281,9 @@ class ShardedTables:
         for source, t in enumerate(self._cut, start=len(self.parts)):
             batch, table = self._picked(features, self.tables[t].features, self.home), self.tables[t].table
             payload, scales, ids, packed = self._gathered(t, batch)
-            with _on(self.home):
-                rows = quantized_sequence_lookup(
-                    payload, scales, ids, batch.offsets(), packed, table.dim, table.format, dtype
-                )
+            rows = quantized_sequence_lookup(
+                payload, scales, ids, batch.offsets(), packed, table.dim, table.format, dtype
+            )
             found[source] = _split(rows, batch.length_per_key())
         outputs = [[found[source][number] for source, number in output] for output in self._outputs]
         joined = [blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1) for blocks in outputs]
@@ -351,8 +346,3 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def _follows(source: torch.device, target: torch.device) -> bool:
     """Whether a copy need not be waited for: from GPU to GPU, where streams see to the order."""
     return source.type == target.type == "cuda"
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
