@@ -46,11 +46,15 @@ class Departure:
         blocks = torch.split(self.ids.wait(), self.sizes)
         return arrange(blocks, self.receiving, batches, ids_from, to_groups)
 
-    def drop(self, owner: Owner) -> None:
-        """Let the batch go, as no forward will take it: what travels is waited for, its rows may leave their slots."""
+    def settle(self) -> None:
+        """Wait for what travels, without a look at it; on the stream that sent it, to whose memory it returns."""
         self.told.pending.wait()
         if self.ids is not None:
             self.ids.wait()
+
+    def drop(self, owner: Owner) -> None:
+        """Let the batch go, as no forward will take it: what travels is waited for, its rows may leave their slots."""
+        self.settle()
         if self.flight is not None:
             # its rows went to other ids, whether it is looked up or not
             owner.renew(self.flight)

@@ -130,6 +130,10 @@ class Ahead(Generic[In]):
 
     def drop(self, fetched: Fetched[In]) -> None:
         """Let go what left ahead; the model routes the batch itself."""
+        # what comes lies in memory of that stream, which must know of its end before it gives the memory away
+        with on(self._stream):
+            for one in fetched.started:
+                one.departure.settle()
         for one in fetched.started:
             one.call.module.drop(one.departure)
         fetched.started, fetched.mode = [], None

@@ -124,7 +124,9 @@ class Feed(Generic[In]):
     def drop(self, fetched: Fetched[In]) -> None:
         """Let a batch go that will not be used."""
         if fetched.told is not None:
-            fetched.told.pending.wait()
+            # as `settle`: what comes lies in memory of that stream
+            with on(self.stream):
+                fetched.told.pending.wait()
 
 
 def exchange_of(model: nn.Module, device: torch.device) -> tuple[Exchange, torch.device]:
