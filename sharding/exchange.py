@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .buffers import Buffers
 from .codecs import FP32, Codec, FormatCodec
+from .env import number_in_environment
 from .watch import SLICE, Watch, watch_of
 
 
@@ -146,15 +147,16 @@ class Exchange:
                 if tensor.data_ptr() != part.data_ptr():
                     tensor.copy_(part.view_as(tensor))
 
-    def value(self, mine: bytes, rank: int) -> bytes:
-        """Rank `rank`'s bytes, on every rank."""
+    def value(self, mine: bytes, rank: int, device: torch.device | None = None) -> bytes:
+        """Rank `rank`'s bytes, on every rank; where only NCCL is there they travel by this rank's `device`."""
         if self.world_size == 1:
             return mine
         assert self._pg is not None
         self.calls += 1
         self._require_open()
         found = [mine]
-        dist.broadcast_object_list(found, dist.get_global_rank(self._pg, rank), group=self._pg)
+        by = _device_of_objects(self._pg, device)
+        dist.broadcast_object_list(found, dist.get_global_rank(self._pg, rank), group=self._pg, device=by)
         return found[0]
 
     def _require_open(self) -> None:
@@ -187,6 +189,25 @@ def hang_up(group: dist.ProcessGroup) -> None:
             group.recv([torch.empty(1, device="cpu")], nobody, _NEVER_SENT).wait(timedelta(milliseconds=1))
         if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group)):
             group._get_backend(torch.device("cuda")).abort()
+
+
+def _device_of_objects(group: dist.ProcessGroup, device: torch.device | None) -> torch.device | None:
+    """Where bytes lie while they travel; None where a CPU backend carries them.
+
+    torch would take the current device: the first GPU on all ranks, unless each made its own the current one.
+    """
+    backends = str(dist.get_backend_config(group))
+    if "nccl" not in backends or "gloo" in backends:
+        return None
+    if device is not None and device.type == "cuda" and device.index is not None:
+        return device
+    bound: torch.device | None = group.bound_device_id
+    if bound is not None:
+        return bound
+    current, local = torch.cuda.current_device(), number_in_environment(("LOCAL_RANK",))
+    if current == 0 and local is not None and local < torch.cuda.device_count():
+        current = local
+    return torch.device("cuda", current)
 
 
 # a tag that no message has

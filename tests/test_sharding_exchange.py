@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -315,3 +316,60 @@ def test_columns_that_are_cut_for_some_rows_only_are_refused() -> None:
     shards = [Shard("t", 0, (0, 5), (0, 4)), Shard("t", 0, (5, 9), (0, 1)), Shard("t", 1, (5, 9), (1, 4))]
     with pytest.raises(ValueError, match=r"^table 't': columns \(0, 1\) are held for some rows only, .* columns first"):
         plan_routes([table], shards, 2)
+
+
+def bytes_of_rank_one() -> tuple[bytes, object]:
+    by: list[object] = []
+    broadcast = dist.broadcast_object_list
+
+    def noted(*args: Any, device: torch.device | None = None, **kwargs: Any) -> None:
+        by.append(device)
+        broadcast(*args, device=device, **kwargs)
+
+    with patch.object(dist, "broadcast_object_list", noted):
+        got = Exchange(dist.group.WORLD).value(b"of %d" % dist.get_rank(), 1, torch.device("cuda", 1))
+    return got, by
+
+
+@pytest.mark.ranks
+def test_bytes_of_a_rank_are_carried_by_gloo_in_host_memory() -> None:
+    assert run_ranks(2, bytes_of_rank_one) == [(b"of 1", [None])] * 2
+
+
+@pytest.mark.parametrize(
+    ("backends", "given", "bound", "current", "local", "by"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:2", None, 0, None, None),
+        ("cuda:nccl", "cuda:2", None, 0, None, "cuda:2"),
+        ("cuda:nccl", None, "cuda:3", 0, "1", "cuda:3"),
+        # without set_device all ranks took the first GPU
+        ("cuda:nccl", None, None, 0, "1", "cuda:1"),
+        ("cuda:nccl", "cpu", None, 2, "1", "cuda:2"),
+        # each process sees one GPU
+        ("cuda:nccl", None, None, 0, "5", "cuda:0"),
+        ("cuda:nccl", None, None, 0, None, "cuda:0"),
+    ],
+)
+def test_nccl_carries_bytes_by_the_own_device_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, backends: str, given: str | None, bound: str | None, current: int,
+    local: str | None, by: str | None,
+) -> None:  # fmt: skip
+    class Group:
+        bound_device_id = None if bound is None else torch.device(bound)
+
+    group: Any = Group()
+    sent: list[Any] = []
+    found = {
+        "get_world_size": 4, "get_rank": 0, "get_backend_config": backends, "get_global_rank": 2,
+    }  # fmt: skip
+    for name, value in found.items():
+        monkeypatch.setattr(dist, name, lambda *args, value=value: value)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *args, device, **kwargs: sent.append(device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    if local is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    Exchange(group).value(b"", 2, None if given is None else torch.device(given))
+    assert sent == [None if by is None else torch.device(by)]

@@ -59,7 +59,7 @@ class Link:
 
     def value(self, mine: bytes, rank: int) -> bytes:
         """Rank `rank`'s bytes, on every rank. Raises as `told`."""
-        return self._met(lambda: self.exchange.value(mine, rank))
+        return self._met(lambda: self.exchange.value(mine, rank, self.device))
 
     def _met(self, ask: Callable[[], T]) -> T:
         try:
