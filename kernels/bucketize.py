@@ -187,11 +187,11 @@ def block_bucketize(
 
 
 @triton.jit
-def _last_at_most(starts, count, x, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many of `count` sorted numbers are at most x. STEPS >= log2(count) + 1."""
+def _last_at_most(starts, count, x, steps):  # type: ignore[no-untyped-def]
+    """How many of `count` sorted numbers are at most x. steps >= log2(count) + 1."""
     low = x * 0
     high = low + count
-    for _ in tl.static_range(STEPS):
+    for _ in range(0, steps):
         middle = (low + high) // 2
         inside = middle < high
         right = inside & (tl.load(starts + middle, mask=inside, other=0) <= x)
@@ -200,12 +200,12 @@ def _last_at_most(starts, count, x, STEPS: tl.constexpr):  # type: ignore[no-unt
     return low
 
 
-@triton.jit
-def _bucket_of_id_kernel(I, ends_of_bags, S, ends, totals, borders, keep, bucket, bag, local, N, bags, F, B, K, KEEP: tl.constexpr, BAG_STEPS: tl.constexpr, FEATURE_STEPS: tl.constexpr, BUCKET_STEPS: tl.constexpr, HAS_ENDS: tl.constexpr, HAS_TOTALS: tl.constexpr, HAS_BORDERS: tl.constexpr, HAS_KEEP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+@triton.jit(do_not_specialize=["N", "bags", "B", "bag_steps"], do_not_specialize_on_alignment=["I"])
+def _bucket_of_id_kernel(I, ends_of_bags, S, ends, totals, borders, keep, bucket, bag, local, N, bags, F, B, K, bag_steps, KEEP: tl.constexpr, FEATURE_STEPS: tl.constexpr, BUCKET_STEPS: tl.constexpr, HAS_ENDS: tl.constexpr, HAS_TOTALS: tl.constexpr, HAS_BORDERS: tl.constexpr, HAS_KEEP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < N
     id = tl.load(I + position, mask=here, other=0).to(tl.int64)
-    b = _last_at_most(ends_of_bags, bags, position, BAG_STEPS)
+    b = _last_at_most(ends_of_bags, bags, position, bag_steps)
     f = _last_at_most(ends, F, b, FEATURE_STEPS) if HAS_ENDS else b // B
     live = here & (b < bags) & (f < F)
     good = live & (id >= 0)
@@ -251,7 +251,7 @@ def _bucket_of_id_kernel(I, ends_of_bags, S, ends, totals, borders, keep, bucket
     tl.store(local + position, tl.where(live, row, id).to(local.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "bags"], do_not_specialize_on_alignment=["P"])
 def _place_in_buckets_kernel(source, bucket, bag, local, ends_of_bags, P, new_ids, new_weights, positions, permute, begins, ends, N, bags, K, HAS_WEIGHTS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_PERMUTE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = place < N
@@ -317,8 +317,8 @@ def _block_bucketize(
     grid = (triton.cdiv(n, _BLOCK),)
     _bucket_of_id_kernel[grid](
         ids, ends_of_bags, block_sizes, _or(ends, ids), _or(totals, ids), _or(borders, ids), _or(keep, ids),
-        bucket, bag, local, n, bags, features, max(bags // features, 1), num_buckets, keep_all,
-        bags.bit_length() + 1, features.bit_length() + 1, num_buckets.bit_length() + 1,
+        bucket, bag, local, n, bags, features, max(bags // features, 1), num_buckets,
+        bags.bit_length() + 1, keep_all, features.bit_length() + 1, num_buckets.bit_length() + 1,
         ends is not None, totals is not None, borders is not None, keep is not None, _BLOCK,
     )  # fmt: skip
     bucket, source = torch.sort(bucket, stable=True)

@@ -169,3 +169,17 @@ def feature_of_position(O, position, F, B, STEPS: tl.constexpr):  # type: ignore
         low = tl.where(right, middle, low)
         high = tl.where(right, high, middle)
     return low
+
+
+@triton.jit
+def segment_of_position(O, position, S, steps):  # type: ignore[no-untyped-def]
+    """`feature_of_position` among S segments, of which each batch has another number. steps >= log2(S) + 1."""
+    low = position * 0
+    high = low + S
+    for _ in range(0, steps):
+        middle = (low + high) // 2
+        begins = tl.load(O + middle, mask=middle < S, other=0)
+        right = (begins <= position) & (middle < high)
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+    return low

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from . import configs
 from ._op import INTERPRETED, multiple, register, register_autograd, runs_kernel, tl, triton
-from .features import feature_of_position, row_alignment
+from .features import row_alignment, segment_of_position
 from .index_select import check_integers, check_offsets, check_values, is_plain, offsets_of, pick, positions
 from .memory import MANY, require_memory
 
-_BLOCK = 64 if INTERPRETED else 512
+_BLOCK = 64 if INTERPRETED else 128
 
 
 def jagged_index_add_ref(values: Tensor, lengths: Tensor, indices: Tensor, output_lengths: Tensor) -> Tensor:
@@ -31,16 +31,16 @@ def jagged_index_add_ref(values: Tensor, lengths: Tensor, indices: Tensor, outpu
     return torch.cat([values[:0], *sums])
 
 
-@triton.jit
-def _owners_kernel(O, owner, N, BAGS, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["N", "BAGS", "steps"], do_not_specialize_on_alignment=["O"])
+def _owners_kernel(O, owner, N, BAGS, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The bag of each row of X; -1 past the last."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = (row < N) & (row >= tl.load(O)) & (row < tl.load(O + BAGS))
-    bag = feature_of_position(O, row, BAGS, 1, STEPS).to(tl.int64)
+    bag = segment_of_position(O, row, BAGS, steps)
     tl.store(owner + row, tl.where(live, bag, -1), mask=row < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "S", "B"], do_not_specialize_on_alignment=["SO", "O"])
 def _index_add_kernel(G, SO, A, C, O, owner, X, M, N, S, B, D, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = row < N

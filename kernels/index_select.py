@@ -17,11 +17,11 @@ from torch import Tensor
 
 from . import configs, cpu_segments
 from ._op import INTERPRETED, direct, eager, register, register_autograd, runs_kernel, tl, triton
-from .features import feature_of_position, row_alignment
+from .features import row_alignment, segment_of_position
 from .memory import MANY, require_memory
 from .sequence import _gather_kernel
 
-_BLOCK = 64 if INTERPRETED else 512
+_BLOCK = 64 if INTERPRETED else 128
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -31,7 +31,7 @@ def jagged_index_select_ref(values: Tensor, lengths: Tensor, indices: Tensor) ->
     return torch.cat([values[:0], *(bags[i] for i in indices.tolist())]), lengths[indices.long()]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "B"], do_not_specialize_on_alignment=["O", "I"])
 def _bags_kernel(O, I, lengths, begins, S, B, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     k = tl.program_id(1).to(tl.int64)
     s = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -47,27 +47,27 @@ def _bags_kernel(O, I, lengths, begins, S, B, BLOCK: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def _source(position, SO, begins, M, N, BAGS, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _source(position, SO, begins, M, N, BAGS, steps):  # type: ignore[no-untyped-def]
     """The value that goes to each position, -1 for none."""
     live = (position < M) & (position < tl.load(SO + BAGS))
-    bag = feature_of_position(SO, position, BAGS, 1, STEPS).to(tl.int64)
+    bag = segment_of_position(SO, position, BAGS, steps)
     first = tl.load(SO + bag, mask=live, other=0)
     at = tl.load(begins + bag, mask=live, other=-1) + position - first
     # offsets out of order must not be followed outside V
     return tl.where(live & (at >= 0) & (at < N), at, -1)
 
 
-@triton.jit
-def _sources_kernel(SO, begins, at, M, N, BAGS, units, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+@triton.jit(do_not_specialize=["M", "N", "BAGS", "steps"])
+def _sources_kernel(SO, begins, at, M, N, BAGS, units, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    source = _source(position, SO, begins, M, N, BAGS, STEPS)
+    source = _source(position, SO, begins, M, N, BAGS, steps)
     tl.store(at + position, tl.where(source >= 0, source * units, -1), mask=position < M)
 
 
-@triton.jit
-def _select_kernel(V, P, SO, begins, Y, Q, M, N, BAGS, WEIGHTED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+@triton.jit(do_not_specialize=["M", "N", "BAGS", "steps"], do_not_specialize_on_alignment=["V", "P"])
+def _select_kernel(V, P, SO, begins, Y, Q, M, N, BAGS, steps, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    source = _source(position, SO, begins, M, N, BAGS, STEPS)
+    source = _source(position, SO, begins, M, N, BAGS, steps)
     value = tl.load(V + source, mask=source >= 0, other=0)
     tl.store(Y + position, value, mask=position < M)
     if WEIGHTED:
@@ -241,7 +241,7 @@ def _select(
         weighted = weights is not None
         _select_kernel[grid](
             values, weights.contiguous() if weights is not None else values, ends, begins, out,
-            out_weights if weighted else out, count, values.shape[0], bags, weighted, steps, _BLOCK,
+            out_weights if weighted else out, count, values.shape[0], bags, steps, weighted, _BLOCK,
         )  # fmt: skip
         return out, lengths, out_weights, ends
     dim = values.shape[1]

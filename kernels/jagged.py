@@ -20,8 +20,8 @@ from . import configs, cpu_padded, cpu_segments
 from ._op import (
     INTERPRETED,
     direct,
+    launch_options,
     multiple,
-    next_power_of_2,
     register,
     register_autograd,
     runs_kernel,
@@ -33,7 +33,7 @@ from .memory import MANY, require_memory
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .segments import INDEX_DTYPES, bad_index, check_index, gather_rows, locate, positions_of, unit_of
 
-_BLOCK = 64 if INTERPRETED else 512
+_BLOCK = 64 if INTERPRETED else 128
 # lengths that a program of `complete_cumsum` adds up at a time, and at most
 _CUMSUM_BLOCK, _CUMSUM_MOST = (16, 1 << 14) if INTERPRETED else (2048, 1 << 14)
 # segments and positions of a tile of 1-D values
@@ -47,7 +47,7 @@ def complete_cumsum_ref(lengths: Tensor) -> Tensor:
     return F.pad(lengths.cumsum(-1, dtype=lengths.dtype), (1, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["L"])
 def _cumsum_kernel(L, O, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     L += row * N
@@ -66,10 +66,11 @@ def _complete_cumsum(lengths: Tensor) -> Tensor:
     if not (runs_kernel(lengths) and n and rows):
         return complete_cumsum_ref(lengths)
     out = lengths.new_empty((*lengths.shape[:-1], n + 1))
-    block = min(_CUMSUM_BLOCK, next_power_of_2(n))
+    # of three sizes, as each is compiled by itself
+    block = next((size for size in (128, 512) if n <= size <= _CUMSUM_BLOCK), _CUMSUM_BLOCK)
     # 8 numbers of 4 bytes a thread, 4 of 8: 8 of them spill (triton 3.6.0, sm_80)
     warps = max(1, min(2 * lengths.itemsize, block // 128))
-    _cumsum_kernel[(rows,)](lengths.contiguous(), out, n, block, num_warps=warps)
+    _cumsum_kernel[(rows,)](lengths.contiguous(), out, n, block, **launch_options(warps, 96))
     return out
 
 
@@ -166,7 +167,7 @@ def invert_permute_ref(permute: Tensor) -> Tensor:
     return torch.argsort(permute).to(permute.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["P"])
 def _invert_kernel(P, Q, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     p = tl.load(P + i, mask=i < N, other=-1).to(tl.int64)
@@ -245,7 +246,7 @@ def segment_spread_ref(offsets: Tensor, sums: Tensor, size: int, batch_size: int
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "N", "EACH"], do_not_specialize_on_alignment=["V", "O"])
 def _segment_sum_kernel(V, O, Y, S, N, EACH, WIDE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     here = s < S
@@ -259,7 +260,7 @@ def _segment_sum_kernel(V, O, Y, S, N, EACH, WIDE: tl.constexpr, BLOCK_S: tl.con
     tl.store(Y + s, tl.sum(total, 1).to(Y.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "N", "EACH"], do_not_specialize_on_alignment=["O"])
 def _segment_rows_kernel(V, O, Y, S, N, D, EACH, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     s = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = s < S

@@ -31,7 +31,7 @@ from ._op import (
     triton,
 )
 from .cpu_bmm import dense_bmm_cpu, jagged_bmm_cpu
-from .features import feature_of_position, row_alignment
+from .features import row_alignment
 from .jagged_rows import (
     accumulator,
     adds_in_fp32,
@@ -80,7 +80,21 @@ def _dot(a, b, total, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _dense_bmm_kernel(X, O, W, Y, N, B, M, K, limit, WIDE: tl.constexpr, TRANSPOSED: tl.constexpr, STEPS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, M_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _bag_of(O, row, B):  # type: ignore[no-untyped-def]
+    """The last of B bags that begins at or before a row, one number; the first where none does."""
+    low = row * 0
+    high = low + B
+    # of a known number of steps the compiler would do four at a time, and spill (triton 3.7.1, sm_80)
+    while high - low > 1:
+        middle = (low + high) // 2
+        right = tl.load(O + middle).to(tl.int64) <= row
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["N", "B", "limit"], do_not_specialize_on_alignment=["O"])
+def _dense_bmm_kernel(X, O, W, Y, N, B, M, K, limit, WIDE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, M_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     row = tl.program_id(0).to(tl.int64) * BLOCK_L
     stop = tl.minimum(row + BLOCK_L, N)
     end = tl.minimum(tl.load(O + B).to(tl.int64), stop)
@@ -90,7 +104,7 @@ def _dense_bmm_kernel(X, O, W, Y, N, B, M, K, limit, WIDE: tl.constexpr, TRANSPO
     K = multiple(K, K_ALIGN)
     in_k = k < K
     while row < end:
-        bag = feature_of_position(O, row, B, 1, STEPS).to(tl.int64)
+        bag = _bag_of(O, row, B)
         begin = tl.load(O + bag).to(tl.int64)
         # offsets out of order must end the loop too
         then = tl.maximum(tl.minimum(tl.load(O + bag + 1).to(tl.int64), end), row + 1)
@@ -117,7 +131,7 @@ def _dense_bmm_kernel(X, O, W, Y, N, B, M, K, limit, WIDE: tl.constexpr, TRANSPO
     tl.store(Y + (l * K)[:, None] + k[None, :], nothing, mask=rest[:, None] & in_k[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "limit"], do_not_specialize_on_alignment=["O"])
 def _jagged_bmm_kernel(X, Y, O, W, N, M, K, limit, WIDE: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, M_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     bag = tl.program_id(0).to(tl.int64)
     begin = tl.maximum(tl.load(O + bag).to(tl.int64), 0)
@@ -218,7 +232,7 @@ def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int |
     grid = (triton.cdiv(rows, block_l), triton.cdiv(columns, block_k))
     _dense_bmm_kernel[grid](
         values, offsets, dense, out, rows, bags, inner, columns, limit_of(max_length, rows),
-        INTERPRETED, transposed, bags.bit_length() + 1, block_l, block_m, block_k,
+        INTERPRETED, transposed, block_l, block_m, block_k,
         _align(values, inner), align, num_warps=warps,
     )  # fmt: skip
     return out

@@ -315,10 +315,12 @@ def _case(name: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]
             constants[parameter.name] = value
         elif isinstance(value, tuple):
             types[parameter.name] = tuple(_type(one) for one in value)
+            # what a decorator says of an argument is not said of the parts of a tuple (triton 3.6.0 to 3.9.0)
             aligned += [(parameter.name, i) for i, one in enumerate(value) if _is_aligned(one)]
         else:
             types[parameter.name] = _type(value)
-            if _is_aligned(value) and not parameter.do_not_specialize:
+            specialized = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+            if specialized and _is_aligned(value):
                 aligned.append((parameter.name,))
     return Case(
         name, kernel, types, constants, tuple(aligned), options.get("num_warps", 4), options.get("maxnreg"),

@@ -10,7 +10,7 @@ jagged kept * D * itemsize + N * D * itemsize, 16 N for the place of each value,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -67,6 +67,24 @@ def padded_dense_to_jagged_ref(dense: Tensor, offsets: Sequence[Tensor], total_l
     return flat[torch.where(place >= 0, place, flat.shape[0] - 1)]
 
 
+def _numbers(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Sizes as a tuple for a kernel, which `_number` reads: neither 1 nor divided by 16.
+
+    Triton compiles for each number of a tuple that is, whatever the kernel's decorator says.
+    """
+    return tuple(4 * number + 2 for number in numbers)
+
+
+@triton.jit
+def _number(coded):  # type: ignore[no-untyped-def]
+    return coded >> 2
+
+
+def _pointers(offsets: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Offsets as a tuple for a kernel, on 16 bytes: triton compiles for those that are, as with `_numbers`."""
+    return tuple(ends if ends.data_ptr() % 16 == 0 else ends.clone() for ends in (o.contiguous() for o in offsets))
+
+
 @triton.jit
 def _bag_bounds(O, bag, live, MOST):  # type: ignore[no-untyped-def]
     """Where each live bag begins and ends, within MOST things whatever the offsets say; 0 and 0 for the others."""
@@ -75,23 +93,30 @@ def _bag_bounds(O, bag, live, MOST):  # type: ignore[no-untyped-def]
     return tl.maximum(begin, 0), tl.minimum(end, MOST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "MOST", "WIDTH"])
 def _to_padded_kernel(V, OTHER, O, COUNTS, STRIDES, PAD, Y, R, MOST, D, WIDTH, MODE: tl.constexpr, DIMS: tl.constexpr, ZERO: tl.constexpr, WIDEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     """OTHER is a dense that is added to Y, or other jagged values that V is multiplied with; WIDTH = MOST * D."""
-    leaf = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    # neighbours in the grid are neighbours in a row
+    blocks = tl.cdiv(WIDTH, BLOCK_D)
+    leaf = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = leaf < R
-    bag = leaf // STRIDES[0]
-    rest = leaf - bag * STRIDES[0]
+    bag = leaf
+    if DIMS > 1:
+        bag = leaf // _number(STRIDES[0])
+        rest = leaf - bag * _number(STRIDES[0])
     for k in tl.static_range(DIMS - 1):
-        begin, end = _bag_bounds(O[k], bag, live, COUNTS[k])
-        column = rest // STRIDES[k + 1]
-        rest = rest - column * STRIDES[k + 1]
+        begin, end = _bag_bounds(O[k], bag, live, _number(COUNTS[k]))
+        column = rest
+        # the last stride is 1
+        if k < DIMS - 2:
+            column = rest // _number(STRIDES[k + 1])
+            rest = rest - column * _number(STRIDES[k + 1])
         live = live & (column < end - begin)
         bag = begin + column
-    begin, end = _bag_bounds(O[DIMS - 1], bag, live, COUNTS[DIMS - 1])
+    begin, end = _bag_bounds(O[DIMS - 1], bag, live, _number(COUNTS[DIMS - 1]))
     D = multiple(D, ALIGN)
     held = tl.minimum(end - begin, MOST) * D
-    e = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    e = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     mine = e[None, :] < held[:, None]
     source = (begin * D)[:, None] + e[None, :]
     x = tl.load(V + source, mask=mine, other=0)
@@ -113,8 +138,8 @@ def _to_padded_kernel(V, OTHER, O, COUNTS, STRIDES, PAD, Y, R, MOST, D, WIDTH, M
     tl.store(Y + target, x.to(Y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _places_kernel(at, O, COUNTS, EXTENTS, N, DIMS: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+@triton.jit(do_not_specialize=["N", "steps"])
+def _places_kernel(at, O, COUNTS, EXTENTS, N, steps, DIMS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = position < N
     index = position
@@ -122,11 +147,11 @@ def _places_kernel(at, O, COUNTS, EXTENTS, N, DIMS: tl.constexpr, STEPS: tl.cons
     stride = tl.full((), 1, tl.int64)
     for back in tl.static_range(DIMS):
         ends = O[DIMS - 1 - back]
-        bags = COUNTS[DIMS - 1 - back]
+        bags = _number(COUNTS[DIMS - 1 - back])
         # the last bag that begins at or before index
         low = position * 0
         high = low + bags + 1
-        for _ in tl.static_range(STEPS):
+        for _ in range(0, steps):
             middle = (low + high) // 2
             begins = tl.load(ends + middle, mask=middle <= bags, other=0).to(tl.int64)
             right = (begins <= index) & (middle < high)
@@ -134,14 +159,15 @@ def _places_kernel(at, O, COUNTS, EXTENTS, N, DIMS: tl.constexpr, STEPS: tl.cons
             high = tl.where(right, high, middle)
         here = here & (low < bags)
         column = index - tl.load(ends + low, mask=here, other=0).to(tl.int64)
-        here = here & (column >= 0) & (column < EXTENTS[DIMS - 1 - back])
+        extent = _number(EXTENTS[DIMS - 1 - back])
+        here = here & (column >= 0) & (column < extent)
         place += column * stride
-        stride = stride * EXTENTS[DIMS - 1 - back]
+        stride = stride * extent
         index = low
     tl.store(at + position, tl.where(here, place + index * stride, -1), mask=position < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _to_jagged_kernel(X, at, OTHER, Y, N, D, MODE: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     """OTHER are jagged values that are added to what X holds for them, or multiplied with it."""
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -177,18 +203,17 @@ def launch_to_padded(
         return out
     dim, most, leaves = prod(values.shape[1:]), max_lengths[-1], prod(out.shape[: len(offsets)])
     source, target, second = _as_numbers(values), _as_numbers(out), _as_numbers(values if other is None else other)
-    offsets = [ends.contiguous() for ends in offsets]
     counts = (*(ends.shape[0] - 1 for ends in offsets[1:]), values.shape[0])
     # leaves for each step along the batch and along every dim but the last
     strides = tuple(accumulate(reversed(max_lengths[:-1]), mul, initial=1))[::-1]
     pad = source if padding_value == 0 else _as_numbers(values.new_full((1,), padding_value))
     align = _alignment(dim, source, target, second)
     block_r, block_d, warps = configs.gather_tile("to_padded", values, most * dim, align)
-    grid = (triton.cdiv(leaves, block_r), triton.cdiv(most * dim, block_d))
+    grid = (triton.cdiv(leaves, block_r) * triton.cdiv(most * dim, block_d),)
     _to_padded_kernel[grid](
-        source, second, tuple(offsets), counts, strides, pad, target, leaves, most, dim, most * dim,
-        mode, len(offsets), padding_value == 0, _is_half(values), block_r, block_d, align,
-        _alignment(most * dim, target, second), num_warps=warps,
+        source, second, _pointers(offsets), _numbers(counts), _numbers(strides), pad, target,
+        leaves, most, dim, most * dim, mode, len(offsets), padding_value == 0, _is_half(values), block_r, block_d,
+        align, _alignment(most * dim, target, second), num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -201,13 +226,13 @@ def launch_to_jagged(
     out = torch.empty(total_length, *dense.shape[n + 1 :], dtype=dense.dtype, device=dense.device)
     if out.numel() == 0:
         return out
-    dim, offsets = prod(dense.shape[n + 1 :]), [ends.contiguous() for ends in offsets]
+    dim = prod(dense.shape[n + 1 :])
     at = torch.empty(total_length, dtype=torch.int64, device=dense.device)
     counts = tuple(ends.shape[0] - 1 for ends in offsets)
     # two launches: searching and gathering in one crashes the compiler of triton 3.7.1 at larger tiles
     _places_kernel[(triton.cdiv(total_length, _PLACE_VALUES),)](
-        at, tuple(offsets), counts, tuple(dense.shape[1 : n + 1]), total_length,
-        n, (max(counts) + 1).bit_length() + 1, _PLACE_VALUES,
+        at, _pointers(offsets), _numbers(counts), _numbers(dense.shape[1 : n + 1]), total_length,
+        (max(counts) + 1).bit_length() + 1, n, _PLACE_VALUES,
     )  # fmt: skip
     source, target, second = _as_numbers(dense), _as_numbers(out), _as_numbers(dense if other is None else other)
     align = _alignment(dim, source, target, second)

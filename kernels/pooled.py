@@ -82,7 +82,7 @@ def _scaled(row, P, position, live, HAS_P: tl.constexpr):  # type: ignore[no-unt
     return row
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["N", "B", "first"], do_not_specialize_on_alignment=["I", "O", "P"])
 def _pooled_lookup_kernel(W, I, O, P, FT, Y, N, B, y_stride, first, BASE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMN: tl.constexpr, MEAN: tl.constexpr, ORDER: tl.constexpr, FIELDS: tl.constexpr, HAS_P: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     f = tl.load(FT + (first + tl.program_id(1)).to(tl.int64) * FIELDS + ORDER)
     feature = FT + f * FIELDS

@@ -46,7 +46,7 @@ def _begins(tensors, which, COUNT: tl.constexpr, BYTES: tl.constexpr):  # type: 
     return tl.multiple_of(chosen.to(tl.pointer_type(tensors[0].dtype.element_ty)), BYTES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _regroup_kernel(X, Y, table, B, V, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, REPEATS: tl.constexpr, WIDE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     # neighbours in the grid are neighbours in a row
     blocks = tl.cdiv(V, BLOCK_V)

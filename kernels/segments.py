@@ -28,11 +28,11 @@ from ._op import (
     tl,
     triton,
 )
-from .features import feature_of_position, row_alignment
+from .features import row_alignment, segment_of_position
 from .memory import MANY, require_memory
 from .sequence import _gather_kernel
 
-_BLOCK = 64 if INTERPRETED else 512
+_BLOCK = 64 if INTERPRETED else 128
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -81,26 +81,27 @@ def collect_segments_ref(
     return found
 
 
-@triton.jit
-def _move_kernel(V, Y, P, I, O, N, S, T, M, COUNT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+@triton.jit(do_not_specialize=["N", "S", "T", "M", "steps"], do_not_specialize_on_alignment=["V", "W", "P", "I", "O"])
+def _move_kernel(V, W, Y, Z, P, I, O, N, S, T, M, steps, TWO: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < M
-    s = feature_of_position(O, position, S, 1, STEPS).to(tl.int64)
+    s = segment_of_position(O, position, S, steps)
     begin = tl.load(O + s, mask=here, other=0).to(tl.int64)
     end = tl.load(O + s + 1, mask=here, other=0).to(tl.int64)
     p = tl.load(P + s, mask=here, other=-1).to(tl.int64)
     owned = here & (position >= begin) & (position < end) & (p >= 0) & (p < T)
     source = tl.load(I + p, mask=owned, other=-1).to(tl.int64) + position - begin
     owned &= (source >= 0) & (source < N)
-    for k in tl.static_range(COUNT):
-        tl.store(Y[k] + position, tl.load(V[k] + source, mask=owned, other=0), mask=here)
+    tl.store(Y + position, tl.load(V + source, mask=owned, other=0), mask=here)
+    if TWO:
+        tl.store(Z + position, tl.load(W + source, mask=owned, other=0), mask=here)
 
 
-@triton.jit
-def _locate_kernel(P, I, O, at, N, S, T, M, UNIT, WHAT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+@triton.jit(do_not_specialize=["N", "S", "T", "M", "steps"], do_not_specialize_on_alignment=["P", "I", "O"])
+def _locate_kernel(P, I, O, at, N, S, T, M, UNIT, steps, WHAT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < M
-    s = feature_of_position(O, position, S, 1, STEPS).to(tl.int64)
+    s = segment_of_position(O, position, S, steps)
     begin = tl.load(O + s, mask=here, other=0).to(tl.int64)
     owned = here & (position >= begin)
     if WHAT == "place":
@@ -117,7 +118,7 @@ def _locate_kernel(P, I, O, at, N, S, T, M, UNIT, WHAT: tl.constexpr, STEPS: tl.
     tl.store(at + position, tl.where(owned, found * UNIT, -1).to(at.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["I", "O"])
 def _collect_kernel(G, Q, segment, order, first, I, O, N, M, D, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = n < N
@@ -158,7 +159,7 @@ def locate(
     permute = offsets if permute is None else permute.contiguous()
     starts = offsets if input_offsets is None else input_offsets.contiguous()
     _locate_kernel[(triton.cdiv(total, _BLOCK),)](
-        permute, starts, offsets, at, size, S, starts.shape[0] - 1, total, unit, what, S.bit_length() + 1, _BLOCK
+        permute, starts, offsets, at, size, S, starts.shape[0] - 1, total, unit, S.bit_length() + 1, what, _BLOCK
     )
     return at
 
@@ -208,11 +209,13 @@ def _move_segments(
     if S == 0 or T == 0 or N == 0:
         return [out.zero_() for out in outs]
     flat = [i for i, v in enumerate(values) if v.dim() == 1]
-    if flat:
-        sources, targets = (tuple(_numbers(some[i]) for i in flat) for some in (values, outs))
+    # ids and their weights at once
+    for pair in (flat[k : k + 2] for k in range(0, len(flat), 2)):
+        sources, targets = ([_numbers(some[i]) for i in pair] for some in (values, outs))
         _move_kernel[(triton.cdiv(total, _BLOCK),)](
-            sources, targets, permute, starts, offsets, N, S, T, total, len(flat), S.bit_length() + 1, _BLOCK
-        )
+            sources[0], sources[-1], targets[0], targets[-1], permute, starts, offsets, N, S, T, total,
+            S.bit_length() + 1, len(pair) == 2, _BLOCK,
+        )  # fmt: skip
     for i, v in enumerate(values):
         if v.dim() > 1 and outs[i].numel():
             unit, D = unit_of(v), prod(v.shape[1:])

@@ -48,7 +48,7 @@ def sequence_lookup_ref(
     return torch.where(valid[:, None], rows.float(), 0.0).to(output_dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "B"], do_not_specialize_on_alignment=["I", "O"])
 def _resolve_kernel(I, O, FT, at, N, F, B, D, BASE: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = (position < N) & (position < tl.load(O + tl.cast(F, tl.int64) * B))
@@ -59,7 +59,7 @@ def _resolve_kernel(I, O, FT, at, N, F, B, D, BASE: tl.constexpr, ROWS: tl.const
     tl.store(at + position, tl.where(found, begin // ALIGN, -1), mask=position < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _gather_kernel(W, at, Y, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = position < N

@@ -43,7 +43,7 @@ def _bounds(O, bag, B, N, limit):  # type: ignore[no-untyped-def]
     return begin, tl.maximum(tl.minimum(end, begin + taken), begin), end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "B", "limit"], do_not_specialize_on_alignment=["O"])
 def _softmax_kernel(X, O, Y, N, B, D, limit, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     begin, stop, end = _bounds(O, tl.program_id(0).to(tl.int64), B, N, limit)
     D = multiple(D, ALIGN)
@@ -77,7 +77,7 @@ def _softmax_kernel(X, O, Y, N, B, D, limit, BLOCK_L: tl.constexpr, BLOCK_D: tl.
         row += BLOCK_L
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "B", "limit"], do_not_specialize_on_alignment=["O"])
 def _softmax_gradient_kernel(G, Y, O, Q, N, B, D, limit, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     begin, stop, end = _bounds(O, tl.program_id(0).to(tl.int64), B, N, limit)
     D = multiple(D, ALIGN)

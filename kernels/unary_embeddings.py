@@ -36,7 +36,7 @@ def batched_unary_embeddings_ref(weight: Tensor, table_offsets: Tensor, offsets:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "B"], do_not_specialize_on_alignment=["TO", "O", "I"])
 def _unary_kernel(W, TO, O, I, Y, N, S, B, T, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     task = tl.program_id(1).to(tl.int64)
     bag = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -58,7 +58,9 @@ def _unary_kernel(W, TO, O, I, Y, N, S, B, T, BLOCK: tl.constexpr):  # type: ign
     tl.store(there, total.to(Y.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["g_size", "p_size"], do_not_specialize_on_alignment=["source", "start", "row", "slot", "total"]
+)
 def _unary_chunk_kernel(G, source, start, row, slot, total, Q, P, g_size, S, p_size, LEAF: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     task = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

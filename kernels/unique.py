@@ -94,7 +94,7 @@ def jagged_unique_ref(
     return JaggedUnique(counts, ends, (keys - first_row[table_of_key]).to(ids.dtype), inverse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "B"], do_not_specialize_on_alignment=["I", "O"])
 def _unique_key_kernel(I, O, first_rows, hash_sizes, keys, N, F, B, padding, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < N
@@ -107,7 +107,7 @@ def _unique_key_kernel(I, O, first_rows, hash_sizes, keys, N, F, B, padding, STE
     tl.store(keys + position, key.to(keys.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["I"])
 def _number_unique_kernel(I, source, number, unique, inverse, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = place < N

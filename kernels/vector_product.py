@@ -47,7 +47,7 @@ def _bag(O, bag, N, L):  # type: ignore[no-untyped-def]
     return begin, tl.minimum(end, begin + L), end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "L"], do_not_specialize_on_alignment=["O"])
 def _vector_product_kernel(V, X, O, Y, N, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     lane = tl.program_id(0).to(tl.int64)
     bag = lane // H
@@ -68,7 +68,7 @@ def _vector_product_kernel(V, X, O, Y, N, H, L, D, BLOCK_L: tl.constexpr, BLOCK_
     tl.store(Y + lane * D + d, tl.sum(total, 0).to(Y.dtype.element_ty), mask=in_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "B", "L"], do_not_specialize_on_alignment=["O"])
 def _by_rows_kernel(G, V, O, Q, N, B, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     lane = tl.program_id(0).to(tl.int64)
     bag = lane // H
@@ -91,7 +91,7 @@ def _by_rows_kernel(G, V, O, Q, N, B, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: t
         row += BLOCK_L
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "L"], do_not_specialize_on_alignment=["O"])
 def _by_vectors_kernel(G, X, O, Q, N, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     lane = tl.program_id(0).to(tl.int64)
     bag = lane // H
