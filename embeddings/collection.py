@@ -90,8 +90,9 @@ class TableCollection(nn.Module):
     def check(self) -> None:
         """Raise now what a bad id on CUDA would raise at the next forward.
 
-        Replays of a captured graph leave what they find until this or an eager forward raises it; meanwhile no table
-        is updated.
+        Until it is raised no table is updated, whichever batch the update is of: a lookup of a bad batch also stops
+        the update of one that was looked up before and has its backward after. Replays of a captured graph leave what
+        they find until this raises it, or the second eager forward after them.
         """
         for group in self._groups:
             group.raise_pending()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwise.kernels import (
     BoundsCheckMode,
     Feature,
+    capturing,
     check_gradient,
     check_ids,
     describe_gradient,
@@ -45,7 +46,7 @@ from .policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .row_store import ResidentRows, RowStore
 from .row_sums import RowSums, add_sums, apply_sums, sum_rows
 from .table_layout import LookupFeature, TableShape, lay_out, require_tables
-from .unread_guard import UnreadGuard, capturing, raise_replayed
+from .unread_guard import Replays, UnreadGuard
 
 # of each table of a group, whether updates leave it alone
 Frozen: TypeAlias = tuple[bool, ...]
@@ -136,9 +137,9 @@ class TableGroup:
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
         self._unread: UnreadGuard | None = None
         self._spare: UnreadGuard | None = None
-        # whether a graph was captured, whose replays leave their findings in the step's guard; of groups that share a
-        # guard the first reads it, before a check of the same batch may lower it
-        self._replayed, self.leads = False, True
+        # once a graph was captured; the first of groups that share a guard reads it, before a check may lower it
+        self._replays: Replays | None = None
+        self.leads = True
 
     def trained(self, frozen: Frozen | None = None) -> Tensor:
         """The features of an update that leaves some tables alone: by default those that are frozen now."""
@@ -263,7 +264,7 @@ class TableGroup:
         fatal = mode is BoundsCheckMode.FATAL
         recorded = ids.is_cuda and capturing()
         if not recorded:
-            self.raise_pending()
+            self.raise_pending(waits=False)
         if ids_pass(ids, offsets, self.checked, padded=padded):
             return
         if not ids.is_cuda:
@@ -277,7 +278,7 @@ class TableGroup:
         )
         if unread is None:
             # a replay runs no Python that could read a guard of its own: what it finds stays in the step's
-            self._replayed = True
+            self._replays = self._replays or Replays()
             if self.policy.strict or not fatal:
                 setting = "strict" if self.policy.strict else "bounds_check=BoundsCheckMode.WARNING"
                 warnings.warn(
@@ -289,9 +290,9 @@ class TableGroup:
     def _watch_gradients(self, ids: Tensor, offsets: Tensor) -> None:
         """Raise for a gradient that an earlier batch had on CUDA, where no check of ids would tell of it."""
         if capturing():
-            self._replayed = True
+            self._replays = self._replays or Replays()
             return
-        self.raise_pending()
+        self.raise_pending(waits=False)
         unread = self._take_unread()
         unread.guard[2:].copy_(self.guard[2:])
         self._send(unread, ids, offsets)
@@ -305,14 +306,14 @@ class TableGroup:
         if self.policy.strict:
             self.raise_pending()
 
-    def raise_pending(self) -> None:
-        """Raise what an earlier batch left in the guard on CUDA; nothing of that batch was written."""
+    def raise_pending(self, *, waits: bool = True) -> None:
+        """Raise what an earlier batch left in the guard on CUDA; nothing was written since. `waits`: see `Replays`."""
         unread, self._unread = self._unread, None
         if unread is None or not unread.is_raised():
             # the next batch's: no other has it, whatever threads look up at once
             self._spare = unread or self._spare
-            if self._replayed and self.leads:
-                raise_replayed(self.guard, [table.name for table in self.tables])
+            if self._replays is not None and self.leads:
+                self._replays.raise_found(self.guard, [table.name for table in self.tables], waits=waits)
             return
         fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
         self.guard.copy_(new_guard())
@@ -484,11 +485,11 @@ class TableGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         # parameters are views of the flat buffer and belong to the module, which gives them back
-        return {**self.__dict__, "parameters": [], "_unread": None, "_spare": None, "_anchor": None, "_replayed": False}
+        return {**self.__dict__, "parameters": [], "_unread": None, "_spare": None, "_anchor": None, "_replays": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # what was pickled before there were graphs has no word on them
-        self.__dict__.update({"_spare": None, "_replayed": False, "leads": True, **state, "_trained": {}})
+        self.__dict__.update({"_spare": None, "_replays": None, "leads": True, **state, "_trained": {}})
         self._anchor = torch.zeros(1, device=self.flat.device, requires_grad=True)
 
 

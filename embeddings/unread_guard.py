@@ -40,10 +40,24 @@ class UnreadGuard:
         return bool(self._host[2] == new_guard()[2])
 
 
-def capturing() -> bool:
-    """Whether what runs now is recorded as a CUDA graph: then nothing may wait for the device."""
-    # asked without a device, a CUDA build of torch 2.15 raises; before CUDA is first used nothing records
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+class Replays:
+    """What replays of a captured graph left in a step's guard, where none of their Python runs to read it."""
+
+    def __init__(self) -> None:
+        self._sent: UnreadGuard | None = None
+
+    def raise_found(self, guard: Tensor, tables: Sequence[str], *, waits: bool) -> None:
+        """Raise and clear what is in the guard, as `raise_replayed`.
+
+        Unless it `waits` for the device, what it looks at is how the guard was at the call before: an eager step that
+        follows a capture waits for nothing either, and what a replay left is raised one step later.
+        """
+        sent, self._sent = self._sent, None
+        if waits or (sent is not None and sent.is_raised()):
+            raise_replayed(guard, tables)
+        if not waits:
+            known = sent if sent is not None and sent.guard is guard else UnreadGuard(guard)
+            self._sent = known.send(guard, guard)
 
 
 def raise_replayed(guard: Tensor, tables: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ inverse indices. Pieces are made without checks: `like` fills the fields of an o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardwise.kernels import permute_segments
+from shardwise.kernels import capturing, permute_2d, permute_segments
 
 from ._bags import copy_tensors
 from ._check import names, readable
@@ -91,6 +92,8 @@ def permute(kjt: KeyedJaggedTensor, indices: Sequence[int], indices_tensor: Tens
     if not indices:
         nothing = None if kjt._weights is None else kjt._weights[:0]
         return like(kjt, strides, kjt._values[:0], nothing, kjt.lengths()[:0], [], True, inverse)
+    if kjt._values.is_cuda and capturing():
+        return _permute_captured(kjt, order, strides, inverse)
     known = kjt._sizes()
     values, weights = kjt._in_bags()
     moved = permute_segments([values] if weights is None else [values, weights], known, order.indices)
@@ -98,6 +101,38 @@ def permute(kjt: KeyedJaggedTensor, indices: Sequence[int], indices_tensor: Tens
         kjt, strides, moved[0], None if weights is None else moved[1], _lengths_at(kjt, order),
         [known[i] for i in order.indices], kjt._checked, inverse,
     )  # fmt: skip
+
+
+# numbers on a device that captured graphs read
+_CAPTURED: set[Tensor] = set()
+
+
+def _permute_captured(
+    kjt: KeyedJaggedTensor, order: Order, strides: Strides, inverse: InverseIndices | None
+) -> KeyedJaggedTensor:
+    """`permute` while a CUDA graph is captured: nothing of the batch is known on the host, as each replay has another.
+
+    Unless every key comes once the result has a capacity, which each batch of as many values fits into.
+
+    Raises:
+        RuntimeError: batch sizes of keys differ.
+    """
+    if kjt._strides.sizes is not None:
+        raise RuntimeError(
+            "permute of keys with batch sizes of their own reads these on the host, which must not be while a CUDA"
+            " graph is captured: give the batch its keys in the order of the tables, or permute it before"
+        )
+    count, size = len(kjt._strides.keys.names), kjt._values.shape[0]
+    is_whole = sorted(order.indices) == list(range(count))
+    most = size if is_whole else size * max(Counter(order.indices).values())
+    lengths = kjt.lengths().view(count, kjt._strides.stride)
+    indices = order.tensor(lengths)
+    # every replay reads it, whether its order is still kept or not
+    _CAPTURED.add(indices)
+    moved, values, weights = permute_2d(indices, lengths, kjt._values, kjt._weights, permuted_lengths_sum=most)
+    piece = like(kjt, strides, values, weights, moved.view(-1), None, False, inverse)
+    piece._capacity = kjt._capacity if is_whole else most
+    return piece
 
 
 def _lengths_at(kjt: KeyedJaggedTensor, order: Order) -> Tensor:

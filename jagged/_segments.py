@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.kernels import complete_cumsum, segment_sum
+from shardwise.kernels import capturing, complete_cumsum, segment_sum
 
 from ._check import INTEGER_DTYPES, names, readable
 from ._strides import Strides
@@ -90,6 +90,12 @@ def read_length_per_key(
     """
     if torch.compiler.is_compiling():
         return _traced_length_per_key(strides, lengths, offsets, num_values, padded)
+    known = lengths if offsets is None else offsets
+    if known is not None and known.is_cuda and capturing():
+        raise RuntimeError(
+            "the number of values of each key is read on the host, which must not be while a CUDA graph is captured: a"
+            " step that needs it (sequences by key, splits, to_dict) cannot be captured"
+        )
     first, sizes, smallest = sum_per_key(strides, lengths, offsets)
     total = sum(sizes)
     fits = first == 0 and smallest >= 0 and (total == num_values or (padded and total < num_values))

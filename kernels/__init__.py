@@ -4,6 +4,7 @@ Every op is a Triton kernel beside a torch twin; importing this package register
 """
 
 from . import rules as _built_in
+from ._op import capturing
 from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_guard, require_ids
 from .bucketize import Bucketized, block_bucketize
 from .calibration import (
@@ -65,6 +66,7 @@ __all__ = [
     "Unique",
     "batched_unary_embeddings",
     "block_bucketize",
+    "capturing",
     "check_gradient",
     "check_ids",
     "complete_cumsum",

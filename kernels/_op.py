@@ -86,6 +86,12 @@ def unwatched() -> bool:
     return not (INTERPRETED or _compiling() or _modes() or _transforms() or _tracing())
 
 
+def capturing() -> bool:
+    """Whether what runs now is recorded as a CUDA graph: then nothing may wait for the device."""
+    # asked without a device, a CUDA build of torch 2.15 raises; before CUDA is first used nothing records
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 def direct(*tensors: Tensor | None) -> bool:
     """Whether an op may be called past torch's dispatcher, which costs more than small batches do.
 

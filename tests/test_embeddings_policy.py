@@ -27,8 +27,8 @@ from shardwise import (
     apply_optimizer_in_backward,
 )
 from shardwise.embeddings import LookupFeature, OptimizerSpec, TableGroup, TableShape, table_group
-from shardwise.embeddings.unread_guard import UnreadGuard, capturing
-from shardwise.kernels import is_clean
+from shardwise.embeddings.unread_guard import UnreadGuard
+from shardwise.kernels import capturing, is_clean
 
 
 def bags(gradient_check: GradientCheckMode = GradientCheckMode.IGNORE, **policy: Any) -> EmbeddingBagCollection:

@@ -23,7 +23,8 @@ from kernel_inputs import (
 from torch import Tensor
 
 from shardwise import KeyedJaggedTensor
-from shardwise.embeddings.unread_guard import raise_replayed
+from shardwise.embeddings import unread_guard
+from shardwise.embeddings.unread_guard import UnreadGuard, raise_replayed
 from shardwise.kernels import check_ids, fused_update, is_clean, new_guard, pooled_lookup
 from shardwise.perf import gpu_ops
 from shardwise.perf.gpu_sizes import SMALL
@@ -138,3 +139,96 @@ def test_a_collection_trains_in_a_captured_graph_and_a_bad_replay_raises_at_chec
     with pytest.raises(IndexError, match="replayed"):
         model.check()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class HostRead(UnreadGuard):
+    """Without a device: what is sent is there at once, and reads are counted."""
+
+    waits = 0
+
+    def __init__(self, guard: Tensor) -> None:
+        self.guard = guard
+
+    def send(self, ids: Tensor, offsets: Tensor) -> UnreadGuard:
+        self._host = self.guard.clone()
+        return self
+
+    def is_raised(self) -> bool:
+        return not is_clean(self._host)
+
+
+def test_after_a_capture_an_eager_step_does_not_wait_for_what_replays_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each eager step after a capture waited for the device, for good, to read what replays may have left."""
+    monkeypatch.setattr(unread_guard, "UnreadGuard", HostRead)
+    waits: list[Tensor] = []
+    raising = raise_replayed
+    monkeypatch.setattr(
+        unread_guard, "raise_replayed", lambda guard, tables: (waits.append(guard), raising(guard, tables))
+    )
+    guard, replays = new_guard(), unread_guard.Replays()
+    for _ in range(3):
+        replays.raise_found(guard, ["a"], waits=False)
+    assert not waits
+    # a replay leaves something: the step after it sends that, the one after that raises it
+    guard[0] = 3
+    replays.raise_found(guard, ["a"], waits=False)
+    with pytest.raises(IndexError, match="replayed with a batch that is bad"):
+        replays.raise_found(guard, ["a"], waits=False)
+    assert is_clean(guard) and len(waits) == 1
+    replays.raise_found(guard, ["a"], waits=False)
+    replays.raise_found(guard, ["a"], waits=False)
+    # who asks waits, and is told at once
+    guard[1] = 3
+    with pytest.raises(ValueError, match="replayed"):
+        replays.raise_found(guard, ["a"], waits=True)
+    # another guard, as tables have it that were moved, is read for itself
+    guard[2] = 3
+    replays.raise_found(guard, ["a"], waits=False)
+    moved = new_guard()
+    with pytest.raises(FloatingPointError, match="replayed"):
+        replays.raise_found(guard, ["a"], waits=False)
+    for _ in range(3):
+        replays.raise_found(moved, ["a"], waits=False)
+
+
+@pytest.mark.gpu
+def test_a_bad_second_batch_stops_the_update_of_the_first_until_it_is_raised() -> None:
+    """Two lookups before a backward share the step's guard: neither trains, and the error says which id it was."""
+    model, batch = gpu_ops._collection("cuda"), gpu_ops._batch(0, "cuda")
+    ids = batch.values().clone()
+    ids[2] = 10**6
+    bad = KeyedJaggedTensor(batch.keys(), ids, lengths=batch.lengths())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first = model(batch).values().sum()
+    model(bad)
+    first.backward()
+    with pytest.raises(IndexError, match="id 1000000 is outside"):
+        model.check()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    model(batch).values().sum().backward()
+    model.check()
+    assert any(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.gpu
+def test_a_batch_with_its_keys_in_another_order_is_captured() -> None:
+    where = torch.device("cuda")
+    eager, captured = gpu_ops._collection("cuda"), gpu_ops._collection("cuda")
+    ordered = gpu_ops._batch(0, "cuda")
+
+    def batch_of(seed: int) -> KeyedJaggedTensor:
+        now = gpu_ops._ids(seed, ordered.lengths()).to(where)
+        return KeyedJaggedTensor(ordered.keys(), now, lengths=ordered.lengths()).permute([2, 0, 3, 1])
+
+    batch = batch_of(0)
+    ids, out = batch.values().clone(), torch.zeros_like(eager(batch).values().detach())
+    held = KeyedJaggedTensor(batch.keys(), ids, lengths=batch.lengths(), offsets=batch.offsets())
+
+    def step() -> None:
+        out.copy_(captured(held).values().detach())
+
+    replay = recorded(step, where)
+    for seed in range(3):
+        ids.copy_(batch_of(seed).values())
+        replay()
+        assert_same_bits(out, eager(KeyedJaggedTensor(batch.keys(), ids.clone(), lengths=batch.lengths())).values())
