@@ -69,6 +69,9 @@ WAITS = {
 WAITS_OF_NARROW_ROWS = 2.5
 # all gathers of an iteration come before one of them is used: four rows, or what leads to the copy of a row
 GATHERS_FIRST = r"pooled_lookup |index_add |quantized_pooled_lookup (?!.* (fp8|int2)( |$))"
+# updates of whole rows -> how often a chunk of up to four ids waits for memory, one load after another
+UPDATES_OF_WHOLE_ROWS = r"update \w+ D=(64|128|256) fp32( |$)"
+LONG_WAITS_OF_UPDATES = 5
 # start of a case's name -> registers of a thread at most; the first that fits
 REGISTERS = {
     # partial sums of partial sums
@@ -132,8 +135,9 @@ def promised(case: Case, target: str) -> Bounds:
     bounds = Bounds(_registers(case), barriers, known, tuple(promised_moves(case, target)))
     if TARGETS[target][0] != "cuda":
         return bounds
+    updates = re.match(UPDATES_OF_WHOLE_ROWS, case.name) is not None and not case.constants["UPPER"]
     return bounds._replace(
-        waits=_waits(case),
+        waits=_waits(case), long_waits=LONG_WAITS_OF_UPDATES if updates else None,
         gathers_first=re.match(GATHERS_FIRST, case.name) is not None, whole_sectors=_uses_whole_sectors(case),
     )  # fmt: skip
 

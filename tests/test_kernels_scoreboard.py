@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from shardwise.kernels import compiled, launched, launched_jagged
+from shardwise.kernels import compiled, launched, launched_jagged, promises
 from shardwise.kernels._op import tl, triton
 from shardwise.kernels.launched import Batch, Case
 from shardwise.kernels.promises import broken_promises
@@ -199,3 +199,9 @@ def test_without_a_bound_of_registers_the_compiler_gathers_row_after_row(name: s
     unbound = replace(case, registers=None)
     broken = broken_promises([(unbound, "sm_90", compiled.compile_case(unbound, "sm_90"))])
     assert "uses a row before it has asked for all of an iteration, promised after" in [text for _, _, text in broken]
+
+
+@pytest.mark.compiled
+def test_an_update_waits_as_often_as_it_promises() -> None:
+    report = compiled.compile_case(case_named("update rowwise_adagrad D=128 fp32"), "sm_90")
+    assert report.long_waits == promises.LONG_WAITS_OF_UPDATES
