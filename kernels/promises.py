@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .compiled import TARGETS, Report
+from .compiled import SHARED_BYTES, TARGETS, Report
 from .launched import Case
 
 _BYTES = {"*fp64": 8, "*fp32": 4, "*fp16": 2, "*bf16": 2, "*i64": 8, "*i32": 4, "*u8": 1}
@@ -89,6 +89,7 @@ REGISTERS = {
     r"quantized_pooled_lookup ": 80,
     r"": 64,
 }
+REGISTERS_OF_PRODUCTS_ON_TURING = 216
 # of a lookup whose rows are aligned to 16 bytes, whatever its case is called
 REGISTERS_OF_ALIGNED_LOOKUPS = 64
 
@@ -121,6 +122,7 @@ class Bounds(NamedTuple):
     barriers: int | None
     atomics: str
     moves: tuple[tuple[str, int, int], ...]
+    shared_bytes: int
     waits: float | None = None
     long_waits: int | None = None
     gathers_first: bool = False
@@ -132,7 +134,8 @@ def promised(case: Case, target: str) -> Bounds:
     barriers = _barriers(case, target) if case.kernel_name in LOOKUPS else DEALING.get(case.kernel_name)
     # minima of the checks; and what the compiler keeps books with in shared memory where sm_100 multiplies matrices
     known = "min" if case.kernel_name in CHECKS else r"^ATOMS\.(OR|AND)" if case.kernel_name in PRODUCTS else "$^"
-    bounds = Bounds(_registers(case), barriers, known, tuple(promised_moves(case, target)))
+    moves = tuple(promised_moves(case, target))
+    bounds = Bounds(_registers(case, target), barriers, known, moves, SHARED_BYTES[target])
     if TARGETS[target][0] != "cuda":
         return bounds
     updates = re.match(UPDATES_OF_WHOLE_ROWS, case.name) is not None and not case.constants["UPPER"]
@@ -148,6 +151,8 @@ def _broken_alone(case: Case, target: str, report: Report) -> Iterator[str]:
         yield f"spills {report.spills} bytes, promised 0"
     if report.registers > bounds.registers:
         yield f"takes {report.registers} registers, promised at most {bounds.registers}"
+    if report.shared_bytes > bounds.shared_bytes:
+        yield f"takes {report.shared_bytes} bytes of shared memory, promised at most {bounds.shared_bytes}"
     if bounds.barriers is not None and report.barriers > bounds.barriers:
         most = "" if case.kernel_name in LOOKUPS else "at most "
         yield f"waits at {report.barriers} barriers, promised {most}{bounds.barriers}"
@@ -242,7 +247,10 @@ def _is_whole(case: Case) -> bool:
     return int(case.constants["ALIGN"]) * _BYTES[case.types["W"]] == _WIDEST
 
 
-def _registers(case: Case) -> int:
+def _registers(case: Case, target: str) -> int:
+    # products of bf16 and of 4-byte floats are made of other instructions there
+    if case.kernel_name in PRODUCTS and target == "sm_75":
+        return REGISTERS_OF_PRODUCTS_ON_TURING
     if case.kernel_name in LOOKUPS and _is_whole(case):
         return REGISTERS_OF_ALIGNED_LOOKUPS
     return next(most for start, most in REGISTERS.items() if re.match(start, case.name))

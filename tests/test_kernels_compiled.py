@@ -43,7 +43,14 @@ MORE = (
     *("update lamb D=4096 fp32 beside D=1", "update sgd D=128 fp32 l2", "resolve D=128 fp32 1 samples"),
     *("resolve D=1 fp32", "resolve D=128 fp32 i32 ids", "check_ids D=128 fp32 i32 ids", "check_gradient D=1 fp32"),
 )  # fmt: skip
-MATRIX = [*((name, target) for target in compiled.TARGETS for name in MAIN), *((name, "sm_90") for name in MORE)]
+MATRIX = [*((name, target) for target in compiled.WHOLE for name in MAIN), *((name, "sm_90") for name in MORE)]
+# one case of each of the targets of which only chosen cases are compiled
+MATRIX += [
+    ("pooled_lookup D=128 bf16", "sm_75"),
+    ("update rowwise_adagrad D=128 fp32", "sm_86"),
+    ("quantized_pooled_lookup D=128 fp8", "sm_89"),
+    ("gather D=128 bf16", "gfx950"),
+]
 # rows whose columns are added in one order, whatever lies beside them and however they are cut into programs
 ORDERED = [
     ("update rowwise_adagrad D=128 fp32", "sm_90"), ("weight_gradient D=64 fp32 and fp32", "gfx942"),
@@ -109,6 +116,21 @@ def test_every_kernel_and_every_rule_has_cases() -> None:
     kernels = {name for module in launched._MODULES for name, _ in launched.kernels_of(module)}
     assert {case.kernel_name for case in cases().values()} == kernels
     assert {name.split()[1] for name in cases() if name.startswith("update ")} == {*BUILT_IN}
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_86", "sm_89", "gfx950"])
+def test_a_target_that_is_compiled_in_part_has_every_kernel_rule_type_and_format(target: str) -> None:
+    assert target not in compiled.WHOLE
+    chosen = [case for case in cases().values() if compiled.has_case(target, case)]
+    assert len(chosen) < len(cases()) / 4
+    assert {case.kernel_name for case in chosen} == {case.kernel_name for case in cases().values()}
+    for kernel in ("update", "quantized_pooled_lookup"):
+        place = 1 if kernel == "update" else 2
+        assert {case.name.split()[place] for case in chosen if case.kernel_name == kernel} == {
+            case.name.split()[place] for case in cases().values() if case.kernel_name == kernel
+        }
+    tables = {case.types["W"] for case in chosen if case.kernel_name in ("pooled_lookup", "gather", "update")}
+    assert tables == {"*fp32", "*fp16", "*bf16"}
 
 
 def test_a_spill_is_caught() -> None:
@@ -180,6 +202,9 @@ def test_registers_barriers_and_atomics_are_held_to_their_bounds() -> None:
     assert altered(lookup, registers=64) == altered(update, registers=72) == []
     assert altered(lookup, registers=65) == ["takes 65 registers, promised at most 64"]
     assert altered(update, registers=73) == ["takes 73 registers, promised at most 72"]
+    assert altered(lookup, shared_bytes=(227 << 10) + 1) == [
+        "takes 232449 bytes of shared memory, promised at most 232448"
+    ]
     assert altered(lookup, barriers=1) == ["waits at 1 barriers, promised 0"]
     assert altered("pooled_lookup D=128 fp16", barriers=2) == ["waits at 2 barriers, promised 1"]
     assert altered(update, atomics=("REDG.ADD.F32",)) == ["has the atomics REDG.ADD.F32, promised none"]
