@@ -13,13 +13,15 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
 from ._op import triton
 from .launched import Case
+from .scoreboard import waits
+from .streams import sector_shares
 
 # backend, architecture, threads of a warp
 TARGETS: dict[str, tuple[str, int | str, int]] = {
@@ -27,7 +29,35 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
     "sm_90": ("cuda", 90, 32),
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
+    "sm_75": ("cuda", 75, 32),
+    "sm_86": ("cuda", 86, 32),
+    "sm_89": ("cuda", 89, 32),
+    "gfx950": ("hip", "gfx950", 64),
 }
+# targets on which every case is compiled: what embeddings are trained on. On the others every kernel, rule, dtype and
+# format at D=128, and fp32 also at D=3, a quarter of all cases: they differ little from one that is compiled whole
+WHOLE = ("sm_80", "sm_90", "sm_100", "gfx942")
+_INDEX = r"(row_keys|mark|chunk|owners|bags|check_ids|check_gradient) "
+_OTHERS = (
+    r".* (beside|shifted|tile|tuned|features|padded|masks|weighted|and|to \w*float16|l2|decoupled|mean|long|half)\b"
+    r"|.* (blocks|batches|i32 i64|i64 i32|i32 ids|i32 offsets|300 buckets|fp32 scales|\d+ samples|\d times|small)\b"
+)
+_DIMS = r".*\bD=(128\b|3 fp32)|(?!.*\bD=)"  # bytes of shared memory that a program may have at most
+SHARED_BYTES = {
+    "sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10,
+    "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10,
+}  # fmt: skip
+# cases that `kernels registers` prints
+TYPICAL = (
+    *(f"pooled_lookup D=128 {words}" for words in ("fp32", "fp32 weighted", "fp16", "bf16", "fp16 and fp16")),
+    "pooled_lookup D=4096 bf16", "gather D=128 fp32", "weight_gradient D=128 fp32",
+    *(f"quantized_pooled_lookup D=128 {format}" for format in ("int8", "int4", "int2", "fp8")),
+    *(f"update {rule} D=128 fp32" for rule in ("sgd", "rowwise_adagrad", "adam", "lamb")),
+    *(f"update {rule} D=4096 fp32" for rule in ("sgd", "rowwise_adagrad", "lamb")),
+    "row_keys sgd D=128 fp32 mean", "mark sgd D=1 fp32 200000 samples", "chunk sgd D=1 fp32 200000 samples",
+    "check_ids D=1 fp32", "segment_rows segments D=128 fp32", "index_add D=128 fp32", "resolve D=1 fp32",
+    "dense_bmm M=64 K=64 fp32", "jagged_bmm M=64 K=64 fp32",
+)  # fmt: skip
 # arguments that may reach beyond 2 GB
 _LARGE = ("W", "states")
 _BYTES = {"byte": 1, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
@@ -40,6 +70,10 @@ class Report:
     `registers` of a thread, `spills` in bytes (on AMD in registers and bytes of scratch), `shared_bytes`, `barriers`
     among the warps of a program, accesses to global memory as (what, bytes of a thread): how many instructions,
     `atomics`, and for each sum over the columns of a tile how they are dealt out: to a thread, lanes, warps.
+    Of NVIDIA's also what one warp alone waits for in one pass of the longest loop (scoreboard.py): `waits` in latencies
+    of 600 cycles, `long_waits` that miss the first level, and whether all gathers are issued before one is used (None:
+    nothing is gathered); and of what is read or written one after another the share of its sectors that a request uses
+    (streams.py), like {"load I": 0.25}.
     """
 
     registers: int
@@ -49,11 +83,22 @@ class Report:
     accesses: dict[tuple[str, int], int]
     atomics: tuple[str, ...]
     row_sums: tuple[str, ...]
+    waits: float = 0.0
+    long_waits: int = 0
+    gathers_first: bool | None = None
+    streams: dict[str, float] = field(default_factory=dict)
 
 
 def has_case(target: str, case: Case) -> bool:
-    """Whether the case differs from others on this target: only AMD's compiler is told where memory is small."""
-    return TARGETS[target][0] == "hip" or not case.small
+    """Whether the case is compiled for this target, and differs from others there.
+
+    Only AMD's compiler is told where memory is small. Of targets beside WHOLE it is a chosen part of all cases.
+    """
+    if target in WHOLE:
+        return TARGETS[target][0] == "hip" or not case.small
+    if re.match(_INDEX, case.name):
+        return not case.small
+    return re.match(_DIMS, case.name) is not None and re.match(_OTHERS, case.name) is None
 
 
 def compile_case(case: Case, target: str) -> Report:
@@ -105,9 +150,11 @@ def _read_cubin(compiled: Any) -> Report:
             width = re.search(r"\.[US]?(8|16|64|128|256)\b", op)
             accesses["load" if op.startswith("LDG") else "store", int(width[1]) // 8 if width else 4] += 1
     atomics = tuple(op for op in ops if re.match(r"ATOM|RED(?!UX)", op))
+    loop = waits(sass)
     return Report(
         int(found[1]), int(found[2]), compiled.metadata.shared, sum(op.startswith("BAR.") for op in ops),
-        dict(accesses), atomics, _row_sums(compiled),
+        dict(accesses), atomics, _row_sums(compiled), loop.latencies, loop.long, loop.gathers_first,
+        sector_shares(compiled.asm["ttgir"], compiled.asm["ptx"]),
     )  # fmt: skip
 
 

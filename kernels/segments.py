@@ -32,6 +32,7 @@ from .features import row_alignment, segment_of_position
 from .memory import MANY, require_memory
 from .sequence import _gather_kernel
 
+# an id for each thread: what is read and written one after another then uses its sectors (streams.py)
 _BLOCK = 64 if INTERPRETED else 128
 INDEX_DTYPES = (torch.int32, torch.int64)
 

@@ -63,8 +63,10 @@ def commands() -> click.Group:
         """Compile every kernel as launches ask for it and as tuned files say, without a GPU.
 
         Prints a line for each case and target: registers of a thread, spilled bytes, bytes of shared memory, barriers,
-        and how many loads and stores of how many bytes ("5x16"). Ends with status 1 and a line for each promise that a
-        case breaks: a spill, a failing compiler, a narrow access to aligned rows, and others (kernels/promises.py).
+        what a warp waits for in an iteration (as `kernels registers` says), and how many loads and stores of how many
+        bytes ("5x16"). Of some targets a part of all cases is compiled (kernels/compiled.py). Ends with status 1 and a
+        line for each promise that a case breaks: a spill, a failing compiler, a narrow access to aligned rows, a row
+        that is gathered late, and others (kernels/promises.py).
         """
         from .kernels import checked
         from .kernels._op import HAS_TRITON, INTERPRETED, triton
@@ -100,6 +102,30 @@ def commands() -> click.Group:
             failing = {checked.group(case) for case in broken}
             checked.record({name: found for name, found in asked.items() if name not in failing}, triton.__version__)
         sys.exit(1 if broken else 0)
+
+    @kernels.command()
+    @click.option("--target", "targets", multiple=True, type=click.Choice([*TARGETS]), help="Default: four of them.")
+    @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes.", show_default=True)
+    def registers(targets: tuple[str, ...], jobs: int) -> None:
+        """Print what typical kernels take and wait for, compiled without a GPU, as a table of Markdown.
+
+        Registers of a thread on each target; then, on the first of them, spilled bytes, bytes of shared memory,
+        barriers, and of the longest loop the latencies that one warp alone waits in an iteration and how often it waits
+        for memory in turn (kernels/scoreboard.py; NVIDIA's only); loads and stores of 8 bytes and more.
+        """
+        from .kernels._op import HAS_TRITON, INTERPRETED, triton
+        from .kernels.compiled import TYPICAL, WHOLE
+        from .kernels.launched import cases
+
+        if not HAS_TRITON or INTERPRETED:
+            raise click.UsageError("triton is not installed, or TRITON_INTERPRET is set: nothing is compiled")
+        named = {case.name: case for case in cases()}
+        if unknown := [name for name in TYPICAL if name not in named]:
+            raise click.ClickException(
+                f"no case is called {unknown[0]!r} any more: correct TYPICAL in kernels/compiled.py"
+            )
+        print(f"triton {triton.__version__}\n")
+        _print_registers([named[name] for name in TYPICAL], targets or WHOLE, jobs)
 
     add_autotune(kernels)
     add_ckpt(shardwise)
@@ -138,18 +164,40 @@ def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int) -> list[Cas
     return [case for case, _, _ in broken]
 
 
+def _print_registers(cases: Sequence[Case], targets: Sequence[str], jobs: int) -> None:
+    from .kernels.compiled import compile_all
+
+    tasks = [(case, target) for case in cases for target in targets]
+    found = dict(compile_all(tasks, jobs))
+    # the first target that has all the numbers
+    main = next((place for place, target in enumerate(targets) if target.startswith("sm_9")), 0)
+    spilled = f"spilled on {targets[main]}"
+    columns = ["case", *targets, spilled, "shared", "barriers", "waits", "in turn", "loads", "stores"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for row, case in enumerate(cases):
+        reports = [found[row * len(targets) + place] for place in range(len(targets))]
+        if isinstance(report := reports[main], str):
+            print(f"| {case.name} | {report} |")
+            continue
+        registers = ["-" if isinstance(one, str) else one.registers for one in reports]
+        numbers = [report.spills, report.shared_bytes, report.barriers, report.waits, report.long_waits]
+        wide = [_accesses(report, what, 8) for what in ("load", "store")]
+        print(f"| {' | '.join(map(str, [case.name, *registers, *numbers, *wide]))} |")
+
+
 def _print_table(reports: Sequence[tuple[Case, str, Report | str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table("case", "target", box=None, pad_edge=False)
-    for column in ("registers", "spilled", "shared", "barriers"):
+    for column in ("registers", "spilled", "shared", "barriers", "waits", "in turn"):
         table.add_column(column, justify="right")
     for column in ("loads", "stores"):
         table.add_column(column)
     for case, target, report in reports:
         if not isinstance(report, str):
-            numbers = (report.registers, report.spills, report.shared_bytes, report.barriers)
+            sizes = (report.registers, report.spills, report.shared_bytes, report.barriers)
+            numbers = (*sizes, report.waits, report.long_waits)
             table.add_row(case.name, target, *map(str, numbers), _accesses(report, "load"), _accesses(report, "store"))
     # a line of the table is a line of the output, on a narrow terminal and in a file
     console = Console(highlight=False)
@@ -157,6 +205,8 @@ def _print_table(reports: Sequence[tuple[Case, str, Report | str]]) -> None:
     console.print(table)
 
 
-def _accesses(report: Report, what: str) -> str:
-    sizes = sorted(((size, n) for (kind, size), n in report.accesses.items() if kind == what), reverse=True)
+def _accesses(report: Report, what: str, least: int = 1) -> str:
+    """How many accesses of how many bytes, of `least` and more."""
+    accesses = report.accesses.items()
+    sizes = sorted(((size, n) for (kind, size), n in accesses if kind == what and size >= least), reverse=True)
     return " ".join(f"{n}x{size}" for size, n in sizes)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from shardwise.kernels import _op, candidates, checked, compiled, launched
 from shardwise.kernels.compiled import Report
 from shardwise.kernels.launched import Case
 
-GOOD = Report(40, 0, 0, 0, {("load", 16): 4, ("store", 16): 1}, (), ())
+GOOD = Report(40, 0, 0, 0, {("load", 16): 4, ("store", 16): 1}, (), (), 1.9, 2, True)
 NEEDS_CASES = pytest.mark.skipif(
     not _op.HAS_TRITON or _op.INTERPRETED, reason="cases are noted from kernels that Triton could compile"
 )
@@ -52,8 +53,35 @@ def test_kept_promises_end_with_status_0_and_a_line_for_each_case(monkeypatch: p
     names = ["pooled_lookup D=128 fp32 weighted", "quantized_pooled_lookup D=128 fp32 weighted"]
     assert [(case.name, target) for case, target in asked] == [(n, t) for n in names for t in ("sm_80", "sm_90")]
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert ["pooled_lookup", "D=128", "fp32", "weighted", "sm_80", "40", "0", "0", "0", "4x16", "1x16"] in rows
+    assert [
+        "pooled_lookup",
+        "D=128",
+        "fp32",
+        "weighted",
+        "sm_80",
+        "40",
+        "0",
+        "0",
+        "0",
+        "1.9",
+        "2",
+        "4x16",
+        "1x16",
+    ] in rows
     assert result.stdout.rstrip().endswith("every promise is kept")
+
+
+@NEEDS_CASES
+def test_typical_kernels_are_a_row_each_of_a_table_of_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table in FACTS.md was of another compiler's kernels: nothing printed it again."""
+    asked = compiled_as(GOOD, monkeypatch)
+    result = run("kernels", "registers", "--target", "sm_80", "--target", "sm_90")
+    assert result.exit_code == 0, result.output
+    assert [(case.name, target) for case, target in asked] == list(product(compiled.TYPICAL, ("sm_80", "sm_90")))
+    rows = [line for line in result.stdout.splitlines() if line.startswith("|")]
+    assert rows[0].split("|")[1:5] == [" case ", " sm_80 ", " sm_90 ", " spilled on sm_90 "]
+    assert rows[2] == "| pooled_lookup D=128 fp32 | 40 | 40 | 0 | 0 | 0 | 1.9 | 2 | 4x16 | 1x16 |"
+    assert len(rows) == 2 + len(compiled.TYPICAL)
 
 
 @NEEDS_CASES
@@ -74,7 +102,7 @@ def test_a_crash_of_the_compiler_ends_with_status_1(monkeypatch: pytest.MonkeyPa
     compiled_as("the compiler failed: OSError: disk full", monkeypatch)
     result = run("kernels", "check", "--kernel", "gather D=128 fp32 sh")
     assert result.exit_code == 1
-    for target in compiled.TARGETS:
+    for target in compiled.WHOLE:
         assert f"gather D=128 fp32 shifted on {target}: the compiler failed: OSError: disk full" in result.stdout
 
 

@@ -18,7 +18,7 @@ from shardwise.kernels import compiled, launched, sequence
 from shardwise.kernels._op import tl, triton
 from shardwise.kernels.compiled import Report
 from shardwise.kernels.launched import Batch, Case
-from shardwise.kernels.promises import broken_promises, promised_moves
+from shardwise.kernels.promises import LONG_WAITS_OF_UPDATES, broken_promises, promised_moves
 from shardwise.kernels.rules import BUILT_IN
 
 pytestmark = pytest.mark.compiled
@@ -43,7 +43,14 @@ MORE = (
     *("update lamb D=4096 fp32 beside D=1", "update sgd D=128 fp32 l2", "resolve D=128 fp32 1 samples"),
     *("resolve D=1 fp32", "resolve D=128 fp32 i32 ids", "check_ids D=128 fp32 i32 ids", "check_gradient D=1 fp32"),
 )  # fmt: skip
-MATRIX = [*((name, target) for target in compiled.TARGETS for name in MAIN), *((name, "sm_90") for name in MORE)]
+MATRIX = [*((name, target) for target in compiled.WHOLE for name in MAIN), *((name, "sm_90") for name in MORE)]
+# one case of each of the targets of which only chosen cases are compiled
+MATRIX += [
+    ("pooled_lookup D=128 bf16", "sm_75"),
+    ("update rowwise_adagrad D=128 fp32", "sm_86"),
+    ("quantized_pooled_lookup D=128 fp8", "sm_89"),
+    ("gather D=128 bf16", "gfx950"),
+]
 # rows whose columns are added in one order, whatever lies beside them and however they are cut into programs
 ORDERED = [
     ("update rowwise_adagrad D=128 fp32", "sm_90"), ("weight_gradient D=64 fp32 and fp32", "gfx942"),
@@ -111,6 +118,21 @@ def test_every_kernel_and_every_rule_has_cases() -> None:
     assert {name.split()[1] for name in cases() if name.startswith("update ")} == {*BUILT_IN}
 
 
+@pytest.mark.parametrize("target", ["sm_75", "sm_86", "sm_89", "gfx950"])
+def test_a_target_that_is_compiled_in_part_has_every_kernel_rule_type_and_format(target: str) -> None:
+    assert target not in compiled.WHOLE
+    chosen = [case for case in cases().values() if compiled.has_case(target, case)]
+    assert len(chosen) < len(cases()) / 4
+    assert {case.kernel_name for case in chosen} == {case.kernel_name for case in cases().values()}
+    for kernel in ("update", "quantized_pooled_lookup"):
+        place = 1 if kernel == "update" else 2
+        assert {case.name.split()[place] for case in chosen if case.kernel_name == kernel} == {
+            case.name.split()[place] for case in cases().values() if case.kernel_name == kernel
+        }
+    tables = {case.types["W"] for case in chosen if case.kernel_name in ("pooled_lookup", "gather", "update")}
+    assert tables == {"*fp32", "*fp16", "*bf16"}
+
+
 def test_a_spill_is_caught() -> None:
     """Chunks enough to need more registers than there are."""
     case = cases()["update adam D=1024 fp32"]
@@ -169,7 +191,7 @@ def test_another_order_of_columns_is_caught() -> None:
     assert sentence.startswith("adds up columns as 128 by ") and repr(case.name) in sentence
 
 
-def altered(name: str, **found: int | tuple[str, ...]) -> list[str]:
+def altered(name: str, **found: float | tuple[str, ...] | dict[str, float]) -> list[str]:
     """What the check says of a case whose report differs in one thing."""
     changed: Sequence[tuple[Case, str, Report]] = [(cases()[name], "sm_90", replace(report(name, "sm_90"), **found))]  # type: ignore[arg-type]
     return [sentence for _, _, sentence in broken_promises(changed)]
@@ -180,7 +202,20 @@ def test_registers_barriers_and_atomics_are_held_to_their_bounds() -> None:
     assert altered(lookup, registers=64) == altered(update, registers=72) == []
     assert altered(lookup, registers=65) == ["takes 65 registers, promised at most 64"]
     assert altered(update, registers=73) == ["takes 73 registers, promised at most 72"]
+    assert altered(lookup, shared_bytes=(227 << 10) + 1) == [
+        "takes 232449 bytes of shared memory, promised at most 232448"
+    ]
     assert altered(lookup, barriers=1) == ["waits at 1 barriers, promised 0"]
     assert altered("pooled_lookup D=128 fp16", barriers=2) == ["waits at 2 barriers, promised 1"]
     assert altered(update, atomics=("REDG.ADD.F32",)) == ["has the atomics REDG.ADD.F32, promised none"]
-    assert altered("check_ids D=1 fp32", atomics=("ATOMG.ADD",)) == ["has the atomics ATOMG.ADD, promised minima"]
+    assert altered(lookup, waits=2.3) == altered(update, long_waits=LONG_WAITS_OF_UPDATES, gathers_first=False) == []
+    assert altered(lookup, waits=2.31) == ["waits 2.31 latencies in an iteration, promised at most 2.3"]
+    late = f"waits for memory {LONG_WAITS_OF_UPDATES + 1} times in an iteration, promised at most"
+    assert altered(update, long_waits=LONG_WAITS_OF_UPDATES + 1) == [f"{late} {LONG_WAITS_OF_UPDATES}"]
+    order = "uses a row before it has asked for all of an iteration, promised after"
+    assert altered(lookup, gathers_first=False) == [order]
+    (sentence,) = altered(update, streams={"load chunks": 0.25})
+    assert sentence == "load chunks: uses 25% of the sectors that it touches, promised all"
+    assert altered("check_ids D=1 fp32", streams={}, atomics=("ATOMG.ADD",)) == [
+        "has the atomics ATOMG.ADD, promised minima"
+    ]
