@@ -83,7 +83,9 @@ def saved() -> list[Tensor]:
         save(folder, model, optimizer, step=2)
         torch.manual_seed(9)
         other = sharded("pws", Net("pws"))
-        load(latest(folder), other, dense_optimizer(other))
+        step = latest(folder)
+        assert step is not None
+        load(step, other, dense_optimizer(other))
         outputs = plain_loop(other, (batch_of(step) for step in range(2, 4)))
         return [*outputs, *state_of(other).values(), *full_state_dict(other).values()]
 
