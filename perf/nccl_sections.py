@@ -75,7 +75,7 @@ class Sizes:
     repeats: int = 20
 
 
-SMALL = Sizes(rows=60, dim=16, batch=12, sent=(1 << 6, 1 << 12), repeats=3)
+SMALL = Sizes(rows=60, dim=32, batch=12, sent=(1 << 6, 1 << 12), repeats=3)
 
 
 @dataclass
@@ -110,14 +110,17 @@ class Ranks:
 def ways(ranks: Ranks) -> dict[str, Callable[[int], Any]]:
     """How table n is cut, by the name of the sharding type."""
     hosts, last = list(range(ranks.world // ranks.local)), ranks.world - 1
-    ends = [0, last] if ranks.sizes.dim % 8 == 0 else [last]
+    ends = [0, last]
+    # of a host; parts are of whole 16 bytes, the last has what is left
+    part = max(4, ranks.sizes.dim // ranks.local // 4 * 4)
+    widths = [part] * (ranks.local - 1) + [ranks.sizes.dim - part * (ranks.local - 1)]
     return {
         "data_parallel": lambda n: data_parallel(),
         "table_wise": lambda n: table_wise(rank=n % ranks.world),
         "row_wise": lambda n: row_wise(),
         "column_wise": lambda n: column_wise(ranks=ends),
         "table_row_wise": lambda n: table_row_wise(host_index=n % len(hosts)),
-        "table_column_wise": lambda n: table_column_wise(host_index=n % len(hosts)),
+        "table_column_wise": lambda n: table_column_wise(host_index=n % len(hosts), size_per_rank=widths),
         "grid_shard": lambda n: grid_shard(host_indexes=hosts),
         "mixed": lambda n: (table_wise(rank=last), row_wise(), column_wise(ranks=ends), data_parallel())[n % 4],
     }
