@@ -189,15 +189,24 @@ def _check_ids(
 
 
 def raise_from_guard(
-    guard: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, names: Sequence[str], *, fatal: bool = True
+    guard: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    names: Sequence[str],
+    *,
+    fatal: bool = True,
+    numbers: Sequence[int] | None = None,
 ) -> None:
     """Turn what `guard` holds into an exception and reset it; `fatal=False` warns about ids instead.
+
+    `numbers` is what it holds, where that was read already.
 
     Raises:
         IndexError, ValueError: as `check_ids` describes.
     """
     # host sync on CUDA: the caller asked for the error now
-    bad_id, bad_offset, _ = guard.tolist()
+    bad_id, bad_offset, _ = guard.tolist() if numbers is None else numbers
     if bad_id == OK and bad_offset == OK:
         return
     guard.fill_(OK)

@@ -24,6 +24,7 @@ from shardwise.embeddings.collection import require_features
 from shardwise.embeddings.lookup_autograd import warn_of_eval
 from shardwise.embeddings.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged._segments import Beside
 from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
 from shardwise.kernels.cpu_lookup import ids_are_good, offsets_are_good
 
@@ -478,8 +479,13 @@ class ShardedCollection(nn.Module, Staged):
         guard, names = new_guard(self._held.device), sending.checked_names
         check_ids(ids, offsets, sending.checked, guard, names=names, fatal=fatal, padded=padded)
         if ids.is_cuda:
-            # before the ids leave: begin waits for the device anyway
-            raise_from_guard(guard, ids, offsets, sending.checked, names, fatal=fatal)
+            # before the ids leave: their sizes, which must be known then, come in the same copy
+            beside = Beside(guard)
+            try:
+                features._sizes(beside)
+            finally:
+                # a bad offset explains sizes that do not fit
+                raise_from_guard(guard, ids, offsets, sending.checked, names, fatal=fatal, numbers=beside.numbers)
         return not fatal
 
     def _ids_of(self, flight: InFlight, lookup: int) -> int:
