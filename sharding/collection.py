@@ -456,8 +456,7 @@ class ShardedCollection(nn.Module, Staged):
         keys = features.keys()
         found = self._sending.get((tuple(keys), update))
         if found is None:
-            missing = [name for name in dict.fromkeys(self._routes.features) if name not in keys]
-            if missing:
+            if missing := [name for name in dict.fromkeys(self._routes.features) if name not in keys]:
                 raise KeyError(f"features {missing} are not in the batch, which has {keys}")
             found = self._sending[tuple(keys), update] = Sending(self._routes, keys, update, self.device)
         return found
@@ -479,12 +478,11 @@ class ShardedCollection(nn.Module, Staged):
         guard, names = new_guard(self._held.device), sending.checked_names
         check_ids(ids, offsets, sending.checked, guard, names=names, fatal=fatal, padded=padded)
         if ids.is_cuda:
-            # before the ids leave: their sizes, which must be known then, come in the same copy
+            # their sizes, which must be known before they leave, come along; a bad offset explains wrong ones
             beside = Beside(guard)
             try:
                 features._sizes(beside)
             finally:
-                # a bad offset explains sizes that do not fit
                 raise_from_guard(guard, ids, offsets, sending.checked, names, fatal=fatal, numbers=beside.numbers)
         return not fatal
 
