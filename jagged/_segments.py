@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,17 @@ from ._strides import Strides
 
 _LARGEST = {dtype: torch.iinfo(dtype).max for dtype in INTEGER_DTYPES}
 _WIDE = (torch.int64, torch.int32)
+
+
+@dataclass
+class Beside:
+    """A tensor [n] int64 on the device of a batch, whose `numbers` come to the host with the batch's sizes.
+
+    They stay None where the sizes were known, or are not read in one copy.
+    """
+
+    tensor: Tensor
+    numbers: list[int] | None = None
 
 
 def offsets_of(lengths: Tensor, num_values: int) -> Tensor:
@@ -81,7 +93,13 @@ def join_weights(owners: Sequence[Sequence[str]], weights: Sequence[Tensor | Non
 
 
 def read_length_per_key(
-    strides: Strides, lengths: Tensor | None, offsets: Tensor | None, num_values: int, *, padded: bool = False
+    strides: Strides,
+    lengths: Tensor | None,
+    offsets: Tensor | None,
+    num_values: int,
+    *,
+    padded: bool = False,
+    beside: Beside | None = None,
 ) -> list[int]:
     """Number of values of each key, from offsets if there are any. One host sync, none if there are no bags.
 
@@ -96,7 +114,7 @@ def read_length_per_key(
             "the number of values of each key is read on the host, which must not be while a CUDA graph is captured: a"
             " step that needs it (sequences by key, splits, to_dict) cannot be captured"
         )
-    first, sizes, smallest = sum_per_key(strides, lengths, offsets)
+    first, sizes, smallest = sum_per_key(strides, lengths, offsets, beside)
     total = sum(sizes)
     fits = first == 0 and smallest >= 0 and (total == num_values or (padded and total < num_values))
     if not fits:
@@ -122,7 +140,9 @@ def _traced_length_per_key(
     return sizes
 
 
-def sum_per_key(strides: Strides, lengths: Tensor | None, offsets: Tensor | None) -> tuple[int, list[int], int]:
+def sum_per_key(
+    strides: Strides, lengths: Tensor | None, offsets: Tensor | None, beside: Beside | None = None
+) -> tuple[int, list[int], int]:
     """Where the first bag begins, how many values each key has, and the least of these, unchecked.
 
     One host sync on a device; none without bags.
@@ -139,13 +159,13 @@ def sum_per_key(strides: Strides, lengths: Tensor | None, offsets: Tensor | None
         offsets = offsets_of(lengths, 2**62)
     if offsets is not None:
         ends = edges(strides, offsets)
-        return _read(ends, ends.diff())
+        return _read(ends, ends.diff(), beside)
     assert lengths is not None
     # a cast and a sum are faster than a sum that casts
-    return _read(None, lengths.view(len(strides.keys.names), strides.stride).to(torch.int64).sum(1))
+    return _read(None, lengths.view(len(strides.keys.names), strides.stride).to(torch.int64).sum(1), beside)
 
 
-def _read(ends: Tensor | None, sizes: Tensor) -> tuple[int, list[int], int]:
+def _read(ends: Tensor | None, sizes: Tensor, beside: Beside | None = None) -> tuple[int, list[int], int]:
     """The first of `ends`, all sizes and the least of them."""
     if torch.compiler.is_compiling():
         return 0, sizes.tolist(), 0
@@ -153,8 +173,12 @@ def _read(ends: Tensor | None, sizes: Tensor) -> tuple[int, list[int], int]:
         # of a tensor that nothing waits for, three reads are faster than joining what is read
         return 0 if ends is None else int(ends[0]), sizes.tolist(), int(sizes.min())
     first = () if ends is None else (ends[:1].to(sizes.dtype),)
+    more = () if beside is None else (beside.tensor,)
     # host sync: sizes of pieces are decided on the host; what is to be checked comes along
-    least, *found = torch.cat((sizes.min().view(1), *first, sizes)).tolist()
+    least, *found = torch.cat((sizes.min().view(1), *more, *first, sizes)).tolist()
+    if beside is not None:
+        count = beside.tensor.shape[0]
+        beside.numbers, found = found[:count], found[count:]
     return (0 if ends is None else found.pop(0)), found, least
 
 

@@ -26,7 +26,7 @@ from ._check import (
     check_values,
     names,
 )
-from ._segments import check_bags_in_full, compare_sizes, read_length_per_key
+from ._segments import Beside, check_bags_in_full, compare_sizes, read_length_per_key
 from ._strides import Strides, keys_of, starts_of, strides_of
 from ._text import bags_text, keyed_text
 from .jagged_tensor import JaggedTensor
@@ -315,19 +315,21 @@ class KeyedJaggedTensor(Bags):
         """
         return list(self._sizes())
 
-    def _sizes(self) -> list[int]:
-        """`length_per_key`, not copied."""
+    def _sizes(self, beside: Beside | None = None) -> list[int]:
+        """`length_per_key`, not copied; `beside` is read in the same sync."""
         if self._length_per_key is None:
-            self._length_per_key = self._read_length_per_key()
+            self._length_per_key = self._read_length_per_key(beside)
             self._checked = True
         return self._length_per_key
 
-    def _read_length_per_key(self) -> list[int]:
+    def _read_length_per_key(self, beside: Beside | None = None) -> list[int]:
         if self._both:
             self._check_in_full()
             self._both = False
         padded = self._capacity is not None
-        return read_length_per_key(self._strides, self._lengths, self._offsets, self._values.shape[0], padded=padded)
+        return read_length_per_key(
+            self._strides, self._lengths, self._offsets, self._values.shape[0], padded=padded, beside=beside
+        )
 
     def _check_in_full(self) -> None:
         padded = self._capacity is not None

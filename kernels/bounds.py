@@ -142,7 +142,9 @@ def check_ids(
     require_ids("feature ids", indices)
     require_ids("offsets", offsets)
     batch_size(offsets, len(names))
-    torch.ops.shardwise.check_ids(indices, offsets, features, guard, list(names), fatal, padded, step_guard)
+    # a kernel has no use for names, and hundreds take the dispatcher longer than a launch
+    said = [] if indices.is_cuda and runs_kernel(indices) else list(names)
+    torch.ops.shardwise.check_ids(indices, offsets, features, guard, said, fatal, padded, step_guard)
     if torch.compiler.is_compiling() and not indices.is_cuda:
         # a compiler leaves out what writes a guard that nobody reads, and with it the check
         torch._assert_async((guard == OK).all(), "ids or offsets are bad")
@@ -165,7 +167,7 @@ def _check_ids(
     step_guard: Tensor | None = None,
 ) -> None:
     if runs_kernel(indices):
-        count = len(names)
+        count = features.shape[0]
         batch = batch_size(offsets, count)
         work = max(indices.shape[0], offsets.shape[0])
         grid = (triton.cdiv(work, _BLOCK),)
@@ -189,15 +191,24 @@ def _check_ids(
 
 
 def raise_from_guard(
-    guard: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, names: Sequence[str], *, fatal: bool = True
+    guard: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    names: Sequence[str],
+    *,
+    fatal: bool = True,
+    numbers: Sequence[int] | None = None,
 ) -> None:
     """Turn what `guard` holds into an exception and reset it; `fatal=False` warns about ids instead.
+
+    `numbers` is what it holds, where that was read already.
 
     Raises:
         IndexError, ValueError: as `check_ids` describes.
     """
     # host sync on CUDA: the caller asked for the error now
-    bad_id, bad_offset, _ = guard.tolist()
+    bad_id, bad_offset, _ = guard.tolist() if numbers is None else numbers
     if bad_id == OK and bad_offset == OK:
         return
     guard.fill_(OK)

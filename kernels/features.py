@@ -10,6 +10,7 @@ O [F*B + 1] bag offsets into I; bag (f, b) has the number f * B + b.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -83,7 +84,12 @@ def flatten_segments(segments: Sequence[Segment]) -> list[int]:
 
 def unflatten_segments(flat: Sequence[int]) -> list[Segment]:
     """The inverse of `flatten_segments`."""
-    return [Segment(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
+    return list(_segments(tuple(flat)))
+
+
+@lru_cache(maxsize=512)
+def _segments(flat: tuple[int, ...]) -> tuple[Segment, ...]:
+    return tuple(Segment(*flat[i : i + 4]) for i in range(0, len(flat), 4))
 
 
 def same_length(per_id_weights: Tensor | None, indices: Tensor) -> None:

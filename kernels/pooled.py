@@ -10,14 +10,13 @@ once for each block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import configs
-from ._op import direct, launch_options, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from ._op import direct, launch_options, multiple, register, register_autograd, runs_kernel, tl, triton
 from .cpu_lookup import pooled_lookup_cpu
 from .features import (
     BASE,
@@ -28,12 +27,10 @@ from .features import (
     ORDER,
     ROWS,
     batch_size,
-    column_offsets,
-    launch_order,
-    row_alignment,
     same_length,
     table_rows,
 )
+from .launch_plans import lookup_plan
 
 
 def pooled_lookup_ref(
@@ -184,30 +181,26 @@ def _pooled_lookup(
         if weights.is_cuda:
             return pooled_lookup_ref(weights, indices, offsets, per_id_weights, features, dims, output_dtype)
         return pooled_lookup_cpu(weights, indices, offsets, per_id_weights, features, dims).to(output_dtype)
-    batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
-    out = torch.empty(batch, columns[-1], dtype=output_dtype, device=weights.device)
+    batch, plan = batch_size(offsets, len(dims)), lookup_plan(tuple(dims), weights.itemsize, output_dtype.itemsize)
+    out = torch.empty(batch, plan.columns, dtype=output_dtype, device=weights.device)
     if batch == 0:
         return out
     # kernels read ids, offsets and per-id weights one after another
     indices, offsets = indices.contiguous(), offsets.contiguous()
     per_id_weights = None if per_id_weights is None else per_id_weights.contiguous()
     length = configs.length_class(indices.shape[0], offsets.shape[0] - 1)
-    order = launch_order(dims)
-    first = 0
-    for width, members in groupby(order, key=lambda f: next_power_of_2(dims[f])):
-        fs = list(members)
-        align = min(row_alignment(dims[f], weights.itemsize) for f in fs) if weights.data_ptr() % 16 == 0 else 1
+    aligned = weights.data_ptr() % 16 == 0
+    for first, count, width, align, out_align, _ in plan.launches:
+        align = align if aligned else 1
         block_b, block_d, warps = configs.gather_tile("pooled_lookup", weights, width, align, length)
-        out_align = min(row_alignment(n, out.itemsize) for n in (columns[-1], *(columns[f] for f in fs if columns[f])))
         registers = _REGISTERS if align * weights.itemsize == 16 else _REGISTERS_OF_NARROW_ROWS
-        grid = (triton.cdiv(batch, block_b), len(fs), triton.cdiv(width, block_d))
+        grid = (triton.cdiv(batch, block_b), count, triton.cdiv(width, block_d))
         _pooled_lookup_kernel[grid](
             weights, indices, offsets, per_id_weights if per_id_weights is not None else indices, features, out,
-            indices.shape[0], batch, columns[-1], first,
+            indices.shape[0], batch, plan.columns, first,
             BASE, ROWS, DIM, COLUMN, MEAN, ORDER, FIELDS, per_id_weights is not None,
             block_b, block_d, align, out_align, **launch_options(warps, registers),
         )  # fmt: skip
-        first += len(fs)
     return out
 
 

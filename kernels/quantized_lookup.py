@@ -12,7 +12,7 @@ reference, the kernel and the loops of the CPU give the same bits, whatever lies
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from torch import Tensor
 from . import configs
 from ._op import gather_tile, launch_options, multiple, next_power_of_2, no_gradient, register, runs_kernel, tl, triton
 from .cpu_quantized import quantized_pooled_lookup_cpu
-from .features import BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS, batch_size, column_offsets, launch_order
+from .features import BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS, batch_size
 from .features import row_alignment as alignment
+from .launch_plans import PLANS, Plan, plan_launches
 from .quantize import DTYPES, dequantize_rows_ref
 from .row_formats import RowFormat, row_format
 from .row_numbers import UNFUSED, paired, row_scales, row_values
@@ -212,8 +213,8 @@ def _pooled(
     if not runs_kernel(payload):
         path = quantized_pooled_lookup_ref if payload.is_cuda else quantized_pooled_lookup_cpu
         return path(payload, scales, indices, offsets, per_id_weights, features, dims, format, output_dtype)
-    batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
-    out = torch.empty(batch, columns[-1], dtype=output_dtype, device=payload.device)
+    batch, plan = batch_size(offsets, len(dims)), quantized_plan(tuple(dims), format, output_dtype.itemsize)
+    out = torch.empty(batch, plan.columns, dtype=output_dtype, device=payload.device)
     if batch == 0:
         return out
     # kernels read what lies one after another
@@ -223,23 +224,29 @@ def _pooled(
     units = row_units(payload, kind)
     length = configs.length_class(indices.shape[0], offsets.shape[0] - 1)
     registers = _REGISTERS_OF_INT2 if kind.bits == 2 else _REGISTERS
-    first = 0
-    for width, members in groupby(launch_order(dims), key=lambda f: next_power_of_2(unit_count(dims[f], kind))):
-        fs = list(members)
-        align = min(unit_alignment(dims[f], kind) for f in fs) if payload.data_ptr() % 16 == 0 else 1
+    aligned = payload.data_ptr() % 16 == 0
+    for first, count, width, align, out_align, dim_align in plan.launches:
+        align = align if aligned else 1
         block_b, block_u, warps = tuned_tile("quantized_pooled_lookup", units, width, kind, align, length)
-        dim_align = min(alignment(dims[f], 1) for f in fs)
-        out_align = min(alignment(n, out.itemsize) for n in (columns[-1], *(columns[f] for f in fs if columns[f])))
-        grid = (triton.cdiv(batch, block_b), len(fs), triton.cdiv(width, block_u))
+        grid = (triton.cdiv(batch, block_b), count, triton.cdiv(width, block_u))
         _quantized_pooled_lookup_kernel[grid](
             units, scales, indices, offsets, per_id_weights if per_id_weights is not None else indices, features, out,
-            indices.shape[0], batch, columns[-1], first,
+            indices.shape[0], batch, plan.columns, first,
             BASE, ROWS, DIM, COLUMN, MEAN, FIRST_ROW, ORDER, FIELDS, per_id_weights is not None,
             kind.bits, kind.parts, block_b, block_u, align, dim_align, out_align,
             **launch_options(warps, registers), **UNFUSED,
         )  # fmt: skip
-        first += len(fs)
     return out
+
+
+@lru_cache(maxsize=PLANS)
+def quantized_plan(dims: tuple[int, ...], format: str, out_itemsize: int) -> Plan:
+    """Launches of a pooled lookup of one format: one for each class of a row's units."""
+    kind = row_format(format)
+    return plan_launches(
+        dims, lambda f: next_power_of_2(unit_count(dims[f], kind)), lambda f: unit_alignment(dims[f], kind),
+        out_itemsize,
+    )  # fmt: skip
 
 
 def tile(width: int, kind: RowFormat, align: int) -> tuple[int, int, int]:

@@ -41,6 +41,7 @@ from .features import (
     same_length,
     unflatten_segments,
 )
+from .launch_plans import source_alignment
 from .rounding import rounded_stochastically, rounds, salt_in_kernel
 from .row_chunks import HASH, ROW, SLOT, RowChunks, row_chunks
 from .rule import Rule, rule_named
@@ -324,11 +325,7 @@ def _source_alignment(grad: Tensor, dims: Sequence[int], dim: int) -> int:
 
     At most 4 of any dtype: threads that held 8 would add up the columns of a row in another order.
     """
-    if grad.data_ptr() % 16:
-        return 1
-    columns = column_offsets(dims)
-    starts = [columns[f] for f, other in enumerate(dims) if other == dim and columns[f]]
-    return min(row_alignment(n, 4) for n in (dim, columns[-1], *starts))
+    return 1 if grad.data_ptr() % 16 else source_alignment(tuple(dims), dim)
 
 
 def update_tile(dim: int, scale: int = 1) -> tuple[int, int, int]:

@@ -8,7 +8,6 @@ The order of addition within a row follows the tile, which follows its width and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from ._op import (
     gather_tile,
     launch_options,
     multiple,
-    next_power_of_2,
     register,
     register_autograd,
     runs_kernel,
@@ -35,11 +33,10 @@ from .features import (
     ROWS,
     batch_size,
     column_offsets,
-    launch_order,
     locate_ids,
-    row_alignment,
     table_rows,
 )
+from .launch_plans import gradient_plan
 
 
 def per_id_weight_gradient_ref(
@@ -143,30 +140,21 @@ def _per_id_weight_gradient(
 ) -> Tensor:
     if not runs_kernel(weights):
         return per_id_weight_gradient_ref(grad, weights, indices, offsets, features, dims)
-    batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
+    batch, plan = batch_size(offsets, len(dims)), gradient_plan(tuple(dims), weights.itemsize, grad.itemsize)
     out = torch.zeros(indices.shape[0], dtype=torch.float32, device=grad.device)
     if batch == 0 or indices.shape[0] == 0:
         return out
     indices, offsets, grad = indices.contiguous(), offsets.contiguous(), grad.contiguous()
-    first = 0
-
-    def class_of(f: int) -> tuple[int, int]:
-        return next_power_of_2(dims[f]), row_alignment(dims[f], weights.itemsize)
-
-    # rows of one width and alignment a launch: the alignment decides in which order the columns of a row are added
-    for (width, align), members in groupby(launch_order(dims), key=class_of):
-        fs = list(members)
+    aligned, grad_aligned = weights.data_ptr() % 16 == 0, grad.data_ptr() % 16 == 0
+    for first, count, width, align, g_align, _ in plan.launches:
         block_b, block_d, warps = weight_gradient_tile(width, weights.itemsize, align)
-        align = align if weights.data_ptr() % 16 == 0 else 1
-        starts = (columns[-1], *(columns[f] for f in fs if columns[f]))
-        g_align = min(row_alignment(n, grad.itemsize) for n in starts) if grad.data_ptr() % 16 == 0 else 1
-        grid = (triton.cdiv(batch, block_b), len(fs))
+        grid = (triton.cdiv(batch, block_b), count)
         _weight_gradient_kernel[grid](
-            weights, indices, offsets, grad, features, out, indices.shape[0], batch, columns[-1], first,
-            BASE, ROWS, DIM, COLUMN, MEAN, ORDER, FIELDS, block_b, block_d, align, g_align,
+            weights, indices, offsets, grad, features, out, indices.shape[0], batch, plan.columns, first,
+            BASE, ROWS, DIM, COLUMN, MEAN, ORDER, FIELDS, block_b, block_d,
+            align if aligned else 1, g_align if grad_aligned else 1,
             **launch_options(warps, 96),
         )  # fmt: skip
-        first += len(fs)
     return out
 
 

@@ -24,6 +24,7 @@ from shardwise.embeddings.collection import require_features
 from shardwise.embeddings.lookup_autograd import warn_of_eval
 from shardwise.embeddings.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged._segments import Beside
 from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
 from shardwise.kernels.cpu_lookup import ids_are_good, offsets_are_good
 
@@ -234,7 +235,7 @@ class ShardedCollection(nn.Module, Staged):
         assert out is not None
         departure.heads = heads
         departure.sizes = [receiving.elements(head.sizes.batch, head.sizes.ids) for head in heads]
-        if self._exchange.world_size > 1:
+        if not self._exchange.alone:
             departure.ids = self._exchange.ids(out.blocks(), departure.sizes)
 
     def arrive(self, departure: Departure) -> InFlight:
@@ -455,8 +456,7 @@ class ShardedCollection(nn.Module, Staged):
         keys = features.keys()
         found = self._sending.get((tuple(keys), update))
         if found is None:
-            missing = [name for name in dict.fromkeys(self._routes.features) if name not in keys]
-            if missing:
+            if missing := [name for name in dict.fromkeys(self._routes.features) if name not in keys]:
                 raise KeyError(f"features {missing} are not in the batch, which has {keys}")
             found = self._sending[tuple(keys), update] = Sending(self._routes, keys, update, self.device)
         return found
@@ -478,8 +478,12 @@ class ShardedCollection(nn.Module, Staged):
         guard, names = new_guard(self._held.device), sending.checked_names
         check_ids(ids, offsets, sending.checked, guard, names=names, fatal=fatal, padded=padded)
         if ids.is_cuda:
-            # before the ids leave: begin waits for the device anyway
-            raise_from_guard(guard, ids, offsets, sending.checked, names, fatal=fatal)
+            # their sizes, which must be known before they leave, come along; a bad offset explains wrong ones
+            beside = Beside(guard)
+            try:
+                features._sizes(beside)
+            finally:
+                raise_from_guard(guard, ids, offsets, sending.checked, names, fatal=fatal, numbers=beside.numbers)
         return not fatal
 
     def _ids_of(self, flight: InFlight, lookup: int) -> int:

@@ -74,7 +74,11 @@ def tell(
     sizes = [_NOTHING] * exchange.world_size if isinstance(mine, Exception) else mine
     status = _WELL if failure is None else _status(failure)
     sent = pack(sizes, status, wants=wants, fingerprint=fingerprint, groups=groups)
-    return Told(exchange, device, failure, sent, exchange.headers(torch.tensor(sent, device="cpu").to(device)))
+    rows = torch.tensor(sent, device="cpu")
+    if device.type == "cuda":
+        # nothing waits for what leaves from pinned memory
+        rows = rows.pin_memory()
+    return Told(exchange, device, failure, sent, exchange.headers(rows.to(device, non_blocking=True)))
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Told:
             As `raise_failures` and `raise_differences`.
         """
         failure = self.failure
-        if self.exchange.world_size == 1 and failure is not None:
+        if self.exchange.alone and failure is not None:
             raise failure
         # host sync, the only one that waits for other ranks: the sizes of what comes, and whether all are well
         rows = self.pending.wait().tolist()

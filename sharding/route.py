@@ -357,7 +357,7 @@ def in_order(
     if len(set(batches)) == 1:
         bags = (lengths[0] if len(lengths) == 1 else torch.cat(list(lengths))).view(len(batches) * streams, batches[0])
         if order is not None:
-            bags, ids, weights = permute_2d(order, bags, ids, weights)
+            bags, ids, weights = permute_2d(order, bags, ids, weights, permuted_lengths_sum=sum(group_ids))
         bags = bags.reshape(slots, samples)
     else:
         by_rank = [mine.view(streams, batch) for mine, batch in zip(lengths, batches, strict=True)]

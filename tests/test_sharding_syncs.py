@@ -1,0 +1,117 @@
+"""How often a sharded step waits for its GPU, counted without one; and a bad batch raises from what is read then."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, ShardingEnv
+from shardwise.jagged._segments import Beside
+from shardwise.kernels._op import HAS_TRITON, INTERPRETED
+from shardwise.kernels.bounds import OK
+from shardwise.perf.count_launches import CUDA, Counted, pretended
+from shardwise.perf.counted_ranks import sharded_step
+from shardwise.sharding import collection, layout
+from shardwise.sharding.modules import ShardedEmbeddingBagCollection
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
+
+# the guard of the ids and the sizes that leave, in one copy; then those that come
+SIZES = ["copy to host in jagged/_segments.py _read", "copy to host in sharding/header.py hear"]
+GUARD = "copy to host in kernels/bounds.py raise_from_guard"
+BUCKETS = "copy to host in sharding/route.py _divide"
+
+
+def waits() -> dict[str, list[str]]:
+    """By how tables are cut, what a rank waits for in a step."""
+    found = {}
+    for way in ("table-wise", "mixed"):
+        with pretended(seen := Counted()):
+            prepare = sharded_step(way)(CUDA)
+            for turn in range(2):
+                prepare(turn)()
+            step = prepare(2)
+            seen.clear()
+            step()
+        found[way] = sorted(seen.syncs.elements())
+    return found
+
+
+@pytest.mark.ranks
+def test_a_sharded_step_waits_twice_and_once_more_where_rows_are_cut() -> None:
+    """It waited five times, and six where rows are cut."""
+    for found in run_ranks(2, waits):
+        assert found == {"table-wise": SIZES, "mixed": [*SIZES, BUCKETS]}
+
+
+def batch(lengths: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3]).to(CUDA), lengths=torch.tensor(lengths).to(CUDA))
+
+
+def test_numbers_beside_sizes_come_in_one_copy_and_only_where_sizes_are_read() -> None:
+    with pretended(seen := Counted()):
+        kjt, beside, later = batch([1, 0, 2, 0]), Beside(torch.tensor([7, 8]).to(CUDA)), Beside(torch.ones(2).to(CUDA))
+        seen.clear()
+        assert kjt._sizes(beside) == [1, 2]
+        assert seen.copies == {"to host": 1}
+        assert kjt._sizes(later) == kjt.length_per_key() == [1, 2]
+        assert seen.copies == {"to host": 1}
+        with pytest.raises(ValueError, match="lengths sum to 4, values has 3"):
+            batch([1, 0, 2, 1])._sizes(bad := Beside(torch.tensor([9]).to(CUDA)))
+    assert (beside.numbers, later.numbers, bad.numbers) == ([7, 8], None, [9])
+
+
+BAD_ID = "feature 'b' (table 'u'), sample 0: id 3 is outside [0, 3)"
+FITS, LONG = [1, 0, 2, 0], [1, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("guard", "lengths", "known", "error", "text"),
+    [
+        ([2, OK, OK], FITS, False, IndexError, BAD_ID),
+        ([2, OK, OK], FITS, True, IndexError, BAD_ID),
+        # a bad offset explains lengths that do not fit, and is named
+        ([OK, 4, OK], LONG, False, ValueError, "offsets end at 4 but there are 3 ids"),
+        ([OK, OK, OK], LONG, False, ValueError, "lengths sum to 4, values has 3"),
+        ([OK, OK, OK], FITS, False, None, ""),
+        ([OK, OK, OK], FITS, True, None, ""),
+    ],
+)
+def test_a_bad_batch_raises_before_its_ids_leave(
+    guard: list[int],
+    lengths: list[int],
+    known: bool,
+    error: type[Exception] | None,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device that is not there looks at ids on its host; so what its kernel would say is written here."""
+
+    def written(ids: Tensor, offsets: Tensor, features: Tensor, into: Any, **more: Any) -> None:
+        into.host.copy_(torch.tensor(guard))
+
+    tables = [EmbeddingBagConfig(10, 4, "t", feature_names=["a"]), EmbeddingBagConfig(3, 4, "u", feature_names=["b"])]
+    shards = [shard for config in tables for shard in layout.table_wise(config.name, config.num_embeddings, 4, 0)]
+    with pretended(seen := Counted()):
+        model = ShardedEmbeddingBagCollection(
+            EmbeddingBagCollection(tables, device=CUDA), shards, ShardingEnv.from_local(1, 0), CUDA,
+            default_optimizer=(torch.optim.SGD, {"lr": 0.01}),
+        )  # fmt: skip
+        model(batch([2, 1, 0, 0]))
+        monkeypatch.setattr(collection, "check_ids", written)
+        kjt = batch(lengths)
+        if known:
+            kjt.length_per_key()
+        seen.clear()
+        if error is None:
+            model(kjt)
+            assert seen.syncs == Counter([GUARD if known else SIZES[0], SIZES[1]])
+            return
+        with pytest.raises(error) as raised:
+            model(kjt)
+    assert text in str(raised.value)
