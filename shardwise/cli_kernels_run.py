@@ -77,7 +77,7 @@ def _run(
 
     with _progress("executing", len(names)) as tell:
         ran = []
-        for outcome in runs.outcomes([(name, None) for name in names], jobs=jobs, shuffle=int(shuffle)):
+        for outcome in runs.outcomes([(name, None) for name in names], jobs=jobs, shuffle=1 if shuffle else None):
             ran.append(outcome)
             tell(outcome.case)
     if not barriers:

@@ -12,7 +12,6 @@ import hashlib
 import importlib
 import pkgutil
 import re
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,7 +34,6 @@ TARGET = ("cuda", 90, 32)
 _ALLOCATION = 512
 # which path an op takes, by their names in _op.py, and what they say of a tensor on a GPU
 _PATHS = {"runs_kernel": True, "direct": False, "eager": False, "unwatched": False}
-_FLOATS = {"fp32": ("<f", "<I"), "fp64": ("<d", "<Q"), "fp16": ("<e", "<H")}
 
 
 @dataclass(frozen=True)
@@ -81,13 +79,13 @@ class Log:
 
 @contextmanager
 def executed(
-    *, programs: int | None = None, fuses: bool = True, cut: Cut | None = None, shuffle: int = 0
+    *, programs: int | None = None, fuses: bool = True, cut: Cut | None = None, shuffle: int | None = None
 ) -> Iterator[Log]:
     """Ops on CPU tensors launch their kernels here; yields the log of the launches.
 
     `programs` is the size of a persistent grid where it shall be another one, so that its loops go around on few ids.
     Unless it `fuses` the compiler rounds each product and sum by itself. A barrier is `cut` out of a kernel. `shuffle`
-    other than 0 seeds another order of the CTAs of each launch. Memory that torch allocates without writing holds NaN
+    seeds another order of the CTAs of each launch. Memory that torch allocates without writing holds NaN
     or a huge integer.
 
     Raises (inside):
@@ -165,7 +163,7 @@ def _unwritten_memory_filled() -> Iterator[None]:
 class _Settings:
     fuses: bool
     cut: Cut | None
-    shuffle: int
+    shuffle: int | None
 
 
 class _Executor:
@@ -187,21 +185,22 @@ class _Executor:
         request = specialize(self.kernel, args, options)
         made = _compiled(self.kernel, request)
         sizes = tuple(grid(request.values)) if callable(grid) else tuple(grid)
-        entry = Execution(self.name, sizes, made.variant, made.program.barriers)
+        entry = Execution(self.name, sizes, made.variant, len(made.program.barriers))
         self.log.launches.append(entry)
         is_cut = cut is not None and (cut.kernel, cut.variant) == (self.name, made.variant)
         program = made.program.without_barrier(cut.barrier) if cut is not None and is_cut else made.program
         memory, places = Memory(), _Places()
-        numbers = [places.number(memory, kind, value, name) for name, kind, value in request.passed()]
+        numbers = [places.number(memory, value, name) for name, value in request.passed()]
         scratch = memory.put(torch.zeros(made.scratch_bytes * prod(sizes), dtype=torch.uint8).numpy(), "scratch")
         launch = Launch(program, memory, made.shared_bytes, [*numbers, scratch, scratch])
         try:
-            launch.run(sizes)
+            launch.run(sizes, self.settings.shuffle)
         except Fault as fault:
-            entry.faults = [*launch.faults, str(fault)]
+            # what ends a launch is the last that was found, unless nothing could be found
+            entry.faults = [] if fault.finding in launch.faults else [str(fault)]
             raise
         finally:
-            entry.faults = entry.faults or list(launch.faults)
+            entry.faults = [*map(str, launch.faults), *entry.faults]
             entry.instructions, entry.requests = sum(launch.executed.values()), launch.requests
             places.read_back(memory)
         if is_cut and entry.faults:
@@ -214,8 +213,8 @@ class _Places:
     def __init__(self) -> None:
         self.known: dict[int, tuple[int, Any]] = {}
 
-    def number(self, memory: Memory, kind: str, value: Any, name: str) -> int:
-        """An argument as the 64 bits that the kernel reads: an address, or a number."""
+    def number(self, memory: Memory, value: Any, name: str) -> Any:
+        """An argument as the kernel reads it: a tensor's address, or a number."""
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
             start = storage.data_ptr()
@@ -223,12 +222,7 @@ class _Places:
                 content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
                 self.known[start] = memory.put(content, name, start % _ALLOCATION), content
             return self.known[start][0] + value.data_ptr() - start
-        if value is None:
-            return 0
-        if kind in _FLOATS:
-            of_value, of_bits = _FLOATS[kind]
-            return int(struct.unpack(of_bits, struct.pack(of_value, value))[0])
-        return int(value)
+        return value
 
     def read_back(self, memory: Memory) -> None:
         """Copy what the launch wrote into the tensors."""
@@ -250,8 +244,8 @@ class Request:
     options: Any
     values: dict[str, Any]
 
-    def passed(self) -> Iterator[tuple[str, str, Any]]:
-        """Name, type and value of what the compiled kernel takes, tuples in parts."""
+    def passed(self) -> Iterator[tuple[str, Any]]:
+        """Name and value of what the compiled kernel takes, tuples in parts."""
         for name, kind in self.signature.items():
             yield from _flat(name, kind, self.values[name])
 
@@ -274,7 +268,7 @@ def specialize(kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> 
 class _Compiled:
     """A program, a name of its PTX, bytes of its shared memory, and bytes of scratch for each CTA."""
 
-    program: Any
+    program: Kernel
     variant: str
     shared_bytes: int
     scratch_bytes: int
@@ -303,10 +297,10 @@ def _compiled(kernel: Any, request: Request) -> _Compiled:
     return _COMPILED[key]
 
 
-def _flat(name: str, kind: Any, value: Any) -> Iterator[tuple[str, str, Any]]:
+def _flat(name: str, kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(kind, tuple):
         for part, one in zip(kind, value, strict=True):
             yield from _flat(name, part, one)
     elif kind != "constexpr":
-        yield name, kind, value
+        yield name, value
 

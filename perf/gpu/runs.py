@@ -57,7 +57,7 @@ def select(text: str, every: bool) -> list[Case]:
     ]
 
 
-def outcomes(tasks: Sequence[tuple[str, Cut | None]], *, jobs: int, shuffle: int = 0) -> Iterator[Outcome]:
+def outcomes(tasks: Sequence[tuple[str, Cut | None]], *, jobs: int, shuffle: int | None = None) -> Iterator[Outcome]:
     """Run cases by name, some with a barrier cut out, in `jobs` processes; in the order in which they end.
 
     Raises:
@@ -83,7 +83,7 @@ def _begin() -> None:
     torch.set_num_threads(1)
 
 
-def _outcome(name: str, cut: Cut | None, shuffle: int) -> Outcome:
+def _outcome(name: str, cut: Cut | None, shuffle: int | None) -> Outcome:
     begin = perf_counter()
     result = run_case(_BY_NAME[name], cut=cut, shuffle=shuffle)
     launches = tuple(

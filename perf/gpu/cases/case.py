@@ -59,7 +59,7 @@ class Result:
     wrong: tuple[str, ...]
 
 
-def run_case(case: Case, *, cut: Cut | None = None, shuffle: int = 0) -> Result:
+def run_case(case: Case, *, cut: Cut | None = None, shuffle: int | None = None) -> Result:
     """Run a case; with a barrier `cut` out, or with CTAs in another order, as `executed` says."""
     wrong: list[str] = []
     got: Sequence[Any] | None = None
