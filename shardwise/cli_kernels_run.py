@@ -25,7 +25,9 @@ def add_run(kernels: click.Group) -> None:
     @kernels.command()
     @click.option("--kernel", default="", metavar="TEXT", help="Only cases with this in their name or their kernels'.")
     @click.option("--all", "every", is_flag=True, help="Every rule, dtype, format and odd batch; then each barrier.")
-    @click.option("--barriers/--no-barriers", default=None, help="Take each barrier out in turn.  [default: with --all]")
+    @click.option(
+        "--barriers/--no-barriers", default=None, help="Take each barrier out in turn.  [default: with --all]"
+    )
     @click.option("--shuffle", is_flag=True, help="Programs of a launch in another order than the grid's.")
     @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all of it here.")
     @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes.", show_default=True)

@@ -56,6 +56,8 @@ class Decoder:
             return self._move(parts, operands)
         if name == "mov":
             return self._elementwise(lambda a: a, ("pred",), ("pred",), operands)
+        if name == "prmt":
+            operands = _permuted(operands)
         if found := operation(instruction.opcode, len(operands)):
             return self._elementwise(found.function, found.inputs, found.outputs, operands)
         if name in ("ld", "ldu"):
@@ -345,6 +347,17 @@ def _writer(slot: int, dtype: type[Any]) -> Write:
         cta.registers[slot] = value
 
     return put
+
+
+def _permuted(operands: tuple[str, ...]) -> tuple[str, ...]:
+    """The operands of prmt.b32 without a word of which no byte is taken: the compiler leaves it undefined."""
+    target, low, high, selector = operands
+    if selector.startswith("%"):
+        return operands
+    taken = [int(selector.rstrip("U"), 0) >> shift & 7 for shift in (0, 4, 8, 12)]
+    if max(taken) < 4:
+        return target, low, low, selector
+    return (target, high, high, selector) if min(taken) > 3 else operands
 
 
 def _nothing(cta: Cta, live: Array | None) -> None:

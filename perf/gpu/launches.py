@@ -221,7 +221,7 @@ class _Places:
             if start not in self.known:
                 content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
                 self.known[start] = memory.put(content, name, start % _ALLOCATION), content
-            return self.known[start][0] + value.data_ptr() - start
+            return self.known[start][0] + value.storage_offset() * value.itemsize
         return value
 
     def read_back(self, memory: Memory) -> None:
@@ -303,4 +303,3 @@ def _flat(name: str, kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _flat(name, part, one)
     elif kind != "constexpr":
         yield name, value
-

@@ -52,8 +52,18 @@ def _divisions() -> Iterator[Case]:
             )  # fmt: skip
     yield Case("ids in 300 buckets", BUCKETS, partial(_divide, *INTEGERS, 300, sizes=(1, 1)), SAME)
     yield Case("ids in one bucket", BUCKETS, partial(_divide, *INTEGERS, 1), SAME)
-    yield Case("large ids in buckets", BUCKETS, partial(_divide, torch.int64, torch.int64, 3, sizes=(2**60,) * 2, most=2**62), SAME)
-    yield Case("700 ids in buckets", BUCKETS, partial(_divide, *INTEGERS, 4, lengths_of=(100, 0, 30, 350, 219, 1), sequence=True), SAME)
+    yield Case(
+        "large ids in buckets",
+        BUCKETS,
+        partial(_divide, torch.int64, torch.int64, 3, sizes=(2**60,) * 2, most=2**62),
+        SAME,
+    )
+    yield Case(
+        "700 ids in buckets",
+        BUCKETS,
+        partial(_divide, *INTEGERS, 4, lengths_of=(100, 0, 30, 350, 219, 1), sequence=True),
+        SAME,
+    )
 
 
 def _divide(
@@ -84,9 +94,16 @@ def _distinct() -> Iterator[Case]:
     for ids, offsets in product(INTEGERS, INTEGERS):
         quick = ids == torch.int64 and offsets == torch.int32
         words = f"{_name(ids)} ids, {_name(offsets)} offsets"
-        yield Case(f"distinct ids, {words}", UNIQUE, partial(_unique, ids, offsets, LENGTHS, [50, 60], None), SAME, quick)
+        yield Case(
+            f"distinct ids, {words}", UNIQUE, partial(_unique, ids, offsets, LENGTHS, [50, 60], None), SAME, quick
+        )
     yield Case("distinct ids of shared tables", UNIQUE, partial(_unique, *INTEGERS, LENGTHS, [50, 60], [0, 0, 1]), SAME)
-    yield Case("distinct ids of a table of 3 G rows", UNIQUE, partial(_unique, torch.int64, torch.int64, LENGTHS, [50, 3 * 10**9], None), SAME)
+    yield Case(
+        "distinct ids of a table of 3 G rows",
+        UNIQUE,
+        partial(_unique, torch.int64, torch.int64, LENGTHS, [50, 3 * 10**9], None),
+        SAME,
+    )
     yield Case("distinct ids of 900", UNIQUE, partial(_unique, *INTEGERS, (400, 1, 99, 400), [50, 60], None), SAME)
 
 
@@ -120,7 +137,9 @@ def _calibrate(kind: torch.dtype, form: str) -> Sequence[Any]:
     lengths = torch.randint(0, 3, (count,), generator=generator)
     value = torch.randint(0, 5, (int(lengths.sum()),), generator=generator)
     if form == "by feature":
-        return [*histogram_binning_calibration_by_feature(logit, value, lengths, 3, examples, positives, bins, **numbers)]
+        return [
+            *histogram_binning_calibration_by_feature(logit, value, lengths, 3, examples, positives, bins, **numbers)
+        ]
     borders = torch.linspace(0.1, 0.9, bins - 1)
     return [
         *generic_histogram_binning_calibration_by_feature(

@@ -113,8 +113,16 @@ def _segments() -> Iterator[Case]:
             f"moved values, {words}", "segments.move", partial(_move, (dtype,), (), index),
             quick=dtype == torch.int16,
         )  # fmt: skip
-    yield _case("moved values, ids and weights", "segments.move", partial(_move, (torch.int64, torch.float32), (), INTEGERS[0]))
-    for dim, dtype in ((20, torch.float32), (1, torch.float32), (3, torch.float16), (128, torch.bfloat16), (5, torch.int64)):
+    yield _case(
+        "moved values, ids and weights", "segments.move", partial(_move, (torch.int64, torch.float32), (), INTEGERS[0])
+    )
+    for dim, dtype in (
+        (20, torch.float32),
+        (1, torch.float32),
+        (3, torch.float16),
+        (128, torch.bfloat16),
+        (5, torch.int64),
+    ):
         yield _case(
             f"moved rows, {_name(dtype)} D={dim}", "segments.locate sequence.gather",
             partial(_move, (dtype,), (dim,), INTEGERS[0]), quick=dim == 20,
@@ -161,9 +169,7 @@ def _values_and_order(row: tuple[int, ...], dtype: torch.dtype) -> Sequence[Any]
     return torch.tensor([5, 0, 3, 3, 6, 3]), _eighths(sum(LENGTHS), *row, dtype=dtype), torch.tensor(LENGTHS)
 
 
-def _values_in_segments(
-    row: tuple[int, ...], dtype: torch.dtype, index: torch.dtype = torch.int64
-) -> Sequence[Any]:
+def _values_in_segments(row: tuple[int, ...], dtype: torch.dtype, index: torch.dtype = torch.int64) -> Sequence[Any]:
     return _offsets((*LENGTHS, 100), index), _eighths(sum(LENGTHS) + 100, *row, dtype=dtype)
 
 
@@ -278,7 +284,11 @@ def _pooling() -> Iterator[Case]:
             partial(_both_ways, ops.jagged_vector_product, (0, 1), partial(_vector_inputs, dim, dtype)), PRODUCT,
             quick=quick,
         )  # fmt: skip
-    for dtype, index, hits in (*((dtype, INTEGERS[0], 2) for dtype in FLOATS), (FLOATS[0], INTEGERS[1], 3), (FLOATS[0], INTEGERS[0], 45)):
+    for dtype, index, hits in (
+        *((dtype, INTEGERS[0], 2) for dtype in FLOATS),
+        (FLOATS[0], INTEGERS[1], 3),
+        (FLOATS[0], INTEGERS[0], 45),
+    ):
         yield _case(
             f"unary tables, {_name(dtype)}, {_name(index)} ids, {hits} a bag",
             "unary_embeddings.unary unary_embeddings.unary_chunk",
@@ -290,7 +300,11 @@ def _pooling() -> Iterator[Case]:
 def _vector_inputs(dim: int, dtype: torch.dtype) -> Sequence[Any]:
     """Two heads, each with its own half of the columns, and vectors shorter than the longest bag."""
     heads = 2
-    return _normal(heads * len(LENGTHS), 30, dtype=dtype), _normal(sum(LENGTHS), heads * dim, seed=2, dtype=dtype), _offsets()
+    return (
+        _normal(heads * len(LENGTHS), 30, dtype=dtype),
+        _normal(sum(LENGTHS), heads * dim, seed=2, dtype=dtype),
+        _offsets(),
+    )
 
 
 def _unary_inputs(dtype: torch.dtype, index: torch.dtype, hits: int) -> Sequence[Any]:

@@ -81,7 +81,13 @@ def _settings() -> Iterator[Case]:
     for rule in ("sgd", "rowwise_adagrad"):
         yield _case("weighted", _of(64, weighted=True), rule)
         yield _case("mean", MIXED, rule, tolerance=AVERAGED)
-        yield _case("weighted mean, fp16", replace(MIXED, weighted=True, dtype=torch.float16), rule, rounds=True, tolerance=AVERAGED)
+        yield _case(
+            "weighted mean, fp16",
+            replace(MIXED, weighted=True, dtype=torch.float16),
+            rule,
+            rounds=True,
+            tolerance=AVERAGED,
+        )
         yield _case("gradients cut", _of(20), rule, most=0.5)
         yield _case("gradients of fp16", _of(64, output=torch.float16), rule)
         yield _case("gradients of bf16", _of(3, output=torch.bfloat16), rule)
