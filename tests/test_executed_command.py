@@ -51,7 +51,7 @@ def test_each_barrier_of_a_kernel_is_taken_out_and_reported() -> None:
 @pytest.mark.executed
 def test_a_difference_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = runs.select("calibration, by feature, fp32", False)
-    (other,) = runs.select("sums of segments and their gradient, fp32 D=20", False)
+    (other,) = runs.select("sums of segments and their gradient, fp32 (20,)", False)
     assert other.reference is None
     wrong = replace(case, name="of something else", reference=other.run, tolerance=SAME)
     monkeypatch.setattr(runs, "CASES", (wrong,))

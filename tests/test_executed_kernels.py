@@ -1,4 +1,4 @@
-"""Every kernel, compiled for sm_90 and executed on the CPU through the op that launches it, gives its reference's values.
+"""Every kernel, compiled for sm_90 and executed through the op that launches it, gives its reference's values.
 
 The quick cases of `shardwise kernels run`, which has many more with --all.
 """

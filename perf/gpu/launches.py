@@ -27,7 +27,7 @@ import shardwise.kernels
 from shardwise.kernels import _op, numba_loops
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED, triton
 
-from .machine import Fault, Kernel, Launch, Memory
+from . import Fault, Kernel, Launch, Memory
 
 TARGET = ("cuda", 90, 32)
 # a CUDA allocation begins on so many bytes; torch's on a CPU on 64, and stays as far off as it is
@@ -49,7 +49,8 @@ class Cut:
 class Execution:
     """One launch: `kernel` is its file and name, `requests` what each kind of access moved, by buffer.
 
-    `variant` tells the programs apart that a kernel is compiled to, with `barriers` in the text of each. A request has "requests" of warps, the "bytes" that they asked for and the 32-byte "sectors" that they touched.
+    `variant` tells the programs apart that a kernel is compiled to, with `barriers` in the text of each. A request has
+    "requests" of warps, the "bytes" that they asked for and the 32-byte "sectors" that they touched.
     """
 
     kernel: str
@@ -149,14 +150,15 @@ def _kernels_in(module: Any) -> list[tuple[str, Any]]:
 @contextmanager
 def _unwritten_memory_filled() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
 
 
 @dataclass(frozen=True)

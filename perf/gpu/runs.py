@@ -179,7 +179,8 @@ def by_kernel(ran: Sequence[Outcome], cut: Sequence[tuple[Cut, Outcome | None]] 
 
 def _entry() -> dict[str, Any]:
     return {
-        "cases": 0, "launches": 0, "programs": set(), "instructions": 0, "faults": [], "differences": {}, "barriers": {},
+        "cases": 0, "launches": 0, "programs": set(), "instructions": 0, "faults": [], "differences": {},
+        "barriers": {},
     }  # fmt: skip
 
 

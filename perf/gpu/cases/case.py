@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launches import Cut, Log, executed, torch_alone
-from ..machine import Fault
+from shardwise.perf.gpu import Fault
+from shardwise.perf.gpu.launches import Cut, Log, executed, torch_alone
 
 
 @dataclass(frozen=True)

@@ -73,30 +73,37 @@ def _both_ways(op: Callable[..., Any], leaves: Sequence[int], inputs: Callable[[
 
 def _orders() -> Iterator[Case]:
     for dtype, count in product(INTEGERS, (5, 1, 3000)):
-        lengths = partial(torch.randint, 0, 9, (count,), dtype=dtype)
         yield _case(
             f"offsets of {count} lengths, {_name(dtype)}", "jagged.cumsum",
-            lambda lengths=lengths: [ROUTED.complete_cumsum(lengths(generator=_random(1)))],
+            partial(_sums_before, (count,), dtype),
             quick=count == 3000 and dtype == torch.int32,
         )  # fmt: skip
-        order = partial(torch.randperm, count, dtype=dtype)
         yield _case(
             f"inverse of an order of {count}, {_name(dtype)}", "jagged.invert",
-            lambda order=order: [ops.invert_permute(order(generator=_random(1)))],
+            partial(_inverse, count, dtype),
             quick=count == 3000 and dtype == torch.int64,
         )  # fmt: skip
         ends = (0, 3, 3, *(LENGTHS[k % 7] for k in range(count)))
         yield _case(
             f"places in {count + 3} bags, {_name(dtype)}", "segments.locate",
-            lambda ends=ends, dtype=dtype: [ops.offsets_range(_offsets(ends, dtype)[:-1], sum(ends))],
+            partial(_places, ends, dtype),
             quick=count == 5 and dtype == torch.int32,
         )  # fmt: skip
-    yield _case(
-        "offsets of 3 rows of lengths", "jagged.cumsum",
-        lambda: [ROUTED.complete_cumsum(torch.randint(0, 9, (3, 70), generator=_random(1)))],
-    )  # fmt: skip
+    yield _case("offsets of 3 rows of lengths", "jagged.cumsum", partial(_sums_before, (3, 70), torch.int64))
     for dtype in INTEGERS:
         yield _case(f"sources of moved segments, {_name(dtype)}", "segments.locate", partial(_expand, dtype))
+
+
+def _sums_before(shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[Any]:
+    return [ROUTED.complete_cumsum(torch.randint(0, 9, shape, generator=_random(1), dtype=dtype))]
+
+
+def _inverse(count: int, dtype: torch.dtype) -> Sequence[Any]:
+    return [ops.invert_permute(torch.randperm(count, generator=_random(1), dtype=dtype))]
+
+
+def _places(lengths: Sequence[int], dtype: torch.dtype) -> Sequence[Any]:
+    return [ops.offsets_range(_offsets(lengths, dtype)[:-1], sum(lengths))]
 
 
 def _expand(dtype: torch.dtype) -> Sequence[Any]:
@@ -127,20 +134,19 @@ def _segments() -> Iterator[Case]:
             f"moved rows, {_name(dtype)} D={dim}", "segments.locate sequence.gather",
             partial(_move, (dtype,), (dim,), INTEGERS[0]), quick=dim == 20,
         )  # fmt: skip
-    for dim, dtype in product((None, 1, 20, 128), (*FLOATS, torch.float64)):
-        shape = () if dim is None else (dim,)
+    columns: tuple[tuple[int, ...], ...] = ((), (1,), (20,), (128,))
+    for shape, dtype in product(columns, (*FLOATS, torch.float64)):
         yield _case(
-            f"moved values and their gradient, {_name(dtype)} D={dim or 'none'}", "segments.collect",
+            f"moved values and their gradient, {_name(dtype)} {shape}", "segments.collect",
             partial(_both_ways, _permuted, (1,), partial(_values_and_order, shape, dtype)),
-            SAME if dtype == torch.float64 else SUM, quick=dim == 20 and dtype == torch.float16,
+            SAME if dtype == torch.float64 else SUM, quick=shape == (20,) and dtype == torch.float16,
         )  # fmt: skip
-    for dim, dtype in product((None, 1, 3, 20, 128, 1023), (*FLOATS, torch.float64)):
-        shape = () if dim is None else (dim,)
-        kernel = "jagged.segment_sum" if dim in (None, 1) else "jagged.segment_rows"
+    for shape, dtype in product((*columns, (3,), (1023,)), (*FLOATS, torch.float64)):
+        kernel = "jagged.segment_sum" if shape in ((), (1,)) else "jagged.segment_rows"
         yield _case(
-            f"sums of segments and their gradient, {_name(dtype)} D={dim or 'none'}", kernel,
+            f"sums of segments and their gradient, {_name(dtype)} {shape}", kernel,
             partial(_both_ways, ops.segment_sum, (1,), partial(_values_in_segments, shape, dtype)), SUM,
-            quick=dim in (None, 20) and dtype == torch.float32,
+            quick=shape in ((), (20,)) and dtype == torch.float32,
         )  # fmt: skip
     for dtype, index in product(INTEGERS, INTEGERS):
         yield _case(
@@ -157,7 +163,7 @@ def _move(dtypes: Sequence[torch.dtype], row: tuple[int, ...], index: torch.dtyp
     order = torch.tensor([5, 0, 3, 3, 6], dtype=index)
     into = _offsets([LENGTHS[i] for i in order.tolist()], index)
     values = [_eighths(sum(LENGTHS), *row, seed=k, dtype=dtype) for k, dtype in enumerate(dtypes)]
-    return ROUTED.move_segments(values, order, _offsets(dtype=index), into, int(into[-1]))
+    return [*ROUTED.move_segments(values, order, _offsets(dtype=index), into, int(into[-1]))]
 
 
 def _permuted(order: Tensor, values: Tensor, lengths: Tensor) -> Any:
@@ -205,7 +211,9 @@ def _padded() -> Iterator[Case]:
             )  # fmt: skip
     yield _case(
         "padded, int32 offsets", "padded.to_padded",
-        partial(_both_ways, _to_padded, (0,), partial(_padded_inputs, shapes["rows of 4"], FLOATS[0], False, INTEGERS[1])),
+        partial(
+            _both_ways, _to_padded, (0,), partial(_padded_inputs, shapes["rows of 4"], FLOATS[0], False, INTEGERS[1])
+        ),
     )  # fmt: skip
     some = ("rows of 20", "rows of 1", "2 jagged dims", "numbers")
     for words, dtype in product(some, FLOATS):

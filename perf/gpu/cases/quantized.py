@@ -35,7 +35,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Tables:
-    """Quantized tables (rows, dim), features (table, averaged) over them, and `bags` of `lengths` ids, some of them bad."""
+    """Quantized tables (rows, dim), features (table, averaged) over them, and `bags` of `lengths` ids, perhaps bad."""
 
     format: str
     tables: tuple[tuple[int, int], ...] = ((9, 20), (5, 7))
@@ -86,7 +86,8 @@ def _rows_case(
     made = ("quantize.quantize_rows", "quantize.dequantize_rows") if ROW_FORMATS[format].parts else ()
     return Case(
         f"{format} rows there and back, {words}", made,
-        partial(_there_and_back, format, dim, dtype, scales, (quantize_rows, dequantize_rows)), SAME, quick and bool(made),
+        partial(_there_and_back, format, dim, dtype, scales, (quantize_rows, dequantize_rows)), SAME,
+        quick and bool(made),
         reference=partial(_there_and_back, format, dim, dtype, scales, (quantize_rows_ref, dequantize_rows_ref)),
     )  # fmt: skip
 
@@ -126,8 +127,8 @@ def _lookups(format: str) -> Iterator[Case]:
 
 def _lookup_case(words: str, tables: Tables, quick: bool = False) -> Case:
     return Case(
-        f"pooled lookup of {tables.format} rows, {words}", POOLED, partial(_pooled, tables, quantized_pooled_lookup), SAME,
-        quick, reference=partial(_pooled, tables, quantized_pooled_lookup_ref),
+        f"pooled lookup of {tables.format} rows, {words}", POOLED, partial(_pooled, tables, quantized_pooled_lookup),
+        SAME, quick, reference=partial(_pooled, tables, quantized_pooled_lookup_ref),
     )  # fmt: skip
 
 
