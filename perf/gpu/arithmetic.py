@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .rounding import MODES, NARROW, Array, flush, fma_f32, fma_f64, odd_sum, to_f16, widen_bf16
+from .rounding import MODES, NARROW, Array, flush, fma_f32, fma_f64, odd_sum, widen_bf16
 
 Function = Callable[..., Any]
 # how values of a type are given to a function; bf16, tf32 and packed types as their bits
@@ -204,7 +204,7 @@ def _extreme(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
     """min, max: of a number and a NaN the number, unless `.NaN`; the zeros are ordered."""
     half = kind.removesuffix("x2")
     if half not in FLOATS:
-        _require(name, modifiers, {"relu"} if False else set())
+        _require(name, modifiers, set())
         return Operation(_of_type(np.minimum if name == "min" else np.maximum, kind), (kind, kind), (kind,))
     _require(name, modifiers, {"NaN", "ftz"})
     if "NaN" in modifiers:
@@ -213,14 +213,16 @@ def _extreme(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
         choose = np.fmin if name == "min" else np.fmax
     bitwise = np.bitwise_or if name == "min" else np.bitwise_and
 
-    def function(a: Array, b: Array) -> Array:
-        if half == "bf16":
-            return (function(widen_bf16(a), widen_bf16(b)).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    def ordered(a: Array, b: Array) -> Array:
         bits = UNSIGNED[a.dtype.itemsize]
         x, y = np.ascontiguousarray(a).view(bits), np.ascontiguousarray(b).view(bits)
         return np.where(a == b, bitwise(x, y), choose(a, b).view(bits)).view(a.dtype)
 
-    return Operation(_of_type(_with_modifiers(function, half, modifiers), kind), (kind, kind), (kind,))
+    def of_bf16(a: Array, b: Array) -> Array:
+        return (ordered(widen_bf16(a), widen_bf16(b)).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+    function = _with_modifiers(of_bf16 if half == "bf16" else ordered, half, modifiers)
+    return Operation(_of_type(function, kind), (kind, kind), (kind,))
 
 
 def _sign(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
@@ -392,7 +394,7 @@ def _field(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
 
 def _permutation(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
     """prmt: any four bytes of two words, or their signs; the modes choose by the last two bits of the third operand."""
-    mode = (modifiers or [kind])[-1] if kind != "b32" else (modifiers[-1] if modifiers else "")
+    mode = kind if kind != "b32" else ""
     selected = {
         "f4e": [(0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5), (3, 4, 5, 6)],
         "b4e": [(0, 7, 6, 5), (1, 0, 7, 6), (2, 1, 0, 7), (3, 2, 1, 0)],
@@ -488,4 +490,3 @@ _FAMILIES: dict[str, Callable[[str, list[str], str, int], Operation]] = {
     "setp": _comparison, "copysign": _copysign, "prmt": _permutation, "shf": _funnel, "lop3": _logic, "dp4a": _dot,
     "testp": _test, "sad": _sad,
 }  # fmt: skip
-__all__ = ["DTYPES", "FLOATS", "UNSIGNED", "Operation", "operation", "to_f16"]

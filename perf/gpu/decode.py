@@ -309,11 +309,7 @@ class Decoder:
             return lambda cta, live: cta.shared.commit(cta.running(live))
         if "wait_group" in parts or "wait_all" in parts:
             newest = int(operands[0], 0) if operands else -1
-
-            def wait(cta: Cta, live: Array | None) -> None:
-                cta.shared.wait(cta.running(live), newest, lambda kind, what, first: cta.report(kind, what))
-
-            return wait
+            return lambda cta, live: cta.shared.wait(cta.running(live), newest)
         if parts[1] != "async" or "bulk" in parts or "mbarrier" in parts:
             return None
         where, source, size = self.address(operands[0]), self.address(operands[1]), int(operands[2].rstrip("U"), 0)

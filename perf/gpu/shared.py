@@ -152,6 +152,9 @@ class Shared:
             self._check(
                 races, "race", "shared memory is written that another thread read since the last barrier", report
             )
+        self._mark_written(places, owner)
+
+    def _mark_written(self, places: Array, owner: Array) -> None:
         self.writer[places] = owner
         self.write_time[places] = self.time
         self.written[places] = True
@@ -181,7 +184,7 @@ class Shared:
         """cp.async.commit_group."""
         self.committed[threads] += 1
 
-    def wait(self, threads: Array, newest: int, report: Report) -> None:
+    def wait(self, threads: Array, newest: int) -> None:
         """cp.async.wait_group: of each thread all groups but the newest are done; -1 also those not committed."""
         waits = np.zeros(len(self.committed), np.bool_)
         waits[threads] = True
@@ -193,8 +196,8 @@ class Shared:
                 places = self._places(offsets, size)
                 self.pending[places] = False
                 self.bytes[offsets[:, None] + np.arange(size)] = copy.data[done]
-                # from now on it is a write by the thread that waited
-                self.note_write(copy.threads[done], places, report)
+                # from now on it is a write by the thread that waited; collisions were seen when it began
+                self._mark_written(places, copy.threads[done][:, None])
             if not done.all():
                 left.append(Copy(copy.threads[~done], copy.offsets[~done], copy.data[~done], copy.groups[~done]))
         self.copies = left
