@@ -8,6 +8,7 @@ import numpy as np
 
 from shardwise.perf.gpu import Kernel, Launch, Memory
 
+Array = np.ndarray[Any, Any]
 WIDTHS = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}
 
 
@@ -30,33 +31,25 @@ def kernel(body: str, parameters: int = 4, threads: int = 64) -> Kernel:
     """)
 
 
-def launch(
-    body: str,
-    *buffers: np.ndarray[Any, Any],
-    shared: int = 0,
-    threads: int = 64,
-    grid: tuple[int, ...] = (1,),
-    initialised: bool = True,
-    shuffle: int | None = None,
-    shift: int = 0,
-    step_limit: int = 100_000,
-) -> tuple[Launch, list[np.ndarray[Any, Any]]]:
-    """Run a body; gives the launch and what the buffers hold after it. Only the last may be without values."""
+def prepare(
+    body: str, *buffers: Array, shared: int = 0, threads: int = 64, initialised: bool = True, shift: int = 0, **_: Any
+) -> tuple[Launch, list[int]]:
+    """A launch of a body on copies of the buffers, and where those are; they may lie `shift` bytes off, or be empty."""
     memory = Memory()
-    last = len(buffers) - 1
-    addresses = [
-        memory.put(data, f"B{i}", shift, initialised=initialised or i < last) for i, data in enumerate(buffers)
-    ]
-    made = Launch(kernel(body, len(buffers), threads), memory, shared, addresses)
-    made.run(grid, shuffle=shuffle, step_limit=step_limit)
-    return made, [memory.get(address) for address in addresses]
+    addresses = [memory.put(data, f"B{i}", shift, initialised=initialised) for i, data in enumerate(buffers)]
+    return Launch(kernel(body, len(buffers), threads), memory, shared, addresses), addresses
 
 
-def kinds(made: Launch) -> set[str]:
-    return {finding.kind for finding in made.faults}
+def launch(
+    body: str, *buffers: Array, grid: tuple[int, ...] = (1,), shuffle: int | None = None, **settings: Any
+) -> tuple[Launch, list[Array]]:
+    """Run a body; gives the launch and what the buffers hold after it."""
+    made, addresses = prepare(body, *buffers, **settings)
+    made.run(grid, shuffle=shuffle)
+    return made, [made.memory.get(address) for address in addresses]
 
 
-def compute(opcode: str, inputs: list[np.ndarray[Any, Any]], output: Any, suffix: str = "") -> np.ndarray[Any, Any]:
+def compute(opcode: str, inputs: list[Array], output: Any, suffix: str = "") -> Array:
     """The opcode of arrays of equal length, one element a thread; inputs of one byte are predicates."""
     count = len(inputs[0])
     padded = -(-count // 32) * 32

@@ -1,4 +1,4 @@
-"""What Triton compiles for sm_90, run by the executor, beside numpy: products of matrices, scans, sorts, 8-bit floats."""
+"""Triton's code for sm_90, run by the executor, beside torch: products of matrices, scans, sorts, 8-bit floats."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def product_kernel(X, Y, Z, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, B
 
 
 NAMES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from executor_ptx import kernel, kinds, launch
+from executor_ptx import kernel, launch, prepare
 
-from shardwise.perf.gpu import KINDS, Fault, Memory
-from shardwise.perf.gpu import Launch as GpuLaunch
+from shardwise.perf.gpu import KINDS, Fault, Launch, Memory
 
 WORDS = np.arange(64, dtype=np.uint32)
 NOTHING = np.zeros(64, np.uint32)
@@ -20,14 +21,9 @@ PLACES = """
 """
 
 
-def faults(body: str, *buffers: np.ndarray, **settings: object) -> list[tuple[str, int | None]]:
+def faults(body: str, *buffers: np.ndarray[Any, Any], **settings: Any) -> list[tuple[str, int | None]]:
     """Kinds and threads of what is found, also where the launch ends."""
-    settings = {"threads": 64, **settings}
-    memory = Memory()
-    initialised = settings.pop("initialised", True)
-    shift = settings.pop("shift", 0)
-    addresses = [memory.put(data, f"B{i}", shift, initialised=initialised) for i, data in enumerate(buffers)]
-    made = GpuLaunch(kernel(body, len(buffers), settings["threads"]), memory, settings.get("shared", 0), addresses)
+    made, _ = prepare(body, *buffers, **settings)
     try:
         made.run(settings.get("grid", (1,)), step_limit=20_000)
     except Fault as fault:
@@ -90,39 +86,41 @@ def test_addresses_outside_of_shared_memory(access: str, found: list[tuple[str, 
 
 
 BARRIER, WARP = "bar.sync 0;", "bar.warp.sync -1;"
+WRITE, READ = "st.shared.b32 [%r1], %tid;", "ld.shared.b32 %r10, [{}];"
+ADD = "atom.shared.add.u32 %r10, [%r0], 1;"
 
 
 @pytest.mark.parametrize(
     ("body", "found"),
     [
         # write, read: with another warp, with another lane
-        (f"st.shared.b32 [%r1], %tid; {BARRIER} ld.shared.b32 %r10, [%r3];", []),
-        (f"st.shared.b32 [%r1], %tid; {WARP} ld.shared.b32 %r10, [%r3];", [("race", 0)]),
-        (f"st.shared.b32 [%r1], %tid; {WARP} ld.shared.b32 %r10, [%r7];", []),
-        ("st.shared.b32 [%r1], %tid; ld.shared.b32 %r10, [%r7];", [("race", 0)]),
-        ("st.shared.b32 [%r1], %tid; ld.shared.b32 %r10, [%r1];", []),
+        (WRITE + BARRIER + READ.format("%r3"), []),
+        (WRITE + WARP + READ.format("%r3"), [("race", 0)]),
+        (WRITE + WARP + READ.format("%r7"), []),
+        (WRITE + READ.format("%r7"), [("race", 0)]),
+        (WRITE + READ.format("%r1"), []),
         # a shuffle orders no memory
-        ("st.shared.b32 [%r1], %tid; shfl.sync.bfly.b32 %r9, %tid, 1, 31, -1; ld.shared.b32 %r10, [%r7];", [("race", 0)]),
+        (WRITE + "shfl.sync.bfly.b32 %r9, %tid, 1, 31, -1;" + READ.format("%r7"), [("race", 0)]),
         # read, write
-        (f"st.shared.b32 [%r1], %tid; {BARRIER} ld.shared.b32 %r10, [%r3]; {BARRIER} st.shared.b32 [%r1], %r10;", []),
-        (f"st.shared.b32 [%r1], %tid; {BARRIER} ld.shared.b32 %r10, [%r3]; st.shared.b32 [%r1], %r10;", [("race", 0)]),
-        (f"st.shared.b32 [%r1], %tid; {BARRIER} ld.shared.b32 %r10, [%r7]; st.shared.b32 [%r1], %r10;", [("race", 0)]),
-        (f"st.shared.b32 [%r1], %tid; {BARRIER} ld.shared.b32 %r10, [%r7]; {WARP} st.shared.b32 [%r1], %r10;", []),
-        (f"st.shared.b32 [%r1], %tid; {BARRIER} ld.shared.b32 %r10, [%r1]; st.shared.b32 [%r1], 7;", []),
-        # both warps read, one of them writes
-        (f"st.shared.b32 [%r1], %tid; {BARRIER} ld.shared.b32 %r10, [%r0]; {WARP} st.shared.b32 [%r0], 7;", [("race", 0)]),
+        (WRITE + BARRIER + READ.format("%r3") + BARRIER + "st.shared.b32 [%r1], %r10;", []),
+        (WRITE + BARRIER + READ.format("%r3") + "st.shared.b32 [%r1], %r10;", [("race", 0)]),
+        (WRITE + BARRIER + READ.format("%r7") + "st.shared.b32 [%r1], %r10;", [("race", 0)]),
+        (WRITE + BARRIER + READ.format("%r7") + WARP + "st.shared.b32 [%r1], %r10;", []),
+        (WRITE + BARRIER + READ.format("%r1") + "st.shared.b32 [%r1], 7;", []),
+        # both warps read, then they write
+        (WRITE + BARRIER + READ.format("%r0") + WARP + "st.shared.b32 [%r0], 7;", [("race", 0)]),
         # write, write
-        ("st.shared.b32 [%r1], %tid; st.shared.b32 [%r3], %tid;", [("race", 0)]),
-        (f"st.shared.b32 [%r1], %tid; {BARRIER} st.shared.b32 [%r3], %tid;", []),
+        (WRITE + "st.shared.b32 [%r3], %tid;", [("race", 0)]),
+        (WRITE + BARRIER + "st.shared.b32 [%r3], %tid;", []),
         ("st.shared.b32 [%r0], %tid;", [("race", 0)]),
         # the same value, twice
         ("st.shared.b32 [%r0], 7; st.shared.b32 [%r0], 7;", []),
         # atomic accesses among themselves, and beside others
-        (f"st.shared.b32 [%r0], 0; {BARRIER} atom.shared.add.u32 %r10, [%r0], 1; {BARRIER} ld.shared.b32 %r10, [%r0];", []),
-        (f"st.shared.b32 [%r0], 0; {BARRIER} atom.shared.add.u32 %r10, [%r0], 1; ld.shared.b32 %r10, [%r0];", [("race", 0)]),
-        ("st.shared.b32 [%r1], 0; atom.shared.add.u32 %r10, [%r3], 1;", [("race", 0)]),
+        ("st.shared.b32 [%r0], 0;" + BARRIER + ADD + BARRIER + READ.format("%r0"), []),
+        ("st.shared.b32 [%r0], 0;" + BARRIER + ADD + READ.format("%r0"), [("race", 0)]),
+        (WRITE + "atom.shared.add.u32 %r10, [%r3], 1;", [("race", 0)]),
         # bytes of one word are different memory
-        (f"mad.lo.s32 %r1, %tid, 1, %r0; st.shared.b8 [%r1], %tid; {BARRIER} ld.shared.b8 %r10, [%r1];", []),
+        ("add.s32 %r1, %tid, %r0; st.shared.b8 [%r1], %tid;" + BARRIER + "ld.shared.b8 %r10, [%r1];", []),
     ],
 )  # fmt: skip
 def test_races_in_shared_memory(body: str, found: list[tuple[str, int]]) -> None:
@@ -139,7 +137,10 @@ def test_shared_memory_that_nobody_wrote() -> None:
     assert faults(f"{PLACES} {first} {read}", shared=256, grid=(2,)) == [("unwritten", 0)]
 
 
-OWN = "mov.u32 %r8, %ctaid.x; mad.lo.s32 %r9, %r8, 64, %tid; mad.wide.u32 %rd1, %r9, 4, %in0; mad.wide.u32 %rd2, %tid, 4, %in0;"
+OWN = """
+    mov.u32 %r8, %ctaid.x; mad.lo.s32 %r9, %r8, 64, %tid;
+    mad.wide.u32 %rd1, %r9, 4, %in0; mad.wide.u32 %rd2, %tid, 4, %in0;
+"""
 # halves of a word
 HALVES = "mov.u32 %r8, %ctaid.x; mad.lo.s32 %r9, %tid, 4, %r8; mad.wide.u32 %rd1, %r9, 2, %in0; mov.b16 %h1, 1;"
 
@@ -210,19 +211,11 @@ def test_threads_that_do_not_come(body: str, found: list[tuple[str, int]]) -> No
     ],
 )
 def test_lanes_that_do_not_come_to_a_matrix(op: str) -> None:
-    start = (
-        PLACES
-        + LAST
-        + "st.shared.b32 [%r1], 0; mov.b32 %r10, 0; and.b32 %r11, %tid, 39; mad.lo.s32 %r11, %r11, 16, %r0;"
-    )
-    end = "bar.sync 0; {0}{1}; ret;"
-    # both warps have a matrix of 128 bytes
-    start = start.replace(
-        "mad.lo.s32 %r11, %r11, 16, %r0;",
-        "and.b32 %r12, %tid, 7; shr.u32 %r13, %tid, 5; mad.lo.s32 %r12, %r13, 8, %r12; mad.lo.s32 %r11, %r12, 16, %r0;",
-    )
-    assert faults(start + end.format("", op), shared=256) == []
-    assert ("missing", 5) in faults(start + end.format("@%p3 ", op), shared=256)
+    # each warp has a matrix of 128 bytes
+    rows = "and.b32 %r12, %tid, 7; shr.u32 %r13, %tid, 5; mad.lo.s32 %r12, %r13, 8, %r12;"
+    start = f"{PLACES} {LAST} {rows} mad.lo.s32 %r11, %r12, 16, %r0; st.shared.b32 [%r1], 0; mov.b32 %r10, 0; {BARRIER}"
+    assert faults(f"{start} {op}; ret;", shared=256) == []
+    assert ("missing", 5) in faults(f"{start} @%p3 {op}; ret;", shared=256)
 
 
 ASYNC = PLACES + "mad.wide.u32 %rd1, %tid, 4, %in0; mad.wide.u32 %rd2, %tid, 4, %in1;"
@@ -245,7 +238,7 @@ END = "ld.shared.b32 %r10, [{}]; st.global.b32 [%rd2], %r10; ret;"
         (BEGIN + COMMIT + WAIT.format(0) + BARRIER + END.format("%r3"), []),
         (BEGIN + COMMIT + BARRIER + WAIT.format(0) + END.format("%r3"), [("race", 0)]),
         # what is there is not overwritten while another reads it, nor a copy while it goes on
-        ("st.shared.b32 [%r1], 0;" + BARRIER + "ld.shared.b32 %r10, [%r3];" + BEGIN + COMMIT + WAIT.format(0) + "ret;", [("race", 0)]),
+        (WRITE + BARRIER + READ.format("%r3") + BEGIN + COMMIT + WAIT.format(0) + "ret;", [("race", 0)]),
         (BEGIN + COMMIT + "st.shared.b32 [%r1], 0;" + WAIT.format(0) + "ret;", [("in flight", 0)]),
     ],
 )  # fmt: skip
@@ -277,10 +270,10 @@ def test_what_was_written_is_known_to_the_next_launch() -> None:
     address = memory.put(NOTHING, "Y", initialised=np.arange(256) < 128)
     assert memory.written(address).sum() == 128
     store = kernel("setp.gt.u32 %p1, %tid, 50; mad.wide.u32 %rd1, %tid, 4, %in0; @%p1 st.global.b32 [%rd1], 7; ret;", 1)
-    GpuLaunch(store, memory, 0, [address]).run((1,))
+    Launch(store, memory, 0, [address]).run((1,))
     assert np.flatnonzero(~memory.written(address)).tolist() == list(range(128, 204))
     load = kernel("mad.wide.u32 %rd1, %tid, 4, %in0; ld.global.b32 %r1, [%rd1]; ret;", 1)
-    assert [f.thread for f in GpuLaunch(load, memory, 0, [address]).run((1,)).faults] == [32]
+    assert [f.thread for f in Launch(load, memory, 0, [address]).run((1,)).faults] == [32]
 
 
 def test_loops_without_an_end() -> None:
@@ -298,13 +291,13 @@ def test_a_finding_says_what_where_and_who() -> None:
 
 
 def test_each_barrier_that_is_taken_out_is_missed() -> None:
-    body = f"{PLACES} st.shared.b32 [%r1], %tid; {BARRIER} ld.shared.b32 %r10, [%r3]; {BARRIER} st.shared.b32 [%r2], %r10; ret;"
-    whole = kernel(body, 1)
+    body = WRITE + BARRIER + READ.format("%r3") + BARRIER + "st.shared.b32 [%r2], %r10; ret;"
+    whole = kernel(PLACES + body, 1)
     assert len(whole.barriers) == 2
     for i in range(2):
-        made = GpuLaunch(whole.without_barrier(i), Memory(), 256, [0]).run((1,))
-        assert kinds(made) == {"race"}
-    assert not GpuLaunch(whole, Memory(), 256, [0]).run((1,)).faults
+        made = Launch(whole.without_barrier(i), Memory(), 256, [0]).run((1,))
+        assert {finding.kind for finding in made.faults} == {"race"}
+    assert not Launch(whole, Memory(), 256, [0]).run((1,)).faults
 
 
 def test_ctas_in_another_order_give_other_results_where_they_share() -> None:

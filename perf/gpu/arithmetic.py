@@ -86,7 +86,7 @@ def _with_modifiers(function: Function, kind: str, modifiers: list[str]) -> Func
         return function
     inner = function
 
-    def saturated(*values: Array) -> Array:
+    def saturated(*values: Array) -> Any:
         result: Array = inner(*values)
         # NaN becomes zero
         return np.where(result > 0, np.minimum(result, result.dtype.type(1)), result.dtype.type(0))
@@ -153,18 +153,18 @@ def _arithmetic(name: str, modifiers: list[str], kind: str, _: int) -> Operation
         result = _WIDER[kind]
         dtype = DTYPES[result]
 
-        def product(a: Array, b: Array) -> Array:
+        def product(a: Array, b: Array) -> Any:
             return a.astype(dtype) * b.astype(dtype)
 
     else:
         result = kind
-        product = _high if "hi" in modifiers else np.multiply
+        product = _high if "hi" in modifiers else np.multiply  # type: ignore[assignment]
     if name == "mul":
         return Operation(product, inputs, (result,))
     return Operation(lambda a, b, c: product(a, b) + c, (*inputs, result), (result,))
 
 
-def _high(a: Array, b: Array) -> Array:
+def _high(a: Array, b: Array) -> Any:
     """The upper half of the whole product."""
     bits = a.dtype.itemsize * 8
     if bits < 64:
@@ -187,7 +187,7 @@ def _division(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
         return Operation(_with_modifiers(np.divide, kind, modifiers), (kind, kind), (kind,))
     _require(name, modifiers, set())
 
-    def divide(a: Array, b: Array) -> Array:
+    def divide(a: Array, b: Array) -> Any:
         unsigned = UNSIGNED[a.dtype.itemsize]
         x, y = np.abs(a).view(unsigned), np.abs(b).view(unsigned)
         # what a division by zero gives is unspecified
@@ -207,18 +207,16 @@ def _extreme(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
         _require(name, modifiers, set())
         return Operation(_of_type(np.minimum if name == "min" else np.maximum, kind), (kind, kind), (kind,))
     _require(name, modifiers, {"NaN", "ftz"})
-    if "NaN" in modifiers:
-        choose = np.minimum if name == "min" else np.maximum
-    else:
-        choose = np.fmin if name == "min" else np.fmax
+    functions: dict[str, Function] = {"min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum}
+    choose = functions[f"{name}.NaN" if "NaN" in modifiers else name]
     bitwise = np.bitwise_or if name == "min" else np.bitwise_and
 
-    def ordered(a: Array, b: Array) -> Array:
+    def ordered(a: Array, b: Array) -> Any:
         bits = UNSIGNED[a.dtype.itemsize]
         x, y = np.ascontiguousarray(a).view(bits), np.ascontiguousarray(b).view(bits)
         return np.where(a == b, bitwise(x, y), choose(a, b).view(bits)).view(a.dtype)
 
-    def of_bf16(a: Array, b: Array) -> Array:
+    def of_bf16(a: Array, b: Array) -> Any:
         return (ordered(widen_bf16(a), widen_bf16(b)).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
     function = _with_modifiers(of_bf16 if half == "bf16" else ordered, half, modifiers)
@@ -334,7 +332,7 @@ def _bits(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
         """[T, width] bits, the lowest first."""
         return np.unpackbits(np.ascontiguousarray(a).view(np.uint8).reshape(len(a), -1), axis=1, bitorder="little")
 
-    def leading(a: Array) -> Array:
+    def leading(a: Array) -> Any:
         bits = spread(a)[:, ::-1]
         return np.where(bits.any(axis=1), bits.argmax(axis=1), width).astype(np.uint32)
 
@@ -363,15 +361,15 @@ def _field(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
     dtype = DTYPES[kind]
     unsigned, width = UNSIGNED[dtype(0).itemsize], dtype(0).itemsize * 8
 
-    def mask(length: Array) -> Array:
+    def mask(length: Array) -> Any:
         short = np.minimum(length, np.uint32(width - 1)).astype(unsigned)
         return np.where(length >= width, ~unsigned(0), (unsigned(1) << short) - unsigned(1)).astype(unsigned)
 
-    def shifted(a: Array, by: Array, left: bool) -> Array:
+    def shifted(a: Array, by: Array, left: bool) -> Any:
         short = np.minimum(by, np.uint32(width - 1)).astype(unsigned)
         return np.where(by >= width, unsigned(0), a << short if left else a >> short).astype(unsigned)
 
-    def extract(a: Array, position: Array, length: Array) -> Array:
+    def extract(a: Array, position: Array, length: Array) -> Any:
         position, length = position & np.uint32(255), length & np.uint32(255)
         value = shifted(a.view(unsigned), position, False) & mask(length)
         if kind[0] == "s":
@@ -382,7 +380,7 @@ def _field(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
             value = np.where(negative, (value & mask(kept)) | ~mask(kept), value)
         return value.astype(unsigned).view(dtype)
 
-    def insert(a: Array, b: Array, position: Array, length: Array) -> Array:
+    def insert(a: Array, b: Array, position: Array, length: Array) -> Any:
         position, length = position & np.uint32(255), length & np.uint32(255)
         where = shifted(mask(length), position, True)
         return (shifted(a, position, True) & where) | (b & ~where)
@@ -451,7 +449,7 @@ def _dot(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
     first, second = DTYPES[modifiers[-1][0] + "8"], DTYPES[kind[0] + "8"]
     result = "u32" if modifiers[-1][0] == kind[0] == "u" else "s32"
 
-    def function(a: Array, b: Array, c: Array) -> Array:
+    def function(a: Array, b: Array, c: Array) -> Any:
         x, y = (np.ascontiguousarray(v).view(t).reshape(-1, 4).astype(np.int64) for v, t in ((a, first), (b, second)))
         return ((x * y).sum(axis=1) + c).astype(np.int64).astype(DTYPES[result])
 
@@ -461,7 +459,7 @@ def _dot(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
 def _test(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
     """testp."""
 
-    def subnormal(a: Array) -> Array:
+    def subnormal(a: Array) -> Any:
         return (a != 0) & (np.abs(a) < np.finfo(a.dtype).tiny)
 
     functions: dict[str, Function] = {

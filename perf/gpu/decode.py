@@ -348,10 +348,10 @@ def _nothing(cta: Cta, live: Array | None) -> None:
 
 
 def _trap(cta: Cta, live: Array | None) -> None:
-    raise Fault("trap")
+    raise Fault(cta.report("trap", "the kernel ends itself"))
 
 
-_ATOMICS: dict[str, Callable[..., Array]] = {
+_ATOMICS: dict[str, Callable[..., Any]] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "exch": lambda old, new: new, "cas": lambda old, want, new: np.where(old == want, new, old),
     "inc": lambda old, top: np.where(old >= top, 0, old + 1).astype(old.dtype),

@@ -70,7 +70,8 @@ class Shared:
     def load(self, threads: Array, offsets: Array, size: int, count: int, report: Report) -> Array:
         """[threads, count] values of `size` bytes, one after another at each offset."""
         self.note_read(threads, offsets, size * count, report)
-        return self.views[size][self._indices(offsets, size, count)]
+        values: Array = self.views[size][self._indices(offsets, size, count)]
+        return values
 
     def store(self, threads: Array, offsets: Array, size: int, data: Array, report: Report) -> None:
         """Write [threads, count] values of `size` bytes."""
