@@ -5,10 +5,9 @@
     launch = Launch(kernel, memory, compiled.metadata.shared, [address, len(array)]).run((4,))
     launch.faults, launch.requests, memory.get(address)
 
-`faults.KINDS` lists what is found: addresses, alignments, races in shared memory, words that CTAs share, memory that
-nobody wrote, threads that miss a barrier, copies that were not waited for, loops without an end. Not looked at: ptxas
-and its code, time, the order of memory between launches, the weak order of memory in general, races of one CTA's threads
-in global memory.
+`KINDS` lists what is found: addresses, alignments, races in shared memory, words that CTAs share, memory that nobody
+wrote, threads that miss a barrier, copies that were not waited for, loops without an end. Not looked at: ptxas and its
+code, time, the order of memory between launches, weak memory, races among the threads of one CTA in global memory.
 """
 
 from .faults import KINDS, Fault, Finding

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .rounding import MODES, NARROW, Array, flush, fma_f32, fma_f64, odd_sum, to_f16, widen_bf16
+from .rounding import MODES, NARROW, Array, flush, fma_f32, fma_f64, odd_sum, widen_bf16
 
 Function = Callable[..., Any]
 # how values of a type are given to a function; bf16, tf32 and packed types as their bits
@@ -86,7 +86,7 @@ def _with_modifiers(function: Function, kind: str, modifiers: list[str]) -> Func
         return function
     inner = function
 
-    def saturated(*values: Array) -> Array:
+    def saturated(*values: Array) -> Any:
         result: Array = inner(*values)
         # NaN becomes zero
         return np.where(result > 0, np.minimum(result, result.dtype.type(1)), result.dtype.type(0))
@@ -153,18 +153,18 @@ def _arithmetic(name: str, modifiers: list[str], kind: str, _: int) -> Operation
         result = _WIDER[kind]
         dtype = DTYPES[result]
 
-        def product(a: Array, b: Array) -> Array:
+        def product(a: Array, b: Array) -> Any:
             return a.astype(dtype) * b.astype(dtype)
 
     else:
         result = kind
-        product = _high if "hi" in modifiers else np.multiply
+        product = _high if "hi" in modifiers else np.multiply  # type: ignore[assignment]
     if name == "mul":
         return Operation(product, inputs, (result,))
     return Operation(lambda a, b, c: product(a, b) + c, (*inputs, result), (result,))
 
 
-def _high(a: Array, b: Array) -> Array:
+def _high(a: Array, b: Array) -> Any:
     """The upper half of the whole product."""
     bits = a.dtype.itemsize * 8
     if bits < 64:
@@ -187,7 +187,7 @@ def _division(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
         return Operation(_with_modifiers(np.divide, kind, modifiers), (kind, kind), (kind,))
     _require(name, modifiers, set())
 
-    def divide(a: Array, b: Array) -> Array:
+    def divide(a: Array, b: Array) -> Any:
         unsigned = UNSIGNED[a.dtype.itemsize]
         x, y = np.abs(a).view(unsigned), np.abs(b).view(unsigned)
         # what a division by zero gives is unspecified
@@ -204,23 +204,23 @@ def _extreme(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
     """min, max: of a number and a NaN the number, unless `.NaN`; the zeros are ordered."""
     half = kind.removesuffix("x2")
     if half not in FLOATS:
-        _require(name, modifiers, {"relu"} if False else set())
+        _require(name, modifiers, set())
         return Operation(_of_type(np.minimum if name == "min" else np.maximum, kind), (kind, kind), (kind,))
     _require(name, modifiers, {"NaN", "ftz"})
-    if "NaN" in modifiers:
-        choose = np.minimum if name == "min" else np.maximum
-    else:
-        choose = np.fmin if name == "min" else np.fmax
+    functions: dict[str, Function] = {"min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum}
+    choose = functions[f"{name}.NaN" if "NaN" in modifiers else name]
     bitwise = np.bitwise_or if name == "min" else np.bitwise_and
 
-    def function(a: Array, b: Array) -> Array:
-        if half == "bf16":
-            return (function(widen_bf16(a), widen_bf16(b)).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    def ordered(a: Array, b: Array) -> Any:
         bits = UNSIGNED[a.dtype.itemsize]
         x, y = np.ascontiguousarray(a).view(bits), np.ascontiguousarray(b).view(bits)
         return np.where(a == b, bitwise(x, y), choose(a, b).view(bits)).view(a.dtype)
 
-    return Operation(_of_type(_with_modifiers(function, half, modifiers), kind), (kind, kind), (kind,))
+    def of_bf16(a: Array, b: Array) -> Any:
+        return (ordered(widen_bf16(a), widen_bf16(b)).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+    function = _with_modifiers(of_bf16 if half == "bf16" else ordered, half, modifiers)
+    return Operation(_of_type(function, kind), (kind, kind), (kind,))
 
 
 def _sign(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
@@ -332,7 +332,7 @@ def _bits(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
         """[T, width] bits, the lowest first."""
         return np.unpackbits(np.ascontiguousarray(a).view(np.uint8).reshape(len(a), -1), axis=1, bitorder="little")
 
-    def leading(a: Array) -> Array:
+    def leading(a: Array) -> Any:
         bits = spread(a)[:, ::-1]
         return np.where(bits.any(axis=1), bits.argmax(axis=1), width).astype(np.uint32)
 
@@ -361,15 +361,15 @@ def _field(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
     dtype = DTYPES[kind]
     unsigned, width = UNSIGNED[dtype(0).itemsize], dtype(0).itemsize * 8
 
-    def mask(length: Array) -> Array:
+    def mask(length: Array) -> Any:
         short = np.minimum(length, np.uint32(width - 1)).astype(unsigned)
         return np.where(length >= width, ~unsigned(0), (unsigned(1) << short) - unsigned(1)).astype(unsigned)
 
-    def shifted(a: Array, by: Array, left: bool) -> Array:
+    def shifted(a: Array, by: Array, left: bool) -> Any:
         short = np.minimum(by, np.uint32(width - 1)).astype(unsigned)
         return np.where(by >= width, unsigned(0), a << short if left else a >> short).astype(unsigned)
 
-    def extract(a: Array, position: Array, length: Array) -> Array:
+    def extract(a: Array, position: Array, length: Array) -> Any:
         position, length = position & np.uint32(255), length & np.uint32(255)
         value = shifted(a.view(unsigned), position, False) & mask(length)
         if kind[0] == "s":
@@ -380,7 +380,7 @@ def _field(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
             value = np.where(negative, (value & mask(kept)) | ~mask(kept), value)
         return value.astype(unsigned).view(dtype)
 
-    def insert(a: Array, b: Array, position: Array, length: Array) -> Array:
+    def insert(a: Array, b: Array, position: Array, length: Array) -> Any:
         position, length = position & np.uint32(255), length & np.uint32(255)
         where = shifted(mask(length), position, True)
         return (shifted(a, position, True) & where) | (b & ~where)
@@ -392,7 +392,7 @@ def _field(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
 
 def _permutation(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
     """prmt: any four bytes of two words, or their signs; the modes choose by the last two bits of the third operand."""
-    mode = (modifiers or [kind])[-1] if kind != "b32" else (modifiers[-1] if modifiers else "")
+    mode = kind if kind != "b32" else ""
     selected = {
         "f4e": [(0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5), (3, 4, 5, 6)],
         "b4e": [(0, 7, 6, 5), (1, 0, 7, 6), (2, 1, 0, 7), (3, 2, 1, 0)],
@@ -449,7 +449,7 @@ def _dot(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
     first, second = DTYPES[modifiers[-1][0] + "8"], DTYPES[kind[0] + "8"]
     result = "u32" if modifiers[-1][0] == kind[0] == "u" else "s32"
 
-    def function(a: Array, b: Array, c: Array) -> Array:
+    def function(a: Array, b: Array, c: Array) -> Any:
         x, y = (np.ascontiguousarray(v).view(t).reshape(-1, 4).astype(np.int64) for v, t in ((a, first), (b, second)))
         return ((x * y).sum(axis=1) + c).astype(np.int64).astype(DTYPES[result])
 
@@ -459,7 +459,7 @@ def _dot(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
 def _test(name: str, modifiers: list[str], kind: str, _: int) -> Operation:
     """testp."""
 
-    def subnormal(a: Array) -> Array:
+    def subnormal(a: Array) -> Any:
         return (a != 0) & (np.abs(a) < np.finfo(a.dtype).tiny)
 
     functions: dict[str, Function] = {
@@ -488,4 +488,3 @@ _FAMILIES: dict[str, Callable[[str, list[str], str, int], Operation]] = {
     "setp": _comparison, "copysign": _copysign, "prmt": _permutation, "shf": _funnel, "lop3": _logic, "dp4a": _dot,
     "testp": _test, "sad": _sad,
 }  # fmt: skip
-__all__ = ["DTYPES", "FLOATS", "UNSIGNED", "Operation", "operation", "to_f16"]

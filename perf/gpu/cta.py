@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +41,17 @@ class Record:
     grid: tuple[int, int, int]
     counts_requests: bool = True
     faults: list[Finding] = field(default_factory=list)
-    requests: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    instruction_requests: dict[tuple[int, str], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    # requests, bytes, sectors by place of the instruction and what it does to which buffer
+    counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0]))
     sharing: dict[int, Sharing] = field(default_factory=dict)
     seen: set[tuple[str, str, int]] = field(default_factory=set)
+    # registers and special registers of a CTA at its start
+    blank: list[NoValue] = field(init=False)
+    special: dict[str, Array] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blank = [NoValue(f"{name} is read before it has a value") for name in self.entry.registers]
+        self.special = _special(self.entry)
 
 
 class Cta:
@@ -59,13 +66,16 @@ class Cta:
         self.warps = self.threads // 32
         # from one: zero is nobody in what CTAs share
         self.number = 1 + place[0] + record.grid[0] * (place[1] + record.grid[1] * place[2])
-        self.registers: list[Any] = [NoValue(f"{name} is read before it has a value") for name in entry.registers]
+        self.registers: list[Any] = list(record.blank)
         self.shared = Shared(record.shared_bytes, record.shared_piece, self.size)
         self.exited: Array | None = None
         self.at = 0
         self.products: list[Any] = []
         self.products_committed = 0
-        self.special = _special(entry, place, record.grid, self.threads)
+        self.special = dict(record.special)
+        for i, axis in enumerate("xyz"):
+            for name, value in (("ctaid", place[i]), ("clusterid", place[i]), ("nctaid", record.grid[i])):
+                self.special[f"%{name}.{axis}"] = np.full(self.size, value, np.uint32)
 
     @property
     def instruction(self) -> Instruction:
@@ -127,39 +137,41 @@ class Cta:
         if (low := addresses & (size - 1)).any():
             first = int((low != 0).argmax())
             self.report("misaligned", f"{size} bytes at once", int(threads[first]), int(addresses[first]))
+            # the address before is as good; it may lie before the buffer, where there is memory of nobody
             addresses = addresses - low
-        numbers = addresses >> SPACING_BITS
-        found: list[tuple[Any, Buffer, Array]] = []
-        if (numbers == numbers[0]).all():
-            parts: list[tuple[Any, int]] = [(slice(None), int(numbers[0]))]
-        else:
+        least, most = int(addresses.min()), int(addresses.max())
+        parts: list[tuple[Any, int]] = [(slice(None), least >> SPACING_BITS)]
+        if most >> SPACING_BITS != least >> SPACING_BITS:
+            numbers = addresses >> SPACING_BITS
             parts = [(np.flatnonzero(numbers == number), int(number)) for number in np.unique(numbers)]
+        checked: list[tuple[Any, Buffer, Array]] = []
         for part, number in parts:
-            buffer, own = self.record.memory.find(number << SPACING_BITS), addresses[part]
+            own = addresses[part]
+            buffer = self.record.memory.find(number << SPACING_BITS)
             if buffer is None:
-                self._end_outside("in no buffer", threads[part], own, np.ones(len(own), np.bool_))
-            # a false alignment was reported; its address is the one before
-            outside = (own + size <= buffer.base) | (own + size > buffer.base + buffer.size)
-            if not low.any():
-                outside |= own < buffer.base
-            if outside.any():
-                where = f"outside of {buffer.name}, {buffer.size} bytes at {buffer.base:#x}"
-                self._end_outside(where, threads[part], own, outside)
+                raise self._outside("in no buffer", threads[part], own, np.ones(len(own), np.bool_))
+            begin, end = buffer.base, buffer.base + buffer.size
+            if low.any():
+                begin = min(begin, buffer.base & -size)
+            if least < begin or most + size > end or len(parts) > 1:
+                outside = (own < begin) | (own + size > end)
+                if outside.any():
+                    where = f"outside of {buffer.name}, {buffer.size} bytes at {buffer.base:#x}"
+                    raise self._outside(where, threads[part], own, outside)
             if self.record.counts_requests:
                 self._count(what, buffer, threads[part], own, size)
-            found.append((part, buffer, own - buffer.origin))
-        return found
+            checked.append((part, buffer, own - buffer.origin))
+        return checked
 
-    def _end_outside(self, where: str, threads: Array, addresses: Array, outside: Array) -> Any:
+    def _outside(self, where: str, threads: Array, addresses: Array, outside: Array) -> Fault:
         first = int(outside.argmax())
         what = f"{int(outside.sum())} threads are {where}"
-        raise Fault(self.report("outside", what, int(threads[first]), int(addresses[first])))
+        return Fault(self.report("outside", what, int(threads[first]), int(addresses[first])))
 
     def _count(self, what: str, buffer: Buffer, threads: Array, addresses: Array, size: int) -> None:
-        counted = requests(addresses, threads // 32, size)
-        name = f"{what} {buffer.name}"
-        self.record.requests[name].update(counted)
-        self.record.instruction_requests[self.at, name].update(counted)
+        counted = self.record.counted[self.at, f"{what} {buffer.name}"]
+        for i, value in enumerate(requests(addresses, threads // 32, size)):
+            counted[i] += value
 
     def _note(self, buffer: Buffer, what: str, threads: Array, offsets: Array, size: int) -> None:
         if self.record.grid == (1, 1, 1):
@@ -200,7 +212,7 @@ class Cta:
         outside = self.shared.outside(offsets, size)
         if outside.any():
             where = f"outside of {self.record.shared_bytes} bytes of shared memory"
-            self._end_outside(where, threads, addresses, outside)
+            raise self._outside(where, threads, addresses, outside)
         return offsets
 
     def shared_report(self, threads: Array, offsets: Array) -> Any:
@@ -228,33 +240,30 @@ class Cta:
         return np.ascontiguousarray(self.record.parameters[places]).view(f"u{size}")
 
 
-def _special(entry: Entry, place: tuple[int, int, int], grid: tuple[int, int, int], threads: Array) -> dict[str, Array]:
-    x, y, _ = entry.threads
-    count = len(threads)
+def _special(entry: Entry) -> dict[str, Array]:
+    """Special registers, those of the place in the grid as in a grid of one CTA."""
+    x, y, z = entry.threads
+    threads = np.arange(x * y * z)
 
     def same(value: int) -> Array:
-        return np.full(count, value, np.uint32)
+        return np.full(len(threads), value, np.uint32)
 
     lane = (threads % 32).astype(np.uint32)
-    one = np.uint32(1) << lane
+    own = np.uint32(1) << lane
     values = {
         "%tid.x": (threads % x).astype(np.uint32), "%tid.y": (threads // x % y).astype(np.uint32),
         "%tid.z": (threads // (x * y)).astype(np.uint32), "%laneid": lane, "%warpid": (threads // 32).astype(np.uint32),
-        "%nwarpid": same(count // 32), "%lanemask_eq": one, "%lanemask_lt": one - np.uint32(1),
-        "%lanemask_le": one | (one - np.uint32(1)), "%lanemask_gt": ~(one | (one - np.uint32(1))),
-        "%lanemask_ge": ~(one - np.uint32(1)), "%smid": same(0), "%nsmid": same(1), "%cluster_ctarank": same(0),
-        "%cluster_nctarank": same(1), "%clock": same(0), "%clock_hi": same(0),
-        "%clock64": np.zeros(count, np.uint64), "%globaltimer": np.zeros(count, np.uint64),
+        "%nwarpid": same(len(threads) // 32), "%lanemask_eq": own, "%lanemask_lt": own - np.uint32(1),
+        "%lanemask_le": own | (own - np.uint32(1)), "%lanemask_gt": ~(own | (own - np.uint32(1))),
+        "%lanemask_ge": ~(own - np.uint32(1)), "%smid": same(0), "%nsmid": same(1), "%cluster_ctarank": same(0),
+        "%cluster_nctarank": same(1), "%clock": same(0), "%clock_hi": same(0), "%clock64": same(0),
+        "%globaltimer": same(0),
     }  # fmt: skip
     for i, axis in enumerate("xyz"):
         values[f"%ntid.{axis}"] = same(entry.threads[i])
-        values[f"%ctaid.{axis}"] = same(place[i])
-        values[f"%nctaid.{axis}"] = same(grid[i])
-        values[f"%cluster_ctaid.{axis}"] = same(0)
-        values[f"%cluster_nctaid.{axis}"] = same(1)
-        values[f"%clusterid.{axis}"] = same(place[i])
-        values[f"%nclusterid.{axis}"] = same(grid[i])
+        zeros, ones = ("ctaid", "clusterid", "cluster_ctaid"), ("nctaid", "nclusterid", "cluster_nctaid")
+        values |= {f"%{name}.{axis}": same(0) for name in zeros} | {f"%{name}.{axis}": same(1) for name in ones}
     return values
 
 
-SPECIAL = frozenset(_special(Entry("", (), (32, 1, 1), {}, {}, 0, (), {}), (0, 0, 0), (1, 1, 1), np.arange(32)))
+SPECIAL = frozenset(_special(Entry("", (), (32, 1, 1), {}, {}, 0, (), {})))

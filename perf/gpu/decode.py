@@ -311,11 +311,7 @@ class Decoder:
             return lambda cta, live: cta.shared.commit(cta.running(live))
         if "wait_group" in parts or "wait_all" in parts:
             newest = int(operands[0], 0) if operands else -1
-
-            def wait(cta: Cta, live: Array | None) -> None:
-                cta.shared.wait(cta.running(live), newest, lambda kind, what, first: cta.report(kind, what))
-
-            return wait
+            return lambda cta, live: cta.shared.wait(cta.running(live), newest)
         if parts[1] != "async" or "bulk" in parts or "mbarrier" in parts:
             return None
         where, source, size = self.address(operands[0]), self.address(operands[1]), int(operands[2].rstrip("U"), 0)
@@ -365,10 +361,10 @@ def _nothing(cta: Cta, live: Array | None) -> None:
 
 
 def _trap(cta: Cta, live: Array | None) -> None:
-    raise Fault("trap")
+    raise Fault(cta.report("trap", "the kernel ends itself"))
 
 
-_ATOMICS: dict[str, Callable[..., Array]] = {
+_ATOMICS: dict[str, Callable[..., Any]] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "exch": lambda old, new: new, "cas": lambda old, want, new: np.where(old == want, new, old),
     "inc": lambda old, top: np.where(old >= top, 0, old + 1).astype(old.dtype),

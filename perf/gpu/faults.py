@@ -16,6 +16,7 @@ KINDS = {
     "missing": "threads that do not come to a barrier, a shuffle or another instruction of the whole warp",
     "in flight": "memory that is touched while an asynchronous copy or product still uses it",
     "endless": "a CTA that does not end",
+    "trap": "an assertion of the kernel",
 }
 
 

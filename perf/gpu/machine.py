@@ -23,8 +23,6 @@ from .ptx import SIZES, Entry, Instruction, ParseError, parse
 from .rounding import Array
 
 STEP_LIMIT = 5_000_000
-# bytes of the accesses that are not `st` or `ld` with a type of their own
-_PIECES = {"ldmatrix": 16, "stmatrix": 16, "cp": 4, "wgmma": 16}
 _STEP, _BRANCH, _EXIT, _BARRIER, _REMOVED = range(5)
 
 
@@ -140,11 +138,15 @@ class Launch:
 
     @property
     def requests(self) -> dict[str, Counter[str]]:
-        return self.record.requests
+        counted: dict[str, Counter[str]] = {}
+        for (_, name), counts in self.instruction_requests.items():
+            counted.setdefault(name, Counter()).update(counts)
+        return counted
 
     @property
     def instruction_requests(self) -> dict[tuple[int, str], Counter[str]]:
-        return self.record.instruction_requests
+        names = ("requests", "bytes", "sectors")
+        return {key: Counter(dict(zip(names, counts, strict=True))) for key, counts in self.record.counted.items()}
 
     @property
     def executed(self) -> Counter[str]:
@@ -224,7 +226,6 @@ class Launch:
                     _join(groups, targets[place], live)
                     if rest is not None:
                         _join(groups, place + 1, rest)
-                    mask = np.zeros(0, np.bool_)
                     break
                 else:
                     rest = _without(mask, live)
@@ -235,7 +236,6 @@ class Launch:
                         cta.exited = running if cta.exited is None else cta.exited | running
                     if rest is not None:
                         _join(groups, place + 1, rest)
-                    mask = np.zeros(0, np.bool_)
                     break
             else:
                 if place < end:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,20 +88,17 @@ class Memory:
         return self.buffers[number] if 0 <= number < len(self.buffers) else None
 
 
-def requests(addresses: Array, warps: Array, size: int) -> Counter[str]:
-    """What one access of `size` bytes by each of these threads asks for.
+def requests(addresses: Array, warps: Array, size: int) -> tuple[int, int, int]:
+    """What one access of `size` bytes by each of these threads asks for: requests, bytes, sectors.
 
-    `requests` counts warps, `bytes` what they ask for, once where several threads ask for the same, `sectors` the
-    32-byte sectors that these lie in.
+    Each warp makes a request. Bytes that several of its threads ask for count once, as do the 32-byte sectors.
     """
-    keys = np.sort(addresses | (warps.astype(np.int64) << 48))
-
-    def distinct(shift: int) -> int:
-        values = keys >> shift
-        return int(np.count_nonzero(values[1:] != values[:-1])) + 1
-
-    sectors = distinct(5) if size <= SECTOR else distinct(0) * size // SECTOR
-    return Counter(requests=distinct(48), bytes=distinct(0) * size, sectors=sectors)
+    keys = addresses | (warps.astype(np.int64) << 48)
+    keys.sort()
+    changes = keys[1:] ^ keys[:-1]
+    count = int(np.count_nonzero(changes)) + 1
+    sectors = int(np.count_nonzero(changes >> 5)) + 1 if size <= SECTOR else count * size // SECTOR
+    return int(np.count_nonzero(changes >> 48)) + 1, count * size, sectors
 
 
 class Sharing:

@@ -247,9 +247,11 @@ def _threads(directives: str, line: int) -> tuple[int, int, int]:
 
 
 def _shared(text: str) -> tuple[dict[str, int], int]:
-    places, static, dynamic = {}, 0, []
+    places: dict[str, int] = {}
+    static, dynamic = 0, []
     for extern, align, kind, name, count in _SHARED.findall(text):
-        if extern or not count and "[" in text[text.index(name) :][: len(name) + 2]:
+        # the size of an extern array is the launch's to choose
+        if extern:
             dynamic.append(name)
             continue
         step = int(align or SIZES[kind])

@@ -70,7 +70,8 @@ class Shared:
     def load(self, threads: Array, offsets: Array, size: int, count: int, report: Report) -> Array:
         """[threads, count] values of `size` bytes, one after another at each offset."""
         self.note_read(threads, offsets, size * count, report)
-        return self.views[size][self._indices(offsets, size, count)]
+        values: Array = self.views[size][self._indices(offsets, size, count)]
+        return values
 
     def store(self, threads: Array, offsets: Array, size: int, data: Array, report: Report) -> None:
         """Write [threads, count] values of `size` bytes."""
@@ -152,6 +153,9 @@ class Shared:
             self._check(
                 races, "race", "shared memory is written that another thread read since the last barrier", report
             )
+        self._mark_written(places, owner)
+
+    def _mark_written(self, places: Array, owner: Array) -> None:
         self.writer[places] = owner
         self.write_time[places] = self.time
         self.written[places] = True
@@ -181,7 +185,7 @@ class Shared:
         """cp.async.commit_group."""
         self.committed[threads] += 1
 
-    def wait(self, threads: Array, newest: int, report: Report) -> None:
+    def wait(self, threads: Array, newest: int) -> None:
         """cp.async.wait_group: of each thread all groups but the newest are done; -1 also those not committed."""
         waits = np.zeros(len(self.committed), np.bool_)
         waits[threads] = True
@@ -193,8 +197,8 @@ class Shared:
                 places = self._places(offsets, size)
                 self.pending[places] = False
                 self.bytes[offsets[:, None] + np.arange(size)] = copy.data[done]
-                # from now on it is a write by the thread that waited
-                self.note_write(copy.threads[done], places, report)
+                # from now on it is a write by the thread that waited; collisions were seen when it began
+                self._mark_written(places, copy.threads[done][:, None])
             if not done.all():
                 left.append(Copy(copy.threads[~done], copy.offsets[~done], copy.data[~done], copy.groups[~done]))
         self.copies = left

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def _spread(values: Array) -> Array:
     return np.repeat(values, 32)
 
 
-def require_whole(cta: Cta, live: Array | None, what: str = "the whole warp") -> None:
+def require_whole(cta: Cta, live: Array | None) -> None:
     """Report warps of which only a part executes an instruction that is `.aligned`; those who left do not count."""
     if live is None:
         return
@@ -62,9 +62,9 @@ def require_whole(cta: Cta, live: Array | None, what: str = "the whole warp") ->
     if partly.any():
         warp = int(partly.argmax())
         missing = int((~here[warp]).argmax()) + 32 * warp
-        self_count = int(np.count_nonzero(lanes[warp]))
+        count = int(np.count_nonzero(lanes[warp]))
         cta.report(
-            "missing", f"{self_count} lanes of a warp come to an instruction of {what}, another does not", missing
+            "missing", f"{count} lanes of a warp come to an instruction of the whole warp, another does not", missing
         )
 
 
@@ -180,8 +180,8 @@ def _vote(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...]) -
         lanes = _lanes(cta, live)
         votes = read(cta).reshape(-1, 32)
         yes, every = (votes & lanes).any(axis=1), (votes | ~lanes).all(axis=1)
-        result = {"any": yes, "all": every, "uni": every | ~yes}.get(mode)
-        put(cta, _spread(_bits(votes & lanes) if result is None else result), live)
+        results: dict[str, Any] = {"any": yes, "all": every, "uni": every | ~yes, "ballot": _bits(votes & lanes)}
+        put(cta, _spread(results[mode]), live)
 
     return vote
 
