@@ -77,18 +77,18 @@ def _run(
 ) -> tuple[list[Outcome], list[tuple[Cut, Outcome | None]]]:
     from .perf.gpu import runs
 
-    with _progress("executing", len(names)) as tell:
-        ran = []
-        for outcome in runs.outcomes([(name, None) for name in names], jobs=jobs, shuffle=1 if shuffle else None):
-            ran.append(outcome)
-            tell(outcome.case)
-    if not barriers:
-        return ran, []
-    with _progress("taking barriers out", runs.count_barriers(ran)) as tell:
-        cut = []
-        for one, seen in runs.barriers_cut(ran, jobs=jobs):
-            cut.append((one, seen))
-            tell(one.kernel)
+    ran: list[Outcome] = []
+    cut: list[tuple[Cut, Outcome | None]] = []
+    with runs.Workers(jobs) as workers:
+        with _progress("executing", len(names)) as tell:
+            for outcome in workers.outcomes([(name, None) for name in names], shuffle=1 if shuffle else None):
+                ran.append(outcome)
+                tell(outcome.case)
+        if barriers:
+            with _progress("taking barriers out", runs.count_barriers(ran)) as tell:
+                for one, seen in runs.barriers_cut(ran, workers):
+                    cut.append((one, seen))
+                    tell(one.kernel)
     return ran, cut
 
 

@@ -186,7 +186,7 @@ class _Executor:
             options = {**options, "enable_fp_fusion": False}
         request = specialize(self.kernel, args, options)
         made = _compiled(self.kernel, request)
-        sizes = tuple(grid(request.values)) if callable(grid) else tuple(grid)
+        sizes = (*(grid(request.values) if callable(grid) else grid),)
         entry = Execution(self.name, sizes, made.variant, len(made.program.barriers))
         self.log.launches.append(entry)
         is_cut = cut is not None and (cut.kernel, cut.variant) == (self.name, made.variant)

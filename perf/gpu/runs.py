@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+# the whole names, as cases have them: to a type checker modules of two names are two
+from shardwise.perf.gpu.cases import CASES, TOLERANCES, Case, run_case
+from shardwise.perf.gpu.launches import TARGET, Cut
 from shardwise.perf.machine import commit_info, versions
-
-from .cases import CASES, TOLERANCES, Case, run_case
-from .launches import TARGET, Cut
 
 _BY_NAME = {case.name: case for case in CASES}
 # so many cases may fail to see that a barrier is missing before it is called redundant
@@ -57,21 +57,33 @@ def select(text: str, every: bool) -> list[Case]:
     ]
 
 
-def outcomes(tasks: Sequence[tuple[str, Cut | None]], *, jobs: int, shuffle: int | None = None) -> Iterator[Outcome]:
-    """Run cases by name, some with a barrier cut out, in `jobs` processes; in the order in which they end.
+class Workers:
+    """Some processes that run cases; each keeps what it compiled. Used as a context."""
 
-    Raises:
-        BrokenProcessPool: a process died, as a compiler can make it.
-    """
-    if jobs == 1:
-        for name, cut in tasks:
-            yield _outcome(name, cut, shuffle)
-        return
-    # kernels and cases cannot be pickled: processes are forks
-    context = multiprocessing.get_context("fork")
-    left = iter(tasks)
-    with ProcessPoolExecutor(jobs, context, _begin) as pool:
-        waiting: set[Future[Outcome]] = {pool.submit(_outcome, *task, shuffle) for task in islice(left, 2 * jobs)}
+    def __init__(self, jobs: int) -> None:
+        # kernels and cases cannot be pickled: processes are forks
+        context = multiprocessing.get_context("fork")
+        self.jobs = jobs
+        self.pool = ProcessPoolExecutor(jobs, context, _one_thread) if jobs > 1 else None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def outcomes(self, tasks: Sequence[tuple[str, Cut | None]], *, shuffle: int | None = None) -> Iterator[Outcome]:
+        """Run cases by name, some with a barrier cut out; in the order in which they end.
+
+        Raises:
+            BrokenProcessPool: a process died, as a compiler can make it.
+        """
+        if self.pool is None:
+            yield from (_outcome(name, cut, shuffle) for name, cut in tasks)
+            return
+        left, pool = iter(tasks), self.pool
+        waiting: set[Future[Outcome]] = {pool.submit(_outcome, *task, shuffle) for task in islice(left, 2 * self.jobs)}
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             waiting |= {pool.submit(_outcome, *task, shuffle) for task in islice(left, len(done))}
@@ -79,7 +91,7 @@ def outcomes(tasks: Sequence[tuple[str, Cut | None]], *, jobs: int, shuffle: int
                 yield future.result()
 
 
-def _begin() -> None:
+def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
@@ -98,7 +110,7 @@ def _outcome(name: str, cut: Cut | None, shuffle: int | None) -> Outcome:
     return Outcome(name, launches, result.difference, wrong, perf_counter() - begin, cut)
 
 
-def barriers_cut(ran: Sequence[Outcome], *, jobs: int) -> Iterator[tuple[Cut, Outcome | None]]:
+def barriers_cut(ran: Sequence[Outcome], workers: Workers) -> Iterator[tuple[Cut, Outcome | None]]:
     """Each barrier of the kernels that ran, taken out: the first run that shows it, or None where none did.
 
     A kernel is compiled to many programs: of those with equally many barriers one is cut. Cases whose grids are small,
@@ -114,7 +126,7 @@ def barriers_cut(ran: Sequence[Outcome], *, jobs: int) -> Iterator[tuple[Cut, Ou
                 yield cut, None
             else:
                 tasks.append((name, cut))
-        for outcome in outcomes(tasks, jobs=jobs):
+        for outcome in workers.outcomes(tasks):
             if outcome.wrong and outcome.cut:
                 del open_cuts[outcome.cut]
                 yield outcome.cut, outcome

@@ -55,7 +55,7 @@ def _divisions() -> Iterator[Case]:
     yield Case(
         "large ids in buckets",
         BUCKETS,
-        partial(_divide, torch.int64, torch.int64, 3, sizes=(2**60,) * 2, most=2**62),
+        partial(_divide, torch.int64, torch.int64, 3, sizes=(2**60, 2**60), most=2**62),
         SAME,
     )
     yield Case(
