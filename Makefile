@@ -42,13 +42,15 @@ demo: .venv/.installed  ## train a DLRM on RANKS gloo processes: generated click
 	$(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) examples/dlrm/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 # Triton reads TRITON_INTERPRET when a kernel is defined, so each way of running the kernels is a process of its own.
-test: .venv/.installed  ## all tests: torch path, kernels in the interpreter, kernels compiled for GPUs
-	@echo "tests 1/3: torch path"
+test: .venv/.installed  ## all tests: torch path, kernels in the interpreter, kernels compiled for GPUs and executed
+	@echo "tests 1/4: torch path"
 	@$(BIN)/python -m pytest -n $(JOBS)
-	@echo "tests 2/3: Triton kernels in the interpreter"
+	@echo "tests 2/4: Triton kernels in the interpreter"
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) -m interpreted
-	@echo "tests 3/3: Triton kernels compiled for GPUs that need not be present"
+	@echo "tests 3/4: Triton kernels compiled for GPUs that need not be present"
 	@$(BIN)/python -m pytest -n $(JOBS) -m compiled
+	@echo "tests 4/4: compiled kernels executed, without a GPU"
+	@$(BIN)/python -m pytest -n $(JOBS) -m executed
 
 test-long: .venv/.installed  ## more cases of the planner's tests: 1,000 problems each against all their assignments
 	@$(BIN)/python -m pytest -n $(JOBS) -m long

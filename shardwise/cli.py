@@ -1,7 +1,8 @@
 """The command line, `shardwise` or `python -m shardwise`. Needs click and rich, the extra `cli`.
 
 `kernels check` compiles every kernel for GPUs that need not be present and holds what comes out to what is promised;
-`kernels autotune` times their configs (cli_tune.py).
+`kernels run` executes what is compiled, on the CPU (cli_kernels_run.py); `kernels autotune` times their configs
+(cli_tune.py).
 `ckpt` looks at checkpoints and writes them anew (cli_ckpt.py). `migrate` reports on programs written for TorchRec
 (cli_migrate.py). `perf` measures and compares (cli_perf.py). `plan` plans where tables go (cli_plan.py).
 """
@@ -37,6 +38,7 @@ def commands() -> click.Group:
 
     from .cli_ckpt import add_ckpt
     from .cli_export import add_export
+    from .cli_kernels_run import add_run
     from .cli_migrate import add_migrate
     from .cli_perf import add_perf
     from .cli_plan import add_plan
@@ -127,6 +129,7 @@ def commands() -> click.Group:
         print(f"triton {triton.__version__}\n")
         _print_registers([named[name] for name in TYPICAL], targets or WHOLE, jobs)
 
+    add_run(kernels)
     add_autotune(kernels)
     add_ckpt(shardwise)
     add_export(shardwise)

@@ -53,6 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
         "interpreted": _without_triton() or (None if INTERPRETED else "runs with TRITON_INTERPRET=1"),
         "compiled": _without_triton() or ("runs without TRITON_INTERPRET" if INTERPRETED else None),
+        "executed": _without_triton() or ("runs without TRITON_INTERPRET" if INTERPRETED else None),
     }
     for item in items:
         for name, reason in reasons.items():

@@ -48,7 +48,7 @@ COLLECTIVES = {
     *("reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "isend", "irecv"),
 }
 # the commands that run it; nothing else imports perf
-COMMANDS_OF_PERF = ("shardwise/cli_perf.py", "shardwise/cli_counts.py", "shardwise/cli_tune.py")
+COMMANDS_OF_PERF = tuple(f"shardwise/cli_{name}.py" for name in ("perf", "counts", "tune", "kernels_run"))
 ABSOLUTE = re.compile(r"(?<![\w.$}~])/(?:work|root|home|Users|tmp|opt|mnt)/")
 
 

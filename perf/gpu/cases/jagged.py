@@ -1,0 +1,415 @@
+"""Cases of the jagged ops and their backwards: segments, buckets, padded tensors, products, selections and columns.
+
+Values are small whole numbers or multiples of 1/8 where a sum's order should not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import kernels as ops
+
+from .case import Case, Tolerance
+from .tolerances import EXPONENTIAL, PRODUCT, SAME, SUM
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int64, torch.int32)
+# bags of a batch: empty ones, one value, and one longer than a tile
+LENGTHS = (3, 0, 1, 7, 0, 40, 2)
+ROUTED: Any = torch.ops.shardwise
+
+
+def cases() -> Iterator[Case]:
+    """Each op in its dtypes and shapes; the first of each kind is quick."""
+    yield from _orders()
+    yield from _segments()
+    yield from _padded()
+    yield from _products()
+    yield from _pooling()
+    yield from _selections()
+    yield from _columns()
+
+
+def _case(
+    name: str, files: str, run: Callable[[], Sequence[Any]], tolerance: Tolerance = SAME, quick: bool = False
+) -> Case:
+    return Case(name, tuple(files.split()), run, tolerance, quick)
+
+
+def _random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _eighths(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    numbers = torch.randint(-16, 17, shape, generator=_random(seed))
+    return (numbers / 8).to(dtype) if dtype.is_floating_point else numbers.to(dtype)
+
+
+def _normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=_random(seed)).to(dtype)
+
+
+def _offsets(lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = torch.int64) -> Tensor:
+    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends]).to(dtype)
+
+
+def _both_ways(op: Callable[..., Any], leaves: Sequence[int], inputs: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    """What an op gives, and the gradients of its inputs at `leaves` for a fixed gradient of its first result."""
+    given = [x.requires_grad_() if i in leaves else x for i, x in enumerate(inputs())]
+    result = op(*given)
+    parts = [*result] if isinstance(result, (tuple, list)) else [result]
+    if not leaves:
+        return parts
+    upstream = _eighths(*parts[0].shape, seed=9, dtype=parts[0].dtype)
+    return [*parts, *torch.autograd.grad(parts[0], [given[i] for i in leaves], upstream)]
+
+
+def _orders() -> Iterator[Case]:
+    for dtype, count in product(INTEGERS, (5, 1, 3000)):
+        yield _case(
+            f"offsets of {count} lengths, {_name(dtype)}", "jagged.cumsum",
+            partial(_sums_before, (count,), dtype),
+            quick=count == 3000 and dtype == torch.int32,
+        )  # fmt: skip
+        yield _case(
+            f"inverse of an order of {count}, {_name(dtype)}", "jagged.invert",
+            partial(_inverse, count, dtype),
+            quick=count == 3000 and dtype == torch.int64,
+        )  # fmt: skip
+        ends = (0, 3, 3, *(LENGTHS[k % 7] for k in range(count)))
+        yield _case(
+            f"places in {count + 3} bags, {_name(dtype)}", "segments.locate",
+            partial(_places, ends, dtype),
+            quick=count == 5 and dtype == torch.int32,
+        )  # fmt: skip
+    yield _case("offsets of 3 rows of lengths", "jagged.cumsum", partial(_sums_before, (3, 70), torch.int64))
+    for dtype in INTEGERS:
+        yield _case(f"sources of moved segments, {_name(dtype)}", "segments.locate", partial(_expand, dtype))
+
+
+def _sums_before(shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[Any]:
+    return [ROUTED.complete_cumsum(torch.randint(0, 9, shape, generator=_random(1), dtype=dtype))]
+
+
+def _inverse(count: int, dtype: torch.dtype) -> Sequence[Any]:
+    return [ops.invert_permute(torch.randperm(count, generator=_random(1), dtype=dtype))]
+
+
+def _places(lengths: Sequence[int], dtype: torch.dtype) -> Sequence[Any]:
+    return [ops.offsets_range(_offsets(lengths, dtype)[:-1], sum(lengths))]
+
+
+def _expand(dtype: torch.dtype) -> Sequence[Any]:
+    order = torch.tensor([5, 0, 3, 3], dtype=dtype)
+    into = _offsets([LENGTHS[i] for i in order.tolist()], dtype)
+    return [ops.expand_into_jagged_permute(order, _offsets(dtype=dtype), into, int(into[-1]))]
+
+
+def _segments() -> Iterator[Case]:
+    numbers = (*FLOATS, torch.float64, *INTEGERS, torch.int16, torch.uint8)
+    for dtype, index in (*((dtype, torch.int64) for dtype in numbers), (FLOATS[0], INTEGERS[1])):
+        words = f"{_name(dtype)}, {_name(index)} offsets"
+        yield _case(
+            f"moved values, {words}", "segments.move", partial(_move, (dtype,), (), index),
+            quick=dtype == torch.int16,
+        )  # fmt: skip
+    yield _case(
+        "moved values, ids and weights", "segments.move", partial(_move, (torch.int64, torch.float32), (), INTEGERS[0])
+    )
+    for dim, dtype in (
+        (20, torch.float32),
+        (1, torch.float32),
+        (3, torch.float16),
+        (128, torch.bfloat16),
+        (5, torch.int64),
+    ):
+        yield _case(
+            f"moved rows, {_name(dtype)} D={dim}", "segments.locate sequence.gather",
+            partial(_move, (dtype,), (dim,), INTEGERS[0]), quick=dim == 20,
+        )  # fmt: skip
+    columns: tuple[tuple[int, ...], ...] = ((), (1,), (20,), (128,))
+    for shape, dtype in product(columns, (*FLOATS, torch.float64)):
+        yield _case(
+            f"moved values and their gradient, {_name(dtype)} {shape}", "segments.collect",
+            partial(_both_ways, _permuted, (1,), partial(_values_and_order, shape, dtype)),
+            SAME if dtype == torch.float64 else SUM, quick=shape == (20,) and dtype == torch.float16,
+        )  # fmt: skip
+    for shape, dtype in product((*columns, (3,), (1023,)), (*FLOATS, torch.float64)):
+        kernel = "jagged.segment_sum" if shape in ((), (1,)) else "jagged.segment_rows"
+        yield _case(
+            f"sums of segments and their gradient, {_name(dtype)} {shape}", kernel,
+            partial(_both_ways, ops.segment_sum, (1,), partial(_values_in_segments, shape, dtype)), SUM,
+            quick=shape in ((), (20,)) and dtype == torch.float32,
+        )  # fmt: skip
+    for dtype, index in product(INTEGERS, INTEGERS):
+        yield _case(
+            f"sums of segments, {_name(dtype)}, {_name(index)} offsets", "jagged.segment_sum",
+            partial(_both_ways, ops.segment_sum, (), partial(_values_in_segments, (), dtype, index)),
+        )  # fmt: skip
+    yield _case(
+        "sums of segments of a batch of 3", "jagged.segment_sum",
+        lambda: [ops.segment_sum(_offsets(), _eighths(3 * sum(LENGTHS)), batch_size=3)], SUM,
+    )  # fmt: skip
+
+
+def _move(dtypes: Sequence[torch.dtype], row: tuple[int, ...], index: torch.dtype) -> Sequence[Any]:
+    order = torch.tensor([5, 0, 3, 3, 6], dtype=index)
+    into = _offsets([LENGTHS[i] for i in order.tolist()], index)
+    values = [_eighths(sum(LENGTHS), *row, seed=k, dtype=dtype) for k, dtype in enumerate(dtypes)]
+    return [*ROUTED.move_segments(values, order, _offsets(dtype=index), into, int(into[-1]))]
+
+
+def _permuted(order: Tensor, values: Tensor, lengths: Tensor) -> Any:
+    chosen, moved, _ = ops.permute_1d(order, lengths, values)
+    return moved, chosen
+
+
+def _values_and_order(row: tuple[int, ...], dtype: torch.dtype) -> Sequence[Any]:
+    return torch.tensor([5, 0, 3, 3, 6, 3]), _eighths(sum(LENGTHS), *row, dtype=dtype), torch.tensor(LENGTHS)
+
+
+def _values_in_segments(row: tuple[int, ...], dtype: torch.dtype, index: torch.dtype = torch.int64) -> Sequence[Any]:
+    return _offsets((*LENGTHS, 100), index), _eighths(sum(LENGTHS) + 100, *row, dtype=dtype)
+
+
+def _padded() -> Iterator[Case]:
+    # lengths of the bags of each jagged dim, extents of the dense, columns of a value, values in no bag
+    shapes: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...], int]] = {
+        "rows of 20": (((3, 0, 2, 5),), (4,), (20,), 0),
+        "numbers": (((3, 0, 2, 5),), (4,), (), 2),
+        **{f"rows of {dim}": (((3, 0, 2, 5),), (4,), (dim,), 0) for dim in (1, 3, 4, 128, 1023)},
+        "rows of 2 x 3": (((2, 1),), (2,), (2, 3), 0),
+        "none cut": (((3, 0, 2, 5),), (6,), (3,), 1),
+        "empty bags": (((0, 0),), (3,), (3,), 0),
+        "2 jagged dims": (((2, 0, 3), (1, 2, 0, 3, 1)), (2, 2), (4,), 0),
+        "2 jagged dims of numbers": (((2, 0, 3), (1, 2, 0, 3, 1)), (2, 2), (), 1),
+        "3 jagged dims": (((2, 1), (1, 2, 1), (2, 1, 0, 3)), (2, 2, 2), (2,), 0),
+        "5 jagged dims": (((2, 1), (1, 2, 1), (1, 1, 1, 1), (1, 0, 2, 1), (2, 1, 0, 3)), (2, 2, 1, 2, 2), (2,), 0),
+        "many bags": ((tuple(LENGTHS * 20),), (9,), (4,), 0),
+    }
+    for words, shape in shapes.items():
+        for dtype in (*FLOATS, *INTEGERS, torch.int8) if words in ("rows of 20", "numbers") else (torch.float32,):
+            there = dtype.is_floating_point
+            filled = words != "empty bags"
+            label = f"{words}, {_name(dtype)}"
+            yield _case(
+                f"padded, {label}", "padded.to_padded" + " padded.to_jagged" * (there and filled),
+                partial(_both_ways, _to_padded, (0,) if there else (), partial(_padded_inputs, shape, dtype, False)),
+                quick=words == "rows of 20" and dtype == torch.float32,
+            )  # fmt: skip
+            yield _case(
+                f"from padded, {label}", "padded.places padded.to_jagged" if filled else "",
+                partial(_both_ways, _to_jagged, (0,) if there else (), partial(_padded_inputs, shape, dtype, True)),
+                quick=words == "numbers" and dtype == torch.float32,
+            )  # fmt: skip
+    yield _case(
+        "padded, int32 offsets", "padded.to_padded",
+        partial(
+            _both_ways, _to_padded, (0,), partial(_padded_inputs, shapes["rows of 4"], FLOATS[0], False, INTEGERS[1])
+        ),
+    )  # fmt: skip
+    some = ("rows of 20", "rows of 1", "2 jagged dims", "numbers")
+    for words, dtype in product(some, FLOATS):
+        for name in ("jagged_dense_add", "jagged_dense_add_jagged", "jagged_dense_mul"):
+            yield _case(
+                f"{name}, {words}, {_name(dtype)}", "padded.to_padded",
+                partial(_both_ways, partial(_with_dense, name), (0, 3), partial(_with_inputs, shapes[words], dtype)),
+                SUM, quick=words == "2 jagged dims" and dtype == torch.float32 and name.endswith("mul"),
+            )  # fmt: skip
+
+
+def _padded_inputs(shape: Any, dtype: torch.dtype, dense: bool, index: torch.dtype = torch.int64) -> Sequence[Any]:
+    lengths, extents, row, past = shape
+    total = sum(lengths[-1]) + past
+    values = _eighths(*((len(lengths[0]), *extents) if dense else (total,)), *row, dtype=dtype)
+    return values, [_offsets(part, index) for part in lengths], total if dense else list(extents)
+
+
+def _to_padded(values: Tensor, offsets: list[Tensor], extents: list[int]) -> Any:
+    return ops.jagged_to_padded_dense(values, offsets, extents, 2.0)
+
+
+def _to_jagged(dense: Tensor, offsets: list[Tensor], total: int) -> Any:
+    return ops.padded_dense_to_jagged(dense, offsets, total)
+
+
+def _with_inputs(shape: Any, dtype: torch.dtype) -> Sequence[Any]:
+    values, offsets, extents = _padded_inputs(shape, dtype, False)
+    dense, _, _ = _padded_inputs(shape, dtype, True)
+    return values, offsets, extents, dense
+
+
+def _with_dense(name: str, values: Tensor, offsets: list[Tensor], extents: list[int], dense: Tensor) -> Any:
+    return getattr(ops, name)(values, offsets, dense)
+
+
+def _products() -> Iterator[Case]:
+    for (left, right), dtype in product(((20, 12), (64, 64), (3, 20), (128, 70)), FLOATS):
+        label = f"M={left} K={right} {_name(dtype)}"
+        quick = left == 20
+        inputs = partial(_bmm_inputs, left, right, dtype)
+        yield _case(
+            f"jagged times dense, {label}", "jagged_bmm.dense_bmm jagged_bmm.jagged_bmm",
+            partial(_both_ways, ops.jagged_dense_bmm, (0, 2), inputs), PRODUCT, quick=quick,
+        )  # fmt: skip
+        pairs = partial(_jagged_inputs, left, right, dtype)
+        yield _case(
+            f"jagged times jagged, {label}", "jagged_bmm.jagged_bmm jagged_bmm.dense_bmm",
+            partial(_both_ways, ops.jagged_jagged_bmm, (0, 1), pairs), PRODUCT, quick=quick and dtype == torch.float16,
+        )  # fmt: skip
+
+
+def _bmm_inputs(left: int, right: int, dtype: torch.dtype) -> Sequence[Any]:
+    lengths = (*LENGTHS, 70)
+    rows = _normal(sum(lengths), left, dtype=dtype)
+    return rows, _offsets(lengths), _normal(len(lengths), left, right, seed=2, dtype=dtype), 60
+
+
+def _jagged_inputs(left: int, right: int, dtype: torch.dtype) -> Sequence[Any]:
+    rows = sum(LENGTHS)
+    return _normal(rows, left, dtype=dtype), _normal(rows, right, seed=2, dtype=dtype), _offsets(), 30
+
+
+def _pooling() -> Iterator[Case]:
+    for dim, dtype in product((20, 1, 4, 32, 128), FLOATS):
+        quick = dim == 20 and dtype == torch.float32
+        label = f"D={dim} {_name(dtype)}"
+        rows = partial(lambda dim, dtype: (_normal(sum(LENGTHS), dim, dtype=dtype), _offsets()), dim, dtype)
+        yield _case(
+            f"softmax, {label}", "softmax.softmax softmax.softmax_gradient",
+            partial(_both_ways, ops.jagged_softmax, (0,), rows), EXPONENTIAL, quick=quick,
+        )  # fmt: skip
+        yield _case(
+            f"vectors times bags, {label}",
+            "vector_product.vector_product vector_product.by_rows vector_product.by_vectors",
+            partial(_both_ways, ops.jagged_vector_product, (0, 1), partial(_vector_inputs, dim, dtype)), PRODUCT,
+            quick=quick,
+        )  # fmt: skip
+    for dtype, index, hits in (
+        *((dtype, INTEGERS[0], 2) for dtype in FLOATS),
+        (FLOATS[0], INTEGERS[1], 3),
+        (FLOATS[0], INTEGERS[0], 45),
+    ):
+        yield _case(
+            f"unary tables, {_name(dtype)}, {_name(index)} ids, {hits} a bag",
+            "unary_embeddings.unary unary_embeddings.unary_chunk",
+            partial(_both_ways, ops.batched_unary_embeddings, (0,), partial(_unary_inputs, dtype, index, hits)), SUM,
+            quick=hits == 45,
+        )  # fmt: skip
+
+
+def _vector_inputs(dim: int, dtype: torch.dtype) -> Sequence[Any]:
+    """Two heads, each with its own half of the columns, and vectors shorter than the longest bag."""
+    heads = 2
+    return (
+        _normal(heads * len(LENGTHS), 30, dtype=dtype),
+        _normal(sum(LENGTHS), heads * dim, seed=2, dtype=dtype),
+        _offsets(),
+    )
+
+
+def _unary_inputs(dtype: torch.dtype, index: torch.dtype, hits: int) -> Sequence[Any]:
+    """Two tasks, three tables of some rows, four bags for each table."""
+    rows = torch.tensor([5, 1, 9])
+    ids = torch.cat([torch.randint(0, int(n), (4 * hits,), generator=_random(int(n))) for n in rows])
+    weights = _eighths(2, int(rows.sum()), 1, dtype=dtype)
+    return weights, _offsets(rows.tolist()), (torch.arange(13) * hits).to(index), ids.to(index)
+
+
+def _selections() -> Iterator[Case]:
+    for row, dtype, index in (
+        ((20,), torch.float32, torch.int64), ((), torch.float32, torch.int64), ((1,), torch.float32, torch.int64),
+        ((4,), torch.float16, torch.int32), ((128,), torch.bfloat16, torch.int64), ((3,), torch.float32, torch.int32),
+        ((), torch.float16, torch.int32),
+    ):  # fmt: skip
+        label = f"{_name(dtype)} {row or 'numbers'}, {_name(index)} indices"
+        files = "index_select.bags index_add.owners index_add.index_add"
+        yield _case(
+            f"selected bags, {label}", files + (" index_select.sources" if row else " index_select.select"),
+            partial(_both_ways, _selected, (0,), partial(_select_inputs, row, dtype, index)), SUM,
+            quick=row in ((), (20,)) and index == torch.int64,
+        )  # fmt: skip
+        yield _case(
+            f"added bags, {label}", "index_add.owners index_add.index_add",
+            partial(_both_ways, _added, (0,), partial(_add_inputs, row, dtype, index)), SUM,
+        )  # fmt: skip
+    for weighted, index in product((False, True), INTEGERS):
+        words = f"{'weighted, ' * weighted}{_name(index)} indices"
+        yield _case(
+            f"selected samples of keys, {words}", "index_select.bags index_select.select",
+            partial(_keyed, weighted, index), quick=weighted and index == torch.int64,
+        )  # fmt: skip
+
+
+def _selected(values: Tensor, lengths: Tensor, indices: Tensor) -> Any:
+    return ops.jagged_index_select(values, lengths, indices)
+
+
+def _select_inputs(row: tuple[int, ...], dtype: torch.dtype, index: torch.dtype) -> Sequence[Any]:
+    values = _eighths(sum(LENGTHS), *row, dtype=dtype)
+    return values, torch.tensor(LENGTHS, dtype=index), torch.tensor([3, 5, 3, 1, 0, 3], dtype=index)
+
+
+def _added(values: Tensor, lengths: Tensor, indices: Tensor, into: Tensor) -> Any:
+    return ops.jagged_index_add(values, lengths, indices, into)
+
+
+def _add_inputs(row: tuple[int, ...], dtype: torch.dtype, index: torch.dtype) -> Sequence[Any]:
+    into, indices = torch.tensor(LENGTHS, dtype=index), torch.tensor([3, 5, 3, 1, 0, 3], dtype=index)
+    lengths = into[indices.long()]
+    return _eighths(int(lengths.sum()), *row, dtype=dtype), lengths, indices, into
+
+
+def _keyed(weighted: bool, index: torch.dtype) -> Sequence[Any]:
+    lengths = torch.tensor([*LENGTHS, *reversed(LENGTHS)], dtype=index)
+    offsets = _offsets(lengths.tolist(), index)
+    values, weights = torch.arange(2 * sum(LENGTHS)), _eighths(2 * sum(LENGTHS)) if weighted else None
+    found = ops.keyed_jagged_index_select(values, lengths, offsets, torch.tensor([3, 5, 3, 0], dtype=index), 7, weights)
+    return [part for part in found if part is not None]
+
+
+def _columns() -> Iterator[Case]:
+    # input, first column and columns of the pieces of each output
+    plans: dict[str, tuple[tuple[int, ...], tuple[tuple[tuple[int, int, int], ...], ...]]] = {
+        "by 4": ((12, 8), (((1, 0, 8), (0, 4, 8)), ((0, 0, 4),))),
+        "by 1": ((7, 5), (((1, 1, 3), (0, 2, 5)), ((0, 0, 1), (1, 0, 1)))),
+        "a column in three places": ((16, 16), (((0, 0, 8), (1, 0, 16)), ((0, 0, 8), (0, 4, 12)), ((0, 0, 16),))),
+        "10 inputs": ((4,) * 10, (tuple((i, 0, 4) for i in reversed(range(10))),)),
+        "20 outputs": ((40, 8), tuple(((0, 2 * i, 2), (1, 0, 8)) for i in range(20))),
+    }
+    for words, (widths, pieces) in plans.items():
+        for dtype in (*FLOATS, torch.float64):
+            inputs = partial(_column_inputs, widths, dtype)
+            yield _case(
+                f"regrouped columns, {words}, {_name(dtype)}", "regrouping.regroup",
+                partial(_both_ways, partial(_regrouped, pieces), tuple(range(len(widths))), inputs), SUM,
+                quick=words == "a column in three places" and dtype == torch.float32,
+            )  # fmt: skip
+    yield _case(
+        "tables in another order", "regrouping.regroup",
+        partial(_both_ways, _other_order, (0,), lambda: [_eighths(9, 23)]), SUM,
+    )  # fmt: skip
+
+
+def _column_inputs(widths: Sequence[int], dtype: torch.dtype) -> Sequence[Any]:
+    return [_eighths(9, width, seed=k, dtype=dtype) for k, width in enumerate(widths)]
+
+
+def _regrouped(pieces: Any, *tensors: Tensor) -> Any:
+    # all outputs side by side, so that all of them have a gradient
+    return torch.cat(ops.regroup(tensors, pieces), 1)
+
+
+def _other_order(pooled: Tensor) -> Any:
+    return ops.permute_pooled(pooled, [8, 3, 12], [2, 0, 1, 0])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

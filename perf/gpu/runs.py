@@ -1,0 +1,238 @@
+"""All cases run in some processes, each barrier of each kernel taken out in turn, and what is said of it, by kernel."""
+
+from __future__ import annotations
+
+import multiprocessing
+import platform
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import islice
+from time import perf_counter
+from typing import Any
+
+import torch
+
+# the whole names, as cases have them: to a type checker modules of two names are two
+from shardwise.perf.gpu.cases import CASES, TOLERANCES, Case, run_case
+from shardwise.perf.gpu.launches import TARGET, Cut
+from shardwise.perf.machine import commit_info, versions
+
+_BY_NAME = {case.name: case for case in CASES}
+# so many cases may fail to see that a barrier is missing before it is called redundant
+_TRIALS = 6
+# a buffer is streamed where a warp asks for so many bytes at once; scalars are not
+_STREAMED = 64
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch of a case: see `Execution`; `requests` has (requests, bytes, sectors) by buffer."""
+
+    kernel: str
+    variant: str
+    barriers: int
+    instructions: int
+    faults: tuple[str, ...]
+    requests: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of a case showed, or of a case with a barrier `cut` out."""
+
+    case: str
+    launches: tuple[Launched, ...]
+    difference: float
+    wrong: tuple[str, ...]
+    seconds: float
+    cut: Cut | None = None
+
+
+def select(text: str, every: bool) -> list[Case]:
+    """The quick cases, or every case, with `text` in their names or in those of their kernels."""
+    return [
+        case for case in CASES if (every or case.quick) and (text in case.name or any(text in k for k in case.kernels))
+    ]
+
+
+class Workers:
+    """Some processes that run cases; each keeps what it compiled. Used as a context."""
+
+    def __init__(self, jobs: int) -> None:
+        # kernels and cases cannot be pickled: processes are forks
+        context = multiprocessing.get_context("fork")
+        self.jobs = jobs
+        self.pool = ProcessPoolExecutor(jobs, context, _one_thread) if jobs > 1 else None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def outcomes(self, tasks: Sequence[tuple[str, Cut | None]], *, shuffle: int | None = None) -> Iterator[Outcome]:
+        """Run cases by name, some with a barrier cut out; in the order in which they end.
+
+        Raises:
+            BrokenProcessPool: a process died, as a compiler can make it.
+        """
+        if self.pool is None:
+            yield from (_outcome(name, cut, shuffle) for name, cut in tasks)
+            return
+        left, pool = iter(tasks), self.pool
+        waiting: set[Future[Outcome]] = {pool.submit(_outcome, *task, shuffle) for task in islice(left, 2 * self.jobs)}
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            waiting |= {pool.submit(_outcome, *task, shuffle) for task in islice(left, len(done))}
+            for future in done:
+                yield future.result()
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _outcome(name: str, cut: Cut | None, shuffle: int | None) -> Outcome:
+    begin = perf_counter()
+    result = run_case(_BY_NAME[name], cut=cut, shuffle=shuffle)
+    launches = tuple(
+        Launched(
+            launch.kernel, launch.variant, launch.barriers, launch.instructions, tuple(dict.fromkeys(launch.faults)),
+            {what: (n["requests"], n["bytes"], n["sectors"]) for what, n in launch.requests.items()},
+        )
+        for launch in result.log.launches
+    )  # fmt: skip
+    # the same instruction is at fault in every program
+    wrong = tuple(dict.fromkeys(result.wrong))
+    return Outcome(name, launches, result.difference, wrong, perf_counter() - begin, cut)
+
+
+def barriers_cut(ran: Sequence[Outcome], workers: Workers) -> Iterator[tuple[Cut, Outcome | None]]:
+    """Each barrier of the kernels that ran, taken out: the first run that shows it, or None where none did.
+
+    A kernel is compiled to many programs: of those with equally many barriers one is cut. Cases whose grids are small,
+    so that loops go around, come first.
+    """
+    open_cuts = {cut: iter(names[:_TRIALS]) for cut, names in _cuts(ran).items()}
+    while open_cuts:
+        tasks = []
+        for cut in [*open_cuts]:
+            name = next(open_cuts[cut], None)
+            if name is None:
+                del open_cuts[cut]
+                yield cut, None
+            else:
+                tasks.append((name, cut))
+        for outcome in workers.outcomes(tasks):
+            if outcome.wrong and outcome.cut:
+                del open_cuts[outcome.cut]
+                yield outcome.cut, outcome
+
+
+def _cuts(ran: Sequence[Outcome]) -> dict[Cut, list[str]]:
+    """Cuts to make, each with the cases that launch the program."""
+    cases: dict[tuple[str, str], list[str]] = defaultdict(list)
+    barriers: dict[tuple[str, str], int] = {}
+    for outcome in sorted(ran, key=lambda outcome: (_BY_NAME[outcome.case].programs or 1 << 30, outcome.seconds)):
+        for launch in outcome.launches:
+            program = launch.kernel, launch.variant
+            barriers[program] = launch.barriers
+            if not outcome.wrong and outcome.case not in cases[program]:
+                cases[program].append(outcome.case)
+    # the program that most cases launch stands for those with as many barriers
+    chosen: dict[tuple[str, int], tuple[str, str]] = {}
+    # one whose cases fail as it is shows nothing
+    for program in sorted((p for p in barriers if cases[p]), key=lambda program: -len(cases[program])):
+        chosen.setdefault((program[0], barriers[program]), program)
+    return {
+        Cut(*program, n): cases[program] for (_, count), program in sorted(chosen.items()) for n in range(count)
+    }  # fmt: skip
+
+
+def count_barriers(ran: Sequence[Outcome]) -> int:
+    """How many barriers `barriers_cut` takes out."""
+    return len(_cuts(ran))
+
+
+def by_kernel(ran: Sequence[Outcome], cut: Sequence[tuple[Cut, Outcome | None]] = ()) -> dict[str, dict[str, Any]]:
+    """What is known of each kernel that was launched, for a table and a file.
+
+    The difference of a case counts for the kernels that it is there for, a fault for the kernel that made it.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    requests: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+    for outcome in sorted(ran, key=lambda outcome: outcome.case):
+        case = _BY_NAME[outcome.case]
+        for launch in outcome.launches:
+            entry = found.setdefault(launch.kernel, _entry())
+            entry["launches"] += 1
+            entry["instructions"] += launch.instructions
+            entry["programs"].add(launch.variant)
+            entry["faults"] += [f"{case.name}: {fault}" for fault in launch.faults]
+            for what, numbers in launch.requests.items():
+                for unit, number in zip(("requests", "bytes", "sectors"), numbers, strict=True):
+                    requests[launch.kernel][what, unit] += number
+        for kernel in case.kernels:
+            entry = found.setdefault(kernel, _entry())
+            entry["cases"] += 1
+            kept = entry["differences"].setdefault(case.tolerance.name, 0.0)
+            entry["differences"][case.tolerance.name] = max(kept, outcome.difference)
+    for kernel, entry in found.items():
+        entry["programs"] = len(entry["programs"])
+        entry["sector_share"] = _shares(requests[kernel])
+    for one, seen in sorted(cut, key=lambda pair: (pair[0].kernel, pair[0].variant, pair[0].barrier)):
+        said = f"{seen.case}: {seen.wrong[0]}" if seen else None
+        found[one.kernel]["barriers"].setdefault(one.variant, []).append(said)
+    return dict(sorted(found.items()))
+
+
+def _entry() -> dict[str, Any]:
+    return {
+        "cases": 0, "launches": 0, "programs": set(), "instructions": 0, "faults": [], "differences": {},
+        "barriers": {},
+    }  # fmt: skip
+
+
+def _shares(requests: Counter[tuple[str, str]]) -> dict[str, float]:
+    """What part of the sectors that warps touch they asked for, by buffer, of accesses that are no scalars."""
+    buffers = sorted({what for what, _ in requests})
+    return {
+        what: round(requests[what, "bytes"] / 32 / requests[what, "sectors"], 3)
+        for what in buffers
+        if requests[what, "sectors"] and requests[what, "bytes"] >= _STREAMED * requests[what, "requests"]
+    }
+
+
+def document(
+    ran: Sequence[Outcome], cut: Sequence[tuple[Cut, Outcome | None]], command: str, seconds: float
+) -> dict[str, Any]:
+    """Everything in one JSON object: what ran, of which versions, what was allowed, and each kernel."""
+    used = {_BY_NAME[outcome.case].tolerance.name for outcome in ran}
+    return {
+        "command": command,
+        "target": f"sm_{TARGET[1]}",
+        "versions": {"python": platform.python_version(), **versions()},
+        "commit": commit_info(),
+        "seconds": round(seconds),
+        "cases": len(ran),
+        "instructions": sum(launch.instructions for outcome in ran for launch in outcome.launches),
+        "barriers": {"cut": len(cut), "reported": len(cut) - len(unreported(cut))},
+        "wrong": [f"{outcome.case}: {sentence}" for outcome in ran for sentence in outcome.wrong],
+        "tolerances": {
+            tolerance.name: {
+                "ratios": {str(dtype).removeprefix("torch."): ratio for dtype, ratio in tolerance.ratios.items()},
+                "reason": tolerance.reason,
+            }
+            for tolerance in TOLERANCES
+            if tolerance.name in used
+        },
+        "kernels": by_kernel(ran, cut),
+    }
+
+
+def unreported(cut: Sequence[tuple[Cut, Outcome | None]]) -> list[Cut]:
+    """Barriers that can be taken out of a program and nothing shows."""
+    return [one for one, seen in cut if seen is None]

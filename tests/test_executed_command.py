@@ -1,0 +1,78 @@
+"""`shardwise kernels run`: what it prints and writes, how it ends, and that each barrier of a kernel is taken out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from click.testing import CliRunner, Result
+
+from shardwise import cli
+from shardwise.kernels import _op
+from shardwise.perf.gpu import runs
+from shardwise.perf.gpu.cases.tolerances import SAME
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.commands(), ("kernels", "run", *arguments))
+
+
+@pytest.mark.executed
+def test_the_command_prints_a_line_a_kernel_and_writes_all_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "executed.json"
+    result = run("--kernel", "sequence lookup", "--jobs", "1", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert any(line.startswith("sequence.gather ") and "same bits" in line for line in lines)
+    assert lines[-1].startswith("2 cases, ") and lines[-1].endswith("no fault, every result as close as it must be")
+    found = json.loads(file.read_text())
+    assert {*found["kernels"]} == {"sequence.resolve", "sequence.gather"} and found["wrong"] == []
+    gather = found["kernels"]["sequence.gather"]
+    assert gather["launches"] == gather["cases"] == 2 and gather["instructions"] > 100
+    assert gather["differences"] == {"same bits": 0.0} and 0 < gather["sector_share"]["load W"] <= 1
+    assert found["target"] == "sm_90" and found["versions"]["triton"] and "reason" in found["tolerances"]["same bits"]
+
+
+@pytest.mark.executed
+def test_each_barrier_of_a_kernel_is_taken_out_and_reported() -> None:
+    """By two processes, as by one."""
+    result = run("--kernel", "pooled lookup, fp16 D=128", "--barriers", "--jobs", "2")
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 missing barriers reported" in result.output
+    assert " 1/1 " in result.output
+
+
+@pytest.mark.executed
+def test_a_difference_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = runs.select("calibration, by feature, fp32", False)
+    (other,) = runs.select("sums of segments and their gradient, fp32 (20,)", False)
+    assert other.reference is None
+    wrong = replace(case, name="of something else", reference=other.run, tolerance=SAME)
+    monkeypatch.setattr(runs, "CASES", (wrong,))
+    monkeypatch.setattr(runs, "_BY_NAME", {wrong.name: wrong})
+    result = run("--jobs", "1", "--kernel", "something")
+    assert result.exit_code == 1
+    assert "of something else: result 0 differs by inf" in result.output and "things are wrong" in result.output
+
+
+def test_a_name_that_no_case_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_op, "HAS_TRITON", True)
+    monkeypatch.setattr(_op, "INTERPRETED", False)
+    result = run("--kernel", "matmul")
+    assert result.exit_code == 2 and "no usual case has 'matmul'" in result.output
+
+
+def test_without_triton_and_in_the_interpreter_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_op, "HAS_TRITON", True)
+    monkeypatch.setattr(_op, "INTERPRETED", True)
+    result = run()
+    assert result.exit_code == 2 and "TRITON_INTERPRET is set" in result.output
+    monkeypatch.setattr(_op, "HAS_TRITON", False)
+    result = run()
+    assert result.exit_code == 2 and "pip install triton" in result.output
