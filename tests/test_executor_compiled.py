@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.kernels._op import HAS_TRITON, tl, triton
 from shardwise.perf.gpu import Fault, Kernel, Launch, Memory
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
-
 pytestmark = pytest.mark.compiled
-TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+TRITON: tuple[int, ...] = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else (0, 0)
 
 
 def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> tuple[Kernel, int]:
@@ -46,7 +44,7 @@ def run(made: tuple[Kernel, int], *values: torch.Tensor, grid: tuple[int, ...] =
 
 
 @triton.jit
-def product_kernel(X, Y, Z, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+def product_kernel(X, Y, Z, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK)
     total = tl.zeros((M, N), Z.dtype.element_ty)
     for start in range(0, K, BLOCK):
@@ -118,7 +116,7 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def together_kernel(X, Y, S, T, N: tl.constexpr):
+def together_kernel(X, Y, S, T, N: tl.constexpr):  # type: ignore[no-untyped-def]
     n = tl.arange(0, N)
     x = tl.load(X + n)
     tl.store(Y + n, tl.cumsum(x, 0))
@@ -141,7 +139,7 @@ def test_scans_sorts_and_atomic_sums(warps: int) -> None:
 
 
 @triton.jit
-def eights_kernel(X, Y, Z, N: tl.constexpr):
+def eights_kernel(X, Y, Z, N: tl.constexpr):  # type: ignore[no-untyped-def]
     n = tl.arange(0, N)
     x = tl.load(X + n).to(tl.float8e4nv)
     tl.store(Y + n, x)
@@ -159,7 +157,7 @@ def test_8_bit_floats_of_the_compiler() -> None:
 
 
 @triton.jit
-def turned_kernel(X, Y, T, N: tl.constexpr):
+def turned_kernel(X, Y, T, N: tl.constexpr):  # type: ignore[no-untyped-def]
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     x = tl.load(X + i * N + j)
     tl.store(Y + j * N + i, x)
@@ -189,7 +187,7 @@ def test_every_barrier_of_a_kernel_is_needed(warps: int) -> None:
 
 
 @triton.jit
-def shared_word_kernel(X, Y):
+def shared_word_kernel(X, Y):  # type: ignore[no-untyped-def]
     tl.store(Y, tl.load(X + tl.program_id(0)))
 
 
