@@ -113,8 +113,9 @@ ADD = "atom.shared.add.u32 %r10, [%r0], 1;"
         (WRITE + "st.shared.b32 [%r3], %tid;", [("race", 0)]),
         (WRITE + BARRIER + "st.shared.b32 [%r3], %tid;", []),
         ("st.shared.b32 [%r0], %tid;", [("race", 0)]),
-        # the same value, twice
-        ("st.shared.b32 [%r0], 7; st.shared.b32 [%r0], 7;", []),
+        # the same value, at once and twice
+        ("st.shared.b32 [%r0], 7;", []),
+        ("st.shared.b32 [%r0], 7; st.shared.b32 [%r0], 7;", [("race", 0)]),
         # atomic accesses among themselves, and beside others
         ("st.shared.b32 [%r0], 0;" + BARRIER + ADD + BARRIER + READ.format("%r0"), []),
         ("st.shared.b32 [%r0], 0;" + BARRIER + ADD + READ.format("%r0"), [("race", 0)]),

@@ -15,14 +15,18 @@ from .rounding import Array
 from .shared import BASE, Shared
 
 
-class NoValue:
-    """Stands in a register that has no value yet, or waits for a product: whoever reads it ends the launch."""
+class NotReady(Exception):
+    """A register without a value was read: the kind of finding, and what it says."""
 
-    def __init__(self, why: str) -> None:
-        self.why = why
+
+class NoValue:
+    """Stands in a register that has no value yet, or waits for a product: a read raises NotReady."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        self.kind, self.why = kind, why
 
     def view(self, *_: object) -> Array:
-        raise Fault(self.why)
+        raise NotReady(self.kind, self.why)
 
     astype = view
 
@@ -50,7 +54,7 @@ class Record:
     special: dict[str, Array] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.blank = [NoValue(f"{name} is read before it has a value") for name in self.entry.registers]
+        self.blank = [NoValue("unwritten", f"{name} is read before it has a value") for name in self.entry.registers]
         self.special = _special(self.entry)
 
 

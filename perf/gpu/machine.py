@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .cta import Cta, Record
+from .cta import Cta, NotReady, Record
 from .decode import Decoder, Step
 from .faults import Fault, Finding
 from .memory import Memory
@@ -175,10 +175,8 @@ class Launch:
     def _run_cta(self, cta: Cta, limit: int) -> None:
         try:
             self._run_threads(cta, limit)
-        except Fault as fault:
-            if fault.finding is None:
-                raise Fault(cta.report("unwritten", str(fault))) from None
-            raise
+        except NotReady as reason:
+            raise Fault(cta.report(*reason.args)) from None
 
     def _run_threads(self, cta: Cta, limit: int) -> None:
         """Groups of threads by their place in the code; the lowest place goes on until it meets the next."""

@@ -2,7 +2,8 @@
 
 Two threads that touch the same piece, one of them writing, need something between that both took part in: a barrier
 of the CTA, or for two lanes of one warp `bar.warp.sync`. Shuffles and other instructions of a whole warp order no
-memory. Writing the same value twice is no fault. A piece is as small as the kernel's smallest access.
+memory. Lanes may write one value to one place with one instruction, no more: that a second write finds the same value
+there is chance. A piece is as small as the kernel's smallest access.
 """
 
 from __future__ import annotations
@@ -79,9 +80,7 @@ class Shared:
         indices = self._indices(offsets, size, count)
         places = self._places(offsets, size * count)
         view = self.views[size]
-        # writing what is there already is harmless
-        same = (view[indices] == data).all(axis=1)[:, None] & self.written[places]
-        self.note_write(threads, places, report, same)
+        self.note_write(threads, places, report)
         view[indices] = data
         differs = (view[indices] != data).any(axis=1)
         if differs.any():
@@ -134,14 +133,14 @@ class Shared:
         races: Array = (writer != owner) & (when >= since)
         return races
 
-    def note_write(self, threads: Array, places: Array, report: Report, same: Array | None = None) -> None:
+    def note_write(self, threads: Array, places: Array, report: Report, allowed: Array | None = None) -> None:
         owner, warp = threads[:, None].astype(np.int32), (threads[:, None] // 32).astype(np.int32)
         self._check(
             self.pending[places], "in flight", "shared memory is written before the copy to it was waited for", report
         )
         races = self._races_with_write(places, owner, warp)
         if races.any():
-            races = races if same is None else races & ~same
+            races = races if allowed is None else races & ~allowed
             self._check(
                 races, "race", "shared memory is written that another thread wrote since the last barrier", report
             )
@@ -149,7 +148,7 @@ class Shared:
         since = np.where(reader_warp == warp, self.warp_since[warp], self.cta_since)
         races = (reader != owner) & (self.read_time[places] >= since)
         if races.any():
-            races = races if same is None else races & ~same
+            races = races if allowed is None else races & ~allowed
             self._check(
                 races, "race", "shared memory is written that another thread read since the last barrier", report
             )
