@@ -186,7 +186,8 @@ def _compile_variants(shape: Shape, batch: Batch, state: Optimizer) -> list[str]
     refused = []
     hollow_call(batch, state, "step")
     for variant in VARIANTS:
-        if shape.name not in variant.shapes:
+        # what a collection launches are the same kernels
+        if shape.name not in variant.shapes or variant.call == "module":
             continue
         try:
             with variant.forced():

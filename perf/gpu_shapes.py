@@ -14,8 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    apply_optimizer_in_backward,
+)
 from shardwise.embeddings.table_layout import TableShape, lay_out
 from shardwise.kernels import RULES, Feature, check_ids, flatten_segments, new_guard, pack_features
+from shardwise.kernels.features import ROWS
 from shardwise.perf.batches import Batch, Optimizer, of_workload, optimizer
 from shardwise.perf.workloads import DCNV2, FBGEMM_DEFAULT, PRODUCTION, Workload, equal, fitted, tiny
 
@@ -96,9 +104,15 @@ def batches_of(shape: Shape, device: str, inputs: int | None = None) -> list[Bat
 
 
 def calls_of(batches: list[Batch], call: str) -> list[Call]:
-    """One call a batch: "forward" a lookup, "backward" the fused update, "step" ids' check, lookup and update."""
+    """One call a batch: "forward" a lookup, "backward" the fused update, "step" ids' check, lookup and update.
+
+    And "module" a forward and backward of a collection with such tables.
+    """
     if call == "forward":
         return [batch.lookup for batch in batches]
+    if call == "module":
+        model = _collection(batches[0])
+        return [partial(_trained, model, _features_of(batch), batch.grad) for batch in batches]
     state = optimizer(RULE, batches[0])
     return [partial(state.update if call == "backward" else partial(_step, state), batch) for batch in batches]
 
@@ -115,12 +129,39 @@ def results_of(batch: Batch, call: str) -> list[Tensor]:
     """What a call gives on tables and states of its own."""
     if call == "forward":
         return [batch.lookup()]
+    if call == "module":
+        torch.manual_seed(0)
+        model = _collection(batch)
+        pooled = _trained(model, _features_of(batch), batch.grad)
+        return [pooled, *(tensor.clone() for tensor in model.state_dict().values())]
     own = replace(batch, weights=batch.weights.clone())
     state = optimizer(RULE, own)
     pooled = [_step(state, own)] if call == "step" else []
     if call == "backward":
         state.update(own)
     return [*pooled, own.weights, *state.states]
+
+
+def _collection(batch: Batch) -> EmbeddingBagCollection:
+    """Tables as the batch's, with values of their own, trained by RULE."""
+    tables = [
+        EmbeddingBagConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{t}"])
+        for t, (rows, dim) in enumerate(zip(batch.features[:, ROWS].tolist(), batch.dims, strict=True))
+    ]
+    model = EmbeddingBagCollection(tables=tables, device=batch.weights.device)
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.01})
+    return model
+
+
+def _features_of(batch: Batch) -> KeyedJaggedTensor:
+    keys = [f"f{t}" for t in range(len(batch.dims))]
+    return KeyedJaggedTensor(keys, batch.indices, offsets=batch.offsets, lengths=batch.offsets.diff())
+
+
+def _trained(model: EmbeddingBagCollection, features: KeyedJaggedTensor, grad: Tensor) -> Tensor:
+    pooled = model(features).values()
+    pooled.backward(grad)
+    return pooled.detach()
 
 
 def hollow(shape: Shape, place: Callable[[Tensor], Tensor]) -> tuple[Batch, Optimizer]:

@@ -19,7 +19,7 @@ LOOKUPS = (*SHAPES, "A fp16")
 
 @dataclass(frozen=True)
 class Variant:
-    """What is forced on every launch of a call ("forward", "backward" or "step"), and where it is timed."""
+    """What is forced on every launch of a call ("forward", "backward" or "module"), and where it is timed."""
 
     name: str
     call: str
@@ -77,6 +77,6 @@ VARIANTS: tuple[Variant, ...] = (
         Variant(f"index of {block} ids on {warps} warps", "backward", {"index.block": block, "index.warps": warps})
         for block, warps in ((256, 8), (1024, 8), (512, 4), (1024, 32))
     ),
-    Variant("the default again", "step", shapes=("A", "L=1")),
-    Variant("index in forward", "step", {"index.in_forward": True}, shapes=("A", "L=1")),
+    Variant("the default again", "module", shapes=("A", "L=1")),
+    Variant("index in forward", "module", {"index.in_forward": True}, shapes=("A", "L=1")),
 )
