@@ -113,6 +113,11 @@ def strip(folder: Path) -> int:
             if file.suffix not in KEPT:
                 file.unlink()
     relocate(folder)
+    return bytes_of(folder)
+
+
+def bytes_of(folder: Path) -> int:
+    """Bytes of all files of a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -204,12 +209,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder, as --compiled of gpu_check takes it")
     parser.add_argument("--architecture", type=int, default=90, help="of the device: 90 is sm_90 (the default)")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--whole", action="store_true", help="leave intermediate code: others may be compiling")
     parser.add_argument("--jobs", type=int, default=machine.cores())
     arguments = parser.parse_args(argv)
     start = time.perf_counter()
     shapes = [sized(SHAPES[name], MEMORY_BYTES) for name in arguments.shapes]
     done, refused = compile_all(shapes, arguments.out, arguments.architecture, arguments.jobs)
-    size = strip(arguments.out)
+    size = bytes_of(arguments.out) if arguments.whole else strip(arguments.out)
     for line in (*refused, *done.failed):
         print(f"not compiled: {line}")
     print(
