@@ -234,7 +234,7 @@ class ShardedCollection(nn.Module, Staged):
         assert out is not None
         departure.heads = heads
         departure.sizes = [receiving.elements(head.sizes.batch, head.sizes.ids) for head in heads]
-        if self._exchange.world_size > 1:
+        if not self._exchange.alone:
             departure.ids = self._exchange.ids(out.blocks(), departure.sizes)
 
     def arrive(self, departure: Departure) -> InFlight:

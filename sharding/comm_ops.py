@@ -174,7 +174,7 @@ def alltoall_sequence(
     """
     exchange = exchange_of(group)
     rows = a2a_sequence_embs_tensor
-    if exchange.world_size == 1:
+    if exchange.alone:
         return NoWait(rows)
     if rows.dim() != 2:
         raise ValueError(f"rows of ids must be a matrix, got shape {list(rows.shape)}")
@@ -291,7 +291,7 @@ def all_gather_base_pooled(
     exchange = exchange_of(group)
     if input.dim() == 0:
         raise ValueError("a tensor without dimensions cannot be gathered: give it one, input.view(1)")
-    if exchange.world_size == 1:
+    if exchange.alone:
         return NoWait(input)
     sizes, shape = [input.numel()] * exchange.world_size, [exchange.world_size * input.shape[0], *input.shape[1:]]
     repeated = copies(input.reshape(-1), exchange.world_size)

@@ -19,6 +19,7 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 from shardwise.kernels import expand_into_jagged_permute, segment_sum
 
 from .awaitable import Awaitable
+from .env import is_alone
 from .exchange import Exchange, Pending
 
 # what a keyed batch may consist of; all ranks tell of each, so that one that has others is found out
@@ -108,9 +109,10 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         exchange = Exchange(pg)
         self._input, self._input_tensors = input, list(input_tensors)
         self._keys, self._stagger, self._ranks = list(keys), stagger, exchange.world_size
+        self._alone = exchange.alone
         self._stride_per_rank = None if stride_per_rank is None else list(stride_per_rank)
         self._pending: list[Pending] = []
-        if exchange.world_size == 1:
+        if exchange.alone:
             return
         for tensor, send_sizes, sizes in zip(input_tensors, input_splits, output_splits, strict=True):
             self._pending.append(exchange.numbers(tensor.contiguous(), send_sizes, sizes))
@@ -121,7 +123,7 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
 
         Waits until it is sent. With one rank the batch is the result, and 0 is returned.
         """
-        if self._ranks == 1:
+        if self._alone:
             return 0
         for pending in self._pending:
             pending.wait()
@@ -133,7 +135,7 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         return freed
 
     def _wait_impl(self) -> KeyedJaggedTensor:
-        if self._ranks == 1:
+        if self._alone:
             return self._input.sync()
         return KeyedJaggedTensor.dist_init(
             self._keys,
@@ -175,7 +177,7 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
         self._keys, self._device, self._stagger = keys, device, stagger
         ranks = len(splits)
         self._told: SplitsAllToAllAwaitable | None = None
-        if ranks == 1:
+        if is_alone(pg):
             return
         by_label = dict(zip(labels, tensor_splits, strict=True))
         columns = [by_label.get(label, [0] * ranks) for label in _LABELS]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,31 @@ if TYPE_CHECKING:
 
 # torchrun's word for the ranks of a host, and those of MPI launchers
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+
+# whether a rank that is alone in its process group calls collectives too
+_alone_calls = False
+
+
+@contextmanager
+def collectives_at_one_rank() -> Iterator[None]:
+    """Inside, models, checkpoints and functions of `comm_ops` call collectives in a process group of one rank too.
+
+    Otherwise such a rank exchanges nothing: everything comes back as it was. For checks: one GPU then runs NCCL with
+    its streams, waits and abort. What is made inside keeps it; results have the same bits, but codecs compress what a
+    rank sends itself. Without a process group nothing changes.
+    """
+    global _alone_calls
+    before, _alone_calls = _alone_calls, True
+    try:
+        yield
+    finally:
+        _alone_calls = before
+
+
+def is_alone(pg: dist.ProcessGroup | None) -> bool:
+    """Whether nothing is exchanged in a process group: it has one rank, outside of `collectives_at_one_rank`."""
+    return pg is None or (dist.get_world_size(pg) == 1 and not _alone_calls)
 
 
 def get_local_size(world_size: int | None = None) -> int:

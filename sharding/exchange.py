@@ -1,7 +1,7 @@
 """Every collective of shardwise, each beside its transpose. Nothing else calls torch.distributed's collectives.
 
 A step of a collection costs three exchanges forward (headers, ids, rows) and one back (row gradients), whatever the
-number of tables. W ranks; every exchange is all-to-all, and with one process without a group it is the identity.
+number of tables. W ranks; every exchange is all-to-all, and for a rank that is alone it is the identity.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from torch import Tensor
 
 from .buffers import Buffers
 from .codecs import FP32, Codec, FormatCodec
+from .env import is_alone
 from .watch import SLICE, Watch, watch_of
 
 
 class Exchange:
     """The collectives between the ranks of a process group; `calls` counts them, `sent` the bytes that left this rank.
 
-    One rank exchanges nothing: everything comes back as it was. Where a watch is over the group, or over that of the
-    exchange `beside`, a rank that fails or does not come is a RankFailure; `label` says whose exchanges these are.
+    A rank that `is_alone` exchanges nothing: everything comes back as it was. Where a watch is over the group, or over
+    that of the exchange `beside`, a rank that fails or does not come is a RankFailure; `label` says whose exchanges
+    these are.
     """
 
     def __init__(self, pg: dist.ProcessGroup | None, beside: Exchange | None = None) -> None:
@@ -40,6 +42,8 @@ class Exchange:
             self.watch.cover(pg)
         self.world_size = 1 if pg is None else dist.get_world_size(pg)
         self.rank = 0 if pg is None else dist.get_rank(pg)
+        # one rank, for which nothing is exchanged
+        self.alone = is_alone(pg)
         self.calls = self.sent = 0
         self.buffers = Buffers()
 
@@ -73,7 +77,7 @@ class Exchange:
         """
         if codec is None and flag is None:
             return self._all_to_all(send, list(send_sizes), list(sizes), what)
-        if self.world_size == 1:
+        if self.alone:
             return Pending(send, flags=[flag or 0])
         coding = codec or FormatCodec(FP32)
         data, data_sizes = coding.encode_blocks(send, list(send_sizes))
@@ -114,7 +118,7 @@ class Exchange:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` by rank 0's, so that replicas begin equal."""
-        if self.world_size > 1:
+        if not self.alone:
             assert self._pg is not None
             self.calls += 1
             self._require_open()
@@ -128,7 +132,7 @@ class Exchange:
         fp16 and bf16 are added in fp32, and rounded once.
         """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in [t for t in tensors if t.numel()] if self.world_size > 1 else ():
+        for tensor in () if self.alone else [t for t in tensors if t.numel()]:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for dtype, mine in by_dtype.items():
             wide = torch.float32 if dtype.itemsize < 4 else dtype
@@ -148,7 +152,7 @@ class Exchange:
 
     def value(self, mine: bytes, rank: int) -> bytes:
         """Rank `rank`'s bytes, on every rank."""
-        if self.world_size == 1:
+        if self.alone:
             return mine
         assert self._pg is not None
         self.calls += 1
@@ -162,7 +166,7 @@ class Exchange:
             self.watch.require_open()
 
     def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None, what: str) -> Pending:
-        if self.world_size == 1:
+        if self.alone:
             return Pending(send)
         self.calls += 1
         # asked here, as it costs every step

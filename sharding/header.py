@@ -94,7 +94,7 @@ class Told:
             As `raise_failures` and `raise_differences`.
         """
         failure = self.failure
-        if self.exchange.world_size == 1 and failure is not None:
+        if self.exchange.alone and failure is not None:
             raise failure
         # host sync, the only one that waits for other ranks: the sizes of what comes, and whether all are well
         rows = self.pending.wait().tolist()

@@ -86,7 +86,7 @@ def exchanged(
     codecs: QuantizedCommCodecs | None,
 ) -> Awaitable[Tensor]:
     """Send `send_sizes[r]` numbers of `values` to each rank r; the result is `after` of the flat tensor that came."""
-    if exchange.world_size == 1:
+    if exchange.alone:
         return NoWait(values)
     trip = _Trip(exchange, list(send_sizes), list(sizes), values, codecs)
     ticket: Tensor = _Depart.apply(values.reshape(-1), trip)  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ def summed(
     exchange: Exchange, values: Tensor, sizes: Sequence[int], shape: torch.Size, codecs: QuantizedCommCodecs | None
 ) -> Awaitable[Tensor]:
     """The sum over ranks, in their order, of what they send here: `sizes[r]` numbers go to rank r; of this `shape`."""
-    if exchange.world_size == 1:
+    if exchange.alone:
         return NoWait(values.reshape(shape))
     mine = sizes[exchange.rank]
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from .env import is_alone
 from .failures import RankFailure, Word, closed_by, is_agreed, is_failure, is_of_group, said, silent_store, verdict
 from .meeting import Meeting
 
@@ -270,7 +271,7 @@ def watch_over(
     timeout_s: float | None,
     hang_up: Callable[[dist.ProcessGroup], None],
 ) -> Watch | None:
-    """Watch over groups from now on, the first of which has all ranks; None where there is one rank alone.
+    """Watch over groups from now on, the first of which has all ranks; None where one rank is alone.
 
     A group that is watched already keeps its watch and gets this timeout.
 
@@ -280,7 +281,7 @@ def watch_over(
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, or None for no limit but the process group's, got {timeout_s}")
     first = groups[0]
-    if first is None or dist.get_world_size(first) == 1:
+    if first is None or is_alone(first):
         return None
     watch = _watches.get(first) or Watch(first, hang_up)
     watch.timeout_s = timeout_s

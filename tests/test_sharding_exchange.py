@@ -118,7 +118,7 @@ class Heard(Exchange):
 
     def __init__(self, *said: list[list[int]]) -> None:
         super().__init__(None)
-        self._said, self.world_size = list(said), len(said[0])
+        self._said, self.world_size, self.alone = list(said), len(said[0]), False
 
     def headers(self, mine: Tensor) -> Pending:
         return Pending(torch.tensor(self._said.pop(0)))

@@ -315,6 +315,7 @@ class Recorded(Exchange):
         super().__init__(None)
         meeting, rank, self.log = place
         self._meeting, self.world_size, self.rank = meeting, len(meeting.ranks), meeting.ranks.index(rank)
+        self.alone = self.world_size == 1
 
     def headers(self, mine: Tensor) -> Pending:
         self.log.append(f"headers among {self.world_size}")

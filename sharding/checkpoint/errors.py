@@ -93,7 +93,7 @@ def agree(link: Link, make: Callable[[], tuple[T, int]]) -> T:
         made = make()
     except Exception as error:
         failure = error
-    if link.world_size == 1:
+    if link.exchange.alone:
         if failure is not None:
             raise failure
     else:

@@ -53,7 +53,7 @@ def _gathered(table: HeldTable) -> Tensor:
         place = part_of(whole, ((0, table.rows), (0, table.dim)), (shard.rows, shard.cols))
         for low, high in row_blocks((0, shard.rows[1] - shard.rows[0]), width * table.dtype.itemsize):
             mine = homes[shard].group.view(homes[shard].number)[low:high] if shard in homes else None
-            if shard.replica or exchange.world_size == 1:
+            if shard.replica or exchange.alone:
                 assert mine is not None
                 place[low:high] = mine.cpu()
                 continue
