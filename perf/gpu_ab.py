@@ -8,6 +8,7 @@ disturbs all. A round's ratio is a variant's time over the default's of the same
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,12 +37,18 @@ from shardwise.perf.gpu_sizes import Sizes
 from shardwise.perf.gpu_variants import VARIANTS, Variant
 from shardwise.perf.timing import CudaTurns, four_digits, gb_per_s, graphs_of
 from shardwise.perf.tuner import same_bits
+from shardwise.perf.workloads import Workload
 
 # a variant is taken that is so much faster on one shape and on no other slower by more
 GAIN, LOSS = 0.98, 1.01
+OTHER_BITS = "gives other bits than the default"
 CONTROL = "the default again"
 # of the time of a shape that may go into compiling and checking variants
 CHECKED_SHARE = 0.6
+# what is executed on a CPU: runs of one id and of many, more ids than one program indexes
+EXECUTED = Shape(
+    "A", "two tables of 60 and 3000 rows", Workload("executed", (60, 3000), 128, 56, (20.0, 20.0), fixed=False)
+)
 # rounds after which a shape may be left for want of time
 FEWEST_ROUNDS = 3
 
@@ -108,11 +115,28 @@ def ab(device: str, sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def executed(sizes: Sizes) -> dict[str, Any]:
+    """The variants' bits beside the default's, every launch compiled for sm_90 and executed on this machine's CPU."""
+    launches: Any = importlib.import_module("shardwise.perf.gpu.launches")
+    found, deadline = Compared(), time.monotonic() + sizes.ab_s
+    variants = [variant for variant in VARIANTS if EXECUTED.name in variant.shapes and variant.call != "module"]
+    with launches.executed() as log:
+        kept = with_the_same_bits(found, EXECUTED, "cpu", variants, deadline, launches=True)
+        same = [f"{variant.call}: {variant.name}" for variant in kept]
+    return {
+        "same_bits": same, "dropped": [asdict(one) for one in found.dropped], "launches": len(log.launches),
+        "failed": sorted({*log.faults, *(str(one) for one in found.dropped if one.why == OTHER_BITS)}),
+    }  # fmt: skip
+
+
 def compare(found: Compared, shape: Shape, device: str, rounds: int, deadline: float) -> None:
     """Check and time the variants of one shape."""
     variants = [variant for variant in VARIANTS if shape.name in variant.shapes]
     now = time.monotonic()
-    kept = list(with_the_same_bits(found, shape, device, variants, now + (deadline - now) * CHECKED_SHARE))
+    # on CPU tensors torch does the work, which asks for no settings
+    launches = (device != "cpu" and HAS_TRITON) or INTERPRETED
+    until = now + (deadline - now) * CHECKED_SHARE
+    kept = list(with_the_same_bits(found, checked(shape), device, variants, until, launches))
     batches = batches_of(shape, device)
     about: dict[str, Any] = {
         "shape": shape.name, "about": shape.about, "scaled": shape.scaled, "inputs": len(batches), "ids": shape.ids,
@@ -130,13 +154,14 @@ def compare(found: Compared, shape: Shape, device: str, rounds: int, deadline: f
 
 
 def with_the_same_bits(
-    found: Compared, shape: Shape, device: str, variants: Sequence[Variant], deadline: float
+    found: Compared, shape: Shape, device: str, variants: Sequence[Variant], deadline: float, launches: bool
 ) -> Iterator[Variant]:
-    """The variants that give the default's bits on a batch of the shape; why not is noted of the others."""
-    batch = batches_of(checked(shape), device, 1)[0]
+    """The variants that give the default's bits on a batch of the shape; why not is noted of the others.
+
+    Where kernels are launched, one that forces what no launch asks for is none.
+    """
+    batch = batches_of(shape, device, 1)[0]
     expected = {call: results_of(batch, call) for call in {variant.call for variant in variants}}
-    # on CPU tensors torch does the work, which asks for no settings
-    launches = (device != "cpu" and HAS_TRITON) or INTERPRETED
     for variant in variants:
         why = ""
         if time.monotonic() > deadline:
@@ -153,7 +178,7 @@ def with_the_same_bits(
                 if launches and unread:
                     why = f"no launch asks for {', '.join(unread)}"
                 elif not all(map(same_bits, got, expected[variant.call])):
-                    why = "gives other bits than the default"
+                    why = OTHER_BITS
         if why:
             found.dropped.append(Dropped(variant.name, variant.call, shape.name, why))
         else:

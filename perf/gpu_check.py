@@ -48,7 +48,7 @@ from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.bounds import OK
 from shardwise.perf import gpu_ops, gpu_page, gpu_precompile, gpu_suite, machine
 from shardwise.perf.batches import Batch, lookup_bytes, make, optimizer
-from shardwise.perf.gpu_ab import ab
+from shardwise.perf.gpu_ab import ab, executed
 from shardwise.perf.gpu_profile import profiles
 from shardwise.perf.gpu_quantized import quantized_correctness
 from shardwise.perf.gpu_sanitize import run_within, sanitizer
@@ -273,7 +273,8 @@ def nccl(device: str, sizes: Sizes) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         return {"note": f"not here: {error}"}
     found: dict[str, Any] = module.one_card(device)
-    return found
+    failed = [f"{name}: {one['error']}" for name, one in found["sections"].items() if one["status"] != "ok"]
+    return {**found, "failed": failed}
 
 
 # in the order in which they run; those of CHECKS beside one another, the others each with the machine for itself
@@ -285,7 +286,7 @@ SECTIONS: dict[str, Callable[[str, Sizes], dict[str, Any]]] = {
     **gpu_ops.SECTIONS,
     "gpu_tests": gpu_tests,
     "profile": profiles,
-    "ab": ab,
+    "ab": lambda device, sizes: executed(sizes) if device == "executed" else ab(device, sizes),
     "same_bits": same_bits,
     "autotune": gpu_suite.autotune,
     "nccl": nccl,
@@ -373,7 +374,12 @@ def _sizes(arguments: argparse.Namespace) -> Sizes:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu_check", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file to write")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu", "executed"],
+        default="cuda",
+        help="executed: the A/B's bits alone, by kernels compiled for sm_90 and run on the CPU",
+    )
     parser.add_argument("--small", action="store_true", help="tiny sizes: a proof that the script runs")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--keep", action="store_true", help="add to what the JSON has of other sections")
@@ -448,6 +454,8 @@ class Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sections and write the JSON and its page; 0 if all of them are ok."""
     arguments = _parser().parse_args(argv)
+    if arguments.device == "executed":
+        arguments.sections = ["ab"]
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("gpu_check: torch sees no CUDA device; --device cpu --small proves the script without one")
         return 2
