@@ -48,6 +48,7 @@ from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.bounds import OK
 from shardwise.perf import gpu_ops, gpu_page, gpu_precompile, gpu_suite, machine
 from shardwise.perf.batches import Batch, lookup_bytes, make, optimizer
+from shardwise.perf.case import in_a_line
 from shardwise.perf.gpu_ab import ab, executed
 from shardwise.perf.gpu_profile import profiles
 from shardwise.perf.gpu_quantized import quantized_correctness
@@ -430,8 +431,11 @@ class Run:
         with self.lock:
             # after every section, so that a machine that goes away leaves what it had
             _write(self.arguments.out, json.dumps(self.report, indent=1) + "\n")
-            if "result" in self.sections[name]:
+            try:
                 _write(self.arguments.out.with_suffix(".html"), gpu_page.page(self.report))
+            # minutes on a card are not lost for a page, which the JSON can be made into again
+            except Exception as error:
+                print(f"no page: {in_a_line(error)}", flush=True)
 
     def go_all(self) -> None:
         """The sections that were asked for, in the order of SECTIONS."""

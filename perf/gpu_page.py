@@ -1,13 +1,17 @@
 """What the GPU script found as one page of HTML: decisions, prediction beside measurement, the A/B, kernels by time.
 
 The page has no scripts and fetches nothing; hovering a mark tells what it is. All measures of figures are pixels.
+`python -m shardwise.perf.gpu_page FILE.json` makes it again.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from shardwise.perf.gpu_ab import CONTROL, GAIN, LOSS
@@ -79,7 +83,10 @@ def _states(sections: Json) -> Iterator[str]:
 
 
 def _decisions(ab: Json) -> Iterator[str]:
-    if not ab:
+    if "executed" in ab:
+        yield "<h2>Variants that were executed without a device</h2>"
+        yield soft(f"{len(ab['executed'])} give the default's bits: {', '.join(ab['executed'])}.")
+    if "verdicts" not in ab:
         return
     yield "<h2>What to take</h2>"
     yield soft(
@@ -290,3 +297,14 @@ def _svg(high: float, title: str, shapes: Sequence[str]) -> str:
         f'<svg class="chart" role="img" viewBox="0 0 {WIDTH} {high:.0f}" width="{WIDTH}" height="{high:.0f}">'
         f"<title>{escape(title)}</title>{''.join(shapes)}</svg>"
     )
+
+
+def main() -> None:
+    """`python -m shardwise.perf.gpu_page FILE.json`: the page of a report beside it."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.with_suffix(".html").write_text(page(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -145,10 +145,14 @@ def compiling(folder: Path, architecture: int, jobs: int) -> Iterator[Compiled]:
     done, runtime = Compiled(), importlib.import_module("triton.runtime")
     asynchronous = importlib.import_module("triton.runtime._async_compile")
     knobs, jit = importlib.import_module("triton.knobs"), importlib.import_module("triton.runtime.jit").JITFunction
-    launch = jit.run
+    launch, seen = jit.run, dict[int, Any]()
 
     def compiled(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
         done.launches += 1
+        if id(kernel) not in seen:
+            # what this process has of it may be of another target
+            seen[id(kernel)] = kernel
+            kernel.device_caches.clear()
         options["warmup"] = True
         launch(kernel, *args, grid=grid, **options)
 
@@ -163,6 +167,7 @@ def compiling(folder: Path, architecture: int, jobs: int) -> Iterator[Compiled]:
         stack.enter_context(keyed_by_version())
         stack.enter_context(pretended(Counted()))
         stack.enter_context(patch.object(jit, "run", compiled))
+        stack.callback(lambda: [kernel.device_caches.clear() for kernel in seen.values()])
         stack.enter_context(patch.object(knobs.compilation, "listener", listened))
         stack.enter_context(patch.object(runtime.driver, "_active", Driver(architecture)))
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
