@@ -18,9 +18,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,10 +31,13 @@ import torch
 
 from shardwise.kernels import configs
 from shardwise.kernels._op import triton
-from shardwise.perf import gpu_yardsticks, machine
+from shardwise.perf import gpu_kernels, gpu_ops, gpu_yardsticks, machine
 from shardwise.perf.batches import Batch, Optimizer
-from shardwise.perf.count_launches import Counted
+from shardwise.perf.case import in_a_line
+from shardwise.perf.count_launches import CUDA, Counted
+from shardwise.perf.gpu_quantized import quantized_correctness
 from shardwise.perf.gpu_shapes import SHAPES, Shape, hollow, hollow_call, sized
+from shardwise.perf.gpu_sizes import GPU
 from shardwise.perf.gpu_variants import VARIANTS
 from shardwise.perf.pretend import Pretend, pretended
 
@@ -179,8 +184,43 @@ def compiling(folder: Path, architecture: int, jobs: int) -> Iterator[Compiled]:
                 done.failed[str(error)[:200]] = type(error).__name__
 
 
-def compile_all(shapes: Sequence[Shape], folder: Path, architecture: int, jobs: int) -> tuple[Compiled, list[str]]:
-    """Compile what the yardsticks, the profile and the A/B launch on these shapes; and which variants were refused."""
+class _HostGenerator(torch.Generator):
+    """A generator of the host, whatever device it is asked for."""
+
+    def __new__(cls, device: object = None) -> _HostGenerator:
+        return super().__new__(cls)
+
+
+def _checks() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Sections of checks, on the device that is not there: their values are the CPU's, their launches are compiled."""
+    sizes, place = replace(GPU, race_repeats=1), str(CUDA)
+    for dtype in gpu_kernels.DTYPES:
+        yield f"correctness {dtype}", partial(gpu_kernels.correctness, place, sizes, dtype)
+    yield "quantized_correctness", partial(quantized_correctness, place, sizes)
+    yield "jagged_correctness", partial(gpu_ops.jagged_correctness, place, sizes)
+
+
+def compile_checks() -> list[str]:
+    """Ask for every kernel that the checks against references launch; what went wrong, of itself no reason to stop."""
+    refused = []
+    # modules that are imported only now may name the class
+    importlib.import_module("torch.distributed.tensor")
+    with patch.object(torch, "Generator", _HostGenerator):
+        for name, check in _checks():
+            try:
+                check()
+            except Exception as error:
+                refused.append(f"{name}: {in_a_line(error)}")
+    return refused
+
+
+def compile_all(
+    shapes: Sequence[Shape], folder: Path, architecture: int, jobs: int, *, checks: bool = False
+) -> tuple[Compiled, list[str]]:
+    """Compile what the yardsticks, the profile and the A/B launch on these shapes; and which variants were refused.
+
+    And what the checks launch, some hundreds of kernels, if `checks`.
+    """
     # what is made inside would be taken for tensors of the device, with values
     made = [(shape, *hollow(shape, Pretend)) for shape in shapes]
     links, at = (Pretend(torch.empty(n, dtype=torch.int64, device="meta")) for n in (gpu_yardsticks.LINE, 1))
@@ -189,6 +229,8 @@ def compile_all(shapes: Sequence[Shape], folder: Path, architecture: int, jobs: 
         gpu_yardsticks.chase(links, at, 2)
         for shape, batch, state in made:
             refused += _compile_variants(shape, batch, state)
+        if checks:
+            refused += compile_checks()
     return done, refused
 
 
@@ -214,12 +256,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder, as --compiled of gpu_check takes it")
     parser.add_argument("--architecture", type=int, default=90, help="of the device: 90 is sm_90 (the default)")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--checks", action="store_true", help="also what the checks launch: minutes")
     parser.add_argument("--whole", action="store_true", help="leave intermediate code: others may be compiling")
     parser.add_argument("--jobs", type=int, default=machine.cores())
     arguments = parser.parse_args(argv)
     start = time.perf_counter()
     shapes = [sized(SHAPES[name], MEMORY_BYTES) for name in arguments.shapes]
-    done, refused = compile_all(shapes, arguments.out, arguments.architecture, arguments.jobs)
+    done, refused = compile_all(shapes, arguments.out, arguments.architecture, arguments.jobs, checks=arguments.checks)
     size = bytes_of(arguments.out) if arguments.whole else strip(arguments.out)
     for line in (*refused, *done.failed):
         print(f"not compiled: {line}")

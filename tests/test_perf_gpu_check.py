@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.perf import gpu_check, gpu_sanitize
+from shardwise.perf import gpu_check, gpu_kernels, gpu_sanitize
 from shardwise.perf.gpu_shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,8 +73,8 @@ def test_a_section_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path, m
 def test_a_kernel_that_differs_from_its_reference_fails_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lookup = gpu_check.pooled.pooled_lookup_ref
-    monkeypatch.setattr(gpu_check.pooled, "pooled_lookup_ref", lambda *args: lookup(*args) * 1.001)
+    lookup = gpu_kernels.pooled.pooled_lookup_ref
+    monkeypatch.setattr(gpu_kernels.pooled, "pooled_lookup_ref", lambda *args: lookup(*args) * 1.001)
     report = run(tmp_path / "check.json", "--sections", "correctness")
     assert "differs from the reference" in report["sections"]["correctness"]["error"]
 
