@@ -136,8 +136,9 @@ def executed(sizes: Sizes) -> dict[str, Any]:
 def _fewer_programs(variant: Variant) -> Variant:
     """So many programs fewer as there are fewer rows: a program then has several parts of the work, as on a device."""
     settings = dict(variant.settings)
-    if "update.programs" in settings:
-        settings["update.programs"] = max(1, int(settings["update.programs"]) // 264)  # type: ignore[call-overload]
+    programs = settings.get("update.programs")
+    if isinstance(programs, int):
+        settings["update.programs"] = max(1, programs // 264)
     return replace(variant, settings=settings)
 
 
@@ -234,13 +235,13 @@ def _timed(
         for place, us in zip(order, _round([entries[place] for place in order], number, turns), strict=True):
             times[place].append(us)
     rows = []
-    for (variant, _), taken in zip(entries, times, strict=True):
-        if variant is not None:
+    for (timed, _), taken in zip(entries, times, strict=True):
+        if timed is not None:
             ratios = sorted(us / base for us, base in zip(taken, times[0], strict=True))
             low, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.1, 0.9))
             rows.append(
                 Row(
-                    variant.name,
+                    timed.name,
                     call,
                     shape.name,
                     four_digits(median(taken)),

@@ -40,6 +40,7 @@ from shardwise.perf.gpu_shapes import SHAPES, Shape, hollow, hollow_call, sized
 from shardwise.perf.gpu_sizes import GPU
 from shardwise.perf.gpu_variants import VARIANTS
 from shardwise.perf.pretend import Pretend, pretended
+from shardwise.perf.workloads import equal
 
 # of a card: what tables are cut to is the same from here on
 MEMORY_BYTES = 80 << 30
@@ -88,7 +89,8 @@ def use(folder: Path) -> int:
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder of compiled kernels at {folder}")
     os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
-    importlib.import_module("triton.runtime.cache").triton_key = portable_key
+    cache: Any = importlib.import_module("triton.runtime.cache")
+    cache.triton_key = portable_key
     return relocate(folder)
 
 
@@ -214,6 +216,11 @@ def compile_checks() -> list[str]:
     return refused
 
 
+def _repeated() -> list[Shape]:
+    """What `same_bits` repeats: as many ids, about, so as many levels."""
+    return [Shape(f"D={dim}", "", equal(f"D={dim}", 2, 100_000, dim, GPU.batch, GPU.length)) for dim in GPU.dims[:2]]
+
+
 def compile_all(
     shapes: Sequence[Shape], folder: Path, architecture: int, jobs: int, *, checks: bool = False
 ) -> tuple[Compiled, list[str]]:
@@ -223,12 +230,15 @@ def compile_all(
     """
     # what is made inside would be taken for tensors of the device, with values
     made = [(shape, *hollow(shape, Pretend)) for shape in shapes]
+    repeated = [hollow(shape, Pretend, rule) for shape in _repeated() for rule in gpu_kernels.RULES] if checks else []
     links, at = (Pretend(torch.empty(n, dtype=torch.int64, device="meta")) for n in (gpu_yardsticks.LINE, 1))
     refused: list[str] = []
     with compiling(folder, architecture, jobs) as done:
         gpu_yardsticks.chase(links, at, 2)
         for shape, batch, state in made:
             refused += _compile_variants(shape, batch, state)
+        for batch, state in repeated:
+            hollow_call(batch, state, "step")
         if checks:
             refused += compile_checks()
     return done, refused

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.perf.case import in_a_line
@@ -74,7 +75,7 @@ def by_name(spans: Sequence[Span], steps: int) -> dict[str, Any]:
     totals: dict[str, list[float]] = {}
     for span in spans:
         totals.setdefault(short(span.name), []).append(span.end - span.begin)
-    kernels = [
+    kernels: list[dict[str, Any]] = [
         {"kernel": name, "launches": round(len(taken) / steps, 2), "us": round(sum(taken) / steps, 2)}
         for name, taken in totals.items()
     ]
@@ -106,10 +107,10 @@ def spans_of(calls: Sequence[Callable[[], object]], device: str) -> list[Span]:
             call()
         if device == "cuda":
             torch.cuda.synchronize()
-    wanted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
+    wanted = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
     return [
         Span(event.name, float(event.time_range.start), float(event.time_range.end))
-        for event in trace.events()  # type: ignore[no-untyped-call]
+        for event in trace.events()
         if event.device_type == wanted and (device == "cuda" or event.cpu_parent is None)
     ]
 

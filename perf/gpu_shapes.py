@@ -138,10 +138,10 @@ def results_of(batch: Batch, call: str) -> list[Tensor]:
         return [pooled, *(tensor.clone() for tensor in model.state_dict().values())]
     own = replace(batch, weights=batch.weights.clone())
     state = optimizer(RULE, own)
-    pooled = [_step(state, own)] if call == "step" else []
     if call == "backward":
         state.update(own)
-    return [*pooled, own.weights, *state.states]
+        return [own.weights, *state.states]
+    return [_step(state, own), own.weights, *state.states]
 
 
 def _collection(batch: Batch) -> EmbeddingBagCollection:
@@ -161,12 +161,12 @@ def _features_of(batch: Batch) -> KeyedJaggedTensor:
 
 
 def _trained(model: EmbeddingBagCollection, features: KeyedJaggedTensor, grad: Tensor) -> Tensor:
-    pooled = model(features).values()
-    pooled.backward(grad)
+    pooled: Tensor = model(features).values()
+    torch.autograd.backward(pooled, grad)
     return pooled.detach()
 
 
-def hollow(shape: Shape, place: Callable[[Tensor], Tensor]) -> tuple[Batch, Optimizer]:
+def hollow(shape: Shape, place: Callable[[Tensor], Tensor], rule: str = RULE) -> tuple[Batch, Optimizer]:
     """A batch of the shape and its optimizer without values: `place` takes meta tensors to a device not there."""
     work = shape.workload
     bases, first_rows, segments, elements = lay_out(
@@ -185,11 +185,11 @@ def hollow(shape: Shape, place: Callable[[Tensor], Tensor]) -> tuple[Batch, Opti
         segments=flatten_segments(segments), pooling="sum",
         grad=empty((work.batch, tables * work.dim), torch.float32),
     )  # fmt: skip
-    rule = RULES[RULE]
-    sizes = [max(batch.segments[2::4]) if kind == "row" else elements for kind in rule.kinds]
-    hyper: Any = empty(len(rule.hyper) + 1, torch.float64)
+    chosen = RULES[rule]
+    sizes = [max(batch.segments[2::4]) if kind == "row" else elements for kind in chosen.kinds]
+    hyper: Any = empty(len(chosen.hyper) + 1, torch.float64)
     state = Optimizer(
-        RULE, [empty(size, torch.float32) for size in sizes], empty(1, torch.int64), hyper,
+        rule, [empty(size, torch.float32) for size in sizes], empty(1, torch.int64), hyper,
         place(new_guard(torch.device("cpu")).to("meta")),
     )  # fmt: skip
     return batch, state
