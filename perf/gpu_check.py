@@ -1,8 +1,10 @@
-"""Check every op against its reference on a GPU and measure it there; needs only torch and triton, no network.
+"""Check every op against its reference on a GPU and decide there what nothing else can; needs only torch and triton.
 
 Run by `perf/gpu_check.sh`, or as `PYTHONPATH=. python3 -m shardwise.perf.gpu_check --out FILE`. A section that fails
 is recorded in the JSON and the others go on; with --isolate each runs in a process of its own, because a CUDA fault
-spoils the process in which it happens. `--device cpu --small` proves the script on a machine without a GPU.
+spoils the process in which it happens. The JSON and a page of it are written after every section. What answers an open
+question comes first, so that ten minutes on a card are enough; `--keep --sections ...` does the rest in another call.
+`--device cpu --small` proves the script on a machine without a GPU.
 
 Letters as in the kernels: R rows, D dim, B samples, L ids a bag, N ids, T tables.
 """
@@ -10,8 +12,11 @@ Letters as in the kernels: R rows, D dim, B samples, L ids a bag, N ids, T table
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,148 +29,23 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from shardwise.kernels import RULES as DEFINED
-from shardwise.kernels import (
-    check_ids,
-    pooled,
-    raise_from_guard,
-    sequence,
-    sequence_lookup,
-    update,
-)
+from shardwise.kernels import configs
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
-from shardwise.kernels.bounds import OK
-from shardwise.perf import gpu_ops, gpu_suite, machine
-from shardwise.perf.batches import Batch, lookup_bytes, make, optimizer
+from shardwise.perf import gpu_ops, gpu_page, gpu_precompile, gpu_suite, machine
+from shardwise.perf.batches import lookup_bytes, make, optimizer
+from shardwise.perf.case import in_a_line
+from shardwise.perf.gpu_ab import ab, executed
+from shardwise.perf.gpu_kernels import correctness, same_bits, torch_path
+from shardwise.perf.gpu_profile import profiles
 from shardwise.perf.gpu_quantized import quantized_correctness
 from shardwise.perf.gpu_sanitize import run_within, sanitizer
-from shardwise.perf.gpu_sizes import GPU, SMALL, Sizes
-from shardwise.perf.timing import copy_bandwidth, gb_per_s, spread, times_us
-
-RULES = [rule for rule in DEFINED if rule != "gradient"]
-DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # largest relative error of a tensor
-
-
-def errors(got: Tensor, expected: Tensor) -> float:
-    """Largest difference in units of the largest expected value."""
-    got, expected = got.detach().cpu().double(), expected.detach().cpu().double()
-    if not bool(got.isfinite().all()):
-        return float("inf")
-    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)) if got.numel() else 0.0
-
-
-MIXED = ((40, 8), (30, 1), (7, 3), (50, 16), (9, 64), (20, 128), (11, 256), (5, 20), (60, 8))
-
-
-def correctness(device: str, sizes: Sizes) -> dict[str, Any]:
-    """Every op against its reference, which runs on the CPU."""
-    found: dict[str, float] = {}
-    tables, batch_size, length = MIXED[: sizes.checked_tables], sizes.checked_batch, 3
-    for dtype, tolerance in DTYPES.items():
-        name = str(dtype).removeprefix("torch.")
-        for kind, pooling, weighted in (("sum", "sum", False), ("mean", "mean", False), ("weighted", "mean", True)):
-            batch = make(device, tables, batch_size, length, pooling=pooling, weighted=weighted, dtype=dtype)
-            _check_pooled(found, f"{name} {kind}", batch, tolerance)
-        flat = make(device, [(40, 16), (9, 16)], batch_size, length, dtype=dtype)
-        _check_sequence(found, name, flat, tolerance)
-    _check_bounds(device)
-    bad = {name: error for name, error in found.items() if error > 1}
-    assert not bad, f"differs from the reference, in units of the tolerance: {bad}"
-    return {"compared": len(found), "worst_in_units_of_tolerance": round(max(found.values()), 4)}
-
-
-def _check_pooled(found: dict[str, float], name: str, batch: Batch, tolerance: float) -> None:
-    host = batch.to("cpu")
-    args = (host.weights, host.indices, host.offsets, host.per_id_weights, host.features, host.dims)
-    found[f"pooled_lookup {name}"] = errors(batch.lookup(), pooled.pooled_lookup_ref(*args)) / 1e-5
-    for rule in ("gradient", *RULES):
-        state, expected = optimizer(rule, batch), optimizer(rule, host)
-        mine, theirs = replace(batch, weights=batch.weights.clone()), replace(host, weights=host.weights.clone())
-        state.update(mine)
-        expected.update(theirs, by=update.fused_update_ref)
-        found[f"fused_update {rule} {name}"] = errors(mine.weights, theirs.weights) / tolerance
-        for number, (got, want) in enumerate(zip(state.states, expected.states, strict=True)):
-            found[f"fused_update {rule} state{number} {name}"] = errors(got, want) / 1e-5
-    if host.per_id_weights is not None:
-        scale = host.per_id_weights.requires_grad_()
-        reference = torch.autograd.grad(pooled.pooled_lookup_ref(*args), scale, host.grad)[0]
-        got = torch.ops.shardwise.per_id_weight_gradient(
-            batch.grad, batch.weights, batch.indices, batch.offsets, batch.features, batch.dims
-        )
-        found[f"per_id_weight_gradient {name}"] = errors(got, reference) / 1e-5
-
-
-def _check_sequence(found: dict[str, float], name: str, batch: Batch, tolerance: float) -> None:
-    host = batch.to("cpu")
-    got = sequence_lookup(batch.weights, batch.indices, batch.offsets, batch.features, 16, batch.segments)
-    want = sequence.sequence_lookup_ref(host.weights, host.indices, host.offsets, host.features, 16)
-    found[f"sequence_lookup {name}"] = errors(got, want) / 1e-5
-    grad = torch.randn(batch.ids, 16, device=batch.weights.device)
-    mine = replace(batch, weights=batch.weights.clone(), grad=grad)
-    theirs = replace(host, weights=host.weights.clone(), grad=grad.cpu())
-    optimizer("adagrad", mine).update(mine, "sequence")
-    optimizer("adagrad", theirs).update(theirs, "sequence", by=update.fused_update_ref)
-    found[f"fused_update sequence {name}"] = errors(mine.weights, theirs.weights) / tolerance
-
-
-def _check_bounds(device: str) -> None:
-    """A bad id and a bad offset raise from the guard, name the first, and mask the update."""
-    batch = make(device, [(40, 8), (9, 8)], 5, 3)
-    names = ["feature 'a' of table 'a'", "feature 'b' of table 'b'"]
-    offsets = batch.offsets.clone()
-    offsets[2] = -1
-    bad_id = replace(batch, indices=batch.indices.clone())
-    bad_id.indices[-1] = 9
-    for bad, error, what in (
-        (bad_id, IndexError, "id 9 is outside [0, 9)"),
-        (replace(batch, offsets=offsets), ValueError, "decrease"),
-    ):
-        state, before = optimizer("sgd", bad), bad.weights.clone()
-        try:
-            check_ids(bad.indices, bad.offsets, bad.features, state.guard, names=names)
-            assert state.guard.tolist() != [OK, OK, OK]
-            state.update(bad)
-            assert torch.equal(bad.weights, before) and int(state.step) == 0, "a bad batch changed the tables"
-            raise_from_guard(state.guard, bad.indices, bad.offsets, bad.features, names)
-            raise AssertionError(f"nothing raised for {what}")
-        except error as raised:
-            assert what in str(raised), str(raised)
-
-
-def torch_path(device: str, sizes: Sizes) -> dict[str, Any]:
-    """What runs on a GPU without triton."""
-    with patch.object(update, "runs_kernel", lambda t: False), patch.object(pooled, "runs_kernel", lambda t: False):
-        batch = make(device, MIXED[:4], 8, 3, pooling="mean", weighted=True)
-        found: dict[str, float] = {}
-        _check_pooled(found, "torch path", batch, 1e-5)
-    assert max(found.values()) <= 1, found
-    return {"compared": len(found)}
-
-
-def same_bits(device: str, sizes: Sizes) -> dict[str, Any]:
-    """20 repeats of the same lookups and updates: a race would change a bit."""
-    repeats, checked = sizes.race_repeats, []
-    for ids in ("zipf", "hot"):
-        for dim in sizes.dims[:2]:
-            batch = make(device, [(min(sizes.rows, 100_000), dim)] * 2, sizes.batch, sizes.length, ids=ids)
-            first = batch.lookup()
-            assert all(torch.equal(batch.lookup(), first) for _ in range(repeats)), f"lookup, {ids}, dim {dim}"
-            for rule in RULES:
-                expected: list[Tensor] = []
-                for _ in range(repeats):
-                    mine, state = replace(batch, weights=batch.weights.clone()), optimizer(rule, batch)
-                    state.update(mine)
-                    got = [mine.weights, *state.states]
-                    expected = expected or got
-                    same = [torch.equal(a, b) for a, b in zip(got, expected, strict=True)]
-                    assert all(same), f"{rule}, {ids}, dim {dim}"
-            checked.append(f"{ids} D={dim}")
-    return {"repeats": repeats, "checked": checked}
+from shardwise.perf.gpu_sizes import GPU, SMALL, TIMES, Sizes
+from shardwise.perf.gpu_yardsticks import yardsticks
+from shardwise.perf.timing import gb_per_s, spread, times_us
 
 
 def hot_row(device: str, sizes: Sizes) -> dict[str, Any]:
@@ -213,22 +93,96 @@ def pinned_table(device: str, sizes: Sizes) -> dict[str, Any]:
     return {"bytes": int(moved), "us": times, "host_gb_per_s": gb_per_s(moved, times["host"]["median"])}
 
 
+def compile_kernels(device: str, sizes: Sizes) -> dict[str, Any]:
+    """Compile what the sections after this launch, into Triton's cache of this run, on all cores."""
+    if not HAS_TRITON or INTERPRETED:
+        return {"note": "kernels are not compiled here"}
+    with tempfile.TemporaryDirectory() as folder:
+        # without a device a proof that it works, which nobody uses
+        out = os.environ.get("TRITON_CACHE_DIR", folder) if device == "cuda" else folder
+        command = [sys.executable, "-m", "shardwise.perf.gpu_precompile", "--out", out, "--whole"]
+        command += ["--checks"] if device == "cuda" else []
+        if device == "cuda":
+            command += ["--architecture", str(configs.identity(torch.device("cuda", 0))[1].removeprefix("sm_"))]
+        else:
+            command += ["--shapes", "64 x 26"]
+        try:
+            status, printed = run_within(sizes.compile_s, command, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+        except subprocess.TimeoutExpired:
+            # what is compiled serves; the others are compiled where they are launched
+            return {"note": f"not all kernels were compiled in {sizes.compile_s:g} s"}
+    lines = printed.strip().splitlines()
+    return {"note": lines[-1] if lines else "", "failed": lines[-20:] if status else []}
+
+
+def gpu_tests(device: str, sizes: Sizes) -> dict[str, Any]:
+    """What pytest marks `gpu`; without a GPU that the tests are there."""
+    if importlib.util.find_spec("pytest") is None:
+        return {"note": "pytest is not importable: the gpu tests did not run"}
+    folder = Path(__file__).resolve().parents[1] / "tests"
+    files = [path for path in sorted(folder.glob("test_*.py")) if path.name.startswith("test_kernels_")
+             or "mark.gpu" in path.read_text(encoding="utf-8")]  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "--continue-on-collection-errors"]
+    # a machine without hypothesis loses the files that import it, not the others
+    command += ["-p", "no:cacheprovider", "--no-header", "--tb=line"]
+    command += map(str, files) if device == "cuda" else ["--collect-only", str(files[0])]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    finished = True
+    try:
+        status, printed = run_within(sizes.tests_s, command, environment)
+    except subprocess.TimeoutExpired as error:
+        status, printed, finished = 0, bytes(error.output or b"").decode(errors="replace"), False
+    lines = printed.strip().splitlines()
+    failed = [line for line in lines if " FAILED" in line or line.startswith("ERROR")]
+    # 5: nothing was collected
+    if status not in (0, 5):
+        failed = failed or lines[-20:]
+    passed = sum(" PASSED" in line for line in lines)
+    return {"finished": finished, "passed": passed, "last": lines[-1:], "failed": failed}
+
+
+def nccl(device: str, sizes: Sizes) -> dict[str, Any]:
+    """Collectives of one card: streams, waits and aliases of a process group through a sharded step."""
+    try:
+        module: Any = importlib.import_module("shardwise.perf.nccl_check")
+    except ModuleNotFoundError as error:
+        return {"note": f"not here: {error}"}
+    found: dict[str, Any] = module.one_card(device)
+    failed = [f"{name}: {one['error']}" for name, one in found["sections"].items() if one["status"] != "ok"]
+    return {**found, "failed": failed}
+
+
+# in the order in which they run; those of CHECKS beside one another, the others each with the machine for itself
 SECTIONS: dict[str, Callable[[str, Sizes], dict[str, Any]]] = {
-    "correctness": correctness,
-    "torch_path": torch_path,
-    "same_bits": same_bits,
-    "copy": lambda device, sizes: copy_bandwidth(device, sizes.copy_bytes, sizes.repeats),
-    "hot_row": hot_row,
-    "pinned_table": pinned_table,
+    "yardsticks": yardsticks,
+    "compile": compile_kernels,
+    "correctness": partial(correctness, dtype=torch.float32),
+    "correctness_fp16": partial(correctness, dtype=torch.float16),
+    "correctness_bf16": partial(correctness, dtype=torch.bfloat16),
     "quantized_correctness": quantized_correctness,
     **gpu_ops.SECTIONS,
+    "gpu_tests": gpu_tests,
+    "profile": profiles,
+    "ab": lambda device, sizes: executed(sizes) if device == "executed" else ab(device, sizes),
+    "same_bits": same_bits,
     "autotune": gpu_suite.autotune,
+    "nccl": nccl,
+    "hot_row": hot_row,
+    "pinned_table": pinned_table,
+    "torch_path": torch_path,
     "suite": gpu_suite.suite,
     "sanitizer": lambda device, sizes: sanitizer(device, sizes, sizes.sanitizer_s),
 }
-TIMED = ("copy", "hot_row", "pinned_table", "autotune", "suite")
+COMPARED = ("correctness", "correctness_fp16", "correctness_bf16", "quantized_correctness")
+CHECKS = ("compile", *COMPARED, *gpu_ops.SECTIONS, "gpu_tests")
 # seconds after which a section of a process of its own is ended
-CHECK_S, MOST_S = 170.0, {"copy": 40.0, "hot_row": 60.0, "pinned_table": 40.0, "autotune": 100.0, "suite": 250.0}
+MOST_S = {
+    "yardsticks": 45.0, "compile": 100.0, "gpu_tests": 110.0, "profile": 75.0, "ab": 150.0, "same_bits": 70.0,
+    "autotune": 150.0, "nccl": 60.0, "hot_row": 60.0, "pinned_table": 40.0, "suite": 250.0, "sanitizer": 80.0,
+}  # fmt: skip
+USUAL_S = 110.0
+# of these, what a section does within its time has to end before its process is ended
+SPARE_S = 20.0
 # a section whose result has a "file": where that goes, beside the report
 FILES = {"autotune": "tuned.json", "suite": "perf.json"}
 
@@ -253,20 +207,22 @@ def _recorded(sections: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
     print(f"{name:22} {record['status']:8} {record['seconds']:7.1f} s", flush=True)
     if "error" in record:
         print(record["error"].strip().splitlines()[-1][:500], flush=True)
-    for line in record.get("result", {}).get("failed", ()):
+    result = record.get("result", {})
+    for line in (*result.get("failed", ()), *filter(None, [result.get("note")])):
         print(f"  {line[:500]}", flush=True)
 
 
 def _isolated(name: str, arguments: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
-    """Run one section in a process of its own, with what was tuned before it, and return its record."""
+    """Run one section in a process of its own, with what was compiled and tuned before it, and return its record."""
     tuned = arguments.out.parent / FILES["autotune"]
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "part.json"
         command = [sys.executable, "-m", "shardwise.perf.gpu_check", "--device", arguments.device]
         command += ["--out", str(part), "--sections", name, "--cases", arguments.cases]
         command += ["--small"] if arguments.small else []
+        command += ["--compiled", str(arguments.compiled)] if arguments.compiled else []
         # what takes as long as it may ends by itself, and has something to tell
-        command += ["--limit-s", str(max(1.0, timeout_s - 25))]
+        command += ["--limit-s", str(max(1.0, timeout_s - SPARE_S))]
         environment = {**os.environ, **({"SHARDWISE_TUNED": str(tuned)} if tuned.is_file() else {})}
         status, printed = run_within(timeout_s, command, environment)
         if not part.is_file():
@@ -275,8 +231,11 @@ def _isolated(name: str, arguments: argparse.Namespace, timeout_s: float) -> dic
         return found
 
 
-def _write(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def _write(path: Path, text: str) -> None:
+    # whole or not at all: the machine may go away at any time
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def _path() -> str:
@@ -284,63 +243,115 @@ def _path() -> str:
     return "interpreted kernels" if INTERPRETED else "kernels" if torch.cuda.is_available() and HAS_TRITON else "torch"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sections and write the JSON; 0 if all of them are ok."""
+def _sizes(arguments: argparse.Namespace) -> Sizes:
+    sizes = SMALL if arguments.small else _fitting(GPU) if arguments.device == "cuda" else GPU
+    limits = {name: min(getattr(sizes, name), arguments.limit_s) for name in TIMES}
+    return replace(sizes, **limits, cases=arguments.cases)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu_check", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file to write")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu", "executed"],
+        default="cuda",
+        help="executed: the A/B's bits alone, by kernels compiled for sm_90 and run on the CPU",
+    )
     parser.add_argument("--small", action="store_true", help="tiny sizes: a proof that the script runs")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--keep", action="store_true", help="add to what the JSON has of other sections")
+    parser.add_argument("--compiled", type=Path, help="a folder of gpu_precompile: the cache of Triton")
     parser.add_argument(
         "--cases", default="", metavar="REGEX", help="of the suite only those with this in 'group: name'"
     )
     parser.add_argument("--isolate", action="store_true", help="each section in a process of its own")
     parser.add_argument("--limit-s", type=float, default=500, help="start no section after this many seconds")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+class Run:
+    """One run of the script: its report, and its sections one after the other."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.start, self.lock = arguments, time.perf_counter(), Lock()
+        self.sizes = _sizes(arguments)
+        self.sections: dict[str, Any] = {}
+        if arguments.keep and arguments.out.is_file():
+            self.sections = json.loads(arguments.out.read_text(encoding="utf-8"))["sections"]
+        info = {**machine.described(arguments.device, torch.get_num_threads()), "path": _path()}
+        self.report = {
+            "machine": info, "commit": machine.commit_info(), "sizes": asdict(self.sizes), "sections": self.sections,
+        }  # fmt: skip
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        for name in () if arguments.keep else FILES.values():
+            # of an earlier run
+            (arguments.out.parent / name).unlink(missing_ok=True)
+
+    def go(self, name: str) -> None:
+        """Run a section, unless the time is used up, and write the report."""
+        left = self.arguments.limit_s - (time.perf_counter() - self.start)
+        if left <= 0:
+            self.sections[name] = {
+                "status": "not run", "error": f"the {self.arguments.limit_s:g} s were used up: --keep --sections {name}"
+            }  # fmt: skip
+        else:
+            with _recorded(self.sections, name) as record:
+                if self.arguments.isolate:
+                    record.update(_isolated(name, self.arguments, min(left, MOST_S.get(name, USUAL_S))))
+                else:
+                    record["result"] = SECTIONS[name](self.arguments.device, self.sizes)
+                    record["status"] = "failed" if record["result"].get("failed") else "ok"
+                if record.get("result", {}).get("file") and name in FILES:
+                    text = json.dumps(record["result"]["file"], indent=1) + "\n"
+                    _write(self.arguments.out.parent / FILES[name], text)
+        with self.lock:
+            # after every section, so that a machine that goes away leaves what it had
+            _write(self.arguments.out, json.dumps(self.report, indent=1) + "\n")
+            try:
+                _write(self.arguments.out.with_suffix(".html"), gpu_page.page(self.report))
+            # minutes on a card are not lost for a page, which the JSON can be made into again
+            except Exception as error:
+                print(f"no page: {in_a_line(error)}", flush=True)
+
+    def go_all(self) -> None:
+        """The sections that were asked for, in the order of SECTIONS."""
+        wanted = [name for name in SECTIONS if name in self.arguments.sections]
+        checks = [name for name in wanted if name in CHECKS]
+        if "yardsticks" in wanted:
+            self.go("yardsticks")
+        workers = max(1, min(len(CHECKS), (os.cpu_count() or 1) // 2)) if self.arguments.isolate else 1
+        # they mostly wait for compilers
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(self.go, checks))
+        others = [name for name in wanted if name not in (*CHECKS, "yardsticks")]
+        if "sanitizer" in others and any(
+            self.sections[name]["status"] == "failed" for name in checks if name != "compile"
+        ):
+            # what it sees explains more than any time
+            others = ["sanitizer", *(name for name in others if name != "sanitizer")]
+        for name in others:
+            self.go(name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sections and write the JSON and its page; 0 if all of them are ok."""
+    arguments = _parser().parse_args(argv)
+    if arguments.device == "executed":
+        arguments.sections = ["ab"]
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("gpu_check: torch sees no CUDA device; --device cpu --small proves the script without one")
         return 2
-    sizes, start = (
-        SMALL if arguments.small else _fitting(GPU) if arguments.device == "cuda" else GPU,
-        time.perf_counter(),
-    )
-    limits = {"suite_s": min(sizes.suite_s, arguments.limit_s), "tune_s": min(sizes.tune_s, arguments.limit_s)}
-    sizes = replace(sizes, **limits, cases=arguments.cases)
-    sections: dict[str, Any] = {}
-    info = {**machine.described(arguments.device, torch.get_num_threads()), "path": _path()}
-    report = {"machine": info, "commit": machine.commit_info(), "sizes": asdict(sizes), "sections": sections}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for name in FILES.values():
-        # of an earlier run
-        (arguments.out.parent / name).unlink(missing_ok=True)
-    lock = Lock()
-
-    def go(name: str) -> None:
-        left = arguments.limit_s - (time.perf_counter() - start)
-        if left <= 0:
-            sections[name] = {"status": "not run", "error": f"the {arguments.limit_s:g} s were used up"}
-        else:
-            with _recorded(sections, name) as record:
-                if arguments.isolate:
-                    record.update(_isolated(name, arguments, min(left, MOST_S.get(name, CHECK_S))))
-                else:
-                    record["result"] = SECTIONS[name](arguments.device, sizes)
-                    record["status"] = "failed" if record["result"].get("failed") else "ok"
-                if record.get("result", {}).get("file") and name in FILES:
-                    _write(arguments.out.parent / FILES[name], record["result"]["file"])
-        with lock:
-            # after every section, so that a machine that goes away leaves what it had
-            _write(arguments.out, report)
-
-    # what is timed has the machine for itself; the others mostly wait for compilers
-    checks = [name for name in arguments.sections if name not in TIMED]
-    with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2)) if arguments.isolate else 1) as pool:
-        list(pool.map(go, checks))
-    for name in arguments.sections:
-        if name in TIMED:
-            go(name)
+    if arguments.compiled is not None and HAS_TRITON:
+        arguments.compiled.mkdir(parents=True, exist_ok=True)
+        if not arguments.isolate:
+            gpu_precompile.use(arguments.compiled)
+        elif entries := gpu_precompile.relocate(arguments.compiled):
+            print(f"{entries} kernels were compiled beforehand")
+    run = Run(arguments)
+    run.go_all()
     print(f"wrote {arguments.out}")
-    return 0 if all(record["status"] == "ok" for record in sections.values()) else 1
+    return 0 if all(record["status"] == "ok" for record in run.sections.values()) else 1
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,32 @@ from shardwise.perf.cases import CASES
 from shardwise.perf.gpu_sizes import Sizes
 from shardwise.perf.measure import BUDGETS, run
 from shardwise.perf.tuner import ROUNDS, File, told, tune_all
-from shardwise.perf.tuner_inputs import fitted_job, jobs_of, workloads_of
+from shardwise.perf.tuner_inputs import Job, fitted_job, jobs_of, workloads_of
 
 GROUPS = ("lookup", "update", "quantized", "jagged", "keyed", "module")
+
+
+# what the A/B of variants has compared already: its tiles and programs are those candidates
+COMPARED = ("update rowwise_adagrad", "pooled_lookup")
+
+
+def ordered(jobs: Sequence[Job]) -> list[Job]:
+    """One shape of each kernel and dtype before the others; updates before lookups, what the A/B left open first."""
+    places: dict[tuple[str, str], int] = {}
+    ranked = []
+    for job in jobs:
+        kind = job.key.kernel, job.key.dtype
+        place = places[kind] = places.get(kind, -1) + 1
+        compared = job.key.kernel in COMPARED and job.key.dtype == "fp32"
+        ranked.append((place, compared, not job.key.kernel.startswith("update "), job))
+    return [job for *_, job in sorted(ranked, key=lambda one: one[:3])]
 
 
 def autotune(device: str, sizes: Sizes) -> dict[str, Any]:
     """Tune the kernels for tables of 64 and 128 columns, bags of one id and of 20; has the file of tuned configs."""
     if not HAS_TRITON:
         return {"note": "triton is not installed"}
-    jobs = jobs_of(workloads_of([128, 64], [20, 1], small=sizes.small), ["fp32", "fp16", "int8"])
+    jobs = ordered(jobs_of(workloads_of([128, 64], [20, 1], small=sizes.small), ["fp32", "fp16", "int8"]))
     found: list[dict[str, Any]] = []
     dropped: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -95,21 +95,23 @@ def collector_off() -> Iterator[None]:
 class CudaTurns:
     """Turns on a GPU, by events around one call each.
 
-    A buffer larger than the cache is written before each. An eager call begins on an idle GPU, so its launches count;
-    the replay of a graph is queued behind the write, so the GPU's time alone counts.
+    A buffer of four times the cache is read before each: written, its lines would have to leave the cache at the
+    expense of the call. An eager call begins on an idle GPU, so its launches count; the replay of a graph is queued
+    behind the read, so the GPU's time alone counts.
     """
 
     def __init__(self) -> None:
         cuda: Any = torch.cuda
         cache = getattr(cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
-        self._flush = torch.empty(max(4 * cache, 256 << 20) // 4, device="cuda")
+        self._flush = torch.zeros(max(4 * cache, 256 << 20) // 4, device="cuda")
+        self._read = torch.zeros((), device="cuda")
         self._pending: list[tuple[Any, Any]] = []
 
     def begin(self, call: Callable[[], object], eager: bool) -> None:
         """Queue a turn."""
         cuda: Any = torch.cuda
         begins, ends = (cuda.Event(enable_timing=True) for _ in range(2))
-        self._flush.zero_()
+        torch.sum(self._flush, dim=0, out=self._read)
         if eager:
             cuda.synchronize()
         begins.record()
@@ -147,8 +149,8 @@ def times_us(calls: Sequence[Callable[[], object]], device: str, repeats: int) -
     return [begins.elapsed_time(ends) * 1e3 for begins, ends in events]
 
 
-def graphs_of(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
-    """Each call as the replay of a CUDA graph."""
+def graphs_of(calls: Sequence[Callable[[], object]], pool: Any = None) -> list[Callable[[], object]]:
+    """Each call as the replay of a CUDA graph; graphs of one `pool` share memory, and none may read another's."""
     cuda: Any = torch.cuda
     replays: list[Callable[[], object]] = []
     for call in calls:
@@ -158,7 +160,7 @@ def graphs_of(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object
             call()
         cuda.current_stream().wait_stream(side)
         graph = cuda.CUDAGraph()
-        with cuda.graph(graph):
+        with cuda.graph(graph, pool=pool):
             call()
         replays.append(graph.replay)
     return replays
