@@ -27,7 +27,7 @@ from .bucket_inputs import (
     raise_bad_values,
     stacked_borders,
 )
-from .memory import MANY, require_memory
+from .memory import MANY, require_memory, require_sortable
 
 # a thread has one id: of more, gathers and what is read in order would want different tiles
 _BLOCK = 64 if INTERPRETED else 128
@@ -305,6 +305,7 @@ def _block_bucketize(
             lengths, ids, block_sizes, num_buckets, weights, ends, totals, borders, keep_all, keep, with_positions,
             with_permute,
         )  # fmt: skip
+    require_sortable("block_bucketize", "ids", ids)
     n, bags, features, device = ids.shape[0], lengths.shape[0], block_sizes.shape[0], ids.device
     new_ids, new_weights, positions, permute = _outputs(ids, weights, with_positions, with_permute)
     counted = torch.zeros(2, num_buckets * bags, dtype=lengths.dtype, device=device)
@@ -377,6 +378,7 @@ def _block_bucketize_torch(
         if found != ids.shape[0]:
             raise_bad_values(lengths, ids, block_sizes)
         return new_weights, new_lengths, new_ids, positions, permute
+    require_sortable("block_bucketize", "ids", ids)
     n, bags, features, device = ids.shape[0], lengths.shape[0], block_sizes.shape[0], ids.device
     if ids.is_cpu:
         raise_bad_values(lengths, ids, block_sizes)

@@ -18,7 +18,7 @@ from . import configs
 from ._op import INTERPRETED, launch_options, multiple, register, register_autograd, runs_kernel, tl, triton
 from .features import row_alignment, segment_of_position
 from .index_select import check_integers, check_offsets, check_values, is_plain, offsets_of, pick, positions
-from .memory import MANY, require_memory
+from .memory import MANY, require_memory, require_sortable
 
 # an id for each thread: what is read and written one after another then uses its sectors (streams.py)
 _BLOCK = 64 if INTERPRETED else 128
@@ -157,6 +157,7 @@ def _add(
     if out.numel() == 0:
         return out
     values, offsets, output_offsets = values.contiguous(), offsets.contiguous(), output_offsets.contiguous()
+    require_sortable("jagged_index_add", "indices", indices)
     inside = (indices >= 0) & (indices < batch_size)
     # copies of bags that do not exist are sorted behind all others
     of, order = torch.sort(torch.where(inside, indices, batch_size), stable=True)

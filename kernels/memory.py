@@ -18,6 +18,8 @@ import torch
 
 # entries of a result from which on an op asks whether they fit
 MANY = 1 << 20
+# numbers that torch sorts at once on a GPU
+MOST_SORTED = 2**31 - 1
 # bytes that are had without asking
 _LARGE = 1 << 30
 # where Linux says what a container may have: cgroups of version 2 and 1
@@ -45,6 +47,19 @@ def require_memory(argument: str, shape: Sequence[int], dtype: torch.dtype, devi
         except (RuntimeError, MemoryError, OverflowError) as error:
             text = f"{_needs(argument, shape, dtype, nbytes)}, which the system does not give: is it too large?"
             raise MemoryError(text) from error
+
+
+def require_sortable(op: str, what: str, numbers: torch.Tensor) -> None:
+    """Raise where there are more numbers than torch sorts on a GPU.
+
+    Raises:
+        ValueError: names the op, what these are and the most of them.
+    """
+    if numbers.is_cuda and numbers.shape[0] > MOST_SORTED:
+        raise ValueError(
+            f"{op}: {numbers.shape[0]:,} {what} in one call; torch.sort takes at most {MOST_SORTED:,} on a GPU:"
+            " split the batch"
+        )
 
 
 def _needs(argument: str, shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> str:

@@ -101,6 +101,7 @@ def _to_padded_kernel(V, OTHER, O, COUNTS, STRIDES, PAD, Y, R, MOST, D, WIDTH, M
     leaf = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = leaf < R
     bag = leaf
+    rest = leaf
     if DIMS > 1:
         bag = leaf // _number(STRIDES[0])
         rest = leaf - bag * _number(STRIDES[0])

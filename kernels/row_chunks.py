@@ -24,6 +24,7 @@ from torch import Tensor
 from ._op import INTERPRETED, launch_options, tl, triton
 from .bounds import OK
 from .features import COLUMN, FIELDS, FIRST_ROW, MEAN, ORIGIN, ROWS, Segment, batch_size, locate_ids
+from .memory import require_sortable
 from .transpose import CHUNK, Chunks, chunks_of, key_dtype, transpose_index
 
 # rows of the chunks of a level
@@ -266,6 +267,7 @@ def row_chunks(
     Shapes: gradient rows begin `columns` elements after one another; guard [3], step [1] int64. Where a row lies in
     its whole table is left with its chunks if `hashed`; `ids` [N] are those whose slots `indices` are, if they are.
     """
+    require_sortable("the update of a lookup", "ids", indices)
     n, device, count = indices.shape[0], indices.device, features.shape[0]
     indices, offsets = indices.contiguous(), offsets.contiguous()
     bags, end_row = offsets.shape[0] - 1, segments[-1].end_row if segments else 0

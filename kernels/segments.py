@@ -29,7 +29,7 @@ from ._op import (
     triton,
 )
 from .features import row_alignment, segment_of_position
-from .memory import MANY, require_memory
+from .memory import MANY, require_memory, require_sortable
 from .sequence import _gather_kernel
 
 # an id for each thread: what is read and written one after another then uses its sectors (streams.py)
@@ -236,6 +236,7 @@ def _collect_segments(
         return outs
     if T == 0 or permute.shape[0] == 0 or output_offsets.shape[0] == 0:
         return [out.zero_() for out in outs]
+    require_sortable("the gradient of moved segments", "segments", permute)
     starts, offsets = input_offsets.contiguous(), output_offsets.contiguous()
     # the copies of a segment, in their order: entries first[t] ... first[t + 1] - 1
     keys, order = torch.sort(permute, stable=True)

@@ -19,6 +19,7 @@ from ._op import INTERPRETED, direct, eager, register, register_autograd, runs_k
 from .cpu_rows import unary_gradient_cpu, unary_lookup_cpu
 from .features import bag_of_position
 from .jagged_rows import FLOATS, accumulator, adds_in_fp32, check_offsets, function_of
+from .memory import require_sortable
 from .transpose import CHUNK, chunks_of, key_dtype, levels_for
 
 _BLOCK = 16 if INTERPRETED else 128
@@ -129,6 +130,7 @@ def _lookup(weight: Tensor, table_offsets: Tensor, offsets: Tensor, ids: Tensor)
 def _gradient(grad: Tensor, table_offsets: Tensor, offsets: Tensor, ids: Tensor, total: int) -> Tensor:
     if not (adds_in_fp32(grad) and runs_kernel(grad)):
         return unary_gradient_cpu(grad, table_offsets, offsets, ids, total)
+    require_sortable("the gradient of batched_unary_embeddings", "ids", ids)
     tasks, batch, tables = grad.shape
     out = torch.zeros(tasks, total, device=grad.device)
     count = ids.shape[0]

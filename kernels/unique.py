@@ -20,6 +20,7 @@ from . import cpu_buckets
 from ._op import INTERPRETED, direct, register, runs_kernel, tl, triton
 from .bounds import require_ids
 from .features import batch_size, feature_of_position
+from .memory import require_sortable
 from .transpose import key_dtype, run_begins
 
 # a thread has one id: of more, gathers and what is read in order would want different tiles
@@ -215,6 +216,7 @@ def _jagged_unique(
 def _jagged_unique_kernels(
     ids: Tensor, offsets: Tensor, hash_sizes: Sequence[int], tables: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    require_sortable("jagged_unique", "ids", ids)
     n, features, device = ids.shape[0], len(tables), ids.device
     batch = (offsets.shape[0] - 1) // features
     padding = sum(hash_sizes)

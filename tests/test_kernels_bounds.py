@@ -12,10 +12,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import CASES, DEVICES, Case, Inputs, inputs, per_device, torch_device
+from kernel_inputs import (
+    CASES,
+    DEVICES,
+    Case,
+    Inputs,
+    inputs,
+    optimizer,
+    per_device,
+    torch_device,
+    update_args,
+    upstream,
+)
 from torch import Tensor
 
-from shardwise.kernels import Feature, bounds, check_ids, new_guard, pack_features, raise_from_guard
+from shardwise.kernels import Feature, bounds, check_ids, fused_update, new_guard, pack_features, raise_from_guard
 from shardwise.kernels.bounds import OK
 
 # two features of three samples: bags [0:2], [2:2], [2:4] and [4:5], [5:8], [8:8]
@@ -218,3 +229,25 @@ def test_the_guard_holds_the_first_fault_that_a_naive_search_finds(device: str, 
         patch.setattr(bounds, "raise_from_guard", lambda found, *args, **kwargs: guards.append(found))
         check_ids(torch.tensor(ids, dtype=torch.int64, device=where), offsets, features, guards[0], names=names)
     assert guards[-1].tolist() == [expected, OK, OK]
+
+
+def test_a_bad_second_batch_stops_the_update_of_the_first_and_is_raised_by_name() -> None:
+    """Two lookups before a backward share the step's guard on CUDA: no table trains until the bad id is raised."""
+    good, step = inputs(CASES[0]), new_guard()
+    ids = good.indices.clone()
+    ids[0] = 10**6
+    first, second = new_guard(), new_guard()
+    for guard, indices in ((first, good.indices), (second, ids)):
+        bounds.check_ids_ref(indices, good.offsets, good.features, guard, step_guard=step)
+    weights, state = good.weights.clone(), optimizer("sgd", good)
+    state.guard.copy_(step)
+    fused_update(*update_args(weights, state, upstream(good), good))
+    assert torch.equal(weights, good.weights)
+    # its own guard says of each batch what was wrong with it
+    raise_from_guard(first, good.indices, good.offsets, good.features, good.names)
+    with pytest.raises(IndexError, match="id 1000000 is outside"):
+        raise_from_guard(second, ids, good.offsets, good.features, good.names)
+    # raised, the guard is cleared, and the next batch trains
+    state.guard.copy_(new_guard())
+    fused_update(*update_args(weights, state, upstream(good), good))
+    assert not torch.equal(weights, good.weights)

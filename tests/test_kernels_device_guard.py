@@ -30,25 +30,25 @@ OPS = sorted(name.split("::")[1] for name in torch._C._dispatch_get_all_op_names
 class OnGpu(Tensor):
     """A tensor that says it lies on a GPU, with its values in host memory."""
 
-    index: int
+    number: int
     # it reaches an op as it is
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda", self.index)
+        return torch.device("cuda", self.number)
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
     def get_device(self) -> int:
-        return self.index
+        return self.number
 
 
 def on_gpu(index: int) -> Tensor:
     tensor = torch.zeros(1).as_subclass(OnGpu)
-    tensor.index = index
+    tensor.number = index
     return tensor
 
 

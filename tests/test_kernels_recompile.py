@@ -362,3 +362,31 @@ def test_bags_of_more_columns_than_a_grid_has_places_in_y_are_padded() -> None:
         OPS.jagged_to_padded_dense(gpu(1000, 128), [gpu(4, dtype=torch.int64)], [1 << 20], 0.0)
     ((blocks,),) = launches.grids["_to_padded_kernel"]
     assert 65_535 < blocks <= LAST
+
+
+TOO_MANY = Batch(2**31, 1001, 2**31, 0)
+OFFSETS = TOO_MANY.offsets(2**31)
+SORTS: dict[str, Callable[[], object]] = {
+    "the update of a lookup: 2,147,483,648 ids": lambda: update(Batch(2**31, 1001, 5, 0)),
+    "block_bucketize: 2,147,483,648 ids": lambda: buckets(TOO_MANY),
+    "jagged_unique: 2,147,483,648 ids": lambda: OPS.jagged_unique(
+        TOO_MANY.ids(), TOO_MANY.offsets(), [ROWS] * 3, [0, 1, 2]
+    ),
+    "the gradient of batched_unary_embeddings: 2,147,483,648 ids": lambda: OPS.batched_unary_embeddings_gradient(
+        gpu(2, 1001, 3), gpu(4, dtype=torch.int64), TOO_MANY.offsets(), TOO_MANY.ids(), 3 * ROWS
+    ),
+    "jagged_index_add: 2,147,483,648 indices": lambda: OPS.jagged_index_add(
+        TOO_MANY.weights(), OFFSETS, TOO_MANY.ids(), TOO_MANY.offsets(5), 5, 10
+    ),
+    "the gradient of moved segments: 2,147,483,648 segments": lambda: OPS.collect_segments(
+        [TOO_MANY.weights()], TOO_MANY.ids(), TOO_MANY.offsets(5), OFFSETS, 10
+    ),
+}
+
+
+@pytest.mark.parametrize("text", SORTS)
+def test_more_than_torch_sorts_on_a_gpu_is_refused_by_name(text: str) -> None:
+    """torch says that "the dimension being sorted can not have more than INT_MAX elements", and not whose it is."""
+    limit = f"^{text} in one call; torch.sort takes at most 2,147,483,647 on a GPU: split the batch"
+    with Launches().noted(), pytest.raises(ValueError, match=limit):
+        SORTS[text]()
