@@ -139,6 +139,11 @@ def forced(configs: Mapping[str, Config] | None = None, cpu: Mapping[str, int] |
         _forget_found()
 
 
+def takes_longest_first() -> bool:
+    """Whether lookups take features of long bags first; off unless `forced` says {"feature_order": ...}."""
+    return bool(_forced.get("feature_order", {}).get("longest_first"))
+
+
 def length_class(ids: int, bags: int) -> int:
     """The power of two that the mean length of bags fits in; no device is asked."""
     return next_power_of_2(-(-ids // max(bags, 1)))

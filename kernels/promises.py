@@ -89,7 +89,6 @@ REGISTERS = {
     r"quantized_pooled_lookup ": 80,
     r"": 64,
 }
-REGISTERS_OF_PRODUCTS_ON_TURING = 216
 # of a lookup whose rows are aligned to 16 bytes, whatever its case is called
 REGISTERS_OF_ALIGNED_LOOKUPS = 64
 
@@ -135,7 +134,7 @@ def promised(case: Case, target: str) -> Bounds:
     # minima of the checks; and what the compiler keeps books with in shared memory where sm_100 multiplies matrices
     known = "min" if case.kernel_name in CHECKS else r"^ATOMS\.(OR|AND)" if case.kernel_name in PRODUCTS else "$^"
     moves = tuple(promised_moves(case, target))
-    bounds = Bounds(_registers(case, target), barriers, known, moves, SHARED_BYTES[target])
+    bounds = Bounds(_registers(case), barriers, known, moves, SHARED_BYTES[target])
     if TARGETS[target][0] != "cuda":
         return bounds
     updates = re.match(UPDATES_OF_WHOLE_ROWS, case.name) is not None and not case.constants["UPPER"]
@@ -247,10 +246,7 @@ def _is_whole(case: Case) -> bool:
     return int(case.constants["ALIGN"]) * _BYTES[case.types["W"]] == _WIDEST
 
 
-def _registers(case: Case, target: str) -> int:
-    # products of bf16 and of 4-byte floats are made of other instructions there
-    if case.kernel_name in PRODUCTS and target == "sm_75":
-        return REGISTERS_OF_PRODUCTS_ON_TURING
+def _registers(case: Case) -> int:
     if case.kernel_name in LOOKUPS and _is_whole(case):
         return REGISTERS_OF_ALIGNED_LOOKUPS
     return next(most for start, most in REGISTERS.items() if re.match(start, case.name))
