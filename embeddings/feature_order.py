@@ -2,7 +2,7 @@
 
 A launch serves the features of one class of dims, and its programs begin in their order. A feature of long bags that
 comes late leaves a few programs at work when all others are done. Rows are added in each bag as ever: no bit differs.
-Switched on by `with configs.forced(LONGEST_FIRST)`.
+Switched on by `with configs.variant(LONGEST_FIRST)`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .unread_guard import capturing
 if TYPE_CHECKING:
     from .table_group import TableGroup
 
-LONGEST_FIRST: Mapping[str, configs.Config] = {"feature_order": {"longest_first": 1}}
+LONGEST_FIRST: Mapping[str, configs.Setting] = {"lookup.long_bags_first": True}
 # orders of a group that are kept, for the batches to come and for graphs that recorded them
 _MOST = 64
 
@@ -54,7 +54,7 @@ def order_features(group: TableGroup, lengths: Sequence[int] | None) -> None:
     Where it does not, and while a graph is recorded, they stay as the last batch left them.
     """
     held = _orders.get(group) if _orders else None
-    if not configs.takes_longest_first():
+    if not configs.setting("lookup.long_bags_first", False):
         if held is not None and any(group.features is ordered for ordered in held.by_order.values()):
             group.features = held.made
         return

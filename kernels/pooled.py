@@ -200,6 +200,7 @@ def _pooled_lookup(
         block_b, block_d, warps = configs.gather_tile("pooled_lookup", weights, width, align, length)
         out_align = min(row_alignment(n, out.itemsize) for n in (columns[-1], *(columns[f] for f in fs if columns[f])))
         registers = _REGISTERS if align * weights.itemsize == 16 else _REGISTERS_OF_NARROW_ROWS
+        registers = configs.setting("lookup.registers", registers)
         grid = (triton.cdiv(batch, block_b), len(fs), triton.cdiv(width, block_d))
         _pooled_lookup_kernel[grid](
             weights, indices, offsets, per_id_weights if per_id_weights is not None else indices, features, out,

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .compiled import SHARED_BYTES, TARGETS, Report
+from .compiled import SHARED_BYTES, TARGETS, WHOLE, Report
 from .launched import Case
 
 _BYTES = {"*fp64": 8, "*fp32": 4, "*fp16": 2, "*bf16": 2, "*i64": 8, "*i32": 4, "*u8": 1}
@@ -137,7 +137,8 @@ def promised(case: Case, target: str) -> Bounds:
     bounds = Bounds(_registers(case), barriers, known, moves, SHARED_BYTES[target])
     if TARGETS[target][0] != "cuda":
         return bounds
-    updates = re.match(UPDATES_OF_WHOLE_ROWS, case.name) is not None and not case.constants["UPPER"]
+    # what differs little from these is compiled in part, and not held to what was tuned for them
+    updates = target in WHOLE and re.match(UPDATES_OF_WHOLE_ROWS, case.name) and not case.constants["UPPER"]
     return bounds._replace(
         waits=_waits(case), long_waits=LONG_WAITS_OF_UPDATES if updates else None,
         gathers_first=re.match(GATHERS_FIRST, case.name) is not None, whole_sectors=_uses_whole_sectors(case),
