@@ -13,6 +13,7 @@ from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
 from .collection import TableCollection, require_features
 from .config import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
+from .feature_order import order_features
 from .grouped import columns_in_table_order
 from .interfaces import EmbeddingBagCollectionInterface
 from .policy import DEFAULT_POLICY, LookupPolicy
@@ -108,6 +109,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
 
     def _pooled(self, group: TableGroup, picked: KeyedJaggedTensor) -> Tensor:
         weights = picked.weights() if self._is_weighted else None
+        order_features(group, picked.length_per_key_or_none())
         return group.pooled(picked.values(), picked.offsets(), weights, trains=self.training)
 
     def _is_averaged(self, config: BaseEmbeddingConfig) -> bool:

@@ -27,9 +27,10 @@ def check_gradient_ref(grad: Tensor, guard: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["N"])
 def _check_gradient_kernel(G, guard, N, BLOCK: tl.constexpr, NONE: tl.constexpr):  # type: ignore[no-untyped-def]
-    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # the size of a batch says nothing about a mask: without one whole blocks are read by 16 bytes a thread
-    if (tl.program_id(0) + 1).to(tl.int64) * BLOCK <= N:
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    position = start + tl.arange(0, BLOCK)
+    # without a mask a thread reads 16 bytes at once, with one whose alignment nobody knows element after element
+    if start + BLOCK <= N:
         g = tl.load(G + position).to(tl.float32)
     else:
         g = tl.load(G + position, mask=position < N, other=0.0).to(tl.float32)

@@ -194,6 +194,7 @@ def _pooled_lookup(
         align = align if aligned else 1
         block_b, block_d, warps = configs.gather_tile("pooled_lookup", weights, width, align, length)
         registers = _REGISTERS if align * weights.itemsize == 16 else _REGISTERS_OF_NARROW_ROWS
+        registers = configs.setting("lookup.registers", registers)
         grid = (triton.cdiv(batch, block_b), count, triton.cdiv(width, block_d))
         _pooled_lookup_kernel[grid](
             weights, indices, offsets, per_id_weights if per_id_weights is not None else indices, features, out,

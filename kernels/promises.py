@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .compiled import SHARED_BYTES, TARGETS, Report
+from .compiled import SHARED_BYTES, TARGETS, WHOLE, Report
 from .launched import Case
 
 _BYTES = {"*fp64": 8, "*fp32": 4, "*fp16": 2, "*bf16": 2, "*i64": 8, "*i32": 4, "*u8": 1}
@@ -89,7 +89,6 @@ REGISTERS = {
     r"quantized_pooled_lookup ": 80,
     r"": 64,
 }
-REGISTERS_OF_PRODUCTS_ON_TURING = 216
 # of a lookup whose rows are aligned to 16 bytes, whatever its case is called
 REGISTERS_OF_ALIGNED_LOOKUPS = 64
 
@@ -135,10 +134,11 @@ def promised(case: Case, target: str) -> Bounds:
     # minima of the checks; and what the compiler keeps books with in shared memory where sm_100 multiplies matrices
     known = "min" if case.kernel_name in CHECKS else r"^ATOMS\.(OR|AND)" if case.kernel_name in PRODUCTS else "$^"
     moves = tuple(promised_moves(case, target))
-    bounds = Bounds(_registers(case, target), barriers, known, moves, SHARED_BYTES[target])
+    bounds = Bounds(_registers(case), barriers, known, moves, SHARED_BYTES[target])
     if TARGETS[target][0] != "cuda":
         return bounds
-    updates = re.match(UPDATES_OF_WHOLE_ROWS, case.name) is not None and not case.constants["UPPER"]
+    # what differs little from these is compiled in part, and not held to what was tuned for them
+    updates = target in WHOLE and re.match(UPDATES_OF_WHOLE_ROWS, case.name) and not case.constants["UPPER"]
     return bounds._replace(
         waits=_waits(case), long_waits=LONG_WAITS_OF_UPDATES if updates else None,
         gathers_first=re.match(GATHERS_FIRST, case.name) is not None, whole_sectors=_uses_whole_sectors(case),
@@ -229,11 +229,8 @@ def _listed(row_sums: tuple[str, ...]) -> str:
 
 
 def _uses_whole_sectors(case: Case) -> bool:
-    """Nothing but the check of a gradient holds several numbers a thread, which needs a mask of known alignment.
-
-    An element a thread would ask for four times as little at once, of a gradient whose size is almost always aligned.
-    """
-    return case.kernel_name != "check_gradient" or ("N",) in case.aligned
+    """The last block of a gradient is read under a mask, by threads that hold several numbers; no other has one."""
+    return case.kernel_name != "check_gradient"
 
 
 def _waits(case: Case) -> float | None:
@@ -247,10 +244,7 @@ def _is_whole(case: Case) -> bool:
     return int(case.constants["ALIGN"]) * _BYTES[case.types["W"]] == _WIDEST
 
 
-def _registers(case: Case, target: str) -> int:
-    # products of bf16 and of 4-byte floats are made of other instructions there
-    if case.kernel_name in PRODUCTS and target == "sm_75":
-        return REGISTERS_OF_PRODUCTS_ON_TURING
+def _registers(case: Case) -> int:
     if case.kernel_name in LOOKUPS and _is_whole(case):
         return REGISTERS_OF_ALIGNED_LOOKUPS
     return next(most for start, most in REGISTERS.items() if re.match(start, case.name))

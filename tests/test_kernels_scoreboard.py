@@ -182,6 +182,7 @@ RUNS: dict[str, Callable[[], object]] = {
     "pooled_lookup D=128 fp32 weighted": partial(launched.look_up, Batch(weighted=True)),
     "pooled_lookup D=8 fp32": partial(launched.look_up, Batch(8)),
     "index_add D=128 fp32": partial(launched_jagged._add_bags, (8, 128), torch.float32),
+    "check_gradient D=1 fp32": partial(launched.check, Batch(1)),
     "update rowwise_adagrad D=128 fp32": partial(launched.step, Batch(), "rowwise_adagrad"),
 }
 
@@ -199,6 +200,15 @@ def test_without_a_bound_of_registers_the_compiler_gathers_row_after_row(name: s
     unbound = replace(case, registers=None)
     broken = broken_promises([(unbound, "sm_90", compiled.compile_case(unbound, "sm_90"))])
     assert "uses a row before it has asked for all of an iteration, promised after" in [text for _, _, text in broken]
+
+
+@pytest.mark.compiled
+def test_a_gradient_of_any_size_is_read_by_16_bytes_up_to_its_last_block() -> None:
+    """Of 8 elements nobody knows that the last mask ends on 16 bytes: all were read one by one."""
+    case = case_named("check_gradient D=1 fp32")
+    assert ("N",) not in case.aligned
+    # 32 elements a thread
+    assert compiled.compile_case(case, "sm_90").accesses["load", 16] == 8
 
 
 @pytest.mark.compiled
