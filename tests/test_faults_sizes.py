@@ -224,6 +224,7 @@ def test_22_more_ids_than_int32_counts_are_added_to_their_rows() -> None:
     begin = torch.tensor([n - SPARE, n - SPARE + 30, n - SPARE + 61])
     row, whole, count = torch.tensor([4, 7, 0]), torch.full((3,), -1), torch.tensor([2])
     columns = {row_chunks.START: begin, row_chunks.ROW: row, row_chunks.SLOT: whole, row_chunks.HASH: row}
+    columns[row_chunks.SOURCE] = source[begin.clamp(max=n - 1)]
     chunks = torch.stack([columns[field] for field in range(row_chunks.CHUNK_FIELDS)])
     block_c, block_d, warps = update.update_tile(1)
     with recorded() as launches:
