@@ -13,13 +13,15 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
 from ._op import triton
 from .launched import Case
+from .scoreboard import waits
+from .streams import sector_shares
 
 # backend, architecture, threads of a warp
 TARGETS: dict[str, tuple[str, int | str, int]] = {
@@ -40,6 +42,10 @@ class Report:
     `registers` of a thread, `spills` in bytes (on AMD in registers and bytes of scratch), `shared_bytes`, `barriers`
     among the warps of a program, accesses to global memory as (what, bytes of a thread): how many instructions,
     `atomics`, and for each sum over the columns of a tile how they are dealt out: to a thread, lanes, warps.
+    Of NVIDIA's also what one warp alone waits for in one pass of the longest loop (scoreboard.py): `waits` in latencies
+    of 600 cycles, `long_waits` that miss the first level, and whether all gathers are issued before one is used (None:
+    nothing is gathered); and of what is read or written one after another the share of its sectors that a request uses
+    (streams.py), like {"load I": 0.25}.
     """
 
     registers: int
@@ -49,6 +55,10 @@ class Report:
     accesses: dict[tuple[str, int], int]
     atomics: tuple[str, ...]
     row_sums: tuple[str, ...]
+    waits: float = 0.0
+    long_waits: int = 0
+    gathers_first: bool | None = None
+    streams: dict[str, float] = field(default_factory=dict)
 
 
 def has_case(target: str, case: Case) -> bool:
@@ -105,9 +115,11 @@ def _read_cubin(compiled: Any) -> Report:
             width = re.search(r"\.[US]?(8|16|64|128|256)\b", op)
             accesses["load" if op.startswith("LDG") else "store", int(width[1]) // 8 if width else 4] += 1
     atomics = tuple(op for op in ops if re.match(r"ATOM|RED(?!UX)", op))
+    loop = waits(sass)
     return Report(
         int(found[1]), int(found[2]), compiled.metadata.shared, sum(op.startswith("BAR.") for op in ops),
-        dict(accesses), atomics, _row_sums(compiled),
+        dict(accesses), atomics, _row_sums(compiled), loop.latencies, loop.long, loop.gathers_first,
+        sector_shares(compiled.asm["ttgir"], compiled.asm["ptx"]),
     )  # fmt: skip
 
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from . import configs
-from ._op import INTERPRETED, multiple, register, register_autograd, runs_kernel, tl, triton
+from ._op import INTERPRETED, launch_options, multiple, register, register_autograd, runs_kernel, tl, triton
 from .features import feature_of_position, row_alignment
 from .index_select import check_integers, check_offsets, check_values, is_plain, offsets_of, pick, positions
 from .memory import MANY, require_memory
 
-_BLOCK = 64 if INTERPRETED else 512
+# an id for each thread: what is read and written one after another then uses its sectors (streams.py)
+_BLOCK = 64 if INTERPRETED else 128
 
 
 def jagged_index_add_ref(values: Tensor, lengths: Tensor, indices: Tensor, output_lengths: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ def _add(
     tiles = (triton.cdiv(num_rows, block_n), triton.cdiv(dim, block_d))
     _index_add_kernel[tiles](
         values, offsets, order, begins, output_offsets, owner, out, values.shape[0], num_rows, indices.shape[0],
-        batch_size, dim, values.dtype == torch.float64, block_n, block_d, align, num_warps=warps,
+        batch_size, dim, values.dtype == torch.float64, block_n, block_d, align, **launch_options(warps, 64),
     )  # fmt: skip
     return out
 

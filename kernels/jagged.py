@@ -20,6 +20,7 @@ from . import configs, cpu_padded, cpu_segments
 from ._op import (
     INTERPRETED,
     direct,
+    launch_options,
     multiple,
     next_power_of_2,
     register,
@@ -33,7 +34,8 @@ from .memory import MANY, require_memory
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .segments import INDEX_DTYPES, bad_index, check_index, gather_rows, locate, positions_of, unit_of
 
-_BLOCK = 64 if INTERPRETED else 512
+# an id for each thread: what is read and written one after another then uses its sectors (streams.py)
+_BLOCK = 64 if INTERPRETED else 128
 # lengths that a program of `complete_cumsum` adds up at a time, and at most
 _CUMSUM_BLOCK, _CUMSUM_MOST = (16, 1 << 14) if INTERPRETED else (2048, 1 << 14)
 # segments and positions of a tile of 1-D values
@@ -345,8 +347,9 @@ def _segment_sum(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
     block_n, block_d, warps = configs.gather_tile("segment_rows", values, D, align, length)
     grid = (triton.cdiv(S, block_n), triton.cdiv(D, block_d))
     _segment_rows_kernel[grid](
-        values, offsets, out, S, values.shape[0], D, batch_size, wide, block_n, block_d, align, num_warps=warps
-    )
+        values, offsets, out, S, values.shape[0], D, batch_size, wide, block_n, block_d, align,
+        **launch_options(warps, 64),
+    )  # fmt: skip
     return out
 
 

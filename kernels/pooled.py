@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import configs
-from ._op import direct, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
+from ._op import direct, launch_options, multiple, next_power_of_2, register, register_autograd, runs_kernel, tl, triton
 from .cpu_lookup import pooled_lookup_cpu
 from .features import (
     BASE,
@@ -65,6 +65,11 @@ def pooled_lookup_ref(
     return torch.cat(columns, dim=1).to(output_dtype)
 
 
+# of a thread, where rows move by 16 bytes and by less: with fewer, ptxas loads a row where it is added and not while
+# others are on their way; with 64 it spills rows of 1023 columns
+_REGISTERS, _REGISTERS_OF_NARROW_ROWS = 64, 80
+
+
 @triton.jit
 def _row_ids(I, position, live):  # type: ignore[no-untyped-def]
     return tl.load(I + position, mask=live, other=-1).to(tl.int64)
@@ -100,7 +105,8 @@ def _pooled_lookup_kernel(W, I, O, P, FT, Y, N, B, y_stride, first, BASE: tl.con
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_row = d < D
     pooled = tl.zeros((BLOCK_B, BLOCK_D), tl.float32)
-    # four index loads, then four row gathers, then the adds: the gathers are all in flight before the first add
+    # four loads of ids, then four gathers of rows, all in flight before the first sum: ptxas keeps this order where
+    # it is given registers for it (`_REGISTERS`), to which promises.py holds it
     for i in range(0, tl.max(length, 0), 4):
         p0 = begin + i
         p1 = begin + i + 1
@@ -193,12 +199,13 @@ def _pooled_lookup(
         align = min(row_alignment(dims[f], weights.itemsize) for f in fs) if weights.data_ptr() % 16 == 0 else 1
         block_b, block_d, warps = configs.gather_tile("pooled_lookup", weights, width, align, length)
         out_align = min(row_alignment(n, out.itemsize) for n in (columns[-1], *(columns[f] for f in fs if columns[f])))
+        registers = _REGISTERS if align * weights.itemsize == 16 else _REGISTERS_OF_NARROW_ROWS
         grid = (triton.cdiv(batch, block_b), len(fs), triton.cdiv(width, block_d))
         _pooled_lookup_kernel[grid](
             weights, indices, offsets, per_id_weights if per_id_weights is not None else indices, features, out,
             indices.shape[0], batch, columns[-1], first,
             BASE, ROWS, DIM, COLUMN, MEAN, ORDER, FIELDS, per_id_weights is not None,
-            block_b, block_d, align, out_align, num_warps=warps,
+            block_b, block_d, align, out_align, **launch_options(warps, registers),
         )  # fmt: skip
         first += len(fs)
     return out

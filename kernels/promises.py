@@ -4,6 +4,10 @@ Nothing spills. Rows move by as many bytes at a time as their alignment and the 
 at no barrier, or at one after its loop where its output cannot be stored as its rows are held. Only the checks have
 atomics, integer minima, which have no order, beside what sm_100's compiler adds to products of matrices. A row's
 columns are added in an order that the row alone decides.
+
+On NVIDIA's also: a lookup asks for all rows of an iteration before it adds the first, and waits for little more than
+the ids and the rows; an update of a run of up to four ids waits for memory a few times in turn; and what is read or
+written one after another uses all of the sectors that it touches.
 """
 
 from __future__ import annotations
@@ -55,6 +59,19 @@ LOOKUPS = ("pooled_lookup", "gather")
 DEALING = {"quantized_pooled_lookup": 7, "gather_values": 7}
 CHECKS = ("check_ids", "check_gradient")
 PRODUCTS = ("dense_bmm", "jagged_bmm")
+# start of a case's name -> latencies that an iteration waits at most, of ids and then of rows; the first that fits
+WAITS = {
+    # of four gathers one comes after the first sum, behind the arithmetic of hundreds of instructions
+    r"quantized_pooled_lookup .* (fp8|int2)( |$)": 2.4,
+    r"quantized_pooled_lookup |pooled_lookup ": 2.3,
+}
+# where rows of 2 bytes an element move one by one (sm_80)
+WAITS_OF_NARROW_ROWS = 2.5
+# all gathers of an iteration come before one of them is used: four rows, or what leads to the copy of a row
+GATHERS_FIRST = r"pooled_lookup |index_add |quantized_pooled_lookup (?!.* (fp8|int2)( |$))"
+# updates of whole rows -> how often a chunk of up to four ids waits for memory, one load after another
+UPDATES_OF_WHOLE_ROWS = r"update \w+ D=(64|128|256) fp32( |$)"
+LONG_WAITS_OF_UPDATES = 5
 # start of a case's name -> registers of a thread at most; the first that fits
 REGISTERS = {
     # partial sums of partial sums
@@ -98,12 +115,16 @@ def broken_promises(reports: Sequence[tuple[Case, str, Report | str]]) -> list[t
 
 
 class Bounds(NamedTuple):
-    """What a case promises on a target beside that it spills nothing; None: any number of barriers."""
+    """What a case promises on a target beside that it spills nothing; None: any number."""
 
     registers: int
     barriers: int | None
     atomics: str
     moves: tuple[tuple[str, int, int], ...]
+    waits: float | None = None
+    long_waits: int | None = None
+    gathers_first: bool = False
+    whole_sectors: bool = False
 
 
 def promised(case: Case, target: str) -> Bounds:
@@ -111,7 +132,14 @@ def promised(case: Case, target: str) -> Bounds:
     barriers = _barriers(case, target) if case.kernel_name in LOOKUPS else DEALING.get(case.kernel_name)
     # minima of the checks; and what the compiler keeps books with in shared memory where sm_100 multiplies matrices
     known = "min" if case.kernel_name in CHECKS else r"^ATOMS\.(OR|AND)" if case.kernel_name in PRODUCTS else "$^"
-    return Bounds(_registers(case), barriers, known, tuple(promised_moves(case, target)))
+    bounds = Bounds(_registers(case), barriers, known, tuple(promised_moves(case, target)))
+    if TARGETS[target][0] != "cuda":
+        return bounds
+    updates = re.match(UPDATES_OF_WHOLE_ROWS, case.name) is not None and not case.constants["UPPER"]
+    return bounds._replace(
+        waits=_waits(case), long_waits=LONG_WAITS_OF_UPDATES if updates else None,
+        gathers_first=re.match(GATHERS_FIRST, case.name) is not None, whole_sectors=_uses_whole_sectors(case),
+    )  # fmt: skip
 
 
 def _broken_alone(case: Case, target: str, report: Report) -> Iterator[str]:
@@ -127,6 +155,21 @@ def _broken_alone(case: Case, target: str, report: Report) -> Iterator[str]:
     if lasting:
         yield f"has the atomics {', '.join(lasting)}, promised {'minima' if case.kernel_name in CHECKS else 'none'}"
     yield from _narrow(bounds.moves, report)
+    yield from _slow(bounds, report)
+
+
+def _slow(bounds: Bounds, report: Report) -> Iterator[str]:
+    """What makes a warp wait for memory longer, or ask it for more, than it must."""
+    if bounds.waits is not None and report.waits > bounds.waits:
+        yield f"waits {report.waits} latencies in an iteration, promised at most {bounds.waits}"
+    if bounds.long_waits is not None and report.long_waits > bounds.long_waits:
+        yield f"waits for memory {report.long_waits} times in an iteration, promised at most {bounds.long_waits}"
+    if bounds.gathers_first and report.gathers_first is False:
+        yield "uses a row before it has asked for all of an iteration, promised after"
+    if bounds.whole_sectors:
+        for name, share in sorted(report.streams.items()):
+            if share < 1:
+                yield f"{name}: uses {share:.0%} of the sectors that it touches, promised all"
 
 
 def promised_moves(case: Case, target: str) -> Iterator[tuple[str, int, int]]:
@@ -180,7 +223,26 @@ def _listed(row_sums: tuple[str, ...]) -> str:
     return ", ".join(row_sums) or "nothing"
 
 
+def _uses_whole_sectors(case: Case) -> bool:
+    """Nothing but the check of a gradient holds several numbers a thread, which needs a mask of known alignment.
+
+    An element a thread would ask for four times as little at once, of a gradient whose size is almost always aligned.
+    """
+    return case.kernel_name != "check_gradient" or ("N",) in case.aligned
+
+
+def _waits(case: Case) -> float | None:
+    if case.kernel_name == "pooled_lookup" and not _is_whole(case):
+        return WAITS_OF_NARROW_ROWS
+    return next((most for start, most in WAITS.items() if re.match(start, case.name)), None)
+
+
+def _is_whole(case: Case) -> bool:
+    """Whether the table's rows move by 16 bytes."""
+    return int(case.constants["ALIGN"]) * _BYTES[case.types["W"]] == _WIDEST
+
+
 def _registers(case: Case) -> int:
-    if case.kernel_name in LOOKUPS and case.constants["ALIGN"] * _BYTES[case.types["W"]] == _WIDEST:
+    if case.kernel_name in LOOKUPS and _is_whole(case):
         return REGISTERS_OF_ALIGNED_LOOKUPS
     return next(most for start, most in REGISTERS.items() if re.match(start, case.name))

@@ -18,7 +18,8 @@ from .quantized_lookup import row_units, table_values, tuned_tile, unit_alignmen
 from .row_formats import row_format
 from .row_numbers import UNFUSED, paired, row_scales, row_values
 
-_RESOLVE_IDS = 64 if INTERPRETED else 512
+# an id for each thread: what is read and written one after another then uses its sectors (streams.py)
+_RESOLVE_IDS = 64 if INTERPRETED else 128
 
 
 def quantized_sequence_lookup_ref(

@@ -32,7 +32,8 @@ from .features import feature_of_position, row_alignment
 from .memory import MANY, require_memory
 from .sequence import _gather_kernel
 
-_BLOCK = 64 if INTERPRETED else 512
+# an id for each thread: what is read and written one after another then uses its sectors (streams.py)
+_BLOCK = 64 if INTERPRETED else 128
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 

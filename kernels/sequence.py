@@ -27,7 +27,8 @@ from .features import (
     table_rows,
 )
 
-_RESOLVE_IDS = 64 if INTERPRETED else 512
+# an id for each thread: what is read and written one after another then uses its sectors (streams.py)
+_RESOLVE_IDS = 64 if INTERPRETED else 128
 
 
 def sequence_lookup_ref(

@@ -92,6 +92,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Case]] = {
     "a type": lambda patch: made(types={"W": "*fp16", "Y": "*fp32"}),
     "what is aligned": lambda patch: made(aligned=(("W",),)),
     "what is promised": lambda patch: (patch.setattr(promises, "REGISTERS_OF_ALIGNED_LOOKUPS", 40), made())[1],
+    "what is promised of waits": lambda patch: (patch.setattr(promises, "GATHERS_FIRST", "gather "), made())[1],
     "its source": lambda patch: made(kernel=SimpleNamespace(fn=_other_helper)),
 }
 

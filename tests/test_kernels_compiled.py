@@ -18,7 +18,7 @@ from shardwise.kernels import compiled, launched, sequence
 from shardwise.kernels._op import tl, triton
 from shardwise.kernels.compiled import Report
 from shardwise.kernels.launched import Batch, Case
-from shardwise.kernels.promises import broken_promises, promised_moves
+from shardwise.kernels.promises import LONG_WAITS_OF_UPDATES, broken_promises, promised_moves
 from shardwise.kernels.rules import BUILT_IN
 
 pytestmark = pytest.mark.compiled
@@ -169,7 +169,7 @@ def test_another_order_of_columns_is_caught() -> None:
     assert sentence.startswith("adds up columns as 128 by ") and repr(case.name) in sentence
 
 
-def altered(name: str, **found: int | tuple[str, ...]) -> list[str]:
+def altered(name: str, **found: float | tuple[str, ...] | dict[str, float]) -> list[str]:
     """What the check says of a case whose report differs in one thing."""
     changed: Sequence[tuple[Case, str, Report]] = [(cases()[name], "sm_90", replace(report(name, "sm_90"), **found))]  # type: ignore[arg-type]
     return [sentence for _, _, sentence in broken_promises(changed)]
@@ -183,4 +183,14 @@ def test_registers_barriers_and_atomics_are_held_to_their_bounds() -> None:
     assert altered(lookup, barriers=1) == ["waits at 1 barriers, promised 0"]
     assert altered("pooled_lookup D=128 fp16", barriers=2) == ["waits at 2 barriers, promised 1"]
     assert altered(update, atomics=("REDG.ADD.F32",)) == ["has the atomics REDG.ADD.F32, promised none"]
-    assert altered("check_ids D=1 fp32", atomics=("ATOMG.ADD",)) == ["has the atomics ATOMG.ADD, promised minima"]
+    assert altered(lookup, waits=2.3) == altered(update, long_waits=LONG_WAITS_OF_UPDATES, gathers_first=False) == []
+    assert altered(lookup, waits=2.31) == ["waits 2.31 latencies in an iteration, promised at most 2.3"]
+    late = f"waits for memory {LONG_WAITS_OF_UPDATES + 1} times in an iteration, promised at most"
+    assert altered(update, long_waits=LONG_WAITS_OF_UPDATES + 1) == [f"{late} {LONG_WAITS_OF_UPDATES}"]
+    order = "uses a row before it has asked for all of an iteration, promised after"
+    assert altered(lookup, gathers_first=False) == [order]
+    (sentence,) = altered(update, streams={"load chunks": 0.25})
+    assert sentence == "load chunks: uses 25% of the sectors that it touches, promised all"
+    assert altered("check_ids D=1 fp32", streams={}, atomics=("ATOMG.ADD",)) == [
+        "has the atomics ATOMG.ADD, promised minima"
+    ]
