@@ -255,8 +255,9 @@ def _registers(chunks: int, columns: int, warps: int, align: int) -> int:
     """
     if chunks * columns > 128 * warps:
         return WIDE_REGISTERS
-    lanes = min(32, columns // min(align, columns))
-    return REGISTERS if chunks * lanes <= 32 * warps else ROWS_REGISTERS
+    # that share a row
+    threads = columns // min(align, columns)
+    return REGISTERS if chunks * threads <= 32 * warps else ROWS_REGISTERS
 
 
 def _launch_update(
