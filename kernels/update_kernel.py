@@ -92,18 +92,15 @@ def _chunk_entries(
 
 
 @triton.jit
-def _ask_ahead(rows, live, D, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bring rows that begin at some addresses [C] to the second-level cache: NVIDIA only."""
+def _ask_ahead(rows, live, nowhere, D, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bring rows that begin at some addresses [C] to the second-level cache, `nowhere` for others: NVIDIA only."""
     SECTOR: tl.constexpr = 256 // rows.dtype.element_ty.primitive_bitwidth
     first = tl.arange(0, (BLOCK_D + SECTOR - 1) // SECTOR) * SECTOR
-    asked = (live[:, None] & (first < D)[None, :]).to(tl.int32)
+    # in place of what is not to be asked for, the row's first element again, or the first row's
+    near = rows[:, None] + tl.where(first < D, first, 0)[None, :]
+    near = tl.where(live[:, None], near, nowhere)
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [(rows[:, None] + first[None, :]).to(tl.int64), asked],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [near.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -167,9 +164,9 @@ def _update_kernel(
     in_row = tl.full((BLOCK_D,), True, tl.int1) if FILLED else d < D
     if CONTIGUOUS:
         # a program's tiles lie side by side
-        part = tl.cdiv(tl.cdiv(n - first, BLOCK_C), programs) * BLOCK_C
-        first += tl.program_id(0) * part
-        n = tl.minimum(n, first + part)
+        share = tl.cdiv(tl.cdiv(n - first, BLOCK_C), programs) * BLOCK_C
+        first += tl.program_id(0) * share
+        n = tl.minimum(n, first + share)
         ahead = BLOCK_C
     else:
         first += tl.program_id(0) * BLOCK_C
@@ -189,12 +186,12 @@ def _update_kernel(
         whole = live & (slot < 0)
         if PREFETCH:
             begins = (row - low) * D
-            _ask_ahead(W + begins, whole, D, BLOCK_D)
+            _ask_ahead(W + begins, whole, W, D, BLOCK_D)
             for k in tl.static_range(len(KINDS)):
                 if KINDS[k] == "row":
-                    _ask_ahead(states[k] + row, whole, 1, 1)
+                    _ask_ahead(states[k] + row, whole, states[k], 1, 1)
                 else:
-                    _ask_ahead(states[k] + begins, whole, D, BLOCK_D)
+                    _ask_ahead(states[k] + begins, whole, states[k], D, BLOCK_D)
         g = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
         if UPPER:
             # partial sums lie one after another; those of CHUNK are added before they are added to what was before

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.kernels import configs, launched, persistent_grid, update
+from shardwise.kernels import compiled, configs, launched, persistent_grid, update
 from shardwise.kernels.launched import Batch
 from shardwise.kernels.persistent_grid import Multiprocessors, persistent_programs, resident_programs
 
@@ -27,6 +27,15 @@ def a100(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
     persistent_grid.multiprocessors.cache_clear()
     yield asked
     persistent_grid.multiprocessors.cache_clear()
+
+
+def update_of(batch: Batch, **settings: Any) -> launched.Case:
+    (case,) = [
+        case
+        for case in launched.launches(lambda: launched.step(batch, "rowwise_adagrad", **settings), "of a test")
+        if case.kernel_name == "update"
+    ]
+    return case
 
 
 def launched_with(batch: Batch) -> dict[str, Any]:
@@ -78,3 +87,12 @@ def test_a_variant_says_how_a_launch_asks_for_memory() -> None:
         assert launched_with(Batch(128))["maxnreg"] == 48
     with configs.variant({"update.registers": 0}):
         assert "maxnreg" not in launched_with(Batch(128))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["update.next_entries", "update.prefetch", "update.contiguous"])
+def test_what_a_variant_forces_compiles_without_spills(name: str) -> None:
+    plain, forced = (update_of(Batch(128), forced=settings) for settings in ({}, {name: True}))
+    found = compiled.compile_case(forced, "sm_90")
+    assert found.spills == 0 and found.registers <= update.REGISTERS
+    assert found.row_sums == compiled.compile_case(plain, "sm_90").row_sums
