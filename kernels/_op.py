@@ -57,9 +57,6 @@ else:
 
     triton = tl = _Missing()
 
-# Programs of a persistent grid: enough of them to fill a large GPU, few enough for the interpreter.
-PERSISTENT_PROGRAMS = 4 if INTERPRETED else 132 * 16
-
 _PARAMETER = torch.nn.Parameter
 _PLAIN = (Tensor, _PARAMETER)
 _compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack

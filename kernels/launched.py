@@ -7,7 +7,7 @@ Letters of a case's name: D columns of its table; "fp16 and bf16" are table and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import (
     bounds,
+    configs,
     finite,
     launched_jagged,
     launched_quantized,
@@ -160,15 +161,22 @@ def check(batch: Batch, padded: bool = False, masks: bool = False, fatal: bool =
 
 
 def step(
-    batch: Batch, rule: str, decay: str = "none", rounding: bool = False, scale: int = 1, pooling: str = "sum"
+    batch: Batch,
+    rule: str,
+    decay: str = "none",
+    rounding: bool = False,
+    scale: int = 1,
+    pooling: str = "sum",
+    forced: Mapping[str, configs.Setting] | None = None,
 ) -> None:
-    """An optimizer step, with a tile `scale` times the usual."""
+    """An optimizer step, with a tile `scale` times the usual and settings as a variant forces them."""
     weights, features, segments = batch.tables()
     ids, offsets, per_id = batch.bags()
     chosen = RULES[rule]
     rows = 2 * min(batch.rows, 4)
     states = [torch.zeros(rows if kind == "row" else len(weights)) for kind in chosen.kinds]
-    with patch.object(update, "update_tile", partial(update.update_tile, scale=scale)):
+    tile = partial(update.update_tile, scale=scale)
+    with patch.object(update, "update_tile", tile), configs.variant(forced or {}):
         update.fused_update(
             weights, states, torch.zeros(1, dtype=torch.int64), batch.gradient(), ids, offsets, per_id, features,
             batch.dims, segments, rule, torch.full((len(chosen.hyper) + 1,), 0.5, dtype=torch.float64),
@@ -233,6 +241,7 @@ def _launches() -> Iterator[tuple[Callable[[], object], str, str]]:
         words = [settings.get("decay", ""), "rounded" if settings.get("rounding") else ""]
         words.append(f"tile x{settings['scale']}" if settings.get("scale", 1) > 1 else "")
         words.append(settings.get("pooling", ""))
+        words += [name.removeprefix("update.") for name in settings.get("forced", ())]
         rows = f"{rule} D={batch.dim} {_TYPES[batch.dtype]}"
         yield partial(step, batch, rule, **settings), " ".join(filter(None, [rule, str(batch), *words])), rows
 
@@ -261,6 +270,9 @@ def _steps() -> Iterator[tuple[Batch, str, dict[str, Any]]]:
             yield Batch(dtype=dtype, samples=40), rule, {"rounding": True}
         for dim, scale in product((64, 127, 128, 1024), (1, 2, 4)) if RULES[rule].takes_row else ():
             yield Batch(dim), rule, {"scale": scale}
+    # what may be forced on a launch for any device; rows are prefetched on NVIDIA's alone
+    for rule in ("rowwise_adagrad", "adam"):
+        yield Batch(), rule, {"forced": {"update.next_entries": True, "update.contiguous": True}}
     # one program for all ids, of each size, and many; levels; what ids, offsets and factors are
     for samples in (8, 40, 1100, 2100, 4100, 200_000):
         yield Batch(1, samples=samples), "sgd", {}

@@ -69,9 +69,10 @@ WAITS = {
 WAITS_OF_NARROW_ROWS = 2.5
 # all gathers of an iteration come before one of them is used: four rows, or what leads to the copy of a row
 GATHERS_FIRST = r"pooled_lookup |index_add |quantized_pooled_lookup (?!.* (fp8|int2)( |$))"
-# updates of whole rows -> how often a chunk of up to four ids waits for memory, one load after another
-UPDATES_OF_WHOLE_ROWS = r"update \w+ D=(64|128|256) fp32( |$)"
-LONG_WAITS_OF_UPDATES = 5
+# updates of whole rows on 16 bytes -> how often a chunk of up to four ids waits for memory, one load after another;
+# other rows, and rules with states of both kinds, a fourth time for a part of a latency
+UPDATES_OF_WHOLE_ROWS = r"update (?!partial_)\w+ D=(64|128) fp32(?!.* (shifted|beside))( |$)"
+LONG_WAITS_OF_UPDATES = 3
 # start of a case's name -> registers of a thread at most; the first that fits
 REGISTERS = {
     # partial sums of partial sums

@@ -1,7 +1,7 @@
 """The transposed index of a batch on a GPU, in few launches: what each touched row adds up, level by level.
 
 Shapes: I [N] ids, O [F*B + 1] bag offsets, P [N] per-id weights, FT [F, 8] features (features.py); K levels (`levels`);
-C_k [4, n_k + 1] chunks of a level, n_k = N // 32**k + 1. What a chunk is, and the order of addition, is said in
+C_k [5, n_k + 1] chunks of a level, n_k = N // 32**k + 1. What a chunk is, and the order of addition, is said in
 transpose.py: chunk c of level 0 is the ids from C_0[START, c] to C_0[START, c + 1] in the order of their rows, and of
 the next level partial sums of the one before. Nothing here waits for the device.
 
@@ -32,7 +32,8 @@ START = 0  # first position of the chunk; the next chunk's is its end
 ROW = 1  # row number of the chunk
 SLOT = 2  # where a chunk of a longer run leaves its partial sum; -1 if the chunk is its whole run
 HASH = 3  # where the row lies in its whole table (`features.origin_of`), by which rows are rounded
-CHUNK_FIELDS = 4
+SOURCE = 4  # of level 0: first element of the gradient row of the chunk's first id; of the levels above nothing
+CHUNK_FIELDS = 5
 
 # partial sums of one row that one program adds up, two levels at once: CHUNK * CHUNK at most
 TAIL = 128
@@ -45,7 +46,7 @@ ONE_PROGRAM = {64: 1, 256: 1} if INTERPRETED else {1024: 8, 2048: 16}
 class Level(NamedTuple):
     """Chunks of one level: where they are, and at most how many there are and leave a partial sum."""
 
-    chunks: Tensor  # [4, capacity + 1] int64
+    chunks: Tensor  # [5, capacity + 1] int64
     capacity: int
     slots: int
 
@@ -174,9 +175,11 @@ def _marks(keys, i, key, N, end_row, steps, LEVELS: tl.constexpr, CHUNK: tl.cons
 @triton.jit
 def _gathered(source, scale, position, i, valid, from_source, from_scale, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     p = tl.load(position + i, mask=valid, other=0)
-    tl.store(source + i, tl.load(from_source + p, mask=valid, other=0), mask=valid)
+    at = tl.load(from_source + p, mask=valid, other=0)
+    tl.store(source + i, at, mask=valid)
     if HAS_SCALE:
         tl.store(scale + i, tl.load(from_scale + p, mask=valid, other=0.0), mask=valid)
+    return at
 
 
 @triton.jit(do_not_specialize=["N", "end_row", "steps", "blocks"])
@@ -205,16 +208,17 @@ def _before(counts, block, ALONE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit(do_not_specialize=["N", "end_row", "steps", "blocks"])
-def _chunk_kernel(keys, position, places, from_source, from_scale, source, scale, marks, counts, chunks, totals, N, end_row, steps, blocks, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ROW: tl.constexpr, SLOT: tl.constexpr, HASH: tl.constexpr, FIELDS: tl.constexpr, HAS_SCALE: tl.constexpr, HASHED: tl.constexpr, ALONE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _chunk_kernel(keys, position, places, from_source, from_scale, source, scale, marks, counts, chunks, totals, N, end_row, steps, blocks, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ROW: tl.constexpr, SLOT: tl.constexpr, HASH: tl.constexpr, SOURCE: tl.constexpr, FIELDS: tl.constexpr, HAS_SCALE: tl.constexpr, HASHED: tl.constexpr, ALONE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     block = tl.program_id(0)
     i = block.to(INDEX) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + i, mask=i < N, other=end_row)
     valid = key < end_row
     if ALONE:
-        _gathered(source, scale, position, i, valid, from_source, from_scale, HAS_SCALE)
+        at = _gathered(source, scale, position, i, valid, from_source, from_scale, HAS_SCALE)
         bits = _marks(keys, i, key, N, end_row, steps, LEVELS, CHUNK)
     else:
         bits = tl.load(marks + i, mask=i < N, other=0)
+        at = tl.load(source + i, mask=(bits & 1) != 0, other=0)
     # of level 0 the chunks are of ids: chunk c begins at one
     begin = i
     end = _before(counts + (2 * LEVELS - 1) * blocks, block, ALONE, INDEX, BLOCK) + tl.sum(valid.to(tl.int32), 0)
@@ -229,6 +233,8 @@ def _chunk_kernel(keys, position, places, from_source, from_scale, source, scale
         begins = head != 0
         tl.store(level + c, begin, mask=begins)
         tl.store(level + ROW * stride + c, key.to(tl.int64), mask=begins)
+        if k == 0:
+            tl.store(level + SOURCE * stride + c, at, mask=begins)
         if HASHED:
             p = tl.load(position + i, mask=begins, other=0).to(INDEX)
             tl.store(level + HASH * stride + c, tl.load(places + p, mask=begins, other=0), mask=begins)
@@ -308,7 +314,7 @@ def row_chunks(
         )  # fmt: skip
     _chunk_kernel[(blocks,)](
         keys, position, places, *gather, marks, counts, room, totals, n, end_row, n.bit_length(), blocks,
-        depth, CHUNK, ROW, SLOT, HASH, CHUNK_FIELDS, scaled, hashed, block is not None,
+        depth, CHUNK, ROW, SLOT, HASH, SOURCE, CHUNK_FIELDS, scaled, hashed, block is not None,
         index, block or _BLOCK, **launch_options(_WARPS if block is None else ONE_PROGRAM[block], 128),
     )  # fmt: skip
     return found

@@ -1,9 +1,10 @@
 """Waits of a compiled loop: an in-order model of one warp alone, over the SASS that `nvdisasm -c` prints.
 
 The model takes one pass of the longest loop, which holds the others, in the order of its text: inner loops once, both
-sides of a branch. It issues an instruction a cycle, and stops at one that needs what is not there yet. A load from
-global memory takes LATENCY cycles, one of a line that the same pass loaded before HIT (or until that line is there),
-and one of a line that was prefetched L2_HIT.
+sides of a branch. Long waits are counted in a pass that goes through no inner loop, as an update's of short runs. It
+issues an instruction a cycle, and stops at one that needs what is not there yet. A load from global memory takes
+LATENCY cycles, one of a line that the same pass loaded before HIT (or until that line is there), and one of a line that
+was prefetched L2_HIT.
 
 Lines are told apart without addresses: two loads lie in one line where their addresses are made in the same way of the
 same arguments and loaded values, whatever thread and turn of the loop add, and their offsets are less than 128 bytes
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 # cycles: of a load that finds its line nowhere near, in the second level, in the first
@@ -47,9 +48,9 @@ class Waits:
     """What one warp alone waits for in one pass of a kernel's longest loop.
 
     `latencies`: the time in which it waits for loads, in LATENCY. `long`: how many times it waits for a load that
-    misses the first level and was issued after the wait before. `gathers_first`: whether every load whose address
-    takes the most loads one after another is issued before one of them is used; None where no address is loaded.
-    `stops`: the cycles of each wait of more than 100, and the instruction that waits.
+    misses the first level and was issued after the wait before, where no inner loop is gone through. `gathers_first`:
+    whether every load whose address takes the most loads one after another is issued before one of them is used; None
+    where no address is loaded. `stops`: the cycles of each wait of more than 100, and the instruction that waits.
     """
 
     latencies: float = 0.0
@@ -101,10 +102,18 @@ def waits(sass: str) -> Waits:
     loop = _longest_loop(instructions, labels)
     if loop is None:
         return Waits()
-    machine = _Machine()
-    _pass(instructions[: loop[0]], machine, {})
-    body = instructions[loop[0] : loop[1] + 1]
-    counters = _counters(body)
+    before, places = instructions[: loop[0]], range(loop[0], loop[1] + 1)
+    inner = {i for begin, end in _loops(instructions, labels) if loop[0] < begin and end < loop[1]
+             for i in range(begin, end + 1)}  # fmt: skip
+    through = _passes(before, [instructions[i] for i in places])
+    past = _passes(before, [instructions[i] for i in places if i not in inner]) if inner else through
+    return replace(through, long=past.long)
+
+
+def _passes(before: Sequence[Instruction], body: Sequence[Instruction]) -> Waits:
+    """The waits of a pass after others."""
+    machine, counters = _Machine(), _counters(body)
+    _pass(before, machine, {})
     for _ in range(_WARM):
         _pass(body, machine, counters)
     return _pass(body, machine, counters)
@@ -177,7 +186,11 @@ def _parts(sources: Sequence[str]) -> Iterator[Register | str]:
 
 
 def _longest_loop(instructions: Sequence[Instruction], labels: dict[str, int]) -> tuple[int, int] | None:
-    """First and last instruction; a branch back over the end of the kernel is code that was put behind it."""
+    return max(_loops(instructions, labels), key=lambda loop: loop[1] - loop[0], default=None)
+
+
+def _loops(instructions: Sequence[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
+    """First and last instructions; a branch back over the end of the kernel is code that was put behind it."""
     ends = [i for i, one in enumerate(instructions) if one.text.split(".")[0] in ("EXIT", "RET")]
     loops = []
     for i, one in enumerate(instructions):
@@ -185,7 +198,7 @@ def _longest_loop(instructions: Sequence[Instruction], labels: dict[str, int]) -
             begin = labels.get(label[0], i)
             if begin < i and not any(begin <= end < i for end in ends):
                 loops.append((begin, i))
-    return max(loops, key=lambda loop: loop[1] - loop[0], default=None)
+    return loops
 
 
 def _counters(body: Sequence[Instruction]) -> dict[int, Register]:

@@ -17,15 +17,13 @@ from torch import Tensor
 
 from . import configs, cpu_compiled
 from ._op import (
-    PERSISTENT_PROGRAMS,
+    INTERPRETED,
     direct,
     launch_options,
-    multiple,
     next_power_of_2,
     register,
     register_autograd,
     runs_kernel,
-    tl,
     triton,
 )
 from .bounds import OK, is_clean, new_guard
@@ -42,11 +40,19 @@ from .features import (
     unflatten_segments,
 )
 from .launch_plans import source_alignment
-from .rounding import rounded_stochastically, rounds, salt_in_kernel
-from .row_chunks import HASH, ROW, SLOT, RowChunks, row_chunks
+from .persistent_grid import persistent_programs, resident_programs
+from .rounding import rounds
+from .row_chunks import HASH, ROW, SLOT, SOURCE, RowChunks, row_chunks
 from .rule import Rule, rule_named
 from .transpose import CHUNK, Transposed, transpose_index
+from .update_kernel import _update_kernel
 from .update_step import DECAYS, SlotIds, Step, numbers_of
+
+# programs of a grid at most: few, and more than one, in the interpreter; else (0) what the device asks for
+PERSISTENT_PROGRAMS = 4 if INTERPRETED else 0
+# registers of a thread at most, where its 4 elements are of one row, so that 8 programs of 4 warps fit, or of several
+# rows, each of them with addresses of its own; and where it has more elements
+REGISTERS, ROWS_REGISTERS, WIDE_REGISTERS = 64, 96, 128
 
 
 def fused_update_ref(
@@ -95,113 +101,6 @@ def fused_update_ref(
                     touched[first_row - segment.first_row + row] = True
         rows_hit = torch.nonzero(touched).squeeze(1)
         update.apply(segment, [(rows_hit, dense[rows_hit])])
-
-
-@triton.jit
-def _gradient_rows(grad, src, scale, at, d, live, in_row, ALIGN: tl.constexpr, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    # not tl.multiple_of, which AMD's compiler forgets of what is loaded (triton 3.6.0)
-    begin = multiple(tl.load(src + at, mask=live, other=0), ALIGN)
-    row = tl.load(grad + begin[:, None] + d[None, :], mask=live[:, None] & in_row[None, :], other=0.0).to(tl.float32)
-    if HAS_SCALE:
-        row = row * tl.load(scale + at, mask=live, other=0.0)[:, None]
-    return row
-
-
-@triton.jit
-def _sums(partial, at, D, d, live, in_row):  # type: ignore[no-untyped-def]
-    return tl.load(partial + (at * D)[:, None] + d[None, :], mask=live[:, None] & in_row[None, :], other=0.0)
-
-
-@triton.jit
-def _lower_bound(sorted_numbers, n, wanted, steps):  # type: ignore[no-untyped-def]
-    """How many of n ascending numbers are less than the wanted one."""
-    low = n * 0
-    high = n
-    for _ in range(0, steps):
-        middle = low + (high - low) // 2
-        less = tl.load(sorted_numbers + middle, mask=low < high, other=wanted) < wanted
-        high = tl.where(less, high, middle)
-        low = tl.where(less, middle + 1, low)
-    return low
-
-
-# programs is an argument because a compiler spills tl.num_programs, which it cannot read again, and not an argument
-@triton.jit(do_not_specialize=["low", "high", "stride", "steps", "programs"])
-def _update_kernel(W, states, partial, chunks, n_chunks, src, scale, grad, numbers, seed, step, guard, low, high, stride, steps, programs, D, NONE: tl.constexpr, RULE: tl.constexpr, KINDS: tl.constexpr, NUMBERS: tl.constexpr, TAKES_ROW: tl.constexpr, DECAY: tl.constexpr, ROUNDS: tl.constexpr, HAS_SCALE: tl.constexpr, UPPER: tl.constexpr, ONE_SEGMENT: tl.constexpr, CHUNK: tl.constexpr, ROW: tl.constexpr, SLOT: tl.constexpr, HASH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, SRC_ALIGN: tl.constexpr, FILLED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    # a bad batch changes no row: it has no chunks
-    clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE) & (tl.load(guard + 2) == NONE)
-    n = tl.where(clean, tl.load(n_chunks), 0).to(tl.int32)
-    first = n * 0
-    stride = tl.cast(stride, tl.int64)
-    if not ONE_SEGMENT:
-        # the segment's chunks lie between those of narrower and of wider tables
-        first = _lower_bound(chunks + ROW * stride, n, low, steps)
-        n = _lower_bound(chunks + ROW * stride, n, high, steps)
-    D = multiple(D, ALIGN)
-    d = tl.arange(0, BLOCK_D)
-    # a row that fills the tile needs no mask, and the registers of none
-    in_row = tl.full((BLOCK_D,), True, tl.int1) if FILLED else d < D
-    for c0 in range(first + tl.program_id(0) * BLOCK_C, n, programs * BLOCK_C):
-        c = c0 + tl.arange(0, BLOCK_C)
-        live = c < n
-        begin = tl.load(chunks + c, mask=live, other=0)
-        length = (tl.load(chunks + c + 1, mask=live, other=0) - begin).to(tl.int32)
-        longest = tl.max(length, 0)
-        g = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
-        if UPPER:
-            # partial sums lie one after another; those of CHUNK are added before they are added to what was before
-            for j in range(0, longest, CHUNK):
-                part = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
-                for i in range(j, tl.minimum(j + CHUNK, longest), 4):
-                    g0 = _sums(grad, begin + i, D, d, i < length, in_row)
-                    g1 = _sums(grad, begin + i + 1, D, d, i + 1 < length, in_row)
-                    g2 = _sums(grad, begin + i + 2, D, d, i + 2 < length, in_row)
-                    g3 = _sums(grad, begin + i + 3, D, d, i + 3 < length, in_row)
-                    part = (((part + g0) + g1) + g2) + g3
-                g = g + part
-        else:
-            for i in range(0, longest, 4):
-                g0 = _gradient_rows(grad, src, scale, begin + i, d, i < length, in_row, SRC_ALIGN, HAS_SCALE)
-                g1 = _gradient_rows(grad, src, scale, begin + i + 1, d, i + 1 < length, in_row, SRC_ALIGN, HAS_SCALE)
-                g2 = _gradient_rows(grad, src, scale, begin + i + 2, d, i + 2 < length, in_row, SRC_ALIGN, HAS_SCALE)
-                g3 = _gradient_rows(grad, src, scale, begin + i + 3, d, i + 3 < length, in_row, SRC_ALIGN, HAS_SCALE)
-                g = (((g + g0) + g1) + g2) + g3
-        slot = tl.load(chunks + SLOT * stride + c, mask=live, other=-1)
-        left = (live & (slot >= 0))[:, None] & in_row[None, :]
-        tl.store(partial + (slot * D)[:, None] + d[None, :], g, mask=left)
-
-        # loaded here, they take no registers while rows are gathered
-        given = ()
-        for k in tl.static_range(NUMBERS):
-            given = given + (tl.load(numbers + k).to(tl.float32),)  # type: ignore[assignment]
-        whole = live & (slot < 0)
-        row = tl.load(chunks + ROW * stride + c, mask=live, other=0)
-        at = (((row - low) * D)[:, None]) + d[None, :]
-        mask = whole[:, None] & in_row[None, :]
-        w = tl.load(W + at, mask=mask, other=0.0).to(tl.float32)
-        if DECAY == 1:
-            g = g + given[NUMBERS - 1] * w
-        if DECAY == 2:
-            w = w - given[NUMBERS - 1] * w
-        kept = ()
-        for k in tl.static_range(len(KINDS)):
-            if KINDS[k] == "row":
-                kept = kept + (tl.load(states[k] + row[:, None], mask=whole[:, None], other=0.0),)  # type: ignore[assignment]
-            else:
-                kept = kept + (tl.load(states[k] + at, mask=mask, other=0.0),)  # type: ignore[assignment]
-        if TAKES_ROW:
-            kept = kept + ((in_row[None, :], D),)  # type: ignore[assignment]
-        found = RULE(w, g, *kept, *given[: NUMBERS - 1])
-        w = found if len(KINDS) == 0 else found[0]
-        for k in tl.static_range(len(KINDS)):
-            if KINDS[k] == "row":
-                tl.store(states[k] + row[:, None], found[k + 1], mask=whole[:, None])
-            else:
-                tl.store(states[k] + at, found[k + 1], mask=mask)
-        if ROUNDS:
-            place = tl.load(chunks + HASH * stride + c, mask=whole, other=0)
-            w = rounded_stochastically(w, place, d, salt_in_kernel(seed, step), ROUNDS == 2)
-        tl.store(W + at, w.to(W.dtype.element_ty), mask=mask)
 
 
 def fused_update(
@@ -346,6 +245,18 @@ def update_tile(dim: int, scale: int = 1) -> tuple[int, int, int]:
     return chunks * scale, block_d, warps * scale
 
 
+def _registers(chunks: int, columns: int, warps: int, align: int) -> int:
+    """Registers of a thread at most: for what it has of a row, of four gradient rows, of their sum and of states.
+
+    Without a bound a compiler keeps more in registers than pays, and fewer programs fit a multiprocessor.
+    """
+    if chunks * columns > 128 * warps:
+        return WIDE_REGISTERS
+    # that share a row
+    threads = columns // min(align, columns)
+    return REGISTERS if chunks * threads <= 32 * warps else ROWS_REGISTERS
+
+
 def _launch_update(
     weights: Tensor,
     states: list[Tensor],
@@ -409,14 +320,22 @@ def _launch_segment(
     dim, scale = segment.dim, found.scale
     align, source_align = row_alignment(dim, 4), _source_alignment(grad, dims, dim)
     table = weights[segment.base :]
-    block_c, block_d, warps, most = configs.update_tile(
-        rule.name, update_tile(dim), PERSISTENT_PROGRAMS, table.dtype, align, table.device
-    )
+    heuristic = update_tile(dim)
+    usual = PERSISTENT_PROGRAMS or persistent_programs(table.device)
+    block_c, block_d, warps, most = configs.update_tile(rule.name, heuristic, usual, table.dtype, align, table.device)
     given = tuple(
         state if kind == "row" else state[segment.base :] for state, kind in zip(states, rule.kinds, strict=True)
     )
-    # rows, gradients, sums and states of 4 elements a thread, or of up to 16
-    options = launch_options(warps, 96 if block_c * block_d <= 128 * warps else 128)
+    registers = configs.setting("update.registers", _registers(block_c, block_d, warps, align))
+    if waves := configs.setting("update.waves", 0):
+        most = waves * resident_programs(table.device, warps, registers)
+    options = launch_options(warps, registers)
+    ways = (
+        configs.setting("update.next_entries", False),
+        # of PTX
+        configs.setting("update.prefetch", False) and not INTERPRETED and not torch.version.hip,
+        configs.setting("update.contiguous", False),
+    )
     for number, level in enumerate(found.levels):
         partial = torch.empty(level.slots, dim, dtype=torch.float32, device=grad.device)
         programs = min(triton.cdiv(level.capacity, block_c), most)
@@ -426,8 +345,9 @@ def _launch_segment(
             segment.first_row, segment.end_row,
             level.chunks.shape[1], level.capacity.bit_length(), programs, dim,
             OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row, DECAYS.index(decay),
-            rounds(table.dtype, seed), scale is not None and number == 0, number > 0, alone, CHUNK, ROW, SLOT, HASH,
-            block_c, block_d, align, source_align if number == 0 else align, dim == block_d, **options,
+            rounds(table.dtype, seed), scale is not None and number == 0, number > 0, alone,
+            CHUNK, ROW, SLOT, HASH, SOURCE,
+            block_c, block_d, align, source_align if number == 0 else align, dim == block_d, *ways, **options,
         )  # fmt: skip
         grad = partial
 

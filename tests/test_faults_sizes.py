@@ -224,6 +224,7 @@ def test_22_more_ids_than_int32_counts_are_added_to_their_rows() -> None:
     begin = torch.tensor([n - SPARE, n - SPARE + 30, n - SPARE + 61])
     row, whole, count = torch.tensor([4, 7, 0]), torch.full((3,), -1), torch.tensor([2])
     columns = {row_chunks.START: begin, row_chunks.ROW: row, row_chunks.SLOT: whole, row_chunks.HASH: row}
+    columns[row_chunks.SOURCE] = source[begin.clamp(max=n - 1)]
     chunks = torch.stack([columns[field] for field in range(row_chunks.CHUNK_FIELDS)])
     block_c, block_d, warps = update.update_tile(1)
     with recorded() as launches:
@@ -232,8 +233,8 @@ def test_22_more_ids_than_int32_counts_are_added_to_their_rows() -> None:
             numbers=numbers, seed=count, step=count, guard=new_guard(), low=0, high=9, stride=3, steps=2, programs=1,
             D=1, NONE=bounds.OK, RULE=RULES["sgd"].in_triton, KINDS=(), NUMBERS=2, TAKES_ROW=False, DECAY=0, ROUNDS=0,
             HAS_SCALE=True, UPPER=False, ONE_SEGMENT=True, CHUNK=32, ROW=row_chunks.ROW, SLOT=row_chunks.SLOT,
-            HASH=row_chunks.HASH, BLOCK_C=block_c, BLOCK_D=block_d, ALIGN=1, SRC_ALIGN=1,
-            FILLED=block_d == 1, num_warps=warps,
+            HASH=row_chunks.HASH, SOURCE=row_chunks.SOURCE, BLOCK_C=block_c, BLOCK_D=block_d, ALIGN=1, SRC_ALIGN=1,
+            FILLED=block_d == 1, NEXT=False, PREFETCH=False, CONTIGUOUS=False, num_warps=warps,
         )  # fmt: skip
     assert all(reaches_past(launches[0], name, FAR) for name in ("src", "scale", "grad"))
     expected = torch.zeros(9)

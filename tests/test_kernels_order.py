@@ -37,6 +37,7 @@ from shardwise.kernels import (
     Feature,
     Segment,
     bounds,
+    configs,
     cpu_update,
     finite,
     flatten_segments,
@@ -181,6 +182,21 @@ def test_a_row_has_the_same_bits_on_every_tile_and_grid(
         monkeypatch.setattr(update, "update_tile", lambda dim, chunks=chunks: (chunks, block_d, warps))
         monkeypatch.setattr(update, "PERSISTENT_PROGRAMS", programs)
         assert_same_rows(updated_rows(pairs, rule, where), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_row_has_the_same_bits_however_a_launch_asks_for_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a variant may force, on programs that go through several tiles each."""
+    where, pairs = torch_device(device), interleaved(marked_pairs(), other_pairs(100, seed=7), seed=9)
+    monkeypatch.setattr(update, "PERSISTENT_PROGRAMS", 3)
+    expected = updated_rows(pairs, "rowwise_adagrad", where)
+    for forced in (
+        {"update.next_entries": True, "update.prefetch": True},
+        {"update.next_entries": True, "update.contiguous": True, "update.registers": 48},
+        {"update.waves": 1},
+    ):
+        with configs.variant(forced):
+            assert_same_rows(updated_rows(pairs, "rowwise_adagrad", where), expected)
 
 
 def test_a_row_has_the_same_bits_in_every_block_of_the_torch_path(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from kernel_inputs import Case, Inputs, assert_same_bits, inputs, optimizer, torch_device, update_args, upstream
 
 from shardwise.kernels import bounds, fused_update, new_guard, row_chunks
-from shardwise.kernels.row_chunks import HASH, ROW, SLOT, START, RowChunks
+from shardwise.kernels.row_chunks import HASH, ROW, SLOT, SOURCE, START, RowChunks
 from shardwise.kernels.transpose import CHUNK
 from shardwise.perf.recorded import races, recorded
 
@@ -60,6 +60,8 @@ def assert_equals_reference(batch: Inputs) -> None:
         assert level.chunks[START, : n + 1].tolist() == expected.start[: n + 1].tolist()
         assert level.chunks[ROW, :n].tolist() == expected.row[:n].tolist()
         assert level.chunks[SLOT, :n].tolist() == expected.slot[:n].tolist()
+        if number == 0:
+            assert level.chunks[SOURCE, :n].tolist() == source[expected.start[:n]].tolist()
         assert max([-1, *expected.slot[:n].tolist()]) < level.slots
         first_rows = sorted({int(first) for first in batch.features[:, row_chunks.FIRST_ROW]})
         for row, own in zip(level.chunks[ROW, :n].tolist(), level.chunks[HASH, :n].tolist(), strict=True):

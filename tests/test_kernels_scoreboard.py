@@ -105,6 +105,14 @@ def test_a_row_that_was_prefetched_is_no_long_wait() -> None:
     assert waits(sass(*loop[:2], "CCTL.E.PF2 [R10.64]", *loop[2:])).long == 2
 
 
+def test_long_waits_are_those_of_a_pass_that_goes_through_no_inner_loop() -> None:
+    inner = ".L_x_1:\nLDG.E R6, [R2.64]\nIADD3 R7, R6, 0x1, RZ\n@P5 BRA `(.L_x_1)"
+    other = ("LDG.E R16, [R4.64]", "FADD R24, R16, R24")
+    through, past = waits(sass(*other, inner)), waits(sass(*other))
+    assert (through.long, past.long) == (1, 1)
+    assert through.latencies > 1.9 > past.latencies
+
+
 def test_code_behind_the_end_is_no_loop_and_an_inner_loop_is_taken_once() -> None:
     """A square root's slow path lies behind the kernel and jumps back into it."""
     inner = ".L_x_1:\nLDG.E R6, [R2.64]\nIADD3 R7, R6, 0x1, RZ\n@P5 BRA `(.L_x_1)"
