@@ -161,11 +161,11 @@ def _reduce(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...])
         values, lanes = read(cta).reshape(-1, 32), _lanes(cta, live)
         result = np.zeros(len(values), DTYPES[kind])
         if live is None:
-            result = function.reduce(values, axis=1)
+            result = function.reduce(values, axis=1, dtype=values.dtype)
         else:
             for w in np.flatnonzero(lanes.any(axis=1)):
-                result[w] = function.reduce(values[w][lanes[w]])
-        put(cta, _spread(result.astype(DTYPES[kind])), live)
+                result[w] = function.reduce(values[w][lanes[w]], dtype=values.dtype)
+        put(cta, _spread(result), live)
 
     return reduce
 
