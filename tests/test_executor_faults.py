@@ -286,6 +286,27 @@ def test_registers_without_a_value() -> None:
     assert faults("add.s32 %r1, %r2, 1; ret;") == [("unwritten", None)]
 
 
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("st.global.b32 [%rd1], %tid; bar.sync 0; ld.global.b32 %r1, [%rd2];", []),
+        ("st.global.b32 [%rd1], %tid; ld.global.b32 %r1, [%rd2];", [("race", 0)]),
+        ("ld.global.b32 %r1, [%rd2]; bar.sync 0; st.global.b32 [%rd1], %tid;", []),
+        ("ld.global.b32 %r1, [%rd2]; st.global.b32 [%rd1], %tid;", [("race", 0)]),
+        ("ld.global.b32 %r1, [%rd1]; st.global.b32 [%rd1], %tid;", []),
+        ("atom.global.add.u32 %r1, [%rd1], 1; atom.global.add.u32 %r1, [%rd2], 1;", []),
+        ("atom.global.add.u32 %r1, [%rd1], 1; st.global.b32 [%rd2], 1;", [("race", 0)]),
+    ],
+)
+def test_races_of_one_cta_in_global_memory_where_they_are_asked_for(body: str, found: list[tuple[str, int]]) -> None:
+    own = "mov.u32 %r8, %ctaid.x; mad.lo.s32 %r8, %r8, 64, %tid; mad.wide.u32 %rd1, %r8, 4, %in0;"
+    # the other warp's word
+    own += "xor.b32 %r9, %r8, 32; mad.wide.u32 %rd2, %r9, 4, %in0;"
+    data = np.zeros(128, np.uint32)
+    assert faults(own + body + "ret;", data, grid=(2,), races_in_global=True) == found
+    assert faults(own + body + "ret;", data, grid=(2,)) == []
+
+
 def test_a_finding_says_what_where_and_who() -> None:
     with pytest.raises(Fault, match=r"outside.*B0, 256 bytes.*`ld.global.b32 %r1, \[%rd1\]`.*PTX line \d+.*thread 32"):
         launch(COPY.format(step=8, load="ld.global.b32 %r1, [%rd1]"), WORDS, NOTHING)

@@ -105,7 +105,7 @@ def _barrier(decoder: Decoder, operand: str) -> Step:
         lanes = _lanes(cta, live)
         # a barrier of a part of the warp orders nothing for the rest; it is taken for none
         whole = lanes if cta.exited is None else lanes | cta.exited.reshape(-1, 32)
-        cta.shared.warp_barrier(np.flatnonzero(whole.all(axis=1) & lanes.any(axis=1)))
+        cta.clock.warp_barrier(np.flatnonzero(whole.all(axis=1) & lanes.any(axis=1)))
 
     return barrier
 
