@@ -87,6 +87,7 @@ def test_addresses_outside_of_shared_memory(access: str, found: list[tuple[str, 
 
 BARRIER, WARP = "bar.sync 0;", "bar.warp.sync -1;"
 WRITE, READ = "st.shared.b32 [%r1], %tid;", "ld.shared.b32 %r10, [{}];"
+LAST_THREAD, OF_WARP = "setp.eq.s32 %p1, %tid, 63;", "and.b32 %r8, %tid, 32; mad.lo.s32 %r8, %r8, 4, %r0;"
 ADD = "atom.shared.add.u32 %r10, [%r0], 1;"
 
 
@@ -109,6 +110,11 @@ ADD = "atom.shared.add.u32 %r10, [%r0], 1;"
         (WRITE + BARRIER + READ.format("%r1") + "st.shared.b32 [%r1], 7;", []),
         # both warps read, then they write
         (WRITE + BARRIER + READ.format("%r0") + WARP + "st.shared.b32 [%r0], 7;", [("race", 0)]),
+        # what a lane read before the warp met does not matter, what others read since does
+        (WRITE + BARRIER + READ.format("%r7") + WARP + READ.format("%r1") + "st.shared.b32 [%r1], 7;", []),
+        (WRITE + BARRIER + READ.format("%r0") + WARP + LAST_THREAD + "@%p1 st.shared.b32 [%r0], 7;", [("race", 63)]),
+        (WRITE + BARRIER + OF_WARP + READ.format("%r8") + LAST_THREAD + "@%p1 st.shared.b32 [%r8], 7;", [("race", 63)]),
+        (WRITE + BARRIER + OF_WARP + READ.format("%r8") + WARP + LAST_THREAD + "@%p1 st.shared.b32 [%r8], 7;", []),
         # write, write
         (WRITE + "st.shared.b32 [%r3], %tid;", [("race", 0)]),
         (WRITE + BARRIER + "st.shared.b32 [%r3], %tid;", []),
@@ -284,6 +290,27 @@ def test_loops_without_an_end() -> None:
 
 def test_registers_without_a_value() -> None:
     assert faults("add.s32 %r1, %r2, 1; ret;") == [("unwritten", None)]
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("st.global.b32 [%rd1], %tid; bar.sync 0; ld.global.b32 %r1, [%rd2];", []),
+        ("st.global.b32 [%rd1], %tid; ld.global.b32 %r1, [%rd2];", [("race", 0)]),
+        ("ld.global.b32 %r1, [%rd2]; bar.sync 0; st.global.b32 [%rd1], %tid;", []),
+        ("ld.global.b32 %r1, [%rd2]; st.global.b32 [%rd1], %tid;", [("race", 0)]),
+        ("ld.global.b32 %r1, [%rd1]; st.global.b32 [%rd1], %tid;", []),
+        ("atom.global.add.u32 %r1, [%rd1], 1; atom.global.add.u32 %r1, [%rd2], 1;", []),
+        ("atom.global.add.u32 %r1, [%rd1], 1; st.global.b32 [%rd2], 1;", [("race", 0)]),
+    ],
+)
+def test_races_of_one_cta_in_global_memory_where_they_are_asked_for(body: str, found: list[tuple[str, int]]) -> None:
+    own = "mov.u32 %r8, %ctaid.x; mad.lo.s32 %r8, %r8, 64, %tid; mad.wide.u32 %rd1, %r8, 4, %in0;"
+    # the other warp's word
+    own += "xor.b32 %r9, %r8, 32; mad.wide.u32 %rd2, %r9, 4, %in0;"
+    data = np.zeros(128, np.uint32)
+    assert faults(own + body + "ret;", data, grid=(2,), races_in_global=True) == found
+    assert faults(own + body + "ret;", data, grid=(2,)) == []
 
 
 def test_a_finding_says_what_where_and_who() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 SIZES = {
     "pred": 0, "s8": 1, "u8": 1, "b8": 1, "s16": 2, "u16": 2, "b16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4,
     "b32": 4, "f32": 4, "tf32": 4, "f16x2": 4, "bf16x2": 4, "s16x2": 4, "u16x2": 4, "s64": 8, "u64": 8, "b64": 8,
-    "f64": 8, "e4m3x2": 2, "e5m2x2": 2, "b128": 16,
+    "f64": 8, "f32x2": 8, "e4m3x2": 2, "e5m2x2": 2, "b128": 16,
 }  # fmt: skip
 
 
@@ -77,6 +77,7 @@ class Entry:
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{;]*)\{", re.S)
+_OF_LINES = re.compile(r"\.(?:loc|file)\s")
 _LABEL = re.compile(r"([\w$%]+)\s*:(?!:)\s*")
 _INSTRUCTION = re.compile(r"(?:@(!?)\s*([%\w$']+)\s+)?([A-Za-z][\w.:]*)\s*(.*)$", re.S)
 _SHARED = re.compile(r"(\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(?:\[\s*(\d*)\s*\])?")
@@ -109,7 +110,7 @@ def parse(ptx: str) -> Entry:
             scopes.append({})
         elif statement == "}":
             scopes.pop()
-        elif statement.startswith(".loc"):
+        elif re.match(r"\.loc\s", statement):
             _, file, number, *_ = statement.split()
             source = f"{files.get(file, file)}:{number}"
         elif statement.startswith(".reg"):
@@ -166,7 +167,7 @@ def _statements(text: str, begin: int, end: int) -> Iterator[tuple[int, str]]:
         if text[place] in "{}":
             yield place, text[place]
             place += 1
-        elif text.startswith((".loc", ".file"), place):
+        elif _OF_LINES.match(text, place):
             # these end with their line
             stop = min(text.find("\n", place) % (len(text) + 1), end)
             yield place, text[place:stop].strip()
