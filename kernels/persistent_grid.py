@@ -20,7 +20,7 @@ _REGISTER_UNIT = 8
 class Multiprocessors(NamedTuple):
     """How many a device has, and the registers and threads of each."""
 
-    count: int
+    number: int
     registers: int
     threads: int
 
@@ -44,7 +44,7 @@ def multiprocessors(device: torch.device) -> Multiprocessors:
 
 def persistent_programs(device: torch.device) -> int:
     """Programs of a persistent grid, at most, on this device."""
-    return multiprocessors(device).count * PROGRAMS
+    return multiprocessors(device).number * PROGRAMS
 
 
 def resident_programs(device: torch.device, warps: int, registers: int) -> int:
@@ -52,4 +52,4 @@ def resident_programs(device: torch.device, warps: int, registers: int) -> int:
     each = multiprocessors(device)
     a_thread = -(-registers // _REGISTER_UNIT) * _REGISTER_UNIT or 1
     by_registers = each.registers // (a_thread * _WARP * warps)
-    return each.count * max(1, min(RESIDENT, each.threads // (_WARP * warps), by_registers))
+    return each.number * max(1, min(RESIDENT, each.threads // (_WARP * warps), by_registers))

@@ -245,12 +245,17 @@ def update_tile(dim: int, scale: int = 1) -> tuple[int, int, int]:
     return chunks * scale, block_d, warps * scale
 
 
+def _is_wide(chunks: int, columns: int, warps: int) -> bool:
+    """Whether a thread has more than 4 elements: W and states beside four gradient rows would not fit its registers."""
+    return chunks * columns > 128 * warps
+
+
 def _registers(chunks: int, columns: int, warps: int, align: int) -> int:
     """Registers of a thread at most: for what it has of a row, of four gradient rows, of their sum and of states.
 
     Without a bound a compiler keeps more in registers than pays, and fewer programs fit a multiprocessor.
     """
-    if chunks * columns > 128 * warps:
+    if _is_wide(chunks, columns, warps):
         return WIDE_REGISTERS
     # that share a row
     threads = columns // min(align, columns)
@@ -329,7 +334,7 @@ def _launch_segment(
     registers = configs.setting("update.registers", _registers(block_c, block_d, warps, align))
     if waves := configs.setting("update.waves", 0):
         most = waves * resident_programs(table.device, warps, registers)
-    options = launch_options(warps, registers)
+    options, wide = launch_options(warps, registers), _is_wide(block_c, block_d, warps)
     ways = (
         configs.setting("update.next_entries", False),
         # of PTX
@@ -347,7 +352,8 @@ def _launch_segment(
             OK, rule.in_triton, rule.kinds, numbers.shape[0], rule.takes_row, DECAYS.index(decay),
             rounds(table.dtype, seed), scale is not None and number == 0, number > 0, alone,
             CHUNK, ROW, SLOT, HASH, SOURCE,
-            block_c, block_d, align, source_align if number == 0 else align, dim == block_d, *ways, **options,
+            block_c, block_d, align, source_align if number == 0 else align, dim == block_d,
+            number == 0 and not wide, *ways, **options,
         )  # fmt: skip
         grad = partial
 

@@ -14,7 +14,7 @@ from .rounding import rounded_stochastically, salt_in_kernel
 
 
 @triton.jit
-def _gradient_rows(
+def _gradient_rows(  # type: ignore[no-untyped-def]
     grad,
     src,
     scale,
@@ -24,14 +24,14 @@ def _gradient_rows(
     in_row,
     ALIGN: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Gradient rows [C, D] of the ids at some places of the index, times the ids' factors."""
     begin = tl.load(src + at, mask=live, other=0)
     return _scaled_rows(grad, begin, scale, at, d, live, in_row, ALIGN, HAS_SCALE)
 
 
 @triton.jit
-def _scaled_rows(
+def _scaled_rows(  # type: ignore[no-untyped-def]
     grad,
     begin,
     scale,
@@ -41,7 +41,7 @@ def _scaled_rows(
     in_row,
     ALIGN: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     # not tl.multiple_of, which AMD's compiler forgets of what is loaded (triton 3.6.0)
     begin = multiple(begin, ALIGN)
     row = tl.load(grad + begin[:, None] + d[None, :], mask=live[:, None] & in_row[None, :], other=0.0).to(tl.float32)
@@ -69,7 +69,7 @@ def _lower_bound(sorted_numbers, n, wanted, steps):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _chunk_entries(
+def _chunk_entries(  # type: ignore[no-untyped-def]
     chunks,
     c,
     n,
@@ -78,7 +78,7 @@ def _chunk_entries(
     SLOT: tl.constexpr,
     SOURCE: tl.constexpr,
     UPPER: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Of chunks c: where they begin, how long they are, their rows, slots, and where their first gradients are."""
     live = c < n
     begin = tl.load(chunks + c, mask=live, other=0)
@@ -94,7 +94,7 @@ def _chunk_entries(
 @triton.jit
 def _ask_ahead(rows, live, nowhere, D, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Bring rows that begin at some addresses [C] to the second-level cache, `nowhere` for others: NVIDIA only."""
-    SECTOR: tl.constexpr = 256 // rows.dtype.element_ty.primitive_bitwidth
+    SECTOR: tl.constexpr = 256 // rows.dtype.element_ty.primitive_bitwidth  # pyright: ignore[reportInvalidTypeForm]
     first = tl.arange(0, (BLOCK_D + SECTOR - 1) // SECTOR) * SECTOR
     # in place of what is not to be asked for, the row's first element again, or the first row's
     near = rows[:, None] + tl.where(first < D, first, 0)[None, :]
@@ -106,7 +106,7 @@ def _ask_ahead(rows, live, nowhere, D, BLOCK_D: tl.constexpr):  # type: ignore[n
 
 # programs is an argument because a compiler spills tl.num_programs, which it cannot read again, and not an argument
 @triton.jit(do_not_specialize=["low", "high", "stride", "steps", "programs"])
-def _update_kernel(
+def _update_kernel(  # type: ignore[no-untyped-def]
     W,
     states,
     partial,
@@ -145,10 +145,11 @@ def _update_kernel(
     ALIGN: tl.constexpr,
     SRC_ALIGN: tl.constexpr,
     FILLED: tl.constexpr,
+    TAIL: tl.constexpr,
     NEXT: tl.constexpr,
     PREFETCH: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     # a bad batch changes no row: it has no chunks
     clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE) & (tl.load(guard + 2) == NONE)
     n = tl.where(clean, tl.load(n_chunks), 0).to(tl.int32)
@@ -205,21 +206,22 @@ def _update_kernel(
                     part = (((part + g0) + g1) + g2) + g3
                 g = g + part
         else:
-            # all but the last four, which are added below
-            for i in range(0, longest - 4, 4):
+            # all, or all but the last four, which are added below
+            for i in range(0, longest - 4 if TAIL else longest, 4):
                 g0 = _gradient_rows(grad, src, scale, begin + i, d, i < length, in_row, SRC_ALIGN, HAS_SCALE)
                 g1 = _gradient_rows(grad, src, scale, begin + i + 1, d, i + 1 < length, in_row, SRC_ALIGN, HAS_SCALE)
                 g2 = _gradient_rows(grad, src, scale, begin + i + 2, d, i + 2 < length, in_row, SRC_ALIGN, HAS_SCALE)
                 g3 = _gradient_rows(grad, src, scale, begin + i + 3, d, i + 3 < length, in_row, SRC_ALIGN, HAS_SCALE)
                 g = (((g + g0) + g1) + g2) + g3
+        if TAIL:
             i = (longest - 1) // 4 * 4
             # of a short run the table has the first source, so that nothing else is waited for
             later = tl.load(src + begin + i, mask=(i > 0) & (i < length), other=0)
             source = tl.where(i > 0, later, source)
             g0 = _scaled_rows(grad, source, scale, begin + i, d, i < length, in_row, SRC_ALIGN, HAS_SCALE)
 
-        # asked for with the last gradient rows. A compiler moves these loads to their first use, but not into a loop
-        # before it: where no loop follows they are on their way while gradients are waited for
+        # asked for beside the last gradient rows: a compiler moves a load down to its first use, past any loop, and
+        # below there is none. For both, wide rows have too few registers
         at = (((row - low) * D)[:, None]) + d[None, :]
         mask = whole[:, None] & in_row[None, :]
         w = tl.load(W + at, mask=mask, other=0.0).to(tl.float32)
@@ -235,7 +237,7 @@ def _update_kernel(
         if ROUNDS:
             place = tl.load(chunks + HASH * stride + c, mask=whole, other=0)
             salt = salt_in_kernel(seed, step)
-        if not UPPER:
+        if TAIL:
             g1 = _gradient_rows(grad, src, scale, begin + i + 1, d, i + 1 < length, in_row, SRC_ALIGN, HAS_SCALE)
             g2 = _gradient_rows(grad, src, scale, begin + i + 2, d, i + 2 < length, in_row, SRC_ALIGN, HAS_SCALE)
             g3 = _gradient_rows(grad, src, scale, begin + i + 3, d, i + 3 < length, in_row, SRC_ALIGN, HAS_SCALE)

@@ -234,7 +234,7 @@ def test_22_more_ids_than_int32_counts_are_added_to_their_rows() -> None:
             D=1, NONE=bounds.OK, RULE=RULES["sgd"].in_triton, KINDS=(), NUMBERS=2, TAKES_ROW=False, DECAY=0, ROUNDS=0,
             HAS_SCALE=True, UPPER=False, ONE_SEGMENT=True, CHUNK=32, ROW=row_chunks.ROW, SLOT=row_chunks.SLOT,
             HASH=row_chunks.HASH, SOURCE=row_chunks.SOURCE, BLOCK_C=block_c, BLOCK_D=block_d, ALIGN=1, SRC_ALIGN=1,
-            FILLED=block_d == 1, NEXT=False, PREFETCH=False, CONTIGUOUS=False, num_warps=warps,
+            FILLED=block_d == 1, TAIL=True, NEXT=False, PREFETCH=False, CONTIGUOUS=False, num_warps=warps,
         )  # fmt: skip
     assert all(reaches_past(launches[0], name, FAR) for name in ("src", "scale", "grad"))
     expected = torch.zeros(9)

@@ -23,7 +23,12 @@ A100 = SimpleNamespace(
 def a100(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
     """Every GPU is an A100; which of them was asked for its properties."""
     asked: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked.append(device) or A100)
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        asked.append(device)
+        return A100
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     persistent_grid.multiprocessors.cache_clear()
     yield asked
     persistent_grid.multiprocessors.cache_clear()
@@ -64,13 +69,14 @@ def test_a_launch_has_the_programs_of_its_device_or_what_a_variant_forces(monkey
     # 32 ids are at most 33 chunks; a program has one of them and 8 warps, whose threads take 128 registers at most
     many, few = Batch(4096, samples=32), Batch(4096, samples=8)
     assert (launched_with(many)["programs"], launched_with(few)["programs"]) == (16, 9)
-    for settings, programs in (
+    variants: list[tuple[dict[str, configs.Setting], int]] = [
         ({"update.waves": 1}, 2),
         ({"update.waves": 3}, 6),
         ({"update.waves": 1, "update.registers": 40}, 6),
         ({"update.waves": 1, "update.tile": (1, 4)}, 4),
         ({"update.programs": 5}, 5),
-    ):
+    ]
+    for settings, programs in variants:
         with configs.variant(settings):
             assert launched_with(many)["programs"] == programs
 
