@@ -25,6 +25,7 @@ from . import (
     launched_quantized,
     pooled,
     row_chunks,
+    row_keys,
     sequence,
     update,
     weight_gradient,
@@ -33,7 +34,7 @@ from .features import Feature, Segment, flatten_segments, pack_features
 from .rule import RULES
 from .rules import BUILT_IN
 
-_OWN = (bounds, finite, pooled, row_chunks, sequence, update, weight_gradient)
+_OWN = (bounds, finite, pooled, row_chunks, row_keys, sequence, update, weight_gradient)
 _MODULES = (*_OWN, *launched_jagged.MODULES, *launched_quantized.MODULES)
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
@@ -193,7 +194,8 @@ def launches(run: Callable[[], object], label: str, rows: str = "") -> list[Case
     with _noted() as noted:
         run()
     # the index of an update is made without a look at rows
-    of_rows = {name: f"{name} {rows}" for name in noted if rows and name not in dict(kernels_of(row_chunks))}
+    of_index = {name for module in (row_chunks, row_keys) for name, _ in kernels_of(module)}
+    of_rows = {name: f"{name} {rows}" for name in noted if rows and name not in of_index}
     return [
         _case(f"{name} {label}", kernel, args, kwargs, of_rows.get(name, ""))
         for name, (kernel, args, kwargs) in noted.items()
