@@ -181,9 +181,11 @@ def multiple(x, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
 def launch_options(warps: int, registers: int) -> dict[str, int]:
     """Options of a launch: warps, and the registers of a thread at most where a compiler can be told (not AMD's).
 
-    Left alone, ptxas spills a value or two to fit one more program on a multiprocessor.
+    Left alone (0 registers), ptxas spills a value or two to fit one more program on a multiprocessor.
     """
-    return {"num_warps": warps_on_amd(warps)} if torch.version.hip else {"num_warps": warps, "maxnreg": registers}
+    if torch.version.hip:
+        return {"num_warps": warps_on_amd(warps)}
+    return {"num_warps": warps, "maxnreg": registers} if registers else {"num_warps": warps}
 
 
 def warps_on_amd(warps: int) -> int:

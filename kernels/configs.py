@@ -12,12 +12,12 @@ from __future__ import annotations
 import platform
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -91,11 +91,34 @@ class Tuned:
     cpu: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
 
+S = TypeVar("S", bool, int, tuple[int, int])
+Setting = bool | int | tuple[int, int]
+# What an A/B on a device may force on launches (`variant`), and the type of its value. None of them changes a bit of
+# a result. Registers are those of a thread at most, 0 without a bound; a tile is chunks and warps of an update program.
+SETTINGS: dict[str, type] = {
+    "lookup.registers": int,
+    "lookup.long_bags_first": bool,
+    "update.registers": int,
+    "update.prefetch": bool,
+    "update.next_entries": bool,
+    "update.contiguous": bool,
+    "update.programs": int,
+    "update.tile": tuple,
+    "index.block": int,
+    "index.warps": int,
+    "index.in_forward": bool,
+}
+
 # paths given to use_configs; what the tuner and the checks of candidates put in place of all files
 _given: tuple[Path, ...] = ()
 _forced: Mapping[str, Config] = {}
 _forced_cpu: Mapping[str, int] = {}
+_variant: Mapping[str, Setting] = {}
+# settings that launches asked for since the last `variant` began: what nobody asks for, nothing is forced by
+_read: set[str] = set()
 _asked: dict[str, int] | None = None
+# functions to call where what is forced, or the files, change
+_forgets: list[Callable[[], None]] = []
 
 
 def use_configs(*paths: str | Path) -> None:
@@ -120,9 +143,13 @@ def forget() -> None:
 
 
 def _forget_found() -> None:
-    _found.cache_clear()
-    _gather_tile.cache_clear()
-    _cpu_settings.cache_clear()
+    for forget_what in _forgets:
+        forget_what()
+
+
+def forgotten(forget: Callable[[], None]) -> None:
+    """Call `forget` wherever what tiles and settings follow from changes, as the `cache_clear` of a cached plan."""
+    _forgets.append(forget)
 
 
 @contextmanager
@@ -137,6 +164,41 @@ def forced(configs: Mapping[str, Config] | None = None, cpu: Mapping[str, int] |
     finally:
         _forced, _forced_cpu = before
         _forget_found()
+
+
+@contextmanager
+def variant(settings: Mapping[str, Setting]) -> Iterator[None]:
+    """In the context launches have these settings (`SETTINGS`) in place of their own; contexts inside add to it.
+
+    Raises:
+        ValueError: a name is unknown, or a value is of another type.
+    """
+    global _variant
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            raise ValueError(f"unknown setting {name!r}: expected one of {', '.join(SETTINGS)}")
+        if type(value) is not SETTINGS[name]:
+            raise ValueError(f"setting {name!r} must be a {SETTINGS[name].__name__}, got {value!r}")
+    before, _variant = _variant, {**_variant, **settings}
+    _read.clear()
+    _forget_found()
+    try:
+        yield
+    finally:
+        _variant = before
+        _forget_found()
+
+
+def setting(name: str, usual: S) -> S:
+    """What a launch does where no `variant` says otherwise."""
+    _read.add(name)
+    value: Any = _variant.get(name, usual)
+    return cast(S, value)
+
+
+def settings_read() -> frozenset[str]:
+    """Settings that launches asked for since the last `variant` began."""
+    return frozenset(_read)
 
 
 def length_class(ids: int, bags: int) -> int:
@@ -173,16 +235,24 @@ def update_tile(
     Chunks and warps change together and a row stays with as many warps as it had, so its columns are added in the
     order in which the heuristic's tile adds them.
     """
+    (chunks, columns, warps), programs = _tuned_update(rule, heuristic, programs, dtype, align, device)
+    chunks, warps = setting("update.tile", (chunks, warps))
+    return chunks, columns, warps, setting("update.programs", programs)
+
+
+def _tuned_update(
+    rule: str, heuristic: Tile, programs: int, dtype: torch.dtype, align: int, device: torch.device
+) -> tuple[Tile, int]:
     chunks, columns, warps = heuristic
     config = _found(f"update {rule}", dtype, columns, 1, device)
     if not config:
-        return *heuristic, programs
+        return heuristic, programs
     wanted = config.get("chunks", chunks)
     scaled = warps * wanted // chunks
     # what tests of compiled layouts hold to: each warp of both tiles has a row's columns, four at most to a thread
     fits = scaled * chunks == warps * wanted and 0 < scaled <= 16 and columns <= 32 * align * min(warps, scaled)
     tuned = (wanted, columns, scaled) if fits else heuristic
-    return *tuned, config.get("programs", programs)
+    return tuned, config.get("programs", programs)
 
 
 def cpu(setting: str, heuristic: int) -> int:
@@ -358,3 +428,7 @@ def _cpu_entry(one: Mapping[str, Any]) -> tuple[tuple[str, int], int]:
         raise ValueError(f"unknown setting {setting!r}")
     threads = _whole(one, "threads", 1, 1 << 12, power=False)
     return (setting, threads), _whole(one, "value", *CPU_LIMITS[setting], power=False)
+
+
+for _cache in (_found, _gather_tile, _cpu_settings):
+    forgotten(_cache.cache_clear)

@@ -184,3 +184,24 @@ def test_names_of_files_come_from_names_of_devices() -> None:
 @pytest.mark.parametrize(("ids", "bags", "expected"), [(0, 0, 1), (0, 8, 1), (8, 8, 1), (9, 8, 2), (160, 8, 32)])
 def test_the_class_of_a_mean_length_is_the_power_of_two_that_it_fits_in(ids: int, bags: int, expected: int) -> None:
     assert configs.length_class(ids, bags) == expected
+
+
+def test_a_variant_forces_settings_of_launches_and_forgets_what_was_planned_by_others() -> None:
+    planned: list[bool] = []
+    configs.forgotten(lambda: planned.append(True))
+    tile = update_tile(128)
+    with configs.variant({"update.programs": 1056}):
+        assert len(planned) == 1
+        with configs.variant({"update.tile": (8, 4)}):
+            assert configs.update_tile("sgd", tile, 2112, torch.float32, 4, HERE) == (8, 128, 4, 1056)
+            assert configs.settings_read() == {"update.programs", "update.tile"}
+        assert configs.update_tile("sgd", tile, 2112, torch.float32, 4, HERE) == (*tile, 1056)
+        assert configs.setting("update.prefetch", True) and not configs.setting("index.in_forward", False)
+    assert len(planned) == 4
+    assert configs.update_tile("sgd", tile, 2112, torch.float32, 4, HERE) == (*tile, 2112)
+    for settings, error in (
+        ({"update.tiles": (8, 4)}, "unknown setting 'update.tiles'"),
+        ({"update.prefetch": 1}, "'update.prefetch' must be a bool, got 1"),
+    ):
+        with pytest.raises(ValueError, match=error), configs.variant(settings):
+            pass
