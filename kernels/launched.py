@@ -21,6 +21,7 @@ from torch import Tensor
 from . import (
     bounds,
     finite,
+    index_op,
     launched_jagged,
     launched_quantized,
     pooled,
@@ -34,7 +35,7 @@ from .features import Feature, Segment, flatten_segments, pack_features
 from .rule import RULES
 from .rules import BUILT_IN
 
-_OWN = (bounds, finite, pooled, row_chunks, row_keys, sequence, update, weight_gradient)
+_OWN = (bounds, finite, index_op, pooled, row_chunks, row_keys, sequence, update, weight_gradient)
 _MODULES = (*_OWN, *launched_jagged.MODULES, *launched_quantized.MODULES)
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
@@ -161,19 +162,24 @@ def check(batch: Batch, padded: bool = False, masks: bool = False, fatal: bool =
 
 
 def step(
-    batch: Batch, rule: str, decay: str = "none", rounding: bool = False, scale: int = 1, pooling: str = "sum"
-) -> None:
-    """An optimizer step, with a tile `scale` times the usual."""
+    batch: Batch, rule: str, decay: str = "none", rounding: bool = False, scale: int = 1, pooling: str = "sum",
+    ahead: bool = False,
+) -> None:  # fmt: skip
+    """An optimizer step, with a tile `scale` times the usual, or with an index made `ahead`."""
     weights, features, segments = batch.tables()
     ids, offsets, per_id = batch.bags()
     chosen = RULES[rule]
     rows = 2 * min(batch.rows, 4)
     states = [torch.zeros(rows if kind == "row" else len(weights)) for kind in chosen.kinds]
+    index: list[Tensor] = []
+    if ahead:
+        index = index_op.update_index(ids, offsets, per_id, features, batch.dims, segments, pooling, hashed=rounding)
     with patch.object(update, "update_tile", partial(update.update_tile, scale=scale)):
         update.fused_update(
             weights, states, torch.zeros(1, dtype=torch.int64), batch.gradient(), ids, offsets, per_id, features,
             batch.dims, segments, rule, torch.full((len(chosen.hyper) + 1,), 0.5, dtype=torch.float64),
             bounds.new_guard(), pooling, decay, None, torch.zeros(1, dtype=torch.int64) if rounding else None,
+            index=index,
         )  # fmt: skip
 
 
@@ -234,7 +240,7 @@ def _launches() -> Iterator[tuple[Callable[[], object], str, str]]:
     for batch, rule, settings in _steps():
         words = [settings.get("decay", ""), "rounded" if settings.get("rounding") else ""]
         words.append(f"tile x{settings['scale']}" if settings.get("scale", 1) > 1 else "")
-        words.append(settings.get("pooling", ""))
+        words += [settings.get("pooling", ""), "index ahead" if settings.get("ahead") else ""]
         rows = f"{rule} D={batch.dim} {_TYPES[batch.dtype]}"
         yield partial(step, batch, rule, **settings), " ".join(filter(None, [rule, str(batch), *words])), rows
 
@@ -272,6 +278,7 @@ def _steps() -> Iterator[tuple[Batch, str, dict[str, Any]]]:
         yield Batch(ids=ids, offsets=offsets), "sgd", {"rounding": True}
     for weighted, pooling in product((False, True), ("mean", "sequence")):
         yield Batch(weighted=weighted), "sgd", {"pooling": pooling}
+    yield Batch(1), "sgd", {"ahead": True}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ._op import INTERPRETED, launch_options, tl, triton
 from .features import COLUMN, MEAN, Segment, batch_size, locate_ids
-from .row_keys import BLOCK, index_type, lower_bound, row_keys
+from .row_keys import block_of_ids, index_type, lower_bound, row_keys
 from .transpose import CHUNK, Chunks, chunks_of, transpose_index
 
 # rows of the chunks of a level
@@ -57,6 +57,17 @@ class RowChunks(NamedTuple):
     totals: Tensor  # [K] chunks of each level
     source: Tensor  # [N] first element of the id's gradient row
     scale: Tensor | None  # [N] fp32
+    room: Tensor  # of all levels' chunks
+
+    def tensors(self) -> list[Tensor]:
+        """What `of_tensors` makes the same of again."""
+        return [self.room, self.totals, self.source, *([] if self.scale is None else [self.scale])]
+
+    @staticmethod
+    def of_tensors(tensors: Sequence[Tensor]) -> RowChunks:
+        """The chunks of a batch of as many ids as there are sources, from `tensors`."""
+        room, totals, source, *scale = tensors
+        return RowChunks(_cut(room, source.shape[0]), totals, source, scale[0] if scale else None, room)
 
 
 def levels(ids: int) -> int:
@@ -193,14 +204,15 @@ def _mark_kernel(  # type: ignore[no-untyped-def]
     head = valid & (key != tl.load(keys + i - 1, mask=valid & (i > 0), other=-1))
     longer = key == tl.load(keys + i + CHUNK, mask=valid & (i + CHUNK < N), other=-1)
     longer |= key == tl.load(keys + i - CHUNK, mask=valid & (i >= CHUNK), other=-1)
-    # three sums at once
-    tl.static_assert(BLOCK < 1024)
-    sums = tl.sum(valid.to(tl.int32) | (head.to(tl.int32) << 10) | (longer.to(tl.int32) << 20), 0)
-    heads = (sums >> 10) & 1023
+    # three sums at once, each of which may be all of a block
+    BITS: tl.constexpr = 10 if BLOCK < 1024 else 20
+    WORD: tl.constexpr = tl.int32 if BLOCK < 1024 else tl.int64
+    sums = tl.sum(valid.to(WORD) | (head.to(WORD) << BITS) | (longer.to(WORD) << (2 * BITS)), 0)
+    heads = (sums >> BITS) & ((1 << BITS) - 1)
     bits = head.to(tl.int32)
     counts += block
-    tl.store(counts + (2 * LEVELS - 1) * stride, sums & 1023)
-    if (sums >> 20) == 0:
+    tl.store(counts + (2 * LEVELS - 1) * stride, sums & ((1 << BITS) - 1))
+    if (sums >> (2 * BITS)) == 0:
         tl.store(counts, heads)
         for j in tl.static_range(1, 2 * LEVELS - 1):
             tl.store(counts + j * stride, 0)
@@ -374,16 +386,17 @@ def row_chunks(
     segments: Sequence[Segment],
     columns: int,
     pooling: str,
-    guard: Tensor,
-    step: Tensor,
+    guard: Tensor | None,
+    step: Tensor | None,
     *,
     hashed: bool = False,
     ids: Tensor | None = None,
 ) -> RowChunks:
     """Sort the ids of a batch by row and cut each row's into chunks; a step is counted unless the guard has a fault.
 
-    Shapes: gradient rows begin `columns` elements after one another; guard [3], step [1] int64. Where a row lies in
-    its whole table is left with its chunks if `hashed`; `ids` [N] are those whose slots `indices` are, if they are.
+    Shapes: gradient rows begin `columns` elements after one another; guard [3], step [1] int64, or no step is counted.
+    Where a row lies in its whole table is left with its chunks if `hashed`; `ids` [N] are those whose slots `indices`
+    are, if they are.
     """
     n, device, end_row = indices.shape[0], indices.device, segments[-1].end_row if segments else 0
     by_id = row_keys(
@@ -391,17 +404,15 @@ def row_chunks(
     )
     from_source, from_scale = by_id.source, by_id.scale
     places, scaled = by_id.source if by_id.places is None else by_id.places, from_scale is not None
-    depth = levels(n)
-    sizes = [n // CHUNK**k + 1 for k in range(depth)]
-    room = torch.empty(CHUNK_FIELDS * sum(size + 1 for size in sizes), dtype=torch.int64, device=device)
+    depth, index = levels(n), index_type(n)
+    room = torch.empty(room_of(n), dtype=torch.int64, device=device)
     totals = torch.empty(depth, dtype=torch.int64, device=device)
     source = torch.empty_like(from_source)
     scale = None if from_scale is None else torch.empty_like(from_scale)
-    found = RowChunks(_cut(room, sizes, n), totals, source, scale)
+    made = RowChunks(_cut(room, n), totals, source, scale, room)
     if n == 0:
-        return found
+        return made
     keys, position = torch.sort(by_id.keys, stable=True)
-    index = index_type(n)
     gather = (from_source, source if from_scale is None else from_scale, source, source if scale is None else scale)
     fields = (depth, CHUNK, ROW, SLOT, HASH, SOURCE, CHUNK_FIELDS)
     if n <= ALONE:
@@ -410,30 +421,41 @@ def row_chunks(
             keys, position, places, *gather, room, totals, n, end_row, triton.cdiv(n, part),
             *fields, scaled, hashed, part, **launch_options(part // 32, 64),
         )  # fmt: skip
-        return found
-    blocks = triton.cdiv(n, BLOCK)
+        return made
+    block, warps = block_of_ids()
+    blocks = triton.cdiv(n, block)
     # rows of counts begin on 128 bytes, and have one more place for what all blocks counted
     stride = (blocks // 32 + 1) * 32
     marks = torch.empty(n, dtype=torch.int16, device=device)
     counts = torch.empty(2 * depth * stride, dtype=torch.int32 if index == tl.int32 else torch.int64, device=device)
     _mark_kernel[(blocks,)](
         keys, position, *gather, marks, counts, n, end_row, stride,
-        depth, CHUNK, scaled, index, BLOCK, num_warps=BLOCK // 32,
+        depth, CHUNK, scaled, index, block, num_warps=warps,
     )  # fmt: skip
     width = _PARTS[blocks > _PARTS[0]]
     _block_sums_kernel[(2 * depth,)](counts, blocks, stride, width, **launch_options(width // 32, 64))
     _chunk_kernel[(blocks,)](
         keys, position, places, source, marks, counts, room, totals, n, blocks, stride,
-        *fields, hashed, index, BLOCK, **launch_options(BLOCK // 32, 48),
+        *fields, hashed, index, block, **launch_options(warps, 48),
     )  # fmt: skip
-    return found
+    return made
 
 
-def _cut(room: Tensor, sizes: Sequence[int], ids: int) -> list[Level]:
-    found, at = [], 0
-    for k, size in enumerate(sizes):
+def _sizes(ids: int) -> list[int]:
+    """Chunks of each level at most."""
+    return [ids // CHUNK**k + 1 for k in range(levels(ids))]
+
+
+def room_of(ids: int) -> int:
+    """Elements of all levels' chunks: each level has one entry more, its end."""
+    return CHUNK_FIELDS * sum(size + 1 for size in _sizes(ids))
+
+
+def _cut(room: Tensor, ids: int) -> list[Level]:
+    cut, at = [], 0
+    for k, size in enumerate(_sizes(ids)):
         end = at + CHUNK_FIELDS * (size + 1)
         # a run of more positions than a chunk covers has fewer than twice as many chunks as it fills
-        found.append(Level(room[at:end].view(CHUNK_FIELDS, size + 1), size, 2 * ids // CHUNK ** (k + 1) + 1))
+        cut.append(Level(room[at:end].view(CHUNK_FIELDS, size + 1), size, 2 * ids // CHUNK ** (k + 1) + 1))
         at = end
-    return found
+    return cut

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import configs
 from ._op import PERSISTENT_PROGRAMS, tl, triton
 from .bounds import OK
 from .features import COLUMN, FIELDS, FIRST_ROW, MEAN, ORIGIN, ROWS, Segment
@@ -169,16 +170,23 @@ def row_keys(
     scale = torch.empty(n, dtype=torch.float32, device=device) if scaled else None
     places = torch.empty(n, dtype=torch.int64, device=device) if hashed else None
     counts = guard is not None and step is not None
-    parts = max(1, min(_PARTS, n // (BLOCK * PERSISTENT_PROGRAMS)))
-    _row_keys_kernel[(max(1, triton.cdiv(n, BLOCK * parts)),)](
+    block, warps = block_of_ids()
+    parts = max(1, min(_PARTS, n // (block * PERSISTENT_PROGRAMS)))
+    _row_keys_kernel[(max(1, triton.cdiv(n, block * parts)),)](
         indices, offsets, indices if per_id_weights is None else per_id_weights.contiguous(), features,
         indices if ids is None else ids.contiguous(), guard if counts else source, step if counts else source,
         keys, source, source if scale is None else scale, source if places is None else places,
         n, max(bags // max(count, 1), 1), bags, end_row, columns, parts,
         OK, FIRST_ROW, ROWS, COLUMN, MEAN, ORIGIN, FIELDS, counts, pooling != "sequence", per_id_weights is not None,
-        pooling == "mean", hashed, index_type(max(n, bags)), BLOCK, num_warps=BLOCK // 32,
+        pooling == "mean", hashed, index_type(max(n, bags)), block, num_warps=warps,
     )  # fmt: skip
     return RowKeys(keys, source, scale, places)
+
+
+def block_of_ids() -> tuple[int, int]:
+    """Ids of a block and warps of a program that has one: an id a thread, but for what an A/B puts in their place."""
+    block = configs.setting("index.block", BLOCK)
+    return block, configs.setting("index.warps", block // 32)
 
 
 def index_type(count: int) -> Any:
