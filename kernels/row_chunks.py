@@ -13,6 +13,9 @@ Bytes moved, beside those of `row_keys` and about 96 N for the sort: 40 N and a 
 each chunk.
 """
 
+# kernels have their constants annotated, a parameter a line, with what is no type without triton
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -373,7 +376,7 @@ def _chunk_alone_kernel(  # type: ignore[no-untyped-def]
     level = chunks
     for k in tl.static_range(LEVELS):
         end = ids if k == 0 else before[2 * k - 1]
-        tl.store(level + before[2 * k], end.to(level.dtype.element_ty))
+        tl.store(level + before[2 * k], end.to(level.dtype.element_ty))  # pyright: ignore[reportAttributeAccessIssue]
         tl.store(totals + k, before[2 * k].to(tl.int64))
         level += FIELDS * (N // CHUNK**k + 2)
 

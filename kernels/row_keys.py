@@ -6,6 +6,9 @@ Bytes moved: N * (itemsize(I) + 12), 4 N more where gradients are scaled and 16 
 an id's bag among the offsets, of which neighbours share the most.
 """
 
+# kernels have their constants annotated, a parameter a line, with what is no type without triton
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
