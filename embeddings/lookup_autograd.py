@@ -15,6 +15,8 @@ from torch import Tensor
 from shardwise.kernels import table_rows
 from shardwise.kernels._op import no_second_derivative
 
+from .index_ahead import index_ahead
+
 if TYPE_CHECKING:
     from .table_group import TableGroup
 
@@ -33,6 +35,7 @@ class LookupWithUpdate(torch.autograd.Function):
         # which tables are left alone; None where the backward trains none
         ctx.frozen = frozen
         out = group.look_up(slots, offsets, per_id_weights, pooling)
+        ctx.index = frozen and index_ahead(group, slots, offsets, per_id_weights, ids, pooling=pooling, frozen=frozen)
         ctx.holds = frozen is not None or ctx.needs_input_grad[1]
         if not ctx.holds:
             # nobody comes back for the rows
@@ -54,7 +57,9 @@ class LookupWithUpdate(torch.autograd.Function):
         if ctx.frozen is None:
             warn_of_eval()
         else:
-            group.update(grad, slots, offsets, per_id_weights, pooling=ctx.pooling, frozen=ctx.frozen, ids=ids)
+            group.update(
+                grad, slots, offsets, per_id_weights, pooling=ctx.pooling, frozen=ctx.frozen, ids=ids, index=ctx.index
+            )
         if ctx.holds:
             group.release(ctx.lease)
         return (None, grad_p, *[None] * 7)

@@ -1,4 +1,4 @@
-"""What lookups and updates do with bad input, and in which dtype they answer: chosen once for a collection."""
+"""What lookups and updates do with bad input, when, and in which dtype they answer: chosen once for a collection."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ class LookupPolicy:
     """How lookups treat bad input, and the dtype of their output.
 
     With `strict` a bad batch on CUDA raises in its own step, which waits for the device, instead of at the next one.
+    With `index_in_forward` a lookup on CUDA sorts its ids for the update at once, on a stream beside the forward pass,
+    instead of between the gradient and the update; the bits of the tables are the same.
     """
 
     bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL
     gradient_check: GradientCheckMode = GradientCheckMode.IGNORE
     strict: bool = False
     output_dtype: torch.dtype = torch.float32
+    index_in_forward: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in (("bounds_check", BoundsCheckMode), ("gradient_check", GradientCheckMode)):

@@ -40,6 +40,7 @@ from shardwise.kernels.cpu_lookup import offsets_are_good
 from shardwise.kernels.huge_pages import in_huge_pages
 
 from .accumulation import Accumulation
+from .index_ahead import IndexAhead
 from .lookup_autograd import LookupWithUpdate, flat_of_parameters
 from .optimizers import OptimizerSpec
 from .policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
@@ -393,6 +394,7 @@ class TableGroup:
         frozen: Frozen | None = None,
         ids: Tensor | None = None,
         clips: bool = True,
+        index: IndexAhead | None = None,
     ) -> None:
         """The fused optimizer's step for the gradient of a lookup's output.
 
@@ -404,6 +406,7 @@ class TableGroup:
             frozen: tables that were left alone when they were looked up; those that are frozen now are too.
             ids: what `slots` are of, where rows have slots.
             clips: whether `grad` is cut to the optimizer's `max_gradient`; False of one that is already.
+            index: what the lookup made of the same batch ahead, if it did.
 
         Raises:
             FloatingPointError: an element of the gradient, or a per-id weight, which scales it, is not finite (CPU,
@@ -433,6 +436,7 @@ class TableGroup:
             self.flat, self.states, self.step, grad, slots, offsets, per_id_weights,
             self.trained(frozen) if any(frozen) else self.features, self.dims, self._segment_numbers,
             spec.rule, self.hyper, guard, pooling, spec.decay, spec.max_gradient if clips else None, self.seed, ids,
+            None if index is None else index.tensors(frozen),
         )  # fmt: skip
 
     def release(self, lease: Any) -> None:
@@ -470,17 +474,10 @@ class TableGroup:
         self, ids: Tensor, slots: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str, lease: Any,
         frozen: Frozen | None,
     ) -> Tensor:  # fmt: skip
+        # ids that are not their own slots say how rows are rounded
+        own = ids if self.has_slots else None
         return LookupWithUpdate.apply(  # type: ignore[no-any-return, no-untyped-call]
-            # ids that are not their own slots say how rows are rounded
-            self._anchor,
-            per_id_weights,
-            self,
-            ids if self.has_slots else None,
-            slots,
-            offsets,
-            pooling,
-            lease,
-            frozen,
+            self._anchor, per_id_weights, self, own, slots, offsets, pooling, lease, frozen
         )
 
     def __getstate__(self) -> dict[str, Any]:

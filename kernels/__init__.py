@@ -18,6 +18,7 @@ from .elementwise import jagged_dense_add, jagged_dense_add_jagged, jagged_dense
 from .features import Feature, Segment, flatten_segments, origin_of, pack_features, table_rows
 from .finite import check_gradient, describe_gradient, describe_weight
 from .index_add import jagged_index_add
+from .index_op import update_index
 from .index_select import jagged_index_select
 from .jagged import (
     complete_cumsum,
@@ -125,6 +126,7 @@ __all__ = [
     "table_rows",
     "unique_ids",
     "unpack_segments",
+    "update_index",
     "use_configs",
 ]
 

@@ -238,7 +238,14 @@ def launch_options(warps: int, registers: int) -> dict[str, int]:
 
     Left alone (0 registers), ptxas spills a value or two to fit one more program on a multiprocessor.
     """
-    return {"num_warps": warps} if torch.version.hip or not registers else {"num_warps": warps, "maxnreg": registers}
+    if torch.version.hip:
+        return {"num_warps": warps_on_amd(warps)}
+    return {"num_warps": warps, "maxnreg": registers} if registers else {"num_warps": warps}
+
+
+def warps_on_amd(warps: int) -> int:
+    """Warps of 64 threads in place of so many of 32: at most 16 fit a program, and all of those spill its scalars."""
+    return warps if warps <= 16 else 8
 
 
 def gather_tile(dim: int, itemsize: int, align: int) -> tuple[int, int, int]:

@@ -22,7 +22,8 @@ from .features import FIELDS, ROWS, batch_size, feature_of_position, locate_ids
 
 OK = torch.iinfo(torch.int64).max
 
-_BLOCK = 64 if INTERPRETED else 1024
+# an id a thread: words that lanes beside one another read are beside one another
+_BLOCK = 64 if INTERPRETED else 256
 
 
 class BoundsCheckMode(Enum):

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
-from ._op import triton
+from ._op import triton, warps_on_amd
 from .launched import Case
 from .scoreboard import waits
 from .streams import sector_shares
@@ -121,7 +121,8 @@ def compile_case(case: Case, target: str) -> Report:
             if case.small or name not in _LARGE:
                 attrs.setdefault(path, []).append(["tt.pointer_range", 32])
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=case.constants, attrs=attrs)
-    options: dict[str, Any] = {"num_warps": case.num_warps, "enable_fp_fusion": case.fuses}
+    warps = warps_on_amd(case.num_warps) if TARGETS[target][0] == "hip" else case.num_warps
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": case.fuses}
     if TARGETS[target][0] == "cuda" and case.registers is not None:
         options["maxnreg"] = case.registers
     compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)

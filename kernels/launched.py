@@ -22,10 +22,12 @@ from . import (
     bounds,
     configs,
     finite,
+    index_op,
     launched_jagged,
     launched_quantized,
     pooled,
     row_chunks,
+    row_keys,
     sequence,
     update,
     weight_gradient,
@@ -34,7 +36,7 @@ from .features import Feature, Segment, flatten_segments, pack_features
 from .rule import RULES
 from .rules import BUILT_IN
 
-_OWN = (bounds, finite, pooled, row_chunks, sequence, update, weight_gradient)
+_OWN = (bounds, finite, index_op, pooled, row_chunks, row_keys, sequence, update, weight_gradient)
 _MODULES = (*_OWN, *launched_jagged.MODULES, *launched_quantized.MODULES)
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
@@ -167,20 +169,25 @@ def step(
     rounding: bool = False,
     scale: int = 1,
     pooling: str = "sum",
+    ahead: bool = False,
     forced: Mapping[str, configs.Setting] | None = None,
 ) -> None:
-    """An optimizer step, with a tile `scale` times the usual and settings as a variant forces them."""
+    """An optimizer step, with a tile `scale` times the usual, an index made `ahead`, or settings of a variant."""
     weights, features, segments = batch.tables()
     ids, offsets, per_id = batch.bags()
     chosen = RULES[rule]
     rows = 2 * min(batch.rows, 4)
     states = [torch.zeros(rows if kind == "row" else len(weights)) for kind in chosen.kinds]
+    index: list[Tensor] = []
+    if ahead:
+        index = index_op.update_index(ids, offsets, per_id, features, batch.dims, segments, pooling, hashed=rounding)
     tile = partial(update.update_tile, scale=scale)
     with patch.object(update, "update_tile", tile), configs.variant(forced or {}):
         update.fused_update(
             weights, states, torch.zeros(1, dtype=torch.int64), batch.gradient(), ids, offsets, per_id, features,
             batch.dims, segments, rule, torch.full((len(chosen.hyper) + 1,), 0.5, dtype=torch.float64),
             bounds.new_guard(), pooling, decay, None, torch.zeros(1, dtype=torch.int64) if rounding else None,
+            index=index,
         )  # fmt: skip
 
 
@@ -201,7 +208,8 @@ def launches(run: Callable[[], object], label: str, rows: str = "") -> list[Case
     with _noted() as noted:
         run()
     # the index of an update is made without a look at rows
-    of_rows = {name: f"{name} {rows}" for name in noted if rows and name not in dict(kernels_of(row_chunks))}
+    of_index = {name for module in (row_chunks, row_keys) for name, _ in kernels_of(module)}
+    of_rows = {name: f"{name} {rows}" for name in noted if rows and name not in of_index}
     return [
         _case(f"{name} {label}", kernel, args, kwargs, of_rows.get(name, ""))
         for name, (kernel, args, kwargs) in noted.items()
@@ -240,7 +248,7 @@ def _launches() -> Iterator[tuple[Callable[[], object], str, str]]:
     for batch, rule, settings in _steps():
         words = [settings.get("decay", ""), "rounded" if settings.get("rounding") else ""]
         words.append(f"tile x{settings['scale']}" if settings.get("scale", 1) > 1 else "")
-        words.append(settings.get("pooling", ""))
+        words += [settings.get("pooling", ""), "index ahead" if settings.get("ahead") else ""]
         words += [name.removeprefix("update.") for name in settings.get("forced", ())]
         rows = f"{rule} D={batch.dim} {_TYPES[batch.dtype]}"
         yield partial(step, batch, rule, **settings), " ".join(filter(None, [rule, str(batch), *words])), rows
@@ -282,6 +290,7 @@ def _steps() -> Iterator[tuple[Batch, str, dict[str, Any]]]:
         yield Batch(ids=ids, offsets=offsets), "sgd", {"rounding": True}
     for weighted, pooling in product((False, True), ("mean", "sequence")):
         yield Batch(weighted=weighted), "sgd", {"pooling": pooling}
+    yield Batch(1), "sgd", {"ahead": True}
 
 
 @contextmanager

@@ -84,7 +84,9 @@ REGISTERS = {
     r"pooled_lookup ": 80,
     r"weight_gradient |check_gradient |cumsum |regroup .* 3 times": 96,
     r"dense_bmm |jagged_bmm ": 200,
-    r"row_keys |mark |chunk ": 128,
+    r"row_keys |mark |chunk |block_sums ": 48,
+    # of AMD's; NVIDIA's compiler is told to keep to 64, of which 1024 threads are a multiprocessor's all
+    r"chunk_alone ": 80,
     r"softmax |softmax_gradient |vector_product |by_rows |by_vectors ": 96,
     r"unary_chunk |quantize_rows ": 96,
     # NVIDIA's compiler keeps to 80, of int2 to 104

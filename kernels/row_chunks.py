@@ -5,13 +5,16 @@ C_k [5, n_k + 1] chunks of a level, n_k = N // 32**k + 1. What a chunk is, and t
 transpose.py: chunk c of level 0 is the ids from C_0[START, c] to C_0[START, c + 1] in the order of their rows, and of
 the next level partial sums of the one before. Nothing here waits for the device.
 
-Launches: `_row_keys_kernel`, a stable sort, and `_chunk_kernel`, which up to 2048 ids one program does alone,
-and for more ids counts of blocks by `_mark_kernel` precede. torch's sort of up to 4096 keys is 4 launches (numbers
-from 0, written out, a copy of the keys, one radix sort in a block), of more int32 keys 7 (numbers, a histogram, its
-sums, a pass for every 8 bits) and of int64 keys 11.
-Bytes moved, besides about 96 N for the sort: 72 N read and 56 N written, and the searches for an id's bag among the
-offsets and for the first of equal keys, of which neighbours share the most.
+Launches: `row_keys`, a stable sort, and for up to 2048 ids one program that does all the rest. For more ids blocks mark
+what begins at each of theirs and count it, one launch adds the counts of the blocks before up, and blocks write chunks.
+torch's sort of up to 4096 keys is 4 launches (numbers from 0, written out, a copy of the keys, one radix sort in a
+block), of more int32 keys 7 (numbers, a histogram, its sums, a pass for every 8 bits) and of int64 keys 11.
+Bytes moved, beside those of `row_keys` and about 96 N for the sort: 40 N and a sector for each id's source, and 32 for
+each chunk.
 """
+
+# kernels have their constants annotated, a parameter a line, with what is no type without triton
+# pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ import torch
 from torch import Tensor
 
 from ._op import INTERPRETED, launch_options, tl, triton
-from .bounds import OK
-from .features import COLUMN, FIELDS, FIRST_ROW, MEAN, ORIGIN, ROWS, Segment, batch_size, locate_ids
+from .features import COLUMN, MEAN, Segment, batch_size, locate_ids
 from .memory import require_sortable
-from .transpose import CHUNK, Chunks, chunks_of, key_dtype, transpose_index
+from .row_keys import block_of_ids, index_type, lower_bound, row_keys
+from .transpose import CHUNK, Chunks, chunks_of, transpose_index
 
 # rows of the chunks of a level
 START = 0  # first position of the chunk; the next chunk's is its end
@@ -38,9 +41,9 @@ CHUNK_FIELDS = 5
 # partial sums of one row that one program adds up, two levels at once: CHUNK * CHUNK at most
 TAIL = 128
 
-_BLOCK, _WARPS = (256, 1) if INTERPRETED else (1024, 8)
-# ids -> warps of the one program that has them all; more would not fit its registers
-ONE_PROGRAM = {64: 1, 256: 1} if INTERPRETED else {1024: 8, 2048: 16}
+# up to so many ids one program does alone, a part after the other; ids of a part, of few ids and of more
+ALONE = 256 if INTERPRETED else 2048
+_PARTS = (64, 128) if INTERPRETED else (256, 1024)
 
 
 class Level(NamedTuple):
@@ -58,6 +61,17 @@ class RowChunks(NamedTuple):
     totals: Tensor  # [K] chunks of each level
     source: Tensor  # [N] first element of the id's gradient row
     scale: Tensor | None  # [N] fp32
+    room: Tensor  # of all levels' chunks
+
+    def tensors(self) -> list[Tensor]:
+        """What `of_tensors` makes the same of again."""
+        return [self.room, self.totals, self.source, *([] if self.scale is None else [self.scale])]
+
+    @staticmethod
+    def of_tensors(tensors: Sequence[Tensor]) -> RowChunks:
+        """The chunks of a batch of as many ids as there are sources, from `tensors`."""
+        room, totals, source, *scale = tensors
+        return RowChunks(_cut(room, source.shape[0]), totals, source, scale[0] if scale else None, room)
 
 
 def levels(ids: int) -> int:
@@ -100,80 +114,30 @@ def row_chunks_ref(
     return found, source[:used], None if scale is None else scale[:used]
 
 
-@triton.jit(do_not_specialize=["N", "B", "bags", "end_row", "columns", "steps"])
-def _row_keys_kernel(I, O, P, FT, ids, guard, step, keys, source, scale, places, N, B, bags, end_row, columns, steps, NONE: tl.constexpr, FIRST_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMN: tl.constexpr, MEAN: tl.constexpr, ORIGIN: tl.constexpr, FIELDS: tl.constexpr, POOLED: tl.constexpr, HAS_P: tl.constexpr, AVERAGED: tl.constexpr, HASHED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    # a bad batch is no step
-    clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE) & (tl.load(guard + 2) == NONE)
-    tl.store(step, tl.load(step, mask=tl.program_id(0) == 0, other=0) + clean.to(tl.int64), mask=tl.program_id(0) == 0)
-
-    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = position < N
-    # the first bag that ends behind the position: neighbours look at the same offsets
-    bag = position * 0
-    high = bag + bags
-    for _ in range(0, steps):
-        middle = bag + (high - bag) // 2
-        inside = here & (bag < high)
-        ended = tl.load(O + middle + 1, mask=inside, other=0).to(tl.int64) <= position
-        bag = tl.where(inside & ended, middle + 1, bag)
-        high = tl.where(inside & (ended == 0), middle, high)
-    live = here & (bag < bags)
-    f = bag // B
-    feature = FT + f * FIELDS
-    id = tl.load(I + position, mask=live, other=-1).to(tl.int64)
-    good = live & (id >= 0) & (id < tl.load(feature + ROWS, mask=live, other=0))
-    key = tl.where(good, tl.load(feature + FIRST_ROW, mask=good, other=0) + id, end_row)
-    tl.store(keys + position, key.to(keys.dtype.element_ty), mask=here)
-    column = tl.load(feature + COLUMN, mask=good, other=0) if POOLED else 0
-    at = ((bag - f * B) if POOLED else position) * columns + column
-    tl.store(source + position, at, mask=here)
-    if HASHED:
-        own = tl.load(ids + position, mask=good, other=0).to(tl.int64)
-        tl.store(places + position, own + tl.load(feature + ORIGIN, mask=good, other=0), mask=here)
-    if HAS_P or AVERAGED:
-        by = tl.full((BLOCK,), 1.0, tl.float32)
-        if HAS_P:
-            by = tl.load(P + position, mask=good, other=0.0).to(tl.float32)
-        if AVERAGED:
-            averaged = good & (tl.load(feature + MEAN, mask=good, other=0) != 0)
-            begin = tl.load(O + bag, mask=averaged, other=0).to(tl.int64)
-            length = tl.load(O + bag + 1, mask=averaged, other=1).to(tl.int64) - begin
-            by = tl.div_rn(by, tl.maximum(length, 1).to(tl.float32))
-        tl.store(scale + position, by, mask=here)
+@triton.jit
+def _places(keys, i, key, begin, N, end_row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the run of each position of the block begins: within it, or for the block's first run before it."""
+    opening = tl.load(keys + begin)
+    again = (opening < end_row) & (opening == tl.load(keys + begin - 1, mask=begin > 0, other=-1))
+    before = lower_bound(keys, begin * 0, tl.where(again, begin, 0), opening)
+    first = lower_bound(keys, i * 0 + begin, tl.minimum(N - begin, BLOCK), key)
+    return tl.where(again & (first == begin), before, first)
 
 
 @triton.jit
-def _marks(keys, i, key, N, end_row, steps, LEVELS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What begins at each position: bit 2 k a chunk of level k, bit 2 k + 1 one of several of its row."""
-    valid = key < end_row
-    again = valid & (key == tl.load(keys + i - 1, mask=valid & (i > 0), other=-1))
-    # the first position of the run, found without a neighbouring program
-    first = tl.where(again, 0, i)
-    high = i
-    for _ in range(0, steps):
-        middle = first + (high - first) // 2
-        inside = first < high
-        less = tl.load(keys + middle, mask=inside, other=0) < key
-        first = tl.where(inside & less, middle + 1, first)
-        high = tl.where(inside & (less == 0), middle, high)
-    place = i - first
-    bits = tl.zeros(i.shape, tl.int32)
-    # runs of more positions than a chunk of the level before covers
-    longer = valid
-    for k in tl.static_range(LEVELS):
-        if k == LEVELS - 1:
-            # the last level adds up all that is left of a run
-            bits = bits | ((longer & (place == 0)).to(tl.int32) << (2 * k))
-        else:
-            head = longer & (place % (CHUNK ** (k + 1)) == 0)
-            beyond = first + CHUNK ** (k + 1)
-            longer = longer & (key == tl.load(keys + beyond, mask=longer & (beyond < N), other=-1))
-            bits = bits | (head.to(tl.int32) << (2 * k)) | ((head & longer).to(tl.int32) << (2 * k + 1))
-    return bits
+def _heads(keys, i, key, first, live, N, LEVEL: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    """Which positions begin a chunk of the level, and of these one of several of its row; `live` are a level down."""
+    if LEVEL == LEVELS - 1:
+        # the last level adds up all that is left of a run
+        return live & (i == first), live & (i != i)
+    span = CHUNK ** (LEVEL + 1)
+    head = live & ((i - first) % span == 0)
+    return head, head & (key == tl.load(keys + first + span, mask=head & (first + span < N), other=-1))
 
 
 @triton.jit
-def _gathered(source, scale, position, i, valid, from_source, from_scale, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _store_gradients(source, scale, position, i, valid, from_source, from_scale, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    """Where the gradient of each id is, and its factor, in row order; the former is returned too."""
     p = tl.load(position + i, mask=valid, other=0)
     at = tl.load(from_source + p, mask=valid, other=0)
     tl.store(source + i, at, mask=valid)
@@ -182,76 +146,240 @@ def _gathered(source, scale, position, i, valid, from_source, from_scale, HAS_SC
     return at
 
 
-@triton.jit(do_not_specialize=["N", "end_row", "steps", "blocks"])
-def _mark_kernel(keys, position, from_source, from_scale, source, scale, marks, counts, N, end_row, steps, blocks, LEVELS: tl.constexpr, CHUNK: tl.constexpr, HAS_SCALE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    block = tl.program_id(0)
-    i = block.to(INDEX) * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(keys + i, mask=i < N, other=end_row)
-    bits = _marks(keys, i, key, N, end_row, steps, LEVELS, CHUNK)
-    tl.store(marks + i, bits, mask=i < N)
-    valid = key < end_row
-    _gathered(source, scale, position, i, valid, from_source, from_scale, HAS_SCALE)
-    for j in tl.static_range(2 * LEVELS - 1):
-        tl.store(counts + j * blocks + block, tl.sum((bits >> j) & 1, 0))
-    tl.store(counts + (2 * LEVELS - 1) * blocks + block, tl.sum(valid.to(tl.int32), 0))
-
-
 @triton.jit
-def _before(counts, block, ALONE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the blocks before this one counted together."""
-    total = tl.full((), 0, INDEX)
-    if not ALONE:
-        for b0 in range(0, block, BLOCK):
-            b = b0 + tl.arange(0, BLOCK)
-            total += tl.sum(tl.load(counts + b, mask=b < block, other=0).to(INDEX), 0)
-    return total
+def _store_chunks(  # type: ignore[no-untyped-def]
+    level,
+    stride,
+    c,
+    head,
+    begin,
+    key,
+    slot,
+    at,
+    position,
+    places,
+    i,
+    LEVEL: tl.constexpr,
+    ROW: tl.constexpr,
+    SLOT: tl.constexpr,
+    HASH: tl.constexpr,
+    SOURCE: tl.constexpr,
+    HASHED: tl.constexpr,
+):
+    """The fields of the chunks c of a level, which begin where `head` says."""
+    element: tl.constexpr = level.dtype.element_ty
+    level += c
+    tl.store(level, begin.to(element), mask=head)
+    tl.store(level + ROW * stride, key.to(element), mask=head)
+    tl.store(level + SLOT * stride, slot.to(element), mask=head)
+    if LEVEL == 0:
+        tl.store(level + SOURCE * stride, at.to(element), mask=head)
+    if HASHED:
+        p = tl.load(position + i, mask=head, other=0)
+        tl.store(level + HASH * stride, tl.load(places + p, mask=head, other=0), mask=head)
 
 
-@triton.jit(do_not_specialize=["N", "end_row", "steps", "blocks"])
-def _chunk_kernel(keys, position, places, from_source, from_scale, source, scale, marks, counts, chunks, totals, N, end_row, steps, blocks, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ROW: tl.constexpr, SLOT: tl.constexpr, HASH: tl.constexpr, SOURCE: tl.constexpr, FIELDS: tl.constexpr, HAS_SCALE: tl.constexpr, HASHED: tl.constexpr, ALONE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+@triton.jit(do_not_specialize=["N", "end_row", "stride"])
+def _mark_kernel(  # type: ignore[no-untyped-def]
+    keys,
+    position,
+    from_source,
+    from_scale,
+    source,
+    scale,
+    marks,
+    counts,
+    N,
+    end_row,
+    stride,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     block = tl.program_id(0)
-    i = block.to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    begin = block.to(INDEX) * BLOCK
+    i = begin + tl.arange(0, BLOCK)
     key = tl.load(keys + i, mask=i < N, other=end_row)
     valid = key < end_row
-    if ALONE:
-        at = _gathered(source, scale, position, i, valid, from_source, from_scale, HAS_SCALE)
-        bits = _marks(keys, i, key, N, end_row, steps, LEVELS, CHUNK)
+    _store_gradients(source, scale, position, i, valid, from_source, from_scale, HAS_SCALE)
+    # of a run that is no longer than a chunk the first id begins the only one
+    head = valid & (key != tl.load(keys + i - 1, mask=valid & (i > 0), other=-1))
+    longer = key == tl.load(keys + i + CHUNK, mask=valid & (i + CHUNK < N), other=-1)
+    longer |= key == tl.load(keys + i - CHUNK, mask=valid & (i >= CHUNK), other=-1)
+    # three sums at once, each of which may be all of a block
+    BITS: tl.constexpr = 10 if BLOCK < 1024 else 20
+    WORD: tl.constexpr = tl.int32 if BLOCK < 1024 else tl.int64
+    sums = tl.sum(valid.to(WORD) | (head.to(WORD) << BITS) | (longer.to(WORD) << (2 * BITS)), 0)
+    heads = (sums >> BITS) & ((1 << BITS) - 1)
+    bits = head.to(tl.int32)
+    counts += block
+    tl.store(counts + (2 * LEVELS - 1) * stride, sums & ((1 << BITS) - 1))
+    if (sums >> (2 * BITS)) == 0:
+        tl.store(counts, heads)
+        for j in tl.static_range(1, 2 * LEVELS - 1):
+            tl.store(counts + j * stride, 0)
     else:
-        bits = tl.load(marks + i, mask=i < N, other=0)
-        at = tl.load(source + i, mask=(bits & 1) != 0, other=0)
+        first = _places(keys, i, key, begin, N, end_row, BLOCK)
+        live = valid
+        bits = bits * 0
+        for k in tl.static_range(LEVELS):
+            head, live = _heads(keys, i, key, first, live, N, k, LEVELS, CHUNK)
+            bits |= (head.to(tl.int32) << (2 * k)) | (live.to(tl.int32) << (2 * k + 1))
+            both = tl.sum(head.to(tl.int32) | (live.to(tl.int32) << 16), 0)
+            tl.store(counts + 2 * k * stride, both & 0xFFFF)
+            if k < LEVELS - 1:
+                tl.store(counts + (2 * k + 1) * stride, both >> 16)
+    tl.store(marks + i, bits.to(marks.dtype.element_ty), mask=i < N)
+
+
+@triton.jit(do_not_specialize=["blocks", "stride"])
+def _block_sums_kernel(counts, blocks, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each row of counts [rows, stride] becomes what the blocks before counted, and at place `blocks` all of them."""
+    counts += tl.program_id(0).to(tl.int64) * stride
+    b = tl.arange(0, BLOCK)
+    count = tl.load(counts + b, mask=b < blocks, other=0)
+    total = tl.zeros((), counts.dtype.element_ty)
+    for _ in range(0, blocks + 1, BLOCK):
+        # asked for before the sums are made, which it does not wait for
+        following = tl.load(counts + b + BLOCK, mask=b + BLOCK < blocks, other=0)
+        tl.store(counts + b, total + tl.cumsum(count, 0) - count, mask=b <= blocks)
+        total += tl.sum(count, 0)
+        count = following
+        b += BLOCK
+
+
+@triton.jit(do_not_specialize=["N", "blocks", "stride"])
+def _chunk_kernel(  # type: ignore[no-untyped-def]
+    keys,
+    position,
+    places,
+    source,
+    marks,
+    counts,
+    chunks,
+    totals,
+    N,
+    blocks,
+    stride,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROW: tl.constexpr,
+    SLOT: tl.constexpr,
+    HASH: tl.constexpr,
+    SOURCE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    HASHED: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    i = block.to(INDEX) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(marks + i, mask=i < N, other=0).to(tl.int32)
+    head = (bits & 1) != 0
+    key = tl.load(keys + i, mask=head, other=0)
+    at = tl.load(source + i, mask=head, other=0)
+    level = chunks
     # of level 0 the chunks are of ids: chunk c begins at one
     begin = i
-    end = _before(counts + (2 * LEVELS - 1) * blocks, block, ALONE, INDEX, BLOCK) + tl.sum(valid.to(tl.int32), 0)
-    level = chunks
+    above = True
     for k in tl.static_range(LEVELS):
         # how far it is from one field of the level's chunks to the next: one more than there may be
-        stride = tl.cast(N, tl.int64) // CHUNK**k + 2
-        head = (bits >> (2 * k)) & 1
-        before = _before(counts + 2 * k * blocks, block, ALONE, INDEX, BLOCK)
-        c = before + tl.cumsum(head, 0) - head
-        total = before + tl.sum(head, 0)
-        begins = head != 0
-        tl.store(level + c, begin, mask=begins)
-        tl.store(level + ROW * stride + c, key.to(tl.int64), mask=begins)
-        if k == 0:
-            tl.store(level + SOURCE * stride + c, at, mask=begins)
-        if HASHED:
-            p = tl.load(position + i, mask=begins, other=0).to(INDEX)
-            tl.store(level + HASH * stride + c, tl.load(places + p, mask=begins, other=0), mask=begins)
-        # what no block comes after knows where the last chunk ends
-        tl.store(level + total, end, mask=block == tl.num_programs(0) - 1)
-        tl.store(totals + k, total, mask=block == tl.num_programs(0) - 1)
-        if k < LEVELS - 1:
-            several = (bits >> (2 * k + 1)) & 1
-            before = _before(counts + (2 * k + 1) * blocks, block, ALONE, INDEX, BLOCK)
-            slot = before + tl.cumsum(several, 0) - several
-            tl.store(level + SLOT * stride + c, tl.where(several != 0, slot, -1), mask=begins)
+        size = tl.cast(N, tl.int64) // CHUNK**k + 2
+        before = counts + 2 * k * stride + block
+        if above:
+            head = ((bits >> (2 * k)) & 1) != 0
+            # heads, and those of them that are one of several of their row: two sums at once
+            word = ((bits >> (2 * k)) & 1) | (((bits >> (2 * k + 1)) & 1) << 16)
+            earlier = tl.cumsum(word, 0) - word
+            c = tl.load(before) + (earlier & 0xFFFF)
+            slot = c * 0 - 1
+            following = slot
+            if k < LEVELS - 1:
+                following = tl.load(before + stride) + (earlier >> 16)
+                slot = tl.where((word >> 16) != 0, following, -1)
+            _store_chunks(
+                level, size, c, head, begin, key, slot, at, position, places, i, k, ROW, SLOT, HASH, SOURCE, HASHED
+            )
             # of the next level they are of partial sums
-            begin = slot
-            end = before + tl.sum(several, 0)
-        else:
-            tl.store(level + SLOT * stride + c, c * 0 - 1, mask=begins)
-        level += FIELDS * stride
+            begin = following
+        if k == 0 and LEVELS > 1:
+            # few blocks have a run of more ids than a chunk
+            above = tl.load(before + stride + 1) > tl.load(before + stride)
+        if block == blocks - 1:
+            # where the last chunk ends
+            total = tl.load(counts + 2 * k * stride + blocks)
+            end = tl.load(counts + (2 * LEVELS - 1 if k == 0 else 2 * k - 1) * stride + blocks)
+            tl.store(level + total, end.to(level.dtype.element_ty))
+            tl.store(totals + k, total.to(tl.int64))
+        level += FIELDS * size
+
+
+@triton.jit(do_not_specialize=["N", "end_row", "parts"])
+def _chunk_alone_kernel(  # type: ignore[no-untyped-def]
+    keys,
+    position,
+    places,
+    from_source,
+    from_scale,
+    source,
+    scale,
+    chunks,
+    totals,
+    N,
+    end_row,
+    parts,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROW: tl.constexpr,
+    SLOT: tl.constexpr,
+    HASH: tl.constexpr,
+    SOURCE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HASHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What `_mark_kernel`, `_block_sums_kernel` and `_chunk_kernel` do, by one program for few ids."""
+    tl.static_assert(BLOCK < 65536)
+    zero = tl.full((), 0, tl.int32)
+    # what the parts before have: valid ids, and chunks and partial sums of each level
+    ids = zero
+    before = (zero,) * (2 * LEVELS)
+    for part in range(0, parts):
+        start = part * BLOCK
+        i = start + tl.arange(0, BLOCK)
+        key = tl.load(keys + i, mask=i < N, other=end_row)
+        live = key < end_row
+        ids += tl.sum(live.to(tl.int32), 0)
+        at = _store_gradients(source, scale, position, i, live, from_source, from_scale, HAS_SCALE)
+        first = _places(keys, i, key, start, N, end_row, BLOCK)
+        level = chunks
+        begin = i
+        after = ()
+        for k in tl.static_range(LEVELS):
+            size = N // CHUNK**k + 2
+            head, live = _heads(keys, i, key, first, live, N, k, LEVELS, CHUNK)
+            word = head.to(tl.int32) | (live.to(tl.int32) << 16)
+            earlier = tl.cumsum(word, 0) - word
+            c = before[2 * k] + (earlier & 0xFFFF)
+            following = before[2 * k + 1] + (earlier >> 16)
+            _store_chunks(
+                level, size, c, head, begin, key, tl.where(live, following, -1), at, position, places, i, k,
+                ROW, SLOT, HASH, SOURCE, HASHED,
+            )  # fmt: skip
+            begin = following
+            both = tl.sum(word, 0)
+            after = after + (before[2 * k] + (both & 0xFFFF), before[2 * k + 1] + (both >> 16))  # type: ignore[assignment]
+            level += FIELDS * size
+        before = after
+    level = chunks
+    for k in tl.static_range(LEVELS):
+        end = ids if k == 0 else before[2 * k - 1]
+        tl.store(level + before[2 * k], end.to(level.dtype.element_ty))  # pyright: ignore[reportAttributeAccessIssue]
+        tl.store(totals + k, before[2 * k].to(tl.int64))
+        level += FIELDS * (N // CHUNK**k + 2)
 
 
 def row_chunks(
@@ -262,69 +390,77 @@ def row_chunks(
     segments: Sequence[Segment],
     columns: int,
     pooling: str,
-    guard: Tensor,
-    step: Tensor,
+    guard: Tensor | None,
+    step: Tensor | None,
     *,
     hashed: bool = False,
     ids: Tensor | None = None,
 ) -> RowChunks:
     """Sort the ids of a batch by row and cut each row's into chunks; a step is counted unless the guard has a fault.
 
-    Shapes: gradient rows begin `columns` elements after one another; guard [3], step [1] int64. Where a row lies in
-    its whole table is left with its chunks if `hashed`; `ids` [N] are those whose slots `indices` are, if they are.
+    Shapes: gradient rows begin `columns` elements after one another; guard [3], step [1] int64, or no step is counted.
+    Where a row lies in its whole table is left with its chunks if `hashed`; `ids` [N] are those whose slots `indices`
+    are, if they are.
     """
     require_sortable("the update of a lookup", "ids", indices)
-    n, device, count = indices.shape[0], indices.device, features.shape[0]
-    indices, offsets = indices.contiguous(), offsets.contiguous()
-    bags, end_row = offsets.shape[0] - 1, segments[-1].end_row if segments else 0
-    scaled = per_id_weights is not None or pooling == "mean"
-    keys = torch.empty(n, dtype=key_dtype(end_row), device=device)
-    from_source = torch.empty(n, dtype=torch.int64, device=device)
-    from_scale = torch.empty(n, dtype=torch.float32, device=device) if scaled else None
-    places = torch.empty(n, dtype=torch.int64, device=device) if hashed else from_source
-    grid = (max(1, triton.cdiv(n, _BLOCK)),)
-    _row_keys_kernel[grid](
-        indices, offsets, indices if per_id_weights is None else per_id_weights.contiguous(), features,
-        indices if ids is None else ids.contiguous(), guard, step,
-        keys, from_source, from_source if from_scale is None else from_scale, places,
-        n, max(bags // max(count, 1), 1), bags, end_row, columns, bags.bit_length(),
-        OK, FIRST_ROW, ROWS, COLUMN, MEAN, ORIGIN, FIELDS, pooling != "sequence", per_id_weights is not None,
-        pooling == "mean", hashed, _BLOCK, num_warps=_WARPS,
-    )  # fmt: skip
-    depth = levels(n)
-    sizes = [n // CHUNK**k + 1 for k in range(depth)]
-    room = torch.empty(CHUNK_FIELDS * sum(size + 1 for size in sizes), dtype=torch.int64, device=device)
+    n, device, end_row = indices.shape[0], indices.device, segments[-1].end_row if segments else 0
+    by_id = row_keys(
+        indices, offsets, per_id_weights, features, segments, columns, pooling, guard, step, hashed=hashed, ids=ids
+    )
+    from_source, from_scale = by_id.source, by_id.scale
+    places, scaled = by_id.source if by_id.places is None else by_id.places, from_scale is not None
+    depth, index = levels(n), index_type(n)
+    room = torch.empty(room_of(n), dtype=torch.int64, device=device)
     totals = torch.empty(depth, dtype=torch.int64, device=device)
     source = torch.empty_like(from_source)
     scale = None if from_scale is None else torch.empty_like(from_scale)
-    found = RowChunks(_cut(room, sizes, n), totals, source, scale)
+    made = RowChunks(_cut(room, n), totals, source, scale, room)
     if n == 0:
-        return found
-    keys, position = torch.sort(keys, stable=True)
+        return made
+    keys, position = torch.sort(by_id.keys, stable=True)
     gather = (from_source, source if from_scale is None else from_scale, source, source if scale is None else scale)
-    block = next((size for size in ONE_PROGRAM if n <= size), None)
-    blocks = 1 if block else triton.cdiv(n, _BLOCK)
-    marks, counts, index = position, totals, tl.int32 if n < 2**30 else tl.int64
-    if block is None:
-        marks = torch.empty(n, dtype=torch.int32, device=device)
-        counts = torch.empty(2 * depth * blocks, dtype=torch.int32, device=device)
-        _mark_kernel[(blocks,)](
-            keys, position, *gather, marks, counts, n, end_row, n.bit_length(), blocks,
-            depth, CHUNK, scaled, index, _BLOCK, **launch_options(_WARPS, 128),
+    fields = (depth, CHUNK, ROW, SLOT, HASH, SOURCE, CHUNK_FIELDS)
+    if n <= ALONE:
+        part = _PARTS[n > _PARTS[0]]
+        _chunk_alone_kernel[(1,)](
+            keys, position, places, *gather, room, totals, n, end_row, triton.cdiv(n, part),
+            *fields, scaled, hashed, part, **launch_options(part // 32, 64),
         )  # fmt: skip
-    _chunk_kernel[(blocks,)](
-        keys, position, places, *gather, marks, counts, room, totals, n, end_row, n.bit_length(), blocks,
-        depth, CHUNK, ROW, SLOT, HASH, SOURCE, CHUNK_FIELDS, scaled, hashed, block is not None,
-        index, block or _BLOCK, **launch_options(_WARPS if block is None else ONE_PROGRAM[block], 128),
+        return made
+    block, warps = block_of_ids()
+    blocks = triton.cdiv(n, block)
+    # rows of counts begin on 128 bytes, and have one more place for what all blocks counted
+    stride = (blocks // 32 + 1) * 32
+    marks = torch.empty(n, dtype=torch.int16, device=device)
+    counts = torch.empty(2 * depth * stride, dtype=torch.int32 if index == tl.int32 else torch.int64, device=device)
+    _mark_kernel[(blocks,)](
+        keys, position, *gather, marks, counts, n, end_row, stride,
+        depth, CHUNK, scaled, index, block, num_warps=warps,
     )  # fmt: skip
-    return found
+    width = _PARTS[blocks > _PARTS[0]]
+    _block_sums_kernel[(2 * depth,)](counts, blocks, stride, width, **launch_options(width // 32, 64))
+    _chunk_kernel[(blocks,)](
+        keys, position, places, source, marks, counts, room, totals, n, blocks, stride,
+        *fields, hashed, index, block, **launch_options(warps, 48),
+    )  # fmt: skip
+    return made
 
 
-def _cut(room: Tensor, sizes: Sequence[int], ids: int) -> list[Level]:
-    found, at = [], 0
-    for k, size in enumerate(sizes):
+def _sizes(ids: int) -> list[int]:
+    """Chunks of each level at most."""
+    return [ids // CHUNK**k + 1 for k in range(levels(ids))]
+
+
+def room_of(ids: int) -> int:
+    """Elements of all levels' chunks: each level has one entry more, its end."""
+    return CHUNK_FIELDS * sum(size + 1 for size in _sizes(ids))
+
+
+def _cut(room: Tensor, ids: int) -> list[Level]:
+    cut, at = [], 0
+    for k, size in enumerate(_sizes(ids)):
         end = at + CHUNK_FIELDS * (size + 1)
         # a run of more positions than a chunk covers has fewer than twice as many chunks as it fills
-        found.append(Level(room[at:end].view(CHUNK_FIELDS, size + 1), size, 2 * ids // CHUNK ** (k + 1) + 1))
+        cut.append(Level(room[at:end].view(CHUNK_FIELDS, size + 1), size, 2 * ids // CHUNK ** (k + 1) + 1))
         at = end
-    return found
+    return cut

@@ -43,6 +43,7 @@ from .launch_plans import source_alignment
 from .persistent_grid import persistent_programs, resident_programs
 from .rounding import rounds
 from .row_chunks import HASH, ROW, SLOT, SOURCE, RowChunks, row_chunks
+from .row_keys import count_step
 from .rule import Rule, rule_named
 from .transpose import CHUNK, Transposed, transpose_index
 from .update_kernel import _update_kernel
@@ -122,6 +123,7 @@ def fused_update(
     max_gradient: float | None = None,
     seed: Tensor | None = None,
     ids: Tensor | None = None,
+    index: Sequence[Tensor] | None = None,
 ) -> None:
     """One optimizer step on the rows that a batch touched, in place, given the gradient of the lookup's output.
 
@@ -131,7 +133,8 @@ def fused_update(
     `decay` adds to the gradient ("l2"), takes from the row ("decoupled") or ignores ("none"). Elements of `grad` are
     cut to +-`max_gradient`, before weights and averages scale them; with `seed` [1] int64 rows of fp16 and bf16 are
     rounded stochastically, by their places in the whole tables (`Feature.origin`), for which `ids` [N] are needed where
-    `indices` are slots of a store. guard [3] int64: where it reports a bad batch nothing is written.
+    `indices` are slots of a store. guard [3] int64: where it reports a bad batch nothing is written. `index` is what
+    `update_index` made of the same batch before, if it was asked.
 
     Raises:
         ValueError: the rule or the decay is unknown, or states or hyper-parameters are missing.
@@ -150,7 +153,7 @@ def fused_update(
     update = _fused_update if past else torch.ops.shardwise.fused_update
     update(
         weights, list(states), step, grad, indices, offsets, per_id_weights, features, list(dims), list(segments),
-        rule, hyper, guard, pooling, decay, max_gradient, seed, ids,
+        rule, hyper, guard, pooling, decay, max_gradient, seed, ids, list(index) if index else None,
     )  # fmt: skip
 
 
@@ -173,12 +176,13 @@ def _fused_update(
     max_gradient: float | None,
     seed: Tensor | None,
     ids: Tensor | None = None,
+    index: list[Tensor] | None = None,
 ) -> None:
     same_length(per_id_weights, indices)
     if runs_kernel(weights):
         _launch_update(
             weights, states, step, grad, indices, offsets, per_id_weights, features, dims, unflatten_segments(segments),
-            rule_named(rule), hyper, guard, pooling, decay, max_gradient, seed, ids,
+            rule_named(rule), hyper, guard, pooling, decay, max_gradient, seed, ids, index,
         )  # fmt: skip
         return
     if not is_clean(guard):
@@ -196,10 +200,10 @@ def _fused_update(
     ):  # fmt: skip
         return
     transpose = transpose_index if weights.is_cuda else transpose_index_cpu
-    index = transpose(indices, offsets, features, parts)
-    scale = _scale_of_ids(index, offsets, per_id_weights, features, batch, pooling)
+    by_row = transpose(indices, offsets, features, parts)
+    scale = _scale_of_ids(by_row, offsets, per_id_weights, features, batch, pooling)
     for segment in parts:
-        update.apply(segment, row_gradients(index, grad.float(), scale, segment, dims, batch, pooling != "sequence"))
+        update.apply(segment, row_gradients(by_row, grad.float(), scale, segment, dims, batch, pooling != "sequence"))
 
 
 def _cut(grad: Tensor, most: float | None) -> Tensor:
@@ -281,14 +285,19 @@ def _launch_update(
     max_gradient: float | None,
     seed: Tensor | None,
     ids: Tensor | None,
+    index: list[Tensor] | None,
 ) -> None:
     seed = None if weights.dtype == torch.float32 else seed
     # a batch without a gradient is a step on no row
     used = indices if grad.shape[0] and segments else indices[:0]
-    found = row_chunks(
-        used, offsets, per_id_weights, features, segments, grad.shape[1], pooling, guard, step,
-        hashed=seed is not None, ids=ids,
-    )  # fmt: skip
+    if index and used.shape[0]:
+        count_step(guard, step)
+        found = RowChunks.of_tensors(index)
+    else:
+        found = row_chunks(
+            used, offsets, per_id_weights, features, segments, grad.shape[1], pooling, guard, step,
+            hashed=seed is not None, ids=ids,
+        )  # fmt: skip
     if used.shape[0] == 0:
         return
     grad = _cut(grad, max_gradient)
@@ -382,7 +391,8 @@ def lookup_gradient(
 register(
     "fused_update(Tensor(a!) weights, Tensor(b!)[] states, Tensor(c!) step, Tensor grad, Tensor indices,"
     " Tensor offsets, Tensor? per_id_weights, Tensor features, int[] dims, int[] segments, str rule, Tensor hyper,"
-    " Tensor guard, str pooling, str decay, float? max_gradient, Tensor? seed, Tensor? ids=None) -> ()",
+    " Tensor guard, str pooling, str decay, float? max_gradient, Tensor? seed, Tensor? ids=None,"
+    " Tensor[]? index=None) -> ()",
     _fused_update,
     lambda *args: None,
 )

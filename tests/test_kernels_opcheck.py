@@ -82,6 +82,10 @@ def op_calls(device: torch.device, *, padded: bool = False) -> dict[str, tuple[A
         update_args(alike.weights, optimizer("sgd", alike), rows, alike, "sequence"),
     )
     where = (mixed.indices, mixed.offsets)
+    calls["update_index"] = (
+        OPS.update_index.default,
+        (*where, mixed.per_id_weights, mixed.features, mixed.segments, sum(mixed.dims), mixed.pooling, True),
+    )
     calls["check_ids"] = (OPS.check_ids.default, (*where, mixed.features, new_guard(device), mixed.names, True, padded))
     calls["lookup_gradient"] = (
         OPS.lookup_gradient.default,

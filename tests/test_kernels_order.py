@@ -45,6 +45,7 @@ from shardwise.kernels import (
     pack_features,
     pooled,
     row_chunks,
+    row_keys,
     sequence,
     update,
     weight_gradient,
@@ -313,8 +314,9 @@ class Launches:
 
 KERNELS = ((pooled, "_pooled_lookup_kernel"), (sequence, "_resolve_kernel"), (sequence, "_gather_kernel"),
            (bounds, "_check_ids_kernel"), (update, "_update_kernel"), (finite, "_check_gradient_kernel"),
-           (weight_gradient, "_weight_gradient_kernel"), (row_chunks, "_row_keys_kernel"),
-           (row_chunks, "_mark_kernel"), (row_chunks, "_chunk_kernel"))  # fmt: skip
+           (weight_gradient, "_weight_gradient_kernel"), (row_keys, "_row_keys_kernel"),
+           (row_keys, "_count_step_kernel"), (row_chunks, "_mark_kernel"), (row_chunks, "_block_sums_kernel"),
+           (row_chunks, "_chunk_kernel"), (row_chunks, "_chunk_alone_kernel"))  # fmt: skip
 
 
 def without_a_host_read(monkeypatch: pytest.MonkeyPatch, call: Callable[[Inputs, Any], object], case: Case) -> int:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from kernel_inputs import Case, Inputs, assert_same_bits, inputs, optimizer, torch_device, update_args, upstream
 
-from shardwise.kernels import bounds, fused_update, new_guard, row_chunks
+from shardwise.kernels import bounds, fused_update, new_guard, row_chunks, row_keys
+from shardwise.kernels.features import FIRST_ROW
 from shardwise.kernels.row_chunks import HASH, ROW, SLOT, SOURCE, START, RowChunks
+from shardwise.kernels.row_keys import BLOCK
 from shardwise.kernels.transpose import CHUNK
 from shardwise.perf.recorded import races, recorded
 
@@ -63,7 +65,7 @@ def assert_equals_reference(batch: Inputs) -> None:
         if number == 0:
             assert level.chunks[SOURCE, :n].tolist() == source[expected.start[:n]].tolist()
         assert max([-1, *expected.slot[:n].tolist()]) < level.slots
-        first_rows = sorted({int(first) for first in batch.features[:, row_chunks.FIRST_ROW]})
+        first_rows = sorted({int(first) for first in batch.features[:, FIRST_ROW]})
         for row, own in zip(level.chunks[ROW, :n].tolist(), level.chunks[HASH, :n].tolist(), strict=True):
             assert own == row - max(first for first in first_rows if first <= row)
 
@@ -82,6 +84,25 @@ def test_more_levels_are_those_of_the_reference(tail: int, monkeypatch: pytest.M
     monkeypatch.setattr(row_chunks, "TAIL", tail)
     batch = inputs(CASES[4])
     assert row_chunks.levels(batch.indices.shape[0]) > 2
+    assert_equals_reference(batch)
+
+
+@interpreted
+@pytest.mark.parametrize("tail", [2, row_chunks.TAIL])
+def test_runs_of_every_length_are_cut_as_the_reference_cuts_them(tail: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that end with a chunk and one id later, over several blocks; sums and searches take several turns."""
+    torch_device("interpreted")
+    monkeypatch.setattr(row_chunks, "TAIL", tail)
+    monkeypatch.setattr(row_chunks, "_PARTS", (2, 4))
+    monkeypatch.setattr(row_keys, "PERSISTENT_PROGRAMS", 1)
+    batch = inputs(Case("", tables=((900, 4),), features=((0, False), (0, True)), batch=90, lengths=(0, 21)))
+    n = len(batch.indices)
+    runs = torch.tensor([1, 32, 33, 1100, 31, 64, 65, *[1, 2] * 250])
+    ids = torch.arange(len(runs)).repeat_interleave(runs)[:n]
+    assert n > 7 * BLOCK and n == len(ids)
+    batch.indices.copy_(ids[torch.randperm(n, generator=torch.Generator().manual_seed(0))])
+    # outside their table, and so of no row
+    batch.indices[[3, 700]] = torch.tensor([-1, 900])
     assert_equals_reference(batch)
 
 

@@ -83,7 +83,7 @@ def test_a_step_counts_the_same_whatever_its_ids_and_changes_the_tables() -> Non
     assert not steps[2][1]
 
 
-@pytest.mark.parametrize(("length", "backward"), [(1, 8), (32, 13)], ids=["1 id a bag", "32 ids a bag"])
+@pytest.mark.parametrize(("length", "backward"), [(1, 8), (32, 14)], ids=["1 id a bag", "32 ids a bag"])
 @pytest.mark.parametrize("rule", ["SGD", "RowWiseAdagrad"])
 def test_a_step_of_26_tables_at_batch_64_launches_few_kernels(rule: str, length: int, backward: int) -> None:
     """A forward launched 7 kernels and a backward 195 or 252: torch made the index of the update.
@@ -110,4 +110,5 @@ def test_a_step_of_26_tables_at_batch_64_launches_few_kernels(rule: str, length:
         out.backward(grad)
     assert found.kernels.total() == backward
     assert found.kernels["torch sort"] == (4 if length == 1 else 7)
+    assert backward - found.kernels["torch sort"] <= 10
     assert not found.syncs and not found.copies
