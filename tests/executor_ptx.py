@@ -32,12 +32,20 @@ def kernel(body: str, parameters: int = 4, threads: int = 64) -> Kernel:
 
 
 def prepare(
-    body: str, *buffers: Array, shared: int = 0, threads: int = 64, initialised: bool = True, shift: int = 0, **_: Any
+    body: str,
+    *buffers: Array,
+    shared: int = 0,
+    threads: int = 64,
+    initialised: bool = True,
+    shift: int = 0,
+    races_in_global: bool = False,
+    **_: Any,
 ) -> tuple[Launch, list[int]]:
     """A launch of a body on copies of the buffers, and where those are; they may lie `shift` bytes off, or be empty."""
     memory = Memory()
     addresses = [memory.put(data, f"B{i}", shift, initialised=initialised) for i, data in enumerate(buffers)]
-    return Launch(kernel(body, len(buffers), threads), memory, shared, addresses), addresses
+    made = kernel(body, len(buffers), threads)
+    return Launch(made, memory, shared, addresses, races_in_global=races_in_global), addresses
 
 
 def launch(

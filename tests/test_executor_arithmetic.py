@@ -316,7 +316,7 @@ def dot(first: str, second: str) -> Callable[[int, int, int], int]:
 
 
 # opcode: types of the operands, of the result, and the function of whole numbers
-WHOLE: dict[str, tuple[tuple[str, ...], str, Callable[..., int]]] = {
+WHOLE: dict[str, Any] = {
     **{f"{n}.{k}": ((k, k), k, f) for k in INTEGERS for n, f in (("add", operator.add), ("sub", operator.sub))},
     **{f"mul.lo.{k}": ((k, k), k, operator.mul) for k in INTEGERS},
     **{f"mul.hi.{k}": ((k, k), k, lambda a, b, k=k: a * b >> bits_of(k)) for k in INTEGERS},

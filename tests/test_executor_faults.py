@@ -113,8 +113,9 @@ ADD = "atom.shared.add.u32 %r10, [%r0], 1;"
         (WRITE + "st.shared.b32 [%r3], %tid;", [("race", 0)]),
         (WRITE + BARRIER + "st.shared.b32 [%r3], %tid;", []),
         ("st.shared.b32 [%r0], %tid;", [("race", 0)]),
-        # the same value, twice
-        ("st.shared.b32 [%r0], 7; st.shared.b32 [%r0], 7;", []),
+        # the same value, at once and twice
+        ("st.shared.b32 [%r0], 7;", []),
+        ("st.shared.b32 [%r0], 7; st.shared.b32 [%r0], 7;", [("race", 0)]),
         # atomic accesses among themselves, and beside others
         ("st.shared.b32 [%r0], 0;" + BARRIER + ADD + BARRIER + READ.format("%r0"), []),
         ("st.shared.b32 [%r0], 0;" + BARRIER + ADD + READ.format("%r0"), [("race", 0)]),
@@ -283,6 +284,27 @@ def test_loops_without_an_end() -> None:
 
 def test_registers_without_a_value() -> None:
     assert faults("add.s32 %r1, %r2, 1; ret;") == [("unwritten", None)]
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("st.global.b32 [%rd1], %tid; bar.sync 0; ld.global.b32 %r1, [%rd2];", []),
+        ("st.global.b32 [%rd1], %tid; ld.global.b32 %r1, [%rd2];", [("race", 0)]),
+        ("ld.global.b32 %r1, [%rd2]; bar.sync 0; st.global.b32 [%rd1], %tid;", []),
+        ("ld.global.b32 %r1, [%rd2]; st.global.b32 [%rd1], %tid;", [("race", 0)]),
+        ("ld.global.b32 %r1, [%rd1]; st.global.b32 [%rd1], %tid;", []),
+        ("atom.global.add.u32 %r1, [%rd1], 1; atom.global.add.u32 %r1, [%rd2], 1;", []),
+        ("atom.global.add.u32 %r1, [%rd1], 1; st.global.b32 [%rd2], 1;", [("race", 0)]),
+    ],
+)
+def test_races_of_one_cta_in_global_memory_where_they_are_asked_for(body: str, found: list[tuple[str, int]]) -> None:
+    own = "mov.u32 %r8, %ctaid.x; mad.lo.s32 %r8, %r8, 64, %tid; mad.wide.u32 %rd1, %r8, 4, %in0;"
+    # the other warp's word
+    own += "xor.b32 %r9, %r8, 32; mad.wide.u32 %rd2, %r9, 4, %in0;"
+    data = np.zeros(128, np.uint32)
+    assert faults(own + body + "ret;", data, grid=(2,), races_in_global=True) == found
+    assert faults(own + body + "ret;", data, grid=(2,)) == []
 
 
 def test_a_finding_says_what_where_and_who() -> None:

@@ -7,7 +7,8 @@
 
 `KINDS` lists what is found: addresses, alignments, races in shared memory, words that CTAs share, memory that nobody
 wrote, threads that miss a barrier, copies that were not waited for, loops without an end. Not looked at: ptxas and its
-code, time, the order of memory between launches, weak memory, races among the threads of one CTA in global memory.
+code, time, the order of memory between launches, weak memory, and, unless a launch is told to, races of the threads of
+one CTA in global memory.
 """
 
 from .faults import KINDS, Fault, Finding

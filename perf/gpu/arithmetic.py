@@ -76,22 +76,18 @@ def _of_type(function: Function, kind: str) -> Function:
 
 def _with_modifiers(function: Function, kind: str, modifiers: list[str]) -> Function:
     """Flushing of subnormals around a float function, saturation after it."""
-    if "ftz" in modifiers and kind in ("f32", "f16"):
-        exact = function
-
-        def function(*values: Array) -> Array:
-            return flush(exact(*(flush(value) for value in values)))
-
-    if "sat" not in modifiers:
+    flushes, saturates = "ftz" in modifiers and kind in ("f32", "f16"), "sat" in modifiers
+    if not flushes and not saturates:
         return function
-    inner = function
 
-    def saturated(*values: Array) -> Any:
-        result: Array = inner(*values)
-        # NaN becomes zero
-        return np.where(result > 0, np.minimum(result, result.dtype.type(1)), result.dtype.type(0))
+    def modified(*values: Array) -> Any:
+        result: Array = function(*(flush(value) if flushes else value for value in values))
+        result = flush(result) if flushes else result
+        # NaN saturates to zero
+        unit, zero = result.dtype.type(1), result.dtype.type(0)
+        return np.where(result > 0, np.minimum(result, unit), zero) if saturates else result
 
-    return saturated
+    return modified
 
 
 # arithmetic of two or three floats: exactly enough in a wider format, then rounded once
@@ -139,14 +135,12 @@ def _arithmetic(name: str, modifiers: list[str], kind: str, _: int) -> Operation
         return Operation(_of_type(_with_modifiers(function, half, modifiers), kind), (kind,) * count, (kind,))
     if name in ("add", "sub"):
         _require(name, modifiers, {"sat"} if kind == "s32" else set())
-        function = np.add if name == "add" else np.subtract
-        if "sat" in modifiers:
-            wide = function
+        plain: Function = np.add if name == "add" else np.subtract
 
-            def function(a: Array, b: Array) -> Array:
-                return wide(a.astype(np.int64), b).clip(-(2**31), 2**31 - 1).astype(np.int32)
+        def saturated(a: Array, b: Array) -> Any:
+            return plain(a.astype(np.int64), b).clip(-(2**31), 2**31 - 1).astype(np.int32)
 
-        return Operation(_of_type(function, kind), (kind, kind), (kind,))
+        return Operation(_of_type(saturated if "sat" in modifiers else plain, kind), (kind, kind), (kind,))
     _require(name, modifiers, {"lo", "hi", "wide"})
     inputs: tuple[str, ...] = (kind, kind)
     if "wide" in modifiers:

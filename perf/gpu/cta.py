@@ -11,18 +11,23 @@ import numpy as np
 from .faults import Fault, Finding
 from .memory import SPACING_BITS, Buffer, Memory, Sharing, requests
 from .ptx import Entry, Instruction
+from .races import Clock, Tracker
 from .rounding import Array
 from .shared import BASE, Shared
 
 
-class NoValue:
-    """Stands in a register that has no value yet, or waits for a product: whoever reads it ends the launch."""
+class NotReady(Exception):
+    """A register without a value was read: the kind of finding, and what it says."""
 
-    def __init__(self, why: str) -> None:
-        self.why = why
+
+class NoValue:
+    """Stands in a register that has no value yet, or waits for a product: a read raises NotReady."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        self.kind, self.why = kind, why
 
     def view(self, *_: object) -> Array:
-        raise Fault(self.why)
+        raise NotReady(self.kind, self.why)
 
     astype = view
 
@@ -40,17 +45,20 @@ class Record:
     shared_piece: int
     grid: tuple[int, int, int]
     counts_requests: bool = True
+    follows_global: bool = False
     faults: list[Finding] = field(default_factory=list)
     # requests, bytes, sectors by place of the instruction and what it does to which buffer
     counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0]))
     sharing: dict[int, Sharing] = field(default_factory=dict)
+    trackers: dict[int, Tracker] = field(default_factory=dict)
+    time: int = 0
     seen: set[tuple[str, str, int]] = field(default_factory=set)
     # registers and special registers of a CTA at its start
     blank: list[NoValue] = field(init=False)
     special: dict[str, Array] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.blank = [NoValue(f"{name} is read before it has a value") for name in self.entry.registers]
+        self.blank = [NoValue("unwritten", f"{name} is read before it has a value") for name in self.entry.registers]
         self.special = _special(self.entry)
 
 
@@ -67,7 +75,9 @@ class Cta:
         # from one: zero is nobody in what CTAs share
         self.number = 1 + place[0] + record.grid[0] * (place[1] + record.grid[1] * place[2])
         self.registers: list[Any] = list(record.blank)
-        self.shared = Shared(record.shared_bytes, record.shared_piece, self.size)
+        # later than any time of the CTAs before, in memory that they share
+        self.clock = Clock(self.size, record.time + 1)
+        self.shared = Shared(record.shared_bytes, record.shared_piece, self.clock, self.size)
         self.exited: Array | None = None
         self.at = 0
         self.products: list[Any] = []
@@ -174,6 +184,9 @@ class Cta:
             counted[i] += value
 
     def _note(self, buffer: Buffer, what: str, threads: Array, offsets: Array, size: int) -> None:
+        """Compare an access, a "read", "write" or "atomic", with those of other CTAs and of other threads."""
+        if self.record.follows_global:
+            self._track(buffer, what, threads, offsets, size)
         if self.record.grid == (1, 1, 1):
             return
         sharing = self.record.sharing.get(buffer.origin)
@@ -187,6 +200,22 @@ class Cta:
                 "shared word", f"{what} of {buffer.name} where another CTA of the launch {other}",
                 int(threads[first]), int(offsets[first]) + buffer.origin,
             )  # fmt: skip
+
+    def _track(self, buffer: Buffer, what: str, threads: Array, offsets: Array, size: int) -> None:
+        piece = self.record.global_piece
+        tracker = self.record.trackers.get(buffer.origin)
+        if tracker is None:
+            tracker = self.record.trackers[buffer.origin] = Tracker(buffer.name, len(buffer.bytes) // piece, self.clock)
+        tracker.clock = self.clock
+        places = (offsets // piece)[:, None] + np.arange(size // piece)
+
+        def report(kind: str, what: str, first: int) -> None:
+            self.report(kind, what, int(threads[first]), int(offsets[first]) + buffer.origin)
+
+        if what == "read":
+            tracker.read(threads, places, report)
+        else:
+            tracker.write(threads, places, report, what == "atomic")
 
     def _require_written(self, buffer: Buffer, threads: Array, offsets: Array, size: int) -> None:
         if buffer.written is None:

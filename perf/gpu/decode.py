@@ -285,8 +285,8 @@ class Decoder:
             before = np.zeros(cta.size, dtype)
             if space == "shared":
                 offsets = cta.shared_offsets(threads, addresses, size)
-                cta.shared.note_atomic(threads, offsets, size, cta.shared_report(threads, offsets))
-                cells = [(np.arange(len(threads)), cta.shared.views[size], offsets // size)]
+                view = cta.shared.atomic(threads, offsets, size, cta.shared_report(threads, offsets))
+                cells = [(np.arange(len(threads)), view, offsets // size)]
             else:
                 cells = cta.atomic_cells(threads, addresses, size)
             for part, view, places in cells:

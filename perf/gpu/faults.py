@@ -15,6 +15,7 @@ KINDS = {
     "shared word": "global memory that one CTA writes and another reads or writes in the same launch",
     "missing": "threads that do not come to a barrier, a shuffle or another instruction of the whole warp",
     "in flight": "memory that is touched while an asynchronous copy or product still uses it",
+    "unfenced": "shared memory that wgmma reads and that was written with no fence.proxy.async since",
     "endless": "a CTA that does not end",
     "trap": "an assertion of the kernel",
 }
@@ -44,6 +45,6 @@ class Finding:
 class Fault(Exception):
     """The launch cannot go on; `finding` says why, where the launch found it."""
 
-    def __init__(self, finding: Finding | str) -> None:
+    def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
-        self.finding = finding if isinstance(finding, Finding) else None
+        self.finding = finding

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .cta import Cta, Record
+from .cta import Cta, NotReady, Record
 from .decode import Decoder, Step
 from .faults import Fault, Finding
 from .memory import Memory
@@ -117,7 +117,13 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Kernel, memory: Memory, shared_bytes: int, args: Sequence[Any], sectors: bool = True
+        self,
+        kernel: Kernel,
+        memory: Memory,
+        shared_bytes: int,
+        args: Sequence[Any],
+        sectors: bool = True,
+        races_in_global: bool = False,
     ) -> None:
         self.kernel, self.memory = kernel, memory
         entry = kernel.entry
@@ -128,7 +134,7 @@ class Launch:
         }
         self.record = Record(
             entry, memory, _pack(entry, args), entry.static_bytes + shared_bytes, min(sizes["global"], default=4),
-            min([16, *sizes["shared"]]), (1, 1, 1), sectors,
+            min([16, *sizes["shared"]]), (1, 1, 1), sectors, races_in_global,
         )  # fmt: skip
         self.steps = [0] * len(kernel.code)
 
@@ -169,16 +175,16 @@ class Launch:
             Random(shuffle).shuffle(places)
         with np.errstate(all="ignore"):
             for place in places:
-                self._run_cta(Cta(self.record, place), step_limit)
+                cta = Cta(self.record, place)
+                self._run_cta(cta, step_limit)
+                self.record.time = cta.clock.time
         return self
 
     def _run_cta(self, cta: Cta, limit: int) -> None:
         try:
             self._run_threads(cta, limit)
-        except Fault as fault:
-            if fault.finding is None:
-                raise Fault(cta.report("unwritten", str(fault))) from None
-            raise
+        except NotReady as reason:
+            raise Fault(cta.report(*reason.args)) from None
 
     def _run_threads(self, cta: Cta, limit: int) -> None:
         """Groups of threads by their place in the code; the lowest place goes on until it meets the next."""
@@ -256,7 +262,7 @@ class Launch:
             raise Fault(cta.report("missing", f"threads of a CTA meet at different barriers: {lines}", thread))
         ((_, mask),) = waiting.items()
         waiting.clear()
-        cta.shared.barrier()
+        cta.clock.barrier()
         return None if mask.all() else mask
 
 

@@ -218,7 +218,7 @@ def _wgmma(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...]) 
                 values[slot][own] = _added(start, total[row, column], dtype).view(np.uint32)
         cta.products.append(_Product(cta.products_committed, slots, values, live, used))
         for slot in slots:
-            cta.registers[slot] = NoValue("a sum of wgmma is read before wgmma.wait_group")
+            cta.registers[slot] = NoValue("in flight", "a sum of wgmma is read before it was waited for")
 
     return run
 
@@ -270,7 +270,7 @@ def _read_tile(cta: Cta, threads: Array, offsets: Array, size: int) -> Array:
     unfenced = cta.shared.unfenced[pieces // cta.shared.piece]
     if unfenced.any():
         place = int(pieces[unfenced.argmax()]) + BASE
-        cta.report("race", "wgmma reads what no fence.proxy.async followed", address=place)
+        cta.report("unfenced", "no fence.proxy.async between a write and wgmma", address=place)
     return _bytes(cta, offsets, size)
 
 
@@ -298,4 +298,4 @@ def _wait(cta: Cta, live: Array | None, newest: int) -> None:
     # what later products of the same registers will leave is not there yet
     for product in left:
         for slot in product.slots:
-            cta.registers[slot] = NoValue("a sum of wgmma is read before wgmma.wait_group")
+            cta.registers[slot] = NoValue("in flight", "a sum of wgmma is read before it was waited for")

@@ -77,6 +77,7 @@ class Entry:
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{;]*)\{", re.S)
+_OF_LINES = re.compile(r"\.(?:loc|file)\s")
 _LABEL = re.compile(r"([\w$%]+)\s*:(?!:)\s*")
 _INSTRUCTION = re.compile(r"(?:@(!?)\s*([%\w$']+)\s+)?([A-Za-z][\w.:]*)\s*(.*)$", re.S)
 _SHARED = re.compile(r"(\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(?:\[\s*(\d*)\s*\])?")
@@ -109,7 +110,7 @@ def parse(ptx: str) -> Entry:
             scopes.append({})
         elif statement == "}":
             scopes.pop()
-        elif statement.startswith(".loc"):
+        elif re.match(r"\.loc\s", statement):
             _, file, number, *_ = statement.split()
             source = f"{files.get(file, file)}:{number}"
         elif statement.startswith(".reg"):
@@ -166,7 +167,7 @@ def _statements(text: str, begin: int, end: int) -> Iterator[tuple[int, str]]:
         if text[place] in "{}":
             yield place, text[place]
             place += 1
-        elif text.startswith((".loc", ".file"), place):
+        elif _OF_LINES.match(text, place):
             # these end with their line
             stop = min(text.find("\n", place) % (len(text) + 1), end)
             yield place, text[place:stop].strip()

@@ -105,7 +105,7 @@ def _barrier(decoder: Decoder, operand: str) -> Step:
         lanes = _lanes(cta, live)
         # a barrier of a part of the warp orders nothing for the rest; it is taken for none
         whole = lanes if cta.exited is None else lanes | cta.exited.reshape(-1, 32)
-        cta.shared.warp_barrier(np.flatnonzero(whole.all(axis=1) & lanes.any(axis=1)))
+        cta.clock.warp_barrier(np.flatnonzero(whole.all(axis=1) & lanes.any(axis=1)))
 
     return barrier
 
@@ -161,11 +161,11 @@ def _reduce(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...])
         values, lanes = read(cta).reshape(-1, 32), _lanes(cta, live)
         result = np.zeros(len(values), DTYPES[kind])
         if live is None:
-            result = function.reduce(values, axis=1)
+            result = function.reduce(values, axis=1, dtype=values.dtype)
         else:
             for w in np.flatnonzero(lanes.any(axis=1)):
-                result[w] = function.reduce(values[w][lanes[w]])
-        put(cta, _spread(result.astype(DTYPES[kind])), live)
+                result[w] = function.reduce(values[w][lanes[w]], dtype=values.dtype)
+        put(cta, _spread(result), live)
 
     return reduce
 
