@@ -453,3 +453,26 @@ def test_a_packed_operation_is_two_of_its_halves(name: str, kind: str) -> None:
     for i in range(2):
         want = compute(f"{name}{mode}.{kind[:-2]}", halves[i], dtype_of(kind[:-2]))
         assert_floats(kind[:-2], got[:, i].copy().view(dtype_of(kind[:-2])), numbers(kind[:-2], want))
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "fma"])
+def test_two_floats_in_one_register(name: str) -> None:
+    count, rng = 3 if name == "fma" else 2, np.random.default_rng(14)
+    halves = [operands("f32", count, rng) for _ in range(2)]
+    packed = [np.stack(pair, axis=1).view(np.uint64).reshape(-1) for pair in zip(*halves, strict=True)]
+    got = compute(f"{name}.rn.f32x2", packed, np.uint64).view(np.float32).reshape(-1, 2)
+    for i in range(2):
+        want = compute(f"{name}.rn.f32", halves[i], np.float32)
+        assert_floats("f32", got[:, i].copy(), numbers("f32", want))
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_sums_of_a_half_and_a_float(kind: str) -> None:
+    rng = np.random.default_rng(15)
+    (a, b), (c,) = operands(kind, 2, rng), operands("f32", 1, rng)
+    x, y, z = numbers(kind, a), numbers(kind, b), numbers("f32", c)
+    add, fma = exactly(operator.add), exactly(FUNCTIONS["fma"])
+    got = compute(f"add.rn.f32.{kind}", [a, c], np.float32)
+    assert_floats("f32", got, [add("f32", "rn", *row) for row in zip(x, z, strict=True)])
+    got = compute(f"fma.rn.f32.{kind}", [a, b, c], np.float32)
+    assert_floats("f32", got, [fma("f32", "rn", *row) for row in zip(x, y, z, strict=True)])

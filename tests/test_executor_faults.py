@@ -87,6 +87,7 @@ def test_addresses_outside_of_shared_memory(access: str, found: list[tuple[str, 
 
 BARRIER, WARP = "bar.sync 0;", "bar.warp.sync -1;"
 WRITE, READ = "st.shared.b32 [%r1], %tid;", "ld.shared.b32 %r10, [{}];"
+LAST_THREAD, OF_WARP = "setp.eq.s32 %p1, %tid, 63;", "and.b32 %r8, %tid, 32; mad.lo.s32 %r8, %r8, 4, %r0;"
 ADD = "atom.shared.add.u32 %r10, [%r0], 1;"
 
 
@@ -109,6 +110,11 @@ ADD = "atom.shared.add.u32 %r10, [%r0], 1;"
         (WRITE + BARRIER + READ.format("%r1") + "st.shared.b32 [%r1], 7;", []),
         # both warps read, then they write
         (WRITE + BARRIER + READ.format("%r0") + WARP + "st.shared.b32 [%r0], 7;", [("race", 0)]),
+        # what a lane read before the warp met does not matter, what others read since does
+        (WRITE + BARRIER + READ.format("%r7") + WARP + READ.format("%r1") + "st.shared.b32 [%r1], 7;", []),
+        (WRITE + BARRIER + READ.format("%r0") + WARP + LAST_THREAD + "@%p1 st.shared.b32 [%r0], 7;", [("race", 63)]),
+        (WRITE + BARRIER + OF_WARP + READ.format("%r8") + LAST_THREAD + "@%p1 st.shared.b32 [%r8], 7;", [("race", 63)]),
+        (WRITE + BARRIER + OF_WARP + READ.format("%r8") + WARP + LAST_THREAD + "@%p1 st.shared.b32 [%r8], 7;", []),
         # write, write
         (WRITE + "st.shared.b32 [%r3], %tid;", [("race", 0)]),
         (WRITE + BARRIER + "st.shared.b32 [%r3], %tid;", []),

@@ -24,8 +24,8 @@ DTYPES: dict[str, type[Any]] = {
     "pred": np.bool_, "s8": np.int8, "u8": np.uint8, "b8": np.uint8, "s16": np.int16, "u16": np.uint16,
     "b16": np.uint16, "f16": np.float16, "bf16": np.uint16, "s32": np.int32, "u32": np.uint32, "b32": np.uint32,
     "f32": np.float32, "tf32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32, "s16x2": np.uint32,
-    "u16x2": np.uint32, "s64": np.int64, "u64": np.uint64, "b64": np.uint64, "f64": np.float64, "e4m3x2": np.uint16,
-    "e5m2x2": np.uint16,
+    "u16x2": np.uint32, "s64": np.int64, "u64": np.uint64, "b64": np.uint64, "f64": np.float64, "f32x2": np.uint64,
+    "e4m3x2": np.uint16, "e5m2x2": np.uint16,
 }  # fmt: skip
 UNSIGNED: dict[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 FLOATS = ("f16", "bf16", "f32", "f64")
@@ -65,11 +65,11 @@ def _of_type(function: Function, kind: str) -> Function:
     """The function for a packed type from that for its half, else itself."""
     if not kind.endswith("x2"):
         return function
-    half = DTYPES[kind[:-2]]
+    half, whole = DTYPES[kind[:-2]], DTYPES[kind]
 
     def packed(*values: Array) -> Array:
         result = function(*(np.ascontiguousarray(value).view(half) for value in values))
-        return np.ascontiguousarray(result).view(np.uint32)
+        return np.ascontiguousarray(result).view(whole)
 
     return packed
 
@@ -126,6 +126,8 @@ def _arithmetic(name: str, modifiers: list[str], kind: str, _: int) -> Operation
     """add, sub, mul, mad, fma."""
     count = 3 if name in ("fma", "mad") else 2
     half = kind.removesuffix("x2")
+    if "f32" in modifiers:
+        return _mixed(name, [m for m in modifiers if m != "f32"], kind)
     if half in FLOATS:
         _require(name, modifiers, {*MODES, "ftz", "sat", "relu"})
         mode = next((m for m in modifiers if m in MODES), "rn")
@@ -156,6 +158,19 @@ def _arithmetic(name: str, modifiers: list[str], kind: str, _: int) -> Operation
     if name == "mul":
         return Operation(product, inputs, (result,))
     return Operation(lambda a, b, c: product(a, b) + c, (*inputs, result), (result,))
+
+
+def _mixed(name: str, modifiers: list[str], kind: str) -> Operation:
+    """add, sub, fma of operands of 16 bits and a last one of f32."""
+    _require(name, modifiers, {"rn"})
+    plain = _float_function(name, "f32", "rn")
+    count = 2 if name == "fma" else 1
+
+    def function(*values: Array) -> Any:
+        narrow = (widen_bf16(value) if kind == "bf16" else value.astype(np.float32) for value in values[:-1])
+        return plain(*narrow, values[-1])
+
+    return Operation(function, (kind,) * count + ("f32",), ("f32",))
 
 
 def _high(a: Array, b: Array) -> Any:

@@ -36,7 +36,10 @@ class Finding:
         parts = [f"{self.kind}: {self.what}"]
         if self.instruction is not None:
             source = f"; {self.instruction.source}" if self.instruction.source else ""
-            parts.append(f"by `{self.instruction}` (PTX line {self.instruction.line}{source})")
+            text = str(self.instruction)
+            # products name dozens of registers
+            text = text if len(text) <= 120 else f"{text[:80]} ... {text[-35:]}"
+            parts.append(f"by `{text}` (PTX line {self.instruction.line}{source})")
         thread = f", thread {self.thread}" if self.thread is not None else ""
         place = f", address {self.address:#x}" if self.address is not None else ""
         return " ".join([*parts, f"in CTA {self.cta}{thread}{place}"])
