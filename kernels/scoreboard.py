@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # cycles: of a load that finds its line nowhere near, in the second level, in the first
 LATENCY, L2_HIT, HIT = 600, 270, 35
@@ -312,9 +312,10 @@ def _leaves(terms: Terms) -> Terms:
     """The arguments and loads alone."""
     found: set[tuple[object, ...]] = set()
     for term in terms:
-        while term[0] not in ("c", "l", "turn"):
-            term = term[2]  # type: ignore[assignment]
-        found.add(term)
+        leaf: Any = term
+        while leaf[0] not in ("c", "l", "turn"):
+            leaf = leaf[2]
+        found.add(leaf)
     return frozenset(found)
 
 

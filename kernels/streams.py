@@ -60,11 +60,11 @@ def _streams(ttgir: str) -> Iterator[Access]:
     bases: dict[str, str] = {}
     for line in ttgir.splitlines():
         if definition := re.match(r"\s*(%[\w#]+) = (\S+) (.*)", line):
-            result, op, rest = definition.groups()
+            result, op, rest = definition[1], definition[2], definition[3]
             operands = re.findall(r"%[\w#]+", rest.split(" : ")[0])
             steps[result] = _step(op, rest, operands, steps)
             if op in ("tt.addptr", "tt.splat", *_SAME) and operands:
-                bases[result] = bases.get(operands[0], operands[0])
+                bases[result] = bases.get(operands[0]) or operands[0]
         access = re.search(r"tt\.(load|store) (%[\w#]+).* : tensor<\d+x!tt\.ptr<(\w+)>, (#\w+)> loc\((#\w+)\)", line)
         if access and access[4] in held and steps.get(access[2]) == 1 and access[5] in places:
             base = bases.get(access[2], access[2])
