@@ -213,14 +213,16 @@ class Rule:
 
     def values(self, hyper: Tensor, step: Tensor) -> Tensor:
         """The numbers [K] fp32 of one update from hyper-parameters [H] fp64 and step count [1], all on one device."""
-        if self.takes_hyper:
-            return hyper.float()
+        return hyper.float() if self.takes_hyper else torch.stack(self.exact_values(hyper, step)).float()
+
+    def exact_values(self, hyper: Tensor, step: Tensor) -> list[Tensor]:
+        """The numbers [] of `values`, in fp64."""
         found: dict[str, Tensor] = dict(zip(self.hyper, hyper.unbind(), strict=True))
         count = step[0].double()
         if self.scalars is not None:
             found.update(self.scalars(count, **found))
         found[_STEP] = count
-        return torch.stack([found[name] for name in self.numbers]).float()
+        return [found[name] for name in self.numbers]
 
     def apply(self, w: Tensor, g: Tensor, states: list[Tensor], numbers: Sequence[Tensor]) -> list[Tensor]:
         """The rule by torch: new rows and new states of w, g [U, D] and states [U, D] or [U, 1]."""

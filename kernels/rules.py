@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .rule import RULES, absolute, define_rule, maximum, row_mean, row_sum, sign, sqrt, where
@@ -52,10 +53,13 @@ def rowwise_adagrad(w: Any, g: Any, total: Any, row: Any, lr: float = 0.01, eps:
 
 
 def _corrected(
-    step: Tensor, lr: float = 0.01, eps: float = 1e-8, beta1: float = 0.9, beta2: float = 0.999
+    step: Tensor, lr: float = 0.01, eps: float = 1e-8, beta1: Any = 0.9, beta2: Any = 0.999
 ) -> dict[str, Any]:
     """What the Adam family needs of the step count: rates 1 - beta, and how much of each moment has built up."""
-    return {"rate1": 1 - beta1, "rate2": 1 - beta2, "part1": 1 - beta1**step, "part2": 1 - beta2**step}
+    # both at once, as each operation is a launch
+    betas = torch.stack((beta1, beta2))
+    rates, parts = 1 - betas, 1 - betas**step
+    return {"rate1": rates[0], "rate2": rates[1], "part1": parts[0], "part2": parts[1]}
 
 
 def _corrected_with_decay(

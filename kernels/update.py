@@ -47,7 +47,7 @@ from .row_keys import count_step
 from .rule import Rule, rule_named
 from .transpose import CHUNK, Transposed, transpose_index
 from .update_kernel import _update_kernel
-from .update_step import DECAYS, SlotIds, Step, numbers_of
+from .update_step import DECAYS, SlotIds, Step, decay_factor
 
 # programs of a grid at most: few, and more than one, in the interpreter; else (0) what the device asks for
 PERSISTENT_PROGRAMS = 4 if INTERPRETED else 0
@@ -310,10 +310,10 @@ def _launch_update(
 
 
 def _kernel_numbers(rule: Rule, hyper: Tensor, step: Tensor, decay: str) -> Tensor:
-    """The rule's numbers and the factor of the weight decay, [K + 1], in fp64 where they are the hyper-parameters."""
-    if rule.counts_steps or rule.numbers != tuple(rule.hyper) or decay == "decoupled":
-        return numbers_of(rule, hyper, step, decay)
-    return hyper
+    """`numbers_of` in fp64: the kernel rounds them."""
+    if rule.takes_hyper and decay != "decoupled":
+        return hyper
+    return torch.stack([*rule.exact_values(hyper[:-1], step), decay_factor(rule, hyper, decay)])
 
 
 def _launch_segment(

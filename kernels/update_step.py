@@ -96,10 +96,12 @@ def numbers_of(rule: Rule, hyper: Tensor, step: Tensor, decay: str) -> Tensor:
     """The rule's numbers and the factor of the weight decay, [K + 1] fp32."""
     if decay != "decoupled" and rule.takes_hyper:
         return hyper.float()
-    factor = hyper[-1:]
-    if decay == "decoupled":
-        factor = factor * hyper[list(rule.hyper).index("lr")]
-    return torch.cat([rule.values(hyper[:-1], step), factor.float()])
+    return torch.cat([rule.values(hyper[:-1], step), decay_factor(rule, hyper, decay).float().view(1)])
+
+
+def decay_factor(rule: Rule, hyper: Tensor, decay: str) -> Tensor:
+    """The factor [] fp64 of the weight decay."""
+    return hyper[-1] * hyper[list(rule.hyper).index("lr")] if decay == "decoupled" else hyper[-1]
 
 
 def _segment_rows(flat: Tensor, segment: Segment, kind: str) -> Tensor:

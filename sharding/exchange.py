@@ -83,7 +83,11 @@ class Exchange:
         data, data_sizes = coding.encode_blocks(send, list(send_sizes))
         came = [coding.encoded_bytes(size) for size in sizes]
         if flag is not None:
-            said = torch.tensor([flag], dtype=torch.int32, device="cpu").to(send.device).view(torch.uint8)
+            said = torch.tensor([flag], dtype=torch.int32, device="cpu")
+            if send.is_cuda:
+                # nothing waits for what leaves from pinned memory
+                said = said.pin_memory()
+            said = said.to(send.device, non_blocking=True).view(torch.uint8)
             data = torch.cat([part for block in torch.split(data, data_sizes) for part in (block, said)])
             data_sizes, came = [size + 4 for size in data_sizes], [size + 4 for size in came]
         pending = self._all_to_all(data, data_sizes, came, what)

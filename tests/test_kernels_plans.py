@@ -6,7 +6,7 @@ Work is counted as bytecodes of kernels/ on a device that is not there: no launc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import kernels
+from shardwise import KeyedJaggedTensor, kernels
 from shardwise.kernels import launch_plans
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED, next_power_of_2
 from shardwise.kernels.features import (
@@ -31,12 +31,21 @@ from shardwise.kernels.features import (
 from shardwise.kernels.launch_plans import gradient_plan, lookup_plan, source_alignment
 from shardwise.kernels.quantized_lookup import quantized_plan, unit_alignment, unit_count
 from shardwise.kernels.row_formats import row_format
+from shardwise.kernels.rule import rule_named
+from shardwise.kernels.update import _kernel_numbers
+from shardwise.kernels.update_step import numbers_of
 from shardwise.perf.count_launches import CUDA, Counted, pretended
 from shardwise.perf.pretend import Pretend
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
 FOLDER = str(Path(kernels.__file__).resolve().parent)
 DIMS = [(8,), (128,) * 5, (3, 8, 64, 8, 20, 1, 8), tuple(range(1, 70)), (16, 1024, 12, 16)]
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """Memory is not filled: that would be more launches."""
+    yield
 
 
 def bytecodes(call: Callable[[], object]) -> int:
@@ -208,3 +217,42 @@ def test_a_bad_id_is_named_though_the_kernel_gets_no_names() -> None:
         guard[0] = 1
         with pytest.raises(IndexError, match="feature 'b' .*id 4 is outside"):
             kernels.raise_from_guard(guard, moved[0], moved[1], moved[2], names)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.25), (0.0, 1 - 2**-40), (0.987654321, 0.1)])
+def test_numbers_of_a_step_are_those_of_the_formula_bit_for_bit(betas: tuple[float, float]) -> None:
+    """Both powers are taken at once; each must be what it is by itself, and what a kernel rounds what torch rounds."""
+    rule = rule_named("adam")
+    hyper = torch.tensor([0.01, 1e-8, *betas, 0.1], dtype=torch.float64)
+    lr, eps, beta1, beta2, decay = hyper.unbind()
+    for count in (*range(1, 200), 1000, 65537, 2**40):
+        step = torch.tensor([count])
+        power = step[0].double()
+        numbers = {
+            "lr": lr, "eps": eps, "rate1": 1 - beta1, "rate2": 1 - beta2, "part1": 1 - beta1**power,
+            "part2": 1 - beta2**power,
+        }  # fmt: skip
+        expected = torch.stack([*(numbers[name] for name in rule.numbers), decay])
+        assert torch.equal(_kernel_numbers(rule, hyper, step, "l2"), expected)
+        assert torch.equal(numbers_of(rule, hyper, step, "l2"), expected.float())
+        expected[-1] = decay * lr
+        assert torch.equal(_kernel_numbers(rule, hyper, step, "decoupled"), expected)
+        assert torch.equal(numbers_of(rule, hyper, step, "decoupled"), expected.float())
+
+
+@needs_triton
+def test_a_step_of_adam_launches_five_kernels_less() -> None:
+    """Eleven small kernels of torch computed its numbers."""
+    from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, apply_optimizer_in_backward
+
+    with pretended(seen := Counted()):
+        model = EmbeddingBagCollection([EmbeddingBagConfig(10, 16, "t", feature_names=["f"])], device=CUDA)
+        apply_optimizer_in_backward(torch.optim.Adam, model.parameters(), {"lr": 0.1})
+        for _ in range(2):
+            ids, offsets = (torch.arange(n).to(CUDA) for n in (4, 5))
+            out = model(KeyedJaggedTensor(["f"], ids, offsets=offsets)).values()
+            grad = torch.ones_like(out)
+            seen.clear()
+            out.backward(grad)
+    of_torch = {name: n for name, n in seen.kernels.items() if name.startswith("torch") and name != "torch sort"}
+    assert of_torch == {"torch _to_copy": 1, "torch sub": 2, "torch pow": 1, "torch cat": 2}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from shardwise.kernels.bounds import OK
 from shardwise.perf.count_launches import CUDA, Counted, pretended
 from shardwise.perf.counted_ranks import sharded_step
 from shardwise.sharding import collection, layout
+from shardwise.sharding.codecs import FP16, FormatCodec
+from shardwise.sharding.exchange import Exchange
 from shardwise.sharding.modules import ShardedEmbeddingBagCollection
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
@@ -115,3 +118,23 @@ def test_a_bad_batch_raises_before_its_ids_leave(
         with pytest.raises(error) as raised:
             model(kjt)
     assert text in str(raised.value)
+
+
+def compressed() -> list[str]:
+    """What a rank waits for when it sends rows as fp16, with a flag."""
+    exchange, codec = Exchange(dist.group.WORLD), FormatCodec(FP16)
+    sizes = [4, 4]
+    with pretended(seen := Counted()):
+        send = torch.ones(8).to(CUDA)
+        seen.clear()
+        pending = exchange.rows(send, sizes, sizes, codec=codec, flag=dist.get_rank())
+        sent = list(seen.syncs.elements())
+        received = pending.wait()
+        assert received.cpu().tolist() == [1.0] * 8 and pending.flags == [0, 1]
+    return sent
+
+
+@pytest.mark.ranks
+def test_a_flag_leaves_without_a_wait() -> None:
+    """It was copied to the device, which waits for all that runs there."""
+    assert run_ranks(2, compressed) == [[], []]
