@@ -94,7 +94,8 @@ class Tuned:
 S = TypeVar("S", bool, int, tuple[int, int])
 Setting = bool | int | tuple[int, int]
 # What an A/B on a device may force on launches (`variant`), and the type of its value. None of them changes a bit of
-# a result. Registers are those of a thread at most, 0 without a bound; a tile is chunks and warps of an update program.
+# a result. Registers are those of a thread at most, 0 without a bound; a tile is chunks and warps of an update program;
+# waves are the programs of its grid over those that the device holds at once, 0 where these do not decide.
 SETTINGS: dict[str, type] = {
     "lookup.registers": int,
     "lookup.long_bags_first": bool,
@@ -103,6 +104,7 @@ SETTINGS: dict[str, type] = {
     "update.next_entries": bool,
     "update.contiguous": bool,
     "update.programs": int,
+    "update.waves": int,
     "update.tile": tuple,
     "index.block": int,
     "index.warps": int,
