@@ -55,8 +55,6 @@ VARIANTS: tuple[Variant, ...] = (
     *(Variant(_registers(n), "forward", {"lookup.registers": n}, shapes=LOOKUPS) for n in (0, 48, 56, 64, 96)),
     # default: 4 rows on 4 warps
     *(_lookup(*tile) for tile in ((1, 1), (2, 2), (8, 8), (4, 2), (8, 4))),
-    Variant("long bags first", "forward", {"lookup.long_bags_first": True}, shapes=("C",)),
-    Variant("long bags first or not: not", "forward", {"lookup.long_bags_first": False}, shapes=("C",)),
     *(Variant(_registers(n), "backward", {"update.registers": n}) for n in (0, 48, 56, 64, 96)),
     Variant("rows prefetched to L2", "backward", {"update.prefetch": True}),
     Variant("rows not prefetched", "backward", {"update.prefetch": False}),
@@ -78,6 +76,8 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     # one id a thread; default: 256
     *(Variant(f"index of {block} ids a program", "backward", {"index.block": block}) for block in (128, 256, 512)),
-    Variant("the default again", "module", shapes=("A", "L=1")),
-    Variant("index in forward", "module", {"index.in_forward": True}, shapes=("A", "L=1")),
+    # what a collection decides
+    Variant("the default again", "module", shapes=("A", "C", "L=1")),
+    Variant("long bags first", "module", {"lookup.long_bags_first": True}, shapes=("C",)),
+    Variant("index in forward", "module", {"index.in_forward": True}, shapes=("A", "C", "L=1")),
 )
