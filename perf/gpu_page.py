@@ -92,6 +92,8 @@ def _decisions(ab: Json) -> Iterator[str]:
     yield soft(
         f"{ab['rule']}. The default beside itself is apart by at most {max(ab['noise'].values(), default=0):.1%}."
     )
+    for note in ab["notes"]:
+        yield soft(note)
     taken = [one for one in ab["verdicts"] if one["verdict"] == "take"]
     yield _table(
         ("call", "variant", "best", "worst", "mean", "shapes"),

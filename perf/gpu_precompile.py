@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -260,6 +261,19 @@ def _compile_variants(shape: Shape, batch: Batch, state: Optimizer) -> list[str]
     return refused
 
 
+def _with_triton(folder: Path, argv: list[str]) -> int:
+    """The command again, with the Triton of a folder before the installed one; its exit status."""
+    if not (folder / "triton").is_dir():
+        print(f"gpu_precompile: no triton in {folder}")
+        return 2
+    # the parser takes the last value of an option: the folder must not be asked for again
+    place = next(n for n, word in enumerate(argv) if word.split("=")[0] == "--triton")
+    rest = argv[:place] + argv[place + (1 if "=" in argv[place] else 2) :]
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "shardwise.perf.gpu_precompile", *rest]
+    return subprocess.call(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile and strip; prints what the folder holds."""
     parser = argparse.ArgumentParser(prog="gpu_precompile", description=(__doc__ or "").split("\n")[0])
@@ -269,7 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checks", action="store_true", help="also what the checks launch: minutes")
     parser.add_argument("--whole", action="store_true", help="leave intermediate code: others may be compiling")
     parser.add_argument("--jobs", type=int, default=machine.cores())
+    parser.add_argument("--triton", type=Path, help="a folder that holds another version of Triton to compile with")
     arguments = parser.parse_args(argv)
+    if arguments.triton is not None:
+        return _with_triton(arguments.triton, list(sys.argv[1:] if argv is None else argv))
     start = time.perf_counter()
     shapes = [sized(SHAPES[name], MEMORY_BYTES) for name in arguments.shapes]
     done, refused = compile_all(shapes, arguments.out, arguments.architecture, arguments.jobs, checks=arguments.checks)

@@ -110,7 +110,7 @@ def spans_of(calls: Sequence[Callable[[], object]], device: str) -> list[Span]:
     wanted = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
     return [
         Span(event.name, float(event.time_range.start), float(event.time_range.end))
-        for event in trace.events()
+        for event in trace.events() or ()
         if event.device_type == wanted and (device == "cuda" or event.cpu_parent is None)
     ]
 

@@ -157,7 +157,10 @@ def _collection(batch: Batch) -> EmbeddingBagCollection:
 
 def _features_of(batch: Batch) -> KeyedJaggedTensor:
     keys = [f"f{t}" for t in range(len(batch.dims))]
-    return KeyedJaggedTensor(keys, batch.indices, offsets=batch.offsets, lengths=batch.offsets.diff())
+    features = KeyedJaggedTensor(keys, batch.indices, offsets=batch.offsets, lengths=batch.offsets.diff())
+    # known on the host, as of a batch that a loader made
+    features.length_per_key()
+    return features
 
 
 def _trained(model: EmbeddingBagCollection, features: KeyedJaggedTensor, grad: Tensor) -> Tensor:

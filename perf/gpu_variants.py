@@ -55,8 +55,6 @@ VARIANTS: tuple[Variant, ...] = (
     *(Variant(_registers(n), "forward", {"lookup.registers": n}, shapes=LOOKUPS) for n in (0, 48, 56, 64, 96)),
     # default: 4 rows on 4 warps
     *(_lookup(*tile) for tile in ((1, 1), (2, 2), (8, 8), (4, 2), (8, 4))),
-    Variant("long bags first", "forward", {"lookup.long_bags_first": True}, shapes=("C",)),
-    Variant("long bags first or not: not", "forward", {"lookup.long_bags_first": False}, shapes=("C",)),
     *(Variant(_registers(n), "backward", {"update.registers": n}) for n in (0, 48, 56, 64, 96)),
     Variant("rows prefetched to L2", "backward", {"update.prefetch": True}),
     Variant("rows not prefetched", "backward", {"update.prefetch": False}),
@@ -67,16 +65,19 @@ VARIANTS: tuple[Variant, ...] = (
         for n in (0, 56, 96)
     ),
     *(Variant(f"{n} programs", "backward", {"update.programs": n}) for n in (1056, 1320, 2112, 4224, 8448, 24576)),
+    *(Variant(f"programs for {n} waves", "backward", {"update.waves": n}) for n in (1, 2, 4)),
+    Variant("one wave, contiguous parts", "backward", {"update.waves": 1, "update.contiguous": True}),
+    Variant("prefetched to L2 and next entries", "backward", {"update.prefetch": True, "update.next_entries": True}),
     Variant("contiguous parts", "backward", {"update.contiguous": True}),
     # default: 4 chunks on 4 warps, a row of 128 columns to a warp
     *(
         Variant(f"{chunks} chunks on {warps} warps", "backward", {"update.tile": (chunks, warps)})
         for chunks, warps in ((4, 4), (8, 8), (8, 4), (4, 2), (2, 2), (1, 1))
     ),
-    *(
-        Variant(f"index of {block} ids on {warps} warps", "backward", {"index.block": block, "index.warps": warps})
-        for block, warps in ((256, 8), (1024, 8), (512, 4), (1024, 32))
-    ),
-    Variant("the default again", "module", shapes=("A", "L=1")),
-    Variant("index in forward", "module", {"index.in_forward": True}, shapes=("A", "L=1")),
+    # one id a thread; default: 256
+    *(Variant(f"index of {block} ids a program", "backward", {"index.block": block}) for block in (128, 256, 512)),
+    # what a collection decides
+    Variant("the default again", "module", shapes=("A", "C", "L=1")),
+    Variant("long bags first", "module", {"lookup.long_bags_first": True}, shapes=("C",)),
+    Variant("index in forward", "module", {"index.in_forward": True}, shapes=("A", "C", "L=1")),
 )

@@ -14,6 +14,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -25,6 +26,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 
 CUDA = torch.device("cuda", 0)
+# what the device says of itself, where something is sized by it: an H100's
+PROPERTIES = SimpleNamespace(
+    name="a device that is not there", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30,
+    L2_cache_size=50 << 20, regs_per_multiprocessor=65_536, max_threads_per_multi_processor=2048,
+    shared_memory_per_multiprocessor=233_472,
+)  # fmt: skip
 
 Op = Any
 _ATEN: Any = torch.ops.aten
@@ -312,6 +319,7 @@ def pretended(seen: Seen) -> Iterator[None]:
         ("current_device", lambda: CUDA.index),
         ("current_stream", lambda device=None: None),
         ("Event", _Event),
+        ("get_device_properties", lambda device=None: PROPERTIES),
     ]
     with ExitStack() as stack:
         stack.enter_context(patch.object(jit, "run", noted))

@@ -26,8 +26,8 @@ def run(out: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("interpreted", marks=pytest.mark.interpreted)])
 def test_every_section_is_ok(device: str, tmp_path: Path) -> None:
-    # those of other tests; the suite takes the interpreter minutes, and so does the A/B
-    others = {"compile", "gpu_tests", "nccl", *(() if device == "cpu" else ("suite", "ab"))}
+    # those of other tests; the suite and the A/B take the interpreter minutes
+    others = {"compile", "gpu_tests", "nccl", *(() if device == "cpu" else ("suite", "ab", "profile"))}
     sections = [name for name in gpu_check.SECTIONS if name not in others]
     # every case by itself is run by test_perf_cases_*.py
     some = ("--cases", r"^(lookup: pooled_lookup, |update: fused_update, sgd|jagged: .*permute|keyed: KT regroup)")
