@@ -378,7 +378,6 @@ def _block_bucketize_torch(
         if found != ids.shape[0]:
             raise_bad_values(lengths, ids, block_sizes)
         return new_weights, new_lengths, new_ids, positions, permute
-    require_sortable("block_bucketize", "ids", ids)
     n, bags, features, device = ids.shape[0], lengths.shape[0], block_sizes.shape[0], ids.device
     if ids.is_cpu:
         raise_bad_values(lengths, ids, block_sizes)
