@@ -64,8 +64,9 @@ def test_numbers_beside_sizes_come_in_one_copy_and_only_where_sizes_are_read() -
         assert seen.copies == {"to host": 1}
         assert kjt._sizes(later) == kjt.length_per_key() == [1, 2]
         assert seen.copies == {"to host": 1}
+        bad = Beside(torch.tensor([9]).to(CUDA))
         with pytest.raises(ValueError, match="lengths sum to 4, values has 3"):
-            batch([1, 0, 2, 1])._sizes(bad := Beside(torch.tensor([9]).to(CUDA)))
+            batch([1, 0, 2, 1])._sizes(bad)
     assert (beside.numbers, later.numbers, bad.numbers) == ([7, 8], None, [9])
 
 
