@@ -7,6 +7,9 @@ then for the sources of all ids but the first, then for gradients, W and states,
 waits twice, one of two to four ids three times.
 """
 
+# constexpr is no type, and a constexpr decides what is bound
+# pyright: reportInvalidTypeForm=false, reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 from ._op import multiple, tl, triton
@@ -94,7 +97,7 @@ def _chunk_entries(  # type: ignore[no-untyped-def]
 @triton.jit
 def _ask_ahead(rows, live, nowhere, D, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Bring rows that begin at some addresses [C] to the second-level cache, `nowhere` for others: NVIDIA only."""
-    SECTOR: tl.constexpr = 256 // rows.dtype.element_ty.primitive_bitwidth  # pyright: ignore[reportInvalidTypeForm]
+    SECTOR: tl.constexpr = 256 // rows.dtype.element_ty.primitive_bitwidth
     first = tl.arange(0, (BLOCK_D + SECTOR - 1) // SECTOR) * SECTOR
     # in place of what is not to be asked for, the row's first element again, or the first row's
     near = rows[:, None] + tl.where(first < D, first, 0)[None, :]
