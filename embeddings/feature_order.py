@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import configs
-from shardwise.kernels._op import next_power_of_2, runs_kernel
+from shardwise.kernels._op import capturing, next_power_of_2, runs_kernel
 from shardwise.kernels.features import ORDER, launch_order
-
-from .unread_guard import capturing
 
 if TYPE_CHECKING:
     from .table_group import TableGroup

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import update_index
+from shardwise.kernels._op import capturing
 from shardwise.kernels.configs import setting
-
-from .unread_guard import capturing
 
 if TYPE_CHECKING:
     from .table_group import TableGroup

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.kernels import RULES, fused_update, new_guard
+from shardwise.kernels.index_op import update_index
 from shardwise.kernels.rules import BUILT_IN
 from shardwise.kernels.update import fused_update_ref
 
@@ -22,10 +23,13 @@ from .batches import Batch
 from .case import Case
 from .tolerances import AVERAGED, RULE, RULE_BY_STEPS, SAME
 
-INDEX = ("row_chunks.row_keys", "row_chunks.chunk")
+UPDATE = "update_kernel.update"
+INDEX = ("row_keys.row_keys", "row_chunks.chunk_alone")
+SMALL = (*INDEX, UPDATE)
 # an index of several blocks, and a step of several levels
-LARGE = (*INDEX, "row_chunks.mark", "update.update")
-SMALL = (*INDEX, "update.update")
+LARGE = ("row_keys.row_keys", "row_chunks.mark", "row_chunks.block_sums", "row_chunks.chunk", UPDATE)
+# an index that was made before, and a step that is counted by itself
+AHEAD = ("row_keys.count_step",)
 HALVES = (torch.float16, torch.bfloat16)
 HYPER = {
     "lr": 0.1, "eps": 1e-6, "beta1": 0.9, "beta2": 0.99, "momentum": 0.5, "nesterov": 0.0, "weight_decay": 0.125,
@@ -122,6 +126,12 @@ def _batches() -> Iterator[Case]:
         yield _case("one id", Batch(((5, 8),), ((0, False),), bags=1, lengths=(1, 1)), rule)
         yield _case("no ids", _of(8, lengths=(0, 0)), rule, INDEX[:1])
         yield _case("empty bags", _of(8, bags=30, lengths=(0, 1)), rule)
+    for rule in ("rowwise_adagrad", "adam"):
+        quick = rule == "adam"
+        yield _case("index ahead", _of(20), rule, (*SMALL, *AHEAD), quick=quick, ahead=True)
+        yield _case("index ahead, hot rows", hot, rule, (*LARGE, *AHEAD), programs=2, ahead=True)
+        yield _case("index ahead, rounded", _of(64, dtype=HALVES[0]), rule, (*SMALL, *AHEAD), ahead=True, rounds=True)
+        yield _case("index ahead, a bad batch", _of(20), rule, (*SMALL, *AHEAD), ahead=True, bad=True)
     yield _case("sums of gradients, hot rows", hot, "gradient", LARGE, programs=2, tolerance=SAME)
 
 
@@ -135,6 +145,7 @@ def _update(
     most: float | None = None,
     sequence: bool = False,
     bad: bool = False,
+    ahead: bool = False,
     hyper: dict[str, float] | None = None,
 ) -> Sequence[Any]:
     """The third step of a rule, whose states are not what they begin with: weights, states and count of steps."""
@@ -147,12 +158,19 @@ def _update(
     numbers = [known.get(name, default) for name, default in chosen.hyper.items()] + [0.125]
     seed = torch.full((1,), 7, dtype=torch.int64) if rounds else None
     ids, offsets, per_id = batch.bag_ids()
+    pooling = "sequence" if sequence else batch.pooling
     arguments = (
         weights, states, step, batch.row_gradient() if sequence else batch.gradient(), ids, offsets, per_id,
         batch.table_features, batch.dims, batch.segments, rule, torch.tensor(numbers, dtype=torch.float64), guard,
-        "sequence" if sequence else batch.pooling, decay, most, seed,
+        pooling, decay, most, seed,
     )  # fmt: skip
-    (by or fused_update_ref)(*arguments)
+    if by is None:
+        fused_update_ref(*arguments)
+    elif ahead:
+        of_batch = (ids, offsets, per_id, batch.table_features, batch.dims, batch.segments, pooling)
+        by(*arguments, index=update_index(*of_batch, hashed=rounds))
+    else:
+        by(*arguments)
     return [weights, *states, step]
 
 
