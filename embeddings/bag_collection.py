@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
+from shardwise.kernels._op import INTERPRETED
 
 from .collection import TableCollection, require_features
 from .config import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
@@ -109,7 +110,8 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
 
     def _pooled(self, group: TableGroup, picked: KeyedJaggedTensor) -> Tensor:
         weights = picked.weights() if self._is_weighted else None
-        order_features(group, picked.length_per_key_or_none())
+        if group.flat.is_cuda or INTERPRETED:
+            order_features(group, picked.length_per_key_or_none())
         return group.pooled(picked.values(), picked.offsets(), weights, trains=self.training)
 
     def _is_averaged(self, config: BaseEmbeddingConfig) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import table_rows
-from shardwise.kernels._op import no_second_derivative
+from shardwise.kernels._op import INTERPRETED, no_second_derivative
 
 from .index_ahead import index_ahead
 
@@ -35,7 +35,10 @@ class LookupWithUpdate(torch.autograd.Function):
         # which tables are left alone; None where the backward trains none
         ctx.frozen = frozen
         out = group.look_up(slots, offsets, per_id_weights, pooling)
-        ctx.index = frozen and index_ahead(group, slots, offsets, per_id_weights, ids, pooling=pooling, frozen=frozen)
+        ctx.index = None
+        # no update on a CPU takes one
+        if frozen and (slots.is_cuda or INTERPRETED):
+            ctx.index = index_ahead(group, slots, offsets, per_id_weights, ids, pooling=pooling, frozen=frozen)
         ctx.holds = frozen is not None or ctx.needs_input_grad[1]
         if not ctx.holds:
             # nobody comes back for the rows

@@ -141,7 +141,7 @@ def on_own_device(schema: str, implementation: Callable[..., Any]) -> Callable[.
     arguments = torch._C.parse_schema(schema).arguments
     kinds = [str(argument.type) for argument in arguments]
     tensors = tuple(place for place, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]"))
-    lists = tuple(place for place, kind in enumerate(kinds) if kind == "List[Tensor]")
+    lists = tuple(place for place, kind in enumerate(kinds) if kind in ("List[Tensor]", "Optional[List[Tensor]]"))
 
     def guarded(*args: Any) -> Any:
         index, given = -1, len(args)
@@ -154,7 +154,7 @@ def on_own_device(schema: str, implementation: Callable[..., Any]) -> Callable[.
                         raise ValueError(_several_devices(schema, arguments, args))
                     index = here
         for place in lists:
-            for tensor in args[place] if place < given else ():
+            for tensor in (args[place] or ()) if place < given else ():
                 here = tensor.get_device()
                 if here != index and here >= 0:
                     if index >= 0:

@@ -108,7 +108,11 @@ def _ask_ahead(rows, live, nowhere, D, BLOCK_D: tl.constexpr):  # type: ignore[n
 
 
 # programs is an argument because a compiler spills tl.num_programs, which it cannot read again, and not an argument
-@triton.jit(do_not_specialize=["low", "high", "stride", "steps", "programs"])
+@triton.jit(
+    do_not_specialize=["low", "high", "stride", "steps", "programs"],
+    # a level's table begins where that of the one before ends
+    do_not_specialize_on_alignment=["chunks", "n_chunks"],
+)
 def _update_kernel(  # type: ignore[no-untyped-def]
     W,
     states,

@@ -152,6 +152,12 @@ def update(batch: Batch, rule: str = "rowwise_adagrad") -> None:
             segments, rule, gpu(len(RULES[rule].hyper) + 1, dtype=torch.float64), gpu(3, dtype=torch.int64), "sum",
             "none", None, None,
         )  # fmt: skip
+    index = OPS.update_index(*where, None, features, segments, sum(DIMS), "sum", False)
+    OPS.fused_update(
+        table, states, gpu(1, dtype=torch.int64), gpu(batch.b, sum(DIMS)), *where, None, features, DIMS, segments, rule,
+        gpu(len(RULES[rule].hyper) + 1, dtype=torch.float64), gpu(3, dtype=torch.int64), "sum", "none", None, None,
+        index=index,
+    )  # fmt: skip
 
 
 def gradient(batch: Batch) -> None:
@@ -280,8 +286,9 @@ def batches(count: int) -> list[Batch]:
 
 # of these several are compiled for one job, by what a batch is like: as many at most, and why
 SEVERAL = {
-    # levels of chunks by the number of ids, which index each level's kind of tile, the last of which ends what is open
-    "_row_keys_kernel": 6, "_mark_kernel": 6, "_chunk_kernel": 16, "_update_kernel": 16,
+    # levels of chunks by the number of ids, which index each level's kind of tile, the last of which ends what is open;
+    # one program for few ids; keys of an index made ahead count no step
+    "_row_keys_kernel": 8, "_mark_kernel": 6, "_chunk_kernel": 16, "_chunk_alone_kernel": 8, "_update_kernel": 16,
     # three sizes of block, int32 and int64
     "_cumsum_kernel": 6,
     # three tiles by the mean length of a bag, with a matrix and with its transpose

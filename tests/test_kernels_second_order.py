@@ -64,7 +64,7 @@ OPS = torch.ops.shardwise
 WITHOUT = {
     "check_gradient", "check_ids", "complete_cumsum", "dequantize_rows", "expand_into_jagged_permute", "fused_update",
     "histogram_binning", "invert_permute", "jagged_unique", "offsets_range", "quantize_rows", "quantized_pooled_lookup",
-    "quantized_sequence_lookup", "unique_ids",
+    "quantized_sequence_lookup", "unique_ids", "update_index",
 }  # fmt: skip
 
 # autograd's own Functions -> where their second derivative is looked at
