@@ -30,6 +30,7 @@ from shardwise.kernels import (
     check_gradient,
     check_ids,
     fused_update,
+    launch_plans,
     new_guard,
     per_id_weight_gradient,
     pooled,
@@ -395,7 +396,10 @@ def test_rows_of_whole_sectors_move_exactly_the_declared_bytes(call: str) -> Non
 @interpreted
 @pytest.mark.parametrize("call", ["pooled_lookup", "sequence_lookup", "weight_gradient", "sgd"])
 def test_an_alignment_that_a_launch_gets_wrong_is_found(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pooled, sequence, update, weight_gradient):
+    # plans that were kept have the right one, and nobody may keep the wrong one
+    for module, name in ((pooled, "lookup_plan"), (weight_gradient, "gradient_plan"), (update, "source_alignment")):
+        monkeypatch.setattr(module, name, getattr(launch_plans, name).__wrapped__)
+    for module in (launch_plans, sequence, update):
         monkeypatch.setattr(module, "row_alignment", lambda dim, itemsize: 4)
     with pytest.raises(Fault, match="a multiple of 4, but the value is 5$"), recorded():
         CALLS[call](inputs(SOME["dim 5"]))
