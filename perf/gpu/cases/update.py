@@ -114,7 +114,7 @@ def _batches() -> Iterator[Case]:
             ("600 ids, one block", Batch(((400, 4), (3, 4)), bags=120, lengths=(0, 5))),
             ("1,500 ids, one block", Batch(((400, 4), (3, 4)), bags=150, lengths=(0, 10))),
         ):
-            large = LARGE if "2,400" in words else SMALL
+            large = SMALL if "one block" in words else LARGE
             quick = rule == "rowwise_adagrad" and "2,400" in words
             tolerance = AVERAGED if batch.pooling == "mean" else RULE
             yield _case(words, batch, rule, large, programs=3, quick=quick, tolerance=tolerance)
