@@ -20,7 +20,8 @@ from torch import Tensor
 from . import cpu_buckets
 from ._op import INTERPRETED, direct, launch_options, register, runs_kernel, tl, triton
 
-_BLOCK = 64 if INTERPRETED else 256
+# a number for each thread: what is read and written one after another then uses its sectors (streams.py)
+_BLOCK = 64 if INTERPRETED else 128
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 

@@ -226,9 +226,9 @@ def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int |
     block_m, block_k = _block(inner, 64 // values.itemsize), _block(columns, _TILE)
     align, warps = _align(out, columns), _warps(block_l, block_m, block_k, values.itemsize)
     if align * values.itemsize < 16 and block_l * block_k == _TILE**2:
-        # an address for each element of a tile is too much for the registers of few threads, and of fp32 for AMD's of
-        # masks (triton 3.9.0)
-        warps, block_k = 8, block_k if warps == 4 else max(16, block_k // 2)
+        # an address for each element of a tile is too much for the registers of few threads, for AMD's of masks (fp32,
+        # triton 3.9.0) and for the 128 that sm_100's compiler leaves to a product of 16-bit numbers
+        warps, block_k = 8, max(16, block_k // 2)
     grid = (triton.cdiv(rows, block_l), triton.cdiv(columns, block_k))
     _dense_bmm_kernel[grid](
         values, offsets, dense, out, rows, bags, inner, columns, limit_of(max_length, rows),

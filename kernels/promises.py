@@ -71,7 +71,7 @@ WAITS_OF_NARROW_ROWS = 2.5
 GATHERS_FIRST = r"pooled_lookup |index_add |quantized_pooled_lookup (?!.* (fp8|int2)( |$))"
 # updates of whole rows on 16 bytes -> how often a chunk of up to four ids waits for memory, one load after another;
 # other rows and gradients, and rules with states of both kinds, a fourth time for a part of a latency
-UPDATES_OF_WHOLE_ROWS = r"update (?!partial_)\w+ D=(64|128) fp32(?!.* (and|shifted|beside))( |$)"
+UPDATES_OF_WHOLE_ROWS = r"update (?!partial_|lamb .* weighted)\w+ D=(64|128) fp32(?!.* (and|shifted|beside))( |$)"
 LONG_WAITS_OF_UPDATES = 3
 # elsewhere once more on some version of the compiler
 COUNTED_ON = ("sm_90", "sm_100")
@@ -234,8 +234,8 @@ def _listed(row_sums: tuple[str, ...]) -> str:
 
 
 def _uses_whole_sectors(case: Case) -> bool:
-    """The last block of a gradient is read under a mask, by threads that hold several numbers; no other has one."""
-    return case.kernel_name != "check_gradient"
+    """A gradient's last block, and rows of one column, are read under a mask by threads that hold several numbers."""
+    return case.kernel_name != "check_gradient" and re.match(r"(de)?quantize_rows D=1 ", case.name) is None
 
 
 def _waits(case: Case) -> float | None:

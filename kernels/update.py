@@ -53,7 +53,7 @@ from .update_step import DECAYS, SlotIds, Step, decay_factor
 PERSISTENT_PROGRAMS = 4 if INTERPRETED else 0
 # registers of a thread at most, where its 4 elements are of one row, so that 8 programs of 4 warps fit, or of several
 # rows, each of them with addresses of its own; and where it has more elements
-REGISTERS, ROWS_REGISTERS, WIDE_REGISTERS = 64, 96, 128
+REGISTERS, ROWS_REGISTERS, WIDE_REGISTERS = 64, 112, 128
 
 
 def fused_update_ref(

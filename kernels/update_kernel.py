@@ -59,6 +59,13 @@ def _sums(partial, at, D, d, live, in_row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _leave_sum(partial, slot, g, D, d, live, in_row):  # type: ignore[no-untyped-def]
+    """Store the sums of chunks of longer runs, for the next level."""
+    left = (live & (slot >= 0))[:, None] & in_row[None, :]
+    tl.store(partial + (slot * D)[:, None] + d[None, :], g, mask=left)
+
+
+@triton.jit
 def _lower_bound(sorted_numbers, n, wanted, steps):  # type: ignore[no-untyped-def]
     """How many of n ascending numbers are less than the wanted one."""
     low = n * 0
@@ -227,6 +234,13 @@ def _update_kernel(  # type: ignore[no-untyped-def]
             source = tl.where(i > 0, later, source)
             g0 = _scaled_rows(grad, source, scale, begin + i, d, i < length, in_row, SRC_ALIGN, HAS_SCALE)
 
+        if not TAIL:
+            # read again: no register keeps them while wide rows are added up
+            row = tl.load(chunks + ROW * stride + c, mask=live, other=0)
+            slot = tl.load(chunks + SLOT * stride + c, mask=live, other=-1)
+            whole = live & (slot < 0)
+            _leave_sum(partial, slot, g, D, d, live, in_row)
+
         # asked for beside the last gradient rows: a compiler moves a load down to its first use, past any loop, and
         # below there is none. For both, wide rows have too few registers
         at = (((row - low) * D)[:, None]) + d[None, :]
@@ -249,8 +263,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
             g2 = _gradient_rows(grad, src, scale, begin + i + 2, d, i + 2 < length, in_row, SRC_ALIGN, HAS_SCALE)
             g3 = _gradient_rows(grad, src, scale, begin + i + 3, d, i + 3 < length, in_row, SRC_ALIGN, HAS_SCALE)
             g = (((g + g0) + g1) + g2) + g3
-        left = (live & (slot >= 0))[:, None] & in_row[None, :]
-        tl.store(partial + (slot * D)[:, None] + d[None, :], g, mask=left)
+            _leave_sum(partial, slot, g, D, d, live, in_row)
 
         if DECAY == 1:
             g = g + given[NUMBERS - 1] * w
