@@ -37,7 +37,7 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
 # targets on which every case is compiled: what embeddings are trained on. On the others every kernel, rule, dtype and
 # format at D=128, and fp32 also at D=3, a quarter of all cases: they differ little from one that is compiled whole
 WHOLE = ("sm_80", "sm_90", "sm_100", "gfx942")
-_INDEX = r"(row_keys|mark|chunk|chunk_alone|block_sums|owners|bags|check_ids|check_gradient) "
+_INDEX = r"(row_keys|mark|chunk|chunk_alone|block_sums|owners|bags|check_ids|check_gradient|count_step) "
 _OTHERS = (
     r".* (beside|shifted|tile|tuned|features|padded|masks|weighted|and|to \w*float16|l2|decoupled|mean|long|half)\b"
     r"|.* (blocks|batches|i32 i64|i64 i32|i32 ids|i32 offsets|300 buckets|fp32 scales|\d+ samples|\d times|small)\b"
