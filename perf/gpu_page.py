@@ -16,9 +16,9 @@ from typing import Any
 
 from shardwise.perf.gpu_ab import CONTROL, GAIN, LOSS
 from shardwise.perf.gpu_predictions import ASSUMPTIONS, card_of, compared
-from shardwise.perf.report_html import MORE
-from shardwise.perf.roofline import COLOURS, colour
-from shardwise.planner.report_style import PAGE, soft
+from shardwise.perf.report_html import style_sheet
+from shardwise.perf.roofline import colour
+from shardwise.planner.report_style import document, soft
 
 WIDTH, NAMES, LINE, TOP = 940, 300, 22, 30
 # ratios that the chart of the A/B shows; what lies outside is drawn at its edge
@@ -46,19 +46,7 @@ def page(report: Json) -> str:
         *_yardsticks(_result(sections, "yardsticks")),
         *_errors(sections),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_style()}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
-
-
-def _style() -> str:
-    light, dark = ("".join(f"--{name}:{both[dim]};" for name, both in COLOURS.items()) for dim in (0, 1))
-    fills = "".join(f".{name}{{fill:var(--{name});background:var(--{name})}}" for name in COLOURS)
-    return PAGE.replace("LIGHT", light).replace("DARK", dark) + MORE + fills + STYLE
+    return document(title, style_sheet() + STYLE, body)
 
 
 def _result(sections: Json, name: str) -> Json:

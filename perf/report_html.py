@@ -14,7 +14,7 @@ from shardwise.perf.case import PEERS
 from shardwise.perf.report import columns, heading, remarks, rows
 from shardwise.perf.roofline import COLOURS, Bar, Point, bars, colour, roofline
 from shardwise.perf.storage import Stored
-from shardwise.planner.report_style import PAGE, soft
+from shardwise.planner.report_style import PAGE, document, soft
 
 MORE = """
 body{max-width:1180px}.whisker{stroke:var(--ink);stroke-width:1.2;fill:none}
@@ -35,16 +35,11 @@ def page(stored: Sequence[Stored]) -> str:
     for one in stored:
         body += _figures(one, groups)
     body += ["<h2>Cases</h2>", *_table(stored), *_versions(stored)]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_style()}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
+    return document(title, style_sheet(), body)
 
 
-def _style() -> str:
+def style_sheet() -> str:
+    """The CSS of a page of measurements."""
     light, dark = ("".join(f"--{name}:{both[dim]};" for name, both in COLOURS.items()) for dim in (0, 1))
     fills = "".join(f".{name}{{fill:var(--{name});background:var(--{name})}}" for name in COLOURS)
     return PAGE.replace("LIGHT", light).replace("DARK", dark) + MORE + fills

@@ -15,7 +15,7 @@ from .explanation import facts, headline
 from .planned import Planned
 from .problem import Choice
 from .report_ranks import by_table, rank_numbers, time_by_part
-from .report_style import look, numbers, patterns, soft, style_sheet, swatch
+from .report_style import document, look, numbers, patterns, soft, style_sheet, swatch
 from .wording import (
     Row,
     best_of_each,
@@ -54,13 +54,7 @@ def report(planned: Planned) -> str:
         *_tables(planned, told),
         *_settings(planned),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{style_sheet()}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
+    return document(title, style_sheet(), body)
 
 
 def _summary(planned: Planned) -> list[str]:

@@ -63,6 +63,17 @@ def style_sheet() -> str:
     return PAGE.replace("LIGHT", light).replace("DARK", dark) + fills
 
 
+def document(title: str, style: str, body: Iterable[str]) -> str:
+    """A page that needs no other file: its title, its CSS, and pieces of HTML, a line each."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
+
+
 def swatch(look: str) -> str:
     """A small sample of a look, for legends."""
     return f'<svg width="14" height="14" aria-hidden="true"><rect class="b {look}" width="14" height="14"/></svg>'
