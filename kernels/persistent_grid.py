@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._op import INTERPRETED
+
 # programs of each multiprocessor, on any device: more than any of them holds at once, so that a part of them can end
 # before others. Whether as many as fit, or a multiple of these, take less time is for a device to say
 PROGRAMS = 16
+# programs of any device in place of these: few, and more than one, in the interpreter; else (0) as the device asks
+PERSISTENT_PROGRAMS = 4 if INTERPRETED else 0
 # programs that a multiprocessor of sm_80, sm_90 or sm_100 holds at most, whatever they need
 RESIDENT = 32
 _WARP = 32
@@ -44,7 +48,7 @@ def multiprocessors(device: torch.device) -> Multiprocessors:
 
 def persistent_programs(device: torch.device) -> int:
     """Programs of a persistent grid, at most, on this device."""
-    return multiprocessors(device).number * PROGRAMS
+    return PERSISTENT_PROGRAMS or multiprocessors(device).number * PROGRAMS
 
 
 def resident_programs(device: torch.device, warps: int, registers: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import configs
-from ._op import INTERPRETED, tl, triton
+from ._op import tl, triton
 from .bounds import OK
 from .features import COLUMN, FIELDS, FIRST_ROW, MEAN, ORIGIN, ROWS, Segment
 from .persistent_grid import persistent_programs
@@ -26,10 +26,8 @@ from .transpose import key_dtype
 
 # An id a thread: lanes beside one another read and write words beside one another, and a sector is used whole.
 BLOCK = 256
-# blocks of a program at most, where there are blocks for all of a device; and how many that are: what the device says
-# (0), few in the interpreter
+# blocks of a program at most, where there are blocks for all of a device
 _PARTS = 4
-PERSISTENT_PROGRAMS = 4 if INTERPRETED else 0
 
 
 class RowKeys(NamedTuple):
@@ -177,7 +175,7 @@ def row_keys(
     places = torch.empty(n, dtype=torch.int64, device=device) if hashed else None
     counts = guard is not None and step is not None
     block, warps = block_of_ids()
-    parts = max(1, min(_PARTS, n // (block * (PERSISTENT_PROGRAMS or persistent_programs(device)))))
+    parts = max(1, min(_PARTS, n // (block * persistent_programs(device))))
     _row_keys_kernel[(max(1, triton.cdiv(n, block * parts)),)](
         indices, offsets, indices if per_id_weights is None else per_id_weights.contiguous(), features,
         indices if ids is None else ids.contiguous(), guard if counts else source, step if counts else source,

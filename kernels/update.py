@@ -49,8 +49,6 @@ from .transpose import CHUNK, Transposed, transpose_index
 from .update_kernel import _update_kernel
 from .update_step import DECAYS, SlotIds, Step, decay_factor
 
-# programs of a grid at most: few, and more than one, in the interpreter; else (0) what the device asks for
-PERSISTENT_PROGRAMS = 4 if INTERPRETED else 0
 # registers of a thread at most, where its 4 elements are of one row, so that 8 programs of 4 warps fit, or of several
 # rows, each of them with addresses of its own; and where it has more elements
 REGISTERS, ROWS_REGISTERS, WIDE_REGISTERS = 64, 112, 128
@@ -335,7 +333,7 @@ def _launch_segment(
     align, source_align = row_alignment(dim, 4), _source_alignment(grad, dims, dim)
     table = weights[segment.base :]
     heuristic = update_tile(dim)
-    usual = PERSISTENT_PROGRAMS or persistent_programs(table.device)
+    usual = persistent_programs(table.device)
     block_c, block_d, warps, most = configs.update_tile(rule.name, heuristic, usual, table.dtype, align, table.device)
     given = tuple(
         state if kind == "row" else state[segment.base :] for state, kind in zip(states, rule.kinds, strict=True)

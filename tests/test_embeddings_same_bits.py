@@ -25,7 +25,7 @@ from shardwise import (
     apply_optimizer_in_backward,
 )
 from shardwise.kernels import configs as tuned
-from shardwise.kernels import cpu_update, update
+from shardwise.kernels import cpu_update, persistent_grid, update
 from shardwise.kernels._op import gather_tile
 from shardwise.kernels.transpose import levels_for
 
@@ -96,7 +96,7 @@ def use_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doubled[0] == 2 * chosen[0] and doubled[1] == chosen[1]
     of_dim = update.update_tile
     monkeypatch.setattr(update, "update_tile", lambda dim, *_: of_dim(dim, 2))
-    monkeypatch.setattr(update, "PERSISTENT_PROGRAMS", 3)
+    monkeypatch.setattr(persistent_grid, "PERSISTENT_PROGRAMS", 3)
     rows, block_d, _ = gather_tile(DIM, 4, 4)
     monkeypatch.setattr(tuned, "gather_tile", lambda *_: (2 * rows, block_d // 2, 1))
     monkeypatch.setattr(cpu_update, "_BLOCK_ELEMENTS", 7 * DIM)

@@ -43,6 +43,7 @@ from shardwise.kernels import (
     flatten_segments,
     fused_update,
     pack_features,
+    persistent_grid,
     pooled,
     row_chunks,
     row_keys,
@@ -181,7 +182,7 @@ def test_a_row_has_the_same_bits_on_every_tile_and_grid(
             # the norm of a row follows the tile's layout: that is why the tile is a function of the dim alone
             chunks = own
         monkeypatch.setattr(update, "update_tile", lambda dim, chunks=chunks: (chunks, block_d, warps))
-        monkeypatch.setattr(update, "PERSISTENT_PROGRAMS", programs)
+        monkeypatch.setattr(persistent_grid, "PERSISTENT_PROGRAMS", programs)
         assert_same_rows(updated_rows(pairs, rule, where), expected)
 
 
@@ -189,7 +190,7 @@ def test_a_row_has_the_same_bits_on_every_tile_and_grid(
 def test_a_row_has_the_same_bits_however_a_launch_asks_for_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a variant may force, on programs that go through several tiles each."""
     where, pairs = torch_device(device), interleaved(marked_pairs(), other_pairs(100, seed=7), seed=9)
-    monkeypatch.setattr(update, "PERSISTENT_PROGRAMS", 3)
+    monkeypatch.setattr(persistent_grid, "PERSISTENT_PROGRAMS", 3)
     expected = updated_rows(pairs, "rowwise_adagrad", where)
     for forced in (
         {"update.next_entries": True, "update.prefetch": True},

@@ -64,7 +64,7 @@ def test_a_grid_has_as_many_programs_as_the_device_has_multiprocessors_for(a100:
 
 
 def test_a_launch_has_the_programs_of_its_device_or_what_a_variant_forces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "PERSISTENT_PROGRAMS", 0)
+    monkeypatch.setattr(persistent_grid, "PERSISTENT_PROGRAMS", 0)
     monkeypatch.setattr(persistent_grid, "multiprocessors", lambda device: Multiprocessors(1, 65_536, 2048))
     # 32 ids are at most 33 chunks; a program has one of them and 8 warps, whose threads take 128 registers at most
     many, few = Batch(4096, samples=32), Batch(4096, samples=8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_inputs import Case, Inputs, assert_same_bits, inputs, optimizer, torch_device, update_args, upstream
 
-from shardwise.kernels import bounds, fused_update, new_guard, row_chunks, row_keys
+from shardwise.kernels import bounds, fused_update, new_guard, persistent_grid, row_chunks
 from shardwise.kernels.features import FIRST_ROW
 from shardwise.kernels.row_chunks import HASH, ROW, SLOT, SOURCE, START, RowChunks
 from shardwise.kernels.row_keys import BLOCK
@@ -94,7 +94,7 @@ def test_runs_of_every_length_are_cut_as_the_reference_cuts_them(tail: int, monk
     torch_device("interpreted")
     monkeypatch.setattr(row_chunks, "TAIL", tail)
     monkeypatch.setattr(row_chunks, "_PARTS", (2, 4))
-    monkeypatch.setattr(row_keys, "PERSISTENT_PROGRAMS", 1)
+    monkeypatch.setattr(persistent_grid, "PERSISTENT_PROGRAMS", 1)
     batch = inputs(Case("", tables=((900, 4),), features=((0, False), (0, True)), batch=90, lengths=(0, 21)))
     n = len(batch.indices)
     runs = torch.tensor([1, 32, 33, 1100, 31, 64, 65, *[1, 2] * 250])

@@ -33,6 +33,7 @@ from shardwise.kernels import (
     launch_plans,
     new_guard,
     per_id_weight_gradient,
+    persistent_grid,
     pooled,
     pooled_lookup,
     sequence,
@@ -348,7 +349,7 @@ PAIRS = [
 @pytest.fixture(autouse=True)
 def _a_program_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid too small for its tiles would hide races between tiles of one program."""
-    monkeypatch.setattr(update, "PERSISTENT_PROGRAMS", 10**6)
+    monkeypatch.setattr(persistent_grid, "PERSISTENT_PROGRAMS", 10**6)
 
 
 @cache

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import shardwise.kernels
-from shardwise.kernels import _op, numba_loops
+from shardwise.kernels import _op, numba_loops, persistent_grid
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED, triton
 
 from . import Fault, Kernel, Launch, Memory
@@ -99,12 +99,12 @@ def executed(
     log = Log()
     settings = _Settings(fuses, cut, shuffle)
     with ExitStack() as patches:
+        if programs is not None:
+            patches.enter_context(patch.object(persistent_grid, "PERSISTENT_PROGRAMS", programs))
         for module in modules():
             for name, answer in _PATHS.items():
                 if getattr(module, name, None) is getattr(_op, name):
                     patches.enter_context(patch.object(module, name, lambda *tensors, answer=answer: answer))
-            if programs is not None and hasattr(module, "PERSISTENT_PROGRAMS"):
-                patches.enter_context(patch.object(module, "PERSISTENT_PROGRAMS", programs))
             for name, kernel in _kernels_in(module):
                 stand_in = _Executor(name_of(kernel), kernel, log, settings)
                 patches.enter_context(patch.object(module, name, stand_in))
