@@ -339,6 +339,7 @@ def _chunk_alone_kernel(  # type: ignore[no-untyped-def]
     FIELDS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HASHED: tl.constexpr,
+    PARTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """What `_mark_kernel`, `_block_sums_kernel` and `_chunk_kernel` do, by one program for few ids."""
@@ -347,7 +348,8 @@ def _chunk_alone_kernel(  # type: ignore[no-untyped-def]
     # what the parts before have: valid ids, and chunks and partial sums of each level
     ids = zero
     before = (zero,) * (2 * LEVELS)
-    for part in range(0, parts):
+    # one part needs no barrier between it and the next
+    for part in range(0, parts if PARTED else 1):
         start = part * BLOCK
         i = start + tl.arange(0, BLOCK)
         key = tl.load(keys + i, mask=i < N, other=end_row)
@@ -421,10 +423,11 @@ def row_chunks(
     gather = (from_source, source if from_scale is None else from_scale, source, source if scale is None else scale)
     fields = (depth, CHUNK, ROW, SLOT, HASH, SOURCE, CHUNK_FIELDS)
     if n <= ALONE:
-        part = _PARTS[n > _PARTS[0]]
+        parted = n > _PARTS[0]
+        part = _PARTS[parted]
         _chunk_alone_kernel[(1,)](
             keys, position, places, *gather, room, totals, n, end_row, triton.cdiv(n, part),
-            *fields, scaled, hashed, part, **launch_options(part // 32, 64),
+            *fields, scaled, hashed, parted, part, **launch_options(part // 32, 64),
         )  # fmt: skip
         return made
     block, warps = block_of_ids()

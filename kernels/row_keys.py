@@ -64,7 +64,10 @@ def _bags_between(O, first, last, bags):  # type: ignore[no-untyped-def]
 def _count_step(guard, step, NONE: tl.constexpr):  # type: ignore[no-untyped-def]
     # a bad batch is no step
     clean = (tl.load(guard) == NONE) & (tl.load(guard + 1) == NONE) & (tl.load(guard + 2) == NONE)
-    tl.store(step, tl.load(step) + clean.to(tl.int64))
+    count = tl.load(step) + clean.to(tl.int64)
+    # all warps read, one writes
+    tl.debug_barrier()
+    tl.store(step, count)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import click
 
     from .perf.gpu.launches import Cut
-    from .perf.gpu.runs import Outcome
+    from .perf.gpu.runs import Missing, Outcome
 
 
 def add_run(kernels: click.Group) -> None:
@@ -38,8 +38,8 @@ def add_run(kernels: click.Group) -> None:
         program by program, on the CPU. Reported are addresses outside of every buffer, misaligned vector accesses,
         races within a program and between programs, reads of shared memory that nobody wrote, threads that miss a
         barrier, and results that differ from the reference by more than is allowed (perf/gpu/cases/tolerances.py).
-        With --all each barrier is then taken out of its program, which has to be reported too; those that nothing
-        reports are listed.
+        With --all each barrier is then taken out of its program, which has to be reported too, unless the accesses that
+        it alone orders are seen to be of one thread each.
 
         Prints a line for each kernel: cases, launches, instructions, faults, the largest difference by what was
         allowed, and the stream that uses least of the 32-byte sectors that it touches. Ends with status 1 where
@@ -69,16 +69,14 @@ def add_run(kernels: click.Group) -> None:
         found = runs.document(ran, cut, command + " --shuffle" * shuffle, perf_counter() - begin)
         if file is not None:
             file.write_text(json.dumps(found, indent=1) + "\n")
-        sys.exit(_report(found, runs.unreported(cut)))
+        sys.exit(_report(found, runs.unexplained(cut)))
 
 
-def _run(
-    names: Sequence[str], barriers: bool, shuffle: bool, jobs: int
-) -> tuple[list[Outcome], list[tuple[Cut, Outcome | None]]]:
+def _run(names: Sequence[str], barriers: bool, shuffle: bool, jobs: int) -> tuple[list[Outcome], list[Missing]]:
     from .perf.gpu import runs
 
     ran: list[Outcome] = []
-    cut: list[tuple[Cut, Outcome | None]] = []
+    cut: list[Missing] = []
     with runs.Workers(jobs) as workers:
         with _progress("executing", len(names)) as tell:
             for outcome in workers.outcomes([(name, None) for name in names], shuffle=1 if shuffle else None):
@@ -86,9 +84,9 @@ def _run(
                 tell(outcome.case)
         if barriers:
             with _progress("taking barriers out", runs.count_barriers(ran)) as tell:
-                for one, seen in runs.barriers_cut(ran, workers):
-                    cut.append((one, seen))
-                    tell(one.kernel)
+                for missing in runs.barriers_cut(ran, workers):
+                    cut.append(missing)
+                    tell(missing.cut.kernel)
     return ran, cut
 
 
@@ -107,7 +105,7 @@ def _progress(doing: str, total: int) -> Iterator[Any]:
         yield tell
 
 
-def _report(found: dict[str, Any], redundant: Sequence[Cut]) -> int:
+def _report(found: dict[str, Any], unexplained: Sequence[Cut]) -> int:
     """Print a line for each kernel and each fault; the status of the process."""
     from rich.console import Console
     from rich.table import Table
@@ -130,14 +128,16 @@ def _report(found: dict[str, Any], redundant: Sequence[Cut]) -> int:
     console = Console(highlight=False)
     console.width = max(console.width, 170)
     console.print(table)
-    for one in redundant:
+    for one in unexplained:
         print(f"{one.kernel}: nothing reports that barrier {one.barrier} of program {one.variant} is missing")
     for sentence in found["wrong"]:
         print(sentence)
-    wrong = len(found["wrong"])
+    wrong = len(found["wrong"]) + len(unexplained)
     total = f"{found['cases']} cases, {found['instructions']} instructions, {found['seconds']} s"
     if found["barriers"]["cut"]:
         total += f", {found['barriers']['reported']} of {found['barriers']['cut']} missing barriers reported"
+        if found["barriers"]["redundant"]:
+            total += f", {found['barriers']['redundant']} redundant"
     print(f"{total}: {f'{wrong} things are wrong' if wrong else 'no fault, every result as close as it must be'}")
     return 1 if wrong else 0
 

@@ -38,14 +38,13 @@ def prepare(
     threads: int = 64,
     initialised: bool = True,
     shift: int = 0,
-    races_in_global: bool = False,
     **_: Any,
 ) -> tuple[Launch, list[int]]:
     """A launch of a body on copies of the buffers, and where those are; they may lie `shift` bytes off, or be empty."""
     memory = Memory()
     addresses = [memory.put(data, f"B{i}", shift, initialised=initialised) for i, data in enumerate(buffers)]
     made = kernel(body, len(buffers), threads)
-    return Launch(made, memory, shared, addresses, races_in_global=races_in_global), addresses
+    return Launch(made, memory, shared, addresses), addresses
 
 
 def launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from shardwise import cli
 from shardwise.kernels import _op
 from shardwise.perf.gpu import runs
 from shardwise.perf.gpu.cases.tolerances import SAME
+from shardwise.perf.gpu.launches import Cut
 
 
 def run(*arguments: str) -> Result:
@@ -46,6 +48,21 @@ def test_each_barrier_of_a_kernel_is_taken_out_and_reported() -> None:
     assert result.exit_code == 0, result.output
     assert "1 of 1 missing barriers reported" in result.output
     assert " 1/1 " in result.output
+
+
+@pytest.mark.executed
+def test_a_barrier_that_nothing_explains_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "pooled lookup, fp16 D=128"
+
+    def silent(*_: object) -> Iterator[runs.Missing]:
+        yield runs.Missing(Cut("pooled.pooled_lookup", "a", 0), redundant=True)
+        yield runs.Missing(Cut("pooled.pooled_lookup", "a", 1))
+
+    monkeypatch.setattr(runs, "barriers_cut", silent)
+    result = run("--kernel", name, "--barriers", "--jobs", "1")
+    assert result.exit_code == 1
+    assert "pooled.pooled_lookup: nothing reports that barrier 1 of program a is missing" in result.output
+    assert "0 of 2 missing barriers reported, 1 redundant: 1 things are wrong" in result.output
 
 
 @pytest.mark.executed

@@ -225,6 +225,23 @@ def test_lanes_that_do_not_come_to_a_matrix(op: str) -> None:
     assert ("missing", 5) in faults(f"{start} @%p3 {op}; ret;", shared=256)
 
 
+@pytest.mark.parametrize("rows", ["x1", "x1.trans"])
+def test_a_matrix_needs_a_barrier_though_each_lane_gives_the_address_of_what_it_wrote(rows: str) -> None:
+    """Lanes get parts of rows that others wrote."""
+    start = f"{PLACES} and.b32 %r12, %tid, 7; mad.lo.s32 %r11, %r12, 16, %r0; setp.lt.u32 %p1, %tid, 8; mov.b32 %r9, 0;"
+    write = "@%p1 st.shared.v4.b32 [%r11], {%r9, %r9, %r9, %r9};"
+    read = f"ldmatrix.sync.aligned.m8n8.{rows}.shared.b16 {{%r10}}, [%r11]; ret;"
+    # lane 0 has a part of row 0, or of rows 0 and 1
+    assert faults(f"{start} {write} {read}", threads=32, shared=128) == [("race", 1 if rows == "x1" else 0)]
+    assert faults(f"{start} {write} bar.warp.sync -1; {read}", threads=32, shared=128) == []
+    store = f"stmatrix.sync.aligned.m8n8.{rows}.shared.b16 [%r11], {{%r9}};"
+    words = "ld.shared.b32 %r10, [%r1]; ret;"
+    # each lane reads a word of a row: its own, where no lane has a column
+    found = [] if rows == "x1" else [("race", 0)]
+    assert faults(f"{start} {store} {words}", threads=32, shared=128) == found
+    assert faults(f"{start} {store} bar.warp.sync -1; {words}", threads=32, shared=128) == []
+
+
 ASYNC = PLACES + "mad.wide.u32 %rd1, %tid, 4, %in0; mad.wide.u32 %rd2, %tid, 4, %in1;"
 BEGIN = "cp.async.ca.shared.global [%r1], [%rd1], 4;"
 COMMIT, WAIT = "cp.async.commit_group;", "cp.async.wait_group {};"
@@ -304,12 +321,14 @@ def test_registers_without_a_value() -> None:
         ("atom.global.add.u32 %r1, [%rd1], 1; st.global.b32 [%rd2], 1;", [("race", 0)]),
     ],
 )
-def test_races_of_one_cta_in_global_memory_where_they_are_asked_for(body: str, found: list[tuple[str, int]]) -> None:
+def test_races_of_two_warps_of_a_cta_in_global_memory(body: str, found: list[tuple[str, int]]) -> None:
     own = "mov.u32 %r8, %ctaid.x; mad.lo.s32 %r8, %r8, 64, %tid; mad.wide.u32 %rd1, %r8, 4, %in0;"
     # the other warp's word
     own += "xor.b32 %r9, %r8, 32; mad.wide.u32 %rd2, %r9, 4, %in0;"
     data = np.zeros(128, np.uint32)
-    assert faults(own + body + "ret;", data, grid=(2,), races_in_global=True) == found
+    assert faults(own + body + "ret;", data, grid=(2,)) == found
+    # lanes of a warp go in step
+    own = own.replace("%r8, 32;", "%r8, 1;")
     assert faults(own + body + "ret;", data, grid=(2,)) == []
 
 

@@ -5,10 +5,9 @@
     launch = Launch(kernel, memory, compiled.metadata.shared, [address, len(array)]).run((4,))
     launch.faults, launch.requests, memory.get(address)
 
-`KINDS` lists what is found: addresses, alignments, races in shared memory, words that CTAs share, memory that nobody
-wrote, threads that miss a barrier, copies that were not waited for, loops without an end. Not looked at: ptxas and its
-code, time, the order of memory between launches, weak memory, and, unless a launch is told to, races of the threads of
-one CTA in global memory.
+`KINDS` lists what is found: addresses, alignments, races in shared memory, words that CTAs or warps of one CTA
+share, memory that nobody wrote, threads that miss a barrier, copies that were not waited for, loops without an end. Not
+looked at: ptxas and its code, time, the order of memory between launches, weak memory.
 """
 
 from .faults import KINDS, Fault, Finding

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .barriers import SEVERAL, Around
 from .faults import Fault, Finding
 from .memory import SPACING_BITS, Buffer, Memory, Sharing, requests
 from .ptx import Entry, Instruction
@@ -45,7 +46,8 @@ class Record:
     shared_piece: int
     grid: tuple[int, int, int]
     counts_requests: bool = True
-    follows_global: bool = False
+    # a barrier that was taken out, which is told who touches what
+    around: Around | None = None
     faults: list[Finding] = field(default_factory=list)
     # requests, bytes, sectors by place of the instruction and what it does to which buffer
     counted: dict[tuple[int, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0]))
@@ -78,6 +80,8 @@ class Cta:
         # later than any time of the CTAs before, in memory that they share
         self.clock = Clock(self.size, record.time + 1)
         self.shared = Shared(record.shared_bytes, record.shared_piece, self.clock, self.size)
+        if record.around is not None:
+            self.shared.touched = self._touch
         self.exited: Array | None = None
         self.at = 0
         self.products: list[Any] = []
@@ -99,6 +103,12 @@ class Cta:
             self.record.seen.add(key)
             self.record.faults.append(finding)
         return finding
+
+    def _touch(self, threads: Array, pieces: Array) -> None:
+        if self.record.around is not None:
+            # four warps read what one product takes
+            owners = np.full_like(threads, SEVERAL) if self.instruction.parts[0] == "wgmma" else threads
+            self.record.around.note(self.at, 0, owners, pieces, len(self.shared.written))
 
     def running(self, live: Array | None) -> Array:
         """Numbers of the threads that execute an instruction."""
@@ -184,8 +194,8 @@ class Cta:
             counted[i] += value
 
     def _note(self, buffer: Buffer, what: str, threads: Array, offsets: Array, size: int) -> None:
-        """Compare an access, a "read", "write" or "atomic", with those of other CTAs and of other threads."""
-        if self.record.follows_global:
+        """Compare an access, a "read", "write" or "atomic", with those of other CTAs and of other warps."""
+        if self.size > 32 or self.record.around is not None:
             self._track(buffer, what, threads, offsets, size)
         if self.record.grid == (1, 1, 1):
             return
@@ -207,15 +217,19 @@ class Cta:
         if tracker is None:
             tracker = self.record.trackers[buffer.origin] = Tracker(buffer.name, len(buffer.bytes) // piece, self.clock)
         tracker.clock = self.clock
+        # lanes of a warp go through a kernel's straight code in step
+        leaders = threads // 32 * 32
         places = (offsets // piece)[:, None] + np.arange(size // piece)
+        if self.record.around is not None:
+            self.record.around.note(self.at, buffer.origin, leaders, places, len(tracker.writer))
 
         def report(kind: str, what: str, first: int) -> None:
             self.report(kind, what, int(threads[first]), int(offsets[first]) + buffer.origin)
 
         if what == "read":
-            tracker.read(threads, places, report)
+            tracker.read(leaders, places, report)
         else:
-            tracker.write(threads, places, report, what == "atomic")
+            tracker.write(leaders, places, report, what == "atomic")
 
     def _require_written(self, buffer: Buffer, threads: Array, offsets: Array, size: int) -> None:
         if buffer.written is None:

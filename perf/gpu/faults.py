@@ -10,7 +10,8 @@ from .ptx import Instruction
 KINDS = {
     "outside": "an address in no buffer, or outside of the CTA's shared memory",
     "misaligned": "an access whose address is no multiple of its size",
-    "race": "shared memory that two threads touch, one of them writing, with no barrier between",
+    "race": "shared memory that two threads touch, or global memory that two warps touch, one of them writing, with no"
+    " barrier between",
     "unwritten": "memory that is read and that nobody wrote",
     "shared word": "global memory that one CTA writes and another reads or writes in the same launch",
     "missing": "threads that do not come to a barrier, a shuffle or another instruction of the whole warp",

@@ -28,6 +28,7 @@ from shardwise.kernels import _op, numba_loops, persistent_grid
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED, triton
 
 from . import Fault, Kernel, Launch, Memory
+from .barriers import Around, pairs_at
 
 TARGET = ("cuda", 90, 32)
 # a CUDA allocation begins on so many bytes; torch's on a CPU on 64, and stays as far off as it is
@@ -50,7 +51,8 @@ class Execution:
     """One launch: `kernel` is its file and name, `requests` what each kind of access moved, by buffer.
 
     `variant` tells the programs apart that a kernel is compiled to, with `barriers` in the text of each. A request has
-    "requests" of warps, the "bytes" that they asked for and the 32-byte "sectors" that they touched.
+    "requests" of warps, the "bytes" that they asked for and the 32-byte "sectors" that they touched. `around` is the
+    barrier that was taken out.
     """
 
     kernel: str
@@ -60,6 +62,7 @@ class Execution:
     instructions: int = 0
     faults: list[str] = field(default_factory=list)
     requests: Mapping[str, Counter[str]] = field(default_factory=dict)
+    around: Around | None = None
 
 
 @dataclass
@@ -191,11 +194,14 @@ class _Executor:
         entry = Execution(self.name, sizes, made.variant, len(made.program.barriers))
         self.log.launches.append(entry)
         is_cut = cut is not None and (cut.kernel, cut.variant) == (self.name, made.variant)
-        program = made.program.without_barrier(cut.barrier) if cut is not None and is_cut else made.program
+        program = made.program
+        if cut is not None and is_cut:
+            entry.around = Around(pairs_at(program, cut.barrier))
+            program = program.without_barrier(cut.barrier)
         memory, places = Memory(), _Places()
         numbers = [places.number(memory, value, name) for name, value in request.passed()]
         scratch = memory.put(torch.zeros(made.scratch_bytes * prod(sizes), dtype=torch.uint8).numpy(), "scratch")
-        launch = Launch(program, memory, made.shared_bytes, [*numbers, scratch, scratch])
+        launch = Launch(program, memory, made.shared_bytes, [*numbers, scratch, scratch], around=entry.around)
         try:
             launch.run(sizes, self.settings.shuffle)
         except Fault as fault:
@@ -206,6 +212,8 @@ class _Executor:
             entry.faults = [*map(str, launch.faults), *entry.faults]
             entry.instructions, entry.requests = sum(launch.executed.values()), launch.requests
             places.read_back(memory)
+            if entry.around:
+                entry.around.end_launch()
         if is_cut and launch.faults:
             # one is enough
             raise Fault(launch.faults[0])

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from .barriers import Around
 from .cta import Cta, NotReady, Record
 from .decode import Decoder, Step
 from .faults import Fault, Finding
@@ -114,6 +115,7 @@ class Launch:
     `faults` are the findings, at most one of a kind for each instruction. `requests` counts requests, bytes and
     32-byte sectors by "load X", "store X", "atomic X" or "prefetch X" for the buffer X; `instruction_requests` by
     the place of the instruction too. `executed` counts instructions by their opcode's first part, `steps` by place.
+    `around` is told who touches what, for a kernel without one of its barriers.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Launch:
         shared_bytes: int,
         args: Sequence[Any],
         sectors: bool = True,
-        races_in_global: bool = False,
+        around: Around | None = None,
     ) -> None:
         self.kernel, self.memory = kernel, memory
         entry = kernel.entry
@@ -134,7 +136,7 @@ class Launch:
         }
         self.record = Record(
             entry, memory, _pack(entry, args), entry.static_bytes + shared_bytes, min(sizes["global"], default=4),
-            min([16, *sizes["shared"]]), (1, 1, 1), sectors, races_in_global,
+            min([16, *sizes["shared"]]), (1, 1, 1), sectors, around,
         )  # fmt: skip
         self.steps = [0] * len(kernel.code)
 

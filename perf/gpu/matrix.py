@@ -68,11 +68,15 @@ def _matrices(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...
         require_whole(cta, live)
         warps = np.unique(cta.running(live) // 32)
         rows = np.arange(8 * len(names))
-        # every lane of the warp reads what the rows hold, the lanes of the addresses make the accesses
         lanes = (warps[:, None] * 32 + rows).reshape(-1)
         addresses = address(cta)[lanes]
+        offsets = cta.shared_offsets(lanes, addresses, 16)
+        owners, places = _parts_of_rows(warps, offsets.reshape(len(warps), len(names), 8), transposed)
+        report = cta.shared_report(owners, places)
         if loads:
-            data = cta.load_shared(lanes, addresses, 8, 2).view(np.uint16).reshape(len(warps), len(names), 8, 8)
+            cta.shared.note_read(owners, places, 2, report)
+            data = cta.shared.bytes[offsets[:, None] + np.arange(16)].view(np.uint16)
+            data = data.reshape(len(warps), len(names), 8, 8)
             data = data.transpose(0, 1, 3, 2) if transposed else data
             words = np.ascontiguousarray(data).view(np.uint32).reshape(len(warps), len(names), 32)
             for i, put in enumerate(puts):
@@ -83,9 +87,24 @@ def _matrices(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...
             words = np.stack([read(cta).reshape(-1, 32)[warps] for read in reads], axis=1)
             data = np.ascontiguousarray(words).view(np.uint16).reshape(len(warps), len(names), 8, 8)
             data = np.ascontiguousarray(data.transpose(0, 1, 3, 2) if transposed else data)
-            cta.store_shared(lanes, addresses, 8, data.view(np.uint64).reshape(len(lanes), 2))
+            cta.shared.note_write(owners, places, 2, report)
+            cta.shared.bytes[offsets[:, None] + np.arange(16)] = data.view(np.uint8).reshape(len(lanes), 16)
 
     return run
+
+
+def _parts_of_rows(warps: Array, offsets: Array, transposed: bool) -> tuple[Array, Array]:
+    """Threads, and where the 2 bytes lie that each reads or writes of rows at `offsets` [warps, matrices, 8].
+
+    The lanes of the addresses are others: a lane has the elements 2 (lane % 4) and the next of row lane / 4, or of
+    that column.
+    """
+    across = (_LANE % 4 * 2)[:, None] + np.arange(2)
+    along = np.broadcast_to((_LANE // 4)[:, None], across.shape)
+    row, column = (across, along) if transposed else (along, across)
+    places = offsets[:, :, row] + 2 * column
+    owners = np.broadcast_to((warps[:, None] * 32 + _LANE)[:, None, :, None], places.shape)
+    return owners.reshape(-1), places.reshape(-1)
 
 
 def _shape(parts: tuple[str, ...]) -> tuple[int, int, int]:

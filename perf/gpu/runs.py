@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 # the whole names, as cases have them: to a type checker modules of two names are two
+from shardwise.perf.gpu.barriers import Around
 from shardwise.perf.gpu.cases import CASES, TOLERANCES, Case, run_case
 from shardwise.perf.gpu.launches import TARGET, Cut
 from shardwise.perf.machine import commit_info, versions
 
 _BY_NAME = {case.name: case for case in CASES}
-# so many cases may fail to see that a barrier is missing before it is called redundant
-_TRIALS = 6
+# cases that may see that a barrier is missing: the quickest, then those whose loops go around most
+_QUICKEST, _LONGEST = 4, 3
 # a buffer is streamed where a warp asks for so many bytes at once; scalars are not
 _STREAMED = 64
 
@@ -40,7 +41,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of a case showed, or of a case with a barrier `cut` out."""
+    """What one run of a case showed, or of a case with a barrier `cut` out and what lies `around` that."""
 
     case: str
     launches: tuple[Launched, ...]
@@ -48,6 +49,25 @@ class Outcome:
     wrong: tuple[str, ...]
     seconds: float
     cut: Cut | None = None
+    around: Around | None = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What became of a program without the barrier `cut`: a run that `shows` it, or why nothing has to.
+
+    It is `redundant` if all accesses ran that it alone orders, and what they have in common is one thread's each time.
+    """
+
+    cut: Cut
+    shows: Outcome | None = None
+    redundant: bool = False
+
+    @property
+    def sentence(self) -> str | None:
+        if self.shows:
+            return f"{self.shows.case}: {self.shows.wrong[0]}"
+        return "redundant: what it alone orders touches pieces of one thread each" if self.redundant else None
 
 
 def select(text: str, every: bool) -> list[Case]:
@@ -107,36 +127,48 @@ def _outcome(name: str, cut: Cut | None, shuffle: int | None) -> Outcome:
     )  # fmt: skip
     # the same instruction is at fault in every program
     wrong = tuple(dict.fromkeys(result.wrong))
-    return Outcome(name, launches, result.difference, wrong, perf_counter() - begin, cut)
+    cuts = [launch.around for launch in result.log.launches if launch.around]
+    for other in cuts[1:]:
+        cuts[0].join(other)
+    # what a fault ended early is of no use
+    return Outcome(
+        name, launches, result.difference, wrong, perf_counter() - begin, cut, None if wrong or not cuts else cuts[0]
+    )  # fmt: skip
 
 
-def barriers_cut(ran: Sequence[Outcome], workers: Workers) -> Iterator[tuple[Cut, Outcome | None]]:
-    """Each barrier of the kernels that ran, taken out: the first run that shows it, or None where none did.
+def barriers_cut(ran: Sequence[Outcome], workers: Workers) -> Iterator[Missing]:
+    """Each barrier of the kernels that ran, taken out.
 
-    A kernel is compiled to many programs: of those with equally many barriers one is cut. Cases whose grids are small,
-    so that loops go around, come first.
+    A kernel is compiled to many programs: of those with equally many barriers one is cut.
     """
-    open_cuts = {cut: iter(names[:_TRIALS]) for cut, names in _cuts(ran).items()}
+    open_cuts = {
+        cut: iter(dict.fromkeys([*names[:_QUICKEST], *names[-_LONGEST:]])) for cut, names in _cuts(ran).items()
+    }
+    around: dict[Cut, Around] = {}
     while open_cuts:
         tasks = []
         for cut in [*open_cuts]:
             name = next(open_cuts[cut], None)
             if name is None:
                 del open_cuts[cut]
-                yield cut, None
+                yield Missing(cut, redundant=cut in around and around[cut].redundant)
             else:
                 tasks.append((name, cut))
         for outcome in workers.outcomes(tasks):
-            if outcome.wrong and outcome.cut:
+            if outcome.cut is None:
+                continue
+            if outcome.wrong:
                 del open_cuts[outcome.cut]
-                yield outcome.cut, outcome
+                yield Missing(outcome.cut, outcome)
+            elif outcome.around:
+                around.setdefault(outcome.cut, Around(outcome.around.pairs)).join(outcome.around)
 
 
 def _cuts(ran: Sequence[Outcome]) -> dict[Cut, list[str]]:
     """Cuts to make, each with the cases that launch the program."""
     cases: dict[tuple[str, str], list[str]] = defaultdict(list)
     barriers: dict[tuple[str, str], int] = {}
-    for outcome in sorted(ran, key=lambda outcome: (_BY_NAME[outcome.case].programs or 1 << 30, outcome.seconds)):
+    for outcome in sorted(ran, key=lambda outcome: sum(launch.instructions for launch in outcome.launches)):
         for launch in outcome.launches:
             program = launch.kernel, launch.variant
             barriers[program] = launch.barriers
@@ -157,7 +189,7 @@ def count_barriers(ran: Sequence[Outcome]) -> int:
     return len(_cuts(ran))
 
 
-def by_kernel(ran: Sequence[Outcome], cut: Sequence[tuple[Cut, Outcome | None]] = ()) -> dict[str, dict[str, Any]]:
+def by_kernel(ran: Sequence[Outcome], cut: Sequence[Missing] = ()) -> dict[str, dict[str, Any]]:
     """What is known of each kernel that was launched, for a table and a file.
 
     The difference of a case counts for the kernels that it is there for, a fault for the kernel that made it.
@@ -183,9 +215,8 @@ def by_kernel(ran: Sequence[Outcome], cut: Sequence[tuple[Cut, Outcome | None]] 
     for kernel, entry in found.items():
         entry["programs"] = len(entry["programs"])
         entry["sector_share"] = _shares(requests[kernel])
-    for one, seen in sorted(cut, key=lambda pair: (pair[0].kernel, pair[0].variant, pair[0].barrier)):
-        said = f"{seen.case}: {seen.wrong[0]}" if seen else None
-        found[one.kernel]["barriers"].setdefault(one.variant, []).append(said)
+    for missing in sorted(cut, key=lambda one: (one.cut.kernel, one.cut.variant, one.cut.barrier)):
+        found[missing.cut.kernel]["barriers"].setdefault(missing.cut.variant, []).append(missing.sentence)
     return dict(sorted(found.items()))
 
 
@@ -206,9 +237,7 @@ def _shares(requests: Counter[tuple[str, str]]) -> dict[str, float]:
     }
 
 
-def document(
-    ran: Sequence[Outcome], cut: Sequence[tuple[Cut, Outcome | None]], command: str, seconds: float
-) -> dict[str, Any]:
+def document(ran: Sequence[Outcome], cut: Sequence[Missing], command: str, seconds: float) -> dict[str, Any]:
     """Everything in one JSON object: what ran, of which versions, what was allowed, and each kernel."""
     used = {_BY_NAME[outcome.case].tolerance.name for outcome in ran}
     return {
@@ -219,7 +248,11 @@ def document(
         "seconds": round(seconds),
         "cases": len(ran),
         "instructions": sum(launch.instructions for outcome in ran for launch in outcome.launches),
-        "barriers": {"cut": len(cut), "reported": len(cut) - len(unreported(cut))},
+        "barriers": {
+            "cut": len(cut),
+            "reported": sum(missing.shows is not None for missing in cut),
+            "redundant": sum(missing.redundant for missing in cut),
+        },
         "wrong": [f"{outcome.case}: {sentence}" for outcome in ran for sentence in outcome.wrong],
         "tolerances": {
             tolerance.name: {
@@ -233,6 +266,6 @@ def document(
     }
 
 
-def unreported(cut: Sequence[tuple[Cut, Outcome | None]]) -> list[Cut]:
-    """Barriers that can be taken out of a program and nothing shows."""
-    return [one for one, seen in cut if seen is None]
+def unexplained(cut: Sequence[Missing]) -> list[Cut]:
+    """Barriers that can be taken out of a program and nothing shows, nor says why."""
+    return [missing.cut for missing in cut if missing.sentence is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ class Shared:
         self.written, self.pending, self.unfenced = (np.zeros(count, np.bool_) for _ in range(3))
         self.copies: list[Copy] = []
         self.committed = np.zeros(threads, np.int64)
+        # told which threads touched which pieces, where somebody wants to know
+        self.touched: Callable[[Array, Array], None] | None = None
 
     def outside(self, offsets: Array, size: int) -> Array:
         outside: Array = (offsets < 0) | (offsets + size > self.size)
@@ -71,10 +74,18 @@ class Shared:
         places = self._places(offsets, size)
         self._check_written(places, report)
         self._check_pending(places, "read", report)
+        if self.touched:
+            self.touched(threads, places)
         self.tracker.read(threads, places, report)
+
+    def note_write(self, threads: Array, offsets: Array, size: int, report: Report) -> None:
+        """A write of `size` bytes by each thread."""
+        self._note_write(threads, self._places(offsets, size), report)
 
     def _note_write(self, threads: Array, places: Array, report: Report, atomic: bool = False) -> None:
         self._check_pending(places, "written", report)
+        if self.touched:
+            self.touched(threads, places)
         self.tracker.write(threads, places, report, atomic)
         self.written[places] = self.unfenced[places] = True
 
@@ -123,6 +134,8 @@ class Shared:
                 self.bytes[offsets[:, None] + np.arange(size)] = copy.data[done]
                 # from now on it is a write by the thread that waited; collisions were seen when it began
                 self.tracker.mark_written(copy.threads[done][:, None], places)
+                if self.touched:
+                    self.touched(copy.threads[done], places)
             if not done.all():
                 left.append(Copy(copy.threads[~done], copy.offsets[~done], copy.data[~done], copy.groups[~done]))
         self.copies = left

@@ -6,7 +6,7 @@ from the reference is what the rule rounds. Cases of averaged bags are the excep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.kernels import RULES, fused_update, new_guard
+from shardwise.kernels import RULES, configs, fused_update, new_guard
 from shardwise.kernels.index_op import update_index
 from shardwise.kernels.rules import BUILT_IN
 from shardwise.kernels.update import fused_update_ref
@@ -120,6 +120,10 @@ def _batches() -> Iterator[Case]:
             yield _case(words, batch, rule, large, programs=3, quick=quick, tolerance=tolerance)
         yield _case("5,000 ids of one row", replace(hot, bags=250, lengths=(10, 10), hot=1.0), rule, LARGE, programs=2)
         yield _case("many rows", Batch(((3000, 4), (500, 4)), bags=900, lengths=(0, 6)), rule, LARGE, programs=5)
+        # 256 blocks: what all of them counted stands at a place that their sums go around once more for
+        full = Batch(((3000, 4), (500, 4)), bags=1024, lengths=(4, 4))
+        small = {"index.block": 32, "index.warps": 1}
+        yield _case("8,192 ids in 256 blocks", full, rule, LARGE, programs=5, settings=small)
         yield _case("weighted, hot rows", replace(hot, weighted=True), rule, LARGE, programs=2)
         yield _case("bf16, hot rows", replace(hot, dtype=torch.bfloat16), rule, LARGE, programs=2, rounds=True)
         yield _case("last rows", _of(8, last=True), rule)
@@ -147,6 +151,7 @@ def _update(
     bad: bool = False,
     ahead: bool = False,
     hyper: dict[str, float] | None = None,
+    settings: Mapping[str, configs.Setting] | None = None,
 ) -> Sequence[Any]:
     """The third step of a rule, whose states are not what they begin with: weights, states and count of steps."""
     chosen, weights, generator = RULES[rule], batch.weights(), batch.random(4)
@@ -164,13 +169,14 @@ def _update(
         batch.table_features, batch.dims, batch.segments, rule, torch.tensor(numbers, dtype=torch.float64), guard,
         pooling, decay, most, seed,
     )  # fmt: skip
-    if by is None:
-        fused_update_ref(*arguments)
-    elif ahead:
-        of_batch = (ids, offsets, per_id, batch.table_features, batch.dims, batch.segments, pooling)
-        by(*arguments, index=update_index(*of_batch, hashed=rounds))
-    else:
-        by(*arguments)
+    with configs.variant(settings or {}):
+        if by is None:
+            fused_update_ref(*arguments)
+        elif ahead:
+            of_batch = (ids, offsets, per_id, batch.table_features, batch.dims, batch.segments, pooling)
+            by(*arguments, index=update_index(*of_batch, hashed=rounds))
+        else:
+            by(*arguments)
     return [weights, *states, step]
 
 
