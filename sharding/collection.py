@@ -24,12 +24,12 @@ from shardwise.embeddings.collection import require_features
 from shardwise.embeddings.lookup_autograd import warn_of_eval
 from shardwise.embeddings.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
-from shardwise.jagged._segments import Beside
-from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
-from shardwise.kernels.cpu_lookup import ids_are_good, offsets_are_good
+from shardwise.kernels import BoundsCheckMode
+from shardwise.kernels._op import runs_kernel
 
 from . import header
 from .agreement import Facts, agree, facts_of, facts_of_replicas, facts_of_shards
+from .batch_check import check_batch
 from .dedup import once
 from .departure import Departure, Expected
 from .env import ShardingEnv
@@ -45,7 +45,7 @@ from .owner import Batch, InFlight, Owner
 from .qcomms import codecs_of
 from .reshard import reshard
 from .results import Columns, Rows, pool_in_order
-from .route import Home, Outbound, Receiving, Sending, route
+from .route import Home, Outbound, Receiving, Sending, divide_ahead, route
 from .routes import REPLICA, ROWS, Routes, Table, plan_routes
 from .stages import Staged
 from .state import States, publish_weights, take_weights
@@ -429,15 +429,23 @@ class ShardedCollection(nn.Module, Staged):
         if device != self._held.device:
             raise ValueError(f"ids are on {device}, the tables on {self._held.device}")
         sending = self._sending_of(features, update)
-        lenient = self._check(features, sending)
         weights = features.weights_or_none() if self._weighted else None
         if weights is not None and not update:
             weights = weights.detach()
-        batch = Batch(given, features, features)
-        if self._dedup and not lenient and not self._id_maps:
+        # ids outside their tables may pass, and count as none
+        lenient = self._policy.bounds_check is not BoundsCheckMode.FATAL and bool(sending.used)
+        dedup = self._dedup and not lenient and not self._id_maps
+        ahead = device.type == "cuda" and runs_kernel(features.values())
+        batch, divided = Batch(given, features, features), None
+        if ahead and not dedup:
+            divided = divide_ahead(features, self._routes, sending, weights, lenient=lenient)
+        check_batch(features, sending, self._policy.bounds_check, divided)
+        if dedup:
             batch = once(given, features, sending.used, sending.rows)
             sending = self._sending_of(batch.routed, update)
-        return batch, route(batch.routed, self._routes, sending, weights, lenient=lenient)
+            if ahead:
+                divided = divide_ahead(batch.routed, self._routes, sending, weights, lenient=lenient)
+        return batch, route(batch.routed, self._routes, sending, weights, lenient=lenient, divided=divided)
 
     def _gradient_flag(self, flight: InFlight, grad: Tensor, sent: Tensor, divisor: int) -> int | None:
         """What ranks are told of the gradient that this one sends; None tells nothing."""
@@ -460,31 +468,6 @@ class ShardedCollection(nn.Module, Staged):
                 raise KeyError(f"features {missing} are not in the batch, which has {keys}")
             found = self._sending[tuple(keys), update] = Sending(self._routes, keys, update, self.device)
         return found
-
-    def _check(self, features: KeyedJaggedTensor, sending: Sending) -> bool:
-        """Raise for ids outside their tables; True where they may pass and count as none."""
-        require_ids("feature ids", features.values())
-        if not sending.used:
-            return False
-        mode = self._policy.bounds_check
-        picked = features if sending.all_used else features.permute(sending.used)
-        ids, offsets, padded = picked.values(), picked.offsets(), picked.capacity() is not None
-        fatal = mode is BoundsCheckMode.FATAL
-        if ids.is_cpu and fatal and ids_are_good(ids, offsets, sending.checked, padded):
-            return False
-        if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
-            # it speaks of ids: bags that do not fit are an error on the CPU, before they leave
-            return True
-        guard, names = new_guard(self._held.device), sending.checked_names
-        check_ids(ids, offsets, sending.checked, guard, names=names, fatal=fatal, padded=padded)
-        if ids.is_cuda:
-            # their sizes, which must be known before they leave, come along; a bad offset explains wrong ones
-            beside = Beside(guard)
-            try:
-                features._sizes(beside)
-            finally:
-                raise_from_guard(guard, ids, offsets, sending.checked, names, fatal=fatal, numbers=beside.numbers)
-        return not fatal
 
     def _ids_of(self, flight: InFlight, lookup: int) -> int:
         """Ids of a lookup that this rank sent."""

@@ -16,8 +16,8 @@ from shardwise.jagged._segments import Beside
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.bounds import OK
 from shardwise.perf.count_launches import CUDA, Counted, pretended
-from shardwise.perf.counted_ranks import sharded_step
-from shardwise.sharding import collection, layout
+from shardwise.perf.counted_ranks import WAYS, sharded_step
+from shardwise.sharding import batch_check, layout
 from shardwise.sharding.codecs import FP16, FormatCodec
 from shardwise.sharding.exchange import Exchange
 from shardwise.sharding.modules import ShardedEmbeddingBagCollection
@@ -26,14 +26,13 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs tri
 
 # the guard of the ids and the sizes that leave, in one copy; then those that come
 SIZES = ["copy to host in jagged/_segments.py _read", "copy to host in sharding/header.py hear"]
-GUARD = "copy to host in kernels/bounds.py raise_from_guard"
-BUCKETS = "copy to host in sharding/route.py _divide"
+GUARD = "copy to host in jagged/_segments.py read"
 
 
 def waits() -> dict[str, list[str]]:
     """By how tables are cut, what a rank waits for in a step."""
     found = {}
-    for way in ("table-wise", "mixed"):
+    for way in WAYS:
         with pretended(seen := Counted()):
             prepare = sharded_step(way)(CUDA)
             for turn in range(2):
@@ -46,10 +45,10 @@ def waits() -> dict[str, list[str]]:
 
 
 @pytest.mark.ranks
-def test_a_sharded_step_waits_twice_and_once_more_where_rows_are_cut() -> None:
-    """It waited five times, and six where rows are cut."""
+def test_a_sharded_step_waits_twice_however_tables_are_cut() -> None:
+    """It waited five times, and six where rows are cut: buckets were counted after the sizes of the batch were read."""
     for found in run_ranks(2, waits):
-        assert found == {"table-wise": SIZES, "mixed": [*SIZES, BUCKETS]}
+        assert found == dict.fromkeys(WAYS, SIZES)
 
 
 def batch(lengths: list[int]) -> KeyedJaggedTensor:
@@ -107,7 +106,7 @@ def test_a_bad_batch_raises_before_its_ids_leave(
             default_optimizer=(torch.optim.SGD, {"lr": 0.01}),
         )  # fmt: skip
         model(batch([2, 1, 0, 0]))
-        monkeypatch.setattr(collection, "check_ids", written)
+        monkeypatch.setattr(batch_check, "check_ids", written)
         kjt = batch(lengths)
         if known:
             kjt.length_per_key()
