@@ -3,7 +3,7 @@
 forward: `begin` routes the ids and exchanges headers and ids; `look_up` finds the rows and sends them off; `finish`
 takes what came and assembles it. backward: gradients of rows travel back, and every rank applies the fused update to
 the tables that it holds. Four collectives a step, whatever the number of tables and strategies; one more each way where
-hosts add their rows first, one more back for gradients of per-id weights. All ranks must run forward, and backward, the
+hosts add their rows first, one more back for gradients of per-id weights, and one on the way to an error. All ranks must run forward, and backward, the
 same number of times.
 
 `begin` is `depart`, `send_ids` and `arrive`. A pipeline calls these while an earlier batch trains; the forward of their
@@ -35,7 +35,7 @@ from .departure import Departure, Expected
 from .env import ShardingEnv
 from .exchange import Exchange
 from .failures import agreed
-from .flags import error_of, flag_of, raise_after_backward
+from .flags import error_of, is_wrong, number_of, numbers_of_all, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .held import Collection, Held, Mark, Stores, tables_of
 from .id_map import IdMap, id_ranges
@@ -318,9 +318,9 @@ class ShardedCollection(nn.Module, Staged):
         assert flight.pending is not None
         received = flight.pending.wait()
         if any(flight.pending.flags):
-            error = error_of(flight.pending.flags, self._routes, self._codec)
-            assert error is not None
-            raise agreed(error)
+            number = self._owner.overflow(flight) if flight.pending.flags[self._exchange.rank] else 0
+            raise agreed(error_of(numbers_of_all(self._exchange, number, self.device), self._routes, self._codec))
+        flight.found = {}
         home = self._at_home(flight, dense=False) if self._routes.replicas else {}
         if self._columns is None:
             found = self._rows.put_together(flight.outbound, received, flight.result_sizes, home)
@@ -359,12 +359,20 @@ class ShardedCollection(nn.Module, Staged):
             at_home = self._home_weight_gradients(flight, grad, divisor)
         if divisor > 1:
             sent.div_(divisor)
-        flag = self._gradient_flag(flight, grad, sent, divisor)
+        checked = self._policy.gradient_check is GradientCheckMode.RAISE
+        weights = flight.outbound.weights if checked and self._weighted else None
+        flag = None
+        if checked or self._codec_back is not None:
+            flag = is_wrong(weights, sent, self._codec_back, checked=checked)
         sizes_back = self._owner.gradient_sizes(flight)
         pending = self._exchange.rows_transpose(sent, sizes, sizes_back, codec=self._codec_back, flag=flag)
         received = pending.wait()
-        error = error_of(pending.flags, self._routes, self._codec_back) if any(pending.flags) else None
-        if error is not None:
+        if any(pending.flags):
+            number = 0
+            if pending.flags[self._exchange.rank]:
+                pieces = self._gradients_of_lookups(flight, grad)
+                number = number_of(pieces, weights, sent, divisor, self._codec_back, checked=checked)
+            error = error_of(numbers_of_all(self._exchange, number, self.device), self._routes, self._codec_back)
             self._owner.release(flight)
             raise_after_backward(error)
             return None, [None] * len(at_home)
@@ -447,18 +455,12 @@ class ShardedCollection(nn.Module, Staged):
                 divided = divide_ahead(batch.routed, self._routes, sending, weights, lenient=lenient)
         return batch, route(batch.routed, self._routes, sending, weights, lenient=lenient, divided=divided)
 
-    def _gradient_flag(self, flight: InFlight, grad: Tensor, sent: Tensor, divisor: int) -> int | None:
-        """What ranks are told of the gradient that this one sends; None tells nothing."""
-        checked = self._policy.gradient_check is GradientCheckMode.RAISE
-        if self._codec_back is None and not checked:
-            return None
+    def _gradients_of_lookups(self, flight: InFlight, grad: Tensor) -> list[Tensor]:
+        """The gradient of each lookup."""
         if self._columns is not None:
-            pieces = [self._columns.of_lookup(grad, n) for n in range(len(self._routes.lookups))]
-        else:
-            by_lookup = torch.split(grad, [self._ids_of(flight, n) for n in self._rows.lookups])
-            pieces = [piece for _, piece in sorted(zip(self._rows.lookups, by_lookup, strict=True), key=itemgetter(0))]
-        weights = flight.outbound.weights if checked and self._weighted else None
-        return flag_of(pieces, weights, sent, divisor, self._codec_back, checked=checked)
+            return [self._columns.of_lookup(grad, n) for n in range(len(self._routes.lookups))]
+        by_lookup = torch.split(grad, [self._ids_of(flight, n) for n in self._rows.lookups])
+        return [piece for _, piece in sorted(zip(self._rows.lookups, by_lookup, strict=True), key=itemgetter(0))]
 
     def _sending_of(self, features: KeyedJaggedTensor, update: bool) -> Sending:
         keys = features.keys()

@@ -380,7 +380,7 @@ class Inbound:
             return arrived
         streams = sum(mine.numel() for mine in self.came) // sum(self.batches)
         sizes = [mine.view(streams, batch).sum(1) for mine, batch in zip(self.came, self.batches, strict=True)]
-        return permute_1d(self.order, torch.cat(sizes), arrived)[1]
+        return permute_1d(self.order, torch.cat(sizes), arrived, permuted_lengths_sum=self.ids.shape[0])[1]
 
 
 def arrange(

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, ShardingEnv
+from shardwise.embeddings import GradientCheckMode, LookupPolicy
 from shardwise.jagged._segments import Beside
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.bounds import OK
@@ -21,6 +22,7 @@ from shardwise.sharding import batch_check, layout
 from shardwise.sharding.codecs import FP16, FormatCodec
 from shardwise.sharding.exchange import Exchange
 from shardwise.sharding.modules import ShardedEmbeddingBagCollection
+from shardwise.sharding.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
 
@@ -125,13 +127,51 @@ def compressed() -> list[str]:
     exchange, codec = Exchange(dist.group.WORLD), FormatCodec(FP16)
     sizes = [4, 4]
     with pretended(seen := Counted()):
-        send = torch.ones(8).to(CUDA)
+        send, flag = torch.ones(8).to(CUDA), torch.full((1,), dist.get_rank(), dtype=torch.int32).to(CUDA)
         seen.clear()
-        pending = exchange.rows(send, sizes, sizes, codec=codec, flag=dist.get_rank())
+        pending = exchange.rows(send, sizes, sizes, codec=codec, flag=flag)
         sent = list(seen.syncs.elements())
         received = pending.wait()
         assert received.cpu().tolist() == [1.0] * 8 and pending.flags == [0, 1]
     return sent
+
+
+# what all ranks say of the numbers that they sent, read where those arrive
+FLAGS = "copy to host in sharding/exchange.py read"
+
+
+def checked() -> list[list[str]]:
+    """What a rank waits for forward, and in all: rows as fp16, then gradients that are looked at, with weights."""
+    found = []
+    codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
+    policies = (LookupPolicy(), codecs), (LookupPolicy(gradient_check=GradientCheckMode.RAISE), None)
+    for policy, codec in policies:
+        tables = [EmbeddingBagConfig(10, 4, name, feature_names=[name]) for name in ("a", "b")]
+        shards = [shard for config in tables for shard in layout.row_wise(config.name, 10, 4, range(2))]
+        with pretended(seen := Counted()):
+            model = ShardedEmbeddingBagCollection(
+                EmbeddingBagCollection(tables, is_weighted=True, device=CUDA, policy=policy), shards,
+                ShardingEnv.from_process_group(dist.group.WORLD), CUDA,
+                default_optimizer=(torch.optim.SGD, {"lr": 0.01}), codecs=codec,
+            )  # fmt: skip
+            grad, weights = torch.ones(2, 8).to(CUDA), torch.ones(3).to(CUDA).requires_grad_()
+            for _ in range(2):
+                ids, lengths = torch.tensor([1, 2, 9]).to(CUDA), torch.tensor([1, 0, 2, 0]).to(CUDA)
+                kjt = KeyedJaggedTensor(["a", "b"], ids, weights, lengths)
+                seen.clear()
+                output = model(kjt).values()
+                found.append(sorted(seen.syncs.elements()))
+                output.backward(grad)
+                found.append(sorted(seen.syncs.elements()))
+        found = [*found[:-4], *found[-2:]]
+    return found
+
+
+@pytest.mark.ranks
+def test_numbers_that_are_looked_at_cost_a_wait_each_way() -> None:
+    """Two for compressed rows or gradients, up to three for gradients that are looked at; those of weights one more."""
+    forward = sorted([*SIZES, FLAGS])
+    assert run_ranks(2, checked) == [[forward, sorted([*forward, FLAGS]), SIZES, forward]] * 2
 
 
 @pytest.mark.ranks
