@@ -3,8 +3,8 @@
 forward: `begin` routes the ids and exchanges headers and ids; `look_up` finds the rows and sends them off; `finish`
 takes what came and assembles it. backward: gradients of rows travel back, and every rank applies the fused update to
 the tables that it holds. Four collectives a step, whatever the number of tables and strategies; one more each way where
-hosts add their rows first, one more back for gradients of per-id weights, and one on the way to an error. All ranks must run forward, and backward, the
-same number of times.
+hosts add their rows first, one more back for gradients of per-id weights, one on the way to an error. All ranks must
+run forward, and backward, the same number of times.
 
 `begin` is `depart`, `send_ids` and `arrive`. A pipeline calls these while an earlier batch trains; the forward of their
 batch then takes what is `expected` for it.

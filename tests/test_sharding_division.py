@@ -64,11 +64,13 @@ def same(one: Outbound, other: Outbound, routes: Routes) -> None:
     assert one.counts == other.counts and one.ids_to_groups == other.ids_to_groups and one.batch == other.batch
     for mine, theirs in zip(one.blocks(), other.blocks(), strict=True):
         assert [part.tolist() for part in mine] == [part.tolist() for part in theirs]
-    for mine, theirs in zip(one.home, other.home, strict=True):
-        assert mine.sizes == theirs.sizes
-        for name in ("ids", "offsets", "weights"):
-            a, b = getattr(mine, name), getattr(theirs, name)
-            assert (a is None and b is None) or torch.equal(a, b)
+    assert len(one.home) == len(other.home)
+    for home, another in zip(one.home, other.home, strict=True):
+        assert home.sizes == another.sizes
+        assert torch.equal(home.ids, another.ids) and torch.equal(home.offsets, another.offsets)
+        assert (home.weights is None) == (another.weights is None)
+        if home.weights is not None and another.weights is not None:
+            assert torch.equal(home.weights, another.weights)
     for cut in range(len(routes.cuts)):
         assert one.counts_of_cut(cut) == other.counts_of_cut(cut)
         assert torch.equal(one.lengths_of_cut(cut), other.lengths_of_cut(cut))
@@ -77,8 +79,7 @@ def same(one: Outbound, other: Outbound, routes: Routes) -> None:
             assert torch.equal(_places_of(one, cut), _places_of(other, cut))
         if one.cut_weights is not None:
             assert other.cut_weights is not None
-            weights = [out.cut_weights[out.ids_of_cut(cut)] for out in (one, other)]
-            assert torch.equal(*weights)
+            assert torch.equal(one.cut_weights[one.ids_of_cut(cut)], other.cut_weights[other.ids_of_cut(cut)])
 
 
 @settings(deadline=None)
@@ -136,15 +137,19 @@ def trained(setting: dict[str, Any], device: torch.device) -> list[Tensor]:
     """Outputs, gradients of weights and tables of some steps."""
     world, pooled, weighted = dist.get_world_size(), setting.get("pooled", True), setting.get("weighted", False)
     torch.manual_seed(5)
-    options = {"policy": LookupPolicy(bounds_check=setting.get("mode", BoundsCheckMode.FATAL))}
+    policy = LookupPolicy(bounds_check=setting.get("mode", BoundsCheckMode.FATAL))
     tables = [(f"t{t}", [f"f{t}"] + ["f0"] * (t == 3 and setting.get("shared", False))) for t in range(5)]
     module: Any
     if pooled:
         pooling = PoolingType.MEAN if setting.get("mean") else PoolingType.SUM
         configs = [EmbeddingBagConfig(20, 8, name, feature_names=of, pooling=pooling) for name, of in tables]
-        module, kind = EmbeddingBagCollection(configs, is_weighted=weighted, **options), ShardedEmbeddingBagCollection
+        module, kind = (
+            EmbeddingBagCollection(configs, is_weighted=weighted, policy=policy),
+            ShardedEmbeddingBagCollection,
+        )
     else:
-        module = EmbeddingCollection([EmbeddingConfig(20, 8, name, feature_names=of) for name, of in tables], **options)
+        sequences = [EmbeddingConfig(20, 8, name, feature_names=of) for name, of in tables]
+        module = EmbeddingCollection(sequences, policy=policy)
         kind = ShardedEmbeddingCollection
     ways = [
         lambda name: layout.row_wise(name, 20, 8, range(world)),
@@ -154,6 +159,7 @@ def trained(setting: dict[str, Any], device: torch.device) -> list[Tensor]:
     ]
     shards = [shard for t, (name, _) in enumerate(tables) for shard in ways[t % len(ways)](name)]
     reduction = {name: TableOptions(reduction="ordered") for name, _ in tables} if setting.get("ordered") else {}
+    assert dist.group.WORLD is not None
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     model: Any = kind(
         module, shards, env, device, default_optimizer=(torch.optim.SGD, {"lr": 0.1}), options=reduction,

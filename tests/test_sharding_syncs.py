@@ -144,6 +144,7 @@ def checked() -> list[list[str]]:
     """What a rank waits for forward, and in all: rows as fp16, then gradients that are looked at, with weights."""
     found = []
     codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
+    assert dist.group.WORLD is not None
     policies = (LookupPolicy(), codecs), (LookupPolicy(gradient_check=GradientCheckMode.RAISE), None)
     for policy, codec in policies:
         tables = [EmbeddingBagConfig(10, 4, name, feature_names=[name]) for name in ("a", "b")]
