@@ -27,11 +27,18 @@ _WIDE = (torch.int64, torch.int32)
 class Beside:
     """A tensor [n] int64 on the device of a batch, whose `numbers` come to the host with the batch's sizes.
 
-    They stay None where the sizes were known, or are not read in one copy.
+    They stay None where the sizes were known, or are not read in one copy: `read` has them then too.
     """
 
     tensor: Tensor
     numbers: list[int] | None = None
+
+    def read(self) -> list[int]:
+        """The numbers; one more host sync where they did not come."""
+        if self.numbers is None:
+            # host sync: no size was read that they could have come with
+            self.numbers = self.tensor.tolist()
+        return self.numbers
 
 
 def offsets_of(lengths: Tensor, num_values: int) -> Tensor:

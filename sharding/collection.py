@@ -3,8 +3,8 @@
 forward: `begin` routes the ids and exchanges headers and ids; `look_up` finds the rows and sends them off; `finish`
 takes what came and assembles it. backward: gradients of rows travel back, and every rank applies the fused update to
 the tables that it holds. Four collectives a step, whatever the number of tables and strategies; one more each way where
-hosts add their rows first, one more back for gradients of per-id weights. All ranks must run forward, and backward, the
-same number of times.
+hosts add their rows first, one more back for gradients of per-id weights, one on the way to an error. All ranks must
+run forward, and backward, the same number of times.
 
 `begin` is `depart`, `send_ids` and `arrive`. A pipeline calls these while an earlier batch trains; the forward of their
 batch then takes what is `expected` for it.
@@ -24,18 +24,18 @@ from shardwise.embeddings.collection import require_features
 from shardwise.embeddings.lookup_autograd import warn_of_eval
 from shardwise.embeddings.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
-from shardwise.jagged._segments import Beside
-from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
-from shardwise.kernels.cpu_lookup import ids_are_good, offsets_are_good
+from shardwise.kernels import BoundsCheckMode
+from shardwise.kernels._op import runs_kernel
 
 from . import header
 from .agreement import Facts, agree, facts_of, facts_of_replicas, facts_of_shards
+from .batch_check import check_batch
 from .dedup import once
 from .departure import Departure, Expected
 from .env import ShardingEnv
 from .exchange import Exchange
 from .failures import agreed
-from .flags import error_of, flag_of, raise_after_backward
+from .flags import error_of, is_wrong, number_of, numbers_of_all, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .held import Collection, Held, Mark, Stores, tables_of
 from .id_map import IdMap, id_ranges
@@ -45,7 +45,7 @@ from .owner import Batch, InFlight, Owner
 from .qcomms import codecs_of
 from .reshard import reshard
 from .results import Columns, Rows, pool_in_order
-from .route import Home, Outbound, Receiving, Sending, route
+from .route import Home, Outbound, Receiving, Sending, divide_ahead, route
 from .routes import REPLICA, ROWS, Routes, Table, plan_routes
 from .stages import Staged
 from .state import States, publish_weights, take_weights
@@ -318,9 +318,9 @@ class ShardedCollection(nn.Module, Staged):
         assert flight.pending is not None
         received = flight.pending.wait()
         if any(flight.pending.flags):
-            error = error_of(flight.pending.flags, self._routes, self._codec)
-            assert error is not None
-            raise agreed(error)
+            number = self._owner.overflow(flight) if flight.pending.flags[self._exchange.rank] else 0
+            raise agreed(error_of(numbers_of_all(self._exchange, number, self.device), self._routes, self._codec))
+        flight.found = {}
         home = self._at_home(flight, dense=False) if self._routes.replicas else {}
         if self._columns is None:
             found = self._rows.put_together(flight.outbound, received, flight.result_sizes, home)
@@ -359,12 +359,20 @@ class ShardedCollection(nn.Module, Staged):
             at_home = self._home_weight_gradients(flight, grad, divisor)
         if divisor > 1:
             sent.div_(divisor)
-        flag = self._gradient_flag(flight, grad, sent, divisor)
+        checked = self._policy.gradient_check is GradientCheckMode.RAISE
+        weights = flight.outbound.weights if checked and self._weighted else None
+        flag = None
+        if checked or self._codec_back is not None:
+            flag = is_wrong(weights, sent, self._codec_back, checked=checked)
         sizes_back = self._owner.gradient_sizes(flight)
         pending = self._exchange.rows_transpose(sent, sizes, sizes_back, codec=self._codec_back, flag=flag)
         received = pending.wait()
-        error = error_of(pending.flags, self._routes, self._codec_back) if any(pending.flags) else None
-        if error is not None:
+        if any(pending.flags):
+            number = 0
+            if pending.flags[self._exchange.rank]:
+                pieces = self._gradients_of_lookups(flight, grad)
+                number = number_of(pieces, weights, sent, divisor, self._codec_back, checked=checked)
+            error = error_of(numbers_of_all(self._exchange, number, self.device), self._routes, self._codec_back)
             self._owner.release(flight)
             raise_after_backward(error)
             return None, [None] * len(at_home)
@@ -429,28 +437,30 @@ class ShardedCollection(nn.Module, Staged):
         if device != self._held.device:
             raise ValueError(f"ids are on {device}, the tables on {self._held.device}")
         sending = self._sending_of(features, update)
-        lenient = self._check(features, sending)
         weights = features.weights_or_none() if self._weighted else None
         if weights is not None and not update:
             weights = weights.detach()
-        batch = Batch(given, features, features)
-        if self._dedup and not lenient and not self._id_maps:
+        # ids outside their tables may pass, and count as none
+        lenient = self._policy.bounds_check is not BoundsCheckMode.FATAL and bool(sending.used)
+        dedup = self._dedup and not lenient and not self._id_maps
+        ahead = device.type == "cuda" and runs_kernel(features.values())
+        batch, divided = Batch(given, features, features), None
+        if ahead and not dedup:
+            divided = divide_ahead(features, self._routes, sending, weights, lenient=lenient)
+        check_batch(features, sending, self._policy.bounds_check, divided)
+        if dedup:
             batch = once(given, features, sending.used, sending.rows)
             sending = self._sending_of(batch.routed, update)
-        return batch, route(batch.routed, self._routes, sending, weights, lenient=lenient)
+            if ahead:
+                divided = divide_ahead(batch.routed, self._routes, sending, weights, lenient=lenient)
+        return batch, route(batch.routed, self._routes, sending, weights, lenient=lenient, divided=divided)
 
-    def _gradient_flag(self, flight: InFlight, grad: Tensor, sent: Tensor, divisor: int) -> int | None:
-        """What ranks are told of the gradient that this one sends; None tells nothing."""
-        checked = self._policy.gradient_check is GradientCheckMode.RAISE
-        if self._codec_back is None and not checked:
-            return None
+    def _gradients_of_lookups(self, flight: InFlight, grad: Tensor) -> list[Tensor]:
+        """The gradient of each lookup."""
         if self._columns is not None:
-            pieces = [self._columns.of_lookup(grad, n) for n in range(len(self._routes.lookups))]
-        else:
-            by_lookup = torch.split(grad, [self._ids_of(flight, n) for n in self._rows.lookups])
-            pieces = [piece for _, piece in sorted(zip(self._rows.lookups, by_lookup, strict=True), key=itemgetter(0))]
-        weights = flight.outbound.weights if checked and self._weighted else None
-        return flag_of(pieces, weights, sent, divisor, self._codec_back, checked=checked)
+            return [self._columns.of_lookup(grad, n) for n in range(len(self._routes.lookups))]
+        by_lookup = torch.split(grad, [self._ids_of(flight, n) for n in self._rows.lookups])
+        return [piece for _, piece in sorted(zip(self._rows.lookups, by_lookup, strict=True), key=itemgetter(0))]
 
     def _sending_of(self, features: KeyedJaggedTensor, update: bool) -> Sending:
         keys = features.keys()
@@ -460,31 +470,6 @@ class ShardedCollection(nn.Module, Staged):
                 raise KeyError(f"features {missing} are not in the batch, which has {keys}")
             found = self._sending[tuple(keys), update] = Sending(self._routes, keys, update, self.device)
         return found
-
-    def _check(self, features: KeyedJaggedTensor, sending: Sending) -> bool:
-        """Raise for ids outside their tables; True where they may pass and count as none."""
-        require_ids("feature ids", features.values())
-        if not sending.used:
-            return False
-        mode = self._policy.bounds_check
-        picked = features if sending.all_used else features.permute(sending.used)
-        ids, offsets, padded = picked.values(), picked.offsets(), picked.capacity() is not None
-        fatal = mode is BoundsCheckMode.FATAL
-        if ids.is_cpu and fatal and ids_are_good(ids, offsets, sending.checked, padded):
-            return False
-        if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
-            # it speaks of ids: bags that do not fit are an error on the CPU, before they leave
-            return True
-        guard, names = new_guard(self._held.device), sending.checked_names
-        check_ids(ids, offsets, sending.checked, guard, names=names, fatal=fatal, padded=padded)
-        if ids.is_cuda:
-            # their sizes, which must be known before they leave, come along; a bad offset explains wrong ones
-            beside = Beside(guard)
-            try:
-                features._sizes(beside)
-            finally:
-                raise_from_guard(guard, ids, offsets, sending.checked, names, fatal=fatal, numbers=beside.numbers)
-        return not fatal
 
     def _ids_of(self, flight: InFlight, lookup: int) -> int:
         """Ids of a lookup that this rank sent."""

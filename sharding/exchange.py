@@ -67,27 +67,24 @@ class Exchange:
         sizes: Sequence[int],
         *,
         codec: Codec | None = None,
-        flag: int | None = None,
+        flag: Tensor | None = None,
         what: str = "rows",
     ) -> Pending:
         """Send `send_sizes[d]` numbers of the flat fp32 tensor to each rank d; `sizes[r]` come from rank r.
 
-        The result of `wait` has what came, rank after rank, compressed on its way by `codec`. With a `flag` every rank
-        is told it, and `flags` of the result has those of all ranks: 0 says that all is well.
+        The result of `wait` has what came, rank after rank, compressed on its way by `codec`. With a `flag`, int32
+        [1] on their device, every rank is told it, and `flags` of the result has those of all: 0 says that all is well.
         """
         if codec is None and flag is None:
             return self._all_to_all(send, list(send_sizes), list(sizes), what)
         if self.alone:
-            return Pending(send, flags=[flag or 0])
+            # host sync on CUDA: what others would wait for
+            return Pending(send, flags=[] if flag is None else flag.tolist())
         coding = codec or FormatCodec(FP32)
         data, data_sizes = coding.encode_blocks(send, list(send_sizes))
         came = [coding.encoded_bytes(size) for size in sizes]
         if flag is not None:
-            said = torch.tensor([flag], dtype=torch.int32, device="cpu")
-            if send.is_cuda:
-                # nothing waits for what leaves from pinned memory
-                said = said.pin_memory()
-            said = said.to(send.device, non_blocking=True).view(torch.uint8)
+            said = flag.view(torch.uint8)
             data = torch.cat([part for block in torch.split(data, data_sizes) for part in (block, said)])
             data_sizes, came = [size + 4 for size in data_sizes], [size + 4 for size in came]
         pending = self._all_to_all(data, data_sizes, came, what)
@@ -101,7 +98,7 @@ class Exchange:
         sizes: Sequence[int],
         *,
         codec: Codec | None = None,
-        flag: int | None = None,
+        flag: Tensor | None = None,
     ) -> Pending:
         """The transpose of `rows`: gradients travel against the rows, from who received to who sent."""
         return self.rows(send, send_sizes, sizes, codec=codec, flag=flag, what="row gradients")

@@ -21,6 +21,7 @@ from shardwise.jagged import KeyedJaggedTensor
 
 from .codecs import Codec
 from .exchange import Exchange, Pending
+from .flags import is_wrong
 from .header import Head
 from .held import Held
 from .id_map import IdMap, Renewal, RenewingIdMap
@@ -59,6 +60,8 @@ class InFlight:
     # rows on their way, and how many numbers come from each rank
     pending: Pending | None = None
     result_sizes: list[int] = field(default_factory=list)
+    # rows that were found for each group, until all ranks are known to have sent theirs as they are
+    found: dict[int, Tensor] = field(default_factory=dict)
     # for each group the slots of its ids, and what holds them until the update
     leases: list[tuple[Tensor, Any] | None] = field(default_factory=list)
     # rows of tables with an id map that begin anew before the lookup, by table and rows of the shard
@@ -168,17 +171,17 @@ class Owner:
             if not holds:
                 group.store.release(lease)
         sent, sizes = self._results(flight, found)
-        flag = None if self._codec is None else self._overflow(flight, found, sent, self._codec)
+        flag = None
+        if self._codec is not None:
+            flag, flight.found = is_wrong(None, sent, self._codec, checked=False), found
         flight.result_sizes = self._result_sizes(flight)
         flight.pending = self._exchange.rows(sent, sizes, flight.result_sizes, codec=self._codec, flag=flag)
 
-    def _overflow(self, flight: InFlight, found: Mapping[int, Tensor], sent: Tensor, codec: Codec) -> int:
-        """0, or one more than the first lookup with a number that the codec cannot carry."""
-        # host sync on CUDA: compressed rows are looked at before they leave
-        if not bool(codec.overflows(sent)):
-            return 0
-        suspects = []
-        for g, rows in found.items():
+    def overflow(self, flight: InFlight) -> int:
+        """One more than the first lookup with a number that the codec cannot carry; host syncs on CUDA."""
+        codec, suspects = self._codec, []
+        assert codec is not None
+        for g, rows in flight.found.items():
             slots = self.parts[g].slots
             if self._pooling(g, forward=True) == "sequence":
                 pieces = torch.split(rows, self._bags(flight, g).sum(1).tolist())
@@ -187,7 +190,8 @@ class Owner:
             suspects += [s.lookup for s, piece in zip(slots, pieces, strict=True) if codec.overflows(piece.flatten())]
             # what each rank of a host can carry may be too much together
             suspects += [slot.lookup for slot in slots if self.parts[g].kind == HOST]
-        return min(suspects) + 1
+        # values of several lookups may share a scale that none of them overflows alone
+        return min(suspects, default=0) + 1
 
     def _pooling(self, g: int, *, forward: bool) -> str:
         group, rows = self.held.groups[g], self.parts[g].kind == ROWS

@@ -125,8 +125,7 @@ class Columns:
     def _divide(self, values: Tensor, out: Outbound) -> None:
         """Divide the columns of averaged lookups by their bags' lengths, in place."""
         for lookup, cut in self.divided.items():
-            assert out.cut_lengths is not None
-            self.of_lookup(values, lookup).div_(out.cut_lengths[cut].clamp(min=1)[:, None])
+            self.of_lookup(values, lookup).div_(out.lengths_of_cut(cut).clamp(min=1)[:, None])
 
     def of_lookup(self, values: Tensor, lookup: int) -> Tensor:
         """A lookup's columns, as a view."""
@@ -233,7 +232,7 @@ class Rows:
         """Rows of all lookups [n, dim] from the flat rows of all ranks, and of tables at home by lookup."""
         if not self.lookups:
             return torch.empty(0, 0, device=out.ids.device)
-        if self._as_they_come or self._by_bucket:
+        if self._as_they_come or (self._by_bucket and out.divides_cuts_alone):
             rows = received.view(-1, self._width)
             return rows if out.places is None else rows.index_select(0, out.places)
         found = {**self.by_lookup(out, torch.split(received, sizes)), **home}
@@ -263,10 +262,11 @@ class Rows:
 
     def gradients(self, out: Outbound, grad: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """What each rank gets, flat, of the gradient of `put_together`; `counts` are the ids of each of `lookups`."""
-        if self._by_bucket:
+        by_bucket = self._by_bucket and out.divides_cuts_alone
+        if by_bucket:
             assert out.places is not None
             grad = torch.empty_like(grad).index_copy_(0, out.places.long(), grad)
-        if self._as_they_come or self._by_bucket:
+        if self._as_they_come or by_bucket:
             sizes = [sum(of_rank) * self._width for of_rank in out.ids_to_groups]
             return list(torch.split(grad.reshape(-1), sizes))
         of_lookup = dict(zip(self.lookups, torch.split(grad, list(counts)), strict=True))
@@ -294,17 +294,17 @@ class Rows:
 
 def pool_in_order(out: Outbound, routes: Routes, cut: int, rows: Tensor) -> Tensor:
     """Rows [n, dim] of a cut lookup's ids, pooled in the order of their bags: [B, dim]."""
-    assert out.cut_lengths is not None
     n, dim = rows.shape
-    lengths = out.cut_lengths[cut]
+    lengths = out.lengths_of_cut(cut)
     if n == 0:
         return rows.new_zeros(lengths.shape[0], dim)
     table = Feature(0, n, dim, 0, routes.table_of(routes.cuts[cut].lookup).mean)
     weights = None if out.cut_weights is None else out.cut_weights[out.ids_of_cut(cut)]
+    # not blocking, since a blocking copy from the host would be a host sync
+    features = pack_features([table], torch.device("cpu")).to(rows.device, non_blocking=True)
     return pooled_lookup(
-        rows.flatten(), torch.arange(n, device=rows.device), complete_cumsum(lengths.long()), weights,
-        pack_features([table], rows.device), [dim], flatten_segments([Segment(dim, 0, n, 0)]),
-        "mean" if table.mean else "sum",
+        rows.flatten(), torch.arange(n, device=rows.device), complete_cumsum(lengths.long()), weights, features, [dim],
+        flatten_segments([Segment(dim, 0, n, 0)]), "mean" if table.mean else "sum",
     )  # fmt: skip
 
 
@@ -313,21 +313,23 @@ def _places_of(out: Outbound, cut: int) -> Tensor:
     assert out.places is not None
     places = out.places[out.ids_of_cut(cut)].long()
     # other cuts lie between the buckets of this one
-    before, shifts, firsts, at = 0, [], [], 0
+    before, shifts, firsts, at, column = 0, [], [], 0, out.columns[cut]
     for counts in out.cut_counts:
-        first = at + sum(counts[:cut])
+        first = at + sum(counts[:column])
         firsts.append(first)
         shifts.append(first - before)
-        before += counts[cut]
+        before += counts[column]
         at += sum(counts)
-    bucket = torch.searchsorted(places.new_tensor(firsts[1:]), places, right=True)
-    return places - places.new_tensor(shifts)[bucket]
+    # not blocking, since a blocking copy from the host would be a host sync
+    numbers = torch.tensor([*firsts[1:], *shifts], device="cpu").to(places.device, non_blocking=True)
+    borders, moved = torch.split(numbers, [len(firsts) - 1, len(shifts)])
+    return places - moved[torch.searchsorted(borders, places, right=True)]
 
 
 def _divided(out: Outbound, cut: int, rows: Tensor) -> list[Tensor]:
     """The rows [n, dim] of a cut lookup's ids, bucket by bucket."""
     moved = torch.empty_like(rows).index_copy_(0, _places_of(out, cut), rows)
-    return list(torch.split(moved, [counts[cut] for counts in out.cut_counts]))
+    return list(torch.split(moved, out.counts_of_cut(cut)))
 
 
 def by_source(rows: Tensor, sizes: Tensor, ids_from: Sequence[int]) -> list[Tensor]:

@@ -4,6 +4,9 @@ A rank keeps (slot, global sample, position), global samples being rank 0's batc
 gradients reach a row in the order of one process that saw the whole batch. Where nothing is pooled samples do not
 matter: then all ids of a lookup count as one bag.
 
+The ids of cut lookups are divided among buckets, and how many each bucket gets only their values tell. On the host
+sizes are read first, and of those ids alone; on a GPU a batch is divided whole before, so that it is waited for once.
+
 Letters: W ranks, L lookups, B samples of one rank (1 where nothing is pooled), S streams, N ids, C cuts, K buckets.
 """
 
@@ -17,9 +20,9 @@ import torch
 from torch import Tensor
 
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged._segments import Beside
 from shardwise.kernels import (
     Feature,
-    block_bucketize,
     complete_cumsum,
     pack_features,
     permute_1d,
@@ -27,10 +30,8 @@ from shardwise.kernels import (
     permute_segments,
 )
 
-from .routes import Routes, is_even
-
-# rows of a table whose ids may be any numbers
-_ANY = torch.iinfo(torch.int64).max
+from .division import ANY, Cutting, Division, divide
+from .routes import Routes, Stream
 
 
 class Sending:
@@ -53,7 +54,7 @@ class Sending:
         self.as_they_are = self.picks == list(range(len(keys)))
         self.picks_there = torch.tensor(self.picks, dtype=torch.int64, device="cpu").to(device)
         self.whole, self.home = len(whole), [len(lookups) for lookups in home]
-        self.cuts = None if not cut else Cutting(routes, device)
+        self.cuts = None if not cut else Cutting(routes, routes.cuts, device)
         # segments of whole lookups, then [bucket][cut], in the order of the streams
         numbers, order = iter(range(len(whole))), []
         for stream in sent:
@@ -63,6 +64,7 @@ class Sending:
         self.order = None if order == list(range(segments)) else order
         self.order_there = torch.tensor(order, dtype=torch.int64, device="cpu").to(device)
         self._find_checks(routes, keys, device)
+        self._find_division_of_keys(routes, len(keys), sent, device)
         # slots of all ranks, group by group: the stream of each, and where groups begin
         slots = [
             [
@@ -78,10 +80,10 @@ class Sending:
 
     def _find_checks(self, routes: Routes, keys: Sequence[str], device: torch.device) -> None:
         """What the ids of each key are checked against: the smallest of the tables that they are looked up in."""
-        rows = [(table.id_range or _ANY) if table.mapped else table.rows for table in routes.tables]
+        rows = [(table.id_range or ANY) if table.mapped else table.rows for table in routes.tables]
         smallest: dict[str, tuple[int, int]] = {}
         for feature, table in routes.lookups:
-            smallest[feature] = min(smallest.get(feature, (_ANY, table)), (rows[table], table))
+            smallest[feature] = min(smallest.get(feature, (ANY, table)), (rows[table], table))
         # other keys may hold anything
         self.used = [number for number, key in enumerate(keys) if key in smallest]
         self.all_used = len(self.used) == len(keys)
@@ -91,30 +93,30 @@ class Sending:
         names = [(keys[k], routes.tables[smallest[keys[k]][1]].name) for k in self.used]
         self.checked_names = [f"feature {feature!r} (table {table!r})" for feature, table in names]
 
+    def _find_division_of_keys(self, routes: Routes, keys: int, sent: Sequence[Stream], device: torch.device) -> None:
+        """How all keys of a batch are divided; `self.keys` is None where one that is cut is looked up otherwise too."""
+        at = range(self.whole, self.whole + len(routes.cuts))
+        # the key of each cut
+        self.columns = [self.picks[n] for n in at]
+        others = [key for n, key in enumerate(self.picks) if n not in at]
+        self.keys: Cutting | None = None
+        if not self.columns or len(set(self.columns)) < len(self.columns) or not set(self.columns).isdisjoint(others):
+            return
+        cut_of = dict(zip(self.columns, routes.cuts, strict=True))
+        self.keys = Cutting(routes, [cut_of.get(key) for key in range(keys)], device)
+        # segments [bucket][key] in the order of the streams, then those at home; what is not cut lies in bucket 0
+        order, whole = [], iter(self.picks)
+        for stream in sent:
+            order.append(next(whole) if stream.cut is None else stream.bucket * keys + self.columns[stream.cut])
+        order += self.picks[at.stop :]
+        self.keys_order = None if order == list(range(self.keys.buckets * keys)) else order
+        self.keys_order_there = torch.tensor(order, dtype=torch.int64, device="cpu").to(device)
+
     def ids_to_groups(self, counts: Sequence[int]) -> list[list[int]]:
         """Ids that go to each group of each rank, given the ids of each stream."""
         ends = list(accumulate([counts[stream] for stream in self._slot_streams], initial=0))
         sums = iter([ends[b] - ends[a] for a, b in pairwise(self._bounds)])
         return [list(islice(sums, groups)) for groups in self._groups]
-
-
-class Cutting:
-    """How the cut lookups of a plan are divided among buckets."""
-
-    def __init__(self, routes: Routes, device: torch.device) -> None:
-        cuts = routes.cuts
-        self.buckets = max(len(cut.borders) for cut in cuts) - 1
-        padded = [cut.borders + cut.borders[-1:] * (self.buckets + 1 - len(cut.borders)) for cut in cuts]
-        blocks = [max(1, borders[1] - borders[0]) for borders in padded]
-        self.block_sizes = torch.tensor(blocks, device="cpu").to(device)
-        even = all(is_even(borders) for borders in padded)
-        self.borders = None if even else [torch.tensor(borders, device="cpu").to(device) for borders in padded]
-        # cuts whose rows are averaged in the order of one process: their ids carry the share of each
-        shared = [routes.is_ordered(cut.lookup) and routes.table_of(cut.lookup).mean for cut in cuts]
-        self.averaged = torch.tensor(shared, device="cpu").to(device) if any(shared) else None
-        # rows that nobody looks up or pools here travel: where they go is needed then
-        self.keeps_places = not routes.pooled or any(routes.is_ordered(cut.lookup) for cut in cuts)
-        self.rows = torch.tensor([cut.borders[-1] for cut in cuts], device="cpu").to(device)
 
 
 @dataclass
@@ -143,18 +145,41 @@ class Outbound:
     weights: Tensor | None
     home: list[Home]
     sending: Sending
-    # [K][C] ids in each bucket, and where each id of the cut lookups lies among them
-    cut_counts: list[list[int]]
+    # the column of each cut in what was divided, the cuts alone or all keys of the batch; [K * columns] ids of each
+    # bucket and column, and where each id lies among them
+    columns: Sequence[int]
+    cut_sizes: list[int]
     places: Tensor | None
-    # [C, B] lengths of the cut lookups, and the weights of their ids, as they were given
+    # [columns, B] lengths, and the weights of their ids, as they were given
     cut_lengths: Tensor | None
     cut_weights: Tensor | None
 
+    @property
+    def divides_cuts_alone(self) -> bool:
+        """Whether what was divided are the cuts, in their order."""
+        return self.cut_lengths is None or list(self.columns) == list(range(len(self.cut_lengths)))
+
+    @property
+    def cut_counts(self) -> list[list[int]]:
+        """[K][columns] ids."""
+        assert self.cut_lengths is not None
+        columns = len(self.cut_lengths)
+        return [self.cut_sizes[at : at + columns] for at in range(0, len(self.cut_sizes), columns)]
+
     def ids_of_cut(self, cut: int) -> slice:
-        """Which of the cut lookups' ids are of this one."""
-        sizes = [sum(counts) for counts in zip(*self.cut_counts, strict=True)]
-        begin = sum(sizes[:cut])
-        return slice(begin, begin + sizes[cut])
+        """Which of the divided ids are of this cut."""
+        sizes, column = list(map(sum, zip(*self.cut_counts, strict=True))), self.columns[cut]
+        begin = sum(sizes[:column])
+        return slice(begin, begin + sizes[column])
+
+    def lengths_of_cut(self, cut: int) -> Tensor:
+        """The lengths [B] of its bags."""
+        assert self.cut_lengths is not None
+        return self.cut_lengths[self.columns[cut]]
+
+    def counts_of_cut(self, cut: int) -> list[int]:
+        """Its ids in each bucket."""
+        return [counts[self.columns[cut]] for counts in self.cut_counts]
 
     def blocks(self) -> list[list[Tensor]]:
         """What goes to each rank, as int32: ids, lengths and weights of its streams."""
@@ -171,26 +196,46 @@ class Outbound:
         return found
 
 
-def route(
+def divide_ahead(
     features: KeyedJaggedTensor, routes: Routes, sending: Sending, weights: Tensor | None, *, lenient: bool
+) -> Division | None:
+    """Divide all keys of a batch that nothing was read of: on a GPU, where ids and lengths may yet prove to be bad.
+
+    None where that is not for `route` to go on from: nothing is cut, a feature that is cut is looked up another way
+    too, or values lie behind the batch's.
+    """
+    if sending.keys is None or features.capacity() is not None:
+        return None
+    lengths = features.lengths().view(len(features.keys()), features.stride())
+    if not routes.pooled:
+        lengths = lengths.sum(1, keepdim=True)
+    ids, weights = _numbers(features.values(), routes, weights, lenient)
+    return divide(sending.keys, lengths.to(torch.int32), ids, weights, routes, lenient)
+
+
+def route(
+    features: KeyedJaggedTensor,
+    routes: Routes,
+    sending: Sending,
+    weights: Tensor | None,
+    *,
+    lenient: bool,
+    divided: Division | None = None,
 ) -> Outbound:
     """Line every lookup's ids up for the ranks that serve it; all features have one batch size.
 
-    With `lenient` ids may lie outside their tables: they travel as numbers that lie outside every shard.
+    With `lenient` ids may lie outside their tables: they travel as numbers that lie outside every shard. `divided` is
+    what `divide_ahead` found.
     """
+    if divided is not None:
+        return _route_divided(features, routes, sending, divided)
     # host sync on CUDA: the sizes that leave, read once
-    sizes = features.length_per_key()
+    sizes = features._sizes()
     ids, batch = features.values(), features.stride() if routes.pooled else 1
     if features.capacity() is not None:
         end = sum(sizes)
         ids, weights = ids[:end], None if weights is None else weights[:end]
-    if routes.id_dtype == torch.int32 and ids.dtype == torch.int64 and lenient:
-        # an id that no table has stays one: narrowing must not turn it into another row
-        ids = ids.clamp(-1, torch.iinfo(torch.int32).max)
-    ids = ids.to(routes.id_dtype)
-    if routes.scaled and weights is None:
-        weights = torch.ones(ids.shape[0], device=ids.device)
-    weights = None if weights is None else weights.float()
+    ids, weights = _numbers(ids, routes, weights, lenient)
     lengths = features.lengths().view(len(sizes), batch) if routes.pooled else _column(sizes, ids.device)
     if not sending.as_they_are:
         tensors = [ids] if weights is None else [ids, weights]
@@ -201,71 +246,85 @@ def route(
 
     whole, cuts = sending.whole, 0 if sending.cuts is None else len(routes.cuts)
     ends = list(accumulate(sizes, initial=0))
-    home, at = [], whole + cuts
-    for count in sending.home:
-        part = slice(ends[at], ends[at + count])
-        offsets = complete_cumsum(lengths[at : at + count].flatten().long())
-        home.append(Home(ids[part], offsets, None if weights is None else weights[part], sizes[at : at + count]))
-        at += count
     a, b = ends[whole], ends[whole + cuts]
+    home: list[Home] = []
+    if sending.home:
+        rest = None if weights is None else weights[b:]
+        home = _at_home(sending, ids[b:], lengths[whole + cuts :], rest, sizes[whole + cuts :])
     found = Outbound(
         batch, sizes[:whole], [], ids[:a], lengths[:whole], None if weights is None else weights[:a], home,
-        sending, [], None, None, None,
+        sending, range(cuts), [], None, None, None,
     )  # fmt: skip
     if sending.cuts is not None:
-        found.cut_lengths = lengths[whole : whole + cuts]
-        found.cut_weights = weights[a:b].detach() if routes.weighted and weights is not None else None
-        _divide(found, sending.cuts, ids[a:b], None if weights is None else weights[a:b], lenient)
+        cut = lengths[whole : whole + cuts]
+        division = divide(sending.cuts, cut, ids[a:b], None if weights is None else weights[a:b], routes, lenient)
+        # host sync on CUDA: the sizes that leave
+        found.cut_sizes = division.sizes.tolist()
+        found.places, found.cut_lengths, found.cut_weights = division.places, cut, division.given_weights
+        found.counts = [*found.counts, *found.cut_sizes]
+        found.ids = torch.cat([found.ids, division.ids])
+        found.lengths = torch.cat([found.lengths, division.lengths])
+        if division.weights is not None:
+            assert found.weights is not None
+            found.weights = torch.cat([found.weights, division.weights])
+        if sending.order is not None:
+            tensors = [found.ids] if found.weights is None else [found.ids, found.weights]
+            found.ids, *others = permute_segments(tensors, found.counts, sending.order)
+            found.weights = others[0] if others else None
+            found.lengths = found.lengths.index_select(0, sending.order_there)
+            found.counts = [found.counts[segment] for segment in sending.order]
     found.ids_to_groups = sending.ids_to_groups(found.counts)
     return found
 
 
-def _divide(out: Outbound, cutting: Cutting, ids: Tensor, weights: Tensor | None, lenient: bool) -> None:
-    """Divide the ids of cut lookups among buckets, and bring all streams into their order."""
-    assert out.cut_lengths is not None
-    lengths = out.cut_lengths.flatten()
-    if cutting.averaged is not None:
-        assert weights is not None
-        weights = weights / _bag_lengths(cutting.averaged, out.cut_lengths)
-    outside = None
-    if lenient:
-        rows = cutting.rows.repeat_interleave(out.cut_lengths.sum(1))
-        outside = (ids < 0) | (ids >= rows)
-        ids = torch.where(outside, 0, ids)
-    found = block_bucketize(
-        lengths, ids, cutting.block_sizes, cutting.buckets, weights=weights, block_bucketize_pos=cutting.borders,
-        sequence=cutting.keeps_places or outside is not None,
-    )  # fmt: skip
-    bucketed, places = found.ids, found.unbucketize_permute
-    if outside is not None:
-        assert places is not None
-        bucketed = bucketed.clone()
-        bucketed[places.long()] = torch.where(outside, -1, bucketed[places.long()])
-    by_segment = found.lengths.view(cutting.buckets * len(out.cut_lengths), out.batch)
-    # host sync on CUDA: the sizes that leave
-    counts = by_segment.sum(1).tolist()
-    cuts = len(out.cut_lengths)
-    out.cut_counts = [counts[k : k + cuts] for k in range(0, len(counts), cuts)]
-    out.places = places if cutting.keeps_places else None
-    out.counts = [*out.counts, *counts]
-    out.ids = torch.cat([out.ids, bucketed])
-    out.lengths = torch.cat([out.lengths, by_segment])
-    if weights is not None:
-        assert out.weights is not None and found.weights is not None
-        out.weights = torch.cat([out.weights, found.weights])
-    order = out.sending.order
+def _numbers(ids: Tensor, routes: Routes, weights: Tensor | None, lenient: bool) -> tuple[Tensor, Tensor | None]:
+    """Ids and weights of a batch as they travel."""
+    if routes.id_dtype == torch.int32 and ids.dtype == torch.int64 and lenient:
+        # an id that no table has stays one: narrowing must not turn it into another row
+        ids = ids.clamp(-1, torch.iinfo(torch.int32).max)
+    ids = ids.to(routes.id_dtype)
+    if routes.scaled and weights is None:
+        weights = torch.ones(ids.shape[0], device=ids.device)
+    return ids, None if weights is None else weights.float()
+
+
+def _at_home(
+    sending: Sending, ids: Tensor, lengths: Tensor, weights: Tensor | None, sizes: Sequence[int]
+) -> list[Home]:
+    """What is looked up in tables that all ranks hold, group by group: sizes [lookups at home] ids of each."""
+    ends, at = list(accumulate(sizes, initial=0)), 0
+    home = []
+    for count in sending.home:
+        part = slice(ends[at], ends[at + count])
+        offsets = complete_cumsum(lengths[at : at + count].flatten().long())
+        mine = None if weights is None else weights[part]
+        home.append(Home(ids[part], offsets, mine, list(sizes[at : at + count])))
+        at += count
+    return home
+
+
+def _route_divided(features: KeyedJaggedTensor, routes: Routes, sending: Sending, division: Division) -> Outbound:
+    """`route` of a batch that was divided whole."""
+    if division.known is None:
+        beside = Beside(division.sizes)
+        # host sync on CUDA: the sizes that leave, and those of the batch
+        features._sizes(beside)
+        division.known = beside.read()
+    counts, ids, lengths, weights = division.known, division.ids, division.lengths, division.weights
+    order = sending.keys_order
     if order is not None:
-        tensors = [out.ids] if out.weights is None else [out.ids, out.weights]
-        out.ids, *others = permute_segments(tensors, out.counts, order)
-        out.weights = others[0] if others else None
-        out.lengths = out.lengths.index_select(0, out.sending.order_there)
-        out.counts = [out.counts[segment] for segment in order]
-
-
-def _bag_lengths(averaged: Tensor, lengths: Tensor) -> Tensor:
-    """For each id the length of its bag, or 1 in lookups [C] that are not averaged; lengths [C, B]."""
-    counted = torch.where(averaged[:, None], lengths, 1).flatten()
-    return counted.repeat_interleave(lengths.flatten())
+        tensors = [ids] if weights is None else [ids, weights]
+        ids, *others = permute_segments(tensors, counts, order)
+        weights = others[0] if others else None
+        lengths, counts = lengths.index_select(0, sending.keys_order_there), [counts[segment] for segment in order]
+    streams = sending.first_stream[-1]
+    end = sum(counts[:streams])
+    home = _at_home(sending, ids[end:], lengths[streams:], None if weights is None else weights[end:], counts[streams:])
+    return Outbound(
+        features.stride() if routes.pooled else 1, counts[:streams], sending.ids_to_groups(counts), ids[:end],
+        lengths[:streams], None if weights is None else weights[:end], home, sending, sending.columns,
+        division.known, division.places, division.given_lengths, division.given_weights,
+    )  # fmt: skip
 
 
 def _column(sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -321,7 +380,7 @@ class Inbound:
             return arrived
         streams = sum(mine.numel() for mine in self.came) // sum(self.batches)
         sizes = [mine.view(streams, batch).sum(1) for mine, batch in zip(self.came, self.batches, strict=True)]
-        return permute_1d(self.order, torch.cat(sizes), arrived)[1]
+        return permute_1d(self.order, torch.cat(sizes), arrived, permuted_lengths_sum=self.ids.shape[0])[1]
 
 
 def arrange(

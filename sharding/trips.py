@@ -167,14 +167,14 @@ class _Trip:
         return grad.div_(self.exchange.world_size) if _gradient_division else grad
 
 
-def _prepared(values: Tensor, codec: Codec | None) -> tuple[Tensor, int | None]:
+def _prepared(values: Tensor, codec: Codec | None) -> tuple[Tensor, Tensor | None]:
     """What is sent, and whether it fits the codec."""
     values = values.contiguous()
     if codec is None:
         return values, None
     wide = values.to(torch.float32)
-    # host sync on CUDA: all ranks are told of what does not fit, in the bytes of the exchange itself
-    return wide, int(codec.overflows(wide))
+    # all ranks are told of what does not fit, in the bytes of the exchange itself
+    return wide, codec.overflows(wide).to(torch.int32).view(1)
 
 
 def _taken(pending: Pending, codec: Codec | None) -> Tensor:

@@ -196,6 +196,25 @@ def test_29_a_number_that_overflows_a_compressed_exchange_raises_on_all_ranks(wh
     )
 
 
+def overflow_together() -> str:
+    """Two lookups whose values share a scale that they overflow together, and neither alone."""
+    mix = Mix((TableCase("t0", 20, 4, ("f0", "f1"), "table_wise"),))
+    model = shard(mix, build(mix, "sgd"), environment(), codecs=get_qcomm_codecs_registry(QCommsConfig(CommType.INT8)))
+    with torch.no_grad():
+        weight = model.embedding_bags["t0"].weight
+        weight[:1], weight[1:] = 3e38, -3e38
+    ids, lengths = torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6, dtype=torch.int64)
+    with pytest.raises(OverflowError) as caught:
+        model(KeyedJaggedTensor(["f0", "f1"], ids, lengths=lengths)).values()
+    return str(caught.value)
+
+
+def test_numbers_that_share_a_scale_and_overflow_together_raise_on_all_ranks() -> None:
+    """Their rank raised alone ("min() arg is an empty sequence"), while the others waited for its rows."""
+    first, second = run_ranks(2, overflow_together)
+    assert first == second and "is too large for the compressed exchange" in first
+
+
 def not_finite(mix: Mix, weight: bool) -> tuple[str, bool]:
     module = build(mix, "sgd")
     module._policy = LookupPolicy(gradient_check=GradientCheckMode.RAISE)

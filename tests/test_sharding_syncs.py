@@ -12,28 +12,29 @@ from ranks import run_ranks
 from torch import Tensor
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, ShardingEnv
+from shardwise.embeddings import GradientCheckMode, LookupPolicy
 from shardwise.jagged._segments import Beside
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.bounds import OK
 from shardwise.perf.count_launches import CUDA, Counted, pretended
-from shardwise.perf.counted_ranks import sharded_step
-from shardwise.sharding import collection, layout
+from shardwise.perf.counted_ranks import WAYS, sharded_step
+from shardwise.sharding import batch_check, layout
 from shardwise.sharding.codecs import FP16, FormatCodec
 from shardwise.sharding.exchange import Exchange
 from shardwise.sharding.modules import ShardedEmbeddingBagCollection
+from shardwise.sharding.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
 
 # the guard of the ids and the sizes that leave, in one copy; then those that come
 SIZES = ["copy to host in jagged/_segments.py _read", "copy to host in sharding/header.py hear"]
-GUARD = "copy to host in kernels/bounds.py raise_from_guard"
-BUCKETS = "copy to host in sharding/route.py _divide"
+GUARD = "copy to host in jagged/_segments.py read"
 
 
 def waits() -> dict[str, list[str]]:
     """By how tables are cut, what a rank waits for in a step."""
     found = {}
-    for way in ("table-wise", "mixed"):
+    for way in WAYS:
         with pretended(seen := Counted()):
             prepare = sharded_step(way)(CUDA)
             for turn in range(2):
@@ -46,10 +47,10 @@ def waits() -> dict[str, list[str]]:
 
 
 @pytest.mark.ranks
-def test_a_sharded_step_waits_twice_and_once_more_where_rows_are_cut() -> None:
-    """It waited five times, and six where rows are cut."""
+def test_a_sharded_step_waits_twice_however_tables_are_cut() -> None:
+    """It waited five times, and six where rows are cut: buckets were counted after the sizes of the batch were read."""
     for found in run_ranks(2, waits):
-        assert found == {"table-wise": SIZES, "mixed": [*SIZES, BUCKETS]}
+        assert found == dict.fromkeys(WAYS, SIZES)
 
 
 def batch(lengths: list[int]) -> KeyedJaggedTensor:
@@ -107,7 +108,7 @@ def test_a_bad_batch_raises_before_its_ids_leave(
             default_optimizer=(torch.optim.SGD, {"lr": 0.01}),
         )  # fmt: skip
         model(batch([2, 1, 0, 0]))
-        monkeypatch.setattr(collection, "check_ids", written)
+        monkeypatch.setattr(batch_check, "check_ids", written)
         kjt = batch(lengths)
         if known:
             kjt.length_per_key()
@@ -126,13 +127,52 @@ def compressed() -> list[str]:
     exchange, codec = Exchange(dist.group.WORLD), FormatCodec(FP16)
     sizes = [4, 4]
     with pretended(seen := Counted()):
-        send = torch.ones(8).to(CUDA)
+        send, flag = torch.ones(8).to(CUDA), torch.full((1,), dist.get_rank(), dtype=torch.int32).to(CUDA)
         seen.clear()
-        pending = exchange.rows(send, sizes, sizes, codec=codec, flag=dist.get_rank())
+        pending = exchange.rows(send, sizes, sizes, codec=codec, flag=flag)
         sent = list(seen.syncs.elements())
         received = pending.wait()
         assert received.cpu().tolist() == [1.0] * 8 and pending.flags == [0, 1]
     return sent
+
+
+# what all ranks say of the numbers that they sent, read where those arrive
+FLAGS = "copy to host in sharding/exchange.py read"
+
+
+def checked() -> list[list[str]]:
+    """What a rank waits for forward, and in all: rows as fp16, then gradients that are looked at, with weights."""
+    found = []
+    codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
+    assert dist.group.WORLD is not None
+    policies = (LookupPolicy(), codecs), (LookupPolicy(gradient_check=GradientCheckMode.RAISE), None)
+    for policy, codec in policies:
+        tables = [EmbeddingBagConfig(10, 4, name, feature_names=[name]) for name in ("a", "b")]
+        shards = [shard for config in tables for shard in layout.row_wise(config.name, 10, 4, range(2))]
+        with pretended(seen := Counted()):
+            model = ShardedEmbeddingBagCollection(
+                EmbeddingBagCollection(tables, is_weighted=True, device=CUDA, policy=policy), shards,
+                ShardingEnv.from_process_group(dist.group.WORLD), CUDA,
+                default_optimizer=(torch.optim.SGD, {"lr": 0.01}), codecs=codec,
+            )  # fmt: skip
+            grad, weights = torch.ones(2, 8).to(CUDA), torch.ones(3).to(CUDA).requires_grad_()
+            for _ in range(2):
+                ids, lengths = torch.tensor([1, 2, 9]).to(CUDA), torch.tensor([1, 0, 2, 0]).to(CUDA)
+                kjt = KeyedJaggedTensor(["a", "b"], ids, weights, lengths)
+                seen.clear()
+                output = model(kjt).values()
+                found.append(sorted(seen.syncs.elements()))
+                output.backward(grad)
+                found.append(sorted(seen.syncs.elements()))
+        found = [*found[:-4], *found[-2:]]
+    return found
+
+
+@pytest.mark.ranks
+def test_numbers_that_are_looked_at_cost_a_wait_each_way() -> None:
+    """Two for compressed rows or gradients, up to three for gradients that are looked at; those of weights one more."""
+    forward = sorted([*SIZES, FLAGS])
+    assert run_ranks(2, checked) == [[forward, sorted([*forward, FLAGS]), SIZES, forward]] * 2
 
 
 @pytest.mark.ranks
