@@ -19,7 +19,7 @@ from shardwise.jagged import KeyedJaggedTensor
 from .accumulation import Accumulation
 from .config import BaseEmbeddingConfig, embedding_names_by_table, named_tables, table_dtype
 from .fused_optimizer import FusedOptimizer
-from .grouped import Found, look_up_groups
+from .grouped import Found, look_up_groups, plan_columns
 from .optimizers import OptimizerSpec, mark_optimizer, optimizer_of, optimizer_spec
 from .policy import DEFAULT_POLICY, LookupPolicy
 from .replicated import is_replicated, refuse_replicas_of
@@ -101,7 +101,7 @@ class TableCollection(nn.Module):
         """Pick, check and look up the features of each group, of a batch of one batch size."""
         if not torch.compiler.is_compiling():
             self._settle()
-        elif self._seen != _facts(self._table_parameters()):
+        elif self._seen != self._facts(self._table_parameters()):
             # a graph cannot regroup tables, and traced as they are they would be trained by the slow dense path
             raise RuntimeError(
                 f"{type(self).__name__}: an optimizer was applied or a table frozen since the last lookup;"
@@ -139,6 +139,7 @@ class TableCollection(nn.Module):
             self._groups.append(
                 TableGroup(shapes, lookups, dtype=dtype, device=device, optimizer=spec, policy=self._policy)
             )
+        self._columns = plan_columns(self._groups, self._members, self._names_by_table)
         self._share_guard()
 
     def _share_guard(self) -> None:
@@ -189,12 +190,21 @@ class TableCollection(nn.Module):
             ValueError: a parameter was replaced, or its data has another shape; names the table.
         """
         params = self._table_parameters()
-        if self._seen_memory == _memory(params) and self._seen == _facts(params):
+        if self._seen_memory == _memory(params) and self._seen == self._facts(params):
             return
         # never traced by torch.compile, which loses `param.data = ...`; not imported just for this
         dynamo: Any = sys.modules.get("torch._dynamo")
         follow = self._follow if dynamo is None else dynamo.disable(self._follow)
         follow(params)
+
+    # every lookup asks this of every table, as torch tells nobody what is done to a parameter
+    def _facts(self, params: Sequence[nn.Parameter]) -> list[bool]:
+        """Whether each is trained, then whether an optimizer was applied to each; `torch.compile` can trace this."""
+        trained = [param.requires_grad for param in params]
+        # one that is applied to a table that has one changes nothing
+        if not [group for group in self._groups if group.optimizer is None]:
+            return trained
+        return trained + [hasattr(param, "_optimizer_classes") for param in params]
 
     @torch.no_grad()
     def _follow(self, params: Sequence[nn.Parameter]) -> None:
@@ -202,7 +212,7 @@ class TableCollection(nn.Module):
             self._take_back_memory(t, group, number, params[t])
         if any(self._is_to_be_fused(t, param) for t, param in enumerate(params)):
             self._regroup(params)
-        self._seen = _facts(params)
+        self._seen = self._facts(params)
         self._seen_memory = _memory(params)
 
     def _take_back_memory(self, t: int, group: TableGroup, number: int, param: nn.Parameter) -> None:
@@ -306,12 +316,6 @@ class TableCollection(nn.Module):
 
 
 _data_ptr = Tensor.data_ptr
-
-
-# every lookup asks this of every table
-def _facts(params: Sequence[nn.Parameter]) -> list[bool]:
-    """Whether each is trained, then whether an optimizer was applied to each; `torch.compile` can trace this."""
-    return [param.requires_grad for param in params] + [hasattr(param, "_optimizer_classes") for param in params]
 
 
 def _memory(params: Sequence[nn.Parameter]) -> list[int]:

@@ -7,21 +7,24 @@ Shapes: per group a KJT of its features, B samples each, and what it found: pool
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import repeat
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+from shardwise.kernels import RegroupPlan, plan_regroup
 
-from .table_layout import LookupFeature
 from .variable_batch import expand_bags, inverse_of, own_lengths
 
 
 class Group(Protocol):
     """Tables that one call looks up: those of a `TableGroup`, or `QuantizedTables`."""
 
-    lookups: list[LookupFeature]
+    # of each feature, in the group's order
+    keys: list[str]
     dims: list[int]
 
     @property
@@ -35,6 +38,8 @@ class Group(Protocol):
 
 GroupT = TypeVar("GroupT", bound=Group)
 Found = list[tuple[KeyedJaggedTensor, Tensor]]
+# orders of keys that are kept: more than the collections of a process have groups
+_PICKS = 512
 
 
 def look_up_groups(
@@ -48,7 +53,7 @@ def look_up_groups(
     """
     found = []
     for group in groups:
-        picked = pick_features(features, [f.name for f in group.lookups])
+        picked = pick_features(features, group.keys)
         if picked.device() != group.device:
             raise ValueError(f"ids are on {picked.device()}, the tables on {group.device}")
         group.check(picked.values(), picked.offsets(), padded=picked.capacity() is not None)
@@ -63,28 +68,43 @@ def pick_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJag
         KeyError: names the features that are missing.
     """
     keys = features.keys()
-    if list(names) == list(keys):
+    if list(names) == keys:
         return features
+    # a compiler would trace what is kept, and warn
+    places_of = _places_of.__wrapped__ if torch.compiler.is_compiling() else _places_of
+    return features.permute(places_of(tuple(keys), tuple(names)))
+
+
+@lru_cache(maxsize=_PICKS)
+def _places_of(keys: tuple[str, ...], names: tuple[str, ...]) -> list[int]:
+    """Where each name is among the keys; KeyError names those that are not. The list is shared."""
     place = {key: number for number, key in enumerate(keys)}
     # a feature of several tables is listed for each of them
     missing = [name for name in dict.fromkeys(names) if name not in place]
     if missing:
         raise KeyError(f"features {missing} are not in the batch, which has {list(keys)}")
-    return features.permute([place[name] for name in names])
+    return [place[name] for name in names]
 
 
-def columns_in_table_order(
-    found: Found, groups: Sequence[Group], members: Sequence[Sequence[int]], names_by_table: Sequence[Sequence[str]]
-) -> Tensor:
-    """The groups' pooled outputs side by side, [B, sum of dims]; `members` are the tables of each group."""
-    if len(found) == 1:
+def plan_columns(
+    groups: Sequence[Group], members: Sequence[Sequence[int]], names_by_table: Sequence[Sequence[str]]
+) -> RegroupPlan | None:
+    """How the groups' pooled outputs move to the order of the tables, whose `members` each group has; None of one."""
+    if len(groups) < 2:
+        return None
+    keys = [[name for t in tables for name in names_by_table[t]] for tables in members]
+    return plan_regroup(keys, [group.dims for group in groups], [[name for names in names_by_table for name in names]])
+
+
+def columns_in_table_order(found: Found, plan: RegroupPlan | None) -> Tensor:
+    """The groups' pooled outputs side by side, [B, sum of dims], by the plan of `plan_columns`."""
+    if plan is None:
         return found[0][1]
-    blocks: dict[int, list[Tensor]] = {}
-    for (_, pooled), group, tables in zip(found, groups, members, strict=True):
-        pieces = iter(torch.split(pooled, group.dims, dim=1))
-        for t in tables:
-            blocks[t] = [next(pieces) for _ in names_by_table[t]]
-    return torch.cat([block for t in sorted(blocks) for block in blocks[t]], dim=1)
+    # not by the op of `regroup`, into which no compiler sees: neighbours of one group move in one piece
+    parts: list[Tensor] = []
+    for (_, pooled), sizes in zip(found, plan.sizes, strict=True):
+        parts += pooled.split_with_sizes(sizes, 1)
+    return torch.cat([parts[i] for i in plan.parts[0]], dim=1)
 
 
 def rows_by_name(
@@ -112,7 +132,8 @@ def rows_by_name(
         # not slices: torch.export cannot tell that sizes it does not know lie within the tensor; nor views of one
         # tensor to autograd, which lets nobody change one of several in place
         split = [torch.unsafe_split_with_sizes(tensor, sizes) for tensor in per_id]
-        for number, name in enumerate(name for t in tables for name in names_by_table[t]):
-            values, *ids = [pieces[number] for pieces in split]
-            by_name[name] = JaggedTensor(values, weights=ids[0] if ids else None, lengths=lengths[number])
-    return {name: by_name[name] for names in names_by_table for name in names}
+        # what is cut from one tensor along known sizes needs no check of its own
+        made = map(JaggedTensor._of, split[0], split[1] if need_indices else repeat(None), lengths)
+        by_name.update(zip([name for t in tables for name in names_by_table[t]], made, strict=True))
+    # tables of one group are in their order
+    return by_name if len(found) == 1 else {name: by_name[name] for names in names_by_table for name in names}

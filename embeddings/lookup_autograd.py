@@ -82,15 +82,20 @@ class _FlatOfParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: TableGroup, flat: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.cuts = [(base, table.resident, table.dim) for base, table in zip(group._bases, group.tables, strict=True)]
+        ctx.cuts = group.cuts
         return flat.view_as(flat)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         (grad,) = grad_outputs
-        tables = [table_rows(grad, *cut) for cut in ctx.cuts]
-        wanted = [table if needed else None for table, needed in zip(tables, ctx.needs_input_grad[2:], strict=True)]
-        return (None, None, *wanted)
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for segment, tables, rows in ctx.cuts:
+            matrix = table_rows(grad, segment.base, segment.end_row - segment.first_row, segment.dim)
+            # not views of one tensor to autograd, which lets nobody change one of several in place
+            for t, part in zip(tables, torch.unsafe_split_with_sizes(matrix, rows), strict=True):
+                if ctx.needs_input_grad[2 + t]:
+                    found[2 + t] = part
+        return tuple(found)
 
 
 def flat_of_parameters(group: TableGroup, keep_rows: bool = False) -> Tensor:

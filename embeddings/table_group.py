@@ -46,7 +46,7 @@ from .optimizers import OptimizerSpec
 from .policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .row_store import ResidentRows, RowStore
 from .row_sums import RowSums, add_sums, apply_sums, sum_rows
-from .table_layout import LookupFeature, TableShape, lay_out, require_tables
+from .table_layout import LookupFeature, TableShape, cuts_of, lay_out, require_tables
 from .unread_guard import Replays, UnreadGuard
 
 # of each table of a group, whether updates leave it alone
@@ -81,10 +81,12 @@ class TableGroup:
         # rows by their own numbers, which are others than those of slots
         _, self.first_ids, self.id_segments, _ = lay_out([replace(table, slots=None) for table in tables])
         self.rows = sum(table.resident for table in tables)
+        self.keys = [f.name for f in features]
         self.dims = [tables[f.table].dim for f in features]
         self.pooling = "mean" if any(f.mean for f in features) else "sum"
         self.names = [f"feature {f.name!r} (table {tables[f.table].name!r})" for f in features]
         self._segment_numbers = flatten_segments(self.segments)
+        self.cuts = cuts_of(tables, self.segments)
         require_tables(self.tables, elements, dtype, device)
         self.flat = in_huge_pages(torch.empty(elements, dtype=dtype, device=device))
         self.parameters: list[nn.Parameter] = []

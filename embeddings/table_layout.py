@@ -66,6 +66,12 @@ def lay_out(tables: Sequence[TableShape]) -> tuple[list[int], list[int], list[Se
     return bases, first_rows, segments, element
 
 
+def cuts_of(tables: Sequence[TableShape], segments: Sequence[Segment]) -> list[tuple[Segment, list[int], list[int]]]:
+    """Each segment, the tables in the order in which they lie there, and the rows of each."""
+    members = [[t for t, table in enumerate(tables) if table.dim == segment.dim] for segment in segments]
+    return [(segment, ts, [tables[t].resident for t in ts]) for segment, ts in zip(segments, members, strict=True)]
+
+
 def require_tables(
     tables: Sequence[TableShape], elements: int, dtype: torch.dtype, device: torch.device, part: str = ""
 ) -> None:

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from shardwise.jagged import KeyedJaggedTensor
-from shardwise.kernels import jagged_index_select, sequence_lookup
+from shardwise.kernels import jagged_index_select, jagged_to_padded_dense, sequence_lookup
 from shardwise.kernels._op import runs_kernel
 
 
 def pad_strides(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """The same ids and weights as a batch of one batch size B: each key's last samples are followed by empty ones.
 
-    Only lengths are made anew, [F * B]; inverse indices and the capacity stay what they are. A batch of one batch size
-    is returned as it is.
+    Only lengths are made anew, [F * B], where batch sizes differ; inverse indices and the capacity stay what they are.
+    A batch of one batch size is returned as it is.
 
     Raises:
         ValueError: a key repeats, as `permute` may make it do: pad before that.
@@ -34,14 +34,11 @@ def pad_strides(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
         return kjt
     strides, lengths = kjt.stride_per_key(), kjt.lengths()
     longest = max(strides, default=0)
-    nothing = lengths.new_zeros(longest)
-    pieces = [
-        piece
-        for own, stride in zip(torch.split(lengths, strides), strides, strict=True)
-        for piece in (own, nothing[stride:])
-    ]
+    if len(set(strides)) > 1:
+        starts = on_device(kjt.lengths_offset_per_key(), lengths.device)
+        lengths = jagged_to_padded_dense(lengths, starts, longest).view(-1)
     return KeyedJaggedTensor(
-        kjt.keys(), kjt.values(), kjt.weights_or_none(), torch.cat([lengths[:0], *pieces]), stride=longest,
+        kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, stride=longest,
         length_per_key=known_sizes(kjt), inverse_indices=kjt.inverse_indices_or_none(),
         capacity=kjt.capacity(),
     )  # fmt: skip
@@ -108,7 +105,8 @@ def expand_pooled(pooled: Tensor, dims: Sequence[int], inverse: Tensor) -> Tenso
     # one gather of pieces of columns, of the widest width that divides every feature's
     width = math.gcd(*dims)
     pieces = sum(dims) // width
-    feature = torch.tensor([k for k, dim in enumerate(dims) for _ in range(dim // width)], device="cpu")
+    counts = torch.tensor(dims, device="cpu") // width
+    feature = torch.arange(len(dims), device="cpu").repeat_interleave(counts, output_size=pieces)
     piece = torch.arange(pieces, device=inverse.device)
     at = inverse.t()[:, feature.to(inverse.device, non_blocking=True)] * pieces + piece
     return select_rows(pooled.reshape(-1, width), at.flatten()).view(inverse.shape[1], sum(dims))
@@ -138,9 +136,11 @@ def expand_bags(
 
 def own_lengths(batch: KeyedJaggedTensor, picked: KeyedJaggedTensor) -> list[Tensor]:
     """Lengths [B_k] of each key of `picked`, which was picked from `batch` after `pad_strides`: without the padding."""
-    stride_of = dict(zip(batch.keys(), batch.stride_per_key(), strict=True))
     keys = picked.keys()
     lengths = picked.lengths().view(len(keys), -1).unbind()
+    if not batch.variable_stride_per_key():
+        return list(lengths)
+    stride_of = dict(zip(batch.keys(), batch.stride_per_key(), strict=True))
     return [row[: stride_of[key]] for key, row in zip(keys, lengths, strict=True)]
 
 

@@ -120,7 +120,7 @@ def copy_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
 def _gradient_matrix(bag: Tensor, grad: Tensor, dim: int, dims: Sequence[int], batch: int) -> tuple[Tensor, Tensor]:
     """G as rows of this dim, and the row of each bag: a view where all features have this dim."""
     samples = torch.arange(batch, device=bag.device)
-    if all(other == dim for other in dims):
+    if set(dims) == {dim}:
         row_of_bag = samples * len(dims) + torch.arange(len(dims), device=bag.device)[:, None]
         return grad.reshape(-1, dim), row_of_bag.view(-1)[bag]
     columns = column_offsets(dims)

@@ -167,6 +167,32 @@ def test_ids_may_be_strided() -> None:
     assert torch.equal(ebc(batch).values(), expected)
 
 
+def test_keys_of_a_batch_may_change_from_batch_to_batch() -> None:
+    """Where the features of a group stand in a batch is found once for each list of keys."""
+    case = CASES["mixed dims, dtypes and pooling"]
+    ebc, bags = EmbeddingBagCollection(case.configs()), case.bags()
+    expected = ebc(kjt(bags)).values()
+    for order in (("h", "f", "g"), ("g", "h", "f"), ("h", "f", "g"), ("f", "g", "h")):
+        assert torch.equal(ebc(kjt({feature: bags[feature] for feature in order})).values(), expected), order
+    with pytest.raises(KeyError, match=r"features \['h'\] are not in the batch, which has \['f', 'g'\]"):
+        ebc(kjt({feature: bags[feature] for feature in ("f", "g")}))
+    assert torch.equal(ebc(kjt(bags)).values(), expected)
+
+
+def test_gradients_of_tables_are_their_own_and_a_frozen_table_has_none() -> None:
+    case = CASES["mixed dims, dtypes and pooling"]
+    ebc, bags = EmbeddingBagCollection(case.configs()), case.bags()
+    weight(ebc, "d").requires_grad_(False)
+    ebc(kjt(bags)).values().backward(upstream(4, 39))
+    assert weight(ebc, "d").grad is None
+    before = {name: gradient(ebc, name).clone() for name in ("a", "b", "c", "e")}
+    gradient(ebc, "a").mul_(2)
+    assert torch.equal(gradient(ebc, "a"), 2 * before.pop("a"))
+    for name, grad in before.items():
+        assert torch.equal(gradient(ebc, name), grad), name
+        assert grad.any(), name
+
+
 def test_two_forwards_before_two_backwards_add_up() -> None:
     case = CASES["mixed dims, dtypes and pooling"]
     ebc, first, second = EmbeddingBagCollection(case.configs()), case.bags(1), case.bags(2)

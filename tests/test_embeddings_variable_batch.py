@@ -238,6 +238,18 @@ def test_features_without_samples_are_padded_too(strides: list[int]) -> None:
     assert padded.length_per_key() == strides
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_batch_sizes_that_are_the_same_need_no_padding(dtype: torch.dtype) -> None:
+    lengths = torch.tensor([2, 0, 1, 1], dtype=dtype)
+    batch = KeyedJaggedTensor(["f", "g"], torch.arange(4), lengths=lengths, stride_per_key_per_rank=[[2], [2]])
+    assert batch.variable_stride_per_key()
+    padded = pad_strides(batch)
+    assert (padded.stride(), padded.variable_stride_per_key()) == (2, False)
+    assert padded.lengths() is batch.lengths()
+    batch = KeyedJaggedTensor(["f", "g"], torch.arange(4), lengths=lengths, stride_per_key_per_rank=[[1], [3]])
+    assert torch.equal(pad_strides(batch).lengths(), torch.tensor([2, 0, 0, 0, 1, 1], dtype=dtype))
+
+
 def test_inverse_indices_come_in_the_order_that_is_asked_for() -> None:
     batch = short(kept_bags())
     assert inverse_of(batch, ["h", "f", "h"]).tolist() == [INVERSE["h"], INVERSE["f"], INVERSE["h"]]

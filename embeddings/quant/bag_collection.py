@@ -100,7 +100,7 @@ class EmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterfac
         inverse = inverse_or_none(features, self._feature_names)
         found = self._look_up(pad_strides(features), self._pooled)
         if found:
-            values = columns_in_table_order(found, self._groups, self._members, self._names_by_table)
+            values = columns_in_table_order(found, self._columns)
         else:
             values = torch.empty(features.stride(), 0, dtype=self._output_dtype, device=features.device())
         if inverse is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.embeddings.config import BaseEmbeddingConfig, PoolingType, embedding_names_by_table, named_tables
-from shardwise.embeddings.grouped import Found, look_up_groups
+from shardwise.embeddings.grouped import Found, look_up_groups, plan_columns
 from shardwise.embeddings.policy import LookupPolicy
 from shardwise.embeddings.table_layout import LookupFeature
 from shardwise.jagged import KeyedJaggedTensor
@@ -115,6 +115,7 @@ class QuantizedCollection(nn.Module):
             )
             for (_, dtype, _), ts in members.items()
         ]
+        self._columns = plan_columns(self._groups, self._members, self._names_by_table)
         self._show()
         self.register_load_state_dict_pre_hook(_refuse_other_rows)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_take_back_replaced)  # type: ignore[no-untyped-call]

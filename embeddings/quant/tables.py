@@ -77,6 +77,7 @@ class QuantizedTables:
         self.tables, self.lookups = list(tables), list(features)
         self.format = row_format(tables[0].format)
         self.policy = policy
+        self.keys = [f.name for f in features]
         self.dims = [tables[f.table].dim for f in features]
         self.names = [f"feature {f.name!r} (table {tables[f.table].name!r})" for f in features]
         spaces = [-(-table.rows * table.row_bytes // _BOUNDARY) * _BOUNDARY for table in tables]

@@ -293,7 +293,7 @@ class ShardedTables:
         """The features that each part looks up, on its device."""
         for source, part in enumerate(self.parts):
             if part.held.lookups:
-                yield source, part, self._picked(features, [f.name for f in part.held.lookups], part.device)
+                yield source, part, self._picked(features, part.held.keys, part.device)
 
     @staticmethod
     def _picked(features: KeyedJaggedTensor, names: Sequence[str], device: torch.device) -> KeyedJaggedTensor:
