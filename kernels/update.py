@@ -52,6 +52,9 @@ from .update_step import DECAYS, SlotIds, Step, decay_factor
 # registers of a thread at most, where its 4 elements are of one row, so that 8 programs of 4 warps fit, or of several
 # rows, each of them with addresses of its own; and where it has more elements
 REGISTERS, ROWS_REGISTERS, WIDE_REGISTERS = 64, 112, 128
+# as many programs fit with these: for rules without states, whose loads ptxas parts otherwise (triton 3.9.0), and for
+# tables off 16 bytes, of whose rows it spills two words otherwise (triton 3.6.0 and 3.9.0)
+FEWER_REGISTERS = 60
 
 
 def fused_update_ref(
@@ -252,7 +255,7 @@ def _is_wide(chunks: int, columns: int, warps: int) -> bool:
     return chunks * columns > 128 * warps
 
 
-def _registers(chunks: int, columns: int, warps: int, align: int) -> int:
+def _registers(chunks: int, columns: int, warps: int, align: int, fewer: bool) -> int:
     """Registers of a thread at most: for what it has of a row, of four gradient rows, of their sum and of states.
 
     Without a bound a compiler keeps more in registers than pays, and fewer programs fit a multiprocessor.
@@ -261,7 +264,9 @@ def _registers(chunks: int, columns: int, warps: int, align: int) -> int:
         return WIDE_REGISTERS
     # that share a row
     threads = columns // min(align, columns)
-    return REGISTERS if chunks * threads <= 32 * warps else ROWS_REGISTERS
+    if chunks * threads > 32 * warps:
+        return ROWS_REGISTERS
+    return FEWER_REGISTERS if fewer else REGISTERS
 
 
 def _launch_update(
@@ -338,7 +343,8 @@ def _launch_segment(
     given = tuple(
         state if kind == "row" else state[segment.base :] for state, kind in zip(states, rule.kinds, strict=True)
     )
-    registers = configs.setting("update.registers", _registers(block_c, block_d, warps, align))
+    fewer = not rule.kinds or table.data_ptr() % 16 != 0
+    registers = configs.setting("update.registers", _registers(block_c, block_d, warps, align, fewer))
     if waves := configs.setting("update.waves", 0):
         most = waves * resident_programs(table.device, warps, registers)
     options, wide = launch_options(warps, registers), _is_wide(block_c, block_d, warps)
