@@ -228,7 +228,7 @@ def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int |
     if align * values.itemsize < 16 and block_l * block_k == _TILE**2:
         # an address for each element of a tile is too much for the registers of few threads, for AMD's of masks (fp32,
         # triton 3.9.0) and for the 128 that sm_100's compiler leaves to a product of 16-bit numbers
-        warps, block_k = 8, max(16, block_k // 2)
+        warps, block_k = 8, max(16, block_k // values.itemsize)
     grid = (triton.cdiv(rows, block_l), triton.cdiv(columns, block_k))
     _dense_bmm_kernel[grid](
         values, offsets, dense, out, rows, bags, inner, columns, limit_of(max_length, rows),
