@@ -224,16 +224,20 @@ def _dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, max_length: int |
     # more rows than a usual bag has would be multiplied by its matrix for nothing
     block_l = max(16, min(_TILE, next_power_of_2(rows // bags)))
     block_m, block_k = _block(inner, 64 // values.itemsize), _block(columns, _TILE)
-    align, warps = _align(out, columns), _warps(block_l, block_m, block_k, values.itemsize)
+    align, inner_align = _align(out, columns), _align(values, inner)
+    warps = _warps(block_l, block_m, block_k, values.itemsize)
     if align * values.itemsize < 16 and block_l * block_k == _TILE**2:
         # an address for each element of a tile is too much for the registers of few threads, for AMD's of masks (fp32,
         # triton 3.9.0) and for the 128 that sm_100's compiler leaves to a product of 16-bit numbers
-        warps, block_k = 8, max(16, block_k // values.itemsize)
+        warps, block_k = 8, max(16, block_k // 2)
+    elif values.itemsize == 4 and inner_align < 4 and (block_l, block_k) == (16, _TILE):
+        # of wider tiles ptxas spills a word or two on one target or another
+        warps, block_k = 4, 16
     grid = (triton.cdiv(rows, block_l), triton.cdiv(columns, block_k))
     _dense_bmm_kernel[grid](
         values, offsets, dense, out, rows, bags, inner, columns, limit_of(max_length, rows),
         INTERPRETED, transposed, block_l, block_m, block_k,
-        _align(values, inner), align, num_warps=warps,
+        inner_align, align, num_warps=warps,
     )  # fmt: skip
     return out
 
