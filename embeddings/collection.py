@@ -350,7 +350,11 @@ def _take_back_replaced(module: nn.Module, _: Any) -> None:
                 raise ValueError(f"tables {missing} would stay on meta: load them too, or call to_empty first")
             move_tables([group], children, partial(torch.empty_like, device=device))
         for n, values in given.items():
-            group.view(n).copy_(values)
+            view, param = group.view(n), group.parameters[n]
+            view.copy_(values)
+            if _address(param) != _address(view):
+                # what `param.data = ...` put elsewhere is older
+                param.data = view
 
 
 def move_tables(groups: Sequence[TableGroup], children: nn.ModuleDict, fn: Callable[[Tensor], Tensor]) -> None:

@@ -94,6 +94,16 @@ def test_assigned_tables_are_copied_into_the_buffer(make: Callable[[], Embedding
     assert torch.equal(tables_of(ebc)["b"], tables_of(before)["b"]) == (make is bags)
 
 
+@pytest.mark.parametrize("make", [bags, fused])
+def test_assigned_tables_outlive_data_that_was_set_before(make: Callable[[], EmbeddingBagCollection]) -> None:
+    """No batch was looked up since, and the next lookup brought the older rows back."""
+    ebc, before = make(), bags()
+    weight(ebc, "b").data = torch.zeros_like(weight(ebc, "b"))
+    ebc.load_state_dict({name: value.clone() for name, value in before.state_dict().items()}, assign=True)
+    assert_looks_up_its_parameters(ebc)
+    assert torch.equal(tables_of(ebc)["b"], tables_of(before)["b"])
+
+
 def test_assignment_fills_a_collection_on_meta() -> None:
     model = nn.Sequential(EmbeddingBagCollection(configs(), device="meta"))
     apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
