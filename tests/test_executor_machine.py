@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from executor_ptx import Array, compute, launch
 
-from shardwise.perf.gpu import Kernel, Launch, Memory, ParseError
+from shardwise.perf.gpu import Fault, Kernel, Launch, Memory, ParseError
 
 LANES = np.arange(32)
 OUT = "mad.wide.u32 %rd20, %tid, 4, %in0; st.global.b32 [%rd20], %r1; ret;"
@@ -311,3 +311,32 @@ def test_bytes_and_signs_are_permuted() -> None:
     got = compute("prmt.b32.f4e", data, np.uint32).tolist()
     both = (0x77665544 << 32 | int(data[0][0])).to_bytes(8, "little")
     assert got == [int.from_bytes(both[i : i + 4], "little") for i in range(4)]
+
+
+def test_bytes_that_a_compiler_leaves_undefined_may_be_packed_and_taken_off() -> None:
+    pack = "mov.b32 %r2, 3; prmt.b32 %r3, %r40, %r41, 0x3340; prmt.b32 %r4, %r2, %r3, 0x5410;"
+    assert words(pack + "prmt.b32 %r1, %r4, %tid, 0x5410;") == [3 + (t << 16) for t in range(64)]
+    # of the bytes that are taken one has a value, or none
+    assert (
+        words("mov.b32 %r2, 0x5500; prmt.b32 %r4, %r40, %r2, 0x0050; shr.u32 %r1, %r4, 8; and.b32 %r1, %r1, 15;")
+        == [5] * 64
+    )
+    for body in ("add.s32 %r1, %r3, 1;", "prmt.b32 %r5, %r3, %r2, 0x3210; mov.b32 %r1, %r5;"):
+        with pytest.raises(Fault, match="before it has a value"):
+            words(pack + body)
+
+
+def test_sums_that_a_product_begins_anew_need_no_value() -> None:
+    """wgmma of zeros, where its predicate says that the sums before do not count."""
+    body = """
+        mov.b32 %r10, smem; mad.lo.s32 %r11, %tid, 16, %r10; mov.b32 %r12, 0;
+        st.shared.v4.b32 [%r11], {%r12, %r12, %r12, %r12}; fence.proxy.async; bar.sync 0;
+        shr.u32 %r13, %r10, 4; and.b32 %r13, %r13, 0x3FFF; cvt.u64.u32 %rd1, %r13;
+        setp.eq.u32 %p1, %tid, 1000; setp.lt.u32 %p2, %tid, 1000;
+        wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r1, %r2, %r3, %r4}, %rd1, %rd1, SCALE, 1, 1, 0, 0;
+        wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+    """
+    for scale in ("0", "%p1"):
+        assert words(body.replace("SCALE", scale), threads=128, shared=2048) == [0] * 128
+    with pytest.raises(Fault, match="before it has a value"):
+        words(body.replace("SCALE", "%p2"), threads=128, shared=2048)

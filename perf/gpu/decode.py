@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ _NOTHING = (
     "membar", "nanosleep", "griddepcontrol", "setmaxnreg", "discard", "applypriority", "pmevent",
 )  # fmt: skip
 _SPACES = ("global", "shared", "param", "local", "const")
+_REGISTER = re.compile(r"%\w+")
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|[0-9]+)U?$")
 
 
@@ -38,6 +40,7 @@ class Decoder:
         self.count = entry.threads[0] * entry.threads[1] * entry.threads[2]
         self.slots = {name: slot for slot, name in enumerate(entry.registers)}
         self.parameters = {parameter.name: parameter for parameter in entry.parameters}
+        self.undefined = _undefined(entry)
 
     def step(self, instruction: Instruction) -> Step:
         """Raises ParseError with the line of what is not supported."""
@@ -57,7 +60,9 @@ class Decoder:
         if name == "mov":
             return self._elementwise(lambda a: a, ("pred",), ("pred",), operands)
         if name == "prmt":
-            operands = _permuted(operands)
+            operands = _permuted(operands, self.undefined)
+            if not operands:
+                return _nothing
         if found := operation(instruction.opcode, len(operands)):
             return self._elementwise(found.function, found.inputs, found.outputs, operands)
         if name in ("ld", "ldu"):
@@ -345,15 +350,38 @@ def _writer(slot: int, dtype: type[Any]) -> Write:
     return put
 
 
-def _permuted(operands: tuple[str, ...]) -> tuple[str, ...]:
-    """The operands of prmt.b32 without a word of which no byte is taken: the compiler leaves it undefined."""
-    target, low, high, selector = operands
+def _undefined(entry: Entry) -> dict[str, int]:
+    """Which bytes, a bit each, have no value in registers that a compiler packs with others: it takes them off again.
+
+    Those of registers that no instruction writes, and what prmt.b32 makes of them.
+    """
+    named = Counter(name for instruction in entry.code for name in _REGISTER.findall("".join(instruction.operands[:1])))
+    found = {name: 0b1111 for name, kind in entry.registers.items() if SIZES[kind] == 4 and not named[name]}
+    for instruction in entry.code if found else ():
+        if instruction.opcode == "prmt.b32" and named[instruction.operands[0]] == 1:
+            bits = 0
+            for i, byte in enumerate(_selected(instruction.operands[3])):
+                bits |= (found.get(instruction.operands[1 + byte // 4], 0) >> byte % 4 & 1) << i
+            if bits:
+                found[instruction.operands[0]] = bits
+    return found
+
+
+def _selected(selector: str) -> list[int]:
+    """Which of the 8 bytes of its words prmt.b32 takes, if the code says so."""
     if selector.startswith("%"):
+        return []
+    return [int(selector.rstrip("U"), 0) >> shift & 7 for shift in (0, 4, 8, 12)]
+
+
+def _permuted(operands: tuple[str, ...], undefined: Mapping[str, int]) -> tuple[str, ...]:
+    """The operands of prmt.b32 without a word of which no byte with a value is taken; nothing if there is no other."""
+    target, *words, selector = operands
+    taken = _selected(selector)
+    if not taken:
         return operands
-    taken = [int(selector.rstrip("U"), 0) >> shift & 7 for shift in (0, 4, 8, 12)]
-    if max(taken) < 4:
-        return target, low, low, selector
-    return (target, high, high, selector) if min(taken) > 3 else operands
+    used = [words[byte // 4] for byte in sorted(taken) if not undefined.get(words[byte // 4], 0) >> byte % 4 & 1]
+    return (target, used[0], used[-1], selector) if used else ()
 
 
 def _nothing(cta: Cta, live: Array | None) -> None:

@@ -233,7 +233,10 @@ def _wgmma(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...]) 
             for i, slot in enumerate(slots):
                 row = lane // 32 * 16 + lane % 32 // 4 + 8 * (i % 4 // 2)
                 column = 8 * (i // 4) + lane % 4 * 2 + i % 2
-                start = np.where(scale(cta)[own], _accumulator(cta, slot)[own].view(dtype), dtype(0))
+                kept = scale(cta)[own]
+                # sums that begin anew need no value
+                before = _accumulator(cta, slot)[own].view(dtype) if kept.any() else dtype(0)
+                start = np.where(kept, before, dtype(0))
                 values[slot][own] = _added(start, total[row, column], dtype).view(np.uint32)
         cta.products.append(_Product(cta.products_committed, slots, values, live, used))
         for slot in slots:
