@@ -7,7 +7,7 @@ import pytest
 from executor_ptx import kernel, prepare
 
 from shardwise.perf.gpu import Launch, Memory
-from shardwise.perf.gpu.barriers import SEVERAL, Around, pairs_at
+from shardwise.perf.gpu.barriers import SEVERAL, Around, fixed_places, pairs_at
 
 PLACES = "mov.b32 %r0, smem; mad.lo.s32 %r1, %tid, 4, %r0; xor.b32 %r5, %tid, 32; mad.lo.s32 %r3, %r5, 4, %r0;"
 BARRIER, WRITE = "bar.sync 0;", "st.shared.b32 [%r1], %tid;"
@@ -17,7 +17,7 @@ OWN, OTHER = "ld.shared.b32 %r10, [%r1];", "ld.shared.b32 %r10, [%r3];"
 def around(body: str, barrier: int = 0, *, threads: int = 64, shared: int = 256) -> tuple[Around, list[str]]:
     """What is known of a barrier after a run of a kernel without it, and the faults of that run."""
     whole = kernel(PLACES + body + " ret;", 1, threads)
-    found = Around(pairs_at(whole, barrier))
+    found = Around(pairs_at(whole, barrier), fixed_places(whole))
     made = Launch(whole.without_barrier(barrier), Memory(), shared, [0], around=found).run((2,))
     found.end_launch()
     return found, [finding.kind for finding in made.faults]
@@ -96,9 +96,52 @@ def test_pieces_of_one_owner_each_are_apart(second: list[int], meets: bool) -> N
     found.note(7, 0, np.array(second), pieces, 4)
     # another memory's pieces have nothing to do with it
     found.note(7, 1 << 36, np.array([5, 5]), pieces, 4)
+    found.come(3, 1, np.arange(2))
+    found.go_by(1, np.arange(2))
+    found.come(7, 1, np.arange(2))
     found.end_launch()
     assert (found.meeting == found.pairs) is meets and found.redundant is not meets
     other = Around(found.pairs)
     assert not other.redundant
     other.join(found)
     assert other.redundant is not meets
+
+
+def test_buffers_that_a_loop_exchanges_are_not_apart_before_it_went_around() -> None:
+    """Each turn writes own words of one buffer and reads others' of the other one."""
+    body = "add.s32 %r2, %r1, 256; add.s32 %r4, %r3, 256; st.shared.b32 [%r1], %tid; st.shared.b32 [%r2], %tid;"
+    body += f"mov.b32 %r9, 0; bar.sync 0; L1: bar.sync 0; {WRITE} ld.shared.b32 %r10, [%r4];"
+    body += "mov.b32 %r6, %r1; mov.b32 %r1, %r2; mov.b32 %r2, %r6; mov.b32 %r6, %r3; mov.b32 %r3, %r4;"
+    body += "mov.b32 %r4, %r6; add.s32 %r9, %r9, 1; setp.lt.s32 %p1, %r9, {}; @%p1 bra L1;"
+    once, faults = around(body.format(1), 1, shared=512)
+    assert faults == [] and once.pairs and not once.meeting and not once.redundant
+    twice, faults = around(body.format(2), 1, shared=512)
+    assert faults == ["race"] * 2 and not twice.redundant
+
+
+@pytest.mark.parametrize(("address", "redundant"), [("%r1", True), ("%r8", False)])
+def test_addresses_that_follow_from_the_thread_need_no_second_turn(address: str, redundant: bool) -> None:
+    """Words of its own that each thread writes and reads in a loop that goes around once."""
+    body = f"mov.b32 %r9, 0; mov.b32 %r8, %r1; bar.sync 0; L1: bar.sync 0; st.shared.b32 [{address}], %tid;"
+    body += f"ld.shared.b32 %r10, [{address}]; add.s32 %r8, %r8, 4; add.s32 %r9, %r9, 1;"
+    found, faults = around(body + "setp.lt.s32 %p1, %r9, 1; @%p1 bra L1;", 1)
+    assert faults == [] and found.pairs and found.redundant is redundant
+
+
+def test_a_copy_reads_until_it_is_waited_for() -> None:
+    """One warp copies words that the other changes, behind a barrier after the wait; one before it is no help."""
+    body = "mul.wide.u32 %rd1, %tid, 4; add.s64 %rd1, %in0, %rd1; xor.b32 %r5, %tid, 32; mul.wide.u32 %rd2, %r5, 4;"
+    body += "add.s64 %rd2, %in0, %rd2; cp.async.ca.shared.global [%r1], [%rd1], 4; cp.async.commit_group; bar.sync 0;"
+    body += "cp.async.wait_group 0; bar.sync 0; st.global.b32 [%rd2], %tid; ret;"
+    made, _ = prepare(PLACES + body, np.zeros(64, np.uint32), shared=256)
+    found = Around(pairs_at(made.kernel, 1), fixed_places(made.kernel))
+    made.kernel, made.record.around = made.kernel.without_barrier(1), found
+    made.run((1,))
+    found.end_launch()
+    assert made.faults == [] and found.meeting and not found.redundant
+
+
+def test_a_barrier_of_some_lanes_is_none() -> None:
+    barriers = "bar.warp.sync -1; {} " + OTHER
+    assert opcodes(WRITE + barriers.format("bar.warp.sync -1;")) == set()
+    assert opcodes(WRITE + barriers.format("bar.warp.sync 3;")) == {("st", "ld")}

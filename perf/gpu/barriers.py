@@ -4,17 +4,21 @@ Two accesses to shared memory need a barrier between them where two threads touc
 global memory two warps. A compiler places barriers by buffers, not by pieces: some lie between accesses of which each
 thread has its own pieces. Such a barrier is redundant. That is shown in two halves: the code says between which
 accesses it is the only barrier (`pairs_at`), and runs without it say who touches which piece in each (`Around`). A run
-that shows no race is no such proof: a loop that went around once never came to the pair at all.
+that shows no race is no such proof: a loop that went around once never came to the pair at all. Nor is it enough that
+both accesses ran, but not one before and the other behind the barrier's place: in another turn of the loop they may
+touch other pieces, unless their addresses follow from the thread alone (`fixed_places`). Pieces that only other
+numbers, or a third turn, would touch are not known.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .ptx import Instruction
+from .ptx import REGISTER, WHOLE_WARP, Instruction
 from .rounding import Array
 
 if TYPE_CHECKING:
@@ -25,6 +29,11 @@ _NOBODY, SEVERAL = -1, -2
 # what an instruction does to a memory: products read while they are under way, which no run shows, so that what lies
 # beside their waits is never found apart; a copy writes when it begins, and for others when its thread has waited
 _ASYNC = {"cp": {"shared": "write", "global": "read"}, "wgmma": {"shared": "read"}}
+# what gives the same result each time for the same operands
+_FOLLOWS = (
+    "abs", "add", "and", "bfe", "bfi", "brev", "clz", "cvt", "cvta", "div", "lop3", "mad", "max", "min", "mov", "mul",
+    "neg", "not", "or", "popc", "prmt", "rem", "sad", "selp", "setp", "shf", "shl", "shr", "sub", "xor",
+)  # fmt: skip
 _MATRIX = {"ldmatrix": "read", "stmatrix": "write"}
 
 
@@ -32,19 +41,46 @@ _MATRIX = {"ldmatrix": "read", "stmatrix": "write"}
 class Around:
     """A barrier that was taken out: the `pairs` of places that have it alone between them, and what launches showed.
 
-    `apart` are pairs of which some launch made both accesses, and nobody touched a piece in one that somebody else
-    touched in the other; of `meeting` pairs somebody did.
+    `apart` are pairs of which some launch made one access, passed the barrier's place and made the other, or made both
+    in any order if they are `fixed`, and nobody touched a piece in one that somebody else touched in the other; of
+    `meeting` pairs somebody did.
     """
 
     pairs: frozenset[Pair]
+    fixed: frozenset[int] = frozenset()
     apart: set[Pair] = field(default_factory=set)
     meeting: set[Pair] = field(default_factory=set)
     # of the launch under way: by place and memory, who touched each piece
     owners: dict[int, dict[int, Array]] = field(default_factory=dict)
+    ordered: set[Pair] = field(default_factory=set)
+    # since the last barrier, at `time`: places of accesses, those behind which somebody passed, and who passed
+    time: int = -1
+    since: set[int] = field(default_factory=set)
+    before: set[int] = field(default_factory=set)
+    passed: set[int] = field(default_factory=set)
 
     @property
     def redundant(self) -> bool:
         return self.apart == self.pairs and not self.meeting
+
+    def come(self, place: int, time: int, threads: Array) -> None:
+        """Threads come to an access; the last barrier began the `time`."""
+        self._begin(time)
+        if self.before and not self.passed.isdisjoint(threads.tolist()):
+            self.ordered.update((one, place) for one in self.before)
+        self.since.add(place)
+
+    def go_by(self, time: int, threads: Array) -> None:
+        """Threads come to where the barrier was."""
+        self._begin(time)
+        self.passed.update(threads.tolist())
+        self.before |= self.since
+
+    def _begin(self, time: int) -> None:
+        if time != self.time:
+            self.time = time
+            for kept in (self.since, self.before, self.passed):
+                kept.clear()
 
     def note(self, place: int, memory: int, owners: Array, pieces: Array, count: int) -> None:
         """`owners`, or SEVERAL for each, touched `pieces` [owners, n] of the `count` of a memory, 0 if it is shared."""
@@ -65,9 +101,13 @@ class Around:
         """Keep of a launch which pairs met."""
         for one, other in self.pairs:
             if one in self.owners and other in self.owners:
-                met = any(self._meet(one, other, memory) for memory in self.owners[one])
-                (self.meeting if met else self.apart).add((one, other))
+                if any(self._meet(one, other, memory) for memory in self.owners[one]):
+                    self.meeting.add((one, other))
+                elif (one, other) in self.ordered or {one, other} <= self.fixed:
+                    self.apart.add((one, other))
         self.owners.clear()
+        self.ordered.clear()
+        self._begin(-1)
 
     def join(self, other: Around) -> None:
         """Add what other launches of the same program showed."""
@@ -93,6 +133,8 @@ def pairs_at(kernel: Kernel, i: int) -> frozenset[Pair]:
         for other in barriers
         # one with a guard lets threads pass
         if other != place and kernel.code[other].guard is None and (of_warp or "warp" not in kernel.code[other].parts)
+        # as does one of a part of a warp
+        if "warp" not in kernel.code[other].parts or kernel.code[other].operands[0] in WHOLE_WARP
     }
     follows = [_next(kernel, at) for at in range(len(kernel.code))]
     precedes: list[list[int]] = [[] for _ in kernel.code]
@@ -108,6 +150,39 @@ def pairs_at(kernel: Kernel, i: int) -> frozenset[Pair]:
         for memory in kinds[one].keys() & kinds[other].keys()
         if "write" in (kinds[one][memory], kinds[other][memory])
     )
+
+
+def fixed_places(kernel: Kernel) -> frozenset[int]:
+    """Places of accesses by threads, and at addresses, that are the same each time that a CTA comes there."""
+    writes = [REGISTER.findall(_target(instruction)) for instruction in kernel.code]
+    times = Counter(name for names in writes for name in names)
+    varying = {name for name, count in times.items() if count > 1}
+    found = -1
+    while found != len(varying):
+        found = len(varying)
+        for instruction, names in zip(kernel.code, writes, strict=True):
+            reads = REGISTER.findall(" ".join([*instruction.operands[1:], instruction.guard or ""]))
+            if not varying.isdisjoint(reads) or not _follows(instruction):
+                varying.update(names)
+    return frozenset(
+        at
+        for at, instruction in enumerate(kernel.code)
+        if instruction.parts[0] in ("ld", "st", "ldmatrix", "stmatrix")
+        and varying.isdisjoint(REGISTER.findall(f"{_address(instruction)} {instruction.guard}"))
+    )
+
+
+def _target(instruction: Instruction) -> str:
+    return "" if instruction.parts[0] in ("st", "red", "stmatrix", "bra") else "".join(instruction.operands[:1])
+
+
+def _address(instruction: Instruction) -> str:
+    return next(operand for operand in instruction.operands if operand.startswith("["))
+
+
+def _follows(instruction: Instruction) -> bool:
+    """Whether a result follows from the operands alone."""
+    return "param" in instruction.parts or instruction.parts[0] in _FOLLOWS
 
 
 def _next(kernel: Kernel, place: int) -> list[int]:

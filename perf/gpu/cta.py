@@ -81,7 +81,7 @@ class Cta:
         self.clock = Clock(self.size, record.time + 1)
         self.shared = Shared(record.shared_bytes, record.shared_piece, self.clock, self.size)
         if record.around is not None:
-            self.shared.touched = self._touch
+            self.shared.touched, self.shared.copied = self._touch, self._copied
         self.exited: Array | None = None
         self.at = 0
         self.products: list[Any] = []
@@ -108,7 +108,18 @@ class Cta:
         if self.record.around is not None:
             # four warps read what one product takes
             owners = np.full_like(threads, SEVERAL) if self.instruction.parts[0] == "wgmma" else threads
+            self.record.around.come(self.at, self.clock.cta_since, threads)
             self.record.around.note(self.at, 0, owners, pieces, len(self.shared.written))
+
+    def _copied(self, threads: Array, sources: Array, size: int) -> None:
+        """A copy reads what it is of until its thread has waited."""
+        piece, around = self.record.global_piece, self.record.around
+        for number in np.unique(sources[sources != 0] >> SPACING_BITS).tolist():
+            buffer = self.record.memory.find(number << SPACING_BITS)
+            if around is not None and buffer is not None:
+                own = sources >> SPACING_BITS == number
+                places = ((sources[own] - buffer.origin) // piece)[:, None] + np.arange(max(size // piece, 1))
+                around.note(self.at, buffer.origin, threads[own] // 32 * 32, places, len(buffer.bytes) // piece)
 
     def running(self, live: Array | None) -> Array:
         """Numbers of the threads that execute an instruction."""
@@ -221,6 +232,7 @@ class Cta:
         leaders = threads // 32 * 32
         places = (offsets // piece)[:, None] + np.arange(size // piece)
         if self.record.around is not None:
+            self.record.around.come(self.at, self.clock.cta_since, threads)
             self.record.around.note(self.at, buffer.origin, leaders, places, len(tracker.writer))
 
         def report(kind: str, what: str, first: int) -> None:

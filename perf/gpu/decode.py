@@ -14,7 +14,7 @@ from . import matrix, warp
 from .arithmetic import DTYPES, UNSIGNED, operation
 from .cta import SPECIAL, Cta, NoValue
 from .faults import Fault
-from .ptx import SIZES, Entry, Instruction, ParseError, address, elements
+from .ptx import REGISTER, SIZES, Entry, Instruction, ParseError, address, elements
 from .rounding import Array
 from .shared import BASE
 
@@ -28,7 +28,6 @@ _NOTHING = (
     "membar", "nanosleep", "griddepcontrol", "setmaxnreg", "discard", "applypriority", "pmevent",
 )  # fmt: skip
 _SPACES = ("global", "shared", "param", "local", "const")
-_REGISTER = re.compile(r"%\w+")
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|[0-9]+)U?$")
 
 
@@ -331,9 +330,11 @@ class Decoder:
             offsets = cta.shared_offsets(threads, where(cta)[threads], size)
             data = np.zeros((len(threads), size), np.uint8)
             full = np.flatnonzero(wanted)
-            values = cta.load_global(threads[full], source(cta)[threads][full], unit, size // unit)
+            sources = source(cta)[threads]
+            values = cta.load_global(threads[full], sources[full], unit, size // unit)
             data[full] = values.view(np.uint8).reshape(-1, size)
-            cta.shared.begin_copy(threads, offsets, data, cta.shared_report(threads, offsets))
+            sources = np.where(wanted, sources, 0)
+            cta.shared.begin_copy(threads, offsets, data, sources, cta.shared_report(threads, offsets))
 
         return copy
 
@@ -355,7 +356,7 @@ def _undefined(entry: Entry) -> dict[str, int]:
 
     Those of registers that no instruction writes, and what prmt.b32 makes of them.
     """
-    named = Counter(name for instruction in entry.code for name in _REGISTER.findall("".join(instruction.operands[:1])))
+    named = Counter(name for instruction in entry.code for name in REGISTER.findall("".join(instruction.operands[:1])))
     found = {name: 0b1111 for name, kind in entry.registers.items() if SIZES[kind] == 4 and not named[name]}
     for instruction in entry.code if found else ():
         if instruction.opcode == "prmt.b32" and named[instruction.operands[0]] == 1:

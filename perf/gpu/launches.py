@@ -28,7 +28,7 @@ from shardwise.kernels import _op, numba_loops, persistent_grid
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED, triton
 
 from . import Fault, Kernel, Launch, Memory
-from .barriers import Around, pairs_at
+from .barriers import Around, fixed_places, pairs_at
 
 TARGET = ("cuda", 90, 32)
 # a CUDA allocation begins on so many bytes; torch's on a CPU on 64, and stays as far off as it is
@@ -196,7 +196,7 @@ class _Executor:
         is_cut = cut is not None and (cut.kernel, cut.variant) == (self.name, made.variant)
         program = made.program
         if cut is not None and is_cut:
-            entry.around = Around(pairs_at(program, cut.barrier))
+            entry.around = Around(pairs_at(program, cut.barrier), fixed_places(program))
             program = program.without_barrier(cut.barrier)
         memory, places = Memory(), _Places()
         numbers = [places.number(memory, value, name) for name, value in request.passed()]

@@ -228,6 +228,8 @@ class Launch:
                     steps[place](cta, live)  # type: ignore[misc]
                     place += 1
                 elif kind == _REMOVED:
+                    if self.record.around is not None:
+                        self.record.around.go_by(cta.clock.cta_since, cta.running(live))
                     place += 1
                 elif kind == _BRANCH:
                     rest = _without(mask, live)

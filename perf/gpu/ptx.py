@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 # bytes of a value of each type; predicates have no memory
+REGISTER = re.compile(r"%\w+")
+# member masks of all lanes
+WHOLE_WARP = ("-1", "0xffffffff", "0xFFFFFFFF", "4294967295")
 SIZES = {
     "pred": 0, "s8": 1, "u8": 1, "b8": 1, "s16": 2, "u16": 2, "b16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4,
     "b32": 4, "f32": 4, "tf32": 4, "f16x2": 4, "bf16x2": 4, "s16x2": 4, "u16x2": 4, "s64": 8, "u64": 8, "b64": 8,

@@ -24,6 +24,8 @@ class Copy:
     offsets: Array
     data: Array
     groups: Array
+    # addresses that it reads, 0 where it fills with zeros
+    sources: Array
 
 
 class Shared:
@@ -40,6 +42,8 @@ class Shared:
         self.committed = np.zeros(threads, np.int64)
         # told which threads touched which pieces, where somebody wants to know
         self.touched: Callable[[Array, Array], None] | None = None
+        # and which threads waited for copies of so many bytes from where
+        self.copied: Callable[[Array, Array, int], None] | None = None
 
     def outside(self, offsets: Array, size: int) -> Array:
         outside: Array = (offsets < 0) | (offsets + size > self.size)
@@ -109,12 +113,12 @@ class Shared:
         return first[:, None] + np.arange(max(size // self.piece, 1))
 
     # --- copies from global memory that go on while the threads do
-    def begin_copy(self, threads: Array, offsets: Array, data: Array, report: Report) -> None:
+    def begin_copy(self, threads: Array, offsets: Array, data: Array, sources: Array, report: Report) -> None:
         """cp.async of [threads, bytes]."""
         places = self._places(offsets, data.shape[1])
         self._note_write(threads, places, report)
         self.pending[places] = True
-        self.copies.append(Copy(threads, offsets, data, self.committed[threads]))
+        self.copies.append(Copy(threads, offsets, data, self.committed[threads], sources))
 
     def commit(self, threads: Array) -> None:
         """cp.async.commit_group."""
@@ -136,8 +140,11 @@ class Shared:
                 self.tracker.mark_written(copy.threads[done][:, None], places)
                 if self.touched:
                     self.touched(copy.threads[done], places)
+                if self.copied:
+                    self.copied(copy.threads[done], copy.sources[done], size)
             if not done.all():
-                left.append(Copy(copy.threads[~done], copy.offsets[~done], copy.data[~done], copy.groups[~done]))
+                parts = (copy.threads, copy.offsets, copy.data, copy.groups, copy.sources)
+                left.append(Copy(*(part[~done] for part in parts)))
         self.copies = left
 
     def fence(self, threads: Array) -> None:

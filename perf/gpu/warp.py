@@ -8,13 +8,11 @@ import numpy as np
 
 from .arithmetic import DTYPES
 from .cta import Cta
-from .ptx import Instruction
+from .ptx import WHOLE_WARP, Instruction
 from .rounding import Array
 
 if TYPE_CHECKING:
     from .decode import Decoder, Read, Step
-
-_ALL = ("-1", "0xffffffff", "0xFFFFFFFF", "4294967295")
 
 
 def step(decoder: Decoder, instruction: Instruction) -> Step | None:
@@ -93,7 +91,7 @@ def _require_members(cta: Cta, live: Array | None, mask: Array | None) -> None:
 
 
 def _mask(decoder: Decoder, operand: str) -> Read | None:
-    return None if operand in _ALL else decoder.read(operand, "b32")
+    return None if operand in WHOLE_WARP else decoder.read(operand, "b32")
 
 
 def _barrier(decoder: Decoder, operand: str) -> Step:
