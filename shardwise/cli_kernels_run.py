@@ -136,8 +136,9 @@ def _report(found: dict[str, Any], unexplained: Sequence[Cut]) -> int:
     total = f"{found['cases']} cases, {found['instructions']} instructions, {found['seconds']} s"
     if found["barriers"]["cut"]:
         total += f", {found['barriers']['reported']} of {found['barriers']['cut']} missing barriers reported"
-        if found["barriers"]["redundant"]:
-            total += f", {found['barriers']['redundant']} redundant"
+        for kind in ("redundant", "left"):
+            if found["barriers"][kind]:
+                total += f", {found['barriers'][kind]} {kind}"
     print(f"{total}: {f'{wrong} things are wrong' if wrong else 'no fault, every result as close as it must be'}")
     return 1 if wrong else 0
 

@@ -65,6 +65,16 @@ def test_a_barrier_that_nothing_explains_ends_with_status_1(monkeypatch: pytest.
     assert "0 of 2 missing barriers reported, 1 redundant: 1 things are wrong" in result.output
 
 
+def test_barriers_that_are_left_are_counted() -> None:
+    """So many of a kernel, of which no run shows that two threads meet."""
+    (kernel,) = runs._LEFT
+    left = [runs.Missing(Cut(kernel, "a", i), may_be=True) for i in range(runs._LEFT[kernel][0] + 1)]
+    assert runs.unexplained(left[:-1]) == [] and all(one.sentence for one in left)
+    assert runs.unexplained(left) == [left[-1].cut]
+    met, elsewhere = runs.Missing(Cut(kernel, "a", 0)), runs.Missing(Cut("pooled.pooled_lookup", "a", 0), may_be=True)
+    assert runs.unexplained([met, elsewhere]) == [met.cut, elsewhere.cut]
+
+
 @pytest.mark.executed
 def test_a_difference_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = runs.select("calibration, by feature, fp32", False)
