@@ -43,10 +43,10 @@ def update_of(batch: Batch, **settings: Any) -> launched.Case:
     return case
 
 
-def launched_with(batch: Batch) -> dict[str, Any]:
+def launched_with(batch: Batch, rule: str = "sgd") -> dict[str, Any]:
     """Arguments of the update's launch, without one."""
     with launched._noted() as noted:
-        launched.step(batch, "sgd")
+        launched.step(batch, rule)
     kernel, args, options = noted["update"]
     return {**dict(zip(kernel.arg_names, args, strict=True)), **options}
 
@@ -85,7 +85,11 @@ def test_a_variant_says_how_a_launch_asks_for_memory() -> None:
     ways = ("NEXT", "PREFETCH", "CONTIGUOUS")
     plain = launched_with(Batch(128))
     assert [plain[way] for way in ways] == [False] * 3
-    assert plain["maxnreg"] == update.REGISTERS and launched_with(Batch(4096))["maxnreg"] == update.WIDE_REGISTERS
+    # SGD has no states
+    assert plain["maxnreg"] == update.FEWER_REGISTERS < update.REGISTERS
+    assert launched_with(Batch(128), "rowwise_adagrad")["maxnreg"] == update.REGISTERS
+    assert launched_with(Batch(128, shifted=True), "rowwise_adagrad")["maxnreg"] == update.FEWER_REGISTERS
+    assert launched_with(Batch(4096))["maxnreg"] == update.WIDE_REGISTERS
     for name, way in zip(("update.next_entries", "update.prefetch", "update.contiguous"), ways, strict=True):
         with configs.variant({name: True}):
             assert [other for other in ways if launched_with(Batch(128))[other]] == [way]

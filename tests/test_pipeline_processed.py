@@ -143,4 +143,4 @@ def said_of_hashed_ids() -> list[str]:
 def test_an_error_of_the_trace_is_no_batch() -> None:
     """Managed collision with an `input_hash_func`, too, was said to have an input that does not depend on the batch."""
     for (said,) in run_ranks(2, said_of_hashed_ids):
-        assert "what makes it of the batch cannot run ahead: Proxy object cannot be iterated" in said
+        assert "what makes it of the batch cannot run ahead: symbolically traced variables cannot be used" in said
