@@ -62,10 +62,10 @@ perf: .venv/.installed  ## measure the CPU suite in under 10 minutes: table, run
 
 # in MATRIX (.matrix/), an environment a pair; minutes and gigabytes each, so no part of .ci/run
 matrix:  ## the tests on other versions, VERSIONS="torch:triton ...", into perf/results/matrix.json
-	$(PYTHON) perf/matrix.py $(or $(VERSIONS),2.9.0:3.6.0 2.13.0:3.7.1 2.15.0:3.9.0) $(ARGS)
+	$(PYTHON) perf/evidence/matrix.py $(or $(VERSIONS),2.9.0:3.6.0 2.13.0:3.7.1 2.15.0:3.9.0) $(ARGS)
 
-kernels-check: .venv/.installed  ## every kernel compiled by VERSIONS="triton ...", those that pass into kernels/checked.json
-	$(BIN)/python perf/matrix.py --kernels $(or $(VERSIONS),3.6.0 3.7.1 3.8.0 3.9.0) $(ARGS)
+kernels-check: .venv/.installed  ## every kernel compiled by VERSIONS="triton ...", those that pass into perf/compile/checked.json
+	$(BIN)/python perf/evidence/matrix.py --kernels $(or $(VERSIONS),3.6.0 3.7.1 3.8.0 3.9.0) $(ARGS)
 
 lint: .venv/.dev  ## ruff: rules and format
 	@$(BIN)/ruff check .

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from shardwise.sharding import layout
-from shardwise.sharding.layout import Shard, Span
+from shardwise.planner import layout
+from shardwise.planner.layout import Shard, Span
 
 ROWS, DIM, LOCAL_SIZE, WORLD_SIZE = 7, 8, 2, 4
 HOSTS = [list(layout.ranks_of(host, LOCAL_SIZE)) for host in range(WORLD_SIZE // LOCAL_SIZE)]

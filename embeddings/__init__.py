@@ -1,7 +1,18 @@
 """Single-device modules: table configs, collections, and the optimizers that run in their backward."""
 
-from .bag_collection import EmbeddingBagCollection
-from .clipping import GradientClipping, GradientClippingOptimizer
+from .collections.bag_collection import EmbeddingBagCollection
+from .collections.feature_processors import (
+    FeatureProcessedEmbeddingBagCollection,
+    FeatureProcessor,
+    FeatureProcessorDictWrapper,
+    FeatureProcessorsCollection,
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from .collections.fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection, fuse_embedding_optimizer
+from .collections.position_weights import PositionWeightedProcessor
+from .collections.sequence_collection import EmbeddingCollection
+from .collections.towers import EmbeddingTower, EmbeddingTowerCollection, tower_input_params
 from .config import (
     BaseEmbeddingConfig,
     DataType,
@@ -12,26 +23,17 @@ from .config import (
     dtype_to_data_type,
     embedding_names_by_table,
 )
-from .feature_processors import (
-    FeatureProcessedEmbeddingBagCollection,
-    FeatureProcessor,
-    FeatureProcessorDictWrapper,
-    FeatureProcessorsCollection,
-    PositionWeightedModule,
-    PositionWeightedModuleCollection,
-)
-from .fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection, fuse_embedding_optimizer
-from .fused_optimizer import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
-from .grouped import pick_features
 from .interfaces import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
-from .keyed_optimizer import (
+from .optim.clipping import GradientClipping, GradientClippingOptimizer
+from .optim.fused_optimizer import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from .optim.keyed_optimizer import (
     CombinedOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
     OptimizerWrapper,
     in_backward_optimizer_filter,
 )
-from .optimizers import (
+from .optim.optimizers import (
     OptimizerSpec,
     RowWiseAdagrad,
     WeightDecayMode,
@@ -39,16 +41,22 @@ from .optimizers import (
     optimizer_of,
     optimizer_spec,
 )
+from .optim.rule_optimizer import (
+    FTRL,
+    LAMB,
+    LarsSGD,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RuleOptimizer,
+    define_optimizer,
+)
+from .optim.semi_sync import SemisyncOptimizer
+from .optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from .policy import GradientCheckMode, LookupPolicy
-from .position_weights import PositionWeightedProcessor
-from .row_store import NoFreeSlots, ResidentRows, RowStore
-from .rule_optimizer import FTRL, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RuleOptimizer, define_optimizer
-from .semi_sync import SemisyncOptimizer
-from .sequence_collection import EmbeddingCollection
-from .table_group import TableGroup
-from .table_layout import LookupFeature, TableShape
-from .towers import EmbeddingTower, EmbeddingTowerCollection, tower_input_params
-from .warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+from .tables.grouped import pick_features
+from .tables.row_store import NoFreeSlots, ResidentRows, RowStore
+from .tables.table_group import TableGroup
+from .tables.table_layout import LookupFeature, TableShape
 
 __all__ = [
     "FTRL",

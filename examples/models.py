@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise import DLRM, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from shardwise.data import RandomRecDataset, idx_split_train_val, rand_split_train_val
 from shardwise.embeddings import PositionWeightedProcessor
-from shardwise.embeddings.position_weights import PositionWeightedModule
+from shardwise.embeddings.collections.position_weights import PositionWeightedModule
 from shardwise.models import (
     DLRM_DCN,
     CrossNet,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise import quant
 from shardwise.embeddings import EmbeddingBagCollection, EmbeddingCollection, FeatureProcessedEmbeddingBagCollection
-from shardwise.embeddings.collection import TableCollection
+from shardwise.embeddings.collections.collection import TableCollection
 from shardwise.embeddings.managed_collision import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,

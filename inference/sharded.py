@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.storage_reservations import FixedPercentageStorageReservation
 from shardwise.planner.topology import Topology
-from shardwise.sharding.env import ShardingEnv
-from shardwise.sharding.no_cuda import device_here, quiet_without_cuda
-from shardwise.sharding.plan import EmbeddingComputeKernel, ShardingPlan, ShardingType
-from shardwise.sharding.planned import find_places, shard_places
+from shardwise.planner.torchrec.reservations import FixedPercentageStorageReservation
+from shardwise.sharding.comms.device_fallback import device_here, quiet_without_cuda
+from shardwise.sharding.comms.env import ShardingEnv
+from shardwise.sharding.modules.placement import find_places, shard_places
+from shardwise.sharding.modules.sharders import ModuleSharder
+from shardwise.sharding.plan.plan import EmbeddingComputeKernel, ShardingPlan, ShardingType
 from shardwise.sharding.planning.planners import EmbeddingShardingPlanner
 from shardwise.sharding.quant import (
     FUSED_PARAM_LENGTHS_TO_OFFSETS_LOOKUP,
@@ -29,7 +30,6 @@ from shardwise.sharding.quant.managed_collision import (
     QuantManagedCollisionEmbeddingBagCollectionSharder,
     QuantManagedCollisionEmbeddingCollectionSharder,
 )
-from shardwise.sharding.sharders import ModuleSharder
 
 # as TorchRec's but for the bounds check mode, which is that of the collection: by default a bad id raises
 DEFAULT_FUSED_PARAMS: dict[str, Any] = {

@@ -17,9 +17,9 @@ from torch import Tensor
 from shardwise._version import how_to_install
 
 from ._check import names
+from ._keys import Strides, keys_of
 from ._pieces import from_jt_dict, like
 from ._segments import join_tensors
-from ._strides import Strides, keys_of
 from .jagged_tensor import JaggedTensor
 
 if TYPE_CHECKING:

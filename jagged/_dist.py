@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.kernels import complete_cumsum, permute_1d, permute_2d
 
-from ._strides import starts_of
+from ._keys import starts_of
 
 if TYPE_CHECKING:
     from .keyed_jagged_tensor import KeyedJaggedTensor

@@ -18,8 +18,14 @@ from shardwise.kernels import capturing, permute_2d, permute_segments
 
 from ._bags import copy_tensors
 from ._check import names, readable
+from ._keys import (
+    Keys,
+    Order,
+    Strides,
+    keys_of,
+    starts_of,
+)
 from ._segments import compare_sizes, join_tensors, join_weights, offsets_of, sum_per_key
-from ._strides import Keys, Order, Strides, keys_of, starts_of
 from .jagged_tensor import JaggedTensor
 
 if TYPE_CHECKING:

@@ -13,8 +13,13 @@ from torch import Tensor
 from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
+from ._keys import (
+    Columns,
+    Keys,
+    Strides,
+    keys_of,
+)
 from ._pieces import like
-from ._strides import Columns, Keys, Strides, keys_of
 from .jagged_tensor import JaggedTensor
 from .keyed_jagged_tensor import KeyedJaggedTensor
 from .keyed_tensor import KeyedTensor

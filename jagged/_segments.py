@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.kernels import capturing, complete_cumsum, segment_sum
 
 from ._check import INTEGER_DTYPES, names, readable
-from ._strides import Strides
+from ._keys import Strides
 
 _LARGEST = {dtype: torch.iinfo(dtype).max for dtype in INTEGER_DTYPES}
 _WIDE = (torch.int64, torch.int32)

@@ -26,8 +26,13 @@ from ._check import (
     check_values,
     names,
 )
+from ._keys import (
+    Strides,
+    keys_of,
+    starts_of,
+    strides_of,
+)
 from ._segments import Beside, check_bags_in_full, compare_sizes, read_length_per_key
-from ._strides import Strides, keys_of, starts_of, strides_of
 from ._text import bags_text, keyed_text
 from .jagged_tensor import JaggedTensor
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.kernels import RegroupPlan, plan_regroup, regroup
 
 from ._check import check_keys, check_known, check_tensor, names
-from ._strides import Columns, keys_of
+from ._keys import Columns, keys_of
 from ._text import keyed_text, summary
 from .streamable import Pipelineable, Traceable
 

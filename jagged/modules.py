@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise.kernels import RegroupPlan
 
 from ._check import check_keys, names
-from ._strides import Columns
+from ._keys import Columns
 from .jagged_tensor import JaggedTensor
 from .keyed_jagged_tensor import KeyedJaggedTensor
 from .keyed_tensor import KeyedTensor, plan_of, regroup_by

@@ -3,24 +3,27 @@
 Every op is a Triton kernel beside a torch twin; importing this package registers them as `torch.ops.shardwise.*`.
 """
 
-from . import rules as _built_in
 from ._op import capturing
-from .bounds import BoundsCheckMode, check_ids, is_clean, new_guard, raise_from_guard, require_ids
-from .bucketize import Bucketized, block_bucketize
-from .calibration import (
+from .configs import use_configs
+from .features import Feature, Segment, flatten_segments, origin_of, pack_features, table_rows
+from .jagged.bmm import jagged_dense_bmm, jagged_jagged_bmm
+from .jagged.bucketize import Bucketized, block_bucketize
+from .jagged.calibration import (
     Calibrated,
     generic_histogram_binning_calibration_by_feature,
     histogram_binning_calibration,
     histogram_binning_calibration_by_feature,
 )
-from .configs import use_configs
-from .elementwise import jagged_dense_add, jagged_dense_add_jagged, jagged_dense_mul, jagged_jagged_mul
-from .features import Feature, Segment, flatten_segments, origin_of, pack_features, table_rows
-from .finite import check_gradient, describe_gradient, describe_weight
-from .index_add import jagged_index_add
-from .index_op import update_index
-from .index_select import jagged_index_select
-from .jagged import (
+from .jagged.elementwise import (
+    jagged_dense_add,
+    jagged_dense_add_jagged,
+    jagged_dense_mul,
+    jagged_jagged_mul,
+)
+from .jagged.index_add import jagged_index_add
+from .jagged.index_select import jagged_index_select
+from .jagged.keyed_select import keyed_jagged_index_select
+from .jagged.offsets import (
     complete_cumsum,
     invert_permute,
     offsets_range,
@@ -29,27 +32,46 @@ from .jagged import (
     segment_sum,
     unpack_segments,
 )
-from .jagged_bmm import jagged_dense_bmm, jagged_jagged_bmm
-from .keyed_select import keyed_jagged_index_select
-from .padded import jagged_to_padded_dense, padded_dense_to_jagged
-from .permute import expand_into_jagged_permute, permute_1d, permute_2d, permute_segments
-from .pooled import pooled_lookup
-from .quantize import dequantize_rows, quantize_rows
-from .quantize_pooled import dequantize_pooled, quantize_pooled
-from .quantized_lookup import quantized_pooled_lookup
-from .quantized_sequence import quantized_sequence_lookup
-from .regroup_plan import RegroupPlan, plan_pieces, plan_regroup
-from .regrouping import permute_pooled, regroup
+from .jagged.padded import jagged_to_padded_dense, padded_dense_to_jagged
+from .jagged.permute import (
+    expand_into_jagged_permute,
+    permute_1d,
+    permute_2d,
+    permute_segments,
+)
+from .jagged.regroup import permute_pooled, regroup
+from .jagged.regroup_plan import RegroupPlan, plan_pieces, plan_regroup
+from .jagged.softmax import jagged_softmax
+from .jagged.unary_embeddings import batched_unary_embeddings
+from .jagged.unique import (
+    JaggedUnique,
+    Unique,
+    jagged_unique,
+    unique_ids,
+)
+from .jagged.vector_product import jagged_vector_product
+from .lookup.bounds import (
+    BoundsCheckMode,
+    check_ids,
+    is_clean,
+    new_guard,
+    raise_from_guard,
+    require_ids,
+)
+from .lookup.finite import check_gradient, describe_gradient, describe_weight
+from .lookup.pooled import pooled_lookup
+from .lookup.sequence import sequence_lookup
+from .lookup.weight_gradient import per_id_weight_gradient
+from .quantized.pooled import dequantize_pooled, quantize_pooled
+from .quantized.pooled_lookup import quantized_pooled_lookup
+from .quantized.rows import dequantize_rows, quantize_rows
+from .quantized.sequence_lookup import quantized_sequence_lookup
 from .row_formats import ROW_FORMATS, RowFormat, row_format
 from .rule import RULES, Rule, define_rule, rule_named
-from .sequence import sequence_lookup
-from .softmax import jagged_softmax
-from .unary_embeddings import batched_unary_embeddings
-from .unique import JaggedUnique, Unique, jagged_unique, unique_ids
-from .update import fused_update
-from .update_step import DECAYS
-from .vector_product import jagged_vector_product
-from .weight_gradient import per_id_weight_gradient
+from .update import rules as _built_in
+from .update.index_op import update_index
+from .update.step import DECAYS
+from .update.update import fused_update
 
 __all__ = [
     "DECAYS",

@@ -8,13 +8,19 @@ import pytest
 import torch
 
 from shardwise._version import how_to_install
-from shardwise.perf import machine
-from shardwise.perf.case import DEVICES, SUITES, Case, Setting, chosen
-from shardwise.perf.cases import CASES
-from shardwise.perf.clock import Clock
-from shardwise.perf.measure import Failure, Measured
-from shardwise.perf.record import Record
-from shardwise.perf.storage import appendix
+from shardwise.perf.suite import machine
+from shardwise.perf.suite.case import (
+    DEVICES,
+    SUITES,
+    Case,
+    Setting,
+    chosen,
+)
+from shardwise.perf.suite.cases import CASES
+from shardwise.perf.suite.clock import Clock
+from shardwise.perf.suite.measure import Failure, Measured
+from shardwise.perf.suite.record import Record
+from shardwise.perf.suite.storage import appendix
 
 CHOSEN = pytest.StashKey[list[Case]]()
 SETTING = pytest.StashKey[Setting]()

@@ -19,7 +19,7 @@ Writes into ${OUT:-runs/gpu_check}:
 Exit status: 0 if every section was ok.
 
   PYTHON=...                 the interpreter (default: python3)
-  COMPILED=...               kernels that `python -m shardwise.perf.gpu_precompile --out FOLDER` compiled elsewhere
+  COMPILED=...               kernels that `python -m shardwise.perf.gpu_scripts.gpu_precompile --out FOLDER` compiled elsewhere
   --device cpu --small       prove the script on a machine without a GPU
 TEXT
 }
@@ -32,6 +32,6 @@ compiled=${COMPILED:-$out/compiled}
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$out" || exit 2
 
-"$python" -m shardwise.perf.gpu_check --isolate --limit-s 550 --compiled "$compiled" --out "$out/gpu_check.json" "$@" 2>&1 |
+"$python" -m shardwise.perf.gpu_scripts.gpu_check --isolate --limit-s 550 --compiled "$compiled" --out "$out/gpu_check.json" "$@" 2>&1 |
     tee "$out/gpu_check.txt"
 exit "${PIPESTATUS[0]}"

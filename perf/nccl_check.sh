@@ -33,5 +33,5 @@ if [ "$ranks" -lt 2 ]; then
 fi
 
 timeout 300 "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
-    -m shardwise.perf.nccl_check --out "$out/nccl_check.json" "$@" 2>&1 | tee "$out/nccl_check.txt"
+    -m shardwise.perf.gpu_scripts.nccl_check --out "$out/nccl_check.json" "$@" 2>&1 | tee "$out/nccl_check.txt"
 exit "${PIPESTATUS[0]}"

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.perf.case import OURS, Case, Ready, Setting
-from shardwise.perf.clock import Clock
-from shardwise.perf.measure import (
+from shardwise.perf.suite.case import (
+    OURS,
+    Case,
+    Ready,
+    Setting,
+)
+from shardwise.perf.suite.clock import Clock
+from shardwise.perf.suite.measure import (
     BUDGETS,
     copy_gb_s,
     lap_of,
@@ -17,9 +22,9 @@ from shardwise.perf.measure import (
     shuffled,
     yardsticks,
 )
-from shardwise.perf.record import Lap, Record, values
-from shardwise.perf.storage import extra_info
-from shardwise.perf.timing import Turn, collector_off, turn
+from shardwise.perf.suite.record import Lap, Record, values
+from shardwise.perf.suite.storage import extra_info
+from shardwise.perf.suite.timing import Turn, collector_off, turn
 
 
 def test_case(case: Case, setting: Setting, benchmark: Any, clock: Clock) -> None:

@@ -1,6 +1,6 @@
 """Where tables should go. Pure Python: no tensors, no processes; `sharding.planning` plans models with it.
 
-Names load at first use. TorchRec's names are also in modules of TorchRec's names: `planner.types`, `planner.proposers`.
+Names load at first use. TorchRec's names are also in modules of TorchRec's names: `planner.torchrec.types`, `planner.torchrec.proposers`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .advice import (
-        NoRoomError,
-        Suggestion,
+    from .constraints import (
+        ParameterConstraints,
     )
-    from .components import (
+    from .cost.model import CostModel
+    from .cost.shardwise import ShardwiseCost
+    from .cost.torchrec import TorchRecCost
+    from .errors import (
+        PlannerError,
+        PlannerErrorType,
+    )
+    from .hardware import (
+        CustomTopologyData,
+        Perf,
+        Storage,
+    )
+    from .plan.advice import NoRoomError, Suggestion
+    from .plan.files import read_constraints, read_tables
+    from .plan.plan_files import load_planned, save_planned
+    from .plan.planned import Planned
+    from .plan.planning import plan_tables
+    from .report.difference import diff
+    from .report.explanation import explain
+    from .report.page import report
+    from .tables import (
+        Feature,
+        Skew,
+        Table,
+    )
+    from .topology import (
+        Topology,
+    )
+    from .torchrec.components import (
         Enumerator,
         Partitioner,
         PerfModel,
@@ -23,102 +50,32 @@ if TYPE_CHECKING:
         Stats,
         StorageReservation,
     )
-    from .constraints import (
-        ParameterConstraints,
-    )
-    from .cost import (
-        ShardwiseCost,
-    )
-    from .cost_model import (
-        CostModel,
-    )
-    from .cost_torchrec import (
-        TorchRecCost,
-    )
-    from .difference import (
-        diff,
-    )
-    from .enumerators import (
-        EmbeddingEnumerator,
-    )
-    from .errors import (
-        PlannerError,
-        PlannerErrorType,
-    )
-    from .explanation import (
-        explain,
-    )
-    from .files import (
-        read_constraints,
-        read_tables,
-    )
-    from .files_plan import (
-        load_planned,
-        save_planned,
-    )
-    from .hardware import (
-        CustomTopologyData,
-        Perf,
-        Storage,
-    )
-    from .partitioners import (
-        GreedyPerfPartitioner,
-        MemoryBalancedPartitioner,
-        SortBy,
-    )
-    from .perf_models import (
-        NoopPerfModel,
-        NoopStorageModel,
-    )
-    from .planned import (
-        Planned,
-    )
-    from .planning import (
-        plan_tables,
-    )
-    from .proposers import (
+    from .torchrec.enumerators import EmbeddingEnumerator
+    from .torchrec.estimators import EmbeddingOffloadStats, EmbeddingPerfEstimator, EmbeddingStorageEstimator
+    from .torchrec.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy
+    from .torchrec.perf_models import NoopPerfModel, NoopStorageModel
+    from .torchrec.proposers import (
         DynamicProgrammingProposer,
         EmbeddingOffloadScaleupProposer,
         GreedyProposer,
         GridSearchProposer,
         UniformProposer,
     )
-    from .report_page import (
-        report,
-    )
-    from .shard_estimators import (
-        EmbeddingOffloadStats,
-        EmbeddingPerfEstimator,
-        EmbeddingStorageEstimator,
-    )
-    from .sharding_option import (
-        PartitionByType,
-        PipelineType,
-        Shard,
-        ShardingOption,
-    )
-    from .stats import (
-        EmbeddingStats,
-        NoopEmbeddingStats,
-    )
-    from .storage_reservations import (
+    from .torchrec.reservations import (
         FixedAbsoluteStorageReservation,
         FixedPercentageStorageReservation,
         HeuristicalStorageReservation,
         InferenceStorageReservation,
         ModelStorageReservation,
     )
-    from .tables import (
-        Feature,
-        Skew,
-        Table,
+    from .torchrec.sharding_option import (
+        PartitionByType,
+        PipelineType,
+        Shard,
+        ShardingOption,
     )
-    from .topology import (
-        Topology,
-    )
-    from .topology_factory import (
-        TopologyFactory,
-    )
+    from .torchrec.stats import EmbeddingStats, NoopEmbeddingStats
+    from .torchrec.topology_factory import TopologyFactory
 
 __all__ = [
     "CostModel",
@@ -182,64 +139,64 @@ __all__ = [
 ]
 
 _HOME = {
-    "CostModel": "cost_model",
+    "CostModel": "cost.model",
     "CustomTopologyData": "hardware",
-    "DynamicProgrammingProposer": "proposers",
-    "EmbeddingEnumerator": "enumerators",
-    "EmbeddingOffloadScaleupProposer": "proposers",
-    "EmbeddingOffloadStats": "shard_estimators",
-    "EmbeddingPerfEstimator": "shard_estimators",
-    "EmbeddingStats": "stats",
-    "EmbeddingStorageEstimator": "shard_estimators",
-    "Enumerator": "components",
+    "DynamicProgrammingProposer": "torchrec.proposers",
+    "EmbeddingEnumerator": "torchrec.enumerators",
+    "EmbeddingOffloadScaleupProposer": "torchrec.proposers",
+    "EmbeddingOffloadStats": "torchrec.estimators",
+    "EmbeddingPerfEstimator": "torchrec.estimators",
+    "EmbeddingStats": "torchrec.stats",
+    "EmbeddingStorageEstimator": "torchrec.estimators",
+    "Enumerator": "torchrec.components",
     "Feature": "tables",
-    "FixedAbsoluteStorageReservation": "storage_reservations",
-    "FixedPercentageStorageReservation": "storage_reservations",
-    "GreedyPerfPartitioner": "partitioners",
-    "GreedyProposer": "proposers",
-    "GridSearchProposer": "proposers",
-    "HeuristicalStorageReservation": "storage_reservations",
-    "InferenceStorageReservation": "storage_reservations",
-    "MemoryBalancedPartitioner": "partitioners",
-    "ModelStorageReservation": "storage_reservations",
-    "NoRoomError": "advice",
-    "NoopEmbeddingStats": "stats",
-    "NoopPerfModel": "perf_models",
-    "NoopStorageModel": "perf_models",
+    "FixedAbsoluteStorageReservation": "torchrec.reservations",
+    "FixedPercentageStorageReservation": "torchrec.reservations",
+    "GreedyPerfPartitioner": "torchrec.partitioners",
+    "GreedyProposer": "torchrec.proposers",
+    "GridSearchProposer": "torchrec.proposers",
+    "HeuristicalStorageReservation": "torchrec.reservations",
+    "InferenceStorageReservation": "torchrec.reservations",
+    "MemoryBalancedPartitioner": "torchrec.partitioners",
+    "ModelStorageReservation": "torchrec.reservations",
+    "NoRoomError": "plan.advice",
+    "NoopEmbeddingStats": "torchrec.stats",
+    "NoopPerfModel": "torchrec.perf_models",
+    "NoopStorageModel": "torchrec.perf_models",
     "ParameterConstraints": "constraints",
-    "PartitionByType": "sharding_option",
-    "Partitioner": "components",
+    "PartitionByType": "torchrec.sharding_option",
+    "Partitioner": "torchrec.components",
     "Perf": "hardware",
-    "PerfModel": "components",
-    "PipelineType": "sharding_option",
-    "PlanLoader": "components",
-    "Planned": "planned",
+    "PerfModel": "torchrec.components",
+    "PipelineType": "torchrec.sharding_option",
+    "PlanLoader": "torchrec.components",
+    "Planned": "plan.planned",
     "PlannerError": "errors",
     "PlannerErrorType": "errors",
-    "Proposer": "components",
-    "Shard": "sharding_option",
-    "ShardEstimator": "components",
-    "ShardingOption": "sharding_option",
-    "ShardwiseCost": "cost",
+    "Proposer": "torchrec.components",
+    "Shard": "torchrec.sharding_option",
+    "ShardEstimator": "torchrec.components",
+    "ShardingOption": "torchrec.sharding_option",
+    "ShardwiseCost": "cost.shardwise",
     "Skew": "tables",
-    "SortBy": "partitioners",
-    "Stats": "components",
+    "SortBy": "torchrec.partitioners",
+    "Stats": "torchrec.components",
     "Storage": "hardware",
-    "StorageReservation": "components",
-    "Suggestion": "advice",
+    "StorageReservation": "torchrec.components",
+    "Suggestion": "plan.advice",
     "Table": "tables",
     "Topology": "topology",
-    "TopologyFactory": "topology_factory",
-    "TorchRecCost": "cost_torchrec",
-    "UniformProposer": "proposers",
-    "diff": "difference",
-    "explain": "explanation",
-    "load_planned": "files_plan",
-    "plan_tables": "planning",
-    "read_constraints": "files",
-    "read_tables": "files",
-    "report": "report_page",
-    "save_planned": "files_plan",
+    "TopologyFactory": "torchrec.topology_factory",
+    "TorchRecCost": "cost.torchrec",
+    "UniformProposer": "torchrec.proposers",
+    "diff": "report.difference",
+    "explain": "report.explanation",
+    "load_planned": "plan.plan_files",
+    "plan_tables": "plan.planning",
+    "read_constraints": "plan.files",
+    "read_tables": "plan.files",
+    "report": "report.page",
+    "save_planned": "plan.plan_files",
 }
 
 

@@ -9,7 +9,7 @@ from shardwise.embeddings.config import DataType
 
 from .tables import Skew
 
-# by value, as `sharding.plan` has them
+# by value, as `sharding.plan.plan` has them
 SHARDING_TYPES = (
     "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
 )  # fmt: skip

@@ -11,7 +11,12 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from shardwise.sharding.layout import CAPABILITIES, SERVED_SETTINGS, TRAINED_SETTINGS, check_settings
+from shardwise.planner.layout import (
+    CAPABILITIES,
+    SERVED_SETTINGS,
+    TRAINED_SETTINGS,
+    check_settings,
+)
 
 from .constraints import COMPUTE_KERNELS, SHARDING_TYPES, ParameterConstraints
 from .errors import PlannerError, PlannerErrorType

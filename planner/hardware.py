@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from .constants import CROSS_NODE_BANDWIDTH, INTRA_NODE_BANDWIDTH
+from .torchrec.constants import CROSS_NODE_BANDWIDTH, INTRA_NODE_BANDWIDTH
 
 
 @dataclass(unsafe_hash=True)

@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .constants import HUNDRED_GB
+from .torchrec.constants import HUNDRED_GB
 
 if TYPE_CHECKING:
-    from .components import Enumerator, StorageReservation
     from .constraints import ParameterConstraints
     from .topology import Topology
+    from .torchrec.components import Enumerator, StorageReservation
 
 
 def hash_sha256_str(hashable_list: Sequence[Any]) -> str:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .constants import (
+from .constants_measured import CARDS
+from .hardware import (
+    BasicCommsBandwidths,
+    CustomTopologyData,
+    DeviceHardware,
+    GeneralizedCommsBandwidth,
+    Perf,
+    Storage,
+)
+from .hashes import hash_sha256_to_int
+from .torchrec.constants import (
     BWD_COMPUTE_MULTIPLIER,
     CROSS_NODE_BANDWIDTH,
     DDR_CAP,
@@ -17,16 +27,6 @@ from .constants import (
     SSD_MEM_BW,
     WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
 )
-from .constants_measured import CARDS
-from .hardware import (
-    BasicCommsBandwidths,
-    CustomTopologyData,
-    DeviceHardware,
-    GeneralizedCommsBandwidth,
-    Perf,
-    Storage,
-)
-from .hashes import hash_sha256_to_int
 
 GIB = 1024**3
 COMPUTE_DEVICES = ("cpu", "cuda", "mtia")

@@ -1,6 +1,6 @@
 """Tables over several processes: layout, routing, exchange, sharded collections, `DistributedModelParallel`.
 
-Names load at first use: the planner reads `sharding.layout`, and `sharding.dmp` calls the planner.
+Names load at first use: the planner reads `planner.layout`, and `sharding.dmp.dmp` calls the planner.
 """
 
 from __future__ import annotations
@@ -9,40 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .accumulation import (
-        GradientAccumulationConfig,
-        GradientAccumulationWrapper,
-        accumulate,
+    from ..planner.layout import Shard, TableOptions
+    from .comms.awaitable import Awaitable, LazyAwaitable, NoWait
+    from .comms.env import ShardingEnv, ShardingEnv2D, ShardingStrategy
+    from .comms.failures import RankFailure
+    from .comms.qcomms import (
+        CommOp,
+        CommType,
+        NoOpQuantizedCommCodec,
+        QCommsConfig,
+        QuantizedCommCodec,
+        QuantizedCommCodecs,
+        get_qcomm_codecs,
+        get_qcomm_codecs_registry,
     )
-    from .awaitable import (
-        Awaitable,
-        LazyAwaitable,
-        NoWait,
-    )
-    from .composable import (
-        shard,
-        shard_modules,
-    )
-    from .data_parallel_wrapper import (
-        DataParallelWrapper,
-        DefaultDataParallelWrapper,
-    )
-    from .dmp import (
-        DistributedModelParallel,
-    )
-    from .dmp_collection import (
-        DMPCollection,
-        DMPCollectionConfig,
-    )
-    from .env import (
-        ShardingEnv,
-        ShardingEnv2D,
-        ShardingStrategy,
-    )
-    from .failures import (
-        RankFailure,
-    )
-    from .generators import (
+    from .dmp.composable import shard, shard_modules
+    from .dmp.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+    from .dmp.dmp import DistributedModelParallel
+    from .dmp.dmp_collection import DMPCollection, DMPCollectionConfig
+    from .engine.accumulation import GradientAccumulationConfig, GradientAccumulationWrapper, accumulate
+    from .engine.id_map import IdMap
+    from .modules.generators import (
         apply_to_all,
         calculate_shard_sizes_and_offsets,
         column_wise,
@@ -58,21 +45,20 @@ if TYPE_CHECKING:
         table_row_wise,
         table_wise,
     )
-    from .id_map import (
-        IdMap,
-    )
-    from .layout import (
-        Shard,
-        TableOptions,
-    )
-    from .modules import (
-        ShardedEmbeddingBagCollection,
-        ShardedEmbeddingCollection,
-    )
-    from .nested import (
+    from .modules.nested import (
         EmbeddingTowerCollectionSharder,
         EmbeddingTowerSharder,
         FeatureProcessedEmbeddingBagCollectionSharder,
+    )
+    from .modules.sharded_collections import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+    from .modules.sharders import (
+        BaseEmbeddingSharder,
+        EmbeddingBagCollectionSharder,
+        EmbeddingCollectionSharder,
+        FusedEmbeddingBagCollectionSharder,
+        FusedEmbeddingCollectionSharder,
+        ModuleSharder,
+        get_default_sharders,
     )
     from .pipeline import (
         DataLoadingThread,
@@ -85,7 +71,7 @@ if TYPE_CHECKING:
         TrainPipelineBase,
         TrainPipelineSparseDist,
     )
-    from .plan import (
+    from .plan.plan import (
         CacheParams,
         EmbeddingComputeKernel,
         EmbeddingModuleShardingPlan,
@@ -100,25 +86,6 @@ if TYPE_CHECKING:
     from .planning.planners import (
         EmbeddingPlannerBase,
         EmbeddingShardingPlanner,
-    )
-    from .qcomms import (
-        CommOp,
-        CommType,
-        NoOpQuantizedCommCodec,
-        QCommsConfig,
-        QuantizedCommCodec,
-        QuantizedCommCodecs,
-        get_qcomm_codecs,
-        get_qcomm_codecs_registry,
-    )
-    from .sharders import (
-        BaseEmbeddingSharder,
-        EmbeddingBagCollectionSharder,
-        EmbeddingCollectionSharder,
-        FusedEmbeddingBagCollectionSharder,
-        FusedEmbeddingCollectionSharder,
-        ModuleSharder,
-        get_default_sharders,
     )
 
 __all__ = [
@@ -198,78 +165,78 @@ __all__ = [
 ]
 
 _HOME = {
-    "Awaitable": "awaitable",
-    "BaseEmbeddingSharder": "sharders",
-    "CacheParams": "plan",
-    "CommOp": "qcomms",
-    "CommType": "qcomms",
-    "DMPCollection": "dmp_collection",
-    "DMPCollectionConfig": "dmp_collection",
+    "Awaitable": "comms.awaitable",
+    "BaseEmbeddingSharder": "modules.sharders",
+    "CacheParams": "plan.plan",
+    "CommOp": "comms.qcomms",
+    "CommType": "comms.qcomms",
+    "DMPCollection": "dmp.dmp_collection",
+    "DMPCollectionConfig": "dmp.dmp_collection",
     "DataLoadingThread": "pipeline",
-    "DataParallelWrapper": "data_parallel_wrapper",
-    "DefaultDataParallelWrapper": "data_parallel_wrapper",
-    "DistributedModelParallel": "dmp",
-    "EmbeddingBagCollectionSharder": "sharders",
-    "EmbeddingCollectionSharder": "sharders",
-    "EmbeddingComputeKernel": "plan",
-    "EmbeddingModuleShardingPlan": "plan",
+    "DataParallelWrapper": "dmp.data_parallel",
+    "DefaultDataParallelWrapper": "dmp.data_parallel",
+    "DistributedModelParallel": "dmp.dmp",
+    "EmbeddingBagCollectionSharder": "modules.sharders",
+    "EmbeddingCollectionSharder": "modules.sharders",
+    "EmbeddingComputeKernel": "plan.plan",
+    "EmbeddingModuleShardingPlan": "plan.plan",
     "EmbeddingPlannerBase": "planning.planners",
     "EmbeddingShardingPlanner": "planning.planners",
-    "EmbeddingTowerCollectionSharder": "nested",
-    "EmbeddingTowerSharder": "nested",
+    "EmbeddingTowerCollectionSharder": "modules.nested",
+    "EmbeddingTowerSharder": "modules.nested",
     "EvalPipelineSparseDist": "pipeline",
-    "FeatureProcessedEmbeddingBagCollectionSharder": "nested",
-    "FusedEmbeddingBagCollectionSharder": "sharders",
-    "FusedEmbeddingCollectionSharder": "sharders",
-    "GradientAccumulationConfig": "accumulation",
-    "GradientAccumulationWrapper": "accumulation",
-    "IdMap": "id_map",
-    "LazyAwaitable": "awaitable",
-    "ModuleSharder": "sharders",
-    "NoOpQuantizedCommCodec": "qcomms",
-    "NoWait": "awaitable",
-    "ParameterSharding": "plan",
+    "FeatureProcessedEmbeddingBagCollectionSharder": "modules.nested",
+    "FusedEmbeddingBagCollectionSharder": "modules.sharders",
+    "FusedEmbeddingCollectionSharder": "modules.sharders",
+    "GradientAccumulationConfig": "engine.accumulation",
+    "GradientAccumulationWrapper": "engine.accumulation",
+    "IdMap": "engine.id_map",
+    "LazyAwaitable": "comms.awaitable",
+    "ModuleSharder": "modules.sharders",
+    "NoOpQuantizedCommCodec": "comms.qcomms",
+    "NoWait": "comms.awaitable",
+    "ParameterSharding": "plan.plan",
     "PipelineStage": "pipeline",
     "PrefetchTrainPipelineSparseDist": "pipeline",
-    "QCommsConfig": "qcomms",
-    "RankFailure": "failures",
-    "QuantizedCommCodec": "qcomms",
-    "QuantizedCommCodecs": "qcomms",
-    "Shard": "layout",
-    "ShardedEmbeddingBagCollection": "modules",
-    "ShardedEmbeddingCollection": "modules",
-    "ShardingEnv": "env",
-    "ShardingEnv2D": "env",
-    "ShardingPlan": "plan",
-    "ShardingStrategy": "env",
-    "ShardingType": "plan",
+    "QCommsConfig": "comms.qcomms",
+    "RankFailure": "comms.failures",
+    "QuantizedCommCodec": "comms.qcomms",
+    "QuantizedCommCodecs": "comms.qcomms",
+    "Shard": ".planner.layout",
+    "ShardedEmbeddingBagCollection": "modules.sharded_collections",
+    "ShardedEmbeddingCollection": "modules.sharded_collections",
+    "ShardingEnv": "comms.env",
+    "ShardingEnv2D": "comms.env",
+    "ShardingPlan": "plan.plan",
+    "ShardingStrategy": "comms.env",
+    "ShardingType": "plan.plan",
     "SparseDataDistUtil": "pipeline",
     "StagedTrainPipeline": "pipeline",
-    "TableOptions": "layout",
+    "TableOptions": ".planner.layout",
     "TrainPipeline": "pipeline",
     "TrainPipelineBase": "pipeline",
     "TrainPipelineSparseDist": "pipeline",
-    "accumulate": "accumulation",
-    "apply_to_all": "generators",
-    "calculate_shard_sizes_and_offsets": "generators",
-    "column_wise": "generators",
-    "construct_module_sharding_plan": "generators",
-    "data_parallel": "generators",
+    "accumulate": "engine.accumulation",
+    "apply_to_all": "modules.generators",
+    "calculate_shard_sizes_and_offsets": "modules.generators",
+    "column_wise": "modules.generators",
+    "construct_module_sharding_plan": "modules.generators",
+    "data_parallel": "modules.generators",
     "extract_plan": "planning.options",
-    "get_default_sharders": "sharders",
-    "get_module_to_default_sharders": "generators",
-    "get_qcomm_codecs": "qcomms",
-    "get_qcomm_codecs_registry": "qcomms",
-    "get_sharding_constructor_from_type": "generators",
-    "grid_shard": "generators",
-    "placement": "generators",
-    "placement_helper": "generators",
-    "row_wise": "generators",
-    "shard": "composable",
-    "shard_modules": "composable",
-    "table_column_wise": "generators",
-    "table_row_wise": "generators",
-    "table_wise": "generators",
+    "get_default_sharders": "modules.sharders",
+    "get_module_to_default_sharders": "modules.generators",
+    "get_qcomm_codecs": "comms.qcomms",
+    "get_qcomm_codecs_registry": "comms.qcomms",
+    "get_sharding_constructor_from_type": "modules.generators",
+    "grid_shard": "modules.generators",
+    "placement": "modules.generators",
+    "placement_helper": "modules.generators",
+    "row_wise": "modules.generators",
+    "shard": "dmp.composable",
+    "shard_modules": "dmp.composable",
+    "table_column_wise": "modules.generators",
+    "table_row_wise": "modules.generators",
+    "table_wise": "modules.generators",
     "to_sharding_plan": "planning.options",
 }
 

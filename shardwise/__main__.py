@@ -1,5 +1,5 @@
 """`python -m shardwise` is the command `shardwise`."""
 
-from .cli import main
+from .cli.main import main
 
 main()

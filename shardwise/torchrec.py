@@ -13,8 +13,15 @@ A name that we lack raises ImportError or AttributeError that says it and what i
 
 from __future__ import annotations
 
-from .torchrec_mirror import SERVED_VERSION, install, resolve, serve, served_names, uninstall
-from .torchrec_names import TABLE
+from .migration.mirror import (
+    SERVED_VERSION,
+    install,
+    resolve,
+    serve,
+    served_names,
+    uninstall,
+)
+from .migration.torchrec_names import TABLE
 
 __all__ = ["TABLE", "install", "uninstall"]
 
@@ -35,6 +42,6 @@ def __dir__() -> list[str]:
 
 
 if __name__ == "__main__":
-    from .torchrec_run import main
+    from .migration.run import main
 
     main()

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 from poison import poisoned
 
-from shardwise.kernels import cpu_compiled
+from shardwise.kernels.cpu import update_driver as cpu_compiled
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
     # numbers read from tensors and shapes that depend on data, which later versions have in whole graphs unasked

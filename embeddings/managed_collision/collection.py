@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.embeddings.config import BaseEmbeddingConfig
-from shardwise.embeddings.grouped import pick_features
+from shardwise.embeddings.tables.grouped import pick_features
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 from shardwise.untrusted import repeated
 

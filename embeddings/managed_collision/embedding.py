@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings.bag_collection import EmbeddingBagCollection
-from shardwise.embeddings.collection import TableCollection
+from shardwise.embeddings.collections.bag_collection import EmbeddingBagCollection
+from shardwise.embeddings.collections.collection import TableCollection
+from shardwise.embeddings.collections.sequence_collection import EmbeddingCollection
 from shardwise.embeddings.config import BaseEmbeddingConfig
-from shardwise.embeddings.sequence_collection import EmbeddingCollection
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from .collection import ManagedCollisionCollection

@@ -10,17 +10,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings.bag_collection import EmbeddingBagCollection as FloatEmbeddingBagCollection
-from shardwise.embeddings.collection import require_features
-from shardwise.embeddings.config import EmbeddingBagConfig
-from shardwise.embeddings.feature_processors import (
+from shardwise.embeddings.collections.bag_collection import EmbeddingBagCollection as FloatEmbeddingBagCollection
+from shardwise.embeddings.collections.collection import require_features
+from shardwise.embeddings.collections.feature_processors import (
     FeatureProcessedEmbeddingBagCollection as FloatFeatureProcessedEmbeddingBagCollection,
 )
-from shardwise.embeddings.feature_processors import FeatureProcessorsCollection
-from shardwise.embeddings.grouped import columns_in_table_order
+from shardwise.embeddings.collections.feature_processors import FeatureProcessorsCollection
+from shardwise.embeddings.config import EmbeddingBagConfig
 from shardwise.embeddings.interfaces import EmbeddingBagCollectionInterface
 from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
-from shardwise.embeddings.variable_batch import expand_pooled, inverse_or_none, pad_strides, require_full_batch
+from shardwise.embeddings.tables.grouped import columns_in_table_order
+from shardwise.embeddings.tables.variable_batch import (
+    expand_pooled,
+    inverse_or_none,
+    pad_strides,
+    require_full_batch,
+)
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
 from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, tell_what_does_nothing

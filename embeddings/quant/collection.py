@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.embeddings.config import BaseEmbeddingConfig, PoolingType, embedding_names_by_table, named_tables
-from shardwise.embeddings.grouped import Found, look_up_groups, plan_columns
 from shardwise.embeddings.policy import LookupPolicy
-from shardwise.embeddings.table_layout import LookupFeature
+from shardwise.embeddings.tables.grouped import Found, look_up_groups, plan_columns
+from shardwise.embeddings.tables.table_layout import LookupFeature
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import row_format
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings.collection import TableCollection
+from shardwise.embeddings.collections.collection import TableCollection
 from shardwise.embeddings.config import BaseEmbeddingConfig
 
 from .collection import QuantizedCollection

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings.bag_collection import EmbeddingBagCollection
-from shardwise.embeddings.collection import TableCollection
+from shardwise.embeddings.collections.bag_collection import EmbeddingBagCollection
+from shardwise.embeddings.collections.collection import TableCollection
+from shardwise.embeddings.collections.feature_processors import FeatureProcessedEmbeddingBagCollection
 from shardwise.embeddings.config import BaseEmbeddingConfig
-from shardwise.embeddings.feature_processors import FeatureProcessedEmbeddingBagCollection
 
 _ATTRIBUTE = "_rows_post_pruning"
 

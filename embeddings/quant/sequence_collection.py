@@ -10,13 +10,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings.collection import require_features
+from shardwise.embeddings.collections.collection import require_features
+from shardwise.embeddings.collections.sequence_collection import EmbeddingCollection as FloatEmbeddingCollection
 from shardwise.embeddings.config import EmbeddingConfig
-from shardwise.embeddings.grouped import rows_by_name
 from shardwise.embeddings.interfaces import EmbeddingCollectionInterface
 from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
-from shardwise.embeddings.sequence_collection import EmbeddingCollection as FloatEmbeddingCollection
-from shardwise.embeddings.variable_batch import pad_strides
+from shardwise.embeddings.tables.grouped import rows_by_name
+from shardwise.embeddings.tables.variable_batch import pad_strides
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
 from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, tell_what_does_nothing

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
-from shardwise.embeddings.table_layout import LookupFeature
-from shardwise.embeddings.unread_guard import UnreadGuard, next_raised
+from shardwise.embeddings.tables.async_guard import UnreadGuard, next_raised
+from shardwise.embeddings.tables.table_layout import LookupFeature
 from shardwise.kernels import (
     BoundsCheckMode,
     Feature,
@@ -30,7 +30,7 @@ from shardwise.kernels import (
     raise_from_guard,
     row_format,
 )
-from shardwise.kernels.cpu_lookup import offsets_are_good
+from shardwise.kernels.cpu.lookup import offsets_are_good
 from shardwise.kernels.features import FIRST_ROW, locate_ids
 from shardwise.kernels.memory import MANY, require_memory
 from shardwise.kernels.row_formats import TABLE_BOUNDARY

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 import shardwise.kernels
-from shardwise.kernels import _op, numba_loops, persistent_grid
+from shardwise.kernels import _op, persistent_grid
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED, triton
+from shardwise.kernels.cpu import numba_loops
 
 from . import Fault, Kernel, Launch, Memory
 from .barriers import Around, fixed_places, pairs_at

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from shardwise._version import __version__
-from shardwise.sharding.layout import Shard, Span
+from shardwise.planner.layout import Shard, Span
 from shardwise.untrusted import require_regular
 
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored, TableFacts

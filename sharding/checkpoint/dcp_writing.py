@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from shardwise.kernels import rule_named
-from shardwise.sharding.layout import Span
+from shardwise.planner.layout import Span
 
 from .files import BLOCK_BYTES
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.sharding.layout import Shard
+from shardwise.planner.layout import Shard
 
 from .manifest import TABLE, WEIGHT, Manifest, dtype_name
 from .offline import Source

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.sharding.exchange import Exchange
-from shardwise.sharding.failures import RankFailure, agreed, is_of_group
-from shardwise.sharding.watch import Watch
+from shardwise.sharding.comms.exchange import Exchange
+from shardwise.sharding.comms.failures import RankFailure, agreed, is_of_group
+from shardwise.sharding.comms.watch import Watch
 
 from .report import CheckpointMismatch, Report
 

@@ -19,8 +19,8 @@ import safetensors
 import torch
 from torch import Tensor
 
-from shardwise.sharding.layout import Span
-from shardwise.sharding.state import Box
+from shardwise.planner.layout import Span
+from shardwise.sharding.engine.state import Box
 from shardwise.untrusted import open_regular, parse_json, require_regular
 
 from .errors import CheckpointDamaged

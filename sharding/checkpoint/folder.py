@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.sharding.failures import RankFailure
+from shardwise.sharding.comms.failures import RankFailure
 from shardwise.untrusted import require_regular
 
 from .errors import CheckpointDamaged, pack, unpack

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings.keyed_optimizer import KeyedOptimizer, _hyper_of
+from shardwise.embeddings.optim.keyed_optimizer import KeyedOptimizer, _hyper_of
 from shardwise.kernels import rule_named
-from shardwise.sharding.layout import Span, fingerprint
-from shardwise.sharding.state import Box, overlap, part_of
+from shardwise.planner.layout import Span, fingerprint
+from shardwise.sharding.engine.state import Box, overlap, part_of
 
 from .compare import Matched, compare
 from .contents import Cells, Contents, Home, Leaf, contents_of, link_of

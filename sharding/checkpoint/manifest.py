@@ -22,7 +22,12 @@ from typing import Any
 
 import torch
 
-from shardwise.sharding.layout import ROW_STATES, Shard, Span, validate
+from shardwise.planner.layout import (
+    ROW_STATES,
+    Shard,
+    Span,
+    validate,
+)
 from shardwise.untrusted import parse_json, read_regular, repeated
 
 from .errors import CheckpointDamaged

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.sharding.layout import Span
+from shardwise.planner.layout import Span
 
 from .files import TensorFiles, check_checksum, row_blocks, write_streams
 from .folder import Attempt, latest

@@ -11,8 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.sharding.layout import Shard, Span, column_wise, data_parallel, row_wise, table_wise, validate
-from shardwise.sharding.plan import ShardingPlan, shards_of
+from shardwise.planner.layout import (
+    Shard,
+    Span,
+    column_wise,
+    data_parallel,
+    row_wise,
+    table_wise,
+    validate,
+)
+from shardwise.sharding.plan.plan import ShardingPlan, shards_of
 
 from .manifest import TABLE, Manifest, Stored, TableFacts
 from .offline import Source, file_of, write_offline

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._version import __version__
-from shardwise.sharding.failures import agreed
-from shardwise.sharding.layout import fingerprint
+from shardwise.planner.layout import fingerprint
+from shardwise.sharding.comms.failures import agreed
 
 from .contents import Contents, Plain, contents_of, link_of
 from .errors import Link, agree, pack, unpack

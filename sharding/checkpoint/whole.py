@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shardwise.sharding.exchange import Exchange
-from shardwise.sharding.state import part_of
+from shardwise.sharding.comms.exchange import Exchange
+from shardwise.sharding.engine.state import part_of
 
 from .contents import HeldTable, contents_of, link_of
 from .errors import agree

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from shardwise.sharding.exchange import Exchange
+from shardwise.sharding.comms.exchange import Exchange
 
 from .calls import Calls, Started
 from .feed import Fetched

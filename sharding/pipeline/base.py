@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.sharding.dmp import DistributedModelParallel
+from shardwise.sharding.dmp.dmp import DistributedModelParallel
 
 from .feed import Feed, Fetched
 from .streams import current

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from shardwise.sharding.collection import ShardedCollection
-from shardwise.sharding.departure import Departure
-from shardwise.sharding.exchange import Exchange
-from shardwise.sharding.planned import sharded_collections
-from shardwise.sharding.unwrap import get_unwrapped_module
+from shardwise.sharding.comms.exchange import Exchange
+from shardwise.sharding.dmp.unwrap import get_unwrapped_module
+from shardwise.sharding.engine.collection import ShardedCollection
+from shardwise.sharding.engine.departure import Departure
+from shardwise.sharding.modules.placement import sharded_collections
 
 from .postproc import Preparation, prepare
 

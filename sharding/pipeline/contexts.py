@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.sharding.awaitable import Awaitable
-from shardwise.sharding.stages import StepContext
+from shardwise.sharding.comms.awaitable import Awaitable
+from shardwise.sharding.engine.stages import StepContext
 
 
 @dataclass

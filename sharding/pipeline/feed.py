@@ -15,10 +15,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from shardwise.sharding import header
-from shardwise.sharding.collection import ShardedCollection
-from shardwise.sharding.env import ShardingEnv
-from shardwise.sharding.exchange import Exchange
+from shardwise.sharding.comms import header
+from shardwise.sharding.comms.env import ShardingEnv
+from shardwise.sharding.comms.exchange import Exchange
+from shardwise.sharding.engine.collection import ShardedCollection
 
 from .calls import Started
 from .streams import current, new_stream, on, record_stream, to_device

@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from shardwise.sharding.awaitable import Awaitable, LazyAwaitable
-from shardwise.sharding.stages import Staged, StepContext
+from shardwise.sharding.comms.awaitable import Awaitable, LazyAwaitable
+from shardwise.sharding.engine.stages import Staged, StepContext
 
 from .arguments import CallArgs
 from .contexts import PrefetchTrainPipelineContext, TrainPipelineContext

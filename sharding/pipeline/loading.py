@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.sharding.header import of_rank
+from shardwise.sharding.comms.header import of_rank
 
 from .streams import current, new_stream, on, record_stream, to_device
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from shardwise.sharding.collection import ShardedCollection
-from shardwise.sharding.nested import ShardedFeatureProcessedEmbeddingBagCollection
+from shardwise.sharding.engine.collection import ShardedCollection
+from shardwise.sharding.modules.nested import ShardedFeatureProcessedEmbeddingBagCollection
 
 # the input of a call, made of a batch
 Preparation = Callable[[Any], Any]

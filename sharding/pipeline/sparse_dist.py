@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.sharding.dmp_collection import DMPCollection
+from shardwise.sharding.dmp.dmp_collection import DMPCollection
 
 from .ahead import Ahead
 from .base import FedPipeline, warn_of_unused

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from shardwise.sharding import header
+from shardwise.sharding.comms import header
 
 from .ahead import Ahead
 from .base import TrainPipeline, warn_of_unused

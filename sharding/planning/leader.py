@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from shardwise.planner.errors import PlannerError, PlannerErrorType
 
-from ..comm import get_local_size
-from ..exchange import Exchange
-from ..failures import agreed
-from ..plan import ShardingPlan
-from ..plan_files import plan_from_json, plan_to_json
+from ..comms.comm import get_local_size
+from ..comms.exchange import Exchange
+from ..comms.failures import agreed
+from ..plan.files import plan_from_json, plan_to_json
+from ..plan.plan import ShardingPlan
 
 
 def plan_on_leader(pg: dist.ProcessGroup | None, make: Callable[[], ShardingPlan]) -> ShardingPlan:

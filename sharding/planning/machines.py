@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.planner.topology import CARD_HBM_GIB, GIB, Topology
 
-from ..env import get_local_size, number_in_environment
+from ..comms.env import get_local_size, number_in_environment
 
 # where a container finds its limit, in bytes or "max"
 _LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")

@@ -9,27 +9,27 @@ from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
-from shardwise.planner.components import PlanLoader
 from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.enumerators import get_partition_by_type
 from shardwise.planner.errors import PlannerError, PlannerErrorType
 from shardwise.planner.hardware import Perf, Storage
-from shardwise.planner.planned import Planned
-from shardwise.planner.problem import PARTS, Choice
-from shardwise.planner.sharding_option import Shard, ShardingOption
+from shardwise.planner.plan.planned import Planned
+from shardwise.planner.search.problem import PARTS, Choice
 from shardwise.planner.tables import Table
 from shardwise.planner.topology import Topology
+from shardwise.planner.torchrec.components import PlanLoader
+from shardwise.planner.torchrec.enumerators import get_partition_by_type
+from shardwise.planner.torchrec.sharding_option import Shard, ShardingOption
 
-from ..generators import placement
-from ..plan import (
+from ..modules.generators import placement
+from ..modules.placement import find_modules
+from ..modules.sharders import ModuleSharder
+from ..plan.plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingPlan,
     ShardingType,
 )
-from ..planned import find_modules
-from ..sharders import ModuleSharder
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 # kernels with a cache, of which a share of the rows is in device memory

@@ -18,7 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.planner.components import (
+from shardwise.planner.constraints import ParameterConstraints
+from shardwise.planner.constraints_applied import ANY, check_settings_of, constraint_of, nearest
+from shardwise.planner.cost.costs import cost_model
+from shardwise.planner.cost.model import CostModel
+from shardwise.planner.errors import PlannerError, PlannerErrorType
+from shardwise.planner.hashes import hash_planner_context_inputs, hash_planner_context_inputs_str
+from shardwise.planner.plan.plan_files import planned_to_json
+from shardwise.planner.plan.planned import Planned
+from shardwise.planner.plan.planning import plan_or_advise
+from shardwise.planner.plan.request import Request
+from shardwise.planner.report.explanation import explain
+from shardwise.planner.search.problem import DoesNotFitError
+from shardwise.planner.search.solve import solve
+from shardwise.planner.topology import Topology
+from shardwise.planner.torchrec.components import (
     Enumerator,
     Partitioner,
     PerfModel,
@@ -28,36 +42,22 @@ from shardwise.planner.components import (
     Stats,
     StorageReservation,
 )
-from shardwise.planner.constants import BATCH_SIZE
-from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.constraints_applied import ANY, check_settings_of, constraint_of, nearest
-from shardwise.planner.cost_model import CostModel
-from shardwise.planner.costs import cost_model
-from shardwise.planner.enumerators import EmbeddingEnumerator
-from shardwise.planner.errors import PlannerError, PlannerErrorType
-from shardwise.planner.explanation import explain
-from shardwise.planner.files_plan import planned_to_json
-from shardwise.planner.hashes import hash_planner_context_inputs, hash_planner_context_inputs_str
-from shardwise.planner.options import placed_options, problem_of
-from shardwise.planner.partitioners import GreedyPerfPartitioner
-from shardwise.planner.perf_models import NoopPerfModel
-from shardwise.planner.planned import Planned
-from shardwise.planner.planning import plan_or_advise
-from shardwise.planner.problem import DoesNotFitError
-from shardwise.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
-from shardwise.planner.proposing import no_plan_error, propose_plans
-from shardwise.planner.request import Request
-from shardwise.planner.sharding_option import ShardingOption
-from shardwise.planner.solve import solve
-from shardwise.planner.stats import EmbeddingStats
-from shardwise.planner.storage_reservations import HeuristicalStorageReservation, ModelStorageReservation
-from shardwise.planner.topology import Topology
+from shardwise.planner.torchrec.constants import BATCH_SIZE
+from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator
+from shardwise.planner.torchrec.options import placed_options, problem_of
+from shardwise.planner.torchrec.partitioners import GreedyPerfPartitioner
+from shardwise.planner.torchrec.perf_models import NoopPerfModel
+from shardwise.planner.torchrec.proposers import GreedyProposer, GridSearchProposer, UniformProposer
+from shardwise.planner.torchrec.proposing import no_plan_error, propose_plans
+from shardwise.planner.torchrec.reservations import HeuristicalStorageReservation, ModelStorageReservation
+from shardwise.planner.torchrec.sharding_option import ShardingOption
+from shardwise.planner.torchrec.stats import EmbeddingStats
 
-from ..env import ShardingEnv
-from ..layout import SERVED_SETTINGS, TRAINED_SETTINGS, check_settings
-from ..plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from ...planner.layout import SERVED_SETTINGS, TRAINED_SETTINGS, check_settings
+from ..comms.env import ShardingEnv
+from ..modules.sharders import ModuleSharder, get_default_sharders
+from ..plan.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from ..quant.fused_params import bounds_check_mode
-from ..sharders import ModuleSharder, get_default_sharders
 from .leader import plan_on_leader
 from .machines import topology_here
 from .options import (

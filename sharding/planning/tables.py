@@ -24,17 +24,17 @@ from shardwise.embeddings import (
 )
 from shardwise.embeddings.quant import QuantizedCollection
 from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.cost_model import CostModel
-from shardwise.planner.problem import Choice
+from shardwise.planner.cost.model import CostModel
+from shardwise.planner.cost.ways import Way
+from shardwise.planner.plan.whatif import at
+from shardwise.planner.search.problem import Choice
 from shardwise.planner.tables import Feature, Table
 from shardwise.planner.topology import Topology
-from shardwise.planner.ways import Way
-from shardwise.planner.whatif import at
 
-from ..layout import CAPABILITIES
-from ..plan import ShardingType, tables_of
-from ..planned import collections_in, find_modules
-from ..sharders import BaseEmbeddingSharder, ModuleSharder
+from ...planner.layout import CAPABILITIES
+from ..modules.placement import collections_in, find_modules
+from ..modules.sharders import BaseEmbeddingSharder, ModuleSharder
+from ..plan.plan import ShardingType, tables_of
 
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.embeddings import pick_features
 from shardwise.embeddings.quant import QuantizedTable
-from shardwise.embeddings.unread_guard import UnreadGuard, next_raised
+from shardwise.embeddings.tables.async_guard import UnreadGuard, next_raised
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode, Feature, check_ids, new_guard, pack_features, raise_from_guard
 

@@ -19,11 +19,11 @@ from shardwise.embeddings.config import PoolingType, embedding_names_by_table
 from shardwise.embeddings.quant import QuantizedCollection, QuantizedTable, TableWeights
 from shardwise.embeddings.quant.collection import note_formats, require_formats
 from shardwise.embeddings.quant.table_weights import scales_as
-from shardwise.embeddings.variable_batch import pad_strides
+from shardwise.embeddings.tables.variable_batch import pad_strides
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode, row_format
-from shardwise.sharding.env import ShardingEnv
-from shardwise.sharding.plan import ParameterSharding
+from shardwise.sharding.comms.env import ShardingEnv
+from shardwise.sharding.plan.plan import ParameterSharding
 
 from .checks import IdCheck
 from .fused_params import bounds_check_mode, bounds_check_of

@@ -19,9 +19,9 @@ from shardwise.embeddings.quant import (
     QuantManagedCollisionEmbeddingCollection,
 )
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from shardwise.sharding.layout import SERVING
-from shardwise.sharding.plan import ParameterSharding, ShardingType
-from shardwise.sharding.sharders import ModuleSharder
+from shardwise.planner.layout import SERVING
+from shardwise.sharding.modules.sharders import ModuleSharder
+from shardwise.sharding.plan.plan import ParameterSharding, ShardingType
 
 from .collection import Envs
 from .modules import ShardedQuantEmbeddingBagCollection, ShardedQuantEmbeddingCollection

@@ -18,17 +18,17 @@ from shardwise.embeddings import (
     EmbeddingConfig,
     pick_features,
 )
-from shardwise.embeddings.collection import require_features
-from shardwise.embeddings.grouped import rows_by_name
+from shardwise.embeddings.collections.collection import require_features
 from shardwise.embeddings.quant import (
     EmbeddingBagCollection,
     EmbeddingCollection,
     FeatureProcessedEmbeddingBagCollection,
 )
 from shardwise.embeddings.quant.outputs import lookup_dtype, pooled_output, sequence_output
-from shardwise.embeddings.variable_batch import expand_pooled, inverse_or_none, require_full_batch
+from shardwise.embeddings.tables.grouped import rows_by_name
+from shardwise.embeddings.tables.variable_batch import expand_pooled, inverse_or_none, require_full_batch
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from shardwise.sharding.plan import ParameterSharding
+from shardwise.sharding.plan.plan import ParameterSharding
 
 from .collection import Envs, ShardedQuantizedCollection
 

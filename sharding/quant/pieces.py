@@ -15,9 +15,15 @@ from torch.distributed._shard.metadata import ShardMetadata
 
 from shardwise.embeddings.quant import QuantizedTable
 from shardwise.kernels import row_format
-from shardwise.sharding.layout import SERVED_SETTINGS, Shard, Span, check_settings, validate
-from shardwise.sharding.no_cuda import device_here, is_missing
-from shardwise.sharding.plan import ParameterSharding
+from shardwise.planner.layout import (
+    SERVED_SETTINGS,
+    Shard,
+    Span,
+    check_settings,
+    validate,
+)
+from shardwise.sharding.comms.device_fallback import device_here, is_missing
+from shardwise.sharding.plan.plan import ParameterSharding
 
 # kernels of quantized tables: on the device of the shard; in the memory of the host, where the CPU looks them up
 QUANT_KERNELS = ("quant", "quant_uvm", "quant_uvm_caching")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.embeddings import pick_features
 from shardwise.embeddings.quant import QuantizedTable, QuantizedTables
-from shardwise.embeddings.table_layout import LookupFeature
+from shardwise.embeddings.tables.table_layout import LookupFeature
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import (
     Feature,
@@ -30,7 +30,7 @@ from shardwise.kernels import (
     quantized_sequence_lookup,
     row_format,
 )
-from shardwise.sharding.layout import Shard
+from shardwise.planner.layout import Shard
 
 from .pieces import Piece, byte_span
 

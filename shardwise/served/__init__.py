@@ -1,1 +1,1 @@
-"""Stand-ins that child processes find on `sys.path`; see shardwise/torchrec_run.py."""
+"""Stand-ins that child processes find on `sys.path`; see shardwise/migration/run.py."""

@@ -1,5 +1,5 @@
-"""What `import fbgemm_gpu` finds in a child of `python -m shardwise.torchrec`; shardwise/torchrec_run.py says how."""
+"""What `import fbgemm_gpu` finds in a child of `python -m shardwise.torchrec`; shardwise/migration/run.py says how."""
 
-from shardwise.torchrec_run import take_over
+from shardwise.migration.run import take_over
 
 take_over(__name__)

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import torch
 
 from shardwise.kernels import (
-    bounds,
     check_gradient,
     check_ids,
     new_guard,
@@ -20,10 +19,11 @@ from shardwise.kernels import (
     raise_from_guard,
     sequence_lookup,
 )
-from shardwise.kernels.bounds import check_ids_ref
-from shardwise.kernels.pooled import pooled_lookup_ref
-from shardwise.kernels.sequence import sequence_lookup_ref
-from shardwise.kernels.weight_gradient import per_id_weight_gradient_ref
+from shardwise.kernels.lookup import bounds
+from shardwise.kernels.lookup.bounds import check_ids_ref
+from shardwise.kernels.lookup.pooled import pooled_lookup_ref
+from shardwise.kernels.lookup.sequence import sequence_lookup_ref
+from shardwise.kernels.lookup.weight_gradient import per_id_weight_gradient_ref
 
 from .batches import Batch
 from .case import Case

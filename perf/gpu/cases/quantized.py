@@ -20,9 +20,9 @@ from shardwise.kernels import (
     quantized_pooled_lookup,
     quantized_sequence_lookup,
 )
-from shardwise.kernels.quantize import dequantize_rows_ref, quantize_rows_ref
-from shardwise.kernels.quantized_lookup import quantized_pooled_lookup_ref
-from shardwise.kernels.quantized_sequence import quantized_sequence_lookup_ref
+from shardwise.kernels.quantized.pooled_lookup import quantized_pooled_lookup_ref
+from shardwise.kernels.quantized.rows import dequantize_rows_ref, quantize_rows_ref
+from shardwise.kernels.quantized.sequence_lookup import quantized_sequence_lookup_ref
 from shardwise.kernels.row_formats import TABLE_BOUNDARY
 
 from .case import Case

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from shardwise.kernels import RULES, configs, fused_update, new_guard
-from shardwise.kernels.index_op import update_index
-from shardwise.kernels.rules import BUILT_IN
-from shardwise.kernels.update import fused_update_ref
+from shardwise.kernels.update.index_op import update_index
+from shardwise.kernels.update.rules import BUILT_IN
+from shardwise.kernels.update.update import fused_update_ref
 
 from .batches import Batch
 from .case import Case

@@ -1,0 +1,417 @@
+"""What the two collections share: tables in groups, parameters as views of them, features picked from a KJT.
+
+A table is a parameter of a child module (state-dict name `<children>.<table>.weight`) and at the same time a view of
+its group's flat buffer. `.to()`, loading, copying and pickling keep both the same memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.jagged import KeyedJaggedTensor
+
+from ..config import (
+    BaseEmbeddingConfig,
+    embedding_names_by_table,
+    named_tables,
+    table_dtype,
+)
+from ..optim.fused_optimizer import FusedOptimizer
+from ..optim.optimizers import (
+    OptimizerSpec,
+    mark_optimizer,
+    optimizer_of,
+    optimizer_spec,
+)
+from ..policy import DEFAULT_POLICY, LookupPolicy
+from ..tables.accumulation import Accumulation
+from ..tables.grouped import Found, look_up_groups, plan_columns
+from ..tables.table_group import TableGroup
+from ..tables.table_layout import LookupFeature, TableShape
+from .replicated import is_replicated, refuse_replicas_of
+
+
+class TableCollection(nn.Module):
+    """Tables of a collection, grouped by dtype and optimizer; the base of the pooled and the sequence collection."""
+
+    _children_name: str
+    _config_type: type[BaseEmbeddingConfig] = BaseEmbeddingConfig
+
+    def __init__(
+        self,
+        tables: Sequence[BaseEmbeddingConfig],
+        device: torch.device | str | None,
+        policy: LookupPolicy = DEFAULT_POLICY,
+    ) -> None:
+        super().__init__()
+        if not isinstance(policy, LookupPolicy):
+            raise TypeError(f"policy must be a LookupPolicy, got {policy!r}")
+        self._configs = named_tables(list(tables), type(self).__name__, self._config_type)
+        self._names_by_table = embedding_names_by_table(self._configs)
+        self._policy = policy
+        self._marks: list[tuple[type[torch.optim.Optimizer], dict[str, Any]] | None] = [None] * len(tables)
+        self._trained = [True] * len(tables)
+        self._groups: list[TableGroup] = []
+        self._members: list[list[int]] = []
+        self._fused_optimizer: FusedOptimizer | None = None
+        self._accumulation = Accumulation()
+        self._seen: list[bool] = []
+        self._seen_memory: list[int] = []
+        self._group(
+            [table_dtype(config) for config in self._configs], torch.device("cpu" if device is None else device)
+        )
+        self._make_children()
+        self.register_load_state_dict_post_hook(_take_back_replaced)  # type: ignore[no-untyped-call]
+        self._settle()
+        self.reset_parameters()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self._groups[0].flat.device if self._groups else torch.device("cpu")
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill every table by its config's `init_fn`; on meta there is nothing to fill."""
+        for config, param in zip(self._configs, self._table_parameters(), strict=True):
+            if not param.is_meta:
+                config.init_fn(param)
+
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The optimizer that the tables run in their backward: its learning rates and states. One object, kept."""
+        self._settle()
+        if self._fused_optimizer is None:
+            self._fused_optimizer = FusedOptimizer(self._groups, self._children_name)
+        return self._fused_optimizer
+
+    def renew_rows(self, table: str, rows: Tensor, values: Tensor, *, quietly: bool = False) -> None:
+        """Have rows [n] of a table begin anew. Arguments as `TableGroup.renew`."""
+        self._settle()
+        names = [config.name for config in self._configs]
+        group, number = self._homes()[names.index(table)]
+        group.renew(number, rows, values, quietly=quietly)
+
+    def check(self) -> None:
+        """Raise now what a bad id on CUDA would raise at the next forward.
+
+        Until it is raised no table is updated, whichever batch the update is of: a lookup of a bad batch also stops
+        the update of one that was looked up before and has its backward after. Replays of a captured graph leave what
+        they find until this raises it, or the second eager forward after them.
+        """
+        for group in self._groups:
+            group.raise_pending()
+
+    def _lookup(self, features: KeyedJaggedTensor, look_up: Callable[[TableGroup, KeyedJaggedTensor], Tensor]) -> Found:
+        """Pick, check and look up the features of each group, of a batch of one batch size."""
+        if not torch.compiler.is_compiling():
+            self._settle()
+        elif self._seen != self._facts(self._table_parameters()):
+            # a graph cannot regroup tables, and traced as they are they would be trained by the slow dense path
+            raise RuntimeError(
+                f"{type(self).__name__}: an optimizer was applied or a table frozen since the last lookup;"
+                " call fused_optimizer() or look one batch up before torch.compile traces the collection"
+            )
+        return look_up_groups(self._groups, features, look_up)
+
+    def _group(self, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+        """Make the groups; tables of one dtype and optimizer share one, in the order of their configs.
+
+        Tables that an optimizer trains already stay apart from those that join it now: they have other steps behind
+        them.
+        """
+        before = self._homes()
+        members: dict[tuple[torch.dtype, OptimizerSpec | None, int | None], list[int]] = {}
+        for t, dtype in enumerate(dtypes):
+            home = before.get(t, (None, 0))[0]
+            fused = home is not None and home.optimizer is not None
+            # a frozen table has no use for an optimizer's states
+            mark = self._marks[t] if self._trained[t] or fused else None
+            spec = None if mark is None else optimizer_spec(*mark, table=self._configs[t].name)
+            members.setdefault((dtype, spec, id(home) if fused else None), []).append(t)
+        self._members = list(members.values())
+        self._groups = []
+        self._fused_optimizer = None
+        self._seen = []
+        for (dtype, spec, _), group_tables in members.items():
+            configs = [self._configs[t] for t in group_tables]
+            shapes = [TableShape(config.name, config.num_embeddings, config.embedding_dim) for config in configs]
+            lookups = [
+                LookupFeature(feature, number, self._is_averaged(config))
+                for number, config in enumerate(configs)
+                for feature in config.feature_names
+            ]
+            self._groups.append(
+                TableGroup(shapes, lookups, dtype=dtype, device=device, optimizer=spec, policy=self._policy)
+            )
+        self._columns = plan_columns(self._groups, self._members, self._names_by_table)
+        self._share_guard()
+
+    def _share_guard(self) -> None:
+        """A batch that is bad for one group changes no table of the collection; they accumulate gradients together."""
+        for group in self._groups:
+            group.guard, group.accumulation = self._groups[0].guard, self._accumulation
+            group.leads = group is self._groups[0]
+
+    @torch.no_grad()
+    def _become_twin(self, source: TableCollection, device: torch.device) -> None:
+        """Take dtypes, weights and frozen tables of a collection with the same configs, on `device`."""
+        params = source._table_parameters()
+        self._trained = [param.requires_grad for param in params]
+        # nothing of the groups made so far stays: frozen tables get no states
+        self._groups, self._members = [], []
+        self._group([param.dtype for param in params], device)
+        self._make_children()
+        for mine, param in zip(self._table_parameters(), params, strict=True):
+            mine.requires_grad_(param.requires_grad)
+            if not param.is_meta and not mine.is_meta:
+                mine.copy_(param)
+        if any(param.is_meta for param in params):
+            self.reset_parameters()
+        self.train(source.training)
+        self._settle()
+
+    def _make_children(self) -> None:
+        """Parameters as views of the groups, each in a child module of its table's name."""
+        children = nn.ModuleDict()
+        views = {t: group.view(n) for group, ts in self._grouped() for n, t in enumerate(ts)}
+        for t, config in enumerate(self._configs):
+            children[config.name] = self._child(config, views[t])
+        self.add_module(self._children_name, children)
+        self._adopt_parameters()
+
+    def _adopt_parameters(self) -> None:
+        params = self._table_parameters()
+        for t, mark in enumerate(self._marks):
+            if mark is not None:
+                mark_optimizer(params[t], *mark)
+        for group, tables in self._grouped():
+            group.parameters = [params[t] for t in tables]
+
+    def _settle(self) -> None:
+        """Follow what was done to the parameters since the last lookup: optimizers, freezing, other memory.
+
+        Raises:
+            ValueError: a parameter was replaced, or its data has another shape; names the table.
+        """
+        params = self._table_parameters()
+        if self._seen_memory == _memory(params) and self._seen == self._facts(params):
+            return
+        # never traced by torch.compile, which loses `param.data = ...`; not imported just for this
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        follow = self._follow if dynamo is None else dynamo.disable(self._follow)
+        follow(params)
+
+    # every lookup asks this of every table, as torch tells nobody what is done to a parameter
+    def _facts(self, params: Sequence[nn.Parameter]) -> list[bool]:
+        """Whether each is trained, then whether an optimizer was applied to each; `torch.compile` can trace this."""
+        trained = [param.requires_grad for param in params]
+        # one that is applied to a table that has one changes nothing
+        if not [group for group in self._groups if group.optimizer is None]:
+            return trained
+        return trained + [hasattr(param, "_optimizer_classes") for param in params]
+
+    @torch.no_grad()
+    def _follow(self, params: Sequence[nn.Parameter]) -> None:
+        for t, (group, number) in self._homes().items():
+            self._take_back_memory(t, group, number, params[t])
+        if any(self._is_to_be_fused(t, param) for t, param in enumerate(params)):
+            self._regroup(params)
+        self._seen = self._facts(params)
+        self._seen_memory = _memory(params)
+
+    def _take_back_memory(self, t: int, group: TableGroup, number: int, param: nn.Parameter) -> None:
+        """Copy into the flat buffer what `param.data = ...` put elsewhere."""
+        name, view = self._configs[t].name, group.view(number)
+        if param is not group.parameters[number]:
+            raise ValueError(
+                f"table {name!r}: its weight is another tensor than the collection's own parameter; copy the values in"
+                " with load_state_dict or weight.data.copy_ instead of replacing it, as fully_shard does: tables are"
+                " sharded by DistributedModelParallel"
+            )
+        if param.shape != view.shape:
+            raise ValueError(f"table {name!r}: its weight must be {list(view.shape)}, got {list(param.shape)}")
+        if not view.is_meta and _address(param) != _address(view):
+            view.copy_(param.detach())
+            param.data = view
+
+    def _is_to_be_fused(self, t: int, param: nn.Parameter) -> bool:
+        if self._marks[t] is None:
+            return hasattr(param, "_optimizer_classes")
+        # frozen when it was marked
+        return param.requires_grad and self._homes()[t][0].optimizer is None
+
+    def _regroup(self, params: Sequence[nn.Parameter]) -> None:
+        """Group anew once optimizers were applied; parameters stay the same objects, states with their tables.
+
+        Raises:
+            RuntimeError: gradients of the tables wait for a step.
+            ValueError: a DistributedDataParallel averages gradients of the tables.
+        """
+        if is_replicated(self):
+            raise refuse_replicas_of(next(self._configs[t].name for t, p in enumerate(params) if optimizer_of(p)))
+        self._marks = [optimizer_of(param) for param in params]
+        self._trained = [param.requires_grad for param in params]
+        before = self._homes()
+        if self._accumulation.begun:
+            raise RuntimeError(
+                f"{type(self).__name__}: gradients wait for a step: call step() or zero_grad() of fused_optimizer()"
+                " before an optimizer is applied to more tables"
+            )
+        self._group([param.dtype for param in params], self.device)
+        for group, tables in self._grouped():
+            for number, t in enumerate(tables):
+                if not group.flat.is_meta:
+                    group.take_over(number, *before[t])
+                params[t].data = group.view(number)
+            group.parameters = [params[t] for t in tables]
+
+    def _homes(self) -> dict[int, tuple[TableGroup, int]]:
+        """Each table's group and its number there."""
+        return {t: (group, number) for group, tables in self._grouped() for number, t in enumerate(tables)}
+
+    def _grouped(self) -> list[tuple[TableGroup, list[int]]]:
+        return list(zip(self._groups, self._members, strict=True))
+
+    def _table_parameters(self) -> list[nn.Parameter]:
+        children = self._modules[self._children_name]
+        assert isinstance(children, nn.ModuleDict)
+        return [child._parameters["weight"] for child in children.values()]  # type: ignore[misc]
+
+    def _is_averaged(self, config: BaseEmbeddingConfig) -> bool:
+        return False
+
+    def _child(self, config: BaseEmbeddingConfig, weight: Tensor) -> nn.Module:
+        raise AssertionError("each collection makes its own children")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
+        children = self._modules[self._children_name]
+        assert isinstance(children, nn.ModuleDict)
+        self._settle()
+        if recurse:
+            move_tables(self._groups, children, fn)
+            self._share_guard()
+        # what a subclass added besides the tables
+        self._modules[self._children_name] = None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._modules[self._children_name] = children
+        return self
+
+    def __copy__(self) -> TableCollection:
+        # shares everything, as a shallow copy of any module does
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        # the parameters are views: kept, each of them would carry its group's whole buffer into the copy
+        modules = {**self._modules, self._children_name: None}
+        trained = [param.requires_grad for param in self._table_parameters()]
+        return {**self.__dict__, "_modules": modules, "_trained": trained, "_fused_optimizer": None, "_seen_memory": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._make_children()
+        for param, requires_grad in zip(self._table_parameters(), self._trained, strict=True):
+            param.requires_grad_(requires_grad)
+        self._settle()
+
+
+_data_ptr = Tensor.data_ptr
+
+
+def _memory(params: Sequence[nn.Parameter]) -> list[int]:
+    """Which object each is, then where the memory of each is; 0 for those that have none (meta, fake)."""
+    if set(map(type, params)) == {nn.Parameter}:
+        return [*map(id, params), *map(_data_ptr, params)]
+    return [*map(id, params), *(param.data_ptr() if type(param) is nn.Parameter else 0 for param in params)]
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's memory is; 0 for tensors that have none (meta, fake)."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta else 0
+
+
+@torch.no_grad()
+def _take_back_replaced(module: nn.Module, _: Any) -> None:
+    """After `load_state_dict(assign=True)`: the collection's own parameters return, with the values of the new ones."""
+    assert isinstance(module, TableCollection)
+    children = module._modules[module._children_name]
+    assert isinstance(children, nn.ModuleDict)
+    for group in module._groups:
+        found = [children[table.name]._parameters["weight"] for table in group.tables]
+        given = {n: new for n, new in enumerate(found) if new is not None and new is not group.parameters[n]}
+        for n in given:
+            children[group.tables[n].name]._parameters["weight"] = group.parameters[n]
+        if not given:
+            continue
+        device = next(iter(given.values())).device
+        if group.flat.is_meta and device.type != "meta":
+            missing = [table.name for n, table in enumerate(group.tables) if n not in given]
+            if missing:
+                raise ValueError(f"tables {missing} would stay on meta: load them too, or call to_empty first")
+            move_tables([group], children, partial(torch.empty_like, device=device))
+        for n, values in given.items():
+            view, param = group.view(n), group.parameters[n]
+            view.copy_(values)
+            if _address(param) != _address(view):
+                # what `param.data = ...` put elsewhere is older
+                param.data = view
+
+
+def move_tables(groups: Sequence[TableGroup], children: nn.ModuleDict, fn: Callable[[Tensor], Tensor]) -> None:
+    """`nn.Module._apply` for tables: each parameter on its own would be torn out of its group's buffer.
+
+    `children[table]` holds the parameter of each table. Across meta and a real device parameters become new objects.
+    """
+    for group in groups:
+        group.move(fn)
+        group.parameters = [
+            _move_parameter(children[table.name], group.view(number), fn) for number, table in enumerate(group.tables)
+        ]
+
+
+def _move_parameter(child: nn.Module, view: Tensor, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    old = child._parameters["weight"]
+    assert old is not None
+    grad = None if old.grad is None else fn(old.grad)
+    param = old
+    if old.is_meta == view.is_meta:
+        old.data = view
+    else:
+        param = nn.Parameter(view, requires_grad=old.requires_grad)
+        vars(param).update(vars(old))
+        child._parameters["weight"] = param
+    param.grad = grad
+    return param
+
+
+def require_batch(features: object, who: str, weighted: bool) -> None:
+    """Refuse what no lookup takes; `who` is the collection, for the message.
+
+    Raises:
+        TypeError: it is no KeyedJaggedTensor.
+        ValueError: features differ in batch size, or a weighted collection got no weights.
+    """
+    features = require_features(features, who, weighted)
+    if features.variable_stride_per_key():
+        raise ValueError(
+            f"{who} takes one batch size for all features, got {features.stride_per_key()} for {features.keys()}"
+        )
+
+
+def require_features(features: object, who: str, weighted: bool) -> KeyedJaggedTensor:
+    """As `require_batch`, but features may differ in batch size; returns them."""
+    if not isinstance(features, KeyedJaggedTensor):
+        raise TypeError(f"{who} takes a KeyedJaggedTensor, got {type(features).__name__}")
+    if weighted and features.weights_or_none() is None:
+        raise ValueError("this collection is weighted: the batch must carry per-id weights")
+    return features

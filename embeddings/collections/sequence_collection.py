@@ -1,0 +1,92 @@
+"""Unpooled lookups of many tables as one module: `EmbeddingCollection`.
+
+Shapes: KJT of F features and B samples in; per feature a JaggedTensor with values [ids of the feature, dim] out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+
+from ..config import BaseEmbeddingConfig, EmbeddingConfig
+from ..interfaces import EmbeddingCollectionInterface
+from ..policy import DEFAULT_POLICY, LookupPolicy
+from ..tables.grouped import rows_by_name
+from ..tables.table_group import TableGroup
+from ..tables.variable_batch import pad_strides
+from .collection import TableCollection, require_features
+
+
+class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
+    """Tables looked up by a `KeyedJaggedTensor`, one row per id.
+
+    The output is a dict in the order of `tables`, feature by feature (`feature@table` where tables share a feature);
+    each JaggedTensor has fp32 values [n, dim] and the feature's lengths. With `need_indices` it carries the ids as its
+    weights. Per-id weights of the batch are ignored; padding of a batch with a capacity is left out. What a backward
+    trains and reads is said at `EmbeddingBagCollection`.
+
+    Of a batch with inverse indices every feature comes out as the full batch that they describe, rows, lengths and ids;
+    without them each keeps its own batch size.
+
+    Raises:
+        ValueError: tables differ in `embedding_dim`, share a name, or a config is inconsistent.
+
+    Example:
+        >>> ec = EmbeddingCollection([EmbeddingConfig(100, 8, "item", feature_names=["seen"])])
+        >>> batch = KeyedJaggedTensor(["seen"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+        >>> ec(batch)["seen"].values().shape
+        torch.Size([3, 8])
+    """
+
+    _children_name = "embeddings"
+    _config_type = EmbeddingConfig
+    embeddings: nn.ModuleDict
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        *,
+        policy: LookupPolicy = DEFAULT_POLICY,
+    ) -> None:
+        dims = {config.name: config.embedding_dim for config in tables}
+        if len(set(dims.values())) > 1:
+            raise ValueError(f"EmbeddingCollection: all tables need one embedding_dim, got {dims}")
+        super().__init__(tables, device, policy)
+        self._need_indices = need_indices
+        self._embedding_dim = tables[0].embedding_dim if tables else 0
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Look the batch up.
+
+        Raises:
+            KeyError, IndexError, ValueError, TypeError: as `EmbeddingBagCollection.forward`.
+        """
+        require_features(features, type(self).__name__, False)
+        found = self._lookup(pad_strides(features), self._rows)
+        return rows_by_name(features, found, self._members, self._names_by_table, need_indices=self._need_indices)
+
+    def need_indices(self) -> bool:
+        """Whether outputs carry their ids as weights."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """The dim of every table."""
+        return self._embedding_dim
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The configs of the tables, in their order."""
+        return self._configs
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Output names of each table's features."""
+        return self._names_by_table
+
+    def _rows(self, group: TableGroup, picked: KeyedJaggedTensor) -> Tensor:
+        return group.sequence(picked.values(), picked.offsets(), trains=self.training)
+
+    def _child(self, config: BaseEmbeddingConfig, weight: Tensor) -> nn.Module:
+        return nn.Embedding(config.num_embeddings, config.embedding_dim, _weight=weight)

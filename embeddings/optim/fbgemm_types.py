@@ -1,0 +1,171 @@
+"""FBGEMM's enums, as TorchRec's programs write them into fused parameters and configs, and what turns ours into them.
+
+Members and values are FBGEMM's. Optimizers are read by `optimizer_from`, caches by `planner` with `cost="torchrec"`;
+`EmbeddingLocation` says where a fused collection is to keep its tables.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+import torch
+
+from ..config import DataType, PoolingType
+
+
+class EmbOptimType(Enum):
+    """An optimizer by FBGEMM's name: `fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}`."""
+
+    SGD = "sgd"
+    EXACT_SGD = "exact_sgd"
+    LAMB = "lamb"
+    ADAM = "adam"
+    EXACT_ADAGRAD = "exact_adagrad"
+    EXACT_ROWWISE_ADAGRAD = "exact_row_wise_adagrad"
+    LARS_SGD = "lars_sgd"
+    PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
+    PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
+    ROWWISE_ADAGRAD = "row_wise_adagrad"
+    SHAMPOO = "shampoo"
+    SHAMPOO_V2 = "shampoo_v2"
+    MADGRAD = "madgrad"
+    EXACT_ROWWISE_WEIGHTED_ADAGRAD = "exact_row_wise_weighted_adagrad"
+    ENSEMBLE_ROWWISE_ADAGRAD = "ensemble_row_wise_adagrad"
+    EMAINPLACE_ROWWISE_ADAGRAD = "ema_in_place_row_wise_adagrad"
+    NONE = "none"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class SparseType(Enum):
+    """The type of a table's numbers by FBGEMM's name."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    FP8 = "fp8"
+    NFP8 = "nfp8"
+    INT8 = "int8"
+    INT4 = "int4"
+    INT2 = "int2"
+    BF16 = "bf16"
+    MX4 = "mx4"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @staticmethod
+    def from_dtype(dtype: torch.dtype) -> SparseType:
+        """The type that torch calls `dtype`.
+
+        Raises:
+            ValueError: tables have no such numbers.
+        """
+        for one, dtypes in _DTYPES.items():
+            if dtype in dtypes:
+                return one
+        raise ValueError(f"no table has numbers of type {dtype}: {', '.join(str(d[0]) for d in _DTYPES.values())} are")
+
+    def as_dtype(self) -> torch.dtype:
+        """What torch calls it; fp8 and mx4 of FBGEMM's own making are bytes to torch."""
+        return _DTYPES[self][0] if self in _DTYPES else torch.uint8
+
+    def bit_rate(self) -> int:
+        """Bits of a number."""
+        return int(self.value.lstrip("bfimnptx"))
+
+
+# the first is what a type becomes, all of them become the type
+_DTYPES = {
+    SparseType.FP32: (torch.float32,),
+    SparseType.FP16: (torch.float16,),
+    SparseType.BF16: (torch.bfloat16,),
+    SparseType.INT8: (torch.uint8, torch.int8, torch.qint8, torch.quint8),
+    SparseType.INT4: (torch.quint4x2,),
+    SparseType.INT2: (torch.quint2x4,),
+    SparseType.NFP8: (torch.float8_e4m3fn,),
+}
+
+
+class EmbeddingLocation(IntEnum):
+    """Where a table lies."""
+
+    DEVICE = 0
+    MANAGED = 1
+    MANAGED_CACHING = 2
+    HOST = 3
+    MTIA = 4
+
+
+def require_location(location: EmbeddingLocation | None, device: torch.device | str | None) -> None:
+    """Raise ValueError where rows on this device cannot lie there; FBGEMM's own enum is understood as well."""
+    # by name, as the real FBGEMM may be installed
+    name = "DEVICE" if location is None else location.name
+    on_cpu = torch.device(device or "cpu").type in ("cpu", "meta")
+    if name != "DEVICE" and not (name == "HOST" and on_cpu):
+        raise ValueError(
+            f"location={name}: rows lie on the collection's device, {device or 'cpu'}: leave it None. Caches over host"
+            " memory are not served"
+        )
+
+
+class PoolingMode(IntEnum):
+    """How the rows of a bag become one."""
+
+    SUM = 0
+    MEAN = 1
+    NONE = 2
+
+    def do_pooling(self) -> bool:
+        """Whether they become one at all."""
+        return self is not PoolingMode.NONE
+
+
+class CacheAlgorithm(Enum):
+    """Which row leaves a full cache: the least recently or the least frequently used."""
+
+    LRU = 0
+    LFU = 1
+
+
+class MultiPassPrefetchConfig(NamedTuple):
+    """In how many passes rows are brought into a cache, and from how many ids on; the planner counts their buffers."""
+
+    num_passes: int = 12
+    min_splitable_pass_size: int = 6 * 1024 * 1024
+
+
+def data_type_to_sparse_type(data_type: DataType) -> SparseType:
+    """FBGEMM's type of a table of this type.
+
+    Raises:
+        ValueError: it has none: tables of 32 and 64 bit integers.
+    """
+    if data_type is DataType.UINT8:
+        return SparseType.INT8
+    if data_type.name not in SparseType.__members__:
+        raise ValueError(f"no table of FBGEMM's has numbers of type {data_type}")
+    return SparseType[data_type.name]
+
+
+def pooling_type_to_pooling_mode(pooling_type: PoolingType, sharding_type: object = None) -> PoolingMode:
+    """FBGEMM's mode of a table, as TorchRec runs it: a mean over row shards is a sum that is divided afterwards.
+
+    Args:
+        pooling_type: of the table.
+        sharding_type: a `ShardingType`, or None of a whole table.
+    """
+    by_rows = getattr(sharding_type, "value", sharding_type) in ("row_wise", "table_row_wise")
+    return PoolingMode.SUM if by_rows and pooling_type is PoolingType.MEAN else PoolingMode[pooling_type.name]
+
+
+def pooling_type_to_str(pooling_type: PoolingType) -> str:
+    """`torch.nn.EmbeddingBag`'s word for it.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if pooling_type is PoolingType.NONE:
+        raise ValueError(f"pooling {pooling_type} has no mode of torch.nn.EmbeddingBag")
+    return str(pooling_type.value).lower()

@@ -1,0 +1,1 @@
+"""Tables that share memory, their lookups as autograd sees them, and the checks of what is looked up."""

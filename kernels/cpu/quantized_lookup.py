@@ -1,0 +1,181 @@
+"""Lookups of quantized tables on the CPU: by the loops of quantized_lookup_loops.py where numba, the extra `cpu`, is
+installed, else by torch, a block of rows at a time that stays in a core's cache. Both give the reference's bits.
+
+Letters as in quantized/pooled_lookup.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..features import (
+    BASE,
+    FIRST_ROW,
+    MEAN,
+    ROWS,
+    batch_size,
+    column_offsets,
+)
+from ..quantized.rows import dequantize_rows_ref
+from ..row_formats import row_format
+from . import numba_loops
+from .huge_pages import in_huge_pages
+from .lookup import bag_sums
+from .quantize import in_parts
+
+# columns of rows that the torch path turns into values at a time
+_BLOCK_ELEMENTS = 1 << 18
+
+
+# the compiled loops; None where numba is missing or does not work
+_loops = partial(numba_loops.loops, "quantized_lookup_loops")
+
+
+def quantized_pooled_lookup_cpu(
+    payload: Tensor,
+    scales: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_id_weights: Tensor | None,
+    features: Tensor,
+    dims: Sequence[int],
+    format: str,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The reference's result."""
+    loops, batch, columns = _loops(), batch_size(offsets, len(dims)), column_offsets(dims)[-1]
+    out = in_huge_pages(torch.empty(batch, columns, dtype=torch.float32, device="cpu"))
+    weights = None if per_id_weights is None else per_id_weights.float().contiguous()
+    if loops is None:
+        _pooled_by_torch(out, payload, scales, indices, offsets, weights, features, dims, format)
+    elif batch:
+        # what the addresses are of must live until the loops are done
+        kept = _Where(payload, scales, indices, offsets, features)
+        numbers = (0 if weights is None else weights.data_ptr(), kept.features.data_ptr(), batch)
+        loop = partial(loops.pool, *_kind(loops, format), *kept.addresses, *numbers, out.data_ptr(), columns)
+        in_parts(loop, batch * len(dims), indices.shape[0] * max(dims) + out.numel())
+    return out.to(output_dtype)
+
+
+def quantized_sequence_lookup_cpu(
+    payload: Tensor,
+    scales: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    dim: int,
+    format: str,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The reference's result."""
+    loops, count = _loops(), features.shape[0]
+    batch, ids = batch_size(offsets, count), indices.shape[0]
+    out = in_huge_pages(torch.empty(ids, dim, dtype=torch.float32, device="cpu"))
+    if loops is None:
+        _sequence_by_torch(out, payload, scales, indices, offsets, features, dim, format)
+    elif ids:
+        kept = _Where(payload, scales, indices, offsets, features)
+        numbers = (kept.features.data_ptr(), count, batch, out.data_ptr(), dim)
+        loop = partial(loops.gather, *_kind(loops, format), *kept.addresses, *numbers)
+        in_parts(loop, ids, out.numel())
+    return out.to(output_dtype)
+
+
+def _kind(loops: Any, format: str) -> tuple[int, int, int]:
+    """The loops' number of a format, its bits and parts."""
+    return getattr(loops, format.upper()), row_format(format).bits, row_format(format).parts
+
+
+class _Where:
+    """Contiguous tensors of a lookup, and their addresses as the loops take them."""
+
+    def __init__(self, payload: Tensor, scales: Tensor, indices: Tensor, offsets: Tensor, features: Tensor) -> None:
+        self.tensors = [tensor.contiguous() for tensor in (payload, scales, indices, offsets)]
+        self.features = features.contiguous()
+        payload, scales, indices, offsets = self.tensors
+        self.addresses = (
+            payload.data_ptr(), scales.data_ptr(), int(scales.dtype == torch.float16), indices.data_ptr(),
+            indices.itemsize, indices.shape[0], offsets.data_ptr(), offsets.itemsize,
+        )  # fmt: skip
+
+
+def _pooled_by_torch(
+    out: Tensor,
+    payload: Tensor,
+    scales: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    features: Tensor,
+    dims: Sequence[int],
+    format: str,
+) -> None:
+    batch, columns = out.shape[0], column_offsets(dims)
+    for f, dim in enumerate(dims):
+        values = _values_of(payload, scales, features[f].tolist(), dim, format)
+        ends = offsets[f * batch : (f + 1) * batch + 1].long()
+        rows = int(features[f, ROWS])
+        for low, high in _blocks(ends, max(1, _BLOCK_ELEMENTS // dim)):
+            bags, begin = ends[low : high + 1] - ends[low], int(ends[low])
+            ids = indices[begin : begin + int(bags[-1])].long()
+            valid = (ids >= 0) & (ids < rows)
+            picked = values(ids[valid])
+            if weights is not None:
+                picked *= weights[begin : begin + len(ids)][valid][:, None]
+            # sums of the valid ids before each bag's end
+            kept = torch.cat([bags.new_zeros(1), valid.cumsum(0)])[bags]
+            sums = bag_sums(picked, torch.arange(len(picked), device="cpu"), kept, None)
+            if features[f, MEAN]:
+                sums /= bags.diff().clamp(min=1)[:, None]
+            out[low:high, columns[f] : columns[f] + dim] = sums
+
+
+def _sequence_by_torch(
+    out: Tensor,
+    payload: Tensor,
+    scales: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    dim: int,
+    format: str,
+) -> None:
+    batch, step = batch_size(offsets, features.shape[0]), max(1, _BLOCK_ELEMENTS // dim)
+    out.zero_()
+    for f, feature in enumerate(features.tolist()):
+        values = _values_of(payload, scales, feature, dim, format)
+        begin, end = int(offsets[f * batch]), int(offsets[(f + 1) * batch])
+        for low in range(begin, end, step):
+            ids = indices[low : min(low + step, end)].long()
+            valid = (ids >= 0) & (ids < feature[ROWS])
+            out[low : low + len(ids)][valid] = values(ids[valid])
+
+
+def _values_of(
+    payload: Tensor, scales: Tensor, feature: Sequence[int], dim: int, format: str
+) -> Callable[[Tensor], Tensor]:
+    """What gives the values [n, dim] of a feature's table at row ids [n]."""
+    kind = row_format(format)
+    width, base, rows, first = kind.row_bytes(dim), feature[BASE], feature[ROWS], feature[FIRST_ROW]
+    table = payload[base : base + rows * width].view(rows, width)
+    parts = scales.view(-1, kind.parts)[first : first + rows] if kind.parts else scales.new_empty(rows, 0)
+
+    def values(ids: Tensor) -> Tensor:
+        return dequantize_rows_ref(table.index_select(0, ids), parts.index_select(0, ids), dim, format)
+
+    return values
+
+
+def _blocks(ends: Tensor, ids: int) -> Iterator[tuple[int, int]]:
+    """Runs of bags of at most so many ids, or of one bag."""
+    bags, low = ends.shape[0] - 1, 0
+    while low < bags:
+        high = int(torch.searchsorted(ends, int(ends[low]) + ids, right=True)) - 1
+        high = min(max(high, low + 1), bags)
+        yield low, high
+        low = high

@@ -1,0 +1,1 @@
+"""Ops on jagged values: offsets, padding, permutes, selection, products, buckets, distinct ids."""

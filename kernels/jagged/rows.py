@@ -1,0 +1,94 @@
+"""What the ops on bags of rows share: how their arguments are checked, and how eager CPU batches are quick.
+
+Letters: N rows, D columns, B bags; O [B + 1] offsets: bag b is rows O[b] ... O[b+1] - 1. Rows past O[B] belong to no
+bag, nor do those of a bag from its `max_length`-th on take part: they come out as 0 and get a gradient of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cpu.lookup import offsets_are_good
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def check_bags(
+    op: str, values: Tensor, offsets: Tensor, max_length: int | None = None, *, name: str = "values"
+) -> None:
+    """Raise unless values are rows of numbers and offsets are a list of integers on their device; no look at them.
+
+    Raises:
+        TypeError: a dtype that the ops do not take.
+        ValueError: another shape, devices that differ, or a negative max_length.
+    """
+    if values.dim() != 2:
+        raise ValueError(f"{op}: {name} must be 2-D, one row for each entry of a bag, got shape {list(values.shape)}")
+    if values.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} must be float32, float16, bfloat16 or float64, got {values.dtype}")
+    check_offsets(op, offsets, values)
+    if max_length is not None and max_length < 0:
+        raise ValueError(f"{op}: max_length must not be negative, got {max_length}")
+
+
+def check_offsets(
+    op: str, offsets: Tensor, beside: Tensor, *, like: str = "the rows", name: str = "offsets", least: int = 1
+) -> None:
+    """Raise unless offsets, or ids, are at least so many int32 or int64 numbers on the device of `beside`."""
+    if offsets.dim() != 1 or offsets.shape[0] < least:
+        raise ValueError(f"{op}: {name} must be 1-D with at least {least} entries, got shape {list(offsets.shape)}")
+    if offsets.dtype not in _INTEGERS:
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {offsets.dtype}")
+    if offsets.device != beside.device:
+        raise ValueError(f"{op}: {name} must be on {beside.device} as {like}, got {offsets.device}")
+
+
+def check_like(op: str, name: str, found: Tensor, like: str, expected: Tensor) -> None:
+    """Raise unless `found` has the dtype and device of `expected`, the argument called `like`."""
+    if found.dtype != expected.dtype:
+        raise TypeError(f"{op}: {name} must have the dtype of {like}, {expected.dtype}, got {found.dtype}")
+    if found.device != expected.device:
+        raise ValueError(f"{op}: {name} must be on {expected.device} as {like}, got {found.device}")
+
+
+def require_offsets(op: str, offsets: Tensor, rows: int, what: str = "rows", *, name: str = "offsets") -> None:
+    """Raise ValueError unless offsets go from 0 to at most `rows` without a fall. Waits for a device."""
+    if offsets_are_good(offsets, rows, padded=True):
+        return
+    numbers = offsets.tolist()
+    if numbers[0] != 0:
+        raise ValueError(f"{op}: {name} must begin with 0, got {numbers[0]}")
+    for b, (begin, end) in enumerate(zip(numbers, numbers[1:], strict=False)):
+        if end < begin:
+            raise ValueError(f"{op}: {name} must not decrease, but {name}[{b}] = {begin}, {name}[{b + 1}] = {end}")
+    raise ValueError(f"{op}: the last of {name} must be at most {rows}, the number of {what}, got {numbers[-1]}")
+
+
+def adds_in_fp32(values: Tensor) -> bool:
+    """Whether rows are added up in fp32, as the Triton kernels do; fp64 runs on torch, which waits for a device."""
+    return values.dtype != torch.float64
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What rows of this dtype are added up in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def limit_of(max_length: int | None, rows: int) -> int:
+    """Rows of a bag that take part, at most."""
+    return rows if max_length is None else min(max_length, rows)
+
+
+def function_of(
+    forward: Callable[..., Tensor], setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Tensor]:
+    """`forward` with these gradients as an autograd.Function, of which a call costs less than of a registered op."""
+    parts = {"forward": forward, "setup_context": setup_context, "backward": backward}
+    made: Any = type(forward.__name__, (torch.autograd.Function,), {name: staticmethod(f) for name, f in parts.items()})
+    apply: Callable[..., Tensor] = made.apply
+    return apply

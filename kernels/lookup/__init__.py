@@ -1,0 +1,1 @@
+"""Lookups of rows, pooled and in sequence, their gradient by per-id weights, and the checks before them."""

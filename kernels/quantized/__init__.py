@@ -1,0 +1,1 @@
+"""Rows as bytes and back, and lookups of tables that hold them."""

@@ -1,0 +1,1 @@
+"""Kernels compiled for GPUs that need not be present, and what is promised of the result."""

@@ -1,0 +1,126 @@
+"""Steps of two gloo processes that are counted: sharded tables, cut in different ways, and a pipelined model.
+
+Shapes: T tables of R rows x D columns, B samples a rank, L ids a bag.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from shardwise import (
+    DLRM,
+    Batch,
+    DistributedModelParallel,
+    DLRMTrain,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    ShardingPlan,
+    TrainPipelineSparseDist,
+    apply_optimizer_in_backward,
+    construct_module_sharding_plan,
+    in_backward_optimizer_filter,
+)
+from shardwise.perf.counts.counted_steps import Prepare, Step
+from shardwise.perf.counts.steps import Count, Counts, of_ranks
+from shardwise.perf.suite.case import Call
+from shardwise.sharding import column_wise, row_wise, table_wise
+
+RANKS = 2
+T, R, D, B, L, DENSE = 8, 200, 16, 16, 3, 4
+KEYS = [f"f{t}" for t in range(T)]
+WAYS: dict[str, Callable[[int], Any]] = {
+    "table-wise": lambda t: table_wise(rank=t % RANKS),
+    "row-wise": lambda t: row_wise(),
+    "column-wise": lambda t: column_wise(ranks=[t % RANKS, (t + 1) % RANKS]),
+    "mixed": lambda t: (table_wise(rank=t % RANKS), row_wise(), column_wise(ranks=[0, 1]))[t % 3],
+}
+
+
+def tables() -> EmbeddingBagCollection:
+    """The tables before they are sharded, with their optimizer."""
+    made = EmbeddingBagCollection([EmbeddingBagConfig(R, D, f"t{t}", feature_names=[KEYS[t]]) for t in range(T)])
+    apply_optimizer_in_backward(torch.optim.SGD, made.parameters(), {"lr": 0.01})
+    return made
+
+
+def batch_of(turn: int, device: torch.device) -> KeyedJaggedTensor:
+    """A batch of this rank: as many ids for each rank's rows in every turn, so that as many bytes are sent."""
+    ids = torch.arange(T * B * L) * 7 % R
+    ids = (ids + 2 * turn + dist.get_rank()) % (R // 2) + (ids % 2) * (R // 2)
+    return KeyedJaggedTensor(KEYS, ids.to(device), lengths=torch.full((T * B,), L).to(device))
+
+
+def model_of(way: str, device: torch.device, around: Callable[[EmbeddingBagCollection], nn.Module]) -> Any:
+    """A model around sharded tables."""
+    module = tables()
+    plan = construct_module_sharding_plan(
+        module, {f"t{t}": WAYS[way](t) for t in range(T)}, None, RANKS, RANKS, device.type
+    )
+    net = around(module)
+    (path,) = (name for name, one in net.named_modules() if one is module)
+    return DistributedModelParallel(net, device=device, plan=ShardingPlan({path: plan}))
+
+
+def sharded_step(way: str) -> Callable[[torch.device], Prepare]:
+    """Forward and backward of the tables alone."""
+
+    def make(device: torch.device) -> Prepare:
+        model = model_of(way, device, nn.Sequential)
+        grad = torch.full((B, T * D), 0.1).to(device)
+
+        def prepare(turn: int) -> Call:
+            batch = batch_of(turn, device)
+            return lambda: model(batch).values().backward(grad)
+
+        return prepare
+
+    return make
+
+
+def pipelined_step(device: torch.device) -> Prepare:
+    """A step of a DLRM while the ids of the next batch travel."""
+    model = model_of(
+        "table-wise", device, lambda module: DLRMTrain(DLRM(module, DENSE, [8, D], [8, 1], dense_device=device))
+    )
+    optimizer = torch.optim.SGD(dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=0.01)
+    pipeline: TrainPipelineSparseDist[Batch, tuple[Tensor, ...]] = TrainPipelineSparseDist(model, optimizer, device)
+    dense, labels = torch.full((B, DENSE), 0.5), torch.ones(B)
+    given: Iterator[Batch] = cycle([Batch(dense, batch_of(turn, device), labels) for turn in range(8)])
+    return lambda turn: lambda: pipeline.progress(given)
+
+
+STEPS: Sequence[Step] = (
+    *(Step(f"sharded EBC step, {way}, 2 ranks", sharded_step(way)) for way in WAYS),
+    Step("pipelined DLRM step, table-wise, 2 ranks", pipelined_step, cuda=False),
+)
+
+
+def counts_of_ranks(names: Sequence[str]) -> dict[str, Counts]:
+    """Counts of these steps, by processes that this starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes: Any = mp
+        processes.spawn(_run, (f"{folder}/store", names, f"{folder}/counts"), nprocs=RANKS)
+        found = json.loads(Path(folder, "counts").read_text())
+    return {step: {name: Count(*one) for name, one in counts.items()} for step, counts in found.items()}
+
+
+def _run(rank: int, store: str, names: Sequence[str], file: str) -> None:
+    c10d: Any = dist
+    dist.init_process_group("gloo", store=c10d.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    found = {step.name: of_ranks(step) for step in STEPS if step.name in names}
+    if rank == 0:
+        counts = {step: {name: (one.total, dict(one.parts)) for name, one in of.items()} for step, of in found.items()}
+        Path(file).write_text(json.dumps(counts))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Comparisons and long runs whose results are committed; not in the wheel."""

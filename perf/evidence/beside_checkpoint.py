@@ -1,0 +1,211 @@
+"""Take a checkpoint of TorchRec's into shardwise and back, in the same two processes over gloo.
+
+Run as `python -m shardwise.perf.evidence.beside_checkpoint [--write docs/checkpoints_convert.md]` where TorchRec 1.8.0 and
+safetensors are installed; docs/beside_torchrec.md tells how. TorchRec trains and saves by torch.distributed.checkpoint;
+shardwise loads that under another plan, trains, saves, and what it saved goes back to TorchRec, where training goes on.
+All losses are held to those of a TorchRec that was never interrupted. Exit status 1: they differ by more than the
+bound; 2: no TorchRec.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from shardwise.checkpoint import diff, from_dcp_trusted, latest, load, save, to_dcp
+
+from .parity import versions
+from .sharded_sides import Shape, Side, model_of, ours, theirs, train, worst_difference
+
+MARK = "<!-- below: as perf/evidence/beside_checkpoint.py printed it -->"
+# steps before the first save, between the two, and after
+RANKS, STEPS, LOSS_BOUND = 2, 5, 1e-6
+SHAPE = Shape(4, 50, 64, 8, 3)
+
+
+class Case(NamedTuple):
+    """The plan that TorchRec has, the one that shardwise has, and the optimizer of the tables."""
+
+    theirs: str
+    ours: str
+    optimizer: str
+
+
+class Found(NamedTuple):
+    """A rank's losses in the steps after the first save: of TorchRec without a break, of shardwise, of TorchRec again.
+
+    The last begin after the second save; `values` counts what differs where the round trip was made at once.
+    """
+
+    unbroken: list[float]
+    ours: list[float]
+    back: list[float]
+    values: int
+
+
+# sums of rowwise Adagrad are one for each block of columns in TorchRec: a plan that keeps these blocks takes them
+CASES = [
+    *(Case("table_wise", other, one) for one, other in (("sgd", "row_wise"), ("adagrad", "column_wise"))),
+    Case("table_wise", "row_wise", "rowwise_adagrad"),
+    *(Case("row_wise", other, one) for one, other in (("sgd", "column_wise"), ("adagrad", "table_wise"))),
+    Case("row_wise", "table_wise", "rowwise_adagrad"),
+    *(Case("column_wise", other, one) for one, other in (("sgd", "table_wise"), ("adagrad", "row_wise"))),
+    Case("column_wise", "column_wise", "rowwise_adagrad"),
+]
+
+
+def sharded(side: Side, strategy: str, optimizer: str, *, first: int = 0) -> tuple[nn.Module, Any]:
+    """A model and the optimizer of all of it: the tables' own and, for the head, Adam."""
+    model = model_of(side, SHAPE, strategy, optimizer, first=first)
+    head = dict(side.in_backward_optimizer_filter(model.named_parameters()))
+    adam = side.KeyedOptimizerWrapper(head, partial(torch.optim.Adam, lr=0.01))
+    return model, side.CombinedOptimizer([model.fused_optimizer, adam])
+
+
+def save_theirs(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    """As TorchRec's users save."""
+    state_dict_saver.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+
+
+def load_theirs(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    """As TorchRec's users load: states have to be there to be filled."""
+    for _, one in optimizer.optimizers:
+        if isinstance(getattr(one, "_optimizer", None), torch.optim.Optimizer):
+            one.init_state()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    # without this torch looks for states of SGD on a rank that has no shard of a table, in its own checkpoints too
+    planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+    state_dict_loader.load(state, checkpoint_id=folder, planner=planner)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def there_and_back(case: Case, folder: Path) -> Found:
+    """One case; all ranks call it together."""
+    their, mine = theirs(), ours()
+    first, second, third = (range(n * STEPS, (n + 1) * STEPS) for n in range(3))
+    model, optimizer = sharded(their, case.theirs, case.optimizer)
+    train(their, SHAPE, model, optimizer, first)
+    save_theirs(model, optimizer, folder / "theirs")
+    unbroken = train(their, SHAPE, model, optimizer, [*second, *third])
+
+    on_rank_0(lambda: from_dcp_trusted(folder / "theirs", folder / "converted", step=STEPS))
+    other, of_other = sharded(mine, case.ours, case.optimizer, first=1)
+    # nothing may be left of other values, moments and counts
+    train(mine, SHAPE, other, of_other, [999])
+    newest = latest(folder / "converted")
+    assert newest is not None
+    load(newest, other, of_other)
+    found = train(mine, SHAPE, other, of_other, second)
+    saved = save(folder / "ours", other, of_other, step=2 * STEPS).path
+    on_rank_0(lambda: to_dcp(saved, folder / "back", names="torchrec"))
+    found += train(mine, SHAPE, other, of_other, third)
+
+    again, of_again = sharded(their, case.theirs, case.optimizer)
+    train(their, SHAPE, again, of_again, [999])
+    load_theirs(again, of_again, folder / "back")
+    back = train(their, SHAPE, again, of_again, third)
+    values = on_rank_0(lambda: differing_values(folder))
+    return Found(unbroken, found, back, values)
+
+
+def differing_values(folder: Path) -> int:
+    """What is not the same bits after TorchRec's checkpoint went to shardwise's format, back, and there once more."""
+    to_dcp(folder / "converted", folder / "at once", names="torchrec")
+    once_more = from_dcp_trusted(folder / "at once", folder / "once more", step=STEPS)
+    return len(diff(folder / "converted", once_more).values)
+
+
+def on_rank_0(work: Callable[[], Any]) -> Any:
+    """Do it there, and have the others wait; what it returns on rank 0, 0 on the others."""
+    found = work() if dist.get_rank() == 0 else 0
+    dist.barrier()
+    return found
+
+
+def compare(folder: Path) -> tuple[list[str], list[str]]:
+    """Lines of a table of all cases, and what in them is not as it has to be."""
+    lines = [
+        f"Two ranks, {SHAPE} on average and a head of two layers with Adam. TorchRec trains {STEPS} steps and saves;"
+        f" shardwise loads, trains {STEPS} and saves; both train {STEPS} more. Largest differences to the losses of a"
+        f" TorchRec without a break, over ranks and steps; bound {LOSS_BOUND:g}.", "",
+        "| plan of TorchRec | of shardwise | optimizer | its loss, first and last | shardwise | TorchRec again"
+        " | tensors that a round trip changes |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    bad = []
+    for number, case in enumerate(CASES):
+        ranks: list[Any] = [None] * RANKS
+        dist.all_gather_object(ranks, there_and_back(case, folder / str(number)))
+        unbroken = [one.unbroken for one in ranks]
+        worst = worst_difference(unbroken, [one.ours for one in ranks])
+        back = worst_difference([one[STEPS:] for one in unbroken], [one.back for one in ranks])
+        told = f"{unbroken[0][0]:.4f}, {unbroken[0][-1]:.4f}"
+        lines.append(f"| {' | '.join(case)} | {told} | {worst:.1e} | {back:.1e} | {ranks[0].values} |")
+        if not max(worst, back) <= LOSS_BOUND or ranks[0].values:
+            bad.append(f"{' '.join(case)}: {worst:.1e}, {back:.1e}, {ranks[0].values} tensors")
+    return lines, bad
+
+
+def _rank(rank: int, folder: str, answer: Any) -> None:
+    """What each process does; rank 0 answers."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    c10d: Any = dist
+    dist.init_process_group("gloo", store=c10d.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    found = compare(Path(folder))
+    if rank == 0:
+        answer.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="FILE", help=f"also put it into FILE, below the line {MARK!r}")
+    options = parser.parse_args(argv)
+    if options.write and MARK not in options.write.read_text():
+        parser.error(f"{options.write} has no line {MARK}")
+    try:
+        importlib.import_module("torchrec")
+        fbgemm = str(importlib.import_module("fbgemm_gpu").__version__)
+    except ImportError as error:
+        print(
+            f"perf/evidence/beside_checkpoint.py needs TorchRec ({error}): docs/beside_torchrec.md tells how",
+            file=sys.stderr,
+        )
+        return 2
+    context = mp.get_context("spawn")
+    answer = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes: Any = mp
+        processes.spawn(_rank, (folder, answer), nprocs=RANKS)
+        lines, bad = answer.get()
+    head = [f"{versions(fbgemm)}; {RANKS} ranks over gloo", "", f"Not as it has to be: {len(bad)}.", ""]
+    text = "\n".join([*head, *(f"- {fault}" for fault in bad), *([""] if bad else []), *lines]) + "\n"
+    print(text)
+    if options.write:
+        options.write.write_text(f"{options.write.read_text().partition(MARK)[0]}{MARK}\n\n{text}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""The part of gpu_check.py that holds lookups and updates on a GPU against their references, and against themselves.
+
+A rule, a dtype and a dim are a program of their own, which takes a compiler half a second: dtypes are sections of their
+own, and only MAIN_RULES are checked at every dim. `gpu_precompile --checks` makes the programs beforehand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels import RULES as DEFINED
+from shardwise.kernels import check_ids, raise_from_guard, sequence_lookup
+from shardwise.kernels.lookup import pooled, sequence
+from shardwise.kernels.lookup.bounds import OK
+from shardwise.kernels.update import update
+from shardwise.perf.gpu_scripts.gpu_sizes import Sizes
+from shardwise.perf.suite.batches import Batch, make, optimizer
+
+RULES = [rule for rule in DEFINED if rule != "gradient"]
+DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # largest relative error of a tensor
+
+
+def errors(got: Tensor, expected: Tensor) -> float:
+    """Largest difference in units of the largest expected value."""
+    got, expected = got.detach().cpu().double(), expected.detach().cpu().double()
+    if not bool(got.isfinite().all()):
+        return float("inf")
+    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)) if got.numel() else 0.0
+
+
+# rules that differ in what they keep; the others are checked on tables of few dims, for each of which they compile
+MAIN_RULES = ("gradient", "sgd", "rowwise_adagrad", "adam")
+FEW = ((7, 3), (50, 16), (20, 128))
+MIXED = ((40, 8), (30, 1), (7, 3), (50, 16), (9, 64), (20, 128), (11, 256), (5, 20), (60, 8))
+
+
+def correctness(device: str, sizes: Sizes, dtype: torch.dtype) -> dict[str, Any]:
+    """Every op on tables of a dtype against its reference, which runs on the CPU."""
+    found: dict[str, float] = {}
+    tables, batch_size, length = MIXED[: sizes.checked_tables], sizes.checked_batch, 3
+    tolerance, name = DTYPES[dtype], str(dtype).removeprefix("torch.")
+    for kind, pooling, weighted in (("sum", "sum", False), ("mean", "mean", False), ("weighted", "mean", True)):
+        options: dict[str, Any] = {"pooling": pooling, "weighted": weighted, "dtype": dtype}
+        of_kind = f"{name} {kind}"
+        _check_pooled(found, of_kind, make(device, tables, batch_size, length, **options), tolerance, MAIN_RULES)
+        few = make(device, FEW[: sizes.checked_tables], batch_size, length, **options)
+        _check_pooled(found, of_kind, few, tolerance, [rule for rule in RULES if rule not in MAIN_RULES])
+    flat = make(device, [(40, 16), (9, 16)], batch_size, length, dtype=dtype)
+    _check_sequence(found, name, flat, tolerance)
+    if dtype == torch.float32:
+        _check_bounds(device)
+    bad = {name: error for name, error in found.items() if error > 1}
+    assert not bad, f"differs from the reference, in units of the tolerance: {bad}"
+    return {"compared": len(found), "worst_in_units_of_tolerance": round(max(found.values()), 4)}
+
+
+def _check_pooled(found: dict[str, float], name: str, batch: Batch, tolerance: float, rules: Sequence[str]) -> None:
+    host = batch.to("cpu")
+    args = (host.weights, host.indices, host.offsets, host.per_id_weights, host.features, host.dims)
+    found[f"pooled_lookup {name}"] = errors(batch.lookup(), pooled.pooled_lookup_ref(*args)) / 1e-5
+    for rule in rules:
+        state, expected = optimizer(rule, batch), optimizer(rule, host)
+        mine, theirs = replace(batch, weights=batch.weights.clone()), replace(host, weights=host.weights.clone())
+        state.update(mine)
+        expected.update(theirs, by=update.fused_update_ref)
+        found[f"fused_update {rule} {name}"] = errors(mine.weights, theirs.weights) / tolerance
+        for number, (got, want) in enumerate(zip(state.states, expected.states, strict=True)):
+            found[f"fused_update {rule} state{number} {name}"] = errors(got, want) / 1e-5
+    if host.per_id_weights is not None:
+        scale = host.per_id_weights.requires_grad_()
+        reference = torch.autograd.grad(pooled.pooled_lookup_ref(*args), scale, host.grad)[0]
+        got = torch.ops.shardwise.per_id_weight_gradient(
+            batch.grad, batch.weights, batch.indices, batch.offsets, batch.features, batch.dims
+        )
+        found[f"per_id_weight_gradient {name}"] = errors(got, reference) / 1e-5
+
+
+def _check_sequence(found: dict[str, float], name: str, batch: Batch, tolerance: float) -> None:
+    host = batch.to("cpu")
+    got = sequence_lookup(batch.weights, batch.indices, batch.offsets, batch.features, 16, batch.segments)
+    want = sequence.sequence_lookup_ref(host.weights, host.indices, host.offsets, host.features, 16)
+    found[f"sequence_lookup {name}"] = errors(got, want) / 1e-5
+    grad = torch.randn(batch.ids, 16, device=batch.weights.device)
+    mine = replace(batch, weights=batch.weights.clone(), grad=grad)
+    theirs = replace(host, weights=host.weights.clone(), grad=grad.cpu())
+    optimizer("adagrad", mine).update(mine, "sequence")
+    optimizer("adagrad", theirs).update(theirs, "sequence", by=update.fused_update_ref)
+    found[f"fused_update sequence {name}"] = errors(mine.weights, theirs.weights) / tolerance
+
+
+def _check_bounds(device: str) -> None:
+    """A bad id and a bad offset raise from the guard, name the first, and mask the update."""
+    batch = make(device, [(40, 8), (9, 8)], 5, 3)
+    names = ["feature 'a' of table 'a'", "feature 'b' of table 'b'"]
+    offsets = batch.offsets.clone()
+    offsets[2] = -1
+    bad_id = replace(batch, indices=batch.indices.clone())
+    bad_id.indices[-1] = 9
+    for bad, error, what in (
+        (bad_id, IndexError, "id 9 is outside [0, 9)"),
+        (replace(batch, offsets=offsets), ValueError, "decrease"),
+    ):
+        state, before = optimizer("sgd", bad), bad.weights.clone()
+        try:
+            check_ids(bad.indices, bad.offsets, bad.features, state.guard, names=names)
+            assert state.guard.tolist() != [OK, OK, OK]
+            state.update(bad)
+            assert torch.equal(bad.weights, before) and int(state.step) == 0, "a bad batch changed the tables"
+            raise_from_guard(state.guard, bad.indices, bad.offsets, bad.features, names)
+            raise AssertionError(f"nothing raised for {what}")
+        except error as raised:
+            assert what in str(raised), str(raised)
+
+
+def torch_path(device: str, sizes: Sizes) -> dict[str, Any]:
+    """What runs on a GPU without triton."""
+    with patch.object(update, "runs_kernel", lambda t: False), patch.object(pooled, "runs_kernel", lambda t: False):
+        batch = make(device, MIXED[:4], 8, 3, pooling="mean", weighted=True)
+        found: dict[str, float] = {}
+        _check_pooled(found, "torch path", batch, 1e-5, ("gradient", *RULES))
+    assert max(found.values()) <= 1, found
+    return {"compared": len(found)}
+
+
+def same_bits(device: str, sizes: Sizes) -> dict[str, Any]:
+    """20 repeats of the same lookups and updates: a race would change a bit. Stops after `sizes.same_bits_s`."""
+    repeats, checked, deadline = sizes.race_repeats, [], time.monotonic() + sizes.same_bits_s
+    not_run = []
+    for ids in ("hot", "zipf"):
+        for dim in sizes.dims[:2]:
+            batch = make(device, [(min(sizes.rows, 100_000), dim)] * 2, sizes.batch, sizes.length, ids=ids)
+            first = batch.lookup()
+            assert all(torch.equal(batch.lookup(), first) for _ in range(repeats)), f"lookup, {ids}, dim {dim}"
+            for rule in RULES:
+                if time.monotonic() > deadline:
+                    not_run.append(f"{rule}, {ids} D={dim}")
+                    continue
+                expected: list[Tensor] = []
+                for _ in range(repeats):
+                    mine, state = replace(batch, weights=batch.weights.clone()), optimizer(rule, batch)
+                    state.update(mine)
+                    got = [mine.weights, *state.states]
+                    expected = expected or got
+                    same = [torch.equal(a, b) for a, b in zip(got, expected, strict=True)]
+                    assert all(same), f"{rule}, {ids}, dim {dim}"
+            checked.append(f"{ids} D={dim}")
+    return {"repeats": repeats, "checked": checked, "no_time_for": not_run}

@@ -1,0 +1,300 @@
+"""What the GPU script found as one page of HTML: decisions, prediction beside measurement, the A/B, kernels by time.
+
+The page has no scripts and fetches nothing; hovering a mark tells what it is. All measures of figures are pixels.
+`python -m shardwise.perf.gpu_scripts.gpu_page FILE.json` makes it again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from shardwise.perf.gpu_scripts.gpu_ab import CONTROL, GAIN, LOSS
+from shardwise.perf.gpu_scripts.gpu_predictions import ASSUMPTIONS, card_of, compared
+from shardwise.perf.suite.report_html import style_sheet
+from shardwise.perf.suite.roofline import colour
+from shardwise.planner.report.style import document, soft
+
+WIDTH, NAMES, LINE, TOP = 940, 300, 22, 30
+# ratios that the chart of the A/B shows; what lies outside is drawn at its edge
+LEAST, MOST = 0.6, 1.6
+STYLE = """
+.band{fill:var(--c2);opacity:.13}.floor{stroke:var(--ink);stroke-width:1.5}.was{fill:var(--c8);opacity:.45}
+td.take{color:var(--good,#2e7d4f);font-weight:600}.ok{color:#2e7d4f}.failed{color:var(--mark)}
+ul.states{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.2rem 1.1rem}
+"""
+Json = Mapping[str, Any]
+
+
+def page(report: Json) -> str:
+    """The page of a report of gpu_check, as far as it has got; the same bytes for the same report."""
+    machine, sections = report["machine"], report["sections"]
+    title = f"GPU check: {machine.get('device_name', '')}"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        soft(_about(report)),
+        *_states(sections),
+        *_decisions(_result(sections, "ab")),
+        *_predictions(str(machine.get("device_name", "")), sections),
+        *_variants(_result(sections, "ab")),
+        *_profile(_result(sections, "profile")),
+        *_yardsticks(_result(sections, "yardsticks")),
+        *_errors(sections),
+    ]
+    return document(title, style_sheet() + STYLE, body)
+
+
+def _result(sections: Json, name: str) -> Json:
+    found: Json = sections.get(name, {}).get("result") or {}
+    return found
+
+
+def _about(report: Json) -> str:
+    machine, commit = report["machine"], report.get("commit", {})
+    versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items() if version)
+    memory = f", {machine['memory_gib']} GiB" if "memory_gib" in machine else ""
+    return f"{versions}{memory}; ran {machine.get('path', '')}; commit {str(commit.get('id', ''))[:12]}"
+
+
+def _states(sections: Json) -> Iterator[str]:
+    items = "".join(
+        f'<li><span class="{"ok" if one["status"] == "ok" else "failed"}">{escape(one["status"])}</span>'
+        f" {escape(name)} <span class=soft>{one.get('seconds', 0):.0f} s</span></li>"
+        for name, one in sections.items()
+    )
+    yield f'<ul class="states">{items}</ul>'
+
+
+def _decisions(ab: Json) -> Iterator[str]:
+    if "executed" in ab:
+        yield "<h2>Variants that were executed without a device</h2>"
+        yield soft(f"{len(ab['executed'])} give the default's bits: {', '.join(ab['executed'])}.")
+    if "verdicts" not in ab:
+        return
+    yield "<h2>What to take</h2>"
+    yield soft(
+        f"{ab['rule']}. The default beside itself is apart by at most {max(ab['noise'].values(), default=0):.1%}."
+    )
+    for note in ab["notes"]:
+        yield soft(note)
+    taken = [one for one in ab["verdicts"] if one["verdict"] == "take"]
+    yield _table(
+        ("call", "variant", "best", "worst", "mean", "shapes"),
+        [(one["call"], one["variant"], *(f"{one[key]:.3f}" for key in ("best", "worst", "mean")), one["shapes"])
+         for one in taken],
+    ) if taken else soft("No variant is better than the default by this rule.")  # fmt: skip
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for one in ab["dropped"]:
+        reasons.setdefault((one["call"], one["variant"], one["why"]), []).append(one["shape"])
+    if reasons:
+        yield "<h3>Not timed</h3>"
+        yield _table(
+            ("call", "variant", "why", "shapes"), [(*key, ", ".join(shapes)) for key, shapes in reasons.items()]
+        )
+
+
+def _predictions(device_name: str, sections: Json) -> Iterator[str]:
+    rows, card = compared(device_name, sections), card_of(device_name)
+    yield "<h2>Prediction beside measurement</h2>"
+    if card is None:
+        yield soft(
+            f"Nothing was predicted for this device; what was measured stands alone. Cards: {', '.join(ASSUMPTIONS)}."
+        )
+    else:
+        yield soft(
+            "Assumed: " + ", ".join(f"{name} {value:g}" for name, value in ASSUMPTIONS[card].items())
+            + ". Bars are predictions (grey of the kernels as reviewed, coloured as changed since), the upright line"
+            " is the floor, the dot what was measured; each row has a scale of its own, which begins at zero."
+        )  # fmt: skip
+        yield f'<figure><div class="scroll" tabindex="0">{_ranges(rows)}</div></figure>'
+    yield _table(
+        ("", "floor", "reviewed", "changed", "measured", "unit", "", "bound by"),
+        [
+            (
+                row["name"], _number(row["floor"]), _range(row["reviewed"]), _range(row["changed"]),
+                _number(row["measured"]), row["unit"], row["verdict"], row["bound"],
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def _ranges(rows: Sequence[Json]) -> str:
+    shapes, y = [], TOP
+    for row in rows:
+        ranges = [row[key] for key in ("reviewed", "changed") if row[key]]
+        values = [*(value for pair in ranges for value in pair), row["floor"] or 0, row["measured"] or 0]
+        scale = (WIDTH - NAMES - 90) / max(*values, 1e-9)
+        shapes.append(f'<text class="end" x="{NAMES - 12}" y="{y + 13}">{escape(row["name"])}</text>')
+        for key, look, lift in (("reviewed", "was", 1), ("changed", "c0", 8)):
+            if row[key]:
+                low, high = row[key]
+                told = f"{row['name']}, {key}: {_range(row[key])} {row['unit']}"
+                shapes.append(
+                    f'<rect class="{look}" x="{NAMES + low * scale:.1f}" y="{y + lift}" height="8"'
+                    f' width="{max((high - low) * scale, 3):.1f}"><title>{escape(told)}</title></rect>'
+                )
+        if row["floor"]:
+            shapes.append(f'<path class="floor" d="M{NAMES + row["floor"] * scale:.1f} {y - 1}v18"/>')
+        if row["measured"] is not None:
+            at = NAMES + row["measured"] * scale
+            told = f"{row['name']}, measured: {_number(row['measured'])} {row['unit']}"
+            shapes.append(
+                f'<circle class="c1" cx="{at:.1f}" cy="{y + 8}" r="5"><title>{escape(told)}</title></circle>'
+                f'<text x="{at + 9:.1f}" y="{y + 13}">{_number(row["measured"])} {row["unit"]}</text>'
+            )
+        y += LINE
+    return _svg(y + 6, "Predictions and measurements", shapes)
+
+
+def _variants(ab: Json) -> Iterator[str]:
+    rows = ab.get("rows", ())
+    if not rows:
+        return
+    yield "<h2>Variants beside the default</h2>"
+    cuts = [f"{one['shape']}: {one['about']}" + f" ({one['scaled']})" * bool(one["scaled"]) for one in ab["shapes"]]
+    yield soft(
+        "Time over the default's, medians over rounds; thin lines reach from the tenth to the ninetieth percentile, the"
+        f" band is {GAIN:g} to {LOSS:g}. To the left a variant is faster. " + "; ".join(cuts) + "."
+    )
+    names = list(dict.fromkeys(row["shape"] for row in rows))
+    for call in dict.fromkeys(row["call"] for row in rows):
+        part = [row for row in rows if row["call"] == call]
+        items = "".join(
+            f'<li><span class="chip {colour(names, name)}"></span>{escape(name)}</li>'
+            for name in dict.fromkeys(row["shape"] for row in part)
+        )
+        yield f"<h3>{escape(call)}</h3>"
+        yield (
+            f'<figure><div class="scroll" tabindex="0">{_ratios(part, names)}</div>'
+            f'<figcaption><ul class="legend">{items}</ul></figcaption></figure>'
+        )
+        yield _table_of_ratios(part, ab)
+
+
+def _ratios(rows: Sequence[Json], names: Sequence[str]) -> str:
+    def x(ratio: float) -> float:
+        inside = min(max(ratio, LEAST), MOST)
+        return NAMES + math.log(inside / LEAST) / math.log(MOST / LEAST) * (WIDTH - NAMES - 30)
+
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    bottom = TOP + LINE * len(variants)
+    shapes = [f'<rect class="band" x="{x(GAIN):.1f}" y="{TOP - 6}" width="{x(LOSS) - x(GAIN):.1f}"'
+              f' height="{bottom - TOP + 6}"/>']  # fmt: skip
+    for ratio in (0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6):
+        shapes.append(f'<path class="{"bound" if ratio == 1 else "grid"}" d="M{x(ratio):.1f} {TOP - 6}V{bottom}"/>')
+        shapes.append(f'<text class="mid" x="{x(ratio):.1f}" y="{TOP - 12}">{ratio:g}x</text>')
+    for place, variant in enumerate(variants):
+        y = TOP + LINE * place + 9
+        shapes.append(f'<text class="end" x="{NAMES - 12}" y="{y + 4}">{escape(variant)}</text>')
+        for row in (row for row in rows if row["variant"] == variant):
+            told = f"{variant} on {row['shape']}: {row['ratio']:.3f} ({row['p10']:.3f} to {row['p90']:.3f})"
+            shapes.append(
+                f'<path class="whisker" d="M{x(row["p10"]):.1f} {y}H{x(row["p90"]):.1f}"/>'
+                f'<circle class="b {colour(names, row["shape"])}" cx="{x(row["ratio"]):.1f}" cy="{y}" r="4.5">'
+                f"<title>{escape(told)}</title></circle>"
+            )
+    return _svg(bottom + 6, "Ratios of variants to the default", shapes)
+
+
+def _table_of_ratios(rows: Sequence[Json], ab: Json) -> str:
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    by_place = {(row["variant"], row["shape"]): row for row in rows}
+    verdicts = {(one["call"], one["variant"]): one["verdict"] for one in ab["verdicts"]}
+    default = {one["shape"]: one["default"].get(rows[0]["call"], {}) for one in ab["shapes"]}
+    lines: list[Sequence[object]] = [
+        ("the default", *(f"{default[shape].get('us', math.nan):.4g} us" for shape in shapes), "")
+    ]
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        cells = [by_place.get((variant, shape)) for shape in shapes]
+        told = [f"{c['ratio']:.3f} ({c['p10']:.3f}-{c['p90']:.3f})" if c else "" for c in cells]
+        verdict = "noise" if variant == CONTROL else verdicts.get((rows[0]["call"], variant), "")
+        lines.append((variant, *told, verdict))
+    return _table(("variant", *shapes, "verdict"), lines)
+
+
+def _profile(profile: Json) -> Iterator[str]:
+    for one in profile.get("shapes", ()):
+        yield f"<h2>{escape(one['shape'])}: a {escape(one['call'])} by kernel</h2>"
+        cut = f"; {one['scaled']}" if one["scaled"] else ""
+        yield soft(
+            f"{one['launches']:g} launches, {one['busy_us']:.4g} us busy, {one['idle_us']:.4g} us idle between them"
+            f" (the longest {one['largest_gap_us']:.4g}){cut}."
+        )
+        share = 100 / max(one["busy_us"], 1e-9)
+        yield _table(
+            ("kernel", "launches", "us", "% of busy"),
+            [(k["kernel"], f"{k['launches']:g}", f"{k['us']:.4g}", f"{k['us'] * share:.1f}") for k in one["kernels"]],
+        )
+    if kernels := profile.get("kernels"):
+        yield "<h2>What the loaded kernels need</h2>"
+        names = ("kernel", "registers", "bound", "spills", "shared_bytes", "warps", "programs_resident")
+        yield _table(
+            (*names, "warps_resident"),
+            [[("" if one[name] is None else one[name]) for name in (*names, "warps_resident")] for one in kernels],
+        )
+
+
+def _yardsticks(found: Json) -> Iterator[str]:
+    if not found:
+        return
+    yield "<h2>Yardsticks</h2>"
+    lines: list[Sequence[object]] = [
+        (name.replace("_", " "), f"{found[name]['gb_per_s']:.4g}", "GB/s")
+        for name in ("copy", "read", "gather", "gather_in_l2")
+    ]
+    lines += [(f"load that hits {name}", f"{ns:.4g}", "ns") for name, ns in found["latency_ns"].items()]
+    lines += [(f"launch, {name}", _number(us), "us") for name, us in found["launch_us"].items()]
+    yield _table(("", "", ""), lines)
+
+
+def _errors(sections: Json) -> Iterator[str]:
+    failed = {name: one["error"] for name, one in sections.items() if one.get("error")}
+    if failed:
+        yield "<h2>What failed</h2>"
+    for name, error in failed.items():
+        yield f"<h3>{escape(name)}</h3><pre>{escape(str(error)[-2000:])}</pre>"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heads)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{' class=take' if cell == 'take' else ''}>{escape(str(cell))}</td>" for cell in row)
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _range(pair: Sequence[float] | None) -> str:
+    if pair is None:
+        return ""
+    return f"{pair[0]:g}" if pair[0] == pair[1] else f"{pair[0]:g} to {pair[1]:g}"
+
+
+def _svg(high: float, title: str, shapes: Sequence[str]) -> str:
+    return (
+        f'<svg class="chart" role="img" viewBox="0 0 {WIDTH} {high:.0f}" width="{WIDTH}" height="{high:.0f}">'
+        f"<title>{escape(title)}</title>{''.join(shapes)}</svg>"
+    )
+
+
+def main() -> None:
+    """`python -m shardwise.perf.gpu_scripts.gpu_page FILE.json`: the page of a report beside it."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.with_suffix(".html").write_text(page(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The regression suite: cases, how they are measured, stored, compared and shown."""

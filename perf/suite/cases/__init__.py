@@ -1,0 +1,22 @@
+"""The one list of cases of the regression suite; the runner, the tuner's checks and pytest take them from here."""
+
+from __future__ import annotations
+
+from shardwise.perf.suite.case import Case
+from shardwise.perf.suite.cases import (
+    jagged,
+    keyed,
+    lookup,
+    modules,
+    package,
+    planner,
+    quantized,
+    sharded,
+    update,
+)
+
+CASES: tuple[Case, ...] = tuple(
+    case
+    for module in (lookup, update, quantized, jagged, keyed, modules, sharded, planner, package)
+    for case in module.CASES
+)

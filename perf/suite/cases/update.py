@@ -1,0 +1,238 @@
+"""Cases of the suite: the fused backward and update of each rule, alone and with the lookup before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels import RULES, check_ids, new_guard
+from shardwise.kernels.update.update import fused_update_ref
+from shardwise.perf.suite.batches import (
+    Batch,
+    Optimizer,
+    compacted,
+    distinct_rows,
+    first_samples,
+    lookup_bytes,
+    optimizer,
+    update_bytes,
+)
+from shardwise.perf.suite.case import (
+    Call,
+    Case,
+    Ready,
+    Setting,
+)
+from shardwise.perf.suite.cases.lookup import (
+    CUDA,
+    EVERY,
+    FULL,
+    batches_of,
+    mean,
+)
+from shardwise.perf.suite.peers import (
+    LR,
+    TOLERANCES,
+    assert_close,
+    bags_of,
+    fbgemm_tables,
+    peer_calls,
+    torch_lookup,
+    torch_optimizer,
+)
+from shardwise.perf.suite.workloads import (
+    DCNV2,
+    EBC,
+    FBGEMM_DEFAULT,
+    HOT,
+    PRODUCTION,
+    WORKLOADS,
+    Workload,
+)
+
+FLOOR = "distinct rows there and back with their states, a gradient row and 96 bytes of sorting for each id"
+# ids that the reference, a loop over them, is given
+CHECKED_IDS = 600
+
+
+# sums in another order are a little apart; a rule that divides by their size makes much of it where they are near 0
+_APART = 1e-3
+
+
+def _start(rule: str) -> float:
+    """What states begin with: Adagrad's sums not with 0, by whose root the first step would divide."""
+    return 0.1 if RULES[rule].accumulator else 0.0
+
+
+def _assert_same_rows(
+    batch: Batch, ours: Call, peers: dict[str, Sequence[Call]], notes: dict[str, object], tolerance: float
+) -> None:
+    """Each side's call leaves the same rows behind, from the same rows before; a peer that cannot is left out."""
+    rows, table = distinct_rows(batch), batch.weights.view(-1, batch.dims[0])
+    before = table[rows]
+    ours()
+    mine = table[rows]
+    table[rows] = before
+    assert not torch.equal(mine, before), "no row was updated"
+    for name in list(peers):
+        try:
+            peers[name][0]()
+        except RuntimeError as error:
+            notes[f"no {name}"] = str(error)[:200]
+            del peers[name]
+        else:
+            assert_close(mine, table[rows], tolerance, name)
+        table[rows] = before
+
+
+def _assert_reference(batch: Batch, rule: str, tolerance: float) -> None:
+    """Ours and the reference agree on the bags of the first samples, over a copy of their rows."""
+    samples = max(1, CHECKED_IDS * batch.grad.shape[0] // max(batch.ids, 1))
+    mine = compacted(first_samples(batch, samples))
+    theirs = replace(mine, weights=mine.weights.clone())
+    ours, reference = (optimizer(rule, one, lr=LR, start=_start(rule)) for one in (mine, theirs))
+    ours.update(mine)
+    reference.update(theirs, by=fused_update_ref)
+    assert_close(mine.weights, theirs.weights, tolerance, f"the reference of {rule}")
+    for got, want in zip(ours.states, reference.states, strict=True):
+        assert_close(got, want, 1e-5, f"a state of the reference of {rule}")
+
+
+def _elements(rule: str, setting: Setting) -> float:
+    """Numbers that all sides together keep for each number of a table."""
+    return RULES[rule].kinds.count("element") * (1 + len(setting.peers & {"torch", "fbgemm"}))
+
+
+def _fbgemm_outputs(batches: Sequence[Batch], rule: str) -> list[Tensor]:
+    tables = fbgemm_tables(batches[0], rule=rule, start=_start(rule))
+    return [tables(b.indices, b.offsets) for b in batches]
+
+
+def _update(setting: Setting, workload: Workload, rule: str) -> Ready:
+    """The backward with its update; peers go back again and again through a forward that was done before."""
+    batches, notes = batches_of(setting, workload, _elements(rule, setting))
+    state, tolerance = optimizer(rule, batches[0], lr=LR, start=_start(rule)), TOLERANCES[workload.dtype]
+
+    def theirs() -> Sequence[Call]:
+        outputs = _fbgemm_outputs(batches, rule)
+        return [
+            partial(torch.autograd.backward, out, b.grad, retain_graph=True)
+            for out, b in zip(outputs, batches, strict=True)
+        ]
+
+    def of_torch() -> Sequence[Call]:
+        bags = bags_of(batches[0])
+        step = torch_optimizer(rule, bags, start=_start(rule))
+
+        def back(out: Tensor, grad: Tensor) -> None:
+            torch.autograd.backward(out, grad.to(out.dtype), retain_graph=True)
+            step.step()
+            step.zero_grad()
+
+        return [partial(back, torch_lookup(bags, b)(), b.grad) for b in batches]
+
+    return _ready(setting, batches, rule, [partial(state.update, b) for b in batches], theirs, of_torch, tolerance,
+                  mean([update_bytes(b, rule) for b in batches]), FLOOR, notes)  # fmt: skip
+
+
+def _step(setting: Setting, workload: Workload, rule: str) -> Ready:
+    """Checks of ids, lookup, backward and update: what a training step does with the tables."""
+    batches, notes = batches_of(setting, workload, _elements(rule, setting))
+    state, tolerance = optimizer(rule, batches[0], lr=LR, start=_start(rule)), TOLERANCES[workload.dtype]
+    names, guard = [f"f{f}" for f in range(len(batches[0].dims))], new_guard(setting.device)
+
+    def ours(b: Batch, by: Optimizer) -> None:
+        check_ids(b.indices, b.offsets, b.features, guard, names=names)
+        b.lookup()
+        by.update(b)
+
+    def theirs() -> Sequence[Call]:
+        tables = fbgemm_tables(batches[0], rule=rule, start=_start(rule))
+
+        def run(b: Batch) -> None:
+            torch.autograd.backward(tables(b.indices, b.offsets), b.grad)
+
+        return [partial(run, b) for b in batches]
+
+    def of_torch() -> Sequence[Call]:
+        bags = bags_of(batches[0])
+        step = torch_optimizer(rule, bags, start=_start(rule))
+
+        def run(look_up: Callable[[], Tensor], grad: Tensor) -> None:
+            out = look_up()
+            torch.autograd.backward(out, grad.to(out.dtype))
+            step.step()
+            step.zero_grad()
+
+        return [partial(run, torch_lookup(bags, b), b.grad) for b in batches]
+
+    moved = mean([lookup_bytes(b) + update_bytes(b, rule) for b in batches])
+    return _ready(setting, batches, rule, [partial(ours, b, state) for b in batches], theirs, of_torch, tolerance,
+                  moved, f"ids in the lookup; {FLOOR}", notes)  # fmt: skip
+
+
+def _ready(
+    setting: Setting,
+    batches: Sequence[Batch],
+    rule: str,
+    calls: Sequence[Call],
+    theirs: Callable[[], Sequence[Call]],
+    of_torch: Callable[[], Sequence[Call]],
+    tolerance: float,
+    moved: float,
+    floor: str,
+    notes: dict[str, object],
+) -> Ready:
+    # no call before they are compared: rows and states must be as at the first step
+    peers, trouble = peer_calls(setting, {"fbgemm": theirs, "torch": of_torch}, call=False)
+    notes |= trouble
+
+    def check() -> None:
+        _assert_reference(batches[0], rule, tolerance)
+        divides = bool(RULES[rule].kinds) and not RULES[rule].accumulator
+        _assert_same_rows(batches[0], calls[0], peers, notes, max(tolerance, _APART) if divides else tolerance)
+
+    return Ready(calls, check, moved, floor, peers, notes=notes)
+
+
+_ON_CPU = (EBC[128], DCNV2, HOT)
+# torch's optimizers take some tenths of a second for a step of these
+_SLOW = ("adagrad", "adam")
+_RULES = [rule for rule in RULES if rule != "gradient" and ":" not in rule]
+
+CASES: Sequence[Case] = (
+    *(
+        Case(
+            f"fused_update, {rule}, {FBGEMM_DEFAULT.name}", "update",
+            partial(_update, workload=FBGEMM_DEFAULT, rule=rule),
+            EVERY if rule in ("sgd", "rowwise_adagrad", "adam") else CUDA, slow=rule in _SLOW,
+        )
+        for rule in _RULES
+    ),
+    *(
+        Case(
+            f"fused_update, {rule}, {workload.name}", "update", partial(_update, workload=workload, rule=rule),
+            EVERY if rule == "rowwise_adagrad" and workload in _ON_CPU
+            else FULL if workload in (EBC[64], EBC[32]) else CUDA,
+        )
+        for rule in ("sgd", "rowwise_adagrad")
+        for workload in WORKLOADS
+        if workload != FBGEMM_DEFAULT
+    ),
+    *(
+        Case(
+            f"lookup and update, {rule}, {workload.name}", "update", partial(_step, workload=workload, rule=rule),
+            CUDA if workload == PRODUCTION or rule == "adam" else EVERY, slow=rule in _SLOW,
+        )
+        for workload, rules in (
+            (FBGEMM_DEFAULT, ("sgd", "adagrad", "rowwise_adagrad", "adam")),
+            (EBC[128], ("sgd", "rowwise_adagrad")),
+            (PRODUCTION, ("rowwise_adagrad",)),
+        )
+        for rule in rules
+    ),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""The bytes that each kernel declares, as functions of a call."""

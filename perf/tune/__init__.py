@@ -1,0 +1,1 @@
+"""The tuner: configs timed on the machine at hand."""

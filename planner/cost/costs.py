@@ -1,0 +1,53 @@
+"""Cost models by name, as `cost="..."` says them, and as the file of a plan says them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..constants_measured import CARDS, Constants
+from ..constraints import ParameterConstraints
+from ..topology import Topology
+from .model import CostModel
+from .shardwise import ShardwiseCost
+from .torchrec import TorchRecCost
+
+COSTS = ("shardwise", "torchrec")
+
+
+def cost_model(
+    cost: str | CostModel,
+    topology: Topology,
+    batch_size: int,
+    *,
+    constants: Constants | None = None,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+) -> CostModel:
+    """The cost model of this name for these machines and samples of one rank; a model is returned as it is.
+
+    Args:
+        constants: for "shardwise", measured on the user's machine; by default what is known of the topology's card.
+        constraints: for "torchrec", which reads caches and output types there.
+
+    Raises:
+        ValueError: there is no such name.
+    """
+    if not isinstance(cost, str):
+        return cost
+    if cost not in COSTS:
+        raise ValueError(f"cost {cost!r} is not one of {', '.join(COSTS)}; a cost model of your own is fine too")
+    if cost == "torchrec":
+        return TorchRecCost(topology, batch_size, constraints=constraints)
+    known = constants or constants_of(topology.card)
+    return ShardwiseCost(topology, batch_size) if known is None else ShardwiseCost(topology, batch_size, known)
+
+
+def cost_from(name: str, topology: Topology, batch_size: int, constants: Mapping[str, Any] | None) -> CostModel:
+    """The cost model that a plan was made with, from what its file says. Raises as `cost_model`."""
+    return cost_model(name, topology, batch_size, constants=None if constants is None else Constants(**constants))
+
+
+def constants_of(card: str | None) -> Constants | None:
+    """What is known of a card; None for one of which nobody said how fast it is."""
+    found = None if card is None else CARDS.get(card)
+    return None if found is None else found.constants

@@ -1,0 +1,305 @@
+"""What a training step of this library's engine costs: `cost="shardwise"`.
+
+A step has phases between exchanges: ids are packed where they come from and travel to the ranks that hold rows; these
+look them up and send the results back, which are put together; gradients take the same way, and rows are updated. All
+wait for the slowest rank, whose time is the sum of what it does. What every rank does for its own batch whatever the
+plan is `base_ms`; what holders of a table do is `price`.
+
+Per step, for one block of w columns at place s of its span (all constants: `constants_measured.py`):
+
+    N = W n        ids of all ranks, n of them from each;   N_s = N * share of row range s
+    U_s            different rows among them (`skew.py`);   G = W b  bags of all ranks
+    e, q           bytes of an element and of the optimizer's state of a row of w columns
+    input_comms    N_s ids of 4 bytes (8 above 2^31 rows, 4 more with weights) and G lengths, from other ranks
+    fwd_compute    N_s id_ns + G bag_ns + U_s w e / row_gb_s + (N_s - U_s) w e / again_gb_s + 4 G w / copy_gb_s
+    fwd_comms      4 G w bytes to other ranks (rows, 4 N_s w, where nothing is pooled)
+    bwd_comms      as fwd_comms, the other way
+    bwd_compute    N_s (update_id_ns + 4 w / again_gb_s) + U_s (update_row_ns + 2 (w e + q) / row_gb_s)
+                   + 4 G w / copy_gb_s
+    overhead       stream_us for each feature
+
+Where nothing is pooled the 4 G w bytes that are written and read are 5 times 4 N_s w at fresh_gb_s: rows are also
+brought into the order of their sources, or of slots, and packed.
+
+Row ranges hold partial sums of all bags: every source adds them (S - 1 times 12 b w bytes, in fwd_compute) after it
+divided its ids (cut_id_ns, in overhead). Where the span is one of several hosts, sums are added within the host first:
+4 G w bytes travel inside, and only 4 b w W / L bytes to and from counterparts. A replicated table with an optimizer is
+looked up at home; then every rank gets the ids and gradients of all. One without is trained by its dense gradient: a
+ring's all-reduce of R w numbers. What a block makes every source do in addition to `base_ms` is charged to the ranks
+that hold it, times W / S, so that the work of all ranks together is right.
+
+A served table (`Table.served`) is looked up by one process, which has the batch: n ids, not W n, travel to a device and
+results back to the first. Of row ranges the rows of the table travel instead, and are pooled there. No backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..constants_measured import CARDS, Constants
+from ..constraints import ParameterConstraints
+from ..search.problem import PARTS, Choice, Floats
+from ..tables import Table
+from ..topology import Topology
+from .memory import block_bytes, state_bytes
+from .skew import shares
+from .ways import Way, ways_of
+
+# results and their gradients travel as fp32
+_RESULT = 4
+_EXCHANGES = 4
+# How often each number of a result is read or written, pooled (True) or row by row. At its source: put together, its
+# gradient packed and divided by the ranks. Where it is looked up: written; rows are also brought into the order of
+# their sources, and packed. In the backward there: read; rows also brought into the order of slots.
+_SOURCE, _FORWARD, _BACKWARD = {True: 6, False: 8}, {True: 1, False: 5}, {True: 1, False: 5}
+# milliseconds of a nanosecond and of a microsecond; also GB/s of a byte per millisecond
+_NS, _US = 1e-6, 1e-3
+_DEFAULTS = inspect.signature(Topology.__init__).parameters
+
+
+@dataclass(frozen=True)
+class ShardwiseCost:
+    """Prices ways for machines with these constants, by default those of an H100 or of a CPU.
+
+    Bandwidths that the user gave the topology replace those of the constants.
+
+    Args:
+        batch_size: of one rank.
+    """
+
+    topology: Topology
+    batch_size: int
+    constants: Constants = None  # type: ignore[assignment]
+    _priced: dict[Any, Choice] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        preset = "cpu" if self.topology.compute_device == "cpu" else "h100"
+        one = self.constants or CARDS[preset].constants
+        object.__setattr__(self, "constants", one.with_(**given_bandwidths(self.topology, one)))
+
+    @property
+    def name(self) -> str:
+        """ "shardwise"."""
+        return "shardwise"
+
+    def ways(self, table: Table, constraint: ParameterConstraints | None = None) -> Sequence[Way]:
+        """What the engine can do and the constraint allows, see `ways_of`."""
+        return ways_of(table, self.topology, constraint)
+
+    def base_ms(self, tables: Sequence[Table]) -> float:
+        """What every rank does in a step for its own batch: ids checked and packed, outputs put together and split."""
+        one, world = self.constants, self.topology.world_size
+        total = 0.0
+        for table in tables:
+            ids, rows = table.ids(self.batch_size), self._results(table)
+            total += len(table.features) * one.feature_us * _US + ids * one.sent_id_ns * _NS
+            total += self._moved(table, _SOURCE[table.pooled] * rows * table.embedding_dim)
+        exchanges = _EXCHANGES * one.exchange_us if world > 1 else 0.0
+        collections = len({table.module for table in tables})
+        return total + collections * (one.step_us + exchanges) * _US
+
+    def price(self, table: Table, way: Way) -> Choice:
+        """Time and bytes of one way; tables that differ by their names alone share the result."""
+        plain = tuple(dataclasses.replace(f, name="") for f in table.features)
+        key = dataclasses.replace(table, name="", module="", features=plain), way
+        found = self._priced.get(key)
+        if found is None:
+            found = self._priced[key] = self._choice(table, way)
+        return found
+
+    def _moved(self, table: Table, numbers: Any) -> Any:
+        """Time to read or write fp32 numbers one after another."""
+        bandwidth = self.constants.copy_gb_s if table.pooled else self.constants.fresh_gb_s
+        return numbers * _RESULT / bandwidth * _NS
+
+    def _results(self, table: Table) -> float:
+        """Rows of the output that one rank gets."""
+        return table.bags(self.batch_size) if table.pooled else table.ids(self.batch_size)
+
+    def _choice(self, table: Table, way: Way) -> Choice:
+        by_width = {width: self._block(table, way, width) for width in dict.fromkeys(way.widths)}
+        memory = {
+            width: block_bytes(table, way, width, self.topology.world_size, self.batch_size) for width in by_width
+        }
+        parts = np.stack([by_width[width] for width in way.widths], axis=1)
+        held = np.stack([memory[width] for width in way.widths])
+        none = np.zeros_like(held)
+        on_host = self.topology.compute_device == "cpu" or way.compute_kernel.startswith("quant_uvm")
+        hbm, ddr = (none, held) if on_host else (held, none)
+        return Choice(way.sharding_type, way.compute_kernel, way.widths, parts, hbm, ddr, way.one_host)
+
+    def _block(self, table: Table, way: Way, width: int) -> Floats:
+        """Time by `PARTS` [P, S] of a block."""
+        if table.served:
+            return _stacked(self._served(table, way, width), way.span)
+        if way.replica:
+            found = self._replica(table) if table.optimizer is not None else self._dense(table)
+            return np.repeat(_stacked(found, 1), way.span, axis=1)
+        return _stacked(self._cut(table, way, width), way.span)
+
+    def _cut(self, table: Table, way: Way, width: int) -> dict[str, Any]:
+        one, world, span = self.constants, self.topology.world_size, way.span
+        mine, bags = table.ids(self.batch_size), world * table.bags(self.batch_size)
+        share, distinct = shares(table.num_embeddings, world * mine, table.skew, way.rows)
+        ids, streams = world * mine * share, len(table.features)
+        block = bags * width * _RESULT
+        results = block if table.pooled else ids * width * _RESULT
+        found: dict[str, Any] = {
+            "input_comms": self._wire(ids * _id_bytes(table) + self._length_bytes(table)),
+            "fwd_compute": self._lookup(table, width, ids, distinct, bags),
+            "bwd_compute": self._update(table, width, ids, distinct, bags),
+            "overhead": streams * one.stream_us * _US,
+        }
+        exchange = self._wire(results)
+        # how often each rank of the span does what every source does for this block
+        sources = world / span
+        if span > 1:
+            found["overhead"] += sources * mine * one.cut_id_ns * _NS
+        if table.pooled and span > 1:
+            inside = self._is_host(way)
+            if inside:
+                exchange = self._through_host(block)
+            added = block if inside else (span - 1) * sources * table.bags(self.batch_size) * width * _RESULT
+            found["fwd_compute"] = found["fwd_compute"] + 3 * added / one.copy_gb_s * _NS
+        if len(way.widths) > 1:
+            # ids travel once for each block: all but one packing of them is more than base_ms has
+            again = (len(way.widths) - 1) / len(way.widths)
+            found["overhead"] += again * sources * (mine * one.sent_id_ns * _NS)
+        return {**found, "fwd_comms": exchange, "bwd_comms": exchange}
+
+    def _served(self, table: Table, way: Way, width: int) -> dict[str, Any]:
+        one, bags = self.constants, table.bags(self.batch_size)
+        rows = (table.num_embeddings,) if way.replica else way.rows
+        share, distinct = shares(table.num_embeddings, table.ids(self.batch_size), table.skew, rows)
+        ids = table.ids(self.batch_size) * share
+        if way.replica:
+            # it is where the outputs are, and there alone
+            found = {"fwd_compute": self._lookup(table, width, ids, distinct, bags)}
+            return {part: time * (np.arange(way.span) == 0) for part, time in found.items()}
+        row = width * table.element_bytes + table.scale_bytes
+        results = ids * row if way.span > 1 else (bags if table.pooled else ids) * width * _RESULT
+        # other devices than the first send and receive
+        moved = 1 - 1 / self.topology.world_size
+        compute = self._lookup(table, width, ids, distinct, bags)
+        if way.span > 1:
+            compute = compute + 3 * ids * row / one.copy_gb_s * _NS
+        return {
+            "input_comms": moved * ids * _id_bytes(table) / one.intra_gb_s * _NS,
+            "fwd_compute": compute,
+            "fwd_comms": moved * results / one.intra_gb_s * _NS,
+            "overhead": len(table.features) * one.stream_us * _US,
+        }
+
+    def _lookup(self, table: Table, width: int, ids: Any, distinct: Any, bags: float) -> Any:
+        """A forward on the rank that holds the rows."""
+        one, row = self.constants, width * table.element_bytes
+        written = _FORWARD[table.pooled] * (bags if table.pooled else ids) * width
+        loops = bags * one.bag_ns if table.pooled else 0.0
+        rows = distinct * row / one.row_gb_s + (ids - distinct) * row / one.again_gb_s
+        return (ids * one.id_ns + loops + rows) * _NS + self._moved(table, written)
+
+    def _update(self, table: Table, width: int, ids: Any, distinct: Any, bags: float) -> Any:
+        """A backward there."""
+        one = self.constants
+        row = width * table.element_bytes + state_bytes(table.optimizer, width)
+        came = _BACKWARD[table.pooled] * (bags if table.pooled else ids) * width
+        gathered = ids * (one.update_id_ns + width * _RESULT / one.again_gb_s)
+        return (gathered + distinct * (one.update_row_ns + 2 * row / one.row_gb_s)) * _NS + self._moved(table, came)
+
+    def _replica(self, table: Table) -> dict[str, Any]:
+        """Looked up at home; ids and gradients of all ranks come here, where every replica makes the same update."""
+        world, width = self.topology.world_size, table.embedding_dim
+        mine, bags = table.ids(self.batch_size), table.bags(self.batch_size)
+        (_,), (near,) = shares(table.num_embeddings, mine, table.skew, (table.num_embeddings,))
+        (_,), (all_of,) = shares(table.num_embeddings, world * mine, table.skew, (table.num_embeddings,))
+        results = world * self._results(table) * width * _RESULT
+        return {
+            "input_comms": self._wire(world * mine * _id_bytes(table) + self._length_bytes(table)),
+            "fwd_compute": self._lookup(table, width, mine, near, bags),
+            "bwd_compute": self._update(table, width, world * mine, all_of, world * bags),
+            "bwd_comms": self._wire(results),
+            # ids and gradients are packed for every rank
+            "overhead": len(table.features) * self.constants.stream_us * _US
+            + (world - 1) * mine * self.constants.sent_id_ns * _NS
+            + self._moved(table, (4 if table.pooled else 6) * (world - 1) * self._results(table) * width),
+        }
+
+    def _dense(self, table: Table) -> dict[str, Any]:
+        """Looked up at home; the dense gradient is averaged over ranks, and an ordinary optimizer steps all rows."""
+        one, world, width = self.constants, self.topology.world_size, table.embedding_dim
+        mine, bags = table.ids(self.batch_size), table.bags(self.batch_size)
+        (_,), (near,) = shares(table.num_embeddings, mine, table.skew, (table.num_embeddings,))
+        gradient = table.num_embeddings * width * _RESULT
+        # filled, reduced into a bucket, read by the optimizer, which reads and writes the rows
+        dense = 5 * gradient / one.copy_gb_s * _NS
+        return {
+            "fwd_compute": self._lookup(table, width, mine, near, bags),
+            "bwd_compute": self._update(table, width, mine, near, bags) + dense,
+            # a ring sends and receives twice all but one part, through the slowest link that it has
+            "bwd_comms": 2 * gradient * (world - 1) / world / self._slowest_gb_s() * _NS,
+            "overhead": len(table.features) * one.stream_us * _US,
+        }
+
+    def _length_bytes(self, table: Table) -> float:
+        """Lengths of the bags of all ranks; one number for each rank and feature where nothing is pooled."""
+        world = self.topology.world_size
+        return 4 * world * (table.bags(self.batch_size) if table.pooled else len(table.features))
+
+    def _is_host(self, way: Way) -> bool:
+        """Whether the row ranges fill one of several hosts."""
+        local = self.topology.local_world_size
+        return 1 < way.span == local < self.topology.world_size
+
+    def _wire(self, data: Any) -> Any:
+        """Time that bytes of all ranks, this one's among them, take to come here."""
+        world, local = self.topology.world_size, self.topology.local_world_size
+        inside, outside = self._links()
+        return data * ((local - 1) / world / inside + (world - local) / world / outside) * _NS
+
+    def _through_host(self, data: Any) -> Any:
+        """Time of sums that are added inside the host first: of all ranks there, and then of the counterparts."""
+        world, local = self.topology.world_size, self.topology.local_world_size
+        inside, outside = self._links()
+        return data * ((local - 1) / local / inside + (world - local) / world / local / outside) * _NS
+
+    def _slowest_gb_s(self) -> float:
+        inside, outside = self._links()
+        return inside if self.topology.local_world_size == self.topology.world_size else min(inside, outside)
+
+    def _links(self) -> tuple[float, float]:
+        """Bandwidth inside a host and between hosts, GB/s."""
+        return self.constants.intra_gb_s, self.constants.inter_gb_s
+
+
+def given_bandwidths(topology: Topology, constants: Constants) -> dict[str, float]:
+    """What changes of the constants, as the topology has bandwidths (bytes per millisecond) other than its defaults."""
+    memory = "ddr_mem_bw" if topology.compute_device == "cpu" else "hbm_mem_bw"
+    changes: dict[str, float] = {}
+    for what, names in (
+        (memory, ("copy_gb_s", "row_gb_s", "again_gb_s")),
+        ("intra_host_bw", ("intra_gb_s",)),
+        ("inter_host_bw", ("inter_gb_s",)),
+    ):
+        given, usual = getattr(topology, what, None), _DEFAULTS.get(what)
+        if given is not None and usual is not None and given != usual.default:
+            # rows are read as much slower than memory in order as before
+            changes |= {name: given * _NS / getattr(constants, names[0]) * getattr(constants, name) for name in names}
+    return changes
+
+
+def _id_bytes(table: Table) -> float:
+    """Bytes of an id on its way, and of its weight."""
+    return (4 if table.num_embeddings < 2**31 else 8) + 4 * table.weighted
+
+
+def _stacked(found: dict[str, Any], span: int) -> Floats:
+    parts = np.zeros((len(PARTS), span))
+    for number, part in enumerate(PARTS):
+        parts[number] = found.get(part, 0.0)
+    return parts

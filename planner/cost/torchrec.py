@@ -1,0 +1,172 @@
+"""TorchRec's own cost model for our search: `cost="torchrec"`.
+
+A choice takes as long as TorchRec's `Perf.total` says of its shards and as many bytes as its `Storage`. TorchRec counts
+no time for distributing input, so the part "input_comms" is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..constraints import ParameterConstraints
+from ..hardware import Perf
+from ..search.problem import PARTS, Choice
+from ..tables import Feature, Table
+from ..topology import Topology
+from ..torchrec.constants import KV_CACHING_RATIO, UVM_CACHING_RATIO, kernel_bw_lookup
+from ..torchrec.estimators import element_bytes, l1_bytes
+from ..torchrec.formulas import Lookups, lookups_of_batch, shard_perf
+from ..torchrec.memory import Keeping, shard_storage
+from ..torchrec.offered_options import (
+    allowed_kernels,
+    allowed_types,
+    compute_kernels,
+    cuts,
+    row_shares,
+    sharding_types,
+)
+from ..torchrec.sharding_option import PipelineType
+from .ways import Way
+
+_FIELDS = {
+    "prefetch": "prefetch_compute",
+    "fwd_compute": "fwd_compute",
+    "fwd_comms": "fwd_comms",
+    "bwd_compute": "bwd_compute",
+    "bwd_comms": "bwd_comms",
+}
+
+
+class TorchRecCost:
+    """Prices ways as TorchRec's estimators price sharding options.
+
+    Args:
+        topology: its bandwidths count.
+        batch_size: samples of one rank.
+        constraints: by table name, the same that the planner is given; caches, virtual tables and output types are read
+            here, the rest by `ways`.
+        column_widths: fewest columns of a column shard; TorchRec knows one number, more give more ways. A constraint's
+            `min_partition` goes first.
+        pipeline: decides how many batches are in memory at once.
+    """
+
+    name = "torchrec"
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        *,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        column_widths: Sequence[int] = (128,),
+        pipeline: PipelineType = PipelineType.NONE,
+    ) -> None:
+        self._topology = topology
+        self._batch_size = batch_size
+        self._constraints = dict(constraints or {})
+        self._column_widths = tuple(column_widths)
+        self._pipeline = pipeline
+
+    def at(self, topology: Topology, batch_size: int) -> TorchRecCost:
+        """The same model for other machines or another batch size."""
+        return TorchRecCost(
+            topology, batch_size, constraints=self._constraints, column_widths=self._column_widths,
+            pipeline=self._pipeline,
+        )  # fmt: skip
+
+    def base_ms(self, tables: Sequence[Table]) -> float:
+        """TorchRec counts nothing beside tables."""
+        return 0.0
+
+    def ways(self, table: Table, constraint: ParameterConstraints | None = None) -> list[Way]:
+        """TorchRec's types and kernels that the constraint allows, also those that our engine does not run."""
+        machine, asked = self._topology, constraint or ParameterConstraints()
+        device = machine.compute_device
+        has_ssd = any(one.storage.ssd > 0 for one in machine.devices)
+        narrowest = (asked.min_partition,) if asked.min_partition else self._column_widths
+        found: dict[Way, None] = {}
+        for kind in allowed_types(sharding_types(table.pooled, device), asked.sharding_types):
+            for kernel in allowed_kernels(compute_kernels(kind, device), asked.compute_kernels, has_ssd):
+                for width in narrowest:
+                    widths, rows, copies = cuts(
+                        kind, table.num_embeddings, table.embedding_dim, machine.world_size, machine.intra_group_size,
+                        min_partition=width, shares=row_shares(machine),
+                    )  # fmt: skip
+                    one_host = kind == "table_column_wise"
+                    found[Way(kind, kernel, tuple(widths), tuple(rows) * copies, one_host, copies > 1)] = None
+        return list(found)
+
+    def price(self, table: Table, way: Way) -> Choice:
+        """Milliseconds and bytes of the shards of a way.
+
+        Raises:
+            ValueError: the device has no such kernel.
+        """
+        machine, constraint = self._topology, self._constraints.get(table.name)
+        cache = constraint.cache_params if constraint else None
+        speed = kernel_bw_lookup(
+            machine.compute_device, way.compute_kernel, machine.hbm_mem_bw, machine.ddr_mem_bw,
+            machine.hbm_to_ddr_mem_bw, cache.load_factor if cache else None,
+            bool(cache and cache.prefetch_pipeline), machine.ssd_mem_bw,
+        )  # fmt: skip
+        if speed is None:
+            raise ValueError(
+                f"table {table.name!r}: kernel {way.compute_kernel!r} has no known bandwidth on"
+                f" {machine.compute_device}"
+            )
+        lookups, kept = self._lookups(table, way, constraint), _keeping(table, way, constraint)
+        shape = len(way.widths), way.span
+        parts, hbm, ddr = np.zeros((len(PARTS), *shape)), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        # shards of one size cost the same
+        for width in dict.fromkeys(way.widths):
+            blocks = np.array(way.widths) == width
+            for rows in dict.fromkeys(way.rows):
+                where = np.ix_(blocks, np.array(way.rows) == rows)
+                parts[(slice(None), *where)] = _parts(
+                    shard_perf(machine, way.sharding_type, lookups, speed, rows, width)
+                )[:, None, None]
+                storage = shard_storage(
+                    way.sharding_type, machine.compute_device, machine.world_size, machine.intra_group_size, lookups,
+                    kept, rows, width, pipeline=self._pipeline,
+                )  # fmt: skip
+                hbm[where], ddr[where] = storage.hbm, storage.ddr
+        return Choice(way.sharding_type, way.compute_kernel, way.widths, parts, hbm, ddr, way.one_host)
+
+    def _lookups(self, table: Table, way: Way, constraint: ParameterConstraints | None) -> Lookups:
+        # TorchRec takes a table of which nothing is known for one with one id a sample
+        features = table.features or (Feature(table.name),)
+        ids, outputs = lookups_of_batch(
+            [f.pooling_factor for f in features],
+            [f.num_poolings for f in features],
+            [f.batch_size or self._batch_size for f in features],
+            table.pooled,
+        )
+        own, missed = table.element_bytes, 0.0
+        cache = constraint.cache_params if constraint else None
+        stats, ratio = (cache.stats, cache.load_factor) if cache else (None, None)
+        if stats is not None and ratio is not None and way.compute_kernel == "fused_uvm_caching":
+            missed = stats.expected_miss_rate(ratio) * stats.expected_lookups
+        output = element_bytes(constraint.output_dtype) if constraint and constraint.output_dtype else own
+        return Lookups(ids, outputs, table.pooled, table.weighted, own, (own, own), (own, own), output, missed)
+
+
+def _keeping(table: Table, way: Way, constraint: ParameterConstraints | None) -> Keeping:
+    cache = constraint.cache_params if constraint else None
+    passes = cache.multipass_prefetch_config if cache else None
+    return Keeping(
+        table.num_embeddings,
+        table.embedding_dim,
+        way.compute_kernel,
+        optimizer=table.optimizer,
+        caching_ratio=(cache and cache.load_factor) or UVM_CACHING_RATIO,
+        kv_l1_bytes=l1_bytes(constraint.key_value_params if constraint else None),
+        kv_caching_ratio=KV_CACHING_RATIO,
+        virtual=bool(constraint and constraint.use_virtual_table),
+        prefetch_passes=passes.num_passes if passes else None,
+    )
+
+
+def _parts(perf: Perf) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.array([getattr(perf, _FIELDS[part]) if part in _FIELDS else 0.0 for part in PARTS])

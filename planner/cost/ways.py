@@ -1,0 +1,107 @@
+"""The ways to cut a table, before anybody says what they cost: which blocks there are and how each is divided.
+
+A way is a strategy of `planner.layout` without ranks: K blocks of columns, each over `span` consecutive ranks that
+hold `rows` rows of it each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.planner.layout import (
+    CAPABILITIES,
+    MIN_COLUMNS,
+    SERVING,
+    split_rows,
+)
+
+from ..constraints import ParameterConstraints
+from ..tables import Table
+from ..topology import Topology
+
+# spellings that older plans and tutorials use
+_ALIASES = {"batched_fused": "fused", "batched_dense": "dense"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """K blocks of `widths` columns; place s of a block's span holds `rows[s]` rows.
+
+    `replica`: every rank holds all rows. `one_host`: blocks lie on ranks of one host.
+    """
+
+    sharding_type: str
+    compute_kernel: str
+    widths: tuple[int, ...]
+    rows: tuple[int, ...]
+    one_host: bool = False
+    replica: bool = False
+
+    @property
+    def span(self) -> int:
+        """Ranks that a block lies on."""
+        return len(self.rows)
+
+
+def ways_of(table: Table, topology: Topology, constraint: ParameterConstraints | None = None) -> list[Way]:
+    """The ways in which the engine can train (or serve) a table here and that the constraint allows; maybe none.
+
+    Columns are cut evenly, at every width that divides the dim, is a multiple of 4 and at least `min_partition`, into
+    no more blocks than there are ranks (or, by host, ranks of a host, or hosts). Types that say "host" are ways of
+    their own where there are several; on one host, and cuts into one part, they are left out unless nothing else is
+    allowed.
+    """
+    asked = constraint or ParameterConstraints()
+    kernels = None if asked.compute_kernels is None else [_ALIASES.get(one, one) for one in asked.compute_kernels]
+    served = (SERVING if table.served else CAPABILITIES).get(topology.compute_device, {})
+    found: list[Way] = []
+    others: list[Way] = []
+    for sharding_type, mine in served.items():
+        if asked.sharding_types is not None and sharding_type not in asked.sharding_types:
+            continue
+        allowed = [kernel for kernel in mine if kernels is None or kernel in kernels]
+        # kernels of one type do the same work here
+        for kernel in allowed[:1]:
+            for way, useful in _cuts(sharding_type, kernel, table, topology, asked.min_partition or MIN_COLUMNS):
+                (found if useful else others).append(way)
+    return found or others[:1]
+
+
+def _cuts(kind: str, kernel: str, table: Table, topology: Topology, narrowest: int) -> Iterator[tuple[Way, bool]]:
+    """The ways of one type, and whether each is another than the plainer types have."""
+    world, local, rows, dim = topology.world_size, topology.local_world_size, table.num_embeddings, table.embedding_dim
+    hosts = world // local
+    whole = (rows,)
+    if kind == "data_parallel":
+        yield Way(kind, kernel, (dim,), whole * world, replica=True), world > 1
+    elif kind == "table_wise":
+        yield Way(kind, kernel, (dim,), whole), True
+    elif kind == "row_wise":
+        yield Way(kind, kernel, (dim,), _even_rows(rows, world)), world > 1
+    elif kind == "table_row_wise":
+        yield Way(kind, kernel, (dim,), _even_rows(rows, local)), hosts > 1 and local > 1
+    elif kind == "column_wise":
+        for widths in split_widths(dim, narrowest, world):
+            yield Way(kind, kernel, widths, whole), len(widths) > 1
+    elif kind == "table_column_wise":
+        for widths in split_widths(dim, narrowest, local):
+            yield Way(kind, kernel, widths, whole, one_host=True), len(widths) > 1 and hosts > 1
+    elif kind == "grid_shard":
+        for widths in split_widths(dim, narrowest, hosts):
+            yield Way(kind, kernel, widths, _even_rows(rows, local)), len(widths) > 1 and local > 1
+
+
+@lru_cache(maxsize=4096)
+def _even_rows(rows: int, parts: int) -> tuple[int, ...]:
+    return tuple(split_rows(rows, parts))
+
+
+def split_widths(dim: int, narrowest: int, most: int) -> Sequence[tuple[int, ...]]:
+    """Even cuts of `dim` columns into `most` blocks or fewer, the fewest first; the last resort is one block.
+
+    Widths are multiples of 4 of at least `narrowest` columns.
+    """
+    blocks = [k for k in range(2, min(most, dim // narrowest) + 1) if dim % (4 * k) == 0]
+    return [(dim // k,) * k for k in blocks] or [(dim,)]

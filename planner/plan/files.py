@@ -1,0 +1,296 @@
+"""Tables and constraints as files, JSON or TOML by their suffix.
+
+Tables are a list, or an object that has one as "tables":
+
+    {"tables": [{"name": "item", "num_embeddings": 1000000, "embedding_dim": 64, "pooling_factor": 20,
+                 "features": ["seen", "bought"], "feature_pooling": [30, 10], "weighted": false, "data_type": "FP32",
+                 "optimizer": "Adam", "module": "ebc", "pooled": true, "skew": {"alpha": 1.05}}]}
+
+Name and sizes must be there. Constraints are an object for each table, with the fields of `ParameterConstraints`; those
+of "*" hold for all tables, where a table's own do not say otherwise:
+
+    ["*"]
+    sharding_types = ["table_wise", "row_wise"]
+    [item]
+    sharding_types = ["column_wise"]
+    not_on = [0]
+    skew = { alpha = 1.2 }
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise._version import how_to_install
+from shardwise.embeddings.config import DataType
+from shardwise.untrusted import parse_json, read_regular
+
+from ..constraints import ParameterConstraints
+from ..constraints_applied import ANY, nearest
+from ..tables import (
+    ELEMENT_BYTES,
+    Feature,
+    Skew,
+    Table,
+)
+
+T = TypeVar("T")
+# what sets of tables say besides, for people
+_REMARKS = ("length_max", "length_p50")
+# of a constraint: Python objects that a file cannot have
+_OBJECTS = ("cache_params", "key_value_params", "bounds_check_mode")
+
+
+def read_tables(path: str | os.PathLike[str]) -> list[Table]:
+    """The tables in a file.
+
+    Raises:
+        ValueError: it has none, or says of one what cannot be; names file, table and field.
+        OSError: there is no such file.
+    """
+    data = read_data(path)
+    every = data.get("tables") if isinstance(data, dict) else data
+    if not isinstance(every, list) or not every:
+        raise ValueError(f'{path}: no tables: expected a list of them, or an object that has one as "tables"')
+    tables = [table_from(one, f"{path}: table {_called(one, number)}") for number, one in enumerate(every)]
+    seen: set[str] = set()
+    for table in tables:
+        if table.path in seen:
+            raise ValueError(f"{path}: table {table.path!r} is there twice")
+        seen.add(table.path)
+    return tables
+
+
+def table_from(said: Any, where: str) -> Table:
+    """The table that a file's object describes; `where` begins the text of errors. Raises as `read_tables`."""
+    if not isinstance(said, dict):
+        raise ValueError(f"{where}: must be an object, got {said!r}")
+    known = {
+        "name", "num_embeddings", "embedding_dim", "pooling_factor", "features", "feature_pooling", "num_poolings",
+        "batch_sizes", "pooling_kind", "pooled", "weighted", "data_type", "optimizer", "module", "skew",
+    }  # fmt: skip
+    unknown = [key for key in said if key not in known and key not in _REMARKS]
+    if unknown:
+        raise ValueError(f"{where}: unknown field {unknown[0]!r}{nearest(unknown[0], sorted(known))}")
+    name = _field(said, "name", where, _text)
+    pooled = _field(said, "pooled", where, _truth, said.get("pooling_kind") != "sequence")
+    return Table(
+        name,
+        _field(said, "num_embeddings", where, _positive),
+        _field(said, "embedding_dim", where, _positive),
+        _field(said, "data_type", where, data_type_from, DataType.FP32),
+        _features(said, name, where),
+        pooled,
+        _field(said, "weighted", where, _truth, False),
+        _field(said, "optimizer", where, _text, None),
+        _field(said, "module", where, _text, ""),
+        _field(said, "skew", where, _skew, Skew()),
+    )
+
+
+def _features(said: Mapping[str, Any], name: str, where: str) -> tuple[Feature, ...]:
+    names = _field(said, "features", where, _list_of(_text), [name])
+    mean = _field(said, "pooling_factor", where, _amount, 1.0)
+    lists: dict[str, list[Any]] = {
+        "feature_pooling": _field(said, "feature_pooling", where, _list_of(_amount), [mean] * len(names)),
+        "num_poolings": _field(said, "num_poolings", where, _list_of(_amount), [1.0] * len(names)),
+        "batch_sizes": _field(said, "batch_sizes", where, _list_of(_maybe(_positive)), [None] * len(names)),
+    }
+    for what, values in lists.items():
+        if len(values) != len(names):
+            raise ValueError(
+                f"{where}: {what} must have one number for each of {len(names)} features, got {len(values)}"
+            )
+    return tuple(Feature(*one) for one in zip(names, *lists.values(), strict=True))
+
+
+def read_constraints(path: str | os.PathLike[str]) -> dict[str, ParameterConstraints]:
+    """The constraints in a file by table name, with "*" for tables that it does not name.
+
+    Raises:
+        ValueError: a field is unknown or its value cannot be; names file, table and field.
+        OSError: there is no such file.
+    """
+    return constraints_from(read_data(path), str(path))
+
+
+def constraints_from(data: Any, where: str) -> dict[str, ParameterConstraints]:
+    """The constraints that a file's object describes. Raises as `read_constraints`."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: constraints must be an object with one for each table, got {data!r}")
+    default = data.get(ANY, {})
+    found = {}
+    for name, said in data.items():
+        if not isinstance(said, dict):
+            raise ValueError(f"{where}: table {name!r}: its constraint must be an object, got {said!r}")
+        found[name] = _constraint({**default, **said}, f"{where}: table {name!r}")
+    return found
+
+
+def _constraint(said: Mapping[str, Any], where: str) -> ParameterConstraints:
+    readers: dict[str, Callable[[Any], Any]] = {
+        "sharding_types": _list_of(_text), "compute_kernels": _list_of(_text), "min_partition": _positive,
+        "pooling_factors": _list_of(_amount), "num_poolings": _list_of(_amount), "batch_sizes": _list_of(_positive),
+        "is_weighted": _truth, "enforce_hbm": _truth, "stochastic_rounding": _truth, "feature_names": _list_of(_text),
+        "output_dtype": data_type_from, "device_group": _text, "use_virtual_table": _truth,
+        "ranks": _list_of(_rank), "not_on": _list_of(_rank), "same_rank": _text, "skew": _skew,
+    }  # fmt: skip
+    for field in said:
+        if field in _OBJECTS:
+            raise ValueError(f"{where}: {field} cannot be said in a file, only in Python")
+        if field not in readers:
+            raise ValueError(f"{where}: unknown field {field!r}{nearest(field, readers)}")
+    return ParameterConstraints(**{field: _field(said, field, where, readers[field]) for field in said})
+
+
+def table_to(table: Table) -> dict[str, Any]:
+    """A table as a file has it, without what is the default."""
+    features = table.features
+    said: dict[str, Any] = {
+        "name": table.name, "num_embeddings": table.num_embeddings, "embedding_dim": table.embedding_dim,
+        "data_type": table.data_type.value, "features": [feature.name for feature in features],
+        "feature_pooling": [feature.pooling_factor for feature in features],
+    }  # fmt: skip
+    if any(feature.num_poolings != 1 for feature in features):
+        said["num_poolings"] = [feature.num_poolings for feature in features]
+    if any(feature.batch_size is not None for feature in features):
+        said["batch_sizes"] = [feature.batch_size for feature in features]
+    for what, default in (("pooled", True), ("weighted", False), ("optimizer", None), ("module", "")):
+        if getattr(table, what) != default:
+            said[what] = getattr(table, what)
+    if table.skew != Skew():
+        said["skew"] = _plain_skew(table.skew)
+    return said
+
+
+def constraint_to(constraint: ParameterConstraints) -> dict[str, Any]:
+    """A constraint as a file has it: what differs from the default and a file can have."""
+    default = ParameterConstraints()
+    said: dict[str, Any] = {}
+    for field in fields(constraint):
+        value = getattr(constraint, field.name)
+        if value == getattr(default, field.name) or field.name in _OBJECTS:
+            continue
+        if isinstance(value, Skew):
+            value = _plain_skew(value)
+        said[field.name] = value.value if isinstance(value, DataType) else value
+    return said
+
+
+def read_data(path: str | os.PathLike[str]) -> Any:
+    """What a JSON or TOML file says.
+
+    Raises:
+        ValueError: it is not what its suffix says, or TOML and nothing here can read that.
+        OSError: there is no such file, or it is no regular one.
+    """
+    is_toml = Path(path).suffix == ".toml"
+    try:
+        data = read_regular(path)
+        return _toml(data.decode("utf-8")) if is_toml else parse_json(data, allow_nan=True)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not {'TOML' if is_toml else 'JSON'}: {error}") from error
+
+
+def _toml(text: str) -> Any:
+    for name in ("tomllib", "tomli"):
+        try:
+            library = import_module(name)
+        except ImportError:
+            continue
+        return library.loads(text)
+    raise ValueError(f"Python 3.10 reads it with tomli: {how_to_install('cli')}, or write JSON")
+
+
+def data_type_from(value: Any) -> DataType:
+    """The type of a table's elements by its name, in any case.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    known = {kind.value: kind for kind in ELEMENT_BYTES}
+    if not isinstance(value, str) or value.upper() not in known:
+        raise ValueError(f"must be one of {', '.join(known)}, got {value!r}")
+    return known[value.upper()]
+
+
+_NEEDED: Any = object()
+
+
+def _field(said: Mapping[str, Any], name: str, where: str, read: Callable[[Any], T], default: Any = _NEEDED) -> T:
+    """One field of an object, read; None counts as not said."""
+    value = said.get(name)
+    if value is None:
+        if default is _NEEDED:
+            raise ValueError(f"{where}: {name} is missing")
+        given: T = default
+        return given
+    try:
+        return read(value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {name} {error}") from error
+
+
+def _called(said: Any, number: int) -> str:
+    name = said.get("name") if isinstance(said, dict) else None
+    return repr(name) if isinstance(name, str) else f"number {number + 1}"
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"must be a text, got {value!r}")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, got {value!r}")
+    return value
+
+
+def _positive(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"must be a positive whole number, got {value!r}")
+    return value
+
+
+def _rank(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"must be ranks, numbers from 0, got {value!r}")
+    return value
+
+
+def _amount(value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise ValueError(f"must be a number of 0 or more, got {value!r}")
+    return float(value)
+
+
+def _list_of(read: Callable[[Any], T]) -> Callable[[Any], list[T]]:
+    def read_all(value: Any) -> list[T]:
+        if not isinstance(value, list):
+            raise ValueError(f"must be a list, got {value!r}")
+        return [read(one) for one in value]
+
+    return read_all
+
+
+def _maybe(read: Callable[[Any], T]) -> Callable[[Any], T | None]:
+    return lambda value: None if value is None else read(value)
+
+
+def _skew(value: Any) -> Skew:
+    known = {"alpha": _amount, "shift": _amount, "sorted_ids": _truth}
+    if not isinstance(value, dict) or not set(value) <= set(known):
+        raise ValueError(f"must be an object of {', '.join(known)}, got {value!r}")
+    read: dict[str, Any] = {what: known[what](one) for what, one in value.items()}
+    return Skew(**read)
+
+
+def _plain_skew(skew: Skew) -> dict[str, Any]:
+    return {"alpha": skew.alpha, "shift": skew.shift, "sorted_ids": skew.sorted_ids}

@@ -1,0 +1,314 @@
+"""From tables to a plan: prices every way to cut each table, searches, and keeps what is known about the result."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardwise.planner.layout import CAPABILITIES, SERVING
+
+from ..constraints import ParameterConstraints
+from ..constraints_applied import (
+    Group,
+    allowed_ranks,
+    check_constraints,
+    check_settings_of,
+    constraint_of,
+    described,
+    groups,
+    said_by,
+)
+from ..cost.costs import cost_model
+from ..cost.model import CostModel
+from ..errors import PlannerError, PlannerErrorType
+from ..search.problem import (
+    Assignment,
+    Choice,
+    DoesNotFitError,
+    Item,
+    Problem,
+    Solution,
+)
+from ..search.relax import relax
+from ..search.solve import solve
+from ..tables import Table
+from ..topology import Topology
+from .advice import no_room
+from .planned import Planned
+from .request import Request
+from .whatif import without_constraints
+
+TABLE_WISE = "table_wise"
+
+
+def plan_tables(
+    tables: Sequence[Table],
+    topology: Topology,
+    batch_size: int,
+    *,
+    cost: str | CostModel = "shardwise",
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    reserved: Sequence[int] = (),
+    seconds: float | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> Planned:
+    """The best plan that the search finds, the same for the same arguments.
+
+    Args:
+        topology: with the memory that tables may use.
+        batch_size: samples of one rank.
+        cost: "shardwise" or "torchrec", or a model that prices for this topology and batch size.
+        constraints: by table name; "*" for all tables without their own. A table whose `device_group` is not the
+            topology's compute device is left out of the plan, as another plan places it.
+        reserved: bytes [W] of device memory that a reservation took from `topology`, for advice to give some back.
+        seconds: as `solve`.
+
+    Raises:
+        NoRoomError: no plan stays within memory, or none was found; says what would help.
+        PlannerError: constraints name what there is not, leave a table no choice, contradict each other, or have a
+            setting that sharding would refuse. One that has no effect is named in a warning.
+    """
+    check_settings_of(constraints or {}, tables, topology.compute_device)
+    model = cost_model(cost, topology, batch_size, constraints=constraints)
+    request = Request(
+        tuple(tables), topology, batch_size, model, dict(constraints or {}), tuple(reserved), dict(settings or {})
+    )
+    planned = plan_or_advise(request, seconds=seconds)
+    warn_of_kernels(planned)
+    return planned
+
+
+def warn_of_kernels(planned: Planned) -> None:
+    """Name the tables whose compute kernel sharding refuses: TorchRec's formulas price more than our engine runs."""
+    machines = {True: SERVING, False: CAPABILITIES}
+    by_kernel: dict[str, list[str]] = {}
+    for table, choice, _ in planned.placed():
+        known = machines[table.served].get(planned.topology.compute_device, {})
+        if choice.compute_kernel not in known.get(choice.sharding_type, ()):
+            by_kernel.setdefault(choice.compute_kernel, []).append(table.name)
+    for kernel, names in by_kernel.items():
+        shown = f"{', '.join(map(repr, names[:8]))}{', ...' if len(names) > 8 else ''}"
+        warnings.warn(
+            f"tables {shown} have compute_kernel {kernel!r}, which is planned for comparison and which sharding refuses"
+            " by name: a constraint compute_kernels leaves it out",
+            stacklevel=3,
+        )
+
+
+def plan_or_advise(request: Request, *, seconds: float | None = None) -> Planned:
+    """The plan for a request. Raises as `plan_tables`."""
+    try:
+        return plan_request(request, seconds=seconds)
+    except DoesNotFitError as error:
+        free, _ = problem_of(without_constraints(request))
+        raise no_room(request, error, free, has_plan) from error
+
+
+def plan_request(request: Request, *, seconds: float | None = None) -> Planned:
+    """As `plan_tables`, without advice.
+
+    Raises:
+        DoesNotFitError: no plan stays within memory, or none was found.
+        PlannerError: as `plan_tables`.
+    """
+    begin = time.perf_counter()
+    problem, here = problem_of(request)
+    solution = solve(problem, seconds=seconds) if problem.items else _nothing(problem)
+    taken = time.perf_counter() - begin
+    return Planned(
+        here, request.topology, request.batch_size, request.cost.name, problem, solution, dict(request.settings), taken,
+        request,
+    )  # fmt: skip
+
+
+def _nothing(problem: Problem) -> Solution:
+    """The plan for no tables."""
+    anyway = float(problem.base_ms.max())
+    return Solution(Assignment((), ()), anyway, anyway, "there is nothing to place", True)
+
+
+def has_plan(request: Request) -> bool:
+    """Whether a short search finds a plan; what a bound rules out is not searched.
+
+    Raises:
+        PlannerError: as `plan_tables`.
+    """
+    problem, _ = problem_of(request)
+    if np.isinf(relax(problem).bound_ms):
+        return False
+    try:
+        solve(problem, seconds=0.0)
+    except DoesNotFitError:
+        return False
+    return True
+
+
+def problem_of(request: Request) -> tuple[Problem, tuple[Table, ...]]:
+    """The problem that a request poses, and its tables as constraints describe them, without those left out.
+
+    Raises:
+        PlannerError: as `plan_tables`.
+    """
+    rules, topology = request.constraints, request.topology
+    check_constraints(rules, (table.name for table in request.tables), topology.world_size)
+    here, _ = of_device(request.tables, topology.compute_device, rules)
+    return build_problem(here, topology, request.cost, rules), tuple(here)
+
+
+def of_device(
+    tables: Iterable[Table], compute_device: str, constraints: Mapping[str, ParameterConstraints]
+) -> tuple[list[Table], list[Table]]:
+    """The tables to place on this kind of device, their ids as constraints describe them, and the others."""
+    here: list[Table] = []
+    elsewhere: list[Table] = []
+    for table in tables:
+        constraint = constraint_of(constraints, table.name)
+        group = None if constraint is None else constraint.device_group
+        (here if group in (None, compute_device) else elsewhere).append(described(table, constraint))
+    return here, elsewhere
+
+
+def build_problem(
+    tables: Sequence[Table],
+    topology: Topology,
+    cost: CostModel,
+    constraints: Mapping[str, ParameterConstraints],
+) -> Problem:
+    """The choices that constraints leave, priced. Tables that differ in names alone are priced once.
+
+    Raises:
+        PlannerError: as `plan_tables`.
+    """
+    price = _Prices(cost, constraints)
+    items = [
+        _alone(group.tables[0], price, topology, constraints)
+        if group.label is None
+        else _together(group, price, topology, constraints)
+        for group in groups(tables, constraints)
+    ]
+    return Problem(
+        tuple(items),
+        topology.local_world_size,
+        np.array(topology.hbm, np.int64),
+        np.array(topology.ddr, np.int64),
+        np.full(topology.world_size, cost.base_ms(tables)),
+    )
+
+
+class _Prices:
+    """The choices of tables; the same tuple for tables of which a cost model cannot tell one from the other."""
+
+    def __init__(self, cost: CostModel, constraints: Mapping[str, ParameterConstraints]) -> None:
+        self.cost, self.constraints = cost, constraints
+        self._known: dict[tuple[Table, int], tuple[Choice, ...]] = {}
+
+    def __call__(self, table: Table) -> tuple[Choice, ...]:
+        constraint = constraint_of(self.constraints, table.name)
+        nameless = replace(
+            table, name="", module="", features=tuple(replace(feature, name="") for feature in table.features)
+        )
+        # many tables share one constraint; equal ones that are two objects are only priced twice
+        key = nameless, id(constraint)
+        found = self._known.get(key)
+        if found is None:
+            ways = self.cost.ways(table, constraint)
+            found = self._known[key] = tuple(self.cost.price(table, way) for way in ways)
+        if not found:
+            raise _no_way(table, constraint, self.cost)
+        return found
+
+
+def _alone(table: Table, price: _Prices, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> Item:
+    """A table that goes where it likes."""
+    constraint = constraint_of(constraints, table.name)
+    choices, ranks = price(table), allowed_ranks(table.name, constraint, topology.world_size)
+    if ranks is None or constraint is None:
+        return Item((table.path,), choices)
+    left = tuple(choice for choice in choices if _has_place(choice, ranks))
+    if not left:
+        cuts = ", ".join(dict.fromkeys(choice.sharding_type for choice in choices))
+        raise _strict(
+            f"table {table.name!r}: {said_by(constraint, 'ranks', 'not_on')} leaves ranks {list(ranks)}, and"
+            f" {said_by(constraint, 'sharding_types', 'compute_kernels', 'min_partition') or 'the cost model'} leaves"
+            f" {cuts}, which needs others too: allow 'table_wise', or more ranks"
+        )
+    return Item((table.path,), left, ranks)
+
+
+def _has_place(choice: Choice, ranks: Iterable[int]) -> bool:
+    """Whether a block of the choice finds all its ranks among these; what one block finds, all do."""
+    found: dict[int, int] = {}
+    for rank in ranks:
+        found[rank // choice.span] = found.get(rank // choice.span, 0) + 1
+    return choice.span in found.values()
+
+
+def _together(
+    group: Group, price: _Prices, topology: Topology, constraints: Mapping[str, ParameterConstraints]
+) -> Item:
+    """Tables that share a rank: a choice for each kernel in which all of them can lie whole on one."""
+    by_kernel: list[dict[str, Choice]] = []
+    ranks = set(range(topology.world_size))
+    for table in group.tables:
+        whole = {one.compute_kernel: one for one in price(table) if one.sharding_type == TABLE_WISE}
+        constraint = constraint_of(constraints, table.name)
+        if not whole:
+            said = said_by(constraint, "sharding_types", "compute_kernels") if constraint else ""
+            raise _strict(
+                f"table {table.name!r} has same_rank={group.label!r}, so it lies whole on one rank, but it may not be"
+                f" table_wise{f' ({said})' if said else ''}: allow 'table_wise', or leave it out of the group"
+            )
+        by_kernel.append(whole)
+        mine = allowed_ranks(table.name, constraint, topology.world_size)
+        if mine is not None:
+            ranks &= set(mine)
+    names = ", ".join(repr(table.name) for table in group.tables)
+    if not ranks:
+        raise _strict(f"tables {names} have same_rank={group.label!r}, and their ranks and not_on leave none in common")
+    shared = [kernel for kernel in by_kernel[0] if all(kernel in one for one in by_kernel)]
+    if not shared:
+        raise _strict(
+            f"tables {names} have same_rank={group.label!r}, and no compute kernel is allowed for all of them"
+        )
+    choices = tuple(_sum([one[kernel] for one in by_kernel]) for kernel in shared)
+    limited = None if len(ranks) == topology.world_size else tuple(sorted(ranks))
+    return Item(tuple(table.path for table in group.tables), choices, limited)
+
+
+def _sum(choices: Sequence[Choice]) -> Choice:
+    """Several whole tables as one block."""
+    return Choice(
+        TABLE_WISE,
+        choices[0].compute_kernel,
+        (sum(sum(choice.widths) for choice in choices),),
+        np.sum([choice.parts_ms for choice in choices], axis=0),
+        np.sum([choice.hbm for choice in choices], axis=0),
+        np.sum([choice.ddr for choice in choices], axis=0),
+    )
+
+
+def _no_way(table: Table, constraint: ParameterConstraints | None, cost: CostModel) -> PlannerError:
+    """That a table cannot be placed, and which field of its constraint is to blame."""
+    if constraint is None:
+        return _strict(f"table {table.name!r}: cost {cost.name!r} knows no way to place it on these devices")
+    limits = ("sharding_types", "compute_kernels", "min_partition")
+    blamed = []
+    for field in limits:
+        laxer: Any = {field: None}
+        ways = cost.ways(table, replace(constraint, **laxer))
+        if ways and getattr(constraint, field) is not None:
+            what = dict.fromkeys(f"{way.sharding_type} ({way.compute_kernel})" for way in ways)
+            blamed.append(f"without {field} there would be {', '.join(what)}")
+    return _strict(
+        f"table {table.name!r}: {said_by(constraint, *limits) or said_by(constraint)} leaves no way to place it"
+        f"{': ' + '; '.join(blamed) if blamed else ''}"
+    )
+
+
+def _strict(message: str) -> PlannerError:
+    return PlannerError(message, PlannerErrorType.STRICT_CONSTRAINTS)

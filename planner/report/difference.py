@@ -1,0 +1,201 @@
+"""Two plans compared: which tables are placed otherwise, and what that does to time and memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..plan.planned import Planned
+from ..search.problem import Choice
+from .wording import counted, gib, ms, ranks
+
+# steps and memories nearer than this share are the same
+SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how a table is placed: `widths` of its blocks of columns, and the ranks that hold each block."""
+
+    sharding_type: str
+    compute_kernel: str
+    widths: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    work_ms: float
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        told = f"{self.sharding_type} {self.compute_kernel}"
+        if len(self.widths) > 1:
+            told += f" ({' + '.join(map(str, self.widths))} columns)" if len(self.widths) <= 4 else self._many()
+        held = [rank for block in self.ranks for rank in block]
+        return f"{told} on {ranks(held)}"
+
+    def _many(self) -> str:
+        return f" ({len(self.widths)} blocks of {min(self.widths)} to {max(self.widths)} columns)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A table that two plans place otherwise; None in the plan that does not have it."""
+
+    table: str
+    before: Placement | None
+    after: Placement | None
+
+
+@dataclass(frozen=True)
+class RankChange:
+    """Time and memory of a rank before and after; None in the plan that does not have the rank."""
+
+    rank: int
+    before_ms: float | None
+    after_ms: float | None
+    before_hbm: int | None
+    after_hbm: int | None
+    before_ddr: int | None
+    after_ddr: int | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All in which two plans differ; false if they do not.
+
+    Args:
+        step_ms, bound_ms: of both plans.
+        tables: placed otherwise or only in one plan, in the order of the first plan, then of the second.
+        same_tables: how many are placed alike.
+        ranks: all of them, if a table or the step differs.
+        settings: what decided the plans, where it differs: name -> (before, after).
+    """
+
+    step_ms: tuple[float, float]
+    bound_ms: tuple[float, float]
+    tables: tuple[Change, ...]
+    same_tables: int
+    ranks: tuple[RankChange, ...]
+    settings: dict[str, tuple[str, str]]
+
+    def __bool__(self) -> bool:
+        return bool(self.tables or self.ranks)
+
+    def __str__(self) -> str:
+        return "\n".join(_told(self))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data that json can write."""
+        return asdict(self)
+
+
+def diff(a: Planned, b: Planned) -> Difference:
+    """What changes from plan `a` to plan `b`: the places of tables, and the time and memory of ranks."""
+    before, after = _placements(a), _placements(b)
+    names = list(dict.fromkeys([*before, *after]))
+    changes = [
+        Change(name, before.get(name), after.get(name))
+        for name in names
+        if _where(before.get(name)) != _where(after.get(name))
+    ]
+    one, two = _ranks(a), _ranks(b)
+    empty = (None, None, None)
+    per_rank = []
+    for rank in range(max(len(one), len(two))):
+        first = one[rank] if rank < len(one) else empty
+        second = two[rank] if rank < len(two) else empty
+        per_rank.append(RankChange(rank, first[0], second[0], first[1], second[1], first[2], second[2]))
+    same_loads = len(one) == len(two) and all(_alike(row) for row in per_rank)
+    decided = (_decided(a), _decided(b))
+    settings = {
+        name: (decided[0].get(name, ""), decided[1].get(name, ""))
+        for name in dict.fromkeys([*decided[0], *decided[1]])
+        if decided[0].get(name, "") != decided[1].get(name, "")
+    }
+    return Difference(
+        (a.solution.time_ms, b.solution.time_ms),
+        (a.certified.bound_ms, b.certified.bound_ms),
+        tuple(changes),
+        len(names) - len(changes),
+        () if same_loads and not changes else tuple(per_rank),
+        settings,
+    )
+
+
+def _placements(planned: Planned) -> dict[str, Placement]:
+    return {table.path: _placement(choice, starts) for table, choice, starts in planned.placed()}
+
+
+def _placement(choice: Choice, starts: tuple[int, ...]) -> Placement:
+    # blocks of a width may change places without a difference
+    order = sorted(zip(choice.widths, starts, strict=True), key=lambda block: (-block[0], block[1]))
+    return Placement(
+        choice.sharding_type,
+        choice.compute_kernel,
+        tuple(width for width, _ in order),
+        tuple(tuple(range(start, start + choice.span)) for _, start in order),
+        choice.work_ms,
+        int(choice.hbm.sum() + choice.ddr.sum()),
+    )
+
+
+def _where(one: Placement | None) -> tuple[object, ...] | None:
+    return None if one is None else (one.sharding_type, one.compute_kernel, one.widths, one.ranks)
+
+
+def _ranks(planned: Planned) -> list[tuple[float, int, int]]:
+    held = planned.loads
+    return list(zip(held.time_ms.tolist(), held.hbm.tolist(), held.ddr.tolist(), strict=True))
+
+
+def _alike(row: RankChange) -> bool:
+    pairs = ((row.before_ms, row.after_ms), (row.before_hbm, row.after_hbm), (row.before_ddr, row.after_ddr))
+    return all(one is not None and two is not None and abs(one - two) <= SAME * abs(one) for one, two in pairs)
+
+
+def _decided(planned: Planned) -> dict[str, str]:
+    topology = planned.topology
+    return {
+        "cost model": planned.cost,
+        "batch size": str(planned.batch_size),
+        "ranks": f"{topology.world_size}, {planned.problem.local_size} to a host",
+        **planned.settings,
+    }
+
+
+def _told(found: Difference) -> list[str]:
+    lines = [
+        f"{name}: {before or 'not said'} -> {after or 'not said'}" for name, (before, after) in found.settings.items()
+    ]
+    if not found:
+        return [f"no difference: {counted(found.same_tables, 'table')} placed alike", *lines]
+    before, after = found.step_ms
+    change = f" ({after / before - 1:+.1%})" if before > 0 else ""
+    lines.append(
+        f"step: {ms(before)} -> {ms(after)} ms{change}; bound: {' -> '.join(ms(b) for b in found.bound_ms)} ms"
+    )
+    lines.append(f"{counted(len(found.tables), 'table')} placed otherwise, {found.same_tables:,} alike")
+    for change_of in found.tables:
+        lines.append(f"  {change_of.table}:")
+        for word, one in (("-", change_of.before), ("+", change_of.after)):
+            if one is None:
+                lines.append(f"    {word} not in this plan")
+            else:
+                lines.append(f"    {word} {one}: {ms(one.work_ms)} ms of all ranks, {gib(one.memory_bytes)} GiB")
+    moved = [row for row in found.ranks if not _alike(row)]
+    lines.append(f"{counted(len(moved), 'rank')} of {len(found.ranks)} with other time or memory")
+    for row in moved:
+        times = f"{_or_none(row.before_ms)} -> {_or_none(row.after_ms)} ms"
+        memories = [
+            f"{name} {_gib_or_none(one)} -> {_gib_or_none(two)} GiB"
+            for name, one, two in (("HBM", row.before_hbm, row.after_hbm), ("DDR", row.before_ddr, row.after_ddr))
+            if one or two
+        ]
+        lines.append(f"  rank {row.rank}: {', '.join([times, *memories])}")
+    return lines
+
+
+def _or_none(value: float | None) -> str:
+    return "no such rank" if value is None else ms(value)
+
+
+def _gib_or_none(value: int | None) -> str:
+    return "none" if value is None else gib(value)

@@ -1,0 +1,1 @@
+"""TorchRec's planner by its names: options, estimators, proposers, partitioners, reservations, stats."""

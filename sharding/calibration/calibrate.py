@@ -1,0 +1,332 @@
+"""Measures the constants of the planner's cost model on the machine at hand, in real training steps of small workloads.
+
+Three kinds of measurement, all on all ranks at once: whole steps of `calibrate_cases`, the lookup of those alone, and
+exchanges of several sizes. Each predicts a time that is linear in the constants (in one over them for bandwidths), so
+the constants are a least-squares fit that keeps them positive, of relative errors. A time is the median of interleaved
+rounds, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.planner.constants_measured import CARDS, FORMAT, NUMBERS, Constants
+from shardwise.planner.cost.shardwise import ShardwiseCost
+from shardwise.planner.search.problem import PARTS, Floats
+from shardwise.planner.topology import Topology
+
+from ..comms.env import ShardingEnv
+from ..comms.exchange import Exchange
+from .calibrate_cases import NOTHING, Case, cases
+from .trial import Placed, Step, timed
+
+Progress = Callable[[int, int], None]
+
+# fp32 numbers that each rank sends to each
+_SIZES = (1, 1 << 12, 1 << 15, 1 << 18, 1 << 20)
+_WARM_UP, _FEWEST_ROUNDS = 2, 3
+# a constant that costs nothing that could be measured: a bandwidth of so many GB/s
+_MOST_GB_S = 1e4
+# the relative error that a constant twice its preset counts as
+_NEAR = 0.03
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A time and what it is of: a case's "step", or its "lookup" or "update" alone; an "exchange" of `numbers`."""
+
+    what: str
+    name: str
+    ms: float
+    numbers: int = 0
+
+
+def calibrate(
+    world_size: int = 2,
+    device: str = "cpu",
+    *,
+    seconds: float = 60.0,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    threads: int = 1,
+    chosen: Sequence[Case] | None = None,
+) -> Constants:
+    """The constants of this machine, measured by `world_size` processes on it that are started here.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (NCCL; process r takes GPU r).
+        seconds: about how long to measure, after models were built.
+        out: JSON file to write, with the measurements.
+        progress: told how many rounds are done, of how many.
+        threads: of each process.
+        chosen: cases, by default all of `calibrate_cases`.
+
+    Raises:
+        ValueError: fewer than two processes, or fewer GPUs than processes.
+        RuntimeError: a process ended.
+    """
+    if world_size < 2:
+        raise ValueError(f"calibration measures exchanges: it needs 2 processes or more, got {world_size}")
+    if device == "cuda" and torch.cuda.device_count() < world_size:
+        raise ValueError(f"{world_size} processes need as many GPUs, there are {torch.cuda.device_count()}")
+    context: Any = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="calibrate") as folder:
+        ranks = [
+            context.Process(target=_rank, args=(rank, world_size, device, folder, seconds, threads, chosen, theirs))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        theirs.close()
+        try:
+            found = _hear(ours, ranks, progress)
+        finally:
+            for process in ranks:
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+    constants = fit(found, Topology(world_size, device), f"{world_size} {device} ranks of {threads} threads", chosen)
+    if out is not None:
+        constants.save(out, {"times": [asdict(one) for one in found]})
+    return constants
+
+
+def _hear(conn: Connection, ranks: Sequence[Any], progress: Progress | None) -> list[Measured]:
+    """What rank 0 found; its reports of progress meanwhile."""
+    while True:
+        if not conn.poll(1.0):
+            ended = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+            if ended:
+                raise RuntimeError(f"calibration: the process of rank {ended[0]} ended, see its output")
+            continue
+        try:
+            kind, found = conn.recv()
+        except EOFError:
+            raise RuntimeError("calibration: the processes ended, see their output") from None
+        if kind == "found":
+            return list(found)
+        if progress is not None:
+            progress(*found)
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    device: str,
+    folder: str,
+    seconds: float,
+    threads: int,
+    chosen: Sequence[Case] | None,
+    conn: Connection,
+) -> None:
+    """One process."""
+    torch.set_num_threads(threads)
+    os.environ.setdefault("LOCAL_RANK", str(rank))
+    here = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(here)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    try:
+        assert dist.group.WORLD is not None
+        env = ShardingEnv.from_process_group(dist.group.WORLD)
+        told: Progress | None = (lambda *done: conn.send(("progress", done))) if rank == 0 else None
+        found = measure(env, here, seconds=seconds, progress=told, chosen=chosen)
+        if rank == 0:
+            conn.send(("found", found))
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(
+    env: ShardingEnv,
+    device: torch.device,
+    *,
+    seconds: float,
+    progress: Progress | None = None,
+    chosen: Sequence[Case] | None = None,
+) -> list[Measured]:
+    """Times of all measurements, in milliseconds of the slowest rank; all ranks call it together.
+
+    Rounds go over all cases, until `seconds` are over on rank 0; at least three.
+    """
+    topology = Topology(env.world_size, device.type, local_world_size=env.local_world_size)
+    exchange = Exchange(env.process_group)
+    picked = cases() if chosen is None else list(chosen)
+    steps: list[Step] = []
+    calls: list[tuple[str, str, int, Callable[[], object]]] = []
+    for size in _SIZES:
+        sent = torch.zeros(size * env.world_size, device=device)
+        each = [size] * env.world_size
+        calls.append(("exchange", f"{size} numbers", size, partial(_exchange, exchange, sent, each)))
+    for case in picked:
+        step = Step(case.placed(topology), case.batch_size, env, device)
+        calls.append(("step", case.name, 0, step))
+        steps.append(step)
+    times: list[list[float]] = [[] for _ in calls]
+    # of each case whose lookup and update are of one rank's own making
+    apart = {n: (list[float](), list[float]()) for n, case in enumerate(picked) if case.is_apart}
+    begin, rounds, planned = time.perf_counter(), 0, _WARM_UP + _FEWEST_ROUNDS
+    while rounds < planned:
+        for (_, _, _, call), mine in zip(calls, times, strict=True):
+            exchange.numbers(torch.zeros(env.world_size, device=device)).wait()
+            mine.append(timed(call, device))
+        for n, both in apart.items():
+            exchange.numbers(torch.zeros(env.world_size, device=device)).wait()
+            for mine, ms in zip(both, steps[n].alone(device), strict=True):
+                mine.append(ms)
+        rounds += 1
+        if rounds == _WARM_UP:
+            begin = time.perf_counter()
+        if rounds > _WARM_UP:
+            each_s = (time.perf_counter() - begin) / (rounds - _WARM_UP)
+            # rank 0 says how many there will be
+            more = torch.tensor([max(0, (seconds - (time.perf_counter() - begin)) // each_s)], device=device)
+            planned = max(planned, rounds + int(exchange.numbers(more.repeat(env.world_size)).wait()[0]))
+            if progress is not None:
+                progress(rounds - _WARM_UP, planned - _WARM_UP)
+    named = [(what, name, size, mine) for (what, name, size, _), mine in zip(calls, times, strict=True)]
+    for n, both in apart.items():
+        named += [(what, picked[n].name, 0, mine) for what, mine in zip(("lookup", "update"), both, strict=True)]
+    own = torch.tensor([median(mine[_WARM_UP:]) for *_, mine in named], device=device)
+    of_all = exchange.numbers(own.repeat(env.world_size)).wait().view(env.world_size, -1)
+    slowest = of_all.max(dim=0).values.tolist()
+    return [Measured(what, name, ms, size) for (what, name, size, _), ms in zip(named, slowest, strict=True)]
+
+
+def _exchange(exchange: Exchange, sent: Tensor, each: Sequence[int]) -> None:
+    exchange.rows(sent, each, each).wait()
+
+
+def fit(
+    measured: Sequence[Measured], topology: Topology, where: str, chosen: Sequence[Case] | None = None
+) -> Constants:
+    """The constants, at least 0, with the least sum of squared relative errors.
+
+    A constant that the measurements say little of stays near the device's preset: that it leaves it counts as a small
+    error too. Where all ranks are on one host, other hosts are taken to be as near.
+    """
+    by_name = {case.name: case for case in (cases() if chosen is None else chosen)}
+    parts = {name: _linear(case, topology) for name, case in by_name.items()}
+    measured = _without_calls(measured)
+    ranks = [_of_ranks(one, parts, topology) for one in measured]
+    target = np.array([one.ms for one in measured])
+    now = preset = _vector(CARDS["cpu" if topology.compute_device == "cpu" else "h100"].constants)
+    near = _NEAR * np.eye(len(preset))
+    wanted = np.concatenate([np.ones(len(target)), _NEAR * np.ones(len(preset))])
+    # which rank is the slowest depends on the constants
+    for _ in range(8):
+        rows = np.stack([mine[int(np.argmax(mine @ now))] for mine in ranks])
+        now = preset * least_squares(np.concatenate([rows / target[:, None] * preset, near]), wanted)
+    found = _constants(now, f"measured: {where}")
+    several = topology.local_world_size < topology.world_size
+    return found if several else found.with_(inter_gb_s=found.intra_gb_s)
+
+
+def _linear(case: Case, topology: Topology) -> Floats:
+    """What each part of each rank's time has of each constant, one over it for bandwidths: [P, W, constants]."""
+    placed = case.placed(topology)
+    units = [rank_ms(placed, ShardwiseCost(topology, case.batch_size, unit)) for unit in _UNITS]
+    return np.stack(units, axis=2)
+
+
+def _of_ranks(one: Measured, parts: Mapping[str, Floats], topology: Topology) -> Floats:
+    """What the time has of each constant on each rank: [W, constants]."""
+    if one.what == "exchange":
+        found = np.zeros((1, len(NUMBERS)))
+        received = 4 * one.numbers * (topology.world_size - 1)
+        found[0, NUMBERS.index("exchange_us")], found[0, NUMBERS.index("intra_gb_s")] = 1e-3, received * 1e-6
+        return found
+    picked = {"lookup": [PARTS.index("fwd_compute")], "update": [PARTS.index("bwd_compute")]}.get(one.what)
+    of_case = parts[one.name]
+    total: Floats = (of_case if picked is None else of_case[picked]).sum(axis=0)
+    return total
+
+
+def _vector(constants: Constants) -> Floats:
+    """What times are linear in."""
+    values = {name: getattr(constants, name) for name in NUMBERS}
+    return np.array([1 / value if name.endswith("_gb_s") else value for name, value in values.items()])
+
+
+def _without_calls(measured: Sequence[Measured]) -> list[Measured]:
+    """Lookups and updates without what one takes that has nothing to do: that is part of the step's own time.
+
+    Those that take little more are left out.
+    """
+    least = {one.what: one.ms for one in measured if one.name == NOTHING}
+    found = []
+    for one in measured:
+        if one.what not in ("lookup", "update"):
+            found.append(one)
+        elif one.ms > 2 * least.get(one.what, 0.0):
+            found.append(replace(one, ms=one.ms - least.get(one.what, 0.0)))
+    return found
+
+
+def rank_ms(placed: Sequence[Placed], cost: ShardwiseCost) -> Floats:
+    """Time of each rank by `PARTS` [P, W] that the model predicts for placed tables."""
+    total = np.zeros((len(PARTS), cost.topology.world_size))
+    total[PARTS.index("overhead")] += cost.base_ms([one.table for one in placed])
+    for one in placed:
+        choice = cost.price(one.table, one.way)
+        for block, start in enumerate(one.starts):
+            total[:, start : start + choice.span] += choice.parts_ms[:, block]
+    return total
+
+
+# constants of which one is 1 and all others cost nothing
+_FREE = {name: 1e30 if name.endswith("_gb_s") else 0.0 for name in NUMBERS}
+_UNITS = [Constants.from_json({"format": FORMAT, **_FREE, name: 1.0}) for name in NUMBERS]
+
+
+def _constants(solution: Floats, source: str) -> Constants:
+    found: dict[str, Any] = {}
+    for name, value in zip(NUMBERS, solution.tolist(), strict=True):
+        found[name] = (min(_MOST_GB_S, 1 / value) if value > 0 else _MOST_GB_S) if name.endswith("_gb_s") else value
+    return Constants(**found, source=source)
+
+
+def least_squares(rows: Floats, target: Floats) -> Floats:
+    """x >= 0 with the least |rows x - target| [constants], by active sets (Lawson and Hanson 1974)."""
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    scaled = rows / scale
+    chosen = np.zeros(rows.shape[1], bool)
+    x = np.zeros(rows.shape[1])
+    for _ in range(3 * rows.shape[1]):
+        slope = scaled.T @ (target - scaled @ x)
+        slope[chosen] = -np.inf
+        best = int(np.argmax(slope))
+        if slope[best] <= 1e-10:
+            break
+        chosen[best] = True
+        while True:
+            trial = np.zeros_like(x)
+            trial[chosen] = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
+            below = chosen & (trial <= 0)
+            if not below.any():
+                break
+            # as far as the first one that becomes 0
+            step = float((x[below] / (x[below] - trial[below])).min())
+            x = x + step * (trial - x)
+            chosen &= x > 1e-15
+            x[~chosen] = 0
+        x = trial
+    result: Floats = x / scale
+    return result

@@ -1,0 +1,309 @@
+"""Which codecs a sharder uses, by TorchRec's names (torchrec.distributed.fbgemm_qcomm_codec and .types).
+
+`codecs_of` turns what a sharder is given into the pair of codecs that the exchange runs. Other than in TorchRec, the
+registry means the same on every device and for every collective: rows of all plans travel in one all-to-all, so
+nothing falls back to fp16 for a reduce-scatter or on CPU, and values out of range raise instead of being clamped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, unique
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from .codecs import BF16, DEFAULT_ROW, FP16, FP32, MX4_ROW, Codec, Format, FormatCodec, fp8, int8, mx4
+from .user_codec import ForeignCodec
+
+QuantizationContext = TypeVar("QuantizationContext")
+
+_MOST_PAIRS = 64
+_pairs: dict[tuple[int, int, str], tuple[object, tuple[Codec, Codec]]] = {}
+
+
+@unique
+class CommType(Enum):
+    """What values are while they travel."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+    INT8 = "int8"
+    MX4 = "mx4"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class CommOp(Enum):
+    """The collectives that a registry names; here all of them are one exchange."""
+
+    POOLED_EMBEDDINGS_ALL_TO_ALL = "pooled_embeddings_all_to_all"
+    POOLED_EMBEDDINGS_REDUCE_SCATTER = "pooled_embeddings_reduce_scatter"
+    SEQUENCE_EMBEDDINGS_ALL_TO_ALL = "sequence_embeddings_all_to_all"
+
+
+class QuantizedCommCodec(Generic[QuantizationContext]):
+    """What a codec of one's own has to offer. `ctx` is what `create_context` returned, None by default."""
+
+    def encode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
+        """Values fp32 [n] as `quantized_dtype` [calc_quantized_size(n)]."""
+        raise NotImplementedError
+
+    def decode(self, input_grad: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
+        """The inverse of `encode`."""
+        raise NotImplementedError
+
+    @property
+    def quantized_dtype(self) -> torch.dtype:
+        """The dtype of what `encode` returns."""
+        raise NotImplementedError
+
+    def calc_quantized_size(self, input_len: int, ctx: QuantizationContext | None = None) -> int:
+        """How many elements of `quantized_dtype` become of `input_len` values."""
+        raise NotImplementedError
+
+    def create_context(self) -> QuantizationContext | None:
+        """What `encode` and `decode` share, made once."""
+        return None
+
+    def padded_size(
+        self, input_tensor: Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: QuantizationContext
+    ) -> tuple[int, int]:
+        """The width of a sample after padding, and the padding. Blocks are flat here, so nothing asks for it."""
+        return input_tensor.shape[-1], 0
+
+
+class NoOpQuantizedCommCodec(QuantizedCommCodec[QuantizationContext]):
+    """Values travel as they are."""
+
+    def encode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
+        return input_tensor
+
+    def decode(self, input_grad: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
+        return input_grad
+
+    @property
+    def quantized_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def calc_quantized_size(self, input_len: int, ctx: QuantizationContext | None = None) -> int:
+        return input_len
+
+
+@dataclass
+class QuantizedCommCodecs:
+    """The codecs of a collective: rows in forward, their gradients in backward."""
+
+    forward: QuantizedCommCodec[Any] = field(default_factory=NoOpQuantizedCommCodec)
+    backward: QuantizedCommCodec[Any] = field(default_factory=NoOpQuantizedCommCodec)
+
+
+class FormatCommCodec(QuantizedCommCodec[None]):
+    """One of our formats under TorchRec's names: fp16 and bf16 in their dtype and shape, the others as bytes.
+
+    Formats that share scales take whole rows only here, as the length of the bytes has to tell that of the values;
+    inside the exchange, which knows both, blocks have any length.
+    """
+
+    def __init__(self, codec: FormatCodec) -> None:
+        self.codec = codec
+
+    def encode(self, input_tensor: Tensor, ctx: None = None) -> Tensor:
+        dtype, n = self.quantized_dtype, input_tensor.numel()
+        self.calc_quantized_size(n)
+        data = self.codec.encode(input_tensor.reshape(-1)).view(dtype)
+        return data if dtype is torch.uint8 else data[:n].view(input_tensor.shape)
+
+    def decode(self, input_grad: Tensor, ctx: None = None) -> Tensor:
+        dtype = self.quantized_dtype
+        if input_grad.dtype != dtype:
+            raise ValueError(f"{self.codec.name}: expected {dtype}, got {input_grad.dtype}")
+        if dtype is torch.uint8:
+            return self.codec.decode(input_grad, self._elements(input_grad.shape[0]))
+        values = input_grad.to(torch.float32)
+        return values if self.codec.loss_scale is None else values / self.codec.loss_scale
+
+    @property
+    def quantized_dtype(self) -> torch.dtype:
+        dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+        return dtypes.get(self.codec.format.name, torch.uint8)
+
+    def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
+        row = self.codec.format.row
+        if input_len % row:
+            raise ValueError(f"{self.codec.name}: the number of values must be a multiple of {row}, got {input_len}")
+        return input_len if row == 1 else self.codec.encoded_bytes(input_len)
+
+    def _elements(self, size: int) -> int:
+        row, low, high = self.codec.format.row, 0, size
+        # the least number of rows that takes so many bytes
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.codec.encoded_bytes(middle * row) >= size else (middle + 1, high)
+        if self.codec.encoded_bytes(low * row) != size:
+            raise ValueError(f"{self.codec.name}: no number of whole rows of {row} values has {size} bytes")
+        return low * row
+
+
+@dataclass
+class QCommsConfig:
+    """How rows (forward) and their gradients (backward) travel.
+
+    A loss scale multiplies values on the way, for fp16 and bf16. `fp8_quantize_dim` and `mx4_quantize_dim` are the
+    numbers of values that share a scale: multiples of 4 and 8, 64 and 32 by default, the backward ones as forward. In
+    backward fp8 is e5m2, with `fp8_bwd_uses_143` e4m3. `output_dtype` may only say fp32, which is what arrives;
+    `mx4_rounding_mode` may only be even (2). `fp8_output_dtype` is an older name of `output_dtype`.
+    """
+
+    forward_precision: CommType = CommType.FP32
+    backward_precision: CommType = CommType.FP32
+    forward_loss_scale: float | None = None
+    backward_loss_scale: float | None = None
+    fp8_quantize_dim: int | None = None
+    fp8_quantize_dim_bwd: int | None = None
+    fp8_bwd_uses_143: bool | None = False
+    fp8_output_dtype: object = None
+    mx4_quantize_dim: int | None = None
+    mx4_quantize_dim_bwd: int | None = None
+    mx4_rounding_mode: object = None
+    output_dtype: object = None
+
+    def __post_init__(self) -> None:
+        for name in ("forward_precision", "backward_precision"):
+            if not isinstance(getattr(self, name), CommType):
+                raise ValueError(f"{name} must be a CommType, got {getattr(self, name)!r}")
+        for name in ("output_dtype", "fp8_output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and dtype is not torch.float32 and _plain_name(dtype) != "fp32":
+                raise ValueError(f"{name}: rows arrive as fp32, got {dtype!r}; leave it out")
+        if self.mx4_rounding_mode is not None and _plain_name(self.mx4_rounding_mode) not in ("even", "2"):
+            raise ValueError(f"mx4_rounding_mode: mx4 rounds to even (2), got {self.mx4_rounding_mode!r}; leave it out")
+        precisions = self.forward_precision, self.backward_precision
+        for kind in (CommType.FP8, CommType.MX4):
+            forward, backward = f"{kind}_quantize_dim", f"{kind}_quantize_dim_bwd"
+            if kind not in precisions:
+                for name in (forward, backward):
+                    if getattr(self, name) is not None:
+                        _warn(f"{name} is not used: neither precision is {kind}")
+            elif getattr(self, backward) is None:
+                setattr(self, backward, getattr(self, forward))
+        scaled = (CommType.FP16, CommType.BF16)
+        for side, kind in zip(("forward", "backward"), precisions, strict=True):
+            if getattr(self, f"{side}_loss_scale") is not None and kind not in scaled:
+                _warn(f"{side}_loss_scale is not used: {kind} needs none")
+
+
+def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> QuantizedCommCodecs:
+    """The pair of codecs that a config describes; without one, values travel as they are."""
+    if qcomms_config is None:
+        return QuantizedCommCodecs()
+    return QuantizedCommCodecs(_side(qcomms_config, backward=False), _side(qcomms_config, backward=True))
+
+
+def get_qcomm_codecs_registry(
+    qcomms_config: QCommsConfig, comm_ops: list[CommOp] | None = None, device: torch.device | None = None
+) -> dict[str, QuantizedCommCodecs] | None:
+    """What a sharder's `qcomm_codecs_registry` takes: codecs by name of the collective, by default of all three.
+
+    None where both precisions are FP32. `device` makes no difference: every format runs on every device.
+    """
+    if {qcomms_config.forward_precision, qcomms_config.backward_precision} == {CommType.FP32}:
+        return None
+    codecs = get_qcomm_codecs(qcomms_config)
+    return {op.name: codecs for op in (list(CommOp) if comm_ops is None else comm_ops)}
+
+
+def codecs_of(
+    registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: bool = True, device: torch.device | None = None
+) -> tuple[Codec, Codec]:
+    """The codecs of a collection's rows and of their gradients, from a sharder's registry.
+
+    A pooled collection is told by the two pooled collectives, a sequence one by its own; without any of them values
+    travel as fp32. A codec of one's own is tried on `device`, by default the CPU.
+
+    Raises:
+        ValueError: an unknown collective, a value that is no QuantizedCommCodecs, pooled collectives that differ
+            (their rows travel together), or a codec of one's own that does not do what `QuantizedCommCodec` says.
+    """
+    for name, codecs in (registry or {}).items():
+        if name not in CommOp.__members__:
+            raise ValueError(
+                f"qcomm_codecs_registry: unknown collective {name!r}, known are {list(CommOp.__members__)}"
+            )
+        if not (hasattr(codecs, "forward") and hasattr(codecs, "backward")):
+            raise ValueError(f"qcomm_codecs_registry[{name!r}] must be a QuantizedCommCodecs, got {codecs!r}")
+    ops = [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL]
+    if pooled:
+        ops = [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER]
+    given = [registry[op.name] for op in ops if registry and op.name in registry]
+    pairs = [(_codec(codecs.forward, device), _codec(codecs.backward, device)) for codecs in given]
+    if len({(_identity(forward), _identity(backward)) for forward, backward in pairs}) > 1:
+        raise ValueError(
+            f"qcomm_codecs_registry: the rows of all plans travel in one exchange, but {ops[0].name} has {pairs[0]} "
+            f"and {ops[1].name} {pairs[1]}; give both the same"
+        )
+    return pairs[0] if pairs else (FormatCodec(FP32), FormatCodec(FP32))
+
+
+def codec_pair(codecs: QuantizedCommCodecs, device: torch.device | None = None) -> tuple[Codec, Codec]:
+    """The codecs of one collective: of its rows and of their gradients. Raises as `codecs_of`."""
+    if not (hasattr(codecs, "forward") and hasattr(codecs, "backward")):
+        raise ValueError(f"codecs must be a QuantizedCommCodecs, got {codecs!r}")
+    # a codec of one's own is tried when it is made ready, so once
+    key = id(codecs.forward), id(codecs.backward), str(device)
+    if key not in _pairs:
+        if len(_pairs) >= _MOST_PAIRS:
+            _pairs.clear()
+        # the codecs are kept too: their ids stay theirs
+        _pairs[key] = codecs, (_codec(codecs.forward, device), _codec(codecs.backward, device))
+    return _pairs[key][1]
+
+
+def _codec(codec: QuantizedCommCodec[Any], device: torch.device | None) -> Codec:
+    if isinstance(codec, FormatCommCodec):
+        return codec.codec
+    if isinstance(codec, NoOpQuantizedCommCodec):
+        return FormatCodec(FP32)
+    return ForeignCodec(codec, device)
+
+
+def _identity(codec: Codec) -> object:
+    # two codecs of a user's class may be set up differently
+    return id(codec.codec) if isinstance(codec, ForeignCodec) else codec.name
+
+
+def _side(config: QCommsConfig, *, backward: bool) -> QuantizedCommCodec[Any]:
+    kind = config.backward_precision if backward else config.forward_precision
+    loss_scale = config.backward_loss_scale if backward else config.forward_loss_scale
+    if kind is CommType.FP32:
+        return NoOpQuantizedCommCodec()
+    if kind in (CommType.FP16, CommType.BF16):
+        return FormatCommCodec(FormatCodec(FP16 if kind is CommType.FP16 else BF16, loss_scale=loss_scale))
+    return FormatCommCodec(FormatCodec(_scaled_format(config, kind, backward=backward)))
+
+
+def _scaled_format(config: QCommsConfig, kind: CommType, *, backward: bool) -> Format:
+    if kind is CommType.INT8:
+        return int8()
+    if kind is CommType.FP8:
+        row = config.fp8_quantize_dim_bwd if backward else config.fp8_quantize_dim
+        return fp8(
+            row=DEFAULT_ROW if row is None else row, exponent_bits=5 if backward and not config.fp8_bwd_uses_143 else 4
+        )
+    row = config.mx4_quantize_dim_bwd if backward else config.mx4_quantize_dim
+    return mx4(row=MX4_ROW if row is None else row)
+
+
+def _plain_name(value: object) -> str:
+    """Of an enum's member or a string or a number: TorchRec's own enums need not be there."""
+    return str(getattr(value, "name", value)).lower()
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"QCommsConfig: {message}", stacklevel=4)

@@ -1,0 +1,317 @@
+"""The watch over a process group: it hears in a second that a rank failed, and ends what this rank waits for.
+
+A rank that fails leaves its peers in collectives that nothing else would end before the group's own timeout. So every
+rank has a thread that looks into the group's store now and then, and times the exchange that the rank waits in. Whoever
+finds something wrong raises the alarm there, and every thread answers the roll call: where its rank is, and what it
+raised. What the answers mean is said in failures.py. Then the thread hangs up: the collectives of this rank end, and
+who waits in them learns why. A step costs nothing more: the thread sleeps meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from .env import is_alone
+from .failures import RankFailure, Word, closed_by, is_agreed, is_failure, is_of_group, said, silent_store, verdict
+from .rendezvous import Meeting
+
+# how long a wait lasts before Python may look at signals, Ctrl-C for one
+SLICE = timedelta(seconds=1)
+# most seconds between two looks into the store, and for a roll call
+_LOOK_S, _ROLL_CALL_S = 0.5, 5.0
+_BEFORE = "before its first exchange"
+
+
+class Watch:
+    """The watch of this rank over `group` and others among the same ranks; `timeout_s` bounds each wait in them.
+
+    `hang_up` closes this rank's connections in a group, which ends its collectives there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, hang_up: Callable[[dist.ProcessGroup], None]) -> None:
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.timeout_s: float | None = None
+        # the exchange that this rank waits in, the one before, and how many there were
+        self.at: str | None = None
+        self.last: str | None = None
+        self.waits = 0
+        self.is_closed = False
+        self._group = weakref.ref(group)
+        self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet([group])
+        self._hang_up = hang_up
+        # a group made anew may find the keys of the one before in its store
+        self._meeting = Meeting(self.rank, self.world_size)
+        self._host = _host_of_store(group)
+        self._alarm: str | None = None
+        self._error: Word | None = None
+        self._failure: RankFailure | None = None
+        self._wake, self._over, self._ending = threading.Event(), threading.Event(), False
+        # blocks of `over` that this rank is in
+        self._blocks = 0
+        self._timed = (0, 0.0)
+        self._thread = threading.Thread(target=self._run, name="shardwise watch", daemon=True)
+        self._thread.start()
+
+    def __deepcopy__(self, memo: object) -> Watch:
+        # copies of a model share its processes
+        return self
+
+    def cover(self, group: dist.ProcessGroup) -> None:
+        """Watch over a group of some of these ranks as well."""
+        self._groups.add(group)
+        _watches[group] = self
+
+    def hold(self, work: Any, error: RuntimeError) -> None:
+        """Wait on for what `SLICE` was too short for, as `error` says, or what failed.
+
+        Raises:
+            RankFailure: a rank failed, or did not come in time.
+        """
+        # the thread times this wait; it may itself be held up by the store
+        limit = math.inf if self.timeout_s is None else self.timeout_s - self._roll_call_s()
+        end = time.monotonic() + limit - SLICE.total_seconds()
+        while True:
+            done = work.is_completed() or time.monotonic() > end
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError as again:
+                error = again
+            if done:
+                raise self.failure(error) from error
+
+    def failure(self, error: BaseException) -> RankFailure:
+        """What this rank raises for an error of the group, after a roll call."""
+        self._raise_alarm(f"{self._where()} I got {said(error)}")
+        # the store may be gone without a word, and the thread with it
+        if not self._over.wait(self._roll_call_s() + 4 * self._look_s() + 1) or self._failure is None:
+            self._close()
+            return silent_store(f"it got {said(error)}", self._where(), self.rank, self._host)
+        return RankFailure(str(self._failure), self._failure.ranks)
+
+    def meet(self, error: BaseException, where: str) -> None:
+        """See to an error that leaves this rank's step: tell the others, unless they know or are its cause.
+
+        Raises:
+            RankFailure: another rank is the cause.
+        """
+        ordinary_end = isinstance(error, StopIteration | GeneratorExit)
+        if ordinary_end or is_agreed(error) or is_failure(error) or self._error is not None:
+            return
+        self.translate(error)
+        self._error = Word(f"{where}, {self._where()}", error=said(error))
+        self._raise_alarm(f"{self._where()} I failed")
+        self._over.wait(self._roll_call_s())
+        self._close()
+
+    def require_open(self) -> None:
+        """Refuse an exchange of a group that is closed, in which gloo would wait for nobody.
+
+        Raises:
+            RankFailure: it is; says why.
+        """
+        if self.is_closed:
+            failure = self._failure
+            if self._error is not None:
+                failure = closed_by(self.rank, self._error)
+            if failure is None:
+                failure = silent_store(self._alarm or "it was closed", self._where(), self.rank, self._host)
+            raise RankFailure(str(failure), failure.ranks)
+
+    def translate(self, error: BaseException) -> None:
+        """Raise RankFailure for an error of the process group, of which another rank is the cause."""
+        if is_of_group(error) and not is_failure(error):
+            raise self.failure(error) from error
+
+    @contextmanager
+    def over(self, where: str) -> Iterator[None]:
+        """`meet` for what a block raises."""
+        self._blocks += 1
+        try:
+            yield
+        except BaseException as error:
+            self.meet(error, where)
+            raise
+        finally:
+            self._blocks -= 1
+
+    def end(self) -> None:
+        """Let the thread go."""
+        self._ending = True
+        self._wake.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait until it went."""
+        self._thread.join(seconds)
+
+    def _where(self) -> str:
+        if self.at is not None:
+            return f"in the exchange of {self.at}"
+        return _BEFORE if self.last is None else f"in its own code after the exchange of {self.last}"
+
+    def _look_s(self) -> float:
+        return _LOOK_S if self.timeout_s is None else min(_LOOK_S, self.timeout_s / 16)
+
+    def _roll_call_s(self) -> float:
+        return _ROLL_CALL_S if self.timeout_s is None else min(_ROLL_CALL_S, self.timeout_s / 4)
+
+    def _raise_alarm(self, why: str) -> None:
+        self._alarm = self._alarm or why
+        self._wake.set()
+
+    def _run(self) -> None:
+        """The thread's work: look, until something is wrong or the group is no more."""
+        try:
+            while True:
+                self._wake.wait(self._look_s() / (1 if self._meeting.over else 4))
+                group = self._group()
+                if self._ending or group is None:
+                    return
+                store = _store_of(group)
+                del group
+                self._time_the_wait()
+                if self._alarm is None:
+                    self._meeting.look(store)
+                elif not self._meets(store):
+                    # nobody is there to ask
+                    self._failure = verdict(self._alarm, {self.rank: self._word()}, self.rank, self.world_size)
+                    return
+                prefix = self._meeting.prefix
+                if self._alarm is not None and not store.check([f"{prefix}/alarm"]):
+                    store.set(f"{prefix}/alarm", f"rank {self.rank} said: {self._alarm}")
+                if prefix is not None and store.check([f"{prefix}/alarm"]):
+                    self._call_the_roll(store)
+                    return
+                del store
+        except KeyError:
+            # the group was destroyed, and says so by having no store
+            return
+        except RuntimeError as error:
+            # the store went with its process: wait as long as a rank may need that ended well, and takes its last rows
+            self._over.wait(0 if self._alarm else self._roll_call_s())
+            if self._alarm or self._blocks or self.at is not None:
+                why = self._alarm or f"the store said {said(error)}"
+                self._failure = silent_store(why, self._where(), self.rank, self._host)
+        finally:
+            self._over.set()
+            if self._failure is not None:
+                self._close()
+
+    def _time_the_wait(self) -> None:
+        """Raise the alarm where this rank has been in one exchange for too long."""
+        if self.at is None or self.timeout_s is None:
+            self._timed = (0, 0.0)
+            return
+        now = time.monotonic()
+        if self._timed[0] != self.waits:
+            self._timed = (self.waits, now)
+        elif now - self._timed[1] > self.timeout_s - self._roll_call_s() - 2 * self._look_s():
+            self._alarm = self._alarm or f"{self._where()} I waited for {self.timeout_s:g} s (timeout_s)"
+
+    def _meets(self, store: Store) -> bool:
+        """Whether this rank finds the keys of its group within the time of a roll call."""
+        end = time.monotonic() + self._roll_call_s()
+        while True:
+            self._meeting.look(store)
+            if self._meeting.prefix is not None or time.monotonic() > end:
+                return self._meeting.prefix is not None
+            time.sleep(0.02)
+
+    def _word(self) -> Word:
+        return self._error or Word(self._where(), waits=self.at is not None)
+
+    def _call_the_roll(self, store: Store) -> None:
+        """Say where this rank is, hear the others, and know what happened."""
+        prefix, mine = self._meeting.prefix, self._word()
+        store.set(f"{prefix}/word{self.rank}", mine.encode())
+        words, end = {self.rank: mine}, time.monotonic() + self._roll_call_s()
+        while len(words) < self.world_size and time.monotonic() < end:
+            for rank in set(range(self.world_size)) - set(words):
+                if store.check([f"{prefix}/word{rank}"]):
+                    words[rank] = Word.decode(store.get(f"{prefix}/word{rank}"))
+            if self._error is None and any(word.error is not None for word in words.values()):
+                break
+            if self._error is not None and self._host != self.rank:
+                return
+            # who has not met the others yet does so now
+            self._meeting.look(store)
+            time.sleep(0.02)
+        why = store.get(f"{prefix}/alarm").decode()
+        self._failure = verdict(why, words, self.rank, self.world_size)
+
+    def _close(self) -> None:
+        self.is_closed = True
+        for group in list(self._groups):
+            self._hang_up(group)
+
+
+# every watch of this process by the groups it covers
+_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+
+
+def watch_of(group: dist.ProcessGroup | None) -> Watch | None:
+    """The watch over a group, if there is one."""
+    return None if group is None else _watches.get(group)
+
+
+def watch_over(
+    groups: Sequence[dist.ProcessGroup | None],
+    timeout_s: float | None,
+    hang_up: Callable[[dist.ProcessGroup], None],
+) -> Watch | None:
+    """Watch over groups from now on, the first of which has all ranks; None where one rank is alone.
+
+    A group that is watched already keeps its watch and gets this timeout.
+
+    Raises:
+        ValueError: the timeout is not positive.
+    """
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, or None for no limit but the process group's, got {timeout_s}")
+    first = groups[0]
+    if first is None or is_alone(first):
+        return None
+    watch = _watches.get(first) or Watch(first, hang_up)
+    watch.timeout_s = timeout_s
+    for group in groups:
+        if group is not None:
+            watch.cover(group)
+    return watch
+
+
+def _store_of(group: dist.ProcessGroup) -> Store:
+    """The store that the ranks of a group share; KeyError once the group is destroyed."""
+    store: Store = dist.distributed_c10d._get_process_group_store(group)
+    return store
+
+
+def _host_of_store(group: dist.ProcessGroup) -> int | None:
+    """The rank of a group whose process keeps its store; None where that is a process of its own, or a file."""
+    store: Any = _store_of(group)
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    own = isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    ranks = dist.get_process_group_ranks(group)
+    return ranks.index(0) if own and 0 in ranks else None
+
+
+@atexit.register
+def _end_all() -> None:
+    # a thread that is in C++ when the interpreter goes would take the process down
+    watches = set(_watches.values())
+    for watch in watches:
+        watch.end()
+    for watch in watches:
+        watch.join(2)

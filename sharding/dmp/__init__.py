@@ -1,0 +1,1 @@
+"""`DistributedModelParallel` and what wraps whole models."""

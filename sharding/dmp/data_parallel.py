@@ -1,0 +1,101 @@
+"""What makes the layers that are not sharded data parallel."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from ..comms.env import ShardingEnv
+from .dense import on_meta
+from .unwrap import sharded_parameter_names
+
+if TYPE_CHECKING:
+    from .dmp import DistributedModelParallel
+
+# a lambda, as DDP knows torch's bf16 hook by its name and refuses it without NCCL; gloo serves it as well
+_HOOKS: dict[str, Any] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket),
+}
+
+
+class DataParallelWrapper(abc.ABC):
+    """How a `DistributedModelParallel` makes its dense layers data parallel."""
+
+    @abc.abstractmethod
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Put a wrapper in the place of `dmp._dmp_wrapped_module`, around it; it must leave sharded tables alone."""
+
+
+class DefaultDataParallelWrapper(DataParallelWrapper):
+    """DistributedDataParallel around all that is neither a shard nor trained in the backward; nothing if nothing is.
+
+    Args:
+        bucket_cap_mb, static_graph, find_unused_parameters: as DistributedDataParallel has them; with the static graph
+            a layer that the loss never reaches is no error.
+        allreduce_comm_precision: "fp16" or "bf16" halves the bytes of dense gradients on their way; None sends them as
+            they are.
+        params_to_ignore: more parameters to leave alone, by their names in the unsharded model.
+        ddp_kwargs: further arguments of DistributedDataParallel; they go before ours.
+
+    Raises:
+        ValueError: the precision is unknown; from `wrap`: the model has no parameter of a name in `params_to_ignore`,
+            or parameters are on meta.
+    """
+
+    def __init__(
+        self,
+        bucket_cap_mb: int = 25,
+        static_graph: bool = True,
+        find_unused_parameters: bool = False,
+        allreduce_comm_precision: str | None = None,
+        params_to_ignore: list[str] | None = None,
+        ddp_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if allreduce_comm_precision is not None and allreduce_comm_precision not in _HOOKS:
+            raise ValueError(
+                f"allreduce_comm_precision must be one of {[None, *_HOOKS]}, got {allreduce_comm_precision!r}"
+            )
+        self._precision, self._ignored = allreduce_comm_precision, list(params_to_ignore or [])
+        self._kwargs: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb, "static_graph": static_graph,
+            "find_unused_parameters": find_unused_parameters, "gradient_as_bucket_view": True,
+            **(ddp_kwargs or {}),
+        }  # fmt: skip
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap the model; see the class."""
+        module = dmp._dmp_wrapped_module
+        names = dict(module.named_parameters(remove_duplicate=False))
+        unknown = [name for name in self._ignored if name not in names]
+        if unknown:
+            raise ValueError(f"params_to_ignore {unknown}: the model has no such parameters")
+        ignored = {*sharded_parameter_names(module), *self._ignored}
+        trained = [param for name, param in names.items() if name not in ignored and param.requires_grad]
+        if env.data_parallel_group is None or isinstance(module, DistributedDataParallel) or not trained:
+            return
+        missing = on_meta(module)
+        if missing:
+            raise ValueError(
+                f"{missing} are on meta, and cannot be data parallel before they have values: pass init_parameters=True"
+                ", or init_data_parallel=False and call init_data_parallel() when they have"
+            )
+        if not self._kwargs.get("broadcast_buffers"):
+            # they stay each rank's own, as TorchRec leaves them; by name, as DDP's option changed between versions
+            ignored.update(name for name, _ in module.named_buffers())
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
+        wrapped = DistributedDataParallel(
+            module,
+            **{
+                "device_ids": None if device.type == "cpu" else [device],
+                "process_group": env.data_parallel_group,
+                **self._kwargs,
+            },
+        )
+        if self._precision is not None:
+            wrapped.register_comm_hook(None, _HOOKS[self._precision])
+        dmp._dmp_wrapped_module = wrapped

@@ -1,0 +1,307 @@
+"""`DistributedModelParallel`: plan, shard and run a model whose tables are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.embeddings import CombinedOptimizer, optimizer_of
+
+from ..comms.agreement import Facts, facts_of_dense
+from ..comms.device_fallback import device_here, quiet_without_cuda
+from ..comms.env import ShardingEnv, default_env
+from ..comms.exchange import hang_up
+from ..comms.watch import watch_over
+from ..engine.reshard import changes_of, reshard_by_plan
+from ..engine.state import check_weights
+from ..modules.placement import (
+    Place,
+    agree_on_plan,
+    find_places,
+    shard_places,
+    sharded_collections,
+    warn_of_default_optimizer,
+)
+from ..modules.sharders import ModuleSharder, get_default_sharders
+from ..plan.plan import EmbeddingModuleShardingPlan, ShardingPlan
+from ..planning.planners import plan_for
+from .data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from .dense import materialize, move
+from .unwrap import copy_to_device, get_unwrapped_module
+
+
+class DistributedModelParallel(nn.Module):
+    """A model whose embedding collections are sharded over ranks and whose other layers are data parallel.
+
+    Collections are replaced in place in `module`; their weights are kept (those on meta are initialised). Dense layers
+    are wrapped in DistributedDataParallel. Apply optimizers to tables (`apply_optimizer_in_backward`) before; a sharded
+    table without one trains with SGD at lr 0.01, as in TorchRec, and a warning says so.
+
+    Args:
+        module: the model, or a collection itself.
+        env: rank and process group; by default those of torch.distributed's default group.
+        device: where this rank computes, a string or `torch.device`; by default "cpu". Tables go there whatever device
+            the plan names, with a warning where it names another.
+        plan: where each table goes; by default rank 0 plans with `EmbeddingShardingPlanner`, for machines like its own
+            and 512 samples a rank.
+        sharders: what shards which class of module; by default `get_default_sharders()`.
+        init_data_parallel: False leaves dense layers as they are until you call `init_data_parallel()`: for lazy
+            modules, which get their parameters in a first forward, and for your own work on the model in between.
+        init_parameters: False leaves parameters and buffers of dense layers on meta where they are there; give them
+            values before `init_data_parallel()`. Tables are always initialised.
+        data_parallel_wrapper: what wraps dense layers; by default `DefaultDataParallelWrapper()`.
+        model_tracker_configs: not served.
+        timeout_s: seconds that this rank waits for others in an exchange before it raises RankFailure; None leaves it
+            to the process group's own timeout, which is never changed. Of all models of a process group, the last one
+            made says how long.
+
+    Raises:
+        RuntimeError: there is no process group, or ranks hold different plans, tables or versions of shardwise.
+        PlannerError: no plan is given, and none stays within memory.
+        ValueError: the plan does not fit the module, the process group does not serve the device, a table's optimizer
+            has no fused rule, a dense layer has one in the backward, or `model_tracker_configs` are given. What fails
+            on one rank is raised on all.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | str | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: DataParallelWrapper | None = None,
+        model_tracker_configs: object | None = None,
+        timeout_s: float | None = 60,
+    ) -> None:
+        super().__init__()
+        if model_tracker_configs is not None:
+            raise ValueError("model_tracker_configs: trackers of changed rows are not served, leave it None")
+        for what, value, kind in (
+            ("env", env, ShardingEnv),
+            ("plan", plan, ShardingPlan),
+            ("data_parallel_wrapper", data_parallel_wrapper, DataParallelWrapper),
+        ):
+            if value is not None and not isinstance(value, kind):
+                hint = ": ShardingPlan({module path: its plan})" if kind is ShardingPlan else ""
+                raise TypeError(f"{what} must be a {kind.__name__}{hint}, got {type(value).__name__}")
+        self._env, self._device = env or default_env(), device_here(device or "cpu", stacklevel=2)
+        self._sharders = get_default_sharders() if sharders is None else list(sharders)
+        for one in self._sharders:
+            if not isinstance(one, ModuleSharder):
+                raise TypeError(f"sharders must be ModuleSharders, EmbeddingBagCollectionSharder() say, got {one!r}")
+        self._init_parameters = init_parameters
+        self._data_parallel_wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
+        self._is_data_parallel = False
+        self._watch = watch_over(self._groups(), timeout_s, hang_up)
+        places = find_places(module, self._sharders, plan, self._env_of)
+        with quiet_without_cuda(device or "cpu"):
+            self._plan = agree_on_plan(
+                places, plan, self._device, self._env.data_parallel_group,
+                lambda: plan_for(module, self._sharders, self._env, self._device),
+                more=_dense_facts(module, places, self._env, data_parallel=init_data_parallel, values=init_parameters),
+            )  # fmt: skip
+            warn_of_default_optimizer(places, self._plan, stacklevel=2)
+            self._dmp_wrapped_module = shard_places(module, places, self._plan, self._device)
+        self._sharded = sharded_collections(self._dmp_wrapped_module)
+        for path, sharded in self._sharded.items():
+            sharded.name_exchanges(path)
+        if init_parameters:
+            materialize(self._dmp_wrapped_module, self._device, stacklevel=3)
+        move(self._dmp_wrapped_module, self._device)
+        if init_data_parallel:
+            self.init_data_parallel()
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, without any wrapper."""
+        return get_unwrapped_module(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._device
+
+    @property
+    def sharders(self) -> list[ModuleSharder[Any]]:
+        """What shards which class of module."""
+        return self._sharders
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """Where each table is; prints as tables."""
+        return self._plan
+
+    @property
+    def fused_optimizer(self) -> CombinedOptimizer:
+        """The optimizers that tables run in their backward, by full parameter name."""
+        return CombinedOptimizer([(path, sharded.fused_optimizer) for path, sharded in self._sharded.items()])
+
+    def init_data_parallel(self) -> None:
+        """Make dense layers data parallel; nothing happens the second time. All ranks call it together.
+
+        Raises:
+            ValueError: parameters are still on meta (`init_parameters=False`).
+        """
+        if self._is_data_parallel:
+            return
+        if self._init_parameters:
+            # those that came since
+            materialize(self._dmp_wrapped_module, self._device)
+        move(self._dmp_wrapped_module, self._device)
+        try:
+            self._data_parallel_wrapper.wrap(self, self._env, self._device)
+        except RuntimeError as error:
+            if self._watch is not None:
+                self._watch.translate(error)
+            raise
+        self._is_data_parallel = True
+
+    def copy(self, device: torch.device | str) -> DistributedModelParallel:
+        """A copy whose tensors are on `device`; where they are there already it shares them."""
+        copied = copy_to_device(self, self._device, torch.device(device))
+        assert isinstance(copied, DistributedModelParallel)
+        copied._device = torch.device(device)
+        return copied
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on this rank's batch; all ranks must call it the same number of times.
+
+        Raises:
+            RankFailure: another rank failed, ended or did not come.
+        """
+        try:
+            return self._dmp_wrapped_module(*args, **kwargs)
+        except BaseException as error:
+            if self._watch is not None:
+                self._watch.meet(error, "in forward")
+            raise
+
+    def watched(self, where: str = "in a step") -> AbstractContextManager[None]:
+        """`with model.watched():` around a step tells all ranks of whatever is raised in it.
+
+        What `forward` and tables raise in the backward is told anyway; loss, optimizer and your own code are not, nor
+        is an average of dense gradients that ended because of another rank a RankFailure. `where` is what others read.
+        """
+        return nullcontext() if self._watch is None else self._watch.over(where)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by the names of the unsharded model; a table of another rank is an empty parameter."""
+        yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def bare_named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `named_parameters`, each parameter once."""
+        return self.named_parameters(prefix, recurse)
+
+    def sparse_grad_parameter_names(self, destination: list[str] | None = None, prefix: str = "") -> list[str]:
+        """Names of parameters with sparse gradients, those of nn.Embedding and nn.EmbeddingBag with `sparse=True`."""
+        found = [] if destination is None else destination
+        for name, module in self.module.named_modules(prefix=prefix):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                found.append(f"{name}.weight" if name else "weight")
+        return found
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers by the names of the unsharded model."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(  # type: ignore[override]
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The model by the names of the unsharded model, the same on all ranks whatever the plan.
+
+        A cut table is a `ShardedTensor` (or a DTensor, see `ShardingEnv`) whose local shards are this rank's live rows,
+        none on a rank without; replicated tables and dense layers are plain tensors. `torch.distributed.checkpoint`
+        saves and loads it, also across plans and numbers of ranks.
+        """
+        found: dict[str, Any] = {} if destination is None else destination
+        return self.module.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True
+    ) -> Any:
+        """Copy in what begins with `prefix`: what `state_dict` gave under the same plan, or tensors of whole tables.
+
+        Raises:
+            ValueError: a table has another shape, or is in pieces that another plan cut; names it. Nothing is changed.
+            RuntimeError: keys are missing or unexpected (unless not `strict`), or a dense layer has another shape.
+        """
+        mine = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        for path, sharded in self._sharded.items():
+            check_weights(sharded, mine, f"{path}." if path else "")
+        return self.module.load_state_dict(mine, strict)
+
+    def reshard(
+        self,
+        changed_shard_to_params: Mapping[str, Any],
+        sharded_module_fqn: str | None = None,
+        *,
+        resplit: str | None = None,
+    ) -> float:
+        """Go over to another plan in place, in the middle of training; all ranks call it, with no batch under way.
+
+        Weights, optimizer states, counts of steps and learning rates move along.
+
+        Args:
+            changed_shard_to_params: module path -> (volume, plan of the tables that change), as TorchRec's
+                `output_sharding_plans_delta` makes it; or a plan of one module, whole or of what changes.
+            sharded_module_fqn: the module's path; by default all that the dict names, or the only one.
+            resplit: as `reshard.reshard`.
+
+        Returns:
+            The volume that was told, or the MiB of the tables in a plan.
+
+        Raises:
+            ValueError: the plan does not fit, or as `reshard.reshard`; on all ranks, and nothing is changed.
+        """
+        found = changes_of(changed_shard_to_params, sharded_module_fqn, list(self._sharded))
+        for path, (_, changes) in found.items():
+            with self.watched("in reshard"):
+                reshard_by_plan(self._sharded[path], changes, resplit=resplit)
+            if path in self._plan.plan:
+                merged = EmbeddingModuleShardingPlan({**self._plan.plan[path], **changes})
+                self._plan = ShardingPlan({**self._plan.plan, path: merged})
+        return sum(float(volume) for volume, _ in found.values())
+
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        """The process groups that a failure ends, all ranks first."""
+        return [self._env.data_parallel_group, self._env.process_group]
+
+    def _env_of(self, kind: type[nn.Module]) -> ShardingEnv:
+        """The ranks over which modules of a class are sharded."""
+        return self._env
+
+
+def _dense_facts(
+    module: nn.Module, places: Sequence[Place], env: ShardingEnv, *, data_parallel: bool, values: bool
+) -> Callable[[], Facts]:
+    """What ranks must share of dense layers; that none of them steps in the backward, before its gradient is averaged.
+
+    `data_parallel` and `values` say whether they are made data parallel and given values at once.
+    """
+
+    def find() -> Facts:
+        in_tables = {id(param) for place in places for param in place.parameters().values()}
+        in_tables |= {id(param) for one in sharded_collections(module).values() for param in one.parameters()}
+        dense = [(name, param) for name, param in module.named_parameters() if id(param) not in in_tables]
+        marked = [name for name, param in dense if param.requires_grad and optimizer_of(param) is not None]
+        if marked and env.data_parallel_group is not None:
+            raise ValueError(
+                f"dense parameters {marked} have an optimizer in the backward, which would run before their gradients"
+                " are averaged over the ranks: give them to an ordinary optimizer"
+            )
+        settings = {"init_data_parallel": str(data_parallel), "init_parameters": str(values)}
+        return {**settings, **facts_of_dense(dense)}
+
+    return find

@@ -1,0 +1,188 @@
+"""2D parallelism: tables are sharded inside groups of ranks, and the groups' replicas are averaged now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comms.env import ShardingEnv, ShardingEnv2D, ShardingStrategy
+from ..comms.exchange import Exchange
+from ..engine.collection import ShardedCollection
+from ..modules.sharders import ModuleSharder
+from ..plan.plan import ShardingPlan
+from .data_parallel import DataParallelWrapper
+from .dmp import DistributedModelParallel
+
+# averages tensors over replicas, in place
+AllReduce = Callable[[list[Tensor]], None]
+
+
+@dataclass
+class DMPCollectionConfig:
+    """How modules of one class are sharded, where that differs from the rest of the model.
+
+    Args:
+        module: the class.
+        plan: where their tables go, among the ranks of a sharding group; parts for other modules raise ValueError.
+        sharding_group_size, node_group_size, use_inter_host_allreduce, sharding_strategy: as `DMPCollection`.
+    """
+
+    module: type[nn.Module]
+    plan: ShardingPlan
+    sharding_group_size: int
+    node_group_size: int | None = None
+    use_inter_host_allreduce: bool = False
+    sharding_strategy: ShardingStrategy = ShardingStrategy.DEFAULT
+
+
+class DMPCollection(DistributedModelParallel):
+    """A model whose tables are sharded over groups of ranks, each group holding a replica of all of them.
+
+    Each replica trains by the batches of its own group; `sync()` makes all replicas their mean. Dense layers are data
+    parallel over all ranks, and replicas begin with the tables of the first. On the CPU as on GPUs.
+
+    Args:
+        module, device, sharders, init_data_parallel, init_parameters, data_parallel_wrapper, timeout_s: as
+            `DistributedModelParallel`.
+        plan: made for `sharding_group_size` ranks: rank r of it is the r-th of each group. It is not changed (TorchRec
+            renumbers its ranks).
+        world_size: all ranks.
+        sharding_group_size: ranks that hold a replica together.
+        global_pg: the group of all ranks.
+        sharding_strategy: see `ShardingStrategy`.
+        node_group_size: consecutive ranks of a sharding group that are a host; by default from LOCAL_WORLD_SIZE.
+        use_inter_host_allreduce: sharding groups are consecutive ranks (0, 1 and 2, 3), so that exchanges stay on
+            hosts; by default they are ranks apart (0, 2 and 1, 3), so that averages do.
+        custom_all_reduce: as `set_all_reduce_hook`.
+        submodule_configs: modules of these classes are sharded by their own plans and groups.
+        rs_awaitable_hook_module, use_sharded_relay: not served.
+
+    Raises:
+        ValueError: group sizes do not divide the world, or something is asked for that is not served; and as
+            `DistributedModelParallel`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str,
+        plan: ShardingPlan,
+        world_size: int,
+        sharding_group_size: int,
+        global_pg: dist.ProcessGroup,
+        sharding_strategy: ShardingStrategy = ShardingStrategy.DEFAULT,
+        node_group_size: int | None = None,
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: DataParallelWrapper | None = None,
+        use_inter_host_allreduce: bool = False,
+        custom_all_reduce: AllReduce | None = None,
+        submodule_configs: list[DMPCollectionConfig] | None = None,
+        rs_awaitable_hook_module: str | None = None,
+        use_sharded_relay: bool = False,
+        timeout_s: float | None = 60,
+    ) -> None:
+        if rs_awaitable_hook_module is not None:
+            raise ValueError("rs_awaitable_hook_module: sharding_strategy FULLY_SHARDED is not served, leave it None")
+        if use_sharded_relay:
+            raise ValueError("use_sharded_relay is not served: sync() averages by one all-reduce per dtype")
+        if world_size != dist.get_world_size(global_pg):
+            raise ValueError(f"world_size {world_size} is not that of global_pg, {dist.get_world_size(global_pg)}")
+        device = torch.device(device)
+        config = DMPCollectionConfig(
+            nn.Module, plan, sharding_group_size, node_group_size, use_inter_host_allreduce, sharding_strategy
+        )
+        env = _env_for(config, global_pg, device)
+        # before super(), which asks `_env_of`
+        self._envs_of_classes = {one.module: _env_for(one, global_pg, device) for one in submodule_configs or []}
+        self._custom_all_reduce = custom_all_reduce
+        parts = [plan, *(one.plan for one in submodule_configs or [])]
+        super().__init__(
+            module, env, device, _joined(parts), sharders, init_data_parallel, init_parameters, data_parallel_wrapper,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+        self._replicas = [(one, _env_of_sharded(one)) for one in self._sharded.values()]
+        exchanges = {id(env): Exchange(env.replica_pg) for _, env in self._replicas}
+        self._exchanges = exchanges
+        with torch.no_grad():
+            for one, env_of_one in self._replicas:
+                for tensor in _weights(one):
+                    exchanges[id(env_of_one)].broadcast(tensor)
+
+    def sync(self, include_optimizer_state: bool = True) -> None:
+        """Make every replica's tables the mean of all; their optimizer states too, unless asked not to.
+
+        One all-reduce for each dtype of weights, and one of states. All ranks call this together, after a step.
+        Replicas have equal bits afterwards, but for states if these are left out.
+        """
+        with self.watched("in sync"):
+            for env in {id(env): env for _, env in self._replicas}.values():
+                mine = [one for one, env_of_one in self._replicas if env_of_one is env]
+                self._average([tensor for one in mine for tensor in _weights(one)], env)
+                if include_optimizer_state:
+                    self._average([tensor for one in mine for tensor in _states(one)], env)
+
+    def set_all_reduce_hook(self, reduce_hook: AllReduce) -> None:
+        """Let `reduce_hook` average tensors in `sync`, in place: it is called with those of one dtype at a time.
+
+        It sees to the collective, its process group and its stream.
+        """
+        self._custom_all_reduce = reduce_hook
+
+    @torch.no_grad()
+    def _average(self, tensors: list[Tensor], env: ShardingEnv2D) -> None:
+        if self._custom_all_reduce is None:
+            self._exchanges[id(env)].mean(tensors)
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            self._custom_all_reduce([tensor for tensor in tensors if tensor.dtype == dtype])
+
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        envs = [one for one in (self._env, *self._envs_of_classes.values()) if isinstance(one, ShardingEnv2D)]
+        return [*super()._groups(), *(pg for one in envs for pg in (one.sharding_pg, one.replica_pg))]
+
+    def _env_of(self, kind: type[nn.Module]) -> ShardingEnv:
+        return self._envs_of_classes.get(kind, self._env)
+
+
+def _env_for(config: DMPCollectionConfig, global_pg: dist.ProcessGroup, device: torch.device) -> ShardingEnv2D:
+    """Process groups of a mesh [replicas, ranks of a sharding group]; all ranks make them together."""
+    world, size = dist.get_world_size(global_pg), config.sharding_group_size
+    if size < 1 or world % size:
+        raise ValueError(f"sharding_group_size {size} does not divide {world} ranks")
+    if config.node_group_size is not None and (config.node_group_size < 1 or size % config.node_group_size):
+        raise ValueError(f"node_group_size {config.node_group_size} does not divide sharding_group_size {size}")
+    ranks = torch.tensor(dist.get_process_group_ranks(global_pg), device="cpu")
+    # by columns or by rows
+    groups = ranks.view(-1, size) if config.use_inter_host_allreduce else ranks.view(size, -1).t().contiguous()
+    mesh = DeviceMesh(device.type, groups, mesh_dim_names=("replicate", "shard"))
+    return ShardingEnv2D(
+        mesh.get_group("shard"), mesh.get_group("replicate"), global_pg, mesh, config.node_group_size,
+        config.use_inter_host_allreduce, config.sharding_strategy,
+    )  # fmt: skip
+
+
+def _joined(plans: Sequence[ShardingPlan]) -> ShardingPlan:
+    """The parts of all plans; later ones go before."""
+    return ShardingPlan({path: of_module for plan in plans for path, of_module in plan.plan.items()})
+
+
+def _env_of_sharded(one: ShardedCollection) -> ShardingEnv2D:
+    assert isinstance(one._env, ShardingEnv2D)
+    return one._env
+
+
+def _weights(one: ShardedCollection) -> list[Tensor]:
+    # tables that are trained by their gradient are dense layers, and equal on all ranks
+    return [group.flat for group in one._held.groups]
+
+
+def _states(one: ShardedCollection) -> list[Tensor]:
+    return [state for group in one._held.groups for state in group.states]

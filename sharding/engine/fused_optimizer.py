@@ -1,0 +1,111 @@
+"""The optimizer of a sharded collection, seen from outside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.embeddings import FusedOptimizer, OptimizerSpec, TableGroup
+from shardwise.embeddings.tables.accumulation import add_powers, root_of
+
+from ..comms.env import ShardingEnv2D
+from ..comms.exchange import Exchange
+from .held import Held
+from .owner import Owner
+from .state import States, publish, take
+
+
+class ShardedFusedOptimizer(FusedOptimizer):
+    """The optimizer that the tables of a sharded collection run in their backward.
+
+    Parameters, their names and `param_groups` are the same on all ranks, whatever the plan: one group for all tables of
+    equal settings. `state` has the tables with rows on this rank. Loading takes what this optimizer gave under the same
+    plan, or whole tensors, which those of an unsharded collection are; states of tables on other ranks are passed over.
+
+    Attributes:
+        resplit: "mean" lets a state per row of a whole table be loaded where columns are cut and each block of them has
+            numbers of its own: each gets that of the row. None, the default, refuses.
+    """
+
+    def __init__(self, owner: Owner, states: States, prefix: str) -> None:
+        self._prefix, self._owner, self._held, self._values = prefix, owner, owner.held, states
+        self.accumulation = owner.held.accumulation
+        self.resplit: str | None = None
+        names: dict[OptimizerSpec, list[str]] = {}
+        for table in states.tables.values():
+            if table.optimizer is not None:
+                names.setdefault(table.optimizer, []).append(table.name)
+        self._specs = list(names)
+        # the rates that tables train by, until a step passes others on
+        self._rates = [spec.lr for spec in names]
+        self._begin([(tables, _groups(owner.held, spec), spec.lr) for spec, tables in names.items()])
+
+    def follow_plan(self, owner: Owner, states: States) -> None:
+        """Go on with these groups of the same tables; learning rates stay."""
+        self._owner, self._held, self._values = owner, owner.held, states
+        self._held.accumulate_as(self.accumulation)
+        self._steered = [_groups(self._held, spec) for spec in self._specs]
+        for groups, rate in zip(self._steered, self._rates, strict=True):
+            for group in groups:
+                group.set_lr(rate)
+        self._follow()
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The p-norm of all gradients that wait, of all ranks, as one vector (0-dim, fp32), the same bits on all ranks.
+
+        One exchange, which all ranks ask for together. Replicated tables count once. Of replicas that are averaged now
+        and then (`DMPCollection`) it is the mean, one more exchange.
+        """
+        power, env = self._owner.power_of_sums(norm_type), self._values.env
+        if isinstance(env, ShardingEnv2D):
+            replicas = Exchange(env.replica_pg)
+            powers = replicas.numbers(power.repeat(replicas.world_size)).wait()
+            power = add_powers(powers, norm_type) / (1 if norm_type == math.inf else replicas.world_size)
+        return root_of(power, norm_type)
+
+    def _apply_sums(self) -> None:
+        self._owner.apply_sums()
+
+    def _put_rates_in_effect(self) -> None:
+        super()._put_rates_in_effect()
+        self._rates = [float(group["lr"]) for group in self.param_groups]
+
+    def _parameter(self, table: str) -> Tensor:
+        return self._held.parameters[table]
+
+    def _states(self, table: str) -> dict[str, Any] | None:
+        if not self._values.homes(table):
+            return None
+        return {key: publish(value, self._values.env) for key, value in self._values.states(table).items()}
+
+    def _prepare_states(self, theirs: Mapping[str, Any]) -> Callable[[], None]:
+        here = [table for tables in self._tables for table in tables if self._values.homes(table)]
+        unknown, missing = set(theirs) - set(self.params), {self._name(table) for table in here} - set(theirs)
+        if unknown or missing:
+            raise ValueError(
+                f"parameters of the optimizer state differ: missing {sorted(missing)}, unexpected {sorted(unknown)}"
+            )
+        fills, theirs = [], self._with_counts(theirs)
+        for table in here:
+            name, values = self._name(table), self._values.states(table)
+            wanted, given = {f"{table}.{key}": value for key, value in values.items()}, theirs[self._name(table)]
+            lost, strange = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
+            if lost or strange:
+                raise ValueError(f"optimizer states of {name} differ: missing {lost}, unexpected {strange}")
+            fills += [
+                take(f"{name}: state {key}", value, given[key], self._values.env, resplit=self.resplit)
+                for key, value in wanted.items()
+            ]
+
+        def fill() -> None:
+            for one in fills:
+                one()
+
+        return fill
+
+
+def _groups(held: Held, spec: OptimizerSpec) -> list[TableGroup]:
+    return [group for group in held.groups if group.optimizer == spec]

@@ -1,0 +1,1 @@
+"""Sharded modules and the sharders that make them."""

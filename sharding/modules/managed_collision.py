@@ -1,0 +1,282 @@
+"""Managed collision collections over ranks: each rank maps the ids of the table shards that it holds.
+
+Ids travel as they are (hashed, if a module hashes them) to the ranks that hold their table, which profile and map them
+there, so that a table that is whole or cut by columns has the slots and the bits of one process. Row shards divide the
+ids [0, input_size) evenly, and each maps its part to its own rows, as if it were a table of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.embeddings import BaseEmbeddingConfig
+from shardwise.embeddings.managed_collision import (
+    BaseManagedCollisionEmbeddingCollection,
+    ManagedCollisionCollection,
+    ManagedCollisionModule,
+    change_ids,
+    fresh_rows,
+)
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+
+from ...planner.layout import Shard, Span
+from ..comms.awaitable import LazyAwaitable
+from ..comms.env import ShardingEnv
+from ..engine.collection import ShardedCollection
+from ..engine.id_map import Renewal
+from ..engine.state import (
+    Piece,
+    Value,
+    publish,
+    take,
+)
+from .nested import _Nested
+
+# of a module's state, what is not a number per slot
+_OF_MODULE = ("_output_segments_tensor", "_current_iter_tensor")
+
+
+class SlotMap:
+    """An id map: the rows of a table's shard by the managed collision module of this rank.
+
+    Args:
+        module: of this rank's row shard; None where it holds none.
+        rows: of the table that the shard has.
+        first_id: ids come counted from it.
+        id_range: ids of the table are in [0, id_range), on all ranks.
+    """
+
+    def __init__(
+        self,
+        module: ManagedCollisionModule | None,
+        config: BaseEmbeddingConfig,
+        rows: Span,
+        first_id: int,
+        id_range: int,
+    ) -> None:
+        self._module, self._config, self._rows, self._first_id = module, config, rows, first_id
+        self._id_range = id_range
+        self._renewal: Renewal | None = None
+
+    @property
+    def id_range(self) -> int:
+        """Ids of the table are in [0, id_range)."""
+        return self._id_range
+
+    @torch.no_grad()
+    def translate(self, table: str, ids: Tensor, step: Tensor) -> Tensor:
+        """The row of each id, once the batch was profiled; an id below 0, which a lenient policy let pass, keeps it."""
+        assert self._module is not None
+        inside = ids >= 0
+        # host sync on CUDA: modules take the ids that there are
+        known = ids[inside] + self._first_id
+        lengths = torch.tensor([known.shape[0]], device="cpu").to(ids.device)
+        features = self._module.profile({table: JaggedTensor(known, lengths=lengths)})
+        slots = self._module.remap(features)[table].values()
+        if slots.shape != known.shape:
+            raise ValueError(
+                f"table {table!r}: its managed collision module turned {known.shape[0]} ids into {slots.shape[0]}"
+                " slots: where tables are sharded every id needs one"
+            )
+        rows = torch.full_like(ids, -1)
+        rows[inside] = slots - self._rows[0]
+        self._renewal = self._renewed()
+        return rows
+
+    def _renewed(self) -> Renewal | None:
+        assert self._module is not None
+        evicted = self._module.evict()
+        if evicted is None or not evicted.numel():
+            return None
+        first, step = self._rows[0], self._module.batches_seen()
+        return Renewal(evicted - first, fresh_rows(self._config, evicted.numel(), step, first_row=first))
+
+    def renewal(self) -> Renewal | None:
+        """Rows that the last batch gave to other ids."""
+        return self._renewal
+
+
+class ShardedManagedCollisionCollection(nn.Module):
+    """The managed collision modules of the table shards on this rank, under the names of the unsharded collection.
+
+    Its state dict has, on all ranks, each number per slot as a tensor in pieces over the ranks.
+
+    Args:
+        module: the unsharded collection. A module without ids is made anew for a row shard; one of a table that is
+            whole on its rank, or cut by columns, goes on as it is.
+        shards: of all tables and ranks.
+
+    Raises:
+        ValueError: a table is replicated, has several row shards on a rank, or is to be cut by rows though its module
+            has ids.
+    """
+
+    _managed_collision_modules: nn.ModuleDict
+
+    def __init__(
+        self,
+        module: ManagedCollisionCollection,
+        shards: Sequence[Shard],
+        env: ShardingEnv,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.need_preprocess = module.need_preprocess
+        self._embedding_configs, self._env, self._device = module.embedding_configs(), env, device
+        self._maps: dict[str, SlotMap] = {}
+        self._managed_collision_modules = nn.ModuleDict()
+        self._pieces: dict[str, tuple[Piece, ...]] = {}
+        self._buffers_of: dict[str, dict[str, torch.dtype]] = {}
+        modules = module.modules_by_table()
+        for config in self._embedding_configs:
+            self._place(config, modules[config.name], [shard for shard in shards if shard.table == config.name])
+        # what hashes ids before they travel, without state
+        self._hashing = {
+            name: one.rebuild_with_output_id_range((0, 1), [0, 1])
+            for name, one in modules.items()
+            if module.need_preprocess and one.preprocesses
+        }
+        self.register_state_dict_post_hook(_publish)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
+
+    def _place(self, config: BaseEmbeddingConfig, whole: ManagedCollisionModule, shards: Sequence[Shard]) -> None:
+        name = config.name
+        borders = sorted({shard.rows for shard in shards})
+        strips = sorted({shard.cols for shard in shards})
+        by_rank = {rank: {shard.rows for shard in shards if shard.rank == rank} for rank in range(self._env.world_size)}
+        for rank, rows_of_rank in by_rank.items():
+            if len(rows_of_rank) > 1:
+                raise ValueError(f"table {name!r}: rank {rank} has row shards {sorted(rows_of_rank)}: give it one")
+        mine = list(by_rank[self._env.rank])
+        if len(borders) > 1 and whole.batches_seen():
+            raise ValueError(
+                f"table {name!r}: its managed collision module has learned ids, which row shards would divide among"
+                " themselves: shard a new one, and load a state dict of row shards"
+            )
+        # column blocks of a row shard have the same map: each publishes its own
+        self._pieces[name] = tuple(
+            Piece(shard.rank, ((at + shard.rows[0], at + shard.rows[1]),))
+            for shard in sorted(shards, key=lambda shard: (shard.cols, shard.rows))
+            for at in (strips.index(shard.cols) * config.num_embeddings,)
+        )
+        transient = whole._non_persistent_buffers_set
+        self._buffers_of[name] = {
+            key: buffer.dtype for key, buffer in whole.named_buffers() if key not in transient and key not in _OF_MODULE
+        }
+        held: ManagedCollisionModule | None = None
+        rows, part = (0, config.num_embeddings), -(-whole.input_size() // len(borders))
+        if mine:
+            rows = mine[0]
+            held = whole
+            if len(borders) > 1 or any(buffer.is_meta for buffer in whole.buffers()):
+                ends = [low for low, _ in borders] + [config.num_embeddings]
+                held = whole.rebuild_with_output_id_range(rows, ends, self._device).train(whole.training)
+            self._managed_collision_modules[name] = held.to(self._device)
+        first = borders.index(rows) * part if mine else 0
+        self._maps[name] = SlotMap(held, config, rows, first, whole.input_size())
+
+    def id_maps(self) -> dict[str, SlotMap]:
+        """The map of each table."""
+        return self._maps
+
+    def embedding_configs(self) -> Sequence[BaseEmbeddingConfig]:
+        """Those of all tables."""
+        return self._embedding_configs
+
+    def preprocess(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Ids as they travel; `features` itself where nothing changes."""
+        if not self._hashing:
+            return features
+
+        def hashed(table: str, ids: JaggedTensor) -> JaggedTensor:
+            return self._hashing[table].preprocess({table: ids})[table] if table in self._hashing else ids
+
+        return change_ids(features, self._embedding_configs, hashed)
+
+    def open_slots(self) -> dict[str, Tensor]:
+        """How many slots of this rank no id has yet, by table that has rows here."""
+        return {name: one.open_slots() for name, one in self._managed_collision_modules.items()}  # type: ignore[operator]
+
+    def value(self, table: str, name: str) -> Value:
+        """A number per slot of a table: in pieces, one column block after another."""
+        pieces, dtype = self._pieces[table], self._buffers_of[table][name]
+        local = tuple(
+            (piece, self._managed_collision_modules[table].get_buffer(name))
+            for piece in pieces
+            if piece.rank == self._env.rank
+        )
+        size = max(piece.box[0][1] for piece in pieces)
+        slots = next(config.num_embeddings for config in self._embedding_configs if config.name == table)
+        return Value((size,), pieces, local, dtype, self._device, rows=slots, alike=True)
+
+    def values(self) -> Iterator[tuple[str, str, Value]]:
+        """Table, name below this module, and value of all of them."""
+        for table, names in self._buffers_of.items():
+            for name in names:
+                yield table, f"_managed_collision_modules.{table}.{name}", self.value(table, name)
+
+
+class ShardedManagedCollisionEmbeddings(_Nested):
+    """A managed collision embedding (bag) collection whose tables and maps are sharded: same inputs and names.
+
+    Its output is a pair too: what is to come, and None.
+    """
+
+    def __init__(
+        self,
+        module: BaseManagedCollisionEmbeddingCollection,
+        collection: ShardedCollection,
+        maps: ShardedManagedCollisionCollection,
+    ) -> None:
+        super().__init__()
+        self._managed_collision_collection = maps
+        self._embedding_module = collection
+        self.train(module.training)
+
+    def forward(
+        self, features: KeyedJaggedTensor | Exception, mutate_miss_lengths: bool = True
+    ) -> tuple[LazyAwaitable[Any], None]:
+        """Look this rank's batch up, together with the other ranks. Raises as `ShardedCollection.begin`."""
+        if not isinstance(features, Exception):
+            try:
+                features = self._managed_collision_collection.preprocess(features)
+            except Exception as error:
+                # in the place of the batch, so that no rank waits for this one
+                features = error
+        return self._embedding_module(features), None
+
+
+class ShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisionEmbeddings):
+    """A `ManagedCollisionEmbeddingBagCollection` over several ranks."""
+
+
+class ShardedManagedCollisionEmbeddingCollection(ShardedManagedCollisionEmbeddings):
+    """A `ManagedCollisionEmbeddingCollection` over several ranks."""
+
+
+def _publish(collection: ShardedManagedCollisionCollection, destination: dict[str, Any], prefix: str, _: Any) -> None:
+    for _, name, value in collection.values():
+        destination[prefix + name] = publish(value, collection._env)
+
+
+def _take(collection: ShardedManagedCollisionCollection, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before `load_state_dict`: fill this rank's modules, which then load what they have."""
+    held = collection._managed_collision_modules
+    filled = [
+        (table, name, take(f"table {table!r} ({prefix + name})", value, state_dict[prefix + name], collection._env))
+        for table, name, value in collection.values()
+        if prefix + name in state_dict
+    ]
+    for table, name, fill in filled:
+        if table in held:
+            fill()
+            state_dict[prefix + name] = collection.get_buffer(name)
+    for config in collection._embedding_configs:
+        below = f"{prefix}_managed_collision_modules.{config.name}."
+        for name in list(state_dict) if config.name not in held else ():
+            if name.startswith(below):
+                del state_dict[name]

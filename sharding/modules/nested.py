@@ -1,0 +1,300 @@
+"""Modules that hold collections, sharded as a whole: feature-processed collections and towers.
+
+Only the collection inside is sharded. Feature processors run on the rank that has the batch, before its ids leave;
+interactions run there too, once the rows have come. Both are ordinary layers, data parallel like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.embeddings import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    EmbeddingTower,
+    EmbeddingTowerCollection,
+    FeatureProcessedEmbeddingBagCollection,
+    FeatureProcessorDictWrapper,
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+)
+from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
+
+from ..comms.env import ShardingEnv
+from ..plan.plan import ParameterSharding
+from .sharders import (
+    BaseEmbeddingSharder,
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+    FusedEmbeddingBagCollectionSharder,
+    FusedEmbeddingCollectionSharder,
+    ModuleSharder,
+)
+
+
+class _Nested(nn.Module):
+    """A module of which a part is sharded."""
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Parameters that the backward trains or that other ranks hold."""
+        for name, child in self.named_modules(prefix=prefix):
+            fused = getattr(child, "fused_parameter_names", None)
+            if fused is not None:
+                yield from (f"{name}.{param}" for param in fused())
+
+
+class ShardedFeatureProcessedEmbeddingBagCollection(_Nested):
+    """A `FeatureProcessedEmbeddingBagCollection` whose collection is sharded: same inputs, outputs and names.
+
+    Args:
+        module: as it was, with the feature processors.
+        collection: the sharded form of its collection.
+    """
+
+    def __init__(self, module: FeatureProcessedEmbeddingBagCollection, collection: nn.Module) -> None:
+        super().__init__()
+        self._embedding_bag_collection = collection
+        self._feature_processors = module._feature_processors
+        self._feature_names = module._feature_names
+
+    def forward(self, features: KeyedJaggedTensor | Exception) -> KeyedTensor:
+        """Process this rank's batch and look it up, together with the other ranks.
+
+        Raises:
+            KeyError, IndexError, ValueError, TypeError: as the unsharded module, on all ranks.
+        """
+        return self._embedding_bag_collection(self._processed(features))  # type: ignore[no-any-return]
+
+    def _processed(self, features: KeyedJaggedTensor | Exception) -> KeyedJaggedTensor | Exception:
+        # an error takes the place of the batch, so that no rank waits for this one
+        if isinstance(features, Exception):
+            return features
+        processors = self._feature_processors
+        try:
+            if isinstance(processors, nn.ModuleDict):
+                keys = features.keys()
+                if missing := [name for name in self._feature_names if name not in keys]:
+                    raise KeyError(f"features {missing} are not in the batch, which has {keys}")
+                processors = FeatureProcessorDictWrapper(processors)
+            processed: KeyedJaggedTensor = processors(features)
+        except Exception as error:
+            return error
+        return processed
+
+
+class ShardedEmbeddingTower(_Nested):
+    """An `EmbeddingTower` whose embedding module is sharded: same inputs, outputs and names."""
+
+    def __init__(self, module: EmbeddingTower, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.interaction = module.interaction
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Look this rank's batch up, together with the other ranks, and interact: [B, N]."""
+        return self.interaction(self.embedding(*args, **kwargs))  # type: ignore[no-any-return]
+
+
+class ShardedEmbeddingTowerCollection(_Nested):
+    """An `EmbeddingTowerCollection` whose towers are sharded: same inputs, outputs and names."""
+
+    def __init__(self, module: EmbeddingTowerCollection, towers: list[ShardedEmbeddingTower]) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(towers)
+        self._input_params = module._input_params
+
+    def forward(
+        self, features: KeyedJaggedTensor | None = None, weighted_features: KeyedJaggedTensor | None = None
+    ) -> Tensor:
+        """The towers' outputs [B, N_i] side by side, [B, sum of N_i].
+
+        Raises:
+            ValueError: `features` or `weighted_features` are missing on a rank where a tower takes them; on all ranks.
+        """
+        outputs = []
+        for i, (tower, wanted) in enumerate(zip(self.towers, self._input_params, strict=True)):
+            inputs: list[KeyedJaggedTensor | Exception] = []
+            given = {"features": features, "weighted_features": weighted_features}
+            for (name, batch), is_wanted in zip(given.items(), wanted, strict=True):
+                if is_wanted:
+                    missing = ValueError(f"tower {i} takes {name}: give them to forward")
+                    inputs.append(missing if batch is None else batch)
+            outputs.append(tower(*inputs))
+        return torch.cat(outputs, dim=1)
+
+
+class FeatureProcessedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[FeatureProcessedEmbeddingBagCollection]):
+    """The sharder of `FeatureProcessedEmbeddingBagCollection`.
+
+    Args:
+        ebc_sharder: what shards the collection; by default one with these codecs.
+        qcomm_codecs_registry: as `ModuleSharder`.
+    """
+
+    def __init__(
+        self,
+        ebc_sharder: EmbeddingBagCollectionSharder | None = None,
+        qcomm_codecs_registry: Mapping[str, Any] | None = None,
+    ) -> None:
+        if ebc_sharder is not None and qcomm_codecs_registry is not None:
+            raise ValueError("qcomm_codecs_registry: the ebc_sharder that is given has its own; give it to that one")
+        self._ebc_sharder = ebc_sharder or EmbeddingBagCollectionSharder(qcomm_codecs_registry=qcomm_codecs_registry)
+        super().__init__(self._ebc_sharder.fused_params, self._ebc_sharder.qcomm_codecs_registry)
+
+    @property
+    def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
+        """`FeatureProcessedEmbeddingBagCollection`."""
+        return FeatureProcessedEmbeddingBagCollection
+
+    @property
+    def sharded_module_type(self) -> type[ShardedFeatureProcessedEmbeddingBagCollection]:
+        """`ShardedFeatureProcessedEmbeddingBagCollection`."""
+        return ShardedFeatureProcessedEmbeddingBagCollection
+
+    def shardable_parameters(self, module: FeatureProcessedEmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        """Tables of the collection by name."""
+        return self._ebc_sharder.shardable_parameters(module._embedding_bag_collection)
+
+    def shard(  # type: ignore[override]
+        self,
+        module: FeatureProcessedEmbeddingBagCollection,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | str | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
+        """The sharded form of a feature-processed collection. As `BaseEmbeddingSharder.shard`."""
+        _require(self, module)
+        inner = module._embedding_bag_collection
+        sharder: BaseEmbeddingSharder[Any] = self._ebc_sharder
+        if type(inner) is not sharder.module_type:
+            sharder = _sharder_of(inner, self)
+        collection = sharder.shard(inner, params, env, device, module_fqn)
+        return ShardedFeatureProcessedEmbeddingBagCollection(module, collection)
+
+
+class EmbeddingTowerSharder(BaseEmbeddingSharder[EmbeddingTower]):
+    """The sharder of `EmbeddingTower`, for any plan of its collection; arguments as `BaseEmbeddingSharder`."""
+
+    @property
+    def module_type(self) -> type[EmbeddingTower]:
+        """`EmbeddingTower`."""
+        return EmbeddingTower
+
+    @property
+    def sharded_module_type(self) -> type[ShardedEmbeddingTower]:
+        """`ShardedEmbeddingTower`."""
+        return ShardedEmbeddingTower
+
+    def embedding_sharder(self, module: EmbeddingTower) -> ModuleSharder[Any]:
+        """What shards the tower's embedding module.
+
+        Raises:
+            TypeError: nothing does.
+        """
+        return _sharder_of(module.embedding, self)
+
+    def shardable_parameters(self, module: EmbeddingTower) -> dict[str, nn.Parameter]:
+        """Tables of the tower by name."""
+        return self.embedding_sharder(module).shardable_parameters(module.embedding)
+
+    def shard(  # type: ignore[override]
+        self,
+        module: EmbeddingTower,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | str | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingTower:
+        """The sharded form of a tower. As `BaseEmbeddingSharder.shard`."""
+        _require(self, module)
+        sharder = self.embedding_sharder(module)
+        return ShardedEmbeddingTower(module, sharder.shard(module.embedding, params, env, device, module_fqn))
+
+
+class EmbeddingTowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
+    """The sharder of `EmbeddingTowerCollection`: a plan names the tables of all towers; arguments as its base."""
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
+        self._tower_sharder = EmbeddingTowerSharder(fused_params, qcomm_codecs_registry)
+
+    @property
+    def module_type(self) -> type[EmbeddingTowerCollection]:
+        """`EmbeddingTowerCollection`."""
+        return EmbeddingTowerCollection
+
+    @property
+    def sharded_module_type(self) -> type[ShardedEmbeddingTowerCollection]:
+        """`ShardedEmbeddingTowerCollection`."""
+        return ShardedEmbeddingTowerCollection
+
+    def shardable_parameters(self, module: EmbeddingTowerCollection) -> dict[str, nn.Parameter]:
+        """Tables of all towers by name.
+
+        Raises:
+            ValueError: two towers have a table of one name.
+        """
+        found: dict[str, nn.Parameter] = {}
+        for i, tower in enumerate(module.towers):
+            assert isinstance(tower, EmbeddingTower)
+            for name, param in self._tower_sharder.shardable_parameters(tower).items():
+                if name in found:
+                    raise ValueError(
+                        f"tower {i}: another tower has a table {name!r}, and a plan names tables: rename it"
+                    )
+                found[name] = param
+        return found
+
+    def shard(  # type: ignore[override]
+        self,
+        module: EmbeddingTowerCollection,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | str | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingTowerCollection:
+        """The sharded form of a collection of towers. As `BaseEmbeddingSharder.shard`."""
+        _require(self, module)
+        tables = self.shardable_parameters(module)
+        if set(params) != set(tables):
+            raise ValueError(f"the plan has tables {sorted(params)}, the module {sorted(tables)}")
+        towers = []
+        for tower in module.towers:
+            assert isinstance(tower, EmbeddingTower)
+            mine = {name: params[name] for name in self._tower_sharder.shardable_parameters(tower)}
+            towers.append(self._tower_sharder.shard(tower, mine, env, device, module_fqn))
+        return ShardedEmbeddingTowerCollection(module, towers)
+
+
+def _sharder_of(module: nn.Module, outer: BaseEmbeddingSharder[Any]) -> BaseEmbeddingSharder[Any]:
+    """What shards a module by its exact class, with the settings of what shards the module around it."""
+    given, codecs = outer.fused_params, outer.qcomm_codecs_registry
+    if type(module) is EmbeddingBagCollection:
+        return EmbeddingBagCollectionSharder(given, codecs)
+    if type(module) is EmbeddingCollection:
+        return EmbeddingCollectionSharder(given, codecs)
+    if type(module) is FusedEmbeddingBagCollection:
+        return FusedEmbeddingBagCollectionSharder(given, codecs)
+    if type(module) is FusedEmbeddingCollection:
+        return FusedEmbeddingCollectionSharder(given, codecs)
+    if type(module) is FeatureProcessedEmbeddingBagCollection:
+        return FeatureProcessedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(given, codecs))
+    raise TypeError(
+        f"{type(outer).__name__}: a {type(module).__name__} inside cannot be sharded: a collection can, or a"
+        " FeatureProcessedEmbeddingBagCollection"
+    )
+
+
+def _require(sharder: ModuleSharder[Any], module: nn.Module) -> None:
+    if not isinstance(module, sharder.module_type):
+        names = type(sharder).__name__, sharder.module_type.__name__, type(module).__name__
+        raise TypeError("{} shards {}, got {}".format(*names))

@@ -1,0 +1,158 @@
+"""`ShardedEmbeddingBagCollection` and `ShardedEmbeddingCollection`: the engine behind the two collections.
+
+A forward sends the rows off and returns at once; its result waits for those of other ranks when it is first used, so
+that layers which do not need it run meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.embeddings import EmbeddingCollection, pick_features
+from shardwise.embeddings.tables.table_bytes import weights_bytes_in_emb_kernel
+from shardwise.embeddings.tables.variable_batch import expand_bags, expand_pooled, inverse_of
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from ..comms.awaitable import LazyAwaitable
+from ..engine.collection import ShardedCollection
+from ..engine.dedup import repeated
+from ..engine.lookup_autograd import CutGradient
+from ..engine.owner import InFlight
+
+# says what each rank holds of a pooled collection, at level INFO
+logger = logging.getLogger(__name__)
+
+
+class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
+    """The `KeyedTensor` of a batch that is on its way."""
+
+    awaited_type = KeyedTensor
+
+    def __init__(self, collection: ShardedEmbeddingBagCollection, flight: InFlight) -> None:
+        super().__init__()
+        self._collection, self._flight = collection, flight
+
+    def _wait_impl(self) -> KeyedTensor:
+        return self._collection.finish(self._flight)
+
+
+class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
+    """The rows of a batch that are on their way, by feature."""
+
+    awaited_type = dict
+
+    def __init__(self, collection: ShardedEmbeddingCollection, flight: InFlight) -> None:
+        super().__init__()
+        self._collection, self._flight = collection, flight
+
+    def _wait_impl(self) -> dict[str, JaggedTensor]:
+        return self._collection.finish(self._flight)
+
+
+class ShardedEmbeddingBagCollection(ShardedCollection):
+    """An `EmbeddingBagCollection` over several ranks: same inputs, same `KeyedTensor`, same parameter names."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        names = [name for names in self._names_by_table for name in names]
+        held = weights_bytes_in_emb_kernel(self)
+        logger.info("sharded: rank %d holds %d bytes of %d tables", self._env.rank, held, len(self._names_by_table))
+        # checked once; each output has its own values
+        self._output = KeyedTensor(names, self._routes.dims, torch.empty(0, sum(self._routes.dims), device="cpu"))
+
+    def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[KeyedTensor]:
+        """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
+        flight = self.begin(features)
+        self.look_up(flight)
+        return EmbeddingBagCollectionAwaitable(self, flight)
+
+    def lazily(self, flight: InFlight) -> LazyAwaitable[KeyedTensor]:
+        """The result of a batch, which waits for other ranks when it is used."""
+        return EmbeddingBagCollectionAwaitable(self, flight)
+
+    def finish(self, flight: InFlight) -> KeyedTensor:
+        """The result of a batch.
+
+        Raises:
+            OverflowError: a number does not fit a compressed exchange; on all ranks.
+        """
+        values, dims = self._exchanged(flight), self._routes.dims
+        if self._routes.dense:
+            assert self._columns is not None
+            dense = self._dense_pieces(flight)
+            pieces = [dense[n] if n in dense else self._columns.of_lookup(values, n) for n in range(len(dims))]
+            values = torch.cat(pieces, dim=1)
+        given = flight.batch.given
+        if given.inverse_indices_or_none() is not None:
+            values = expand_pooled(values, dims, inverse_of(given, self._routes.features))
+        return self._output.with_values(values.to(self._policy.output_dtype))
+
+
+class ShardedFusedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+    """A `FusedEmbeddingBagCollection` over several ranks: its tables train with the optimizer that it brought."""
+
+
+class ShardedEmbeddingCollection(ShardedCollection):
+    """An `EmbeddingCollection` over several ranks: same inputs, same dict of `JaggedTensor`, same parameter names."""
+
+    def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        self._names = [name for names in self._names_by_table for name in names]
+        self._need_indices = module.need_indices()
+
+    def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
+        flight = self.begin(features)
+        self.look_up(flight)
+        return EmbeddingCollectionAwaitable(self, flight)
+
+    def lazily(self, flight: InFlight) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """The result of a batch, which waits for other ranks when it is used."""
+        return EmbeddingCollectionAwaitable(self, flight)
+
+    def finish(self, flight: InFlight) -> dict[str, JaggedTensor]:
+        """The result of a batch. Raises as `ShardedEmbeddingBagCollection.finish`."""
+        given, padded, order = flight.batch.given, flight.batch.padded, self._rows.lookups
+        values = self._exchanged(flight)
+        rows = dict(zip(order, torch.split(values, [self._ids_of(flight, n) for n in order]), strict=True))
+        rows.update(self._dense_pieces(flight))
+        features, dtype = self._routes.features, self._policy.output_dtype
+        found = [self._of_ids(flight, n, rows[n]).to(dtype) for n in range(len(features))]
+        if given.inverse_indices_or_none() is not None:
+            return self._full_batch(given, padded, found)
+        strides, begin, place = given.stride_per_key(), given.lengths_offset_per_key(), given.index_per_key()
+        output = {}
+        for n, (name, feature) in enumerate(zip(self._names, features, strict=True)):
+            key = place[feature]
+            ids = padded[feature].values() if self._need_indices else None
+            lengths = given.lengths()[begin[key] : begin[key] + strides[key]]
+            output[name] = JaggedTensor(found[n], weights=ids, lengths=lengths)
+        return output
+
+    def _of_ids(self, flight: InFlight, lookup: int, rows: Tensor) -> Tensor:
+        """The row of each id of a lookup, from those of the ids that travelled."""
+        found = repeated(flight.batch, self._routes.features[lookup], rows)
+        spec = self._routes.table_of(lookup).optimizer
+        if flight.batch.inverse is None or spec is None or spec.max_gradient is None:
+            return found
+        # each id's gradient is cut before those of one row are added, here to what it is after the division there
+        most, checked = spec.max_gradient * self.divisor, self.checks_gradients
+        return CutGradient.apply(found, most, checked)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _full_batch(
+        self, given: KeyedJaggedTensor, padded: KeyedJaggedTensor, rows: Sequence[Tensor]
+    ) -> dict[str, JaggedTensor]:
+        """Rows of the samples that features kept, as those of the full batch."""
+        picked = pick_features(padded, self._routes.features)
+        per_id = [torch.cat(list(rows)), *([picked.values()] if self._need_indices else [])]
+        per_id, lengths, sizes = expand_bags(picked, per_id, inverse_of(given, picked.keys()))
+        pieces = [torch.split(tensor, sizes) for tensor in per_id]
+        return {
+            name: JaggedTensor(pieces[0][n], weights=pieces[1][n] if self._need_indices else None, lengths=lengths[n])
+            for n, name in enumerate(self._names)
+        }

@@ -1,0 +1,1 @@
+"""Plans as people read and write them, and as files."""

@@ -1,0 +1,324 @@
+"""Plans as people read and write them: `ShardingPlan` and its parts by TorchRec's names, and how they become shards."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+
+from shardwise.embeddings import (
+    DataType,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
+from shardwise.kernels import BoundsCheckMode
+
+from ...planner.layout import (
+    CAPABILITIES,
+    TRAINED_SETTINGS,
+    Shard,
+    TableOptions,
+    check_settings,
+)
+from ...planner.layout import data_parallel as data_parallel_shards
+from ..comms.env import get_local_size
+
+
+class ShardingType(Enum):
+    """How a table is cut over ranks; `shardwise.planner.layout` has a function for each."""
+
+    DATA_PARALLEL = "data_parallel"
+    TABLE_WISE = "table_wise"
+    COLUMN_WISE = "column_wise"
+    ROW_WISE = "row_wise"
+    TABLE_ROW_WISE = "table_row_wise"
+    TABLE_COLUMN_WISE = "table_column_wise"
+    GRID_SHARD = "grid_shard"
+
+
+class EmbeddingComputeKernel(Enum):
+    """How a table is stored and trained. All of TorchRec's names are known; a plan may use `SERVED_KERNELS`."""
+
+    DENSE = "dense"
+    FUSED = "fused"
+    FUSED_UVM = "fused_uvm"
+    FUSED_UVM_CACHING = "fused_uvm_caching"
+    QUANT = "quant"
+    QUANT_UVM = "quant_uvm"
+    QUANT_UVM_CACHING = "quant_uvm_caching"
+    KEY_VALUE = "key_value"
+    CUSTOMIZED_KERNEL = "customized_kernel"
+    SSD_VIRTUAL_TABLE = "ssd_virtual_table"
+    DRAM_VIRTUAL_TABLE = "dram_virtual_table"
+    DRAM_SSD_VIRTUAL_TABLE = "dram_ssd_virtual_table"
+    FUSED_TRITON = "fused_triton"
+
+
+# kernels that the engine runs for some sharding type
+SERVED_KERNELS = tuple(dict.fromkeys(k for types in CAPABILITIES.values() for ks in types.values() for k in ks))
+# spellings that older plans and tutorials use
+_KERNEL_ALIASES = {"batched_fused": "fused", "batched_dense": "dense"}
+# types whose shards add up, and those whose shards have some of a row's columns
+_CUT_BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
+_CUT_BY_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
+
+
+@dataclass(unsafe_hash=True)
+class CacheParams:
+    """How TorchRec caches a table whose rows are on the host. Plans keep it; a warning says that it has no effect."""
+
+    algorithm: Any = None
+    load_factor: float | None = None
+    reserved_memory: float | None = None
+    precision: DataType | None = None
+    prefetch_pipeline: bool | None = None
+    stats: Any = field(default=None, hash=False)
+    multipass_prefetch_config: Any = None
+
+
+@dataclass(repr=False)
+class ParameterSharding:
+    """Where one table goes: its sharding type and kernel by value, its ranks, and the exact cut.
+
+    Args:
+        sharding_type, compute_kernel: values of `ShardingType` and `EmbeddingComputeKernel`.
+        ranks: the rank of each shard.
+        sharding_spec: the shards; None for data_parallel alone.
+        cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode, output_dtype, key_value_params: as TorchRec
+            has them; `shards_of` says which are served.
+        reduction, row_state: as `TableOptions`, for tables cut by rows and by columns; None is the default.
+
+    Raises:
+        ValueError: the type, the kernel or an option is unknown, a cut table has no `sharding_spec` or a replicated one
+            has, or an option says something of a cut that the type does not make.
+    """
+
+    sharding_type: str
+    compute_kernel: str
+    ranks: list[int] | None = None
+    sharding_spec: EnumerableShardingSpec | None = None
+    cache_params: CacheParams | None = None
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
+    bounds_check_mode: BoundsCheckMode | None = None
+    output_dtype: DataType | None = None
+    key_value_params: object | None = None
+    reduction: str | None = field(default=None, kw_only=True)
+    row_state: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.compute_kernel = _KERNEL_ALIASES.get(self.compute_kernel, self.compute_kernel)
+        for what, value, known in (
+            ("sharding_type", self.sharding_type, ShardingType),
+            ("compute_kernel", self.compute_kernel, EmbeddingComputeKernel),
+        ):
+            if value not in {member.value for member in known}:
+                raise ValueError(f"{what} {value!r} is not one of {[member.value for member in known]}")
+        replicated = self.sharding_type == ShardingType.DATA_PARALLEL.value
+        if replicated != (self.sharding_spec is None):
+            needs = "has no cut: its sharding_spec is None" if replicated else "needs a sharding_spec"
+            raise ValueError(f"a {self.sharding_type} table {needs}")
+        options_of(self)
+        for what, option, types in (
+            ("reduction", self.reduction, _CUT_BY_ROWS),
+            ("row_state", self.row_state, _CUT_BY_COLUMNS),
+        ):
+            if option is not None and self.sharding_type not in types:
+                raise ValueError(f"{what}={option!r} is for {', '.join(types)}: this table is {self.sharding_type}")
+
+    def __repr__(self) -> str:
+        # TorchRec's text, to which our own fields are added where they say something
+        shown = [f.name for f in fields(self) if not f.kw_only or getattr(self, f.name) is not None]
+        return f"ParameterSharding({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+
+class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
+    """Table name -> `ParameterSharding`; prints as two tables."""
+
+    def __str__(self) -> str:
+        where = [(name, one.sharding_type, one.compute_kernel, str(one.ranks)) for name, one in self.items()]
+        cuts = [
+            (name, str(shard.shard_offsets), str(shard.shard_sizes), str(shard.placement))
+            for name, one in self.items()
+            for shard in (one.sharding_spec.shards if one.sharding_spec else ())
+        ]
+        tables = _columns(("param", "sharding type", "compute kernel", "ranks"), where)
+        return f"\n\n{tables}\n\n{_columns(('param', 'shard offsets', 'shard sizes', 'placement'), cuts)}"
+
+    def _serialize(self) -> dict[str, Any]:
+        """The plan as dicts, lists, strings and numbers."""
+        return {name: _plain(one) for name, one in self.items()}
+
+
+@dataclass
+class ShardingPlan:
+    """Module path -> plan of that module's tables; the root module's path is ''.
+
+    Args:
+        plan: by module path.
+        explanation: why the planner chose it; prints behind the tables.
+        world_size, local_world_size: the ranks it is for, and those of a host, where known.
+    """
+
+    plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
+    explanation: object | None = field(default=None, kw_only=True, compare=False, repr=False)
+    world_size: int | None = field(default=None, kw_only=True, compare=False, repr=False)
+    local_world_size: int | None = field(default=None, kw_only=True, compare=False, repr=False)
+
+    def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
+        """The plan of the module at this path, or None."""
+        return self.plan.get(module_path)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        world_size: int | None = None,
+        local_world_size: int | None = None,
+    ) -> None:
+        """Write the plan to a JSON file, which `load` and `shardwise plan` read.
+
+        Args:
+            path: of the file; one that is there is replaced.
+            world_size: ranks that the plan is for; needed where it was made by hand, without a process group.
+            local_world_size: those of a host, by default as `ShardingEnv` finds them.
+
+        Raises:
+            ValueError: nobody says how many ranks, or the plan does not fit so many.
+        """
+        from .files import save_plan
+
+        world = self.world_size if world_size is None else world_size
+        if world is None and dist.is_initialized():
+            world = dist.get_world_size()
+        if world is None:
+            raise ValueError("a plan's file says how many ranks it is for: save(path, world_size=...)")
+        local = self.local_world_size if local_world_size is None else local_world_size
+        save_plan(self, path, world, get_local_size(world) if local is None else local)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> ShardingPlan:
+        """The plan in a file that `save` or `shardwise plan` wrote.
+
+        Raises:
+            ValueError: the file is no plan, or what it says does not hold together; names the file and the table.
+            OSError: there is no such file.
+        """
+        from .files import load_plan
+
+        return load_plan(path)
+
+    def __str__(self) -> str:
+        parts = [f"module: {path}{plan}" for path, plan in self.plan.items()]
+        return "\n\n".join(parts if self.explanation is None else [*parts, str(self.explanation)])
+
+    def _serialize(self) -> dict[str, Any]:
+        """The plan as dicts, lists, strings and numbers."""
+        return {"plan": {path: plan._serialize() for path, plan in self.plan.items()}}
+
+
+def tables_of(module: nn.Module) -> Sequence[EmbeddingBagConfig | EmbeddingConfig]:
+    """The table configs of a collection.
+
+    Raises:
+        TypeError: the module is no collection.
+    """
+    if isinstance(module, EmbeddingBagCollection):
+        return module.embedding_bag_configs()
+    if isinstance(module, EmbeddingCollection):
+        return module.embedding_configs()
+    raise TypeError(f"{type(module).__name__} holds no tables: expected a collection")
+
+
+def options_of(one: ParameterSharding) -> TableOptions:
+    """How the shards that a `ParameterSharding` describes work together.
+
+    Raises:
+        ValueError: `reduction` or `row_state` is unknown.
+    """
+    default = TableOptions()
+    return TableOptions(
+        default.reduction if one.reduction is None else one.reduction,
+        default.row_state if one.row_state is None else one.row_state,
+    )
+
+
+def shards_of(name: str, one: ParameterSharding, rows: int, dim: int, world_size: int) -> list[Shard]:
+    """The shards that a `ParameterSharding` describes, empty ones included; `layout.validate` checks the cut.
+
+    `cache_params`, `key_value_params` and `enforce_hbm=False` only say where rows are kept: a warning says that they
+    stay on the device.
+
+    Raises:
+        ValueError: a shard's placement names no rank, `ranks` says otherwise than the shards, the kernel is none of
+            `SERVED_KERNELS`, a table that is not replicated asks for the dense one, or the plan sets
+            `bounds_check_mode`, `output_dtype` or `stochastic_rounding=False`, which are said elsewhere.
+    """
+    _require_served(name, one)
+    if one.sharding_spec is None:
+        return data_parallel_shards(name, rows, dim, world_size)
+    shards = []
+    for cut in one.sharding_spec.shards:
+        (row, col), (height, width) = cut.shard_offsets, cut.shard_sizes
+        placement = cut.placement
+        rank = placement.rank() if placement is not None and not isinstance(placement, str) else None
+        if rank is None:
+            raise ValueError(f"table {name!r}: a shard's placement names no rank: {placement}")
+        shards.append(Shard(name, rank, (row, row + height), (col, col + width)))
+    placed = sorted({shard.rank for shard in shards})
+    if one.ranks is not None and sorted(set(one.ranks)) != placed:
+        raise ValueError(f"table {name!r}: the plan says ranks {one.ranks}, its shards are on {placed}")
+    return shards
+
+
+def _require_served(name: str, one: ParameterSharding) -> None:
+    if one.compute_kernel not in SERVED_KERNELS:
+        raise ValueError(
+            f"table {name!r}: compute_kernel {one.compute_kernel!r} is not served: a plan to train with has 'fused'"
+            " (or 'dense' for a data_parallel table)"
+        )
+    if not any(one.compute_kernel in types[one.sharding_type] for types in CAPABILITIES.values()):
+        raise ValueError(
+            f"table {name!r}: only data_parallel tables have a dense gradient; a {one.sharding_type} table trains by"
+            " the optimizer in its backward, so its compute_kernel is 'fused'"
+        )
+    for what, reason in check_settings(name, one, TRAINED_SETTINGS).items():
+        warnings.warn(f"the plan's {what} (table {name!r}) has no effect: {reason}", stacklevel=3)
+
+
+def _plain(one: ParameterSharding) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "sharding_type": one.sharding_type, "compute_kernel": one.compute_kernel, "ranks": one.ranks,
+    }  # fmt: skip
+    if one.sharding_spec is not None:
+        found["shards"] = [_plain_shard(shard) for shard in one.sharding_spec.shards]
+    ours = {"reduction": one.reduction, "row_state": one.row_state}
+    return {**found, **{what: value for what, value in ours.items() if value is not None}}
+
+
+def _plain_shard(shard: ShardMetadata) -> dict[str, Any]:
+    return {
+        "shard_offsets": list(shard.shard_offsets),
+        "shard_sizes": list(shard.shard_sizes),
+        "placement": str(shard.placement),
+    }
+
+
+def _columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns below their names: TorchRec's text to the last space, that of no rows included."""
+    if not rows:
+        return "\n"
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    title = " | ".join(name.center(width) for name, width in zip(names, widths, strict=True))
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([title, " | ".join("-" * width for width in widths), *lines])

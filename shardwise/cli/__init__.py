@@ -1,0 +1,1 @@
+"""The command line, `shardwise` or `python -m shardwise`."""

@@ -1,0 +1,268 @@
+"""`shardwise ckpt`: looks at checkpoints, compares them, writes them anew. It needs no model and no process group."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import click
+
+    from ..checkpoint import Manifest, Stored, TableFacts
+
+_MIB = 2**20
+
+
+def add_ckpt(commands: click.Group) -> None:
+    """Give a group of commands the group `ckpt`."""
+    import click
+
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+    there = click.Path(exists=True, path_type=Path)
+
+    @commands.group()
+    def ckpt() -> None:
+        """About checkpoints. PATH is a step folder, or a folder of them: of that the newest good one is taken."""
+
+    @ckpt.command()
+    @click.argument("path", type=there)
+    @as_json
+    def show(path: Path, as_json: bool) -> None:
+        """Tables, optimizer states, shards, sizes, versions and the step of the checkpoint at PATH.
+
+        Reads the manifest alone; `verify` looks at the files.
+        """
+        from ..checkpoint import read_manifest
+
+        with _told():
+            found = _at(path)
+            manifest = read_manifest(found)
+        if as_json:
+            _print_json(_shown(found, manifest))
+        else:
+            _show(found, manifest)
+
+    @ckpt.command()
+    @click.argument("path", type=there)
+    @as_json
+    def verify(path: Path, as_json: bool) -> None:
+        """Read all bytes of the checkpoint at PATH, or of every one in that folder, and compare their checksums.
+
+        Ends with status 1, and a line for each thing that is wrong.
+        """
+        with _told():
+            problems = {str(one): _problems(one) for one in _all(path)}
+        if as_json:
+            _print_json({one: {"good": not found, "problems": found} for one, found in problems.items()})
+        else:
+            for one, found in problems.items():
+                for line in found or [f"{one}: good"]:
+                    click.echo(line)
+        sys.exit(1 if any(problems.values()) else 0)
+
+    @ckpt.command()
+    @click.argument("a", type=there)
+    @click.argument("b", type=there)
+    @click.option("--any-plan", is_flag=True, help="Pass over differences of plans and numbers of ranks.")
+    @as_json
+    def diff(a: Path, b: Path, any_plan: bool, as_json: bool) -> None:
+        """What checkpoints A and B do not share: tables, shapes, dtypes, plans, settings, and values, read in blocks.
+
+        Ends with status 1 if there is anything.
+        """
+        from ..checkpoint import diff
+
+        with _told():
+            found = diff(_at(a), _at(b))
+        same = found.same_content if any_plan else not found
+        if as_json:
+            _print_json({"same": same, "same_content": found.same_content, **found.as_json()})
+        else:
+            for line in found.lines() or ["no difference"]:
+                click.echo(line)
+            if found and found.same_content:
+                click.echo("a model loads the same from both")
+        sys.exit(0 if same else 1)
+
+    @ckpt.command()
+    @click.argument("source", type=there)
+    @click.argument("target", type=click.Path(file_okay=False, path_type=Path))
+    @click.option("--world-size", type=click.IntRange(1), help="Ranks; by default as many as before.")
+    @click.option("--plan", metavar="STRATEGY", help="How all tables are cut, row_wise say; by default as before.")
+    @click.option(
+        "--resplit", type=click.Choice(["mean"]), help="What becomes of numbers per row where columns are cut anew."
+    )
+    @as_json
+    def reshard(
+        source: Path, target: Path, world_size: int | None, plan: str | None, resplit: str | None, as_json: bool
+    ) -> None:
+        """Write the checkpoint at SOURCE into the folder TARGET, cut for other ranks; loading fits any plan without."""
+        from ..checkpoint import reshard
+
+        with _told():
+            made = reshard(_at(source), target, world_size=world_size, plan=plan, resplit=resplit)
+        _made(made, as_json)
+
+    @ckpt.command()
+    @click.argument("path", type=there)
+    @click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
+    @click.option("--states", is_flag=True, help="Also the states of all optimizers.")
+    @as_json
+    def export(path: Path, target: Path, states: bool, as_json: bool) -> None:
+        """Write the checkpoint at PATH as one safetensors file TARGET of whole tensors."""
+        from ..checkpoint import export
+
+        with _told():
+            made = export(_at(path), target, states=states)
+        _made(made, as_json)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong in here is one line, not a traceback."""
+    import click
+
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _at(path: Path) -> Path:
+    """The step folder that is meant; says so on stderr where it was chosen."""
+    import click
+
+    from ..sharding.checkpoint.offline import checkpoint_at
+
+    found = checkpoint_at(path)
+    if found != path:
+        click.echo(f"{found.name} is the newest good checkpoint of {path}", err=True)
+    return found
+
+
+def _all(path: Path) -> Sequence[Path]:
+    """A step folder, or all of a folder of them.
+
+    Raises:
+        FileNotFoundError: it is neither.
+    """
+    from ..checkpoint import steps
+
+    found = steps(path)
+    if not found and not os.path.lexists(path / "manifest.json"):
+        raise FileNotFoundError(f"{path} is no checkpoint, and no folder that has one")
+    return found or [path]
+
+
+def _problems(path: Path) -> list[str]:
+    from ..checkpoint import verify
+
+    return verify(path)
+
+
+def _made(path: Path, as_json: bool) -> None:
+    import click
+
+    if as_json:
+        _print_json({"path": str(path)})
+    else:
+        click.echo(str(path))
+
+
+def _print_json(data: Any) -> None:
+    import click
+
+    click.echo(json.dumps(data, indent=2))
+
+
+def _shown(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """What `show` prints, as JSON has it."""
+    tables = {
+        name: {
+            "rows": table.rows, "dim": table.dim, "dtype": _dtype(table.dtype), "optimizer": table.rule,
+            "updates": table.steps, "states": _states(manifest, name), "bytes": _bytes(manifest, name),
+            "shards": [
+                {"rank": one.rank, "rows": list(one.rows), "columns": list(one.cols), "replica": one.replica}
+                for one in table.shards
+            ],
+        }
+        for name, table in manifest.tables.items()
+    }  # fmt: skip
+    dense = {one.name: {"shape": list(one.shape), "dtype": _dtype(one.dtype)} for one in _dense(manifest)}
+    return {
+        "path": str(path), "step": manifest.step, "world_size": manifest.world_size,
+        "versions": dict(manifest.versions), "extra": dict(manifest.extra), "tables": tables, "dense": dense,
+        "files": {one.name: one.bytes for one in manifest.files},
+    }  # fmt: skip
+
+
+def _show(path: Path, manifest: Manifest) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("table", "rows x columns", "dtype", "optimizer", "updates", "states", "shards", box=None)
+    table.add_column("MiB", justify="right")
+    for name, one in manifest.tables.items():
+        size = f"{one.rows} x {one.dim}"
+        table.add_row(
+            name, size, _dtype(one.dtype), one.rule or "-", str(one.steps), " ".join(_states(manifest, name)) or "-",
+            _cut(one), f"{_bytes(manifest, name) / _MIB:.1f}",
+        )  # fmt: skip
+    dense = _dense(manifest)
+    elements = sum(math.prod(one.shape) for one in dense)
+    whole = sum(one.bytes for one in manifest.files)
+    # a line of the table is a line of the output, on a narrow terminal and in a file
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, 160)
+    console.print(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
+    console.print(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    console.print(table)
+    console.print(
+        f"{len(dense)} dense tensors, {elements} elements; {len(manifest.files)} files, {whole / _MIB:.1f} MiB"
+    )
+    if manifest.extra:
+        console.print(f"extra: {', '.join(manifest.extra)}")
+
+
+def _states(manifest: Manifest, name: str) -> list[str]:
+    """A table's optimizer states."""
+    from ..sharding.checkpoint.manifest import TABLE, WEIGHT
+
+    held = {state for kind, one, state in manifest.by_address if kind == TABLE and one == name}
+    return sorted(held - {WEIGHT})
+
+
+def _bytes(manifest: Manifest, name: str) -> int:
+    """Of a table and its states."""
+    from ..sharding.checkpoint.manifest import TABLE
+
+    mine = [one for one in manifest.tensors if one.kind == TABLE and one.name == name]
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in mine)
+
+
+def _dense(manifest: Manifest) -> list[Stored]:
+    from ..sharding.checkpoint.manifest import DENSE
+
+    return [one for one in manifest.tensors if one.kind == DENSE]
+
+
+def _cut(table: TableFacts) -> str:
+    """A table's shards in a few words."""
+    if table.shards and table.shards[0].replica:
+        return "whole on every rank"
+    ranks = sorted({one.rank for one in table.shards})
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    rows, columns = {one.rows for one in table.shards}, {one.cols for one in table.shards}
+    if len(table.shards) == 1:
+        return where
+    return f"{len(rows)} x {len(columns)} on {where}"
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,294 @@
+"""`shardwise export`: from a model and a checkpoint to a folder that serves, its tables quantized."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from traceback import extract_tb
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import click
+    import torch
+    from torch import nn
+
+    from ..checkpoint import Manifest
+    from ..inference import ModelFacts, Signature
+
+_DTYPES = {
+    "int8": "int8",
+    "int4": "quint4x2",
+    "int2": "quint2x4",
+    "fp8": "float8_e4m3fn",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+}
+_OUTPUTS = ("fp32", "fp16", "bf16")
+
+
+class _Made(NamedTuple):
+    """What a factory gave."""
+
+    model: nn.Module
+    signature: Signature | None
+    call: Callable[..., Any] | None = None
+
+
+def add_export(commands: click.Group) -> None:
+    """Give a group of commands the command `export`."""
+    import click
+
+    there = click.Path(exists=True, path_type=Path)
+
+    @commands.command()
+    @click.argument("folder", metavar="OUT_DIR", type=click.Path(file_okay=False, path_type=Path))
+    @click.option(
+        "--model", "factory", required=True, metavar="MODULE:FACTORY", help="A function; FILE.py:FACTORY too."
+    )
+    @click.option("--checkpoint", type=there, help="A step folder, or a folder of them: the newest good one is taken.")
+    @click.option("--dtype", type=click.Choice([*_DTYPES]), default="int8", help="Of all tables.", show_default=True)
+    @click.option("--table-dtype", "exceptions", multiple=True, metavar="TABLE=DTYPE", help="Of one; may repeat.")
+    @click.option("--output-dtype", type=click.Choice(_OUTPUTS), default="fp32", help="Of lookups.", show_default=True)
+    @click.option("--aoti", is_flag=True, help="Also compile it ahead of time, for this machine's processor.")
+    @click.option("--force", is_flag=True, help="Replace the model that is in OUT_DIR.")
+    def export(
+        folder: Path,
+        factory: str,
+        checkpoint: Path | None,
+        dtype: str,
+        exceptions: tuple[str, ...],
+        output_dtype: str,
+        aoti: bool,
+        force: bool,
+    ) -> None:
+        """Quantize a model's tables and write it into the folder OUT_DIR, which serves it.
+
+        FACTORY returns the float model on the CPU and its shardwise.inference.Signature, as a pair, with a third
+        element if the model is called otherwise than model(dense, features); or it returns a PredictFactory. If it
+        takes an argument, it gets the checkpoint's manifest. The weights of --checkpoint are loaded into the model, by
+        the names that it had when it was saved.
+        """
+        from ..inference.folder import require_free
+
+        with _told():
+            require_free(folder.absolute(), force=force)
+            dtypes = _per_table(exceptions)
+            _print(folder, *_export(folder, factory, checkpoint, (dtype, dtypes, output_dtype), aoti, force))
+
+
+def _export(
+    folder: Path,
+    factory: str,
+    checkpoint: Path | None,
+    dtypes: tuple[str, Mapping[str, str], str],
+    aoti: bool,
+    force: bool,
+) -> tuple[ModelFacts, dict[str, int]]:
+    """Do it step by step; also the bytes that each table had."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from ..inference import export_model, quantize_inference_model
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading the checkpoint" if checkpoint else "making the model")
+        manifest, weights = _checkpoint(checkpoint)
+        progress.update(task, description=f"making the model of {factory}")
+        model, signature, call = _made(_named(factory), factory, manifest)
+        if weights is not None:
+            _load(model, weights)
+        before = _trained_bytes(model)
+        progress.update(task, description="quantizing the tables")
+        each, exceptions, output = dtypes
+        if before:
+            unknown = sorted(set(exceptions) - set(before))
+            if unknown:
+                raise ValueError(f"--table-dtype names {unknown}; the tables are {sorted(before)}")
+            model = quantize_inference_model(
+                model,
+                per_table_weight_dtype={name: _torch_dtype(one) for name, one in exceptions.items()},
+                quantization_dtype=_torch_dtype(each),
+                fp_weight_dtype=_torch_dtype(each),
+                output_dtype=_torch_dtype(output),
+            )
+        elif exceptions or (each, output) != ("int8", "fp32"):
+            raise ValueError(
+                f"the model of {factory} has no float tables to quantize: --dtype, --table-dtype and --output-dtype"
+                " have no effect on it"
+            )
+        progress.update(task, description=f"tracing{', compiling' if aoti else ''} and writing the model")
+        facts = export_model(model, folder, signature=signature, call=call, compiled=aoti, force=force)
+    return facts, before
+
+
+def _checkpoint(path: Path | None) -> tuple[Manifest | None, dict[str, torch.Tensor] | None]:
+    """The manifest and the whole weights of a checkpoint, if there is one."""
+    if path is None:
+        return None, None
+    import click
+
+    from ..checkpoint import full_state_dict, read_manifest
+    from ..sharding.checkpoint.offline import checkpoint_at
+
+    found = checkpoint_at(path)
+    if found != path:
+        click.echo(f"{found.name} is the newest good checkpoint of {path}", err=True)
+    return read_manifest(found), full_state_dict(found)
+
+
+def _named(text: str) -> Callable[..., Any]:
+    """The function that MODULE:FACTORY or FILE.py:FACTORY names.
+
+    Raises:
+        ValueError: there is none; says what is missing.
+    """
+    module, colon, name = text.rpartition(":")
+    if not colon or not module or not name:
+        raise ValueError(f"--model {text}: write MODULE:FACTORY or FILE.py:FACTORY")
+    path = Path(module) if module.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise ValueError(f"--model {text}: there is no file {module}")
+    # as `python -m` and `python FILE.py` do
+    sys.path.insert(0, "." if path is None else str(path.absolute().parent))
+    try:
+        found = getattr(import_module(module) if path is None else _imported(path), name, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--model {text}: {error}") from error
+    except Exception as error:
+        raise _failed(text, error) from error
+    if not callable(found):
+        raise ValueError(f"--model {text}: {module} has no function {name}")
+    return found  # type: ignore[no-any-return]
+
+
+def _imported(path: Path) -> ModuleType:
+    """The module that a file is, also where another one has its name."""
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _made(factory: Callable[..., Any], text: str, manifest: Manifest | None) -> _Made:
+    """Call the factory and look at what it returns.
+
+    Raises:
+        ValueError: it wants a checkpoint and there is none.
+        TypeError: it returns something else.
+    """
+    from ..inference import PredictFactory
+    from ..inference.predict import parts_of
+
+    wanted = [one for one in inspect.signature(factory).parameters.values() if one.default is one.empty]
+    if wanted and manifest is None:
+        raise ValueError(f"{text} takes the manifest of a checkpoint: pass --checkpoint")
+    try:
+        found = factory(manifest) if wanted else factory()
+        if isinstance(found, PredictFactory):
+            return _Made(*parts_of(found, None, None))
+    except Exception as error:
+        raise _failed(text, error) from error
+    if isinstance(found, tuple) and len(found) in (2, 3):
+        return _Made(*found)
+    raise TypeError(
+        f"{text} returned a {type(found).__name__}: it must return (model, signature), (model, signature, call) or a"
+        " PredictFactory"
+    )
+
+
+def _failed(text: str, error: Exception) -> ValueError:
+    """What to say of an error in the user's own code: what it is and, if the message does not say it, where."""
+    frame = extract_tb(error.__traceback__)[-1]
+    place = "" if isinstance(error, SyntaxError) else f" ({frame.filename}:{frame.lineno})"
+    return ValueError(f"--model {text}: {type(error).__name__}: {error}{place}")
+
+
+def _load(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Load the weights; ValueError names what does not fit."""
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(f"the checkpoint does not fit the model: {error}") from error
+
+
+def _trained_bytes(model: nn.Module) -> dict[str, int]:
+    """Bytes of each float table, by its name."""
+    from ..embeddings import EmbeddingBagCollection, EmbeddingCollection
+
+    found: dict[str, int] = {}
+    for module in model.modules():
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+            children = module.embedding_bags if isinstance(module, EmbeddingBagCollection) else module.embeddings
+            found.update({name: child.weight.nbytes for name, child in children.items()})  # type: ignore[misc]
+    return found
+
+
+def _per_table(exceptions: tuple[str, ...]) -> dict[str, str]:
+    """TABLE=DTYPE, by table; ValueError for anything else."""
+    found = {}
+    for text in exceptions:
+        name, equals, dtype = text.rpartition("=")
+        if not equals or dtype not in _DTYPES:
+            raise ValueError(f"--table-dtype {text}: write TABLE=DTYPE, DTYPE one of {', '.join(_DTYPES)}")
+        found[name] = dtype
+    return found
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    return getattr(torch, _DTYPES[name])  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong in here is one line, not a traceback."""
+    import click
+
+    try:
+        yield
+    except (ValueError, TypeError, OSError, RuntimeError, LookupError) as error:
+        # the text of a KeyError is in quotes
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise click.ClickException(str(text)) from error
+
+
+def _print(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    table = Table("table", "rows x columns", "rows are", box=None, pad_edge=False)
+    for column in ("before", "now", "smaller"):
+        table.add_column(column, justify="right")
+    was = {one.name: before.get(one.name, one.fp32_bytes) for one in facts.tables}
+    for one in facts.tables:
+        table.add_row(one.name, f"{one.rows} x {one.dim}", one.format, *_sizes(was[one.name], one.bytes))
+    table.add_row("all tables", "", "", *_sizes(sum(was.values()), sum(one.bytes for one in facts.tables)))
+    console = Console(highlight=False, soft_wrap=True)
+    # a line of the table is a line of the output, on a narrow terminal and in a file
+    console.width = max(console.width, 120)
+    console.print(table)
+    console.print(f"{folder}: {', '.join(f'{file.name} {decimal(file.bytes)}' for file in facts.files)}")
+    console.print(f"takes {_inputs(facts)}; gives {', '.join(one.name for one in facts.outputs)}")
+
+
+def _sizes(before: int, after: int) -> tuple[str, str, str]:
+    from rich.filesize import decimal
+
+    return decimal(before), decimal(after), f"{before / max(1, after):.2f}x"
+
+
+def _inputs(facts: ModelFacts) -> str:
+    ids = f"ids of {', '.join(one.name for one in facts.features)}{' with weights' if facts.weighted else ''}"
+    return f"{len(facts.dense)} dense columns and {ids}" if facts.dense else ids

@@ -1,0 +1,255 @@
+"""`shardwise perf`: the regression suite and its comparisons. Needs the extra `perf`."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import click
+
+    from ..perf.suite.case import Case, Setting
+    from ..perf.suite.measure import Budget, Measured
+    from ..perf.suite.storage import Stored
+
+
+def add_perf(commands: click.Group) -> None:
+    """Give a group of commands the group `perf`."""
+    import click
+
+    from .counts import add_counts
+
+    file = click.Path(exists=True, dir_okay=False, path_type=Path)
+    target = click.Path(dir_okay=False, path_type=Path)
+
+    @commands.group()
+    def perf() -> None:
+        """Measure shardwise on this machine, and compare what was measured."""
+
+    @perf.command()
+    @click.option("--suite", "suites", multiple=True, metavar="NAME", help="cpu, cuda, full or ebc; may repeat.")
+    @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+    @click.option("--only", default="", metavar="REGEX", help="Only cases with this in 'group: name'.")
+    @click.option("--small", is_flag=True, help="Tiny sizes: a proof that all of it runs.")
+    @click.option("--peers", is_flag=True, help="Measure FBGEMM and TorchRec too, where they are installed.")
+    @click.option("--laps", type=click.IntRange(1), help="Over the list of cases.  [default: 6, on cuda 3]")
+    @click.option("--threads", type=click.IntRange(1, 1024), help="Threads of the CPU.  [default: one for each core]")
+    @click.option(
+        "--limit-s",
+        type=click.FloatRange(1),
+        callback=_finite,
+        default=480.0,
+        show_default=True,
+        help="No case begins later.",
+    )
+    @click.option("--memory-gib", type=click.FloatRange(0.1), callback=_finite, help="That tables of a case may take.")
+    @click.option("--list", "listing", is_flag=True, help="Print the cases and measure nothing.")
+    @click.option("--json", "out", type=target, help="Write what was measured; `report` and `compare` read it.")
+    @click.option("--html", type=target, help="Write the page of `report` as well.")
+    def run(out: Path | None, listing: bool, suites: tuple[str, ...], device: str, only: str, **how: Any) -> None:
+        """Check cases, then time ours beside torch and other peers; a table.
+
+        Ends with status 1 if a case fails: it raises, or its result is not that of its reference; it is not timed then.
+        Also if nothing was measured; with 130 after Ctrl-C, what was measured until then being written.
+        """
+        import torch
+
+        from ..perf.suite.case import chosen
+        from ..perf.suite.cases import CASES
+
+        if device == "cuda" and not torch.cuda.is_available():
+            raise click.UsageError("--device cuda: torch sees no CUDA device here")
+        if out is None and not listing:
+            raise click.UsageError("where should the measurements go? --json FILE")
+        try:
+            cases = chosen(CASES, suites or (device,), device, only)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+        if listing:
+            click.echo("\n".join(f"{case.group}: {case.name}" for case in cases))
+            return
+        assert out is not None
+        sys.exit(_run(cases, suites or (device,), device, out, **how))
+
+    @perf.command()
+    @click.argument("base", type=file)
+    @click.argument("new", type=file)
+    @click.option(
+        "--at-least",
+        type=click.FloatRange(0),
+        callback=_finite,
+        default=5.0,
+        show_default=True,
+        help="Percent that count.",
+    )
+    @click.option(
+        "--iqr",
+        "iqrs",
+        type=click.FloatRange(0),
+        callback=_finite,
+        default=3.0,
+        show_default=True,
+        help="IQRs that count.",
+    )
+    @click.option("--only", default="", metavar="REGEX", help="Only cases with this in 'group: name'.")
+    @click.option("--force", is_flag=True, help="Compare also what was measured on another device.")
+    def compare(base: Path, new: Path, at_least: float, iqrs: float, only: str, force: bool) -> None:
+        """Name the cases that are slower in NEW than in BASE; ends with status 1 if there are any.
+
+        Slower means by more than the larger of --at-least percent and --iqr times the range between the quartiles of
+        the laps, and beside what the same rounds measured as well. Cases that NEW has not or that fail there count too.
+        """
+        from ..perf.suite import compare as comparing
+        from ..perf.suite.report import compared
+
+        before, after = _loaded([base, new])
+        _checked(only)
+        refused = comparing.refusal(before, after)
+        if refused and not force:
+            raise click.UsageError(f"{refused}; --force compares them all the same")
+        found = comparing.compare(before, after, at_least, iqrs, only)
+        click.echo("\n".join(compared(found)))
+        # 2: nothing was compared
+        sys.exit(1 if not found.good else 0 if found.judged else 2)
+
+    @perf.command()
+    @click.argument("files", type=file, nargs=-1, required=True)
+    @click.option("--html", type=target, help="Write a page that a browser shows, without scripts.")
+    def report(files: tuple[Path, ...], html: Path | None) -> None:
+        """Show what was measured: a table, of several files side by side."""
+        from ..perf.suite.report_html import page
+
+        stored = _loaded(files)
+        if html is not None:
+            _writable(html)
+        _show(stored)
+        if html is not None:
+            html.write_text(page(stored), encoding="utf-8")
+
+    add_counts(perf)
+
+
+def _run(
+    cases: Sequence[Case], suites: Sequence[str], device: str, out: Path,
+    *, html: Path | None, small: bool, peers: bool, laps: int | None, threads: int | None, limit_s: float,
+    memory_gib: float | None,
+) -> int:  # fmt: skip
+    """Measure, write and print; the status of the process."""
+    import click
+    import torch
+
+    from ..perf.suite import machine, storage
+    from ..perf.suite.case import PEERS, Setting
+    from ..perf.suite.measure import BUDGETS
+    from ..perf.suite.report_html import page
+
+    if html is not None and html.resolve() == out.resolve():
+        raise click.UsageError(f"--json and --html both name {out}")
+    for path in (out, html):
+        if path is not None:
+            _writable(path)
+    torch.set_num_threads(threads or machine.cores())
+    others = machine.importable_peers() if peers else frozenset[str]()
+    if peers:
+        missing = [name for name in PEERS if name not in {*others, "torch"}]
+        if missing:
+            click.echo(f"not installed, so not measured: {' and '.join(missing)}", err=True)
+    memory = round(memory_gib * 2**30) if memory_gib else machine.memory_for_tables(device)
+    setting = Setting(device, small, frozenset({"torch", *others}), memory)
+    budget = BUDGETS[device](limit_s, laps, small)
+    load = machine.load()
+    measured = _with_progress(cases, setting, budget)
+    about = {"suites": list(suites), "small": small, "laps": budget.laps, "peers": sorted(setting.peers), "load": load}
+    info = machine.machine_info(device, torch.get_num_threads())
+    storage.save(out, measured, machine_info=info, about=about)
+    stored = [storage.load(out)]
+    if html is not None:
+        html.write_text(page(stored), encoding="utf-8")
+    _show(stored)
+    if measured.interrupted:
+        # as a shell has it of a program that Ctrl-C ended
+        return 130
+    return 1 if measured.failures or not measured.records else 0
+
+
+def _with_progress(cases: Sequence[Case], setting: Setting, budget: Budget) -> Measured:
+    """A line for each case on a terminal, or for each lap elsewhere, on stderr."""
+    from rich.console import Console
+
+    from ..perf.suite.measure import run
+
+    console = Console(stderr=True)
+    seen = -1
+
+    def tell(name: str, lap: int, place: int) -> None:
+        nonlocal seen
+        if console.is_terminal:
+            status.update(f"lap {lap + 1}, case {place + 1} of {len(cases)}: {name}")
+        elif lap != seen:
+            seen = lap
+            console.print(f"lap {lap + 1} over {len(cases)} cases")
+
+    # no refreshing thread: it would take turns with what is measured
+    with console.status("measuring", refresh_per_second=0.1) as status:
+        return run(cases, setting, budget, tell=tell)
+
+
+def _show(stored: Sequence[Stored]) -> None:
+    from rich.console import Console
+
+    from ..perf.suite.report import heading, remarks, table
+
+    console = Console(highlight=False)
+    # a line of the table is a line of the output, on a narrow terminal and in a file
+    console.width = max(console.width, 200)
+    for one in stored:
+        console.print(heading(one), markup=False, soft_wrap=True)
+    console.print(table(stored))
+    for one in stored:
+        for said in remarks(one):
+            console.print(said, markup=False, soft_wrap=True)
+
+
+def _loaded(paths: Sequence[Path]) -> list[Stored]:
+    import click
+
+    from ..perf.suite.storage import load
+
+    try:
+        return [load(path) for path in paths]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _writable(path: Path) -> None:
+    """Told now, not after minutes of measuring."""
+    import click
+
+    from ..perf.suite.storage import check_writable
+
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise click.UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Ranges of click let nan pass, which is less than nothing."""
+    import click
+
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number of this kind")
+    return value
+
+
+def _checked(expression: str) -> None:
+    import click
+
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise click.UsageError(f"{expression!r} is no regular expression: {error}") from None

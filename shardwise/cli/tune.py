@@ -1,0 +1,285 @@
+"""`shardwise kernels autotune`: time the kernels' configs on this machine and keep the best."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import click
+
+    from ..perf.tune.tuner import File, Found
+    from ..perf.tune.tuner_inputs import Job
+
+_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
+
+
+def add_autotune(kernels: click.Group) -> None:
+    """Give a group of commands the command `autotune`."""
+    import click
+
+    @kernels.command()
+    @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+    @click.option(
+        "--workload", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Tables to tune for: JSON."
+    )
+    @click.option("--batch", type=click.IntRange(1), help="Samples of a batch of the workload.  [default: 8192]")
+    @click.option("--dims", help="Columns of tables, like 64,128.  [default: 64,128]")
+    @click.option("--lengths", help="Mean ids of a bag, like 1,20.  [default: 1,20]")
+    @click.option("--dtypes", help="Like fp32,fp16,bf16,int8,int4.  [default: fp32,fp16,int8; fp32 on a CPU]")
+    @click.option("--kernel", default="", metavar="TEXT", help="Only entries with this in their name.")
+    @click.option("--budget", default="300s", show_default=True, help="Stop after so long: 90, 300s, 10m.")
+    @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Default: where lookups find it.")
+    @click.option("--again", is_flag=True, help="Also entries that the file has.")
+    @click.option("--dry-run", is_flag=True, help="List what would be timed; needs no GPU.")
+    @click.option("--small", is_flag=True, help="Sizes of a proof, that the interpreter bears too.")
+    def autotune(
+        device: str,
+        workload: Path | None,
+        batch: int | None,
+        dims: str | None,
+        lengths: str | None,
+        dtypes: str | None,
+        kernel: str,
+        budget: str,
+        out: Path | None,
+        again: bool,
+        dry_run: bool,
+        small: bool,
+    ) -> None:
+        """Time configs of the kernels on this machine and write the best of each to a file for its device.
+
+        Inputs and tables are the command's own. Every candidate gives the bits that the heuristic gives, or is dropped.
+        Entries that the file has are kept, each new one is written at once, and Ctrl-C ends a run with what it found.
+        An entry that fails is told of; the status is 1 where all do.
+        On a CPU: threads and sizes of the CPU path. See docs/tuning.md.
+        """
+        if workload is not None and (dims or lengths):
+            raise click.UsageError("--workload says dims and lengths: leave --dims and --lengths out")
+        if batch is not None and workload is None:
+            raise click.UsageError("--batch belongs to --workload")
+        seconds, types = _seconds(budget), _dtypes(dtypes, device)
+        shapes = _workloads(device, workload, batch, _numbers("--dims", dims), _numbers("--lengths", lengths), small)
+        if device == "cpu":
+            _tune_cpu(shapes, types, kernel, seconds, out, again, dry_run, small)
+        else:
+            _tune_kernels(shapes, types, kernel, seconds, out, again, dry_run, small, workload is not None)
+
+
+def _seconds(text: str) -> float:
+    import click
+
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip())
+    if found is None or found[2] not in _UNITS or float(found[1]) <= 0:
+        raise click.BadParameter(f"{text!r} is no time: write 300s or 5m", param_hint="--budget")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _numbers(option: str, text: str | None) -> list[int]:
+    import click
+
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{text!r} must be positive whole numbers like 64,128", param_hint=option)
+    return [int(part) for part in parts]
+
+
+def _dtypes(text: str | None, device: str) -> list[str]:
+    import click
+
+    from ..perf.tune.tuner_inputs import FLOATS, FORMATS
+
+    if text is None:
+        return ["fp32"] if device == "cpu" else ["fp32", "fp16", "int8"]
+    found = [part.strip() for part in text.split(",")]
+    known = [*FLOATS] if device == "cpu" else [*FLOATS, *FORMATS]
+    for name in found:
+        if name not in known:
+            raise click.BadParameter(
+                f"unknown dtype {name!r}: expected one of {', '.join(known)}", param_hint="--dtypes"
+            )
+    return found
+
+
+def _workloads(
+    device: str, path: Path | None, batch: int | None, dims: list[int], lengths: list[int], small: bool
+) -> list[Any]:
+    import click
+
+    from ..perf.tune import tuner_cpu, tuner_inputs
+
+    if path is None:
+        make = tuner_cpu.workloads_of if device == "cpu" else tuner_inputs.workloads_of
+        return make(dims or [64, 128], lengths or [1, 20], small=small)
+    try:
+        return tuner_inputs.read_workload(path, batch or (1024 if device == "cpu" else 8192), small=small)
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(f"{path}: {error}", param_hint="--workload") from error
+
+
+def _tune_kernels(
+    workloads: list[Any],
+    dtypes: list[str],
+    kernel: str,
+    seconds: float,
+    out: Path | None,
+    again: bool,
+    dry_run: bool,
+    small: bool,
+    together: bool,
+) -> None:
+    import click
+
+    from ..perf.tune import tuner_inputs
+
+    jobs = [job for job in tuner_inputs.jobs_of(workloads, dtypes, together=together) if kernel in str(job)]
+    if not jobs:
+        raise click.UsageError(f"no entry has {kernel!r} in its name; names are like 'pooled_lookup fp32 D=128 L=32'")
+    if dry_run:
+        _list_jobs(jobs)
+        return
+    import torch
+
+    from ..kernels import _op, configs
+    from ..perf.tune.tuner import ROUNDS, tune_all
+
+    if not _op.HAS_TRITON:
+        raise click.UsageError("triton is not installed, and its kernels are what is tuned: pip install triton")
+    if not torch.cuda.is_available() and not (_op.INTERPRETED and small):
+        raise click.UsageError(
+            "torch sees no CUDA device; --device cpu tunes the CPU path, --dry-run lists, and TRITON_INTERPRET=1 with"
+            " --small proves the command"
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    file = _file(out, *configs.identity(place), small)
+    jobs = [tuner_inputs.fitted_job(job, device) for job in jobs]
+    repeats, rounds = (1, 1) if small else (20, ROUNDS)
+    with _progress(len(jobs)) as tell:
+        found = tune_all(
+            jobs, device, file=file, repeats=repeats, rounds=rounds, seconds=seconds, again=again, tell=tell
+        )
+        _report(found, file)
+
+
+def _tune_cpu(
+    workloads: list[Any],
+    dtypes: list[str],
+    kernel: str,
+    seconds: float,
+    out: Path | None,
+    again: bool,
+    dry_run: bool,
+    small: bool,
+) -> None:
+    import click
+    import torch
+
+    from ..kernels import configs
+    from ..perf.suite.workloads import tiny
+    from ..perf.tune import tuner_cpu
+
+    file = None if dry_run else _file(out, configs.cpu_name(), "cpu", small)
+    # which settings there are is seen from what calls look up
+    shapes = tuner_cpu.shapes_of([tiny(one) for one in workloads] if dry_run else workloads, dtypes)
+    known = tuner_cpu.settings_of(shapes)
+    chosen = {name: value for name, (value, _) in known.items() if kernel in name}
+    if not chosen:
+        raise click.UsageError(f"no setting has {kernel!r} in its name; there are {', '.join(known)}")
+    turns, threads = 2 if small else 9, torch.get_num_threads()
+    if dry_run:
+        for name, value in chosen.items():
+            click.echo(f"{name}: {value} against {', '.join(map(str, tuner_cpu.values_of(name, value)))}")
+        click.echo(
+            f"{len(chosen)} settings for {threads} threads, {turns} turns of each value; larger calls may have more"
+        )
+        return
+    with _progress(len(chosen)) as tell:
+        found = tuner_cpu.tune_all(known, [*chosen], file=file, turns=turns, seconds=seconds, again=again, tell=tell)
+        _report(found, file)
+
+
+def _list_jobs(jobs: list[Job]) -> None:
+    import click
+
+    from ..perf.compile.tuning_space import candidates
+    from ..perf.tune.tuner import SECONDS_A_CANDIDATE, told
+
+    count = 0
+    for job in jobs:
+        tried = candidates(job.key.kernel, job.key.dtype, job.key.dim)
+        count += 1 + len(tried)
+        click.echo(f"{job}: heuristic against {'; '.join(map(told, tried)) or 'nothing'}")
+    click.echo(f"{len(jobs)} entries, {count} configs, about {count * SECONDS_A_CANDIDATE / 60:.0f} minutes")
+
+
+def _file(out: Path | None, device: str, architecture: str, small: bool) -> File | None:
+    """The file to write; None where nobody asked for one of a proof's numbers."""
+    import click
+
+    from ..kernels import configs
+    from ..perf.tune.tuner import File
+
+    if small and out is None:
+        return None
+    path = out or configs.FOLDER / f"{configs.slug(device)}.json"
+    try:
+        return File(path, device, architecture)
+    except ValueError as error:
+        raise click.BadParameter(f"{path}: {error}; name another file, or remove it", param_hint="--out") from error
+    except OSError as error:
+        raise click.BadParameter(f"nothing can be written to {path}: {error.strerror}", param_hint="--out") from error
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), auto_refresh=False) as shown:
+        task = shown.add_task("tuning", total=total)
+
+        def tell(done: int, what: str) -> None:
+            shown.update(task, completed=done, description=what or "tuned", refresh=True)
+
+        yield tell
+
+
+def _report(results: Iterable[Found], file: File | None) -> None:
+    """Print what is found, also of a run that is interrupted, and where it went."""
+    import click
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..perf.tune.tuner import told
+
+    table = Table("entry", box=None, pad_edge=False)
+    for column in ("default us", "best us", "ratio"):
+        table.add_column(column, justify="right")
+    table.add_column("config")
+    dropped: list[str] = []
+    failed = 0
+    ended = "the budget or the list"
+    try:
+        for one in results:
+            dropped += one.dropped
+            if one.failed:
+                failed += 1
+                table.add_row(one.what, "failed")
+                continue
+            table.add_row(one.what, f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.ratio:.2f}", told(one.config))
+    except KeyboardInterrupt:
+        ended = "Ctrl-C"
+    console = Console(highlight=False)
+    console.width = max(console.width, 120)
+    console.print(table)
+    for sentence in dropped:
+        click.echo(sentence)
+    where = "nothing is kept of a proof: give --out" if file is None else f"written to {file.path}"
+    click.echo(f"{table.row_count - failed} entries until {ended} ended{f', {failed} failed' * (failed > 0)}; {where}")
+    if failed and failed == table.row_count:
+        sys.exit(1)

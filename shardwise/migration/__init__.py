@@ -1,0 +1,1 @@
+"""TorchRec's names: where ours are, programs rewritten, and modules that stand in for theirs."""

@@ -1,0 +1,151 @@
+"""Modules that stand in for TorchRec's, and for the few of FBGEMM that its programs import."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+from .._version import __version__
+from .hints import advice
+from .torchrec_names import FBGEMM, TABLE
+
+# what `torchrec.__version__` says: the version whose names these are, and whose code it is
+SERVED_VERSION = f"1.8.0+shardwise.{__version__}"
+# files named torchrec.py and fbgemm_gpu.py, for processes that nobody could call install() in
+STAND_INS = str(Path(__file__).parents[1] / "served")
+
+_NAMES = {**TABLE, **FBGEMM}
+# the modules of the tables and the packages they lie in
+MODULES = {".".join(path.split(".")[:end]) for path in _NAMES for end in range(1, path.count(".") + 2)}
+
+
+def install() -> None:
+    """Serve `import torchrec` and everything below it from shardwise, for this process.
+
+    `fbgemm_gpu` too, as far as TorchRec's programs name it (`EmbOptimType` and the like), unless the real one is here.
+    An op that nobody registered as `torch.ops.fbgemm.X` raises AttributeError with what to use.
+
+    Raises:
+        ImportError: the real TorchRec has been imported: half a program would keep its classes.
+    """
+    real = sorted(name for name, module in sys.modules.items() if _is_real(name, module))
+    if real:
+        raise ImportError(
+            f"the real torchrec is already imported ({real[0]}): call shardwise.torchrec.install() before the first"
+            " import of it"
+        )
+    serve("torchrec", theirs="torchrec")
+    if "fbgemm_gpu" not in sys.modules and real_fbgemm() is None:
+        serve("fbgemm_gpu", theirs="fbgemm_gpu")
+    from .fbgemm_ops import hint_at_ops
+
+    hint_at_ops()
+
+
+def uninstall() -> None:
+    """Undo `install()`: later imports find the real TorchRec, if there is one. What was imported stays as it is."""
+    if "shardwise.migration.fbgemm_ops" in sys.modules:
+        sys.modules["shardwise.migration.fbgemm_ops"].leave_ops_alone()
+    for root in ("torchrec", "fbgemm_gpu"):
+        Finder.roots.pop(root, None)
+        for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:
+            if isinstance(sys.modules[name], Mirror):
+                del sys.modules[name]
+
+
+def serve(root: str, *, theirs: str) -> None:
+    """Answer imports of `root` and what is below it with what the tables have of `theirs`."""
+    Finder.roots[root] = theirs
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+
+
+def real_fbgemm() -> ModuleSpec | None:
+    """Where the real `fbgemm_gpu` is, if it is installed."""
+    return PathFinder.find_spec("fbgemm_gpu", [place for place in sys.path if place != STAND_INS])
+
+
+def resolve(path: str, name: str, *, served_as: str) -> object:
+    """What their module `path` calls `name`: ours, or a module of the tables; AttributeError if it is neither."""
+    if name in _NAMES.get(path, {}):
+        home, _, ours = _NAMES[path][name].partition(":")
+        return getattr(import_module(home), ours)
+    if f"{path}.{name}" in MODULES:
+        return import_module(f"{served_as}.{name}")
+    raise AttributeError(advice(f"{path}.{name}"))
+
+
+def served_names(path: str) -> list[str]:
+    """Names and modules that their module `path` has here."""
+    below = {module[len(path) + 1 :].split(".")[0] for module in MODULES if module.startswith(f"{path}.")}
+    return sorted({*_NAMES.get(path, {}), *below})
+
+
+class Mirror(ModuleType):
+    """A module of theirs whose names are looked up in the table at first use."""
+
+    path: str
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = resolve(self.path, name, served_as=self.__name__)
+        ModuleType.__setattr__(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # torchrec.optim.apply_optimizer_in_backward is a function and a module; as an attribute it is the function
+        if isinstance(value, Mirror) and name in _NAMES.get(self.path, {}):
+            return
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return served_names(self.path)
+
+
+class Finder(MetaPathFinder, Loader):
+    """Makes a `Mirror` for each module of the tables."""
+
+    # the first part of a module's name as imported -> their path for it
+    roots: dict[str, str] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A mirror's spec; None for modules of others."""
+        theirs = self._theirs(fullname)
+        if theirs is None:
+            return None
+        if theirs not in MODULES:
+            # raised here and without a name, or `from module import name` says it in other words
+            raise ModuleNotFoundError(advice(theirs))
+        return ModuleSpec(fullname, self, origin=__file__, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The mirror; its names are not loaded yet."""
+        module = Mirror(spec.name)
+        module.path = self._theirs(spec.name) or spec.name
+        module.__doc__ = f"What shardwise has of {module.path}."
+        # for `from module import *`
+        module.__all__ = sorted(_NAMES.get(module.path, {}))
+        if module.path == "torchrec":
+            module.__version__ = SERVED_VERSION
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run: names are looked up at first use."""
+
+    def _theirs(self, fullname: str) -> str | None:
+        for root, theirs in self.roots.items():
+            if fullname == root or fullname.startswith(f"{root}."):
+                return theirs + fullname[len(root) :]
+        return None
+
+
+def _is_real(name: str, module: ModuleType) -> bool:
+    return (name == "torchrec" or name.startswith("torchrec.")) and not isinstance(module, Mirror)

@@ -1,0 +1,133 @@
+"""What we have of each name of TorchRec: where ours is, how it differs, or the nearest thing. For `shardwise migrate`.
+
+A *name* is a module of TorchRec and what is taken from it, as `torchrec.distributed.types.ShardingType`. A program that
+was rewritten has the same names below `shardwise.torchrec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Literal
+
+import shardwise
+
+from ..torchrec import __all__ as _OURS
+from .differences import DIFFERENCES
+from .hints import advice
+from .mirror import MODULES
+from .torchrec_names import FBGEMM, TABLE
+
+__all__ = ["MIRROR", "Finding", "Row", "finding", "home_of", "is_module", "mirrored", "name_at"]
+
+MIRROR = "shardwise.torchrec"
+# where TorchRec's names and FBGEMM's begin
+_ROOTS = ("torchrec", "fbgemm_gpu", "torch.ops.fbgemm")
+_NAMES = {**TABLE, **FBGEMM}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of docs/differences.md, by the words that it begins with."""
+
+    section: str
+    begins: str
+
+    @property
+    def link(self) -> str:
+        return f"docs/differences.md#{self.section.lower().replace(' ', '-')}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a name: `ours` is where it is; `hint` says why it is missing and what is near, if we know."""
+
+    name: str
+    status: Literal["mapped", "differs", "missing"]
+    ours: str = ""
+    hint: str = ""
+    differences: Sequence[Row] = ()
+
+
+@cache
+def finding(name: str) -> Finding:
+    """What we have of TorchRec's `name`."""
+    module, _, last = name.rpartition(".")
+    if last not in _NAMES.get(module, {}):
+        if not is_module(name):
+            return Finding(name, "missing", hint=advice(name).partition("; ")[2])
+        if mirrored(name) == name:
+            return Finding(name, "missing", hint="import what is used of it by name")
+        return Finding(name, "mapped", ours=mirrored(name))
+    ours = _NAMES[module][last].replace(":", ".")
+    if home_of(module, last) == module:
+        return Finding(name, "missing", hint=f"ours is {ours}")
+    if _in_facade(module, last):
+        ours = f"shardwise.{last}"
+    called = f"quant.{last}" if name.startswith("torchrec.quant.") else last
+    rows = tuple(
+        Row(section, begins)
+        for section, table in DIFFERENCES.items()
+        for begins, names in table.items()
+        if called in names.split()
+    )
+    return Finding(name, "differs" if rows else "mapped", ours=ours, differences=rows)
+
+
+def is_module(name: str) -> bool:
+    """Whether `name` is a module of TorchRec of which we have something."""
+    return name in MODULES
+
+
+def name_at(module: str, rest: Sequence[str]) -> str | None:
+    """The name that begins what a program finds at the attributes `rest` of `module`; None if it is not TorchRec's.
+
+    `ShardingType.ROW_WISE.value` of `torchrec.distributed.types` is `torchrec.distributed.types.ShardingType`.
+    """
+    parts = [*module.split("."), *rest]
+    end = module.count(".") + 1
+    if parts[:2] == MIRROR.split("."):
+        parts, end = parts[1:], max(end - 1, 1)
+        if parts[1:] and parts[1] in _OURS:
+            return None
+    if not any(f"{'.'.join(parts)}.".startswith(f"{root}.") for root in _ROOTS):
+        return None
+    while end < len(parts):
+        module, name = ".".join(parts[:end]), parts[end]
+        if name in _NAMES.get(module, {}):
+            return f"{module}.{name}"
+        if name.startswith("__"):
+            # every module has those
+            return module
+        if not is_module(f"{module}.{name}"):
+            # of what we lack we do not know where modules end: at the first capital
+            ends = (at for at in range(end, len(parts)) if parts[at][0].isupper())
+            return ".".join(parts[: next(ends, len(parts)) + 1])
+        end += 1
+    return ".".join(parts)
+
+
+def home_of(module: str, name: str) -> str:
+    """The module of ours to import `name` of TorchRec's `module` from."""
+    if name not in _NAMES.get(module, {}):
+        return mirrored(module)
+    if _in_facade(module, name):
+        return "shardwise"
+    home, _, ours = _NAMES[module][name].partition(":")
+    # FBGEMM's modules are not served below `shardwise`
+    return home if module in FBGEMM and ours == name else mirrored(module)
+
+
+def mirrored(module: str) -> str:
+    """Where a module is served with every name that we have of it; other libraries' modules stay where they are."""
+    return f"shardwise.{module}" if module.split(".")[0] == "torchrec" else module
+
+
+def _in_facade(module: str, name: str) -> bool:
+    """Whether `shardwise` has that very object: `torchrec.quant` has other classes by the same names."""
+    if name not in shardwise.__all__:
+        return False
+    home, _, ours = _NAMES[module][name].partition(":")
+    return getattr(shardwise, name) is getattr(import_module(home), ours)

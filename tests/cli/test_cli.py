@@ -1,0 +1,189 @@
+"""The command line: what it prints, how it ends, and what it says where it cannot run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from click.testing import CliRunner, Result
+
+from shardwise import __version__
+from shardwise._version import how_to_install
+from shardwise.cli import main as cli
+from shardwise.kernels import _op
+from shardwise.perf.compile import (
+    cases as launched,
+)
+from shardwise.perf.compile import (
+    checked,
+    compiled,
+)
+from shardwise.perf.compile import (
+    tuning_space as candidates,
+)
+from shardwise.perf.compile.cases import Case
+from shardwise.perf.compile.compiled import Report
+
+GOOD = Report(40, 0, 0, 0, {("load", 16): 4, ("store", 16): 1}, (), (), 1.9, 2, True)
+NEEDS_CASES = pytest.mark.skipif(
+    not _op.HAS_TRITON or _op.INTERPRETED, reason="cases are noted from kernels that Triton could compile"
+)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.commands(), arguments)
+
+
+def compiled_as(found: Report | str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, str]]:
+    """Put `found` in place of every report; returns what there was to compile."""
+    asked: list[tuple[Case, str]] = []
+
+    def compile_all(tasks: Sequence[tuple[Case, str]], jobs: int) -> Iterator[tuple[int, Report | str]]:
+        asked.extend(tasks)
+        # as they finish, not as they began
+        yield from ((place, found) for place in reversed(range(len(tasks))))
+
+    monkeypatch.setattr(compiled, "compile_all", compile_all)
+    return asked
+
+
+@NEEDS_CASES
+def test_kept_promises_end_with_status_0_and_a_line_for_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = compiled_as(GOOD, monkeypatch)
+    result = run("kernels", "check", "--target", "sm_80", "--target", "sm_90", "--kernel", "pooled_lookup D=128 fp32 w")
+    assert result.exit_code == 0, result.output
+    names = ["pooled_lookup D=128 fp32 weighted", "quantized_pooled_lookup D=128 fp32 weighted"]
+    assert [(case.name, target) for case, target in asked] == [(n, t) for n in names for t in ("sm_80", "sm_90")]
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert [
+        "pooled_lookup",
+        "D=128",
+        "fp32",
+        "weighted",
+        "sm_80",
+        "40",
+        "0",
+        "0",
+        "0",
+        "1.9",
+        "2",
+        "4x16",
+        "1x16",
+    ] in rows
+    assert result.stdout.rstrip().endswith("every promise is kept")
+
+
+@NEEDS_CASES
+def test_typical_kernels_are_a_row_each_of_a_table_of_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table in FACTS.md was of another compiler's kernels: nothing printed it again."""
+    asked = compiled_as(GOOD, monkeypatch)
+    result = run("kernels", "registers", "--target", "sm_80", "--target", "sm_90")
+    assert result.exit_code == 0, result.output
+    assert [(case.name, target) for case, target in asked] == list(product(compiled.TYPICAL, ("sm_80", "sm_90")))
+    rows = [line for line in result.stdout.splitlines() if line.startswith("|")]
+    assert rows[0].split("|")[1:5] == [" case ", " sm_80 ", " sm_90 ", " spilled on sm_90 "]
+    assert rows[2] == "| pooled_lookup D=128 fp32 | 40 | 40 | 0 | 0 | 0 | 1.9 | 2 | 4x16 | 1x16 |"
+    assert len(rows) == 2 + len(compiled.TYPICAL)
+
+
+@NEEDS_CASES
+def test_a_broken_promise_ends_with_status_1_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_as(Report(65, 8, 0, 0, {("load", 4): 16, ("store", 16): 1}, (), ()), monkeypatch)
+    result = run("kernels", "check", "--target", "sm_90", "--kernel", "pooled_lookup D=128 fp32 w")
+    assert result.exit_code == 1
+    name = "pooled_lookup D=128 fp32 weighted on sm_90"
+    assert f"{name}: spills 8 bytes, promised 0" in result.stdout
+    assert f"{name}: takes 65 registers, promised at most 64" in result.stdout
+    assert f"{name}: loads 0 bytes of rows by 16 bytes at a time, promised 64" in result.stdout
+    # the lookup of quantized rows may take more registers
+    assert result.stdout.rstrip().endswith("5 broken promises")
+
+
+@NEEDS_CASES
+def test_a_crash_of_the_compiler_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_as("the compiler failed: OSError: disk full", monkeypatch)
+    result = run("kernels", "check", "--kernel", "gather D=128 fp32 sh")
+    assert result.exit_code == 1
+    for target in compiled.WHOLE:
+        assert f"gather D=128 fp32 shifted on {target}: the compiler failed: OSError: disk full" in result.stdout
+
+
+@NEEDS_CASES
+def test_a_filter_that_leaves_nothing_is_an_error() -> None:
+    result = run("kernels", "check", "--kernel", "matmul")
+    assert result.exit_code == 2
+    assert "no case has 'matmul' in its name" in result.output
+
+
+@NEEDS_CASES
+def test_a_whole_check_records_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One spill on another version of Triton, and what had passed in half an hour was forgotten."""
+    written: list[set[str]] = []
+    monkeypatch.setattr(checked, "record", lambda passed, version: written.append({*passed}))
+    compiled_as("the compiler failed", monkeypatch)
+    part = run("kernels", "check", "--record", "--kernel", "gather")
+    assert part.exit_code == 2 and "--record is for a check of all kernels" in part.output
+    assert run("kernels", "check", "--record").exit_code == 1 and written.pop() == set()
+    # what `_check` returns breaks a promise
+    everything = {checked.group(case) for case in (*launched.cases(), *candidates.tuned_cases())}
+    monkeypatch.setattr(cli, "_check", lambda cases, *_: [case for case in cases if case.name.startswith("update sgd")])
+    assert run("kernels", "check", "--record").exit_code == 1
+    assert written.pop() == everything - {"update sgd"} and "gather" in everything
+    monkeypatch.setattr(checked, "changed", lambda cases, table, version: [])
+    nothing = run("kernels", "check", "--changed", "--record")
+    assert nothing.exit_code == 0 and "every kernel passed on triton" in nothing.output and len(written) == 1
+    one = run("kernels", "check", "--changed", "--kernel", "gather D=128")
+    assert one.exit_code == 0 and "every kernel with 'gather D=128' in its name passed on triton" in one.output
+    # it said that every kernel passed
+    assert run("kernels", "check", "--changed", "--kernel", "matmul").exit_code == 2
+
+
+@NEEDS_CASES
+def test_a_damaged_table_ends_a_check_before_it_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def damaged() -> dict[str, dict[str, str]]:
+        (tmp_path / "checked.json").touch()
+        return read(tmp_path / "checked.json")
+
+    read = checked.read_table
+    monkeypatch.setattr(checked, "read_table", damaged)
+    monkeypatch.setattr(cli, "_check", lambda *asked: pytest.fail("nothing was to be compiled"))
+    for option in ("--record", "--changed"):
+        result = run("kernels", "check", option)
+        assert result.exit_code == 1 and "checked.json is no table of kernels" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("HAS_TRITON", False, "triton is not installed"), ("INTERPRETED", True, "TRITON_INTERPRET is set")],
+)
+def test_a_check_that_cannot_compile_says_why(
+    name: str, value: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_op, "HAS_TRITON", True)
+    monkeypatch.setattr(_op, "INTERPRETED", False)
+    monkeypatch.setattr(_op, name, value)
+    result = run("kernels", "check")
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_without_click_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda library: None if library == "click" else object())
+    with pytest.raises(SystemExit, match=re.escape(f"the command line needs click: {how_to_install('cli')}")):
+        cli.main()
+
+
+def test_the_module_runs_the_command() -> None:
+    command = [sys.executable, "-m", "shardwise", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"shardwise, version {__version__}\n"

@@ -1,0 +1,342 @@
+"""Keyed, combined, wrapped and fused optimizers: states made, saved and loaded; settings that reach the inner ones."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from jagged_batches import kjt, tables_of, upstream
+from torch import Tensor, nn
+
+from shardwise.embeddings import (
+    LAMB,
+    CombinedOptimizer,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmptyFusedOptimizer,
+    FusedEmbeddingBagCollection,
+    FusedOptimizer,
+    FusedOptimizerModule,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+    LarsSGD,
+    OptimizerWrapper,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RowWiseAdagrad,
+    apply_optimizer_in_backward,
+)
+
+FACTORIES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.5),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5),
+    "rowwise adagrad": lambda p: RowWiseAdagrad(p, lr=0.1),
+}
+
+
+def linear(seed: int = 1) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2)
+
+
+def wrap(module: nn.Module, kind: str = "adam") -> KeyedOptimizerWrapper:
+    return KeyedOptimizerWrapper(dict(module.named_parameters()), FACTORIES[kind])
+
+
+def fused(kind: Any = torch.optim.Adam, **settings: Any) -> FusedEmbeddingBagCollection:
+    torch.manual_seed(0)
+    table = EmbeddingBagConfig(6, 4, "a", feature_names=["f"])
+    return FusedEmbeddingBagCollection([table], kind, {"lr": 0.5, **settings})
+
+
+def train(module: nn.Linear, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        module(upstream(4, 3, seed=step)).square().sum().backward()
+        optimizer.step()
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_init_state_makes_the_states_and_leaves_the_weights(kind: str) -> None:
+    """With decoupled weight decay TorchRec's step of zeros moves the weights."""
+    module = linear()
+    optimizer, before = wrap(module, kind), copy.deepcopy(module.state_dict())
+    optimizer.init_state()
+    assert same(module.state_dict(), before)
+    layout = {name: set(values) for name, values in optimizer.state_dict()["state"].items()}
+    other = wrap(linear(), kind)
+    other.params["weight"].grad, other.params["bias"].grad = torch.ones(2, 3), torch.ones(2)
+    other.step()
+    assert layout == {name: set(values) for name, values in other.state_dict()["state"].items()}
+    assert all(param.grad is not None and not param.grad.any() for param in optimizer.params.values())
+
+
+def test_init_state_gives_sparse_gradients_where_asked() -> None:
+    params = {"dense": nn.Parameter(torch.ones(2, 3)), "sparse": nn.Parameter(torch.ones(1, 4))}
+    fixed = nn.Parameter(torch.ones(2), requires_grad=False)
+    inner = KeyedOptimizerWrapper({**params, "fixed": fixed}, lambda p: torch.optim.SGD(p, lr=0.1))
+    CombinedOptimizer([("x", inner)]).init_state({"x.sparse"})
+    grads = {name: param.grad for name, param in params.items()}
+    assert grads["dense"] is not None and not grads["dense"].is_sparse
+    assert grads["sparse"] is not None and grads["sparse"].is_sparse
+    assert fixed.grad is None
+
+
+def test_init_state_makes_no_gradient_of_a_table() -> None:
+    """A gradient of zeros for every table is as much memory as the tables themselves."""
+    ebc = fused()
+    CombinedOptimizer([("ebc", ebc.fused_optimizer())]).init_state()
+    assert all(param.grad is None for param in ebc.parameters())
+
+
+def test_param_groups_are_saved_unless_told_otherwise() -> None:
+    module = linear()
+    optimizer = wrap(module)
+    train(module, optimizer, range(2))
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.save_param_groups(False)
+    assert set(optimizer.state_dict()) == {"state"}
+    optimizer.param_groups[0]["lr"] = 0.25
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.save_param_groups(True)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_combined_optimizers_agree_on_saving_groups() -> None:
+    one, other = wrap(linear()), wrap(linear())
+    one.save_param_groups(False)
+    with pytest.raises(ValueError, match=r"agree on save_param_groups, got \[False, True\]"):
+        CombinedOptimizer([("x", one), ("y", other)])
+    one.save_param_groups(True)
+    outer = OptimizerWrapper(CombinedOptimizer([("x", one), ("y", other)]))
+    outer.save_param_groups(False)
+    assert all(set(part.state_dict()) == {"state"} for part in (one, other, outer))
+
+
+class Running:
+    """A state that saves and loads itself."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+def nested() -> tuple[KeyedOptimizer, nn.Parameter]:
+    param = nn.Parameter(torch.ones(2))
+    state = {"n": 1.0, "sum": torch.zeros(2), "inner": {"sum": torch.zeros(3), "n": 2, "own": Running()}}
+    groups = [{"params": [param], "lr": 1.0, "betas": [0.5, 0.6]}]
+    return KeyedOptimizer({"w": param}, {param: state}, groups), param
+
+
+def test_states_may_be_nested_and_may_save_themselves() -> None:
+    """A dict among the states was replaced by the loaded one: whoever held the tensors in it held stale ones."""
+    optimizer, param = nested()
+    held = optimizer.state[param]["inner"]["sum"]
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"]["w"]["inner"]["own"] == {"total": 0.0}
+    saved["state"]["w"].update(n=5.0, sum=torch.ones(2))
+    saved["state"]["w"]["inner"].update(n=7, sum=torch.ones(3), own={"total": 3.0})
+    saved["param_groups"][0]["lr"] = 4.0
+    optimizer.load_state_dict(saved)
+    assert same(optimizer.state_dict(), saved)
+    assert optimizer.state[param]["inner"]["sum"] is held
+    saved["param_groups"][0]["betas"].append(0.7)
+    assert optimizer.param_groups[0]["betas"] == [0.5, 0.6]
+    saved["state"]["w"]["inner"]["sum"] = torch.ones(4)
+    with pytest.raises(ValueError, match=r"w.inner: state sum has shape \(3,\), loaded \(4,\)"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_number_fits_a_tensor_of_one_element() -> None:
+    """Checkpoints of old torch versions hold the step as a number: AttributeError, a float has no shape."""
+    module = linear()
+    optimizer = wrap(module)
+    train(module, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"]["weight"]["step"] = 7.0
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[module.weight]["step"].item() == 7.0
+    saved["state"]["weight"]["exp_avg"] = 7.0
+    with pytest.raises(ValueError, match=r"weight: state exp_avg is a tensor of shape \(2, 3\), loaded 7.0"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_state_of_something_else_than_a_parameter_is_refused() -> None:
+    param = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"none of the parameters: \['momentum'\]"):
+        KeyedOptimizer({"w": param}, {param: {}, "momentum": {}}, [])
+
+
+class Listening(KeyedOptimizerWrapper):
+    loads = 0
+
+    def post_load_state_dict(self) -> None:
+        self.loads += 1
+
+
+def test_whoever_derives_is_told_after_a_load() -> None:
+    listening = Listening(dict(linear().named_parameters()), FACTORIES["adam"])
+    outer = OptimizerWrapper(CombinedOptimizer([("x", listening)]))
+    outer.load_state_dict(outer.state_dict())
+    assert listening.loads == 1
+
+
+def test_a_load_that_one_part_refuses_changes_no_part() -> None:
+    """Parts were loaded one by one: the first had the new states when the second refused its own."""
+    modules = [linear(), linear()]
+    parts = [wrap(module) for module in modules]
+    combined = CombinedOptimizer([("x", parts[0]), ("y", parts[1])])
+    for module, part in zip(modules, parts, strict=True):
+        train(module, part, range(2))
+    before, saved = copy.deepcopy(combined.state_dict()), copy.deepcopy(combined.state_dict())
+    saved["state"]["x.weight"]["exp_avg"].fill_(9.0)
+    saved["state"]["y.weight"]["exp_avg"] = torch.zeros(7)
+    with pytest.raises(ValueError, match=r"weight: state exp_avg has shape \(2, 3\), loaded \(7,\)"):
+        combined.load_state_dict(saved)
+    assert same(combined.state_dict(), before)
+
+
+@pytest.mark.parametrize("pack", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+def test_a_copied_optimizer_is_whole(pack: Any) -> None:
+    """Its parameters' names were left behind: AttributeError at the first `state_dict` of the copy."""
+    module = linear()
+    optimizer = OptimizerWrapper(CombinedOptimizer([("x", wrap(module))]))
+    train(module, optimizer, range(2))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    other = pack(optimizer)
+    assert same(other.state_dict(), optimizer.state_dict())
+    for param in other.params.values():
+        param.grad = torch.ones_like(param)
+    other.step()
+    assert not same(other.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_the_factory_gets_the_dict_if_asked() -> None:
+    got: list[Any] = []
+
+    def factory(params: Any) -> torch.optim.Optimizer:
+        got.append(params)
+        return torch.optim.SGD(params.values(), lr=0.1)
+
+    params = dict(linear().named_parameters())
+    optimizer = KeyedOptimizerWrapper(params, factory, pass_params_dict=True)
+    assert got == [params] and list(optimizer.params) == ["weight", "bias"]
+
+
+PREFIXES = [("w", "x", "x.w"), ("", "x", "x"), ("w", "", "w"), ("", "", "")]
+
+
+@pytest.mark.parametrize("name, key, whole", PREFIXES)
+def test_prefixes_join_with_a_dot(name: str, key: str, whole: str) -> None:
+    assert CombinedOptimizer.prepend_opt_key(name, key) == whole
+
+
+def test_parameters_and_groups_are_those_of_the_parts_now() -> None:
+    """A combined optimizer kept the tables' parameters of its construction, `.half()` makes others."""
+    ebc = fused(torch.optim.SGD)
+    combined = CombinedOptimizer([("ebc", ebc.fused_optimizer()), wrap(linear())])
+    ebc.half()
+    combined.state_dict()
+    assert combined.params["ebc.embedding_bags.a.weight"].dtype == torch.float16
+    assert [prefix for prefix, _ in combined.optimizers] == ["ebc", ""]
+    assert len(combined.param_groups) == 2 and "ebc: " in repr(OptimizerWrapper(combined))
+
+
+class Told(torch.optim.SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.heard: list[Any] = []
+
+    def set_optimizer_step(self, step: int) -> None:
+        self.heard.append(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        self.heard.append(params_dict)
+
+
+def test_steps_and_hyper_parameters_are_passed_on() -> None:
+    ebc, told = fused(), KeyedOptimizerWrapper(dict(linear().named_parameters()), Told)
+    outer = OptimizerWrapper(CombinedOptimizer([("ebc", ebc.fused_optimizer()), told]))
+    outer.set_optimizer_step(5)
+    outer.update_hyper_parameters({"lr": 0.25})
+    inner: Any = told._optimizer
+    assert inner.heard == [5, {"lr": 0.25}]
+    state = ebc.fused_optimizer().state_dict()
+    assert state["state"]["embedding_bags.a.weight"]["a.step"].tolist() == [5]
+    assert state["param_groups"][0]["lr"] == 0.25 and ebc._groups[0].lr == 0.25
+    with pytest.raises(ValueError, match=r"only lr can be changed later, got \['eps'\]"):
+        outer.update_hyper_parameters({"lr": 1.0, "eps": 1.0})
+    with pytest.warns(UserWarning, match="Adam has no set_optimizer_step: it stays as it is"):
+        CombinedOptimizer([wrap(linear())]).set_optimizer_step(3)
+
+
+def test_the_optimizer_of_no_table_is_an_ordinary_one() -> None:
+    empty = EmptyFusedOptimizer()
+    empty.step()
+    empty.zero_grad()
+    assert isinstance(empty, FusedOptimizer)
+    assert CombinedOptimizer([("x", empty)]).state_dict() == {"state": {}, "param_groups": ()}
+
+
+def test_modules_with_a_fused_optimizer_are_told_apart() -> None:
+    class Mine(nn.Module, FusedOptimizerModule):
+        @property
+        def fused_optimizer(self) -> KeyedOptimizer:
+            return EmptyFusedOptimizer()
+
+    assert isinstance(Mine(), FusedOptimizerModule) and isinstance(fused(), FusedOptimizerModule)
+    assert not isinstance(linear(), FusedOptimizerModule)
+
+
+# TorchRec's class, whose own `step` raises; what stands for it here; the fused settings that go with it
+IN_BACKWARD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {}),
+    "Adagrad": (torch.optim.Adagrad, {"eps": 1e-6, "initial_accumulator_value": 0.5}),
+    "Adam": (torch.optim.Adam, {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6}),
+    "LarsSGD": (LarsSGD, {"momentum": 0.5, "eta": 0.01}),
+    "LAMB": (LAMB, {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6}),
+    "PartialRowWiseAdam": (PartialRowWiseAdam, {"beta1": 0.8, "eps": 1e-6}),
+    "PartialRowWiseLAMB": (PartialRowWiseLAMB, {"beta2": 0.9, "eps": 1e-6}),
+}
+
+
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_fused_settings_go_with_every_class_that_torchrec_has_for_them(name: str) -> None:
+    """`gradient_clipping` cuts what reaches the table: a gradient of 100 trains as one of 0.5 does."""
+    kind, settings = IN_BACKWARD[name]
+    common = {"learning_rate": 0.1, "weight_decay": 0.01, **settings}
+
+    def after(scale: float, **more: Any) -> Tensor:
+        torch.manual_seed(0)
+        ebc = EmbeddingBagCollection([EmbeddingBagConfig(6, 4, "a", feature_names=["f"])])
+        before = tables_of(ebc)["a"].clone()
+        apply_optimizer_in_backward(kind, ebc.parameters(), {**common, **more})
+        for row in (1, 3):
+            ebc(kjt({"f": [[row], [0]]})).values().mul(scale).sum().backward()
+        weight = tables_of(ebc)["a"].clone()
+        assert not torch.equal(weight[:2], before[:2]) and torch.equal(weight[4:], before[4:])
+        return weight
+
+    cut = after(100.0, gradient_clipping=True, max_gradient=0.5)
+    assert torch.equal(cut, after(0.5))

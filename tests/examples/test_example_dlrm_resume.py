@@ -1,0 +1,257 @@
+"""The DLRM example loses nothing: killed and restarted, at the same or another number of ranks, with any pipeline."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from test_example_dlrm import example, measured
+
+from shardwise import checkpoint
+from shardwise.perf.evidence.soak import workers_of
+
+ROOT = Path(__file__).parents[2]
+# a line of metrics every 4 steps, a checkpoint every 6: neither divides an epoch or the other
+TRAIN = ("--epochs", "2", "--steps", "20", "--batch-size", "768", "--dim", "8", "--log-every", "4")
+TRAIN += ("--checkpoint-every", "6", "--device", "cpu")
+TIMES = ("samples_per_s", "seconds")
+
+
+class Interrupted(Exception):
+    """Stands for what ends a process in the middle of an epoch."""
+
+
+class Scalars:
+    """A logger that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> None:
+        self.given.append((tag, value, step))
+
+
+def train(folder: Path, *argv: str, logger: Any = None) -> dict[str, Any]:
+    places = ("--checkpoint-dir", str(folder / "checkpoints"), "--metrics", str(folder / "metrics.jsonl"), "--resume")
+    result: dict[str, Any] = example().main([*TRAIN, *places, *argv], logger)
+    return result
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    """The lines of metrics, without times."""
+    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in read]
+
+
+def interrupt(folder: Path, stop: int, *argv: str) -> None:
+    """Trains up to the line of metrics at or after step `stop`, where every rank's run ends."""
+    report = example().Report
+    write_line = report.write
+
+    def write(self: Any, numbers: dict[str, float], *, epoch: int, step: int) -> None:
+        write_line(self, numbers, epoch=epoch, step=step)
+        if step >= stop:
+            raise Interrupted
+
+    report.write = write
+    try:
+        with pytest.raises(Interrupted):
+            train(folder, *argv)
+    finally:
+        report.write = write_line
+
+
+def resumed(world_size: int, folder: Path, step: int, *argv: str) -> dict[str, Any]:
+    """What rank 0 gives of a run that ended at `step` and goes on with another process group."""
+    run_ranks(world_size, interrupt, folder, step, *argv)
+    return run_ranks(world_size, train, folder, *argv)[0]
+
+
+Run = tuple[dict[str, Any], list[dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """What a run at a number of ranks gives and writes without a stop."""
+
+    @cache
+    def at(world_size: int, *argv: str) -> Run:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        return run_ranks(world_size, train, folder, *argv)[0], lines(folder)
+
+    return at
+
+
+# before the first checkpoint, within an epoch, at its end, within the second
+@pytest.mark.ranks
+@pytest.mark.parametrize("step", [4, 16, 20, 32])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_stops_and_resumes_is_the_run_that_did_not(
+    tmp_path: Path, undisturbed: Callable[..., Run], step: int, world_size: int
+) -> None:
+    wanted, written = undisturbed(world_size)
+    found = resumed(world_size, tmp_path, step)
+    assert measured(found) == measured(wanted)
+    assert [epoch["steps"] for epoch in found["epochs"]] == [20, 20]
+    assert lines(tmp_path) == written
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("pipeline", ["base", "sparse_dist", "prefetch"])
+def test_a_pipeline_resumes_to_the_same_bits(tmp_path: Path, undisturbed: Callable[..., Run], pipeline: str) -> None:
+    wanted, written = undisturbed(2)
+    found = resumed(2, tmp_path, 16, "--pipeline", pipeline, "--checkpoint-async")
+    assert measured(found) == measured(wanted)
+    assert lines(tmp_path) == written
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 4), (4, 2)])
+def test_another_number_of_ranks_continues_with_the_same_data(
+    tmp_path: Path, undisturbed: Callable[..., Run], before: int, after: int
+) -> None:
+    """Fault 39: another world size on resume."""
+    _, written = undisturbed(1)
+    run_ranks(before, interrupt, tmp_path, 16)
+    run_ranks(after, train, tmp_path)
+    found = lines(tmp_path)
+    assert [list(line) for line in found] == [list(line) for line in written]
+    for line, other in zip(found, written, strict=True):
+        assert line == pytest.approx(other, abs=1e-5 if "loss" in other else 2e-4)
+
+
+@pytest.mark.ranks
+def test_a_finished_run_that_is_resumed_reports_again(tmp_path: Path, undisturbed: Callable[..., Run]) -> None:
+    wanted, written = undisturbed(1)
+    run_ranks(1, train, tmp_path)
+    again = run_ranks(1, train, tmp_path)[0]
+    assert measured(again) == measured(wanted)
+    assert lines(tmp_path) == written
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--batch-size", "96"), "batch_size was 768 and is 96"),
+        (("--seed", "1"), "--seed was 0 and is 1"),
+        (("--lr", "0.5"), "--lr was 0.02 and is 0.5"),
+        (("--steps", "10"), "--steps was 20 and is 10"),
+    ],
+)
+def test_a_run_with_other_settings_does_not_resume(tmp_path: Path, change: tuple[str, ...], message: str) -> None:
+    run_ranks(1, train, tmp_path, "--epochs", "1")
+    assert message in run_ranks(1, refusal, tmp_path, *change, "--resume")[0]
+
+
+@pytest.mark.ranks
+def test_checkpoints_of_another_run_are_not_overwritten(tmp_path: Path) -> None:
+    run_ranks(1, train, tmp_path, "--epochs", "1")
+    said = run_ranks(1, refusal, tmp_path)[0]
+    assert said == f"train.py: {tmp_path / 'checkpoints'} holds checkpoints: pass --resume, or another --checkpoint-dir"
+
+
+def refusal(folder: Path, *argv: str) -> str:
+    """What the run says as it ends; SystemExit itself would end the process of the rank."""
+    with pytest.raises(SystemExit) as stopped:
+        example().main([*TRAIN, "--checkpoint-dir", str(folder / "checkpoints"), *argv])
+    return str(stopped.value)
+
+
+def with_logger(folder: Path) -> tuple[list[tuple[str, float, int]], dict[str, Any]]:
+    scalars = Scalars()
+    return scalars.given, train(folder, logger=scalars)
+
+
+@pytest.mark.ranks
+def test_a_logger_gets_the_metrics_on_rank_0_alone(tmp_path: Path, undisturbed: Callable[..., Run]) -> None:
+    _, written = undisturbed(2)
+    (given, result), (others, _) = run_ranks(2, with_logger, tmp_path)
+    losses = {step: value for tag, value, step in given if tag == "loss"}
+    assert losses == {line["step"]: line["loss"] for line in written if "loss" in line}
+    assert [value for tag, value, _ in given if tag == "test_auc"] == [e["test_auc"] for e in result["epochs"]]
+    assert {value for tag, value, _ in given if tag == "lr"} == {0.02}
+    assert others == []
+
+
+@pytest.mark.ranks
+def test_lines_of_metrics_mean_over_all_steps_since_the_last(undisturbed: Callable[..., Run]) -> None:
+    """40 steps in lines of 4: their mean is the mean of the epochs."""
+    result, written = undisturbed(1)
+    losses = [line["loss"] for line in written if "loss" in line]
+    assert [line["step"] for line in written if "loss" in line] == list(range(4, 44, 4))
+    assert math.fsum(losses) / 10 == pytest.approx(math.fsum(e["train_loss"] for e in result["epochs"]) / 2, rel=1e-12)
+
+
+def test_a_line_cut_short_and_lines_beyond_the_checkpoint_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"epoch": 1, "step": 4}, {"epoch": 1, "step": 8, "test_auc": 0.5}, {"epoch": 2, "step": 12}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"epoch": 2, "st')
+    example()
+    cut = importlib.import_module("report").cut_lines
+    # the checkpoint of the end of an epoch is one before or one after its evaluation
+    for step, finished, kept in [(12, 1, 3), (8, 1, 2), (8, 0, 1), (4, 0, 1), (0, 0, 0)]:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"epoch": 2, "st')
+        cut(path, step, finished)
+        assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:kept]
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes of the ranks in /proc")
+def test_a_killed_rank_under_torchrun_ends_with_the_bits_of_the_undisturbed_run(
+    tmp_path: Path, undisturbed: Callable[..., Run]
+) -> None:
+    """Fault 39 and the restart of torchrun: one of two ranks gets SIGKILL once there is a checkpoint."""
+    # long enough to be killed before it ends
+    longer = ("--epochs", "6")
+    wanted, written = undisturbed(2, *longer)
+    script = str(ROOT / "examples" / "dlrm" / "train.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+    command += ["--monitor-interval=0.1", script, *TRAIN, *longer]
+    command += ["--resume", "--json", str(tmp_path / "result.json")]
+    command += ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--metrics", str(tmp_path / "metrics.jsonl")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with (tmp_path / "log").open("w+") as log:
+        run = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=ROOT)
+        try:
+            victim = None
+            while run.poll() is None:
+                time.sleep(0.02)
+                if victim is None and checkpoint.latest(tmp_path / "checkpoints") is not None:
+                    victim = workers_of(run.pid, script)[1]
+                    os.kill(victim, signal.SIGKILL)
+        finally:
+            for pid in workers_of(run.pid, script):
+                os.kill(pid, signal.SIGKILL)
+            run.kill()
+        log.seek(0)
+        said = log.read()
+    assert run.returncode == 0, said
+    assert "resumed at step" in said
+    assert "may hang" not in said
+    assert measured(json.loads((tmp_path / "result.json").read_text())) == measured(wanted)
+    assert lines(tmp_path) == written
+
+
+@pytest.mark.parametrize(
+    ("shared", "restarts", "told"), [("True", "3", True), ("True", "0", False), ("False", "3", False)]
+)
+def test_a_store_that_outlives_its_workers_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: str, restarts: str, told: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    example().main(["--epochs", "1", "--steps", "1", "--batch-size", "4096", "--dim", "4", "--device", "cpu"])
+    assert ("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().out) == told

@@ -1,0 +1,171 @@
+"""What a user installs: one small wheel that holds every folder, also from a checkout that lost the links."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
+LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+
+
+def checkout(to: Path) -> Path:
+    """A copy of what git would archive, links as links."""
+    shutil.copytree(ROOT, to, symlinks=True, ignore=LEFT_BEHIND)
+    return to
+
+
+# how the links arrive: git; git with core.symlinks=false and most unpackers of zip files; archives that drop them
+LINKS = ("links", "text", "missing")
+
+
+def without_links(tree: Path, links: str) -> Path:
+    for folder in FOLDERS if links != "links" else ():
+        (tree / "shardwise" / folder).unlink()
+        if links == "text":
+            (tree / "shardwise" / folder).write_text(f"../{folder}")
+    return tree
+
+
+def build(tree: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tree / "out"), *options, str(tree)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkout of each kind with the wheel in out/, that of "text" built from a source archive beside it."""
+    found = {}
+    for links in LINKS:
+        tree = found[links] = without_links(checkout(tmp_path_factory.mktemp("wheel") / "tree"), links)
+        result = build(tree, *(["--wheel"] if links != "text" else []))
+        assert result.returncode == 0, result.stdout + result.stderr
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(trees: dict[str, Path]) -> Path:
+    return wheel_of(trees["links"])
+
+
+def wheel_of(tree: Path) -> Path:
+    (built,) = (tree / "out").glob("*.whl")
+    return built
+
+
+@pytest.mark.parametrize("links", LINKS[1:])
+def test_a_checkout_without_links_gives_the_same_wheel(trees: dict[str, Path], links: str) -> None:
+    """A checkout by git with core.symlinks=false has text files for links.
+
+    Its wheel had the files of shardwise/ alone, without a word, and failed at the first import.
+    """
+    contents = []
+    for tree in (trees["links"], trees[links]):
+        with zipfile.ZipFile(wheel_of(tree)) as archive:
+            names = [name for name in archive.namelist() if not name.endswith("/RECORD")]
+            contents.append({name: archive.read(name) for name in names})
+    assert contents[0].keys() == contents[1].keys()
+    assert contents[0] == contents[1]
+
+
+def test_no_archive_holds_a_link(trees: dict[str, Path]) -> None:
+    for tree in trees.values():
+        with zipfile.ZipFile(wheel_of(tree)) as archive:
+            assert {stat.S_IFMT(entry.external_attr >> 16) for entry in archive.infolist()} == {stat.S_IFREG}
+    (source,) = (trees["text"] / "out").glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        entries = archive.getmembers()
+    assert all(entry.isfile() or entry.isdir() for entry in entries)
+    # and no text in a link's place
+    below = {entry.name.split("/", 1)[1] for entry in entries if entry.isfile()}
+    assert {"setup.py", "kernels/lookup/pooled.py", "shardwise/__init__.py"} <= below
+    assert not below & {f"shardwise/{folder}" for folder in FOLDERS}
+
+
+def test_a_tree_that_lacks_a_folder_is_not_built(tmp_path: Path) -> None:
+    tree = checkout(tmp_path / "tree")
+    shutil.rmtree(tree / "planner")
+    result = build(tree, "--wheel")
+    assert result.returncode != 0 and "it lacks planner; take a whole checkout" in result.stdout + result.stderr
+    assert not [*tree.glob("out/*")]
+
+
+@pytest.mark.parametrize("links", LINKS)
+def test_an_editable_install_finds_every_folder(trees: dict[str, Path], links: str, tmp_path: Path) -> None:
+    code = "import sys, setuptools.build_meta as b; b.build_editable(sys.argv[1])"
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=trees[links]
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(tmp_path)
+    # without the site packages: shardwise itself may be installed there
+    look = "import importlib.util as u, site, sys; site.addsitedir(sys.argv[1])\n"
+    look += "for name in sys.argv[2:]: print(u.find_spec(f'shardwise.{name}').origin)"
+    command = [sys.executable, "-I", "-S", "-c", look, str(tmp_path), *FOLDERS, "perf.cases", "served"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    places = [str(Path(place).resolve().parent) for place in found.stdout.split()]
+    assert places == [str(trees[links] / folder) for folder in (*FOLDERS, "perf/cases", "shardwise/served")]
+
+
+def test_the_wheel_holds_every_folder_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    assert {name.split("/")[0] for name in names} == {"shardwise"}
+    assert {name.split("/")[1] for name in names if name.count("/") > 1} == {*FOLDERS, "served"}
+    sources = {
+        *(f"shardwise/{path.name}" for path in (ROOT / "shardwise").glob("*.py")),
+        *(
+            f"shardwise/{path.relative_to(ROOT / 'shardwise')}"
+            for path in (ROOT / "shardwise" / "served").rglob("*.py")
+        ),
+        *(f"shardwise/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")),
+        *(f"shardwise/{path.relative_to(ROOT)}" for path in (ROOT / "kernels" / "tuned").glob("*.json")),
+        "shardwise/py.typed",
+    }
+    assert set(names) == sources
+
+
+def test_the_wheel_is_small_and_pure_python(wheel: Path) -> None:
+    assert wheel.stat().st_size < 1_500_000
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_the_unpacked_wheel_imports_from_itself(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    assert imported_from(tmp_path) == str(tmp_path / "shardwise" / "jagged" / "__init__.py")
+
+
+@pytest.mark.parametrize("gone", [FOLDERS, ("jagged",)], ids=["all", "one"])
+def test_a_checkout_without_links_imports_through_the_root(tmp_path: Path, gone: tuple[str, ...]) -> None:
+    tree = checkout(tmp_path / "tree")
+    for folder in gone:
+        (tree / "shardwise" / folder).unlink()
+    assert imported_from(tree) == str(tree / "jagged" / "__init__.py")
+
+
+def imported_from(path: Path) -> str:
+    """Where `shardwise.jagged` lies for a process that starts with `path` on its PYTHONPATH."""
+    code = "import shardwise, shardwise.jagged; shardwise.KeyedJaggedTensor; print(shardwise.jagged.__file__)"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=path,
+        env={**os.environ, "PYTHONPATH": str(path)},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()

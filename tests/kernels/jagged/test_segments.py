@@ -1,0 +1,337 @@
+"""Offsets, places, inverses, sums and packs of bags, compared with what lists of lists say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernel_inputs import DEVICES, assert_close, assert_same_bits, torch_device
+from torch import Tensor
+
+from shardwise.kernels import (
+    complete_cumsum,
+    invert_permute,
+    offsets_range,
+    offsets_to_lengths,
+    pack_segments,
+    segment_sum,
+    unpack_segments,
+)
+from shardwise.kernels.cpu import segments as cpu_segments
+from shardwise.kernels.jagged.offsets import (
+    complete_cumsum_ref,
+    invert_permute_ref,
+    offsets_range_ref,
+    segment_spread_ref,
+    segment_sum_ref,
+)
+
+OPS = torch.ops.shardwise
+LOOSE = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+INDICES = st.sampled_from([torch.int32, torch.int64])
+SIZES = st.lists(st.integers(0, 20), max_size=9)
+
+
+@pytest.fixture(params=["torch", "numba"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The CPU's two ways: torch's ops, and the loops that numba compiles."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_segments, "loops", lambda: None)
+    elif cpu_segments.loops() is None:
+        pytest.skip("numba is not installed")
+    else:
+        # threads share the smallest of works
+        monkeypatch.setattr(cpu_segments, "_ALONE", 0)
+    return request.param
+
+
+def ends_of(sizes: list[int]) -> list[int]:
+    return [*accumulate(sizes, initial=0)]
+
+
+@LOOSE
+@given(st.lists(SIZES.filter(lambda some: len(some) >= 2).map(lambda some: some[:2]), max_size=4), INDICES)
+def test_offsets_are_sums_of_all_before_and_lengths_their_differences(
+    path: str, rows: list[list[int]], dtype: torch.dtype
+) -> None:
+    lengths = torch.tensor(rows, dtype=dtype).view(len(rows), 2)
+    offsets = complete_cumsum(lengths)
+    assert offsets.dtype == dtype
+    assert offsets.tolist() == [ends_of(row) for row in rows]
+    assert offsets_to_lengths(offsets).tolist() == rows
+    assert complete_cumsum(lengths.flatten()).tolist() == ends_of([n for row in rows for n in row])
+    assert offsets_to_lengths(complete_cumsum(lengths.flatten())).dtype == dtype
+
+
+def test_offsets_of_other_tensors_are_torch_s_own() -> None:
+    assert complete_cumsum(torch.tensor([1.5, 2.0])).tolist() == [0.0, 1.5, 3.5]
+    assert complete_cumsum(torch.tensor([1, 2], dtype=torch.int16)).dtype == torch.int16
+    assert complete_cumsum(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 4)
+    assert complete_cumsum(torch.zeros(3, 0, dtype=torch.int64)).tolist() == [[0], [0], [0]]
+    assert complete_cumsum(torch.tensor([[1, 2], [3, 4]]).t()).tolist() == [[0, 1, 4], [0, 2, 6]]
+
+
+@LOOSE
+@given(SIZES, INDICES, st.booleans())
+def test_a_place_is_counted_from_the_start_of_its_bag(
+    path: str, sizes: list[int], dtype: torch.dtype, with_end: bool
+) -> None:
+    ends = ends_of(sizes)
+    # the last of the begins is an empty bag
+    begins = ends if with_end or not sizes else ends[:-1]
+    got = offsets_range(torch.tensor(begins, dtype=dtype), ends[-1])
+    assert got.tolist() == [i for n in sizes for i in range(n)]
+    assert got.dtype == dtype
+
+
+@LOOSE
+@given(st.integers(0, 30).flatmap(lambda n: st.permutations(range(n))), INDICES)
+def test_an_inverse_undoes_its_permutation(path: str, order: list[int], dtype: torch.dtype) -> None:
+    permute = torch.tensor(order, dtype=dtype)
+    inverse = invert_permute(permute)
+    assert inverse.dtype == dtype
+    assert [order[i] for i in inverse.tolist()] == list(range(len(order)))
+
+
+@LOOSE
+@given(st.data())
+def test_a_sum_of_a_segment_is_the_sum_of_its_list(path: str, data: st.DataObject) -> None:
+    sizes, batch_size = data.draw(SIZES), data.draw(st.sampled_from([1, 1, 2, 3]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.float16, torch.int64, torch.int32]))
+    columns = data.draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
+    before, after = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    ends = [before + end for end in ends_of(sizes)]
+    count = (ends[-1] + after) * batch_size
+    numbers = data.draw(st.lists(st.integers(-9, 9), min_size=count, max_size=count))
+    values = torch.tensor(numbers, dtype=dtype).view(-1, *[1] * len(columns)).expand(count, *columns)
+    offsets = torch.tensor(ends, dtype=data.draw(INDICES))
+    wanted = values.is_floating_point()
+    values = values.clone().requires_grad_(wanted)
+    got = segment_sum(offsets, values, batch_size=batch_size)
+    expected = [sum(numbers[a * batch_size : b * batch_size]) for a, b in zip(ends, ends[1:], strict=False)]
+    assert got.dtype == dtype
+    assert got.shape == (len(sizes), *columns)
+    # nothing wants a gradient: past the dispatcher
+    for found in (got, segment_sum(offsets, values.detach(), batch_size=batch_size)):
+        assert found.tolist() == alike(expected, columns)
+    if wanted:
+        upstream = torch.tensor(alike([*range(1, len(sizes) + 1)], columns), dtype=dtype).view(got.shape)
+        (grad,) = torch.autograd.grad(got, values, upstream)
+        bags = [b + 1 for b, n in enumerate(sizes) for _ in range(n * batch_size)]
+        assert grad.dtype == dtype
+        assert grad.tolist() == alike([0] * before * batch_size + bags + [0] * after * batch_size, columns)
+
+
+def alike(numbers: list[int], columns: tuple[int, ...]) -> list[Any]:
+    """Each number as often as a row of this shape has elements, as that row's list."""
+    for n in reversed(columns):
+        numbers = [[number] * n for number in numbers]  # type: ignore[misc]
+    return numbers
+
+
+def test_sums_pass_gradcheck_twice(path: str) -> None:
+    offsets = torch.tensor([1, 3, 3, 5])
+    for shape in ((6,), (6, 2)):
+        values = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(lambda v: segment_sum(offsets, v), values)
+        assert torch.autograd.gradgradcheck(lambda v: segment_sum(offsets, v), values)
+
+
+def test_a_segment_of_ten_million_is_summed_exactly() -> None:
+    """In fp16, which ends at 65504, and in int32: sums are kept wider."""
+    ones = torch.ones(10_000_000, dtype=torch.int32)
+    assert segment_sum(torch.tensor([0, 10_000_000]), ones).tolist() == [10_000_000]
+    halves = torch.full((4096,), 0.5, dtype=torch.float16)
+    assert segment_sum(torch.tensor([0, 4095, 4096]), halves).tolist() == [2048.0, 0.5]
+
+
+@LOOSE
+@given(st.data())
+def test_packs_are_bags_cut_or_filled_and_unpacked_again(data: st.DataObject) -> None:
+    bags = data.draw(st.lists(st.lists(st.integers(-9, 99), max_size=6), max_size=6))
+    longest, dtype = data.draw(st.integers(0, 7)), data.draw(INDICES)
+    values = torch.tensor([v for bag in bags for v in bag], dtype=torch.float32)
+    if data.draw(st.booleans()):
+        values = torch.stack([values, 2 * values], 1)
+    values.requires_grad_()
+    lengths = torch.tensor([len(bag) for bag in bags], dtype=dtype)
+    packed = pack_segments(values, lengths, longest)
+    first = packed if values.dim() == 1 else packed[..., 0]
+    filled = [(bag + [0] * longest)[:longest] for bag in bags]
+    assert first.tolist() == filled
+    cut = [v if i < longest else 0 for bag in bags for i, v in enumerate(bag)]
+    for total in (None, values.shape[0]):
+        back = unpack_segments(packed, lengths, total=total)
+        assert (back if values.dim() == 1 else back[:, 1] / 2).tolist() == cut
+    if values.numel():
+        (grad,) = torch.autograd.grad(packed.sum(), values)
+        kept = [float(i < longest) for bag in bags for i, _ in enumerate(bag)]
+        assert (grad if values.dim() == 1 else grad[:, 1]).tolist() == kept
+
+
+def test_packs_pass_gradcheck() -> None:
+    lengths = torch.tensor([2, 0, 3])
+    values = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    packed = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda v: pack_segments(v, lengths, 2), values)
+    assert torch.autograd.gradcheck(lambda p: unpack_segments(p, lengths), packed)
+
+
+def bad(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "size", "message"),
+    [
+        ([0, 3, 2], 5, "must not decrease, entry 2 is 2 after 3"),
+        ([1, 2], 5, "must go from 0 to 5, got from 1 to 5"),
+        ([0, 6], 5, "must not decrease, entry 2 is 5 after 6"),
+        ([], 2, "must go from 0 to 2, got from 2 to 2"),
+        ([0, -1, 2], 2, "must not decrease"),
+    ],
+)
+def test_begins_that_do_not_fit_are_refused(path: str, offsets: list[int], size: int, message: str) -> None:
+    bad(lambda: offsets_range(torch.tensor(offsets, dtype=torch.int64), size), ValueError, message)
+
+
+def test_what_is_no_permutation_has_no_inverse(path: str) -> None:
+    bad(lambda: invert_permute(torch.tensor([0, 3, 1])), IndexError, r"permute\[1\] is 3, out of range for 3")
+    bad(lambda: invert_permute(torch.tensor([0, -1, 1])), IndexError, r"permute\[1\] is -1")
+    bad(lambda: invert_permute(torch.tensor([0, 1, 1])), ValueError, "it is no permutation")
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 3], [-1, 2], [0, 7], [0, 2**62], [5, 2**62, 6]])
+def test_offsets_that_leave_the_values_are_refused(path: str, offsets: list[int]) -> None:
+    message = r"offsets must not decrease nor leave 0 ... 6, got"
+    bad(lambda: segment_sum(torch.tensor(offsets), torch.ones(6)), ValueError, message)
+    bad(lambda: segment_sum(torch.tensor(offsets), torch.ones(13, 2), batch_size=2), ValueError, message)
+
+
+def test_shapes_and_dtypes_are_checked() -> None:
+    ids, floats = torch.tensor([0, 1]), torch.ones(2)
+    bad(lambda: complete_cumsum(ids[0]), ValueError, "lengths must have a dimension")
+    bad(lambda: offsets_to_lengths(ids[:0]), ValueError, "at least one entry")
+    bad(lambda: offsets_range(floats, 2), TypeError, "offsets must be int32 or int64")
+    bad(lambda: offsets_range(ids[None], 2), ValueError, "offsets must be 1-D")
+    bad(lambda: invert_permute(ids.short()), TypeError, "permute must be int32 or int64")
+    bad(lambda: segment_sum(ids[:0], floats), ValueError, "at least one entry")
+    bad(lambda: segment_sum(ids, floats, batch_size=0), ValueError, "batch_size must be positive, got 0")
+    bad(lambda: segment_sum(ids, floats[0]), ValueError, "values must have a first dimension")
+    bad(lambda: pack_segments(floats, ids, -1), ValueError, "max_length must be >= 0, got -1")
+    bad(lambda: pack_segments(floats, ids, 2), ValueError, "lengths sum to 1, expected 2 values")
+    bad(lambda: pack_segments(floats, torch.tensor([3, -1]), 2), ValueError, "lengths must be >= 0, got -1")
+    bad(lambda: unpack_segments(floats[:, None], ids[:1]), ValueError, r"packed must be \[1, max_length, ...\]")
+    bad(lambda: unpack_segments(floats[:, None], ids, total=3), ValueError, "lengths sum to 1, expected 3 values")
+
+
+# The same on every device.
+
+SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (20,), (128,), (2, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_and_their_gradients_equal_the_reference(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    place = torch_device(device)
+    offsets = torch.tensor([0, 0, 3, 21, 22, 22], device=place)
+    values = (torch.randn(45, *shape, generator=torch.Generator().manual_seed(0)) * 8).to(dtype).to(place)
+    for batch_size in (1, 2):
+        got, expected = (
+            segment_sum(offsets, values, batch_size=batch_size),
+            segment_sum_ref(offsets, values, batch_size),
+        )
+        assert_close(got.double(), expected.double(), 1e-3 if dtype == torch.float16 else 1e-6)
+        assert_same_bits(segment_sum(offsets, values, batch_size=batch_size), got)
+        if dtype.is_floating_point:
+            wanted = values.clone().requires_grad_()
+            (grad,) = torch.autograd.grad(segment_sum(offsets, wanted, batch_size=batch_size), wanted, expected)
+            assert_same_bits(grad, segment_spread_ref(offsets, expected, 45, batch_size))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_places_and_inverses_equal_the_reference(device: str, dtype: torch.dtype) -> None:
+    place = torch_device(device)
+    offsets = torch.tensor([0, 0, 3, 90, 90, 91], dtype=dtype, device=place)
+    assert_same_bits(offsets_range(offsets, 100), offsets_range_ref(offsets, 100))
+    assert_same_bits(offsets_range(offsets[:1], 7), torch.arange(7, dtype=dtype))
+    permute = torch.randperm(100, generator=torch.Generator().manual_seed(0)).to(dtype).to(place)
+    assert_same_bits(invert_permute(permute), invert_permute_ref(permute))
+    assert invert_permute(permute[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_offsets_equal_the_reference_in_blocks_rows_and_beyond_one_launch(device: str, dtype: torch.dtype) -> None:
+    place = torch_device(device)
+    lengths = torch.randint(0, 9, (3, 100), generator=torch.Generator().manual_seed(0)).to(dtype).to(place)
+    for some in (lengths[0], lengths, lengths.t(), lengths[:, :16], lengths[:, :1], lengths[:0], lengths[:, :0]):
+        assert_same_bits(complete_cumsum(some), complete_cumsum_ref(some))
+    long = torch.ones((1 << 14) + 1, dtype=dtype, device=place)
+    assert_same_bits(complete_cumsum(long), torch.arange((1 << 14) + 2, dtype=dtype))
+    if dtype == torch.int64:
+        # sums of 64 bits, whatever a block's are
+        assert complete_cumsum(lengths[0] + 2**40)[-1] == int(lengths[0].sum()) + 100 * 2**40
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_on_a_gpu_nothing_outside_is_read_or_written(device: str) -> None:
+    """Nobody waits for a GPU to say what does not fit; memory is safe, and no device assert ends the process."""
+    place = torch_device(device)
+    values = torch.ones(6, device=place)
+    for offsets in ([0, 9, 3], [-5, 2], [4, 2, 6], [0, 2**62]):
+        assert segment_sum(torch.tensor(offsets, device=place), values).shape == (len(offsets) - 1,)
+        assert segment_sum(torch.tensor(offsets, device=place), values[:, None].repeat(1, 3)).isfinite().all()
+    assert invert_permute(torch.tensor([1, 5, -1], device=place)).tolist() == [-1, 0, -1]
+    assert offsets_range(torch.tensor([2, 3], device=place), 5).tolist() == [-1, -1, 0, 0, 1]
+
+
+def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    offsets = torch.tensor([0, 0, 3, 6], device=device)
+    values, sums = (torch.randn(n, 3, device=device, requires_grad=True) for n in (6, 3))
+    return {
+        "segment_sum": (OPS.segment_sum.default, (offsets, values, 1)),
+        "segment_sum flat": (OPS.segment_sum.default, (offsets[:3], values.detach()[:, 0].requires_grad_(), 2)),
+        "segment_sum ids": (OPS.segment_sum.default, (offsets, torch.arange(6, device=device), 1)),
+        "segment_spread": (OPS.segment_spread.default, (offsets, sums, 8, 1)),
+        "offsets_range": (OPS.offsets_range.default, (offsets, 6)),
+        "complete_cumsum": (OPS.complete_cumsum.default, (torch.tensor([[2, 0, 1], [1, 1, 1]], device=device),)),
+        "invert_permute": (OPS.invert_permute.default, (torch.tensor([2, 0, 1], device=device),)),
+    }
+
+
+@pytest.mark.parametrize("name", op_calls(torch.device("cpu")))
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str, name: str) -> None:
+    op, args = op_calls(torch_device(device))[name]
+    torch.library.opcheck(op, args)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_forward_and_backward_equal_eager(device: str) -> None:
+    place = torch_device(device)
+
+    def loss(values: Tensor, lengths: Tensor) -> Tensor:
+        offsets = complete_cumsum(lengths)
+        places = offsets_range(offsets, values.shape[0])
+        sums = segment_sum(offsets, values * places)
+        packed = pack_segments(values, offsets_to_lengths(offsets), 2)
+        again = unpack_segments(packed, lengths, total=values.shape[0])
+        return sums.sin().sum() + packed.cos().sum() + again.exp().sum() + invert_permute(lengths.argsort())[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for sizes in ([3, 0, 2], [3, 5, 1], [3, 2, 1, 4]):
+        lengths = torch.tensor(sizes, device=place)
+        values = torch.linspace(-1, 1, sum(sizes), device=place).requires_grad_()
+        (got,) = torch.autograd.grad(compiled(values, lengths), values)
+        (want,) = torch.autograd.grad(loss(values, lengths), values)
+        assert_close(got, want)

@@ -1,0 +1,300 @@
+"""The cost model: its formulas by hand on small cases, what must be conserved, what must grow, and its constants."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.planner.constants_measured import CARDS, NUMBERS, Constants, card_named
+from shardwise.planner.cost.shardwise import ShardwiseCost
+from shardwise.planner.cost.ways import Way, ways_of
+from shardwise.planner.layout import split_rows
+from shardwise.planner.plan.planning import plan_tables
+from shardwise.planner.search.problem import PARTS, Choice
+from shardwise.planner.tables import Feature, Skew, Table
+from shardwise.planner.topology import Topology
+
+# nothing costs anything, but for what a test sets: bandwidths of 1 GB/s are 1e6 bytes a millisecond
+FREE = Constants(**{name: 1e30 if name.endswith("_gb_s") else 0.0 for name in NUMBERS}, source="")
+B, LENGTH, ROWS, DIM = 100, 5.0, 1000, 64
+TABLE = Table("t", ROWS, DIM, features=(Feature("f", LENGTH),), optimizer="RowWiseAdagrad")
+IDS, MS = B * LENGTH, 1e-6
+
+
+def _way(kind: str, world: int, blocks: int = 1, rows: int = ROWS) -> Way:
+    widths = (DIM // blocks,) * blocks
+    if kind == "data_parallel":
+        return Way(kind, "dense", widths, (rows,) * world, replica=True)
+    spread = {"row_wise": world, "table_row_wise": 2, "grid_shard": 2}.get(kind, 1)
+    return Way(kind, "fused", widths, tuple(split_rows(rows, spread)))
+
+
+def _price(
+    way: Way, table: Table = TABLE, world: int = 4, local: int | None = None, **constants: float
+) -> dict[str, Any]:
+    """Milliseconds [K, S] by part, where only `constants` cost anything."""
+    cost = ShardwiseCost(Topology(world, "cpu", local_world_size=local), B, FREE.with_(**constants))
+    return dict(zip(PARTS, cost.price(table, way).parts_ms, strict=True))
+
+
+def test_ids_and_lengths_come_from_the_other_ranks() -> None:
+    found = _price(_way("table_wise", 4), intra_gb_s=1.0)
+    # 4 bytes an id, 4 a length, 3 of 4 ranks are others
+    assert found["input_comms"] == pytest.approx((4 * 4 * IDS + 4 * 4 * B) * 3 / 4 * MS)
+    assert found["fwd_comms"] == pytest.approx(4 * B * DIM * 4 * 3 / 4 * MS)
+    assert found["bwd_comms"] == pytest.approx(found["fwd_comms"])
+
+
+@pytest.mark.parametrize(
+    ("table", "factor"), [(replace(TABLE, weighted=True), 8), (replace(TABLE, num_embeddings=2**31), 8), (TABLE, 4)]
+)
+def test_weights_and_large_tables_double_the_bytes_of_an_id(table: Table, factor: int) -> None:
+    way = _way("table_wise", 4, rows=table.num_embeddings)
+    found = _price(way, table, intra_gb_s=1.0)["input_comms"]
+    assert found == pytest.approx((factor * 4 * IDS + 4 * 4 * B) * 3 / 4 * MS)
+
+
+def test_ranks_of_other_hosts_are_reached_at_the_bandwidth_between_hosts() -> None:
+    inside = _price(_way("table_wise", 4), local=2, intra_gb_s=1.0)["fwd_comms"]
+    outside = _price(_way("table_wise", 4), local=2, inter_gb_s=1.0)["fwd_comms"]
+    assert inside == pytest.approx(4 * B * DIM * 4 * 1 / 4 * MS)
+    assert outside == pytest.approx(4 * B * DIM * 4 * 2 / 4 * MS)
+
+
+def test_a_lookup_reads_each_row_once_from_memory_and_then_from_caches() -> None:
+    draws = 4 * IDS
+    distinct = ROWS * (1 - (1 - 1 / ROWS) ** draws)
+    memory = _price(_way("table_wise", 4), row_gb_s=1.0)
+    caches = _price(_way("table_wise", 4), again_gb_s=1.0)
+    assert memory["fwd_compute"] == pytest.approx(distinct * DIM * 4 * MS)
+    assert caches["fwd_compute"] == pytest.approx((draws - distinct) * DIM * 4 * MS)
+    # the row and its state, read and written
+    assert memory["bwd_compute"] == pytest.approx(distinct * 2 * (DIM * 4 + 4) * MS)
+    assert caches["bwd_compute"] == pytest.approx(draws * DIM * 4 * MS)
+
+
+@pytest.mark.parametrize(
+    ("constant", "part", "each"),
+    [
+        ("id_ns", "fwd_compute", 4 * IDS),
+        ("bag_ns", "fwd_compute", 4 * B),
+        ("update_id_ns", "bwd_compute", 4 * IDS),
+        ("stream_us", "overhead", 1e3),
+    ],
+)
+def test_a_count_is_paid_for_by_its_constant(constant: str, part: str, each: float) -> None:
+    found = _price(_way("table_wise", 4), **_one(constant))
+    assert found.pop(part) == pytest.approx(each * MS)
+    assert max(other.max() for other in found.values()) < 1e-12
+
+
+def test_sources_divide_ids_for_row_ranges_and_add_partial_sums() -> None:
+    way = _way("row_wise", 4)
+    np.testing.assert_allclose(_price(way, cut_id_ns=1.0)["overhead"], np.full((1, 4), IDS * MS))
+    added, whole = (_price(_way(kind, 4), copy_gb_s=1.0)["fwd_compute"] for kind in ("row_wise", "table_wise"))
+    # each rank writes sums of all bags, and as a source adds those of three others to the first: 3 x 12 bytes
+    np.testing.assert_allclose(added, np.broadcast_to(whole + 3 * 3 * B * DIM * 4 * MS, (1, 4)))
+
+
+def test_sums_that_are_added_in_a_host_leave_it_once() -> None:
+    """Every rank of the host has sums of all bags; those of each source leave by one of them."""
+    way = _way("table_row_wise", 8)
+    inside = _price(way, world=8, local=2, intra_gb_s=1.0)["fwd_comms"]
+    outside = _price(way, world=8, local=2, inter_gb_s=1.0)["fwd_comms"]
+    block = 8 * B * DIM * 4
+    np.testing.assert_allclose(inside, np.full((1, 2), block / 2 * MS))
+    np.testing.assert_allclose(outside, np.full((1, 2), block / 2 * 6 / 8 * MS))
+
+
+def test_replicas_take_the_ids_and_gradients_of_all_and_look_up_their_own() -> None:
+    way = _way("data_parallel", 4)
+    found = _price(way, intra_gb_s=1.0)
+    np.testing.assert_allclose(found["bwd_comms"], np.full((1, 4), 4 * B * DIM * 4 * 3 / 4 * MS))
+    assert not found["fwd_comms"].any()
+    np.testing.assert_allclose(_price(way, id_ns=1.0)["fwd_compute"], np.full((1, 4), IDS * MS))
+    np.testing.assert_allclose(_price(way, update_id_ns=1.0)["bwd_compute"], np.full((1, 4), 4 * IDS * MS))
+
+
+def test_dense_gradients_of_all_rows_go_around_a_ring() -> None:
+    dense = replace(TABLE, optimizer=None)
+    found = _price(_way("data_parallel", 4), dense, intra_gb_s=1.0)
+    np.testing.assert_allclose(found["bwd_comms"], np.full((1, 4), 2 * ROWS * DIM * 4 * 3 / 4 * MS))
+    assert not found["input_comms"].any()
+
+
+def test_rows_of_sequences_travel_one_for_each_id() -> None:
+    rows = replace(TABLE, pooled=False)
+    found = _price(_way("table_wise", 4), rows, intra_gb_s=1.0)
+    assert found["fwd_comms"] == pytest.approx(4 * IDS * DIM * 4 * 3 / 4 * MS)
+    # a number for each rank's ids instead of a length for each bag
+    assert found["input_comms"] == pytest.approx((4 * 4 * IDS + 4 * 4) * 3 / 4 * MS)
+    by_rows = _price(_way("row_wise", 4), rows, intra_gb_s=1.0)["fwd_comms"]
+    assert by_rows.sum() == pytest.approx(found["fwd_comms"].sum())
+
+
+def _real(kind: str, world: int = 4, table: Table = TABLE, blocks: int = 1, local: int | None = None) -> Choice:
+    cost = ShardwiseCost(Topology(world, "cpu", local_world_size=local), B)
+    return cost.price(table, _way(kind, world, blocks, table.num_embeddings))
+
+
+def _one(constant: str) -> dict[str, Any]:
+    return {constant: 1.0}
+
+
+@pytest.mark.parametrize("constant", ["row_gb_s", "again_gb_s", "copy_gb_s"])
+@pytest.mark.parametrize("part", ["fwd_compute", "bwd_compute"])
+def test_column_shards_move_together_what_the_whole_table_moves(constant: str, part: str) -> None:
+    table = replace(TABLE, optimizer="Adagrad")
+    whole, cut = (_price(_way(kind, 4, n), table, **_one(constant))[part] for kind, n in _WHOLE_AND_CUT)
+    assert cut.sum() == pytest.approx(whole.sum())
+
+
+_WHOLE_AND_CUT = (("table_wise", 1), ("column_wise", 4))
+
+
+@pytest.mark.parametrize("constant", ["row_gb_s", "again_gb_s", "id_ns", "update_id_ns", "update_row_ns"])
+@pytest.mark.parametrize("skew", [Skew(), Skew(1.1), Skew(1.1, sorted_ids=True)])
+def test_row_shards_look_up_together_what_the_whole_table_does(constant: str, skew: Skew) -> None:
+    table = replace(TABLE, skew=skew)
+    whole, cut = (
+        sum(p.sum() for p in _price(_way(kind, 4), table, **_one(constant)).values())
+        for kind in ("table_wise", "row_wise")
+    )
+    assert cut == pytest.approx(whole, rel=5e-3)
+
+
+def test_the_first_rows_are_busiest_where_ids_are_sorted_by_frequency() -> None:
+    times = _real("row_wise", table=replace(TABLE, skew=Skew(1.1, sorted_ids=True))).time_ms[0]
+    assert times.tolist() == sorted(times.tolist(), reverse=True) and times[0] > 1.2 * times[1]
+    spread = _real("row_wise", table=replace(TABLE, skew=Skew(1.1))).time_ms[0]
+    np.testing.assert_allclose(spread, spread[0])
+
+
+KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"features": (Feature("f", 2 * LENGTH),)},
+        {"features": (Feature("f", LENGTH), Feature("g", 1.0))},
+        {"weighted": True},
+        {"num_embeddings": 50 * ROWS},
+    ],
+)
+def test_more_to_do_takes_longer(kind: str, more: dict[str, Any]) -> None:
+    assert _real(kind, local=2, table=replace(TABLE, **more)).work_ms > _real(kind, local=2).work_ms
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_faster_machine_takes_no_longer(kind: str) -> None:
+    for name in NUMBERS:
+        constants = CARDS["cpu"].constants
+        value = getattr(constants, name)
+        faster = constants.with_(**{name: value * 2 if name.endswith("_gb_s") else value / 2})
+        topology, way = Topology(4, "cpu", local_world_size=2), _way(kind, 4)
+        before, after = (ShardwiseCost(topology, B, one).price(TABLE, way).work_ms for one in (constants, faster))
+        assert after <= before
+
+
+def test_every_rank_pays_for_its_own_batch_whatever_the_plan() -> None:
+    topology = Topology(4, "cpu")
+    sent = ShardwiseCost(topology, B, FREE.with_(sent_id_ns=1.0)).base_ms([TABLE, TABLE])
+    assert sent == pytest.approx(2 * IDS * MS)
+    steps = ShardwiseCost(topology, B, FREE.with_(step_us=10.0, exchange_us=1.0))
+    other = replace(TABLE, module="other")
+    assert steps.base_ms([TABLE, TABLE]) == pytest.approx(14e-3)
+    assert steps.base_ms([TABLE, other]) == pytest.approx(28e-3)
+    # one rank exchanges nothing
+    alone = ShardwiseCost(Topology(1, "cpu"), B, FREE.with_(step_us=10.0, exchange_us=1.0))
+    assert alone.base_ms([TABLE]) == pytest.approx(10e-3)
+
+
+def test_a_batch_size_of_a_feature_goes_before_that_of_the_model() -> None:
+    mine = replace(TABLE, features=(Feature("f", LENGTH, batch_size=3 * B),))
+    assert _price(_way("table_wise", 4), mine, id_ns=1.0)["fwd_compute"] == pytest.approx(3 * 4 * IDS * MS)
+
+
+def test_tables_that_differ_by_name_alone_share_a_price() -> None:
+    cost = ShardwiseCost(Topology(4, "cpu"), B)
+    twin = replace(TABLE, name="u", module="m", features=(Feature("g", LENGTH),))
+    assert cost.price(TABLE, _way("table_wise", 4)) is cost.price(twin, _way("table_wise", 4))
+
+
+def test_bandwidths_that_the_user_gave_win() -> None:
+    usual, given = Topology(4, "cpu"), Topology(4, "cpu", intra_host_bw=2e6, ddr_mem_bw=5e6)
+    constants = CARDS["cpu"].constants
+    assert ShardwiseCost(usual, B, constants).constants == constants
+    changed = ShardwiseCost(given, B, constants).constants
+    # bytes a millisecond; rows stay as much slower than memory in order as they were
+    assert (changed.intra_gb_s, changed.copy_gb_s) == (pytest.approx(2.0), pytest.approx(5.0))
+    assert changed.row_gb_s / changed.copy_gb_s == pytest.approx(constants.row_gb_s / constants.copy_gb_s)
+
+
+def test_memory_is_counted_where_the_device_has_it() -> None:
+    for device, here, there in (("cuda", "hbm", "ddr"), ("cpu", "ddr", "hbm")):
+        choice = ShardwiseCost(Topology(4, device), B).price(TABLE, _way("table_wise", 4))
+        assert getattr(choice, here).min() > ROWS * DIM * 4 and not getattr(choice, there).any()
+
+
+def test_a_hot_small_table_is_not_left_to_one_rank() -> None:
+    """The plan for one table that all ranks read: one rank alone would do all the work."""
+    table = Table("t", 100, 128, features=(Feature("f", 200.0),), optimizer="SGD")
+    planned = plan_tables([table], Topology(8, "cuda"), 4096, cost=ShardwiseCost(Topology(8, "cuda"), 4096))
+    ((_, choice, _),) = planned.placed()
+    assert choice.sharding_type != "table_wise"
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    topology = Topology(16, "cuda", local_world_size=8)
+    table = replace(TABLE, skew=Skew(1.05, 2.0, sorted_ids=True), num_embeddings=12_345)
+    first, second = (
+        [ShardwiseCost(topology, B).price(table, way).parts_ms for way in ways_of(table, topology)] for _ in range(2)
+    )
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_constants_come_back_from_json(tmp_path: Path) -> None:
+    path = tmp_path / "constants.json"
+    constants = CARDS["h200"].constants
+    constants.save(path, {"times": [1, 2]})
+    assert Constants.load(path) == constants
+    assert json.loads(path.read_text())["measured"] == {"times": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"row_gb_s": 0.0}, "row_gb_s must be positive"),
+        ({"id_ns": -1.0}, "id_ns must be 0 or more"),
+        ({"step_us": float("nan")}, "step_us must be a finite number"),
+        ({"step_us": "5"}, "step_us must be a finite number"),
+        ({"speed": 1.0}, r"unknown \['speed'\]"),
+        ({"format": "else"}, "no constants of the planner"),
+    ],
+)
+def test_bad_constants_are_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "constants.json"
+    path.write_text(json.dumps({**CARDS["cpu"].constants.to_json(), **change}))
+    with pytest.raises(ValueError, match=message):
+        Constants.load(path)
+
+
+def test_a_constant_that_is_missing_is_named() -> None:
+    given = CARDS["cpu"].constants.to_json()
+    del given["bag_ns"]
+    with pytest.raises(ValueError, match=r"missing \['bag_ns'\]"):
+        Constants.from_json(given)
+
+
+def test_presets_say_that_nobody_measured_them() -> None:
+    assert all("nothing was measured" in card.constants.source for name, card in CARDS.items() if name != "cpu")
+    assert card_named("H100") is CARDS["h100"]
+    with pytest.raises(ValueError, match="card 'tpu' is unknown"):
+        card_named("tpu")

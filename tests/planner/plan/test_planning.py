@@ -1,0 +1,253 @@
+"""From tables and constraints to a plan: every constraint holds in the result, and contradictions are named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.planner.constraints import ParameterConstraints
+from shardwise.planner.cost.shardwise import ShardwiseCost
+from shardwise.planner.cost.ways import Way
+from shardwise.planner.errors import PlannerError, PlannerErrorType
+from shardwise.planner.plan.files import read_tables
+from shardwise.planner.plan.planned import Planned
+from shardwise.planner.plan.planning import build_problem, plan_tables
+from shardwise.planner.search.problem import faults
+from shardwise.planner.tables import Feature, Skew, Table
+from shardwise.planner.topology import Topology
+
+SETS = Path(__file__).parents[4] / "shared" / "tables"
+TOPOLOGY = Topology(8, "cuda", card="h100", local_world_size=4)
+TABLES = [
+    Table("user", 4_000_000, 128, features=(Feature("u", 2.0),), optimizer="Adam"),
+    Table("item", 2_000_000, 128, features=(Feature("seen", 40.0), Feature("bought", 5.0)), optimizer="Adam"),
+    *(Table(f"t{n}", 100_000, 64, features=(Feature(f"f{n}"),), optimizer="SGD") for n in range(8)),
+]
+
+
+def planned(constraints: Mapping[str, ParameterConstraints], cost: str = "shardwise") -> Planned:
+    made = plan_tables(TABLES, TOPOLOGY, 1024, cost=cost, constraints=constraints)
+    assert faults(made.problem, made.solution.assignment) == []
+    return made
+
+
+def held(made: Planned) -> dict[str, tuple[str, list[int]]]:
+    """Sharding type and ranks of every table."""
+    return {
+        table.path: (choice.sharding_type, sorted({shard.rank for shard in made.shards(table, choice, starts)}))
+        for table, choice, starts in made.placed()
+    }
+
+
+@pytest.mark.parametrize("cost", ["shardwise", "torchrec"])
+@pytest.mark.parametrize(
+    "kind",
+    ["data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard"],
+)
+def test_a_table_is_cut_as_its_sharding_types_say(kind: str, cost: str) -> None:
+    assert held(planned({"item": ParameterConstraints(sharding_types=[kind])}, cost))["item"][0] == kind
+
+
+def test_no_column_shard_is_narrower_than_min_partition() -> None:
+    rules = {"item": ParameterConstraints(sharding_types=["column_wise"], min_partition=64)}
+    choice = next(choice for table, choice, _ in planned(rules).placed() if table.name == "item")
+    assert choice.widths == (64, 64)
+
+
+def test_compute_kernels_choose_among_those_of_a_type() -> None:
+    rules = {"item": ParameterConstraints(sharding_types=["data_parallel"], compute_kernels=["fused"])}
+    choice = next(choice for table, choice, _ in planned(rules).placed() if table.name == "item")
+    assert choice.compute_kernel == "fused"
+
+
+def test_a_table_stays_on_its_ranks_and_off_those_it_may_not_use() -> None:
+    rules = {
+        "item": ParameterConstraints(ranks=[2, 5]),
+        "user": ParameterConstraints(not_on=[0, 1, 2, 3]),
+        "t0": ParameterConstraints(ranks=[3, 6], not_on=[3]),
+    }
+    where = held(planned(rules))
+    assert set(where["item"][1]) <= {2, 5}
+    assert set(where["user"][1]) <= {4, 5, 6, 7}
+    assert where["t0"] == ("table_wise", [6])
+
+
+def test_a_row_shard_on_each_rank_of_a_host_may_use_a_host_that_is_wholly_allowed() -> None:
+    rules = {"item": ParameterConstraints(sharding_types=["row_wise", "table_row_wise"], not_on=[1])}
+    assert held(planned(rules))["item"] == ("table_row_wise", [4, 5, 6, 7])
+
+
+def test_tables_of_one_group_lie_whole_on_one_rank() -> None:
+    rules = {name: ParameterConstraints(same_rank="a") for name in ("t1", "item", "t4")}
+    rules["t4"] = replace(rules["t4"], not_on=[0, 1, 2])
+    rules["t2"] = rules["t3"] = ParameterConstraints(same_rank="b")
+    made = planned(rules)
+    where = held(made)
+    assert where["t1"] == where["item"] == where["t4"] and where["t2"] == where["t3"]
+    assert where["item"][0] == where["t2"][0] == "table_wise"
+    assert set(where["t4"][1]) <= {3, 4, 5, 6, 7}
+    # what a group costs and holds is what its tables do
+    group = next(item for item in made.problem.items if "item" in item.names)
+    assert group.names == ("item", "t1", "t4")
+    alone = build_problem(TABLES, TOPOLOGY, ShardwiseCost(TOPOLOGY, 1024), {})
+    whole = [
+        next(choice for choice in item.choices if choice.sharding_type == "table_wise")
+        for item in alone.items
+        if item.names[0] in group.names
+    ]
+    assert int(group.choices[0].hbm[0, 0]) == sum(int(choice.hbm[0, 0]) for choice in whole)
+    assert group.choices[0].work_ms == pytest.approx(sum(choice.work_ms for choice in whole), rel=1e-12)
+
+
+def test_a_table_of_another_device_group_is_left_to_another_plan() -> None:
+    made = planned({"t5": ParameterConstraints(device_group="cpu"), "t6": ParameterConstraints(device_group="cuda")})
+    assert "t5" not in held(made) and "t6" in held(made)
+
+
+def test_the_constraint_of_a_star_holds_for_tables_without_their_own() -> None:
+    rules = {"*": ParameterConstraints(sharding_types=["table_wise"]), "item": ParameterConstraints()}
+    where = held(planned(rules))
+    assert {kind for name, (kind, _) in where.items() if name != "item"} == {"table_wise"}
+    assert where["item"][0] != "table_wise"
+
+
+def test_what_a_constraint_says_of_ids_is_what_is_priced() -> None:
+    said = ParameterConstraints(
+        pooling_factors=[3.0, 7.0], num_poolings=[2.0, 1.0], batch_sizes=[10, 20], is_weighted=True, skew=Skew(1.1)
+    )
+    made = planned({"item": said, "user": ParameterConstraints(sharding_types=["table_wise"])})
+    by_name = {table.name: table for table in made.tables}
+    assert by_name["item"] == replace(
+        TABLES[1],
+        weighted=True,
+        skew=Skew(1.1),
+        features=(Feature("seen", 3.0, 2.0, 10), Feature("bought", 7.0, 1.0, 20)),
+    )
+    # the default of pooling_factors, [1.0], says nothing
+    assert by_name["user"] == TABLES[0]
+
+
+WRONG = {
+    "an unknown table": (
+        {"itm": ParameterConstraints()},
+        PlannerErrorType.INPUT_VALIDATION,
+        "constraints name table 'itm', which the model does not have: did you mean 'item'?",
+    ),
+    "an unknown type": (
+        {"item": ParameterConstraints(sharding_types=["rowwise"])},
+        PlannerErrorType.INPUT_VALIDATION,
+        "table 'item': sharding_types has 'rowwise': did you mean 'row_wise'?",
+    ),
+    "an unknown kernel": (
+        {"item": ParameterConstraints(compute_kernels=["fusd"])},
+        PlannerErrorType.INVALID_COMPUTE_KERNEL,
+        "table 'item': compute_kernels has 'fusd': did you mean 'fused'?",
+    ),
+    "a rank that there is not": (
+        {"item": ParameterConstraints(not_on=[8])},
+        PlannerErrorType.INPUT_VALIDATION,
+        "table 'item': not_on has rank 8: ranks are 0 to 7",
+    ),
+    "no rank": (
+        {"item": ParameterConstraints(ranks=[1], not_on=[1])},
+        PlannerErrorType.STRICT_CONSTRAINTS,
+        "table 'item': ranks=[1], not_on=[1] leave no rank",
+    ),
+    "ranks too few for the type": (
+        {"item": ParameterConstraints(sharding_types=["row_wise"], ranks=[0, 1])},
+        PlannerErrorType.STRICT_CONSTRAINTS,
+        "table 'item': ranks=[0, 1] leaves ranks [0, 1], and sharding_types=['row_wise'] leaves row_wise",
+    ),
+    "a kernel that the type has not": (
+        {"item": ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["dense"])},
+        PlannerErrorType.STRICT_CONSTRAINTS,
+        "table 'item': sharding_types=['row_wise'], compute_kernels=['dense'] leaves no way to place it:"
+        " without sharding_types there would be data_parallel (dense);"
+        " without compute_kernels there would be row_wise (fused)",
+    ),
+    "a group with a table that is cut": (
+        {
+            "item": ParameterConstraints(same_rank="a"),
+            "t0": ParameterConstraints(same_rank="a", sharding_types=["row_wise"]),
+        },
+        PlannerErrorType.STRICT_CONSTRAINTS,
+        "table 't0' has same_rank='a', so it lies whole on one rank, but it may not be table_wise"
+        " (sharding_types=['row_wise'])",
+    ),
+    "a group without a rank": (
+        {"item": ParameterConstraints(same_rank="a", ranks=[1]), "t0": ParameterConstraints(same_rank="a", ranks=[2])},
+        PlannerErrorType.STRICT_CONSTRAINTS,
+        "tables 'item', 't0' have same_rank='a', and their ranks and not_on leave none in common",
+    ),
+    "numbers for other features": (
+        {"item": ParameterConstraints(pooling_factors=[2.0, 3.0, 4.0])},
+        PlannerErrorType.INPUT_VALIDATION,
+        "table 'item': pooling_factors must have one number for each of its 2 features (seen, bought)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_contradictions_name_the_table_and_the_constraint(case: str) -> None:
+    constraints, kind, text = WRONG[case]
+    with pytest.raises(PlannerError) as caught:
+        planned(constraints)
+    assert caught.value.error_type == kind
+    assert str(caught.value).startswith(text)
+
+
+class Counted:
+    """A cost model that counts what it is asked."""
+
+    name = "counted"
+
+    def __init__(self) -> None:
+        self.cost, self.asked = ShardwiseCost(TOPOLOGY, 64), 0
+
+    def ways(self, table: Table, constraint: ParameterConstraints | None = None) -> Sequence[Way]:
+        return self.cost.ways(table, constraint)
+
+    def price(self, table: Table, way: Way):  # type: ignore[no-untyped-def]
+        self.asked += 1
+        return self.cost.price(table, way)
+
+    def base_ms(self, tables: Sequence[Table]) -> float:
+        return self.cost.base_ms(tables)
+
+
+def test_tables_that_differ_in_names_alone_are_priced_once() -> None:
+    one = Table("a", 1000, 64, features=(Feature("x", 3.0),), module="m")
+    alike = [replace(one, name=f"a{n}", features=(Feature(f"x{n}", 3.0),)) for n in range(50)]
+    other = replace(one, name="b", features=(Feature("y", 4.0),))
+    limited = ParameterConstraints(sharding_types=["table_wise"])
+    cost = Counted()
+    problem = build_problem([*alike, other], TOPOLOGY, cost, {"a7": limited})
+    ways = len(cost.ways(one))
+    assert cost.asked == 2 * ways + 1
+    assert problem.items[0].choices is problem.items[1].choices
+    assert len(problem.items[7].choices) == 1 and len(problem.items[50].choices) == ways
+
+
+def test_the_same_request_gives_the_same_plan() -> None:
+    rules = {"item": ParameterConstraints(not_on=[2]), "t1": ParameterConstraints(same_rank="a")}
+    first, second = planned(rules), planned(rules)
+    assert first.solution == second.solution
+
+
+def test_no_tables_are_a_plan_too() -> None:
+    made = plan_tables([], TOPOLOGY, 64)
+    assert list(made.placed()) == []
+
+
+@pytest.mark.skipif(not SETS.is_dir(), reason="the sets of tables are not here")
+def test_a_thousand_tables_have_few_prices() -> None:
+    tables = read_tables(SETS / "nv_synthetic_jumbo_v3.json")
+    topology = Topology(256, "cuda", card="h100", local_world_size=8)
+    cost = ShardwiseCost(topology, 256)
+    problem = build_problem(tables, topology, cost, {})
+    assert len(problem.items) == 1022 and len({id(item.choices) for item in problem.items}) < 20
+    assert np.isfinite([choice.work_ms for item in problem.items for choice in item.choices]).all()

@@ -1,0 +1,233 @@
+"""The text says what the numbers of the plan say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planner_plain_costs import any_solution, some_plan, some_tables
+
+from shardwise.planner.constraints import ParameterConstraints
+from shardwise.planner.plan.alternatives import alternatives
+from shardwise.planner.plan.planned import Planned
+from shardwise.planner.report.explanation import explain
+from shardwise.planner.report.wording import (
+    gib,
+    ms,
+    ranks,
+    share,
+    size,
+)
+from shardwise.planner.search.problem import (
+    PARTS,
+    Assignment,
+    Item,
+    Problem,
+)
+from shardwise.planner.topology import GIB
+
+HERE = Path(__file__).parent
+
+
+def flat(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+def test_the_header_has_the_step_the_bound_and_what_decided_the_result() -> None:
+    planned = some_plan(some_tables(12), 4, hbm_gib=32)
+    text = explain(planned)
+    time = planned.loads.time_ms
+    assert text.startswith("Plan: 12 tables on 4 ranks\n")
+    assert f"{ms(time.max())} ms on the slowest rank (rank {time.argmax()}), predicted; {ms(time.mean())} ms" in text
+    assert f"{ms(planned.solution.bound_ms)} ms: no plan within the limits is faster (mean of all ranks)" in text
+    assert f"{time.max() / planned.solution.bound_ms - 1:.2%}: no plan can be faster by more than that" in flat(text)
+    for said in (
+        "plain",
+        "512 samples a rank",
+        "32.0 GiB of HBM a rank",
+        "0.50 s",
+        "none",
+        "every way that PlainCosts",
+    ):
+        assert said in text
+
+
+def test_the_header_has_what_could_be_chosen() -> None:
+    rules = {"t3": ParameterConstraints(["row_wise"])}
+    planned = some_plan(some_tables(5), 4, local_size=2, hbm_gib=64, constraints=rules)
+    assert sum(len(item.choices) for item in planned.problem.items) == 33
+    said = (
+        "33 ways to place the tables: table_wise, column_wise, row_wise, table_row_wise, table_column_wise, grid_shard"
+    )
+    assert f"{said} and data_parallel; kernels dense and fused; 1 table with one way only" in flat(explain(planned))
+
+
+def test_an_optimal_plan_says_so() -> None:
+    planned = some_plan(some_tables(4), 2, hbm_gib=32)
+    proven = replace(planned.solution, bound_ms=planned.solution.time_ms, proven=True)
+    assert "0.00%: this plan is proven to be optimal" in explain(replace(planned, solution=proven))
+
+
+def test_the_line_of_a_rank_has_its_parts_and_memory() -> None:
+    planned = some_plan(some_tables(12), 4, local_size=2, hbm_gib=32)
+    held = planned.loads
+    lines = {line.split()[0]: line.split() for line in explain(planned).split("\n\n")[2].splitlines()[2:]}
+    used = [n for n, part in enumerate(PARTS) if part != "prefetch"]
+    assert sorted(lines) == ["0", "1", "2", "3"]
+    for rank in range(4):
+        numbers = [ms(held.time_ms[rank]), *(ms(held.parts_ms[n, rank]) for n in used)]
+        assert lines[str(rank)][1:11] == [*numbers, gib(held.hbm[rank]), "of", "32.0"]
+
+
+def test_every_table_has_its_place_its_cost_and_why_not_the_next_best() -> None:
+    planned = some_plan(some_tables(12), 4, local_size=2, hbm_gib=12)
+    text = flat(explain(planned))
+    assignment = planned.solution.assignment
+    found = alternatives(planned)
+    lacks = 0
+    for index, (table, choice, starts) in enumerate(planned.placed()):
+        about = re.search(
+            rf"{table.name}: {table.num_embeddings:,} x {table.embedding_dim} fp32.*?Instead, .*?\.(?= |$)", text
+        )
+        assert about is not None
+        held = sorted(start + place for start in starts for place in range(choice.span))
+        assert f"on {ranks(held, 4)}: {ms(choice.work_ms)} ms, {gib(int(choice.hbm.sum()))} GiB." in about[0]
+        assert f"{choice.sharding_type} {choice.compute_kernel}" in about[0]
+        others = [way for way in found[index] if way.number != assignment.choices[index]]
+        slow = [way.slower_ms for way in others if way.fits]
+        if min(slow) >= 1e-3:
+            assert f"would be {ms(min(slow))} ms slower" in about[0]
+        for way in others:
+            name = planned.problem.items[index].choices[way.number].sharding_type
+            fitting = [
+                w for w in others if w.fits and planned.problem.items[index].choices[w.number].sharding_type == name
+            ]
+            if not way.fits and not fitting and name != choice.sharding_type:
+                assert re.search(rf"{name} (does not fit )?\([\d.]+ [GM]iB of HBM too much\)", about[0])
+                lacks += 1
+    assert lacks
+
+
+def test_what_would_be_slower_says_by_how_much_and_why() -> None:
+    """One table alone: its best choice is certain, and all others are slower by what they cost more."""
+    planned = some_plan(some_tables(1, seed=3), 2, hbm_gib=32)
+    item = planned.problem.items[0]
+    step = [float(np.max(choice.time_ms[0])) if choice.blocks == 1 else 1e9 for choice in item.choices]
+    table_wise = next(n for n, c in enumerate(item.choices) if c.sharding_type == "table_wise")
+    replicated = next(n for n, c in enumerate(item.choices) if c.sharding_type == "data_parallel")
+    at = Assignment((table_wise,), ((0,),))
+    text = flat(explain(replace(planned, solution=replace(planned.solution, assignment=at))))
+    assert f"data_parallel would be {ms(step[replicated] - step[table_wise])} ms slower" in text
+
+
+def test_equal_tables_are_told_once() -> None:
+    one = some_tables(1)[0]
+    tables = [replace(one, name=f"same{n}") for n in range(9)]
+    planned = some_plan(
+        tables, 3, hbm_gib=64, constraints={t.name: ParameterConstraints(["table_wise"]) for t in tables}
+    )
+    text = explain(planned)
+    assert "and 8 equal: " in text
+    assert "Nothing else is allowed." in text
+    assert text.count("x 64 fp32") + text.count("x 32 fp32") + text.count("x 128 fp32") == 1
+
+
+def test_large_plans_are_shortened_and_say_by_how_much() -> None:
+    planned = some_plan(some_tables(300), 64, local_size=8, hbm_gib=200)
+    text = flat(explain(planned))
+    assert "... 50 ranks more, from" in text
+    assert "... and 280 tables with less work" in text
+    assert len(explain(planned, tables=3).splitlines()) < 60
+    assert "... and 297 tables with less work" in flat(explain(planned, tables=3))
+    work = sorted((choice.work_ms for _, choice, _ in planned.placed()), reverse=True)
+    assert f"together {ms(sum(work[20:]))} ms" in text
+
+
+def test_tables_that_share_a_rank_are_told_together() -> None:
+    planned = some_plan(some_tables(2), 2, hbm_gib=64)
+    first, second = planned.problem.items
+    table_wise = [next(c for c in item.choices if c.sharding_type == "table_wise") for item in (first, second)]
+    both = replace(
+        table_wise[0],
+        parts_ms=table_wise[0].parts_ms + table_wise[1].parts_ms,
+        hbm=table_wise[0].hbm + table_wise[1].hbm,
+    )
+    item = Item((*first.names, *second.names), (both,))
+    problem = Problem((item,), 2, planned.problem.hbm, planned.problem.ddr)
+    text = explain(replace(planned, problem=problem, solution=any_solution(problem)))
+    assert "t0 + t1: " in text
+    assert "on the same rank: " in flat(text)
+
+
+def test_wide_text_is_wrapped_to_the_width() -> None:
+    planned = some_plan(some_tables(12), 4, hbm_gib=32)
+    sentences = explain(planned, width=70).split("\n\n")
+    assert (
+        max(len(line) for chapter in (sentences[0], sentences[1], sentences[3]) for line in chapter.splitlines()) <= 70
+    )
+
+
+SCRIPT = """
+from planner_plain_costs import some_plan, some_tables
+from shardwise.planner.report.explanation import explain
+print(explain(some_plan(some_tables(60), 16, local_size=8, hbm_gib=64)))
+"""
+
+
+def test_the_text_does_not_depend_on_the_hash_seed() -> None:
+    said = set()
+    for seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(HERE.parent)}
+        ran = subprocess.run(
+            [sys.executable, "-c", SCRIPT], cwd=HERE, env=environment, check=True, capture_output=True, text=True
+        )
+        said.add(ran.stdout)
+    assert len(said) == 1 and "Plan: 60 tables on 16 ranks" in said.pop()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ([3], "rank 3"),
+        ([0, 1, 2, 3, 7], "ranks 0-3, 7"),
+        ([4, 5], "ranks 4, 5"),
+        ([2, 2], "rank 2 (2 blocks)"),
+        (list(range(8)), "all ranks"),
+        ([*range(8), *range(8)], "all ranks (2 each)"),
+        ([0, 0, 1, 2], "ranks 0 (2 blocks), 1, 2"),
+    ],
+)
+def test_ranks_are_told_in_runs(numbers: list[int], said: str) -> None:
+    assert ranks(numbers, 8) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(0.0, "0.000"), (0.3123, "0.312"), (12.046, "12.05"), (123.46, "123.5"), (12345.6, "12,346")]
+)
+def test_milliseconds_have_four_digits_or_so(value: float, said: str) -> None:
+    assert ms(value) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "short", "long"),
+    [(0, "0", "0 bytes"), (2**20, "<0.01", "1.0 MiB"), (12.34 * GIB, "12.3", "12.3 GiB"), (3 * GIB, "3.00", "3.0 GiB")],
+)
+def test_bytes_have_the_unit_that_suits(value: float, short: str, long: str) -> None:
+    assert (gib(value), size(value)) == (short, long)
+
+
+@pytest.mark.parametrize(("value", "said"), [(0.0, "0.00%"), (1e-6, "<0.01%"), (1e-4, "0.01%"), (0.0112, "1.12%")])
+def test_a_gap_is_never_told_as_none_that_is_some(value: float, said: str) -> None:
+    assert share(value) == said
+
+
+def test_print_shows_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
+    planned: Planned = some_plan(some_tables(5), 2, hbm_gib=64)
+    print(planned)
+    assert capsys.readouterr().out == explain(planned) + "\n"

@@ -1,0 +1,201 @@
+"""The page is well-formed, complete, the same twice, asks nothing of the network, and shows the numbers of the plan."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from html import escape
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from planner_plain_costs import some_plan, some_tables
+
+from shardwise import planner
+from shardwise.planner.plan.alternatives import alternatives
+from shardwise.planner.plan.planned import Planned
+from shardwise.planner.report.difference import diff
+from shardwise.planner.report.explanation import explain
+from shardwise.planner.report.figures import Block, merged
+from shardwise.planner.report.page import report
+from shardwise.planner.report.style import COLOURS
+from shardwise.planner.report.wording import PART_NAMES, gib, ms
+from shardwise.planner.search.problem import PARTS
+from shardwise.planner.topology import GIB
+
+VOID = {"meta", "br"}
+
+
+class Tags(HTMLParser):
+    """Fails where a tag is closed that is not the last open one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None:
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+
+def charts(page: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(one) for one in re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)]
+
+
+def small() -> Planned:
+    return some_plan(some_tables(26), 8, local_size=4, hbm_gib=16)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (26, 8), (120, 64)])
+def test_the_page_is_well_formed_and_fetches_nothing(size: tuple[int, int]) -> None:
+    page = report(some_plan(some_tables(size[0]), size[1], local_size=min(8, size[1]), hbm_gib=200))
+    tags = Tags()
+    tags.feed(page)
+    assert not tags.open
+    assert not tags.seen & {"script", "link", "img", "iframe", "object", "a"}
+    assert not re.search(r"https?:|\bon\w+=|@import|javascript:", page)
+    # all that url() names is in the page
+    assert all(f'id="{name}"' in page for name in re.findall(r"url\(#([\w-]+)\)", page))
+    assert len(re.findall(r"url\(", page)) == len(re.findall(r"url\(#", page))
+    for one in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(one)
+    assert page == report(some_plan(some_tables(size[0]), size[1], local_size=min(8, size[1]), hbm_gib=200))
+
+
+def test_every_class_of_a_shape_has_a_look() -> None:
+    page = report(small())
+    used = {name for text in re.findall(r'<rect class="([^"]+)"', page) for name in text.split()}
+    styled = set(re.findall(r"\.([\w-]+)\{", page)) | set(re.findall(r"\.([\w-]+)[,:]", page))
+    assert used <= styled
+    assert {f"p-{part}" for part in PARTS} <= set(COLOURS)
+
+
+def test_names_are_escaped_everywhere() -> None:
+    wild = ["<b>bold</b>", 'a"quoted"&amp;', "</svg><script>alert(1)</script>", "ünïcode"]
+    tables = [replace(t, name=name) for t, name in zip(some_tables(4), wild, strict=True)]
+    planned = replace(some_plan(tables, 2, hbm_gib=64), settings={"<i>": "<u>"})
+    page = report(planned)
+    for name in wild:
+        assert f'<th scope="row">{escape(name)}<br>' in page
+    assert "<script" not in page and "<b>bold" not in page and "<i>" not in page and "<u>" not in page
+    tags = Tags()
+    tags.feed(page)
+    assert not tags.open
+
+
+def test_every_table_is_in_the_list_with_its_numbers() -> None:
+    planned = small()
+    page = report(planned)
+    rows = dict(re.findall(r'<tr class="top"><th scope="row">(\w+)<br>(.*?)(?=<tr class="top">|$)', page, re.DOTALL))
+    assert set(rows) == {table.name for table in planned.tables}
+    found = alternatives(planned)
+    for index, (table, choice, _) in enumerate(planned.placed()):
+        row = rows[table.name]
+        assert f"{table.num_embeddings:,} x {table.embedding_dim} fp32" in row
+        assert f'<td class="n">{ms(choice.work_ms)}</td><td class="n">{escape(gib(int(choice.hbm.sum())))}</td>' in row
+        for way in found[index]:
+            other = planned.problem.items[index].choices[way.number]
+            assert other.sharding_type in row
+        best = min(
+            w.slower_ms for w in found[index] if w.fits and w.number != planned.solution.assignment.choices[index]
+        )
+        assert f'<td class="n">{best:+.3f}</td>' in row
+
+
+def test_columns_are_as_high_as_ranks_are_slow() -> None:
+    planned = small()
+    held = planned.loads
+    page = charts(report(planned))
+    high = np.zeros(0)
+    for chart in page[:2]:
+        columns: dict[str, float] = {}
+        for shape in chart.iter("rect"):
+            if "b" in (shape.get("class") or "").split():
+                columns[shape.get("x", "")] = columns.get(shape.get("x", ""), 0.0) + float(shape.get("height", "0"))
+        high = np.array([columns[x] for x in sorted(columns, key=float)])
+        assert np.allclose(high / high.max(), held.time_ms / held.time_ms.max(), atol=0.01)
+    bound = page[0].find(".//path[@class='bound']")
+    assert bound is not None
+    base = max(float(s.get("y", "0")) + float(s.get("height", "0")) for s in page[0].iter("rect"))
+    y = float((bound.get("d") or "").split()[1].split("H")[0])
+    assert (base - y) / high.max() == pytest.approx(planned.solution.bound_ms / held.time_ms.max(), abs=0.01)
+
+
+def test_hovering_tells_rank_part_and_table() -> None:
+    planned = small()
+    held = planned.loads
+    first, second, *_ = charts(report(planned))
+    titles = [text for one in first.iter("title") for text in [one.text or ""]]
+    for rank in range(8):
+        told = ms(held.parts_ms[PARTS.index("fwd_compute"), rank])
+        assert f"rank {rank}, {PART_NAMES['fwd_compute']}: {told} ms" in titles
+    assert any(
+        re.fullmatch(r"rank \d, t\d+: [\d.]+ ms, \w+ \w+(, .*)?", one.text or "") for one in second.iter("title")
+    )
+    assert all(chart.find("desc") is not None for chart in (first, second))
+
+
+def test_memory_shows_the_limit_of_each_rank() -> None:
+    planned = small()
+    memory = charts(report(planned))[2]
+    assert len([1 for one in memory.iter("rect") if one.get("class") == "well"]) == 8
+    assert len([1 for one in memory.iter("path") if one.get("class") == "limit"]) in (0, 8)
+    fullest = int(planned.loads.hbm.argmax())
+    assert f"rank {fullest} is the fullest with {gib(planned.loads.hbm[fullest])} of 16.0 GiB" in report(planned)
+
+
+def test_memory_of_hosts_has_its_own_figure() -> None:
+    planned = small()
+    items = tuple(
+        replace(item, choices=tuple(replace(c, hbm=np.zeros_like(c.hbm), ddr=c.hbm) for c in item.choices))
+        for item in planned.problem.items
+    )
+    problem = replace(planned.problem, items=items, hbm=np.zeros(8, np.int64), ddr=np.full(8, 32 * GIB))
+    page = report(replace(planned, problem=problem))
+    assert "memory of the hosts" in page and "memory of the devices" not in page
+
+
+def test_thin_blocks_are_drawn_as_one_for_each_look() -> None:
+    stack = [
+        Block(value, look, "", f"{value}") for value, look in ((5, "a"), (0.1, "a"), (0.2, "a"), (0.3, "b"), (4, "b"))
+    ]
+    found = merged(stack, 1.0, 40, str)
+    assert [(block.value, block.look) for block in found] == [(5, "a"), (pytest.approx(0.3), "a"), (0.3, "b"), (4, "b")]
+    assert found[1].detail.startswith("2 small blocks, ")
+    assert sum(block.value for block in merged(stack, 0.0, 2, str)) == pytest.approx(9.6)
+
+
+def test_a_page_of_500_tables_stays_below_two_megabytes() -> None:
+    page = report(some_plan(some_tables(500), 128, local_size=8, hbm_gib=400))
+    assert len(page.encode()) < 2_000_000
+    assert all(f">t{n}<br>" in page for n in range(500))
+
+
+def test_of_very_many_tables_those_with_least_work_have_no_details() -> None:
+    page = report(some_plan(some_tables(650), 8, hbm_gib=2000))
+    assert "Of 650, the 600 with most work have them." in page
+    assert page.count("<details><summary>") == 600
+    assert all(f">t{n}<br>" in page for n in range(650))
+
+
+def test_the_package_gives_functions_whatever_was_imported_before() -> None:
+    """A module of the same name, once imported, stood where the function was looked for."""
+    assert (planner.explain, planner.report, planner.diff) == (explain, report, diff)
+
+
+def test_a_plan_of_nothing_has_a_page_and_a_text() -> None:
+    planned = some_plan([], 4)
+    tags = Tags()
+    tags.feed(report(planned))
+    assert not tags.open
+    assert explain(planned).startswith("Plan: 0 tables on 4 ranks\n")
+    assert str(diff(planned, planned)) == "no difference: 0 tables placed alike"

@@ -1,0 +1,201 @@
+"""Bounds are never above the optimum, reach it where they are known to be tight, and name what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import planner_oracle as oracle
+import pytest
+from planner_oracle import KINDS, SLACK, choice, random_problem, whole
+
+from shardwise.planner.search.bound import lower_bound, prove_infeasible
+from shardwise.planner.search.exact import solve_exactly
+from shardwise.planner.search.problem import (
+    Item,
+    Problem,
+    faults,
+    loads,
+)
+from shardwise.planner.search.relax import least_work, options_of, relax
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bound_exceeds_the_optimum(kind: str) -> None:
+    for seed in range(100):
+        problem = random_problem(kind, seed)
+        best = oracle.best_time_ms(problem)
+        if best is not None:
+            assert relax(problem).bound_ms <= best * (1 + SLACK), seed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 210), marks=pytest.mark.long)], ids=str)
+def test_no_bound_by_weights_exceeds_the_optimum(kind: str, seeds: range) -> None:
+    pytest.importorskip("scipy")
+    for seed in seeds:
+        problem = random_problem(kind, seed)
+        best = oracle.best_time_ms(problem)
+        if best is not None:
+            assert lower_bound(problem, upper_ms=best, work=6).ms <= best * (1 + SLACK), seed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_proven_not_to_fit_does_not_fit(kind: str) -> None:
+    pytest.importorskip("scipy")
+    for seed in range(10):
+        problem = random_problem(kind, seed)
+        assert (oracle.best_time_ms(problem) is None) == (prove_infeasible(problem) is not None), seed
+
+
+@pytest.mark.parametrize(
+    ("problem", "optimum"),
+    [
+        pytest.param(whole(5, 4, 4, world=2), 8, id="two on one rank"),
+        pytest.param(whole(*[3] * 7, world=3), 9, id="three on one rank"),
+        pytest.param(whole(*[3] * 7, world=3, base=2), 11, id="beside what ranks do anyway"),
+    ],
+)
+def test_pigeonholes_bound_the_plan_without_a_solver(
+    problem: Problem, optimum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.planner.search.bound.find_spec", lambda name: None)
+    bound = lower_bound(problem, upper_ms=optimum)
+    assert 0.999 * optimum < bound.ms <= optimum * (1 + SLACK)
+    assert relax(problem).bound_ms < 0.95 * optimum
+
+
+def test_weights_see_that_only_some_pairs_of_tables_fit_together() -> None:
+    """Three of 5 and four of 3 on three ranks: below 10 a rank with a 5 has room for one 3, and one 3 is left over."""
+    pytest.importorskip("scipy")
+    problem = whole(5, 5, 5, 3, 3, 3, 3, world=3)
+    bound = lower_bound(problem, upper_ms=10)
+    assert bound.ms == pytest.approx(10, rel=2e-3) and bound.ms <= 10 * (1 + SLACK)
+    assert relax(problem).bound_ms == pytest.approx(9, rel=1e-9)
+
+
+def test_blocks_lie_beside_what_lies_on_all_ranks() -> None:
+    """A table over all ranks takes 4 on each of 4; the other takes 5 whole, beside it 9, and 3 + 3 cut, beside it 7."""
+    rows, cut = choice(np.full((1, 4), 4.0)), choice(np.full((2, 1), 3.0))
+    items = (Item(("a",), (rows,)), Item(("b",), (choice(np.array([[5.0]])), cut)))
+    problem = Problem(items, 4, np.full(4, 9), np.full(4, 9))
+    bound = lower_bound(problem, upper_ms=7.0)
+    assert bound.ms == pytest.approx(7, rel=1e-3) and bound.ms <= 7 * (1 + SLACK)
+    assert bound.reason == "blocks beside what lies on all ranks"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 220), marks=pytest.mark.long)], ids=str)
+def test_exact_solutions_are_those_of_brute_force(kind: str, seeds: range) -> None:
+    pytest.importorskip("scipy")
+    for seed in seeds:
+        problem = random_problem(kind, seed)
+        best, found = oracle.best_time_ms(problem), solve_exactly(problem)
+        assert found.proven, seed
+        if best is None:
+            assert found.assignment is None and np.isinf(found.bound_ms), seed
+            continue
+        assert found.assignment is not None and not faults(problem, found.assignment), seed
+        time = float(loads(problem, found.assignment).time_ms.max())
+        assert best * (1 - SLACK) <= time <= best * (1 + 1e-6), seed
+        assert time * (1 - 1e-6) <= found.bound_ms <= best * (1 + SLACK), seed
+        again = solve_exactly(problem, hint=found.assignment)
+        assert again.proven and again.bound_ms <= best * (1 + SLACK), seed
+
+
+def test_a_hint_that_is_not_optimal_is_improved() -> None:
+    pytest.importorskip("scipy")
+    problem = whole(5, 4, 3, 3, 3, world=2)
+    bad = solve_exactly(whole(1, 1, 1, 1, 1, world=2)).assignment
+    assert bad is not None
+    bad = type(bad)(bad.choices, ((0,), (0,), (0,), (1,), (1,)))
+    found = solve_exactly(problem, hint=bad)
+    assert found.proven and found.assignment is not None
+    assert loads(problem, found.assignment).time_ms.max() == 9
+
+
+def test_without_nodes_the_bound_of_the_relaxation_stays() -> None:
+    problem = whole(5, 4, 3, 3, 3, world=2)
+    found = solve_exactly(problem, variables=1)
+    assert found.assignment is None and not found.proven
+    assert found.bound_ms == relax(problem).bound_ms == pytest.approx(9, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("problem", "optimum"),
+    [
+        pytest.param(whole(7, 1, 1, world=3), 7, id="largest table"),
+        pytest.param(whole(2, 2, 2, 2, world=2), 4, id="mean"),
+        pytest.param(whole(2, 2, 2, 2, world=2, base=1.5), 5.5, id="mean and what ranks do anyway"),
+    ],
+)
+def test_the_relaxation_is_tight_where_tables_divide_evenly(problem: Problem, optimum: float) -> None:
+    assert relax(problem).bound_ms == pytest.approx(optimum, rel=1e-9)
+
+
+def test_memory_makes_the_relaxation_pay_for_the_slower_kernel() -> None:
+    """Four tables of 10 bytes, of which three fit into the memory of the device: one pays 2 instead of 1."""
+    fast, slow = choice(np.array([[1.0]]), hbm=10), choice(np.array([[2.0]]), ddr=10)
+    items = tuple(Item((f"t{i}",), (fast, slow)) for i in range(4))
+    relaxed = relax(Problem(items, 2, np.array([15, 15]), np.array([99, 99])))
+    assert relaxed.bound_ms == pytest.approx((3 * 1 + 2) / 2, rel=1e-9)
+    assert relaxed.ms_per_hbm_byte == pytest.approx(0.1, rel=1e-6)
+    assert relaxed.mix.sum(axis=0) == pytest.approx([3, 1], rel=1e-6)
+
+
+def test_ranks_that_tables_must_share_bound_the_plan() -> None:
+    """Three tables of 4 may use ranks 0 and 1 of 4 only: 6 each, though the mean of all ranks is 3."""
+    items = tuple(Item((f"t{i}",), (choice(np.array([[4.0]])),), (0, 1)) for i in range(3))
+    relaxed = relax(Problem(items, 4, np.full(4, 9), np.full(4, 9)))
+    assert relaxed.bound_ms == pytest.approx(6, rel=1e-9) and relaxed.reason == "mean of ranks 0-1"
+
+
+def test_ranks_with_more_memory_than_others_bound_the_plan() -> None:
+    items = tuple(Item((f"t{i}",), (choice(np.array([[4.0]]), hbm=8),)) for i in range(3))
+    relaxed = relax(Problem(items, 4, np.array([9, 9, 9, 30]), np.full(4, 9)))
+    assert relaxed.bound_ms == pytest.approx(4, rel=1e-9)
+    relaxed = relax(Problem(items, 4, np.array([5, 5, 5, 30]), np.full(4, 9)))
+    assert relaxed.bound_ms == pytest.approx(12, rel=1e-9) and relaxed.reason == "mean of ranks 3"
+
+
+def test_two_memories_are_priced_together() -> None:
+    """Against the linear program itself."""
+    optimize = pytest.importorskip("scipy.optimize")
+    rng = np.random.default_rng(0)
+    score, hbm, ddr = rng.random((3, 12, 5)) + 0.1
+    limits = [0.55 * (least.min(axis=1).sum() + least.max(axis=1).sum()) for least in (hbm, ddr)]
+    limits = [0.75 * limit for limit in limits]
+    found = least_work(score, ((hbm, limits[0]), (ddr, limits[1])))
+    one_each = np.kron(np.eye(12), np.ones(5))
+    exact = optimize.linprog(
+        score.ravel(), np.stack([hbm.ravel(), ddr.ravel()]), limits, one_each, np.ones(12), bounds=(0, 1)
+    )
+    assert exact.status == 0
+    assert found.value_ms == pytest.approx(exact.fun, rel=1e-7) and found.value_ms <= exact.fun * (1 + SLACK)
+    assert min(found.prices) > 0 and (found.mix.sum(axis=1) == pytest.approx(1))
+
+
+def test_options_need_the_place_that_fits_them_best() -> None:
+    """The busy rank is the only one with room, so the target must cover what it does anyway."""
+    item = Item(("t",), (choice(np.array([[2.0]]), hbm=8),))
+    options = options_of(Problem((item,), 2, np.array([4, 9]), np.array([1, 1]), np.array([0.0, 3.0])))
+    assert options.need_ms.tolist() == [[5.0]]
+
+
+def test_ranks_that_are_alike_are_numbered_in_the_order_of_use() -> None:
+    """The first table lies on rank 0, and each other where one before it lies or on the next rank."""
+    pytest.importorskip("scipy")
+    problem = whole(9, 8, 7, 6, 5, 5, 4, world=4)
+    found = solve_exactly(problem)
+    assert found.proven and found.assignment is not None
+    assert loads(problem, found.assignment).time_ms.max() == pytest.approx(oracle.best_time_ms(problem))
+    starts = [start for (start,) in found.assignment.starts]
+    assert all(start <= n for n, start in enumerate(starts))
+
+
+def test_ranks_that_differ_keep_their_numbers() -> None:
+    """The large table fits on the last rank only."""
+    pytest.importorskip("scipy")
+    items = tuple(
+        Item((f"t{i}",), (choice(np.array([[time]]), hbm=size),)) for i, (time, size) in enumerate([(3, 9), (2, 1)])
+    )
+    found = solve_exactly(Problem(items, 3, np.array([5, 5, 9]), np.full(3, 9)))
+    assert found.proven and found.assignment is not None and found.assignment.starts[0] == (2,)

@@ -1,0 +1,267 @@
+"""Partitioners: which rank every shard gets; `GOLDEN` is where TorchRec places the same proposals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from planner_props_golden import GOLDEN
+
+from shardwise.perf.evidence.beside_planner_parts import PARTITIONERS, PROPOSERS
+from shardwise.perf.evidence.planner_instances import (
+    MIB,
+    Instance,
+    Module,
+    Weight,
+    instance,
+)
+from shardwise.planner.torchrec import (
+    partitioners,
+    perf_models,
+    proposers,
+    types,
+)
+from shardwise.planner.torchrec.types import (
+    Perf,
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+
+BY = {"table_wise": "device", "column_wise": "device", "row_wise": "uniform", "table_row_wise": "host",
+      "table_column_wise": "host", "grid_shard": "multi_host"}  # fmt: skip
+
+
+def option(
+    table: str, kind: str, shards: Sequence[tuple[int, float]], *, kernel: str = "fused", tower: str | None = None
+) -> ShardingOption:
+    """A shard for each (bytes on the device, milliseconds)."""
+    made = [Shard([1, 1], [0, 0], Storage(hbm, 0), Perf(ms, 0, 0, 0)) for hbm, ms in shards]
+    path = table.split(".")[0]
+    return ShardingOption(
+        table, Weight((8, 8)), (path, Module()), [1.0], 8, kind, BY[kind], kernel, made, dependency=tower
+    )
+
+
+def ranks(proposal: Sequence[ShardingOption]) -> list[list[int | None]]:
+    return [one.get_shards_assignment() for one in proposal]
+
+
+def place(partitioner: Any, topology: Topology, *proposal: ShardingOption) -> list[list[int | None]]:
+    return ranks(partitioner.partition(list(proposal), topology))
+
+
+def outcome(partitioner: Any, given: Instance, numbers: Sequence[int]) -> object:
+    """Ranks of all shards in one list, or the error and, where it is TorchRec's, its text."""
+    proposal = [given.options[k] for k in numbers]
+    try:
+        partitioner.partition(proposal, given.topology)
+    except PlannerError as error:
+        assert error.error_type == PlannerErrorType.PARTITION
+        text = str(error)
+        return "PlannerError", text if text.startswith("Device partition failed") else ""
+    return [rank for one in ranks(proposal) for rank in one]
+
+
+@pytest.mark.parametrize("seed", GOLDEN)
+@pytest.mark.parametrize("name", PARTITIONERS)
+def test_shards_get_the_ranks_that_torchrec_gives_them(name: str, seed: int) -> None:
+    expected: Any = GOLDEN[seed]
+    given = instance(seed, types)
+    found = [
+        outcome(PARTITIONERS[name](partitioners), given, numbers)
+        for numbers, _ in zip(expected["proposals"]["greedy"], expected["ranks"][name], strict=False)
+    ]
+    assert found == expected["ranks"][name]
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+def test_no_rank_holds_more_than_it_may(name: str) -> None:
+    """Hosts that were tried and had no room must be as before."""
+    placed = 0
+    for seed in range(40):
+        given = instance(seed, types)
+        capacity = [device.storage for device in given.topology.devices]
+        for proposal in proposers.proposers_to_proposals_list([PROPOSERS["greedy"](proposers)], given.options)[:6]:
+            try:
+                PARTITIONERS[name](partitioners).partition(proposal, given.topology)
+            except PlannerError:
+                continue
+            used = [Storage(0, 0, 0) for _ in capacity]
+            for shard in (shard for one in proposal for shard in one.shards):
+                assert shard.rank is not None and shard.storage is not None
+                used[shard.rank] += shard.storage
+            assert all(one.fits_in(room) for one, room in zip(used, capacity, strict=True))
+            assert [device.storage for device in given.topology.devices] == capacity
+            placed += 1
+    assert placed > 100
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+def test_each_sharding_type_lies_where_its_engine_looks_for_it(name: str) -> None:
+    """Row-wise on all ranks in order, table-row-wise on a host in order, table-column-wise within a host."""
+    seen = set()
+    for seed in range(40):
+        given = instance(seed, types)
+        local, world = given.topology.local_world_size, given.topology.world_size
+        for proposal in proposers.proposers_to_proposals_list([PROPOSERS["greedy"](proposers)], given.options):
+            try:
+                PARTITIONERS[name](partitioners).partition(proposal, given.topology)
+            except PlannerError:
+                continue
+            for one in proposal:
+                at = [rank for rank in one.get_shards_assignment() if rank is not None]
+                seen.add(one.sharding_type)
+                if one.partition_by == "uniform":
+                    assert at == list(range(world))
+                elif one.sharding_type == "table_row_wise":
+                    assert at == list(range(at[0], at[0] + local)) and at[0] % local == 0
+                elif one.sharding_type == "table_column_wise":
+                    assert len({rank // local for rank in at}) == 1
+                elif one.sharding_type == "grid_shard":
+                    firsts = at[::local]
+                    assert at == [first + k for first in firsts for k in range(local)]
+    assert seen == {"data_parallel", "row_wise", "table_wise", "column_wise", *list(BY)[3:]}
+
+
+def test_the_largest_go_first_each_to_the_rank_with_least_time() -> None:
+    small, large, middle = (option(name, "table_wise", [(hbm, ms)]) for name, hbm, ms in (
+        ("small", 1, 5.0), ("large", 9, 2.0), ("middle", 5, 1.0)))  # fmt: skip
+    found = place(partitioners.GreedyPerfPartitioner(), Topology(2, "cuda"), small, large, middle)
+    # large to 0, middle to 1, small to 1, which has less time
+    assert found == [[1], [0], [1]]
+    by_time = partitioners.GreedyPerfPartitioner(sort_by=partitioners.SortBy.PERF)
+    # small (5 ms) to 0, large (2 ms) and middle (1 ms) to 1
+    assert place(by_time, Topology(2, "cuda"), small, large, middle) == [[0], [1], [1]]
+
+
+def test_ranks_with_equal_time_are_filled_across_hosts() -> None:
+    tables = [option(f"t{k}", "table_wise", [(1, 1.0)]) for k in range(6)]
+    found = place(partitioners.GreedyPerfPartitioner(), Topology(6, "cuda", local_world_size=2), *tables)
+    assert found == [[0], [2], [4], [1], [3], [5]]
+
+
+def test_a_rank_without_room_is_passed_over_and_used_again_for_smaller_shards() -> None:
+    topology = Topology(2, "cuda", hbm_cap=10)
+    found = place(
+        partitioners.GreedyPerfPartitioner(), topology,
+        option("a", "table_wise", [(8, 1.0)]), option("b", "table_wise", [(7, 9.0)]),
+        option("c", "table_wise", [(3, 1.0)]), option("d", "table_wise", [(2, 1.0)]),
+    )  # fmt: skip
+    # c does not fit beside a, which has less time; d does
+    assert found == [[0], [1], [1], [0]]
+
+
+def test_small_modules_come_first_when_modules_are_balanced() -> None:
+    many = [option(f"many.{k}", "table_wise", [(9, 1.0)]) for k in range(2)]
+    lone = option("lone.0", "table_wise", [(1, 4.0)])
+    found = place(partitioners.GreedyPerfPartitioner(balance_modules=True), Topology(2, "cuda"), *many, lone)
+    assert found == [[1], [1], [0]]
+
+
+def test_dependent_tables_lie_on_one_host() -> None:
+    tower = [option(f"t{k}", "table_row_wise", [(4, 1.0)] * 2, tower="x") for k in range(2)]
+    other = option("o", "table_row_wise", [(6, 5.0)] * 2)
+    found = place(
+        partitioners.GreedyPerfPartitioner(), Topology(4, "cuda", hbm_cap=10, local_world_size=2), *tower, other
+    )
+    assert found == [[0, 1], [0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("kernel, expected", [("fused", [2, 2, 2]), ("key_value", [2, 1, 0])])
+def test_column_shards_of_a_table_on_disk_lie_on_different_ranks(kernel: str, expected: list[int]) -> None:
+    busiest, busy = option("busiest", "table_wise", [(9, 100.0)]), option("busy", "table_wise", [(8, 50.0)])
+    columns = option("t", "column_wise", [(1, 1.0)] * 3, kernel=kernel)
+    found = place(partitioners.GreedyPerfPartitioner(), Topology(3, "cuda"), busiest, busy, columns)
+    assert found == [[0], [1], expected]
+
+
+def test_grid_takes_neighbours_in_the_order_of_time() -> None:
+    busy = option("busy", "table_wise", [(9, 9.0)])
+    grid = option("grid", "grid_shard", [(1, 1.0)] * 4)
+    order = [busy, grid]
+    found = place(partitioners.GreedyPerfPartitioner(), Topology(6, "cuda", local_world_size=2), *order)
+    assert found == [[0], [2, 3, 4, 5]]
+
+
+def test_grid_with_more_columns_than_hosts_uses_hosts_again() -> None:
+    grid = option("grid", "grid_shard", [(1, 1.0)] * 6)
+    found = place(partitioners.GreedyPerfPartitioner(), Topology(4, "cuda", local_world_size=2), grid)
+    assert found == [[0, 1, 2, 3, 0, 1]]
+
+
+ERRORS = {
+    "no rank has room": (
+        [option("big", "table_wise", [(11, 1.0)])],
+        r"Device partition failed. Couldn't find a rank for shard .*hbm=11.* of table big, largest device storage: "
+        r"Storage\(hbm=10",
+    ),
+    "a row shard has no room": ([option("rows", "row_wise", [(11, 1.0)] * 4)], "rows.*does not fit on rank 0"),
+    "not a shard for every rank": ([option("rows", "row_wise", [(1, 1.0)] * 3)], "rows has 3 shards for 4 devices"),
+    "no host has room": ([option("twrw", "table_row_wise", [(11, 1.0)] * 2)], "can't find a host .* twrw"),
+    "no hosts have room": ([option("grid", "grid_shard", [(11, 1.0)] * 4)], "can't find hosts .* grid"),
+    "grid does not fill hosts": ([option("grid", "grid_shard", [(1, 1.0)] * 3)], "3 shards are no multiple of 2"),
+    "too many columns on disk": (
+        [option("disk", "column_wise", [(1, 1.0)] * 5, kernel="key_value")],
+        "disk: 5 column shards need as many ranks, there are 4",
+    ),
+    "columns on disk find no other rank": (
+        [option("disk", "column_wise", [(6, 1.0), (11, 1.0)], kernel="key_value")],
+        "disk: no rank that has no column shard of it yet has room",
+    ),
+    "dependent tables on single ranks": (
+        [option(name, "table_wise", [(1, 1.0)], tower="x") for name in "ab"],
+        "tables a, b depend on each other",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_be_placed_says_why(case: str) -> None:
+    proposal, text = ERRORS[case]
+    topology = Topology(4, "cuda", hbm_cap=10, local_world_size=2)
+    with pytest.raises(PlannerError, match=text) as caught:
+        partitioners.GreedyPerfPartitioner().partition(proposal, topology)
+    assert caught.value.error_type == PlannerErrorType.PARTITION
+
+
+def test_less_memory_is_used_where_that_costs_hardly_any_time() -> None:
+    """By time alone, ranks 0 and 1 hold 400 and 100 MiB; the same time is possible with less on the fuller one."""
+    tables = [
+        option("a", "table_wise", [(200 * MIB, 4.0)]),
+        option("b", "table_wise", [(50 * MIB, 4.0)]),
+        option("c", "table_wise", [(200 * MIB, 1.0)]),
+        option("d", "table_wise", [(50 * MIB, 1.0)]),
+    ]
+    topology = Topology(2, "cuda")
+    rating, size = perf_models.NoopPerfModel(topology), perf_models.NoopStorageModel(topology)
+    by_time = partitioners.GreedyPerfPartitioner(sort_by=partitioners.SortBy.PERF).partition(tables, topology)
+    before = rating.rate(by_time), size.rate(by_time)
+    balanced = partitioners.MemoryBalancedPartitioner().partition(tables, topology)
+    assert before == (5.0, 400 * MIB)
+    assert (rating.rate(balanced), size.rate(balanced)) == (5.0, 250 * MIB)
+
+
+@pytest.mark.parametrize("tolerance, expected_ms", [(0.02, 8.0), (1.0, 9.0)])
+def test_a_plan_slower_than_the_tolerance_is_not_taken(tolerance: float, expected_ms: float) -> None:
+    tables = [
+        option("a", "table_wise", [(10 * MIB, 8.0)]),
+        option("b", "table_wise", [(150 * MIB, 4.0)]),
+        option("c", "table_wise", [(150 * MIB, 1.0)]),
+    ]
+    topology = Topology(2, "cuda")
+    plan = partitioners.MemoryBalancedPartitioner(tolerance=tolerance).partition(tables, topology)
+    assert perf_models.NoopPerfModel(topology).rate(plan) == expected_ms
+
+
+def test_ratings_are_of_the_worst_rank() -> None:
+    topology = Topology(2, "cuda")
+    plan = [option("a", "column_wise", [(5, 1.0), (3, 2.5)]), option("b", "table_wise", [(1, 0.25)])]
+    for shard, rank in zip((shard for one in plan for shard in one.shards), (0, 1, 0), strict=True):
+        shard.rank = rank
+    assert perf_models.NoopPerfModel(topology).rate(plan) == 2.5
+    assert perf_models.NoopStorageModel(topology).rate(plan) == 6

@@ -1,0 +1,143 @@
+"""Environments whose hosts are an axis of a mesh or a part of a sharding group, and means over ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, ShardingEnv, ShardingPlan
+from shardwise.sharding import (
+    construct_module_sharding_plan,
+    data_parallel,
+    grid_shard,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from shardwise.sharding.comms.exchange import Exchange
+from shardwise.sharding.dmp.composable import shard
+from shardwise.sharding.dmp.dmp_collection import DMPCollection
+from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection
+
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:tables")]
+
+ROWS = {"a": 13, "b": 11, "c": 7, "d": 6, "e": 5}
+WORLD = 4
+# on two hosts of two ranks
+WHERE: dict[str, Any] = {
+    "ta": table_row_wise(1), "tb": grid_shard([0, 1]), "tc": row_wise(), "td": data_parallel(), "te": table_wise(3),
+}  # fmt: skip
+
+
+def bags() -> EmbeddingBagCollection:
+    torch.manual_seed(3)
+    tables = [EmbeddingBagConfig(rows, 8, f"t{name}", feature_names=[name]) for name, rows in ROWS.items()]
+    return EmbeddingBagCollection(tables)
+
+
+def batch_of(rank: int) -> KeyedJaggedTensor:
+    """Two samples."""
+    generator = torch.Generator().manual_seed(rank)
+    lengths = torch.randint(0, 4, (len(ROWS), 2), generator=generator)
+    ids = [
+        torch.randint(0, n, (int(row.sum()),), generator=generator)
+        for n, row in zip(ROWS.values(), lengths, strict=True)
+    ]
+    return KeyedJaggedTensor(list(ROWS), torch.cat(ids), lengths=lengths.flatten())
+
+
+def on_mesh() -> list[Tensor]:
+    outputs = []
+    made = ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local")))
+    assert (made.world_size, made.rank, made.local_world_size) == (4, dist.get_rank(), 2)
+    for env in (made, ShardingEnv.from_process_group(made.process_group, local_world_size=2)):  # type: ignore[arg-type]
+        sharded = shard(bags(), WHERE, env, "cpu")
+        assert isinstance(sharded, ShardedEmbeddingBagCollection)
+        assert sharded._routes.has_host_sums
+        outputs.append(sharded(batch_of(dist.get_rank())).values())
+        outputs[-1].sum().backward()
+    return [output.detach() for output in outputs]
+
+
+def test_hosts_can_be_an_axis_of_a_mesh() -> None:
+    for rank, (by_mesh, by_size) in enumerate(run_ranks(4, on_mesh)):
+        wanted = bags()(batch_of(rank)).values()
+        assert torch.equal(by_mesh, by_size)
+        assert (by_mesh - wanted).abs().max() <= 1e-6
+
+
+def part_of_mesh() -> tuple[list[int], list[int], int, str, str]:
+    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replica", "host", "local"))
+    env = ShardingEnv.from_mesh(cube["host", "local"])
+    assert env.process_group is not None
+    local = env.local_group()
+    assert local is not None
+    messages = []
+    for mesh in (cube, DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("host", "local"))):
+        with pytest.raises(ValueError) as error:
+            ShardingEnv.from_mesh(mesh)
+        messages.append(str(error.value))
+    ranks = dist.get_process_group_ranks(env.process_group), dist.get_process_group_ranks(local)
+    return *ranks, env.rank, messages[0], messages[1]
+
+
+def test_an_env_can_be_part_of_a_larger_mesh() -> None:
+    for rank, (group, local, number, axes, order) in enumerate(run_ranks(4, part_of_mesh)):
+        assert group == ([0, 1] if rank < 2 else [2, 3])
+        assert (local, number) == ([rank], rank % 2)
+        assert "has the axes ('host', 'local'), got ('replica', 'host', 'local')" in axes
+        assert "must list ranks as they rise" in order
+
+
+def hosts_inside(inter_host: bool) -> tuple[Tensor, list[int]]:
+    model = bags()
+    of_module = construct_module_sharding_plan(model, WHERE, world_size=4, local_size=2, device_type="cpu")
+    assert dist.group.WORLD is not None
+    dmp = DMPCollection(
+        model, "cpu", ShardingPlan({"": of_module}), WORLD, 4, dist.group.WORLD, node_group_size=2,
+        use_inter_host_allreduce=inter_host,
+    )  # fmt: skip
+    sharded = dmp._sharded[""]
+    assert sharded._routes.has_host_sums
+    local = dmp._env.local_group()
+    assert local is not None
+    dmp.sync()
+    return dmp(batch_of(dist.get_rank())).values().detach(), dist.get_process_group_ranks(local)
+
+
+@pytest.mark.parametrize("inter_host", [False, True])
+def test_a_sharding_group_has_hosts(inter_host: bool) -> None:
+    for rank, (found, host) in enumerate(run_ranks(WORLD, hosts_inside, inter_host)):
+        assert host == ([0, 1] if rank < 2 else [2, 3])
+        assert (found - bags()(batch_of(rank)).values()).abs().max() <= 1e-6
+
+
+def means() -> tuple[list[Tensor], int]:
+    rank = dist.get_rank()
+    exchange = Exchange(dist.group.WORLD)
+    matrix = torch.arange(12.0).view(3, 4)
+    tensors = [
+        torch.full((2, 3), float(rank)), matrix.t() * rank, torch.full((5,), 60000.0 + 32 * rank, dtype=torch.float16),
+        torch.empty(0), torch.tensor([1.5 * rank], dtype=torch.float64),
+    ]  # fmt: skip
+    again = copy.deepcopy(tensors)
+    exchange.mean(tensors)
+    Exchange(None).mean(again)
+    return tensors, exchange.calls
+
+
+def test_means_are_packed_by_dtype_and_halves_do_not_overflow() -> None:
+    """The sum of four fp16 numbers near 60,000 is infinite in fp16, their mean is not."""
+    for tensors, calls in run_ranks(WORLD, means):
+        assert calls == 3
+        assert tensors[0].tolist() == [[1.5] * 3] * 2
+        assert torch.equal(tensors[1], torch.arange(12.0).view(3, 4).t() * 1.5)
+        assert tensors[2].tolist() == [60032.0] * 5 or tensors[2].tolist() == [60064.0] * 5
+        assert tensors[4].tolist() == [2.25]

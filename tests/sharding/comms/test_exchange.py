@@ -1,0 +1,388 @@
+"""What travels between ranks: blocks, headers, and ids in the order of one process that saw the whole batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import Tensor
+
+from shardwise import KeyedJaggedTensor
+from shardwise.embeddings import OptimizerSpec
+from shardwise.planner import layout
+from shardwise.planner.layout import Shard
+from shardwise.sharding.comms import header
+from shardwise.sharding.comms.exchange import (
+    Exchange,
+    Pending,
+    _held,
+    _Lent,
+)
+from shardwise.sharding.engine.route import (
+    Inbound,
+    Outbound,
+    Receiving,
+    Sending,
+    arrange,
+    route,
+)
+from shardwise.sharding.engine.routes import Routes, Table, plan_routes
+
+CPU = torch.device("cpu")
+
+
+def numbers(n: int, first: int) -> Tensor:
+    return torch.arange(first, first + n, dtype=torch.int32)
+
+
+def blocks_and_rows(seed: int) -> tuple[bool, float, float, int]:
+    """Blocks of odd sizes to every rank and back; the two sides of the adjoint's equation."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    exchange = Exchange(dist.group.WORLD)
+
+    def block(source: int, target: int) -> list[Tensor]:
+        return [numbers((seed + 3 * source + 5 * target) % 7, source), numbers(source * target % 3, target)]
+
+    sizes_of = [sum(t.shape[0] for t in block(r, rank)) for r in range(world)]
+    received = torch.split(exchange.ids([block(rank, r) for r in range(world)], sizes_of).wait(), sizes_of)
+    same = all(torch.equal(torch.cat(block(r, rank)), received[r]) for r in range(world))
+
+    generator = torch.Generator().manual_seed(seed * 10 + rank)
+    sizes = [[(seed * s + 2 * t + s) % 5 for t in range(world)] for s in range(world)]
+    mine, theirs = sizes[rank], [sizes[r][rank] for r in range(world)]
+    rows, gradients = (torch.randn(sum(n), generator=generator) for n in (mine, theirs))
+    forth = exchange.rows(rows, mine, theirs).wait()
+    back = exchange.rows_transpose(gradients, theirs, mine).wait()
+    return same, float(torch.dot(forth, gradients)), float(torch.dot(rows, back)), exchange.calls
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_blocks_arrive_and_rows_transpose_is_the_adjoint_of_rows(world: int) -> None:
+    for seed in (0, 1, 4):
+        ranks = run_ranks(world, blocks_and_rows, seed)
+        # one rank exchanges nothing
+        assert all(same and calls == (3 if world > 1 else 0) for same, _, _, calls in ranks)
+        # <rows(x), y> over all ranks is <x, rows_transpose(y)>
+        assert sum(one for _, one, _, _ in ranks) == pytest.approx(sum(other for _, _, other, _ in ranks), abs=1e-5)
+
+
+def lend_and_settle() -> list[int]:
+    """Bytes that the backend can still hold after an exchange and a broadcast, and what is out after settling."""
+    exchange = Exchange(dist.group.WORLD)
+    values = torch.arange(2.0 * exchange.world_size)
+    sizes = [2] * exchange.world_size
+    exchange.rows(values, sizes, sizes).wait()
+    exchange.broadcast(values)
+    held = sum(tensor.untyped_storage().nbytes() for tensor in _Lent._out)
+    assert _Lent.settle()
+    # a finished collective reaches nothing of ours, and ours are intact
+    assert torch.equal(values, torch.arange(2.0 * exchange.world_size))
+    return [held, len(_held(_Lent._out))]
+
+
+def leave_without_waiting() -> tuple[bool, int]:
+    """Whether all is settled though one result was never asked for and another is kept, and what waits for it then."""
+    exchange = Exchange(dist.group.WORLD)
+    asked, never = (exchange.headers(torch.zeros(exchange.world_size, 3, dtype=torch.int64)) for _ in range(2))
+    asked.wait()
+    return _Lent.settle(), len(asked.wait()) + len(never.wait())
+
+
+@pytest.mark.ranks
+def test_a_process_that_leaves_results_on_their_way_ends_at_once() -> None:
+    """A training loop that was left with batches under way waited ten seconds at its exit."""
+    assert run_ranks(2, leave_without_waiting) == [(True, 4), (True, 4)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_backend_has_let_go_of_every_tensor_once_settled(world: int) -> None:
+    assert run_ranks(world, lend_and_settle) == [[0, 0]] * world
+
+
+def test_a_process_does_not_exit_while_the_backend_holds_a_tensor_of_its_last_collective() -> None:
+    mine = torch.arange(4.0)
+    lent = _Lent(mine)
+    (alias,) = lent.aliases
+    assert alias.data_ptr() == mine.data_ptr()
+    held = alias[:2]  # refers to it from C++, as a thread of gloo does
+    Pending(mine, lent=lent).wait()
+    assert alias.numel() == 0
+    assert not _Lent.settle(0.01)
+    del held
+    assert _Lent.settle(0.01)
+    assert mine.tolist() == [0, 1, 2, 3]
+
+
+FACTS: dict[str, Any] = {"wants": header.Wants(update=True), "fingerprint": 2**62 + 5, "groups": 3}
+WELL = -1
+NOTHING = header.Sizes(0, 0, 0, [])
+
+
+class Heard(Exchange):
+    """An exchange in which every other rank says what is given, one after another."""
+
+    def __init__(self, *said: list[list[int]]) -> None:
+        super().__init__(None)
+        self._said, self.world_size, self.alone = list(said), len(said[0]), False
+
+    def headers(self, mine: Tensor) -> Pending:
+        return Pending(torch.tensor(self._said.pop(0)))
+
+
+def row_of(sizes: header.Sizes, status: int = WELL, **changed: Any) -> list[int]:
+    return header.pack([sizes], status, **{**FACTS, **changed})[0]
+
+
+def test_a_header_tells_each_rank_its_sizes() -> None:
+    sizes = [header.Sizes(7, 6, 5, [1, 2, 3]), header.Sizes(8, 4, 4, [4]), header.Sizes(0, 0, 0, [])]
+    heads = header.tell(Heard(header.pack(sizes, WELL, **FACTS)), CPU, [NOTHING] * 3, **FACTS).hear()
+    assert [list(head.sizes.ids_to_groups) for head in heads] == [[1, 2, 3], [4, 0, 0], [0, 0, 0]]
+    assert [(head.sizes.batch, head.sizes.ids, head.sizes.returned) for head in heads] == [
+        (7, 6, 5),
+        (8, 4, 4),
+        (0, 0, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"fingerprint": 6}, "plans, table configs or order of lookups"),
+        ({"wants": header.Wants()}, "whether gradients are enabled"),
+        ({"wants": header.Wants(True, True)}, "whether per-id weights have gradients"),
+    ],
+)
+def test_ranks_that_differ_are_named(changed: dict[str, Any], what: str) -> None:
+    heard = Heard([row_of(NOTHING), row_of(NOTHING, **changed)])
+    with pytest.raises(RuntimeError, match=rf"^ranks \[1\] differ from this one in .*{what}"):
+        header.tell(heard, CPU, [NOTHING] * 2, **FACTS).hear()
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_characters="\0"), max_size=600))
+# a file name that is no UTF-8: its rank raised before the exchange, and the others waited
+@example("\udcff")
+def test_the_text_of_a_failure_travels_up_to_512_bytes(text: str) -> None:
+    (said,) = header.unpack_texts(header.pack_text(ValueError(text), 1))
+    assert said == text.encode(errors="backslashreplace")[:512].decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "text"),
+    [
+        (IndexError("id 9"), IndexError, "rank 1: id 9"),
+        (TypeError("no"), TypeError, "rank 1: no"),
+        (KeyError("a 'b'"), KeyError, "rank 1: a 'b'"),
+        (KeyError(), KeyError, "rank 1: "),
+        (ZeroDivisionError("by zero"), RuntimeError, "rank 1: ZeroDivisionError: by zero"),
+        (torch.OutOfMemoryError("full"), RuntimeError, "rank 1: OutOfMemoryError: full"),
+    ],
+)
+def test_a_failure_keeps_its_type_and_names_its_rank(failure: Exception, kind: type[Exception], text: str) -> None:
+    said = [*header.pack_text(None, 1), *header.pack_text(failure, 1)]
+    heard = Heard([row_of(NOTHING), row_of(NOTHING, header._status(failure))], said)
+    with pytest.raises(Exception) as raised:
+        header.tell(heard, CPU, [NOTHING] * 2, **FACTS).hear()
+    assert type(raised.value) is kind
+    assert raised.value.args == (text,)
+
+
+def test_a_process_alone_raises_its_own_exception() -> None:
+    failure = ZeroDivisionError("by zero")
+    with pytest.raises(ZeroDivisionError) as raised:
+        header.tell(Exchange(None), CPU, failure, **FACTS).hear()
+    assert raised.value is failure
+
+
+ROWS, DIM = 9, 4
+# where a table's shards may lie: on which rank, cut by rows at which row, cut by columns at which column, on every rank
+PLACES = st.sampled_from(["whole", "rows", "columns", "grid", "replica"])
+BAG = st.lists(st.integers(0, ROWS - 1), max_size=3)
+Bags = list[list[list[list[int]]]]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[list[Shard]], Bags]:
+    """Shards of each lookup's table, and bags[rank][lookup][sample]."""
+    world = draw(st.integers(1, 4))
+    ranks = st.integers(0, world - 1)
+    plans = []
+    for n in range(draw(st.integers(0, 4))):
+        place, name = draw(PLACES), f"t{n}"
+        cut, at = draw(st.integers(0, ROWS)), [draw(ranks) for _ in range(4)]
+        if place == "replica":
+            plans.append(layout.data_parallel(name, ROWS, DIM, world))
+        elif place == "whole":
+            plans.append(layout.table_wise(name, ROWS, DIM, at[0]))
+        elif place == "columns":
+            plans.append(layout.column_wise(name, ROWS, DIM, at[:2], [1, 3]))
+        elif place == "rows":
+            plans.append(layout.row_wise(name, ROWS, DIM, at[:2], [cut, ROWS - cut]))
+        else:
+            plans.append(layout.grid(name, ROWS, DIM, [at[:2], at[2:]]))
+    batches = [draw(st.integers(0, 3)) for _ in range(world)]
+    return plans, [[[draw(BAG) for _ in range(batch)] for _ in plans] for batch in batches]
+
+
+def kjt_of(bags: list[list[list[int]]], batch: int, dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
+    ids = torch.tensor([i for one in bags for bag in one for i in bag], dtype=dtype)
+    lengths = torch.tensor([len(bag) for one in bags for bag in one], dtype=torch.int64)
+    # weights tell the ids apart
+    weights = torch.arange(len(ids), dtype=torch.float32)
+    return KeyedJaggedTensor([f"f{n}" for n in range(len(bags))], ids, weights, lengths, stride=batch)
+
+
+def routes_of(plans: list[list[Shard]], world: int, **more: Any) -> Routes:
+    sgd = OptimizerSpec("sgd")
+    tables = [Table(f"t{n}", ROWS, DIM, torch.float32, sgd, (f"f{n}",)) for n in range(len(plans))]
+    return plan_routes(tables, [shard for shards in plans for shard in shards], world, **more)
+
+
+def hand_over(routes: Routes, sent: list[Outbound], rank: int, update: bool) -> Inbound:
+    """What `rank` gets of what all ranks sent, as the exchange would bring it."""
+    receiving, blocks = Receiving(routes, rank, update, CPU), []
+    ids_from = [sum(o.counts[o.sending.first_stream[rank] : o.sending.first_stream[rank + 1]]) for o in sent]
+    for outbound, ids in zip(sent, ids_from, strict=True):
+        block = torch.cat(outbound.blocks()[rank])
+        assert block.dtype == torch.int32
+        # what is expected is what was sent
+        assert block.shape[0] == receiving.elements(outbound.batch, ids)
+        blocks.append(block)
+    per_group = [sum(o.ids_to_groups[rank][g] for o in sent) for g in range(receiving.groups)]
+    return arrange(blocks, receiving, [o.batch for o in sent], ids_from, per_group)
+
+
+@settings(deadline=None)
+@given(worlds(), st.booleans(), st.booleans())
+def test_ids_arrive_in_the_order_of_one_process(
+    drawn: tuple[list[list[Shard]], Bags], pooled: bool, update: bool
+) -> None:
+    """At every slot: ids of all ranks' samples in their order, as row numbers of the shard, each with its weight."""
+    plans, bags = drawn
+    world = len(bags)
+    routes = routes_of(plans, world, pooled=pooled, weighted=True)
+    kjts = [kjt_of(one, len(one[0]) if one else 0) for one in bags]
+    sending = Sending(routes, [f"f{n}" for n in range(len(plans))], update, CPU)
+    sent = [route(kjt, routes, sending, kjt.weights(), lenient=False) for kjt in kjts]
+    for rank in range(world):
+        inbound = hand_over(routes, sent, rank, update)
+        ids, lengths, weights = [], [], []
+        groups = [group for group in routes.serving[rank].groups if update or not group.is_replica]
+        for group in groups:
+            for slot in group.slots:
+                low, high = group.shards[slot.shard].rows
+                for source, kjt in zip(bags, kjts, strict=True):
+                    given = iter(kjt[f"f{slot.lookup}"].weights().tolist())
+                    bags_of = [[(i - low, next(given)) for i in bag] for bag in source[slot.lookup]]
+                    kept = [[(i, w) for i, w in bag if 0 <= i < high - low] for bag in bags_of]
+                    ids += [i for bag in kept for i, _ in bag]
+                    weights += [w for bag in kept for _, w in bag]
+                    lengths += [len(bag) for bag in kept] if pooled else [sum(map(len, kept))]
+        assert inbound.ids.tolist() == ids
+        assert inbound.offsets.diff().tolist() == lengths
+        assert int(inbound.offsets[0]) == 0
+        assert inbound.weights is not None and inbound.weights.tolist() == weights
+        assert inbound.batches == [kjt.stride() if pooled else 1 for kjt in kjts]
+        samples, first_slot = inbound.lengths.shape[1], Receiving(routes, rank, update, CPU).first_slot
+        slots = [sum(lengths[a * samples : b * samples]) for a, b in pairwise(first_slot)]
+        assert [b - a for a, b in pairwise(inbound.first_id)] == slots
+        # each id came with those of its source, stream by stream
+        came = torch.cat([torch.cat(o.blocks()[rank][:1]) for o in sent])
+        places = inbound.places(came.shape[0])
+        assert torch.equal(came[places], inbound.ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("rows", [2**31 - 1, 2**31])
+def test_ids_travel_as_int32_where_every_row_number_fits(rows: int, dtype: torch.dtype) -> None:
+    """int32 ids of a table beyond 2^31 rows raised "value cannot be converted to type int without overflow"."""
+    table = Table("t", rows, 1, torch.float32, OptimizerSpec("sgd"), ("f0",))
+    routes = plan_routes([table], layout.table_wise("t", rows, 1, 0), 1)
+    kjt = kjt_of([[[0, 2**31 - 2], [7]]], 2, dtype)
+    outbound = route(kjt, routes, Sending(routes, ["f0"], True, CPU), None, lenient=False)
+    assert outbound.ids.dtype == (torch.int32 if rows < 2**31 else torch.int64)
+    assert outbound.ids.tolist() == [0, 2**31 - 2, 7]
+    assert len(outbound.blocks()[0][0]) == (3 if rows < 2**31 else 6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_id_beyond_int32_stays_outside_of_every_table(world: int) -> None:
+    table = Table("t", 9, 1, torch.float32, OptimizerSpec("sgd"), ("f0",))
+    routes = plan_routes([table], layout.row_wise("t", 9, 1, range(world)), world)
+    sending = Sending(routes, ["f0"], True, CPU)
+    outbound = route(kjt_of([[[2**32 + 3, -(2**32) + 3, 9, -1]]], 1), routes, sending, None, lenient=True)
+    assert outbound.ids.shape == (4,)
+    assert not any(0 <= i < 9 for i in outbound.ids.tolist())
+
+
+def test_columns_that_are_cut_for_some_rows_only_are_refused() -> None:
+    table = Table("t", 9, 4, torch.float32, None, ("f",))
+    shards = [Shard("t", 0, (0, 5), (0, 4)), Shard("t", 0, (5, 9), (0, 1)), Shard("t", 1, (5, 9), (1, 4))]
+    with pytest.raises(ValueError, match=r"^table 't': columns \(0, 1\) are held for some rows only, .* columns first"):
+        plan_routes([table], shards, 2)
+
+
+def bytes_of_rank_one() -> tuple[bytes, object]:
+    by: list[object] = []
+    broadcast = dist.broadcast_object_list
+
+    def noted(*args: Any, device: torch.device | None = None, **kwargs: Any) -> None:
+        by.append(device)
+        broadcast(*args, device=device, **kwargs)
+
+    with patch.object(dist, "broadcast_object_list", noted):
+        got = Exchange(dist.group.WORLD).value(b"of %d" % dist.get_rank(), 1, torch.device("cuda", 1))
+    return got, by
+
+
+@pytest.mark.ranks
+def test_bytes_of_a_rank_are_carried_by_gloo_in_host_memory() -> None:
+    assert run_ranks(2, bytes_of_rank_one) == [(b"of 1", [None])] * 2
+
+
+@pytest.mark.parametrize(
+    ("backends", "given", "bound", "current", "local", "by"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:2", None, 0, None, None),
+        ("cuda:nccl", "cuda:2", None, 0, None, "cuda:2"),
+        ("cuda:nccl", None, "cuda:3", 0, "1", "cuda:3"),
+        # without set_device all ranks took the first GPU
+        ("cuda:nccl", None, None, 0, "1", "cuda:1"),
+        ("cuda:nccl", "cpu", None, 2, "1", "cuda:2"),
+        # each process sees one GPU
+        ("cuda:nccl", None, None, 0, "5", "cuda:0"),
+        ("cuda:nccl", None, None, 0, None, "cuda:0"),
+    ],
+)
+def test_nccl_carries_bytes_by_the_own_device_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, backends: str, given: str | None, bound: str | None, current: int,
+    local: str | None, by: str | None,
+) -> None:  # fmt: skip
+    class Group:
+        bound_device_id = None if bound is None else torch.device(bound)
+
+    group: Any = Group()
+    sent: list[Any] = []
+    found = {
+        "get_world_size": 4, "get_rank": 0, "get_backend_config": backends, "get_global_rank": 2,
+    }  # fmt: skip
+    for name, value in found.items():
+        monkeypatch.setattr(dist, name, lambda *args, value=value: value)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *args, device, **kwargs: sent.append(device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    if local is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    Exchange(group).value(b"", 2, None if given is None else torch.device(given))
+    assert sent == [None if by is None else torch.device(by)]

@@ -1,0 +1,413 @@
+"""DistributedModelParallel's arguments, wrappers around dense layers, what is inside, and copies."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    ShardedEmbeddingBagCollection,
+    ShardingEnv,
+    ShardingPlan,
+    apply_optimizer_in_backward,
+)
+from shardwise.embeddings import PositionWeightedModuleCollection
+from shardwise.sharding import (
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+    ModuleSharder,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from shardwise.sharding.dmp.composable import shard
+from shardwise.sharding.dmp.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from shardwise.sharding.dmp.dense import materialize
+from shardwise.sharding.dmp.unwrap import (
+    copy_to_device,
+    get_module,
+    get_unsharded_module_names,
+    get_unwrapped_module,
+    sharded_model_copy,
+)
+
+pytestmark = pytest.mark.ranks
+
+ROWS = {"a": 13, "b": 11}
+
+
+def bags(optimizer: bool = True, kind: type[EmbeddingBagCollection] = EmbeddingBagCollection) -> EmbeddingBagCollection:
+    torch.manual_seed(7)
+    tables = [EmbeddingBagConfig(rows, 8, f"t{name}", feature_names=[name]) for name, rows in ROWS.items()]
+    found = kind(tables)
+    if optimizer:
+        apply_optimizer_in_backward(RowWiseAdagrad, found.parameters(), {"lr": 0.1})
+    return found
+
+
+class Scaled(EmbeddingBagCollection):
+    """A collection with a forward of its own."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        found = super().forward(features)
+        return type(found)(found.keys(), found.length_per_key(), found.values() * 2)
+
+
+class Net(nn.Module):
+    def __init__(self, dense: nn.Module | None = None, collection: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.ebc = collection or bags()
+        self.dense = dense or nn.Linear(16, 4)
+        self.over = nn.Sequential(nn.ReLU(), nn.Linear(4, 1))
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.over(self.dense(self.ebc(features).values())).sum()
+
+
+def batch_of(rank: int) -> KeyedJaggedTensor:
+    ids = torch.tensor([1, 2, 3, 4, 5, 6]) + rank
+    return KeyedJaggedTensor(list(ROWS), ids, lengths=torch.tensor([2, 1, 1, 2]))
+
+
+def mine() -> KeyedJaggedTensor:
+    return batch_of(dist.get_rank() if dist.is_initialized() else 0)
+
+
+def alone() -> DistributedModelParallel:
+    return DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0))
+
+
+def gradients(wrapper: dict[str, Any]) -> dict[str, Tensor]:
+    dmp = DistributedModelParallel(Net(), data_parallel_wrapper=DefaultDataParallelWrapper(**wrapper))
+    wrapped = dmp._dmp_wrapped_module
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert wrapped.find_unused_parameters == wrapper.get("find_unused_parameters", False)
+    assert wrapped.static_graph == wrapper.get("static_graph", True)
+    assert wrapped.bucket_bytes_cap == wrapper.get("bucket_cap_mb", 25) * 2**20
+    dmp(mine()).backward()
+    return {name: param.grad.clone() for name, param in dmp.named_parameters() if param.grad is not None}
+
+
+WRAPPERS: dict[str, tuple[dict[str, Any], float]] = {
+    "as it is": ({}, 1e-6),
+    "fp16": ({"allreduce_comm_precision": "fp16"}, 1e-3),
+    "bf16": ({"allreduce_comm_precision": "bf16", "bucket_cap_mb": 1}, 1e-2),
+    "no static graph": ({"static_graph": False, "find_unused_parameters": True}, 1e-6),
+    "arguments of DDP": ({"ddp_kwargs": {"gradient_as_bucket_view": False}}, 1e-6),
+    "one more left alone": ({"params_to_ignore": ["over.1.bias"]}, 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_dense_gradients_are_averaged_as_the_wrapper_says(name: str) -> None:
+    wrapper, tolerance = WRAPPERS[name]
+    model, left_alone = Net(), wrapper.get("params_to_ignore", [])
+    # both before the first backward, which trains the tables
+    (torch.stack([model(batch_of(rank)) for rank in range(2)]).mean()).backward()
+    own = Net()
+    own(batch_of(1)).backward()
+    first, second = run_ranks(2, gradients, wrapper)
+    assert first.keys() == {"dense.weight", "dense.bias", "over.1.weight", "over.1.bias"}
+    for key, value in first.items():
+        assert torch.equal(value, second[key]) or key in left_alone
+        wanted = dict((own if key in left_alone else model).named_parameters())[key].grad
+        assert wanted is not None
+        assert (second[key] - wanted).abs().max() <= tolerance * wanted.abs().max(), key
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(name)
+    for other in (torch.float16, torch.bfloat16) if dtype is None else (dtype,):
+        fits = all(torch.equal(value, value.to(other).float()) for value in first.values())
+        assert fits == (other is dtype)
+
+
+def test_a_wrapper_that_cannot_be_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"allreduce_comm_precision must be one of \[None, 'fp16', 'bf16'\], got 'fp8'"
+    ):
+        DefaultDataParallelWrapper(allreduce_comm_precision="fp8")
+    with pytest.raises(ValueError, match=r"params_to_ignore \['nowhere'\]: the model has no such parameters"):
+        wrapper = DefaultDataParallelWrapper(params_to_ignore=["nowhere"])
+        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), data_parallel_wrapper=wrapper)
+    with pytest.raises(TypeError, match="data_parallel_wrapper must be a DataParallelWrapper, got str"):
+        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), data_parallel_wrapper="ddp")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model_tracker_configs"):
+        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), model_tracker_configs={})
+
+
+class Counting(DataParallelWrapper):
+    """Wraps nothing and counts."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[ShardingEnv, torch.device]] = []
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        self.calls.append((env, device))
+        dmp._dmp_wrapped_module = nn.Sequential(dmp._dmp_wrapped_module)
+
+
+def test_a_wrapper_of_ones_own_is_asked_once() -> None:
+    wrapper, env = Counting(), ShardingEnv.from_local(1, 0)
+    dmp = DistributedModelParallel(Net(), env, data_parallel_wrapper=wrapper, init_data_parallel=False)
+    assert wrapper.calls == []
+    dmp.init_data_parallel()
+    dmp.init_data_parallel()
+    assert wrapper.calls == [(env, torch.device("cpu"))]
+    assert dmp.device == torch.device("cpu")
+
+
+def lazy() -> tuple[list[float], list[str]]:
+    torch.manual_seed(dist.get_rank())
+    dmp = DistributedModelParallel(Net(nn.LazyLinear(4)), init_data_parallel=False)
+    assert not isinstance(dmp._dmp_wrapped_module, DistributedDataParallel)
+    with torch.no_grad():
+        dmp(mine())
+    dmp.init_data_parallel()
+    assert isinstance(dmp._dmp_wrapped_module, DistributedDataParallel)
+    losses = []
+    for _ in range(2):
+        dmp.zero_grad()
+        dmp(batch_of(0)).backward()
+        losses.append(float(sum(p.grad.abs().sum() for p in dmp.module.dense.parameters())))  # type: ignore[union-attr]
+    return losses, [name for name, _ in dmp.named_parameters()]
+
+
+def test_lazy_layers_are_made_data_parallel_after_a_first_forward() -> None:
+    first, second = run_ranks(2, lazy)
+    assert first[0] == second[0]
+    assert "dense.weight" in first[1]
+
+
+def left_on_meta() -> list[float]:
+    model = Net(nn.Linear(16, 4, device="meta"))
+    with pytest.raises(ValueError, match=r"\['dense.weight', 'dense.bias'\] are on meta, .* pass init_parameters=True"):
+        DistributedModelParallel(model, init_parameters=False)
+    model = Net(nn.Linear(16, 4, device="meta"))
+    dmp = DistributedModelParallel(model, init_parameters=False, init_data_parallel=False)
+    assert model.dense.weight.is_meta
+    assert not any(param.is_meta for name, param in dmp.named_parameters() if "dense" not in name)
+    dense: Any = model.dense
+    dense.to_empty(device="cpu")
+    nn.init.constant_(dense.weight, 0.25)
+    nn.init.constant_(dense.bias, dist.get_rank())
+    dmp.init_data_parallel()
+    # those of the first rank
+    return [float(dense.weight.mean()), float(dense.bias.mean())]
+
+
+def test_parameters_on_meta_can_be_left_to_the_user() -> None:
+    assert run_ranks(2, left_on_meta) == [[0.25, 0.0]] * 2
+
+
+def test_what_a_dict_of_parameters_holds_is_initialised_by_its_owner() -> None:
+    """Position weights on meta became zeros: their ParameterDict has no reset_parameters, its owner has."""
+    module = nn.Sequential(PositionWeightedModuleCollection({"a": 3}, "meta"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        materialize(module, torch.device("cpu"))
+    assert [param.tolist() for param in module.parameters()] == [[1.0, 1.0, 1.0]]
+
+
+class Halved(nn.Module):
+    """What a sharder of one's own makes of a layer."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) / 2
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        yield from (f"{prefix}.inner.{name}" for name in ("weight", "bias"))
+
+
+class LinearSharder(ModuleSharder[nn.Linear]):
+    def shard(self, module: nn.Linear, params: Any, env: Any, device: Any = None, module_fqn: Any = None) -> nn.Module:
+        assert set(params) == {"weight", "bias"}
+        return Halved(module)
+
+    @property
+    def module_type(self) -> type[nn.Linear]:
+        return nn.Linear
+
+
+def with_sharders() -> tuple[list[str], set[str], float]:
+    model = Net()
+    size: dict[str, Any] = {"world_size": 2, "device_type": "cpu"}
+    rows = construct_module_sharding_plan(model.ebc, {"ta": row_wise(), "tb": row_wise()}, **size)
+    whole = construct_module_sharding_plan(
+        model.dense, {"weight": data_parallel(), "bias": data_parallel()}, LinearSharder(), **size
+    )
+    wanted = model(mine())
+    sharders: list[ModuleSharder[Any]] = [EmbeddingBagCollectionSharder(), LinearSharder()]
+    last = construct_module_sharding_plan(
+        model.over[1], {"weight": data_parallel(), "bias": data_parallel()}, LinearSharder(), **size
+    )
+    with pytest.raises(ValueError, match="the plan has no part for module 'over.1'; .* pass sharders without one"):
+        DistributedModelParallel(model, plan=ShardingPlan({"ebc": rows, "dense": whole}), sharders=sharders)
+    plan = ShardingPlan({"ebc": rows, "dense": whole, "over.1": last})
+    dmp = DistributedModelParallel(model, plan=plan, sharders=sharders)
+    assert dmp.sharders == sharders
+    assert isinstance(model.dense, Halved)
+    names = [name for name, _ in dmp.named_parameters()]
+    # all is sharded: nothing is left for DDP
+    assert not isinstance(dmp._dmp_wrapped_module, DistributedDataParallel)
+    del wanted
+    return names, set(get_unsharded_module_names(dmp)), float(dmp(mine()).detach())
+
+
+def test_sharders_say_what_is_sharded_and_how() -> None:
+    for rank, (names, unsharded, output) in enumerate(run_ranks(2, with_sharders)):
+        assert {"dense.inner.weight", "over.1.inner.bias", "ebc.embedding_bags.ta.weight"} <= set(names)
+        assert unsharded == {"_dmp_wrapped_module.over.0"}
+        model = Net()
+        hidden = model.dense(model.ebc(batch_of(rank)).values()) / 2
+        assert output == pytest.approx(float((model.over(hidden) / 2).sum().detach()), abs=1e-5)
+
+
+def derived() -> tuple[list[str], float, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dmp = DistributedModelParallel(Net(collection=bags(False, Scaled)))
+    assert isinstance(dmp.module.ebc, Scaled)
+    dmp(mine()).backward()
+    grads = [name for name, param in dmp.named_parameters() if param.grad is not None]
+    return [str(warning.message) for warning in caught], float(dmp(mine()).detach()), grads
+
+
+def test_a_class_of_ones_own_is_data_parallel_unless_a_sharder_is_given_for_it() -> None:
+    """Its forward doubles the rows; sharded as its base the model would have lost that without a word."""
+    for rank, (messages, output, grads) in enumerate(run_ranks(2, derived)):
+        assert len(messages) == 1
+        assert "Scaled derives from EmbeddingBagCollection" in messages[0]
+        assert "ebc.embedding_bags.ta.weight" in grads
+        assert output == pytest.approx(float(Net(collection=bags(False, Scaled))(batch_of(rank)).detach()), abs=1e-5)
+
+
+def test_fused_params_of_a_sharder_are_the_optimizer_of_tables_without_one() -> None:
+    sharder = EmbeddingBagCollectionSharder({"optimizer": "ROWWISE_ADAGRAD", "learning_rate": 0.5})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dmp = DistributedModelParallel(Net(collection=bags(False)), ShardingEnv.from_local(1, 0), sharders=[sharder])
+    assert dmp.fused_optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.warns(UserWarning, match=r"tables \['ta', 'tb'\] have no optimizer: .* SGD at lr 0.01"):
+        DistributedModelParallel(Net(collection=bags(False)), ShardingEnv.from_local(1, 0))
+    # a sharder for other modules leaves these alone
+    dmp = DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), sharders=[EmbeddingCollectionSharder()])
+    assert type(dmp.module.ebc) is EmbeddingBagCollection
+    assert dmp.plan.plan == {}
+
+
+def sharded_before() -> tuple[list[str], float]:
+    model = Net()
+    model.ebc = shard(model.ebc, row_wise(), device="cpu")
+    dmp = DistributedModelParallel(model)
+    assert dmp.plan.plan == {}
+    dmp(mine()).backward()
+    return list(dmp.fused_optimizer.params), float(dmp(batch_of(4)).detach())
+
+
+def test_a_module_that_is_sharded_already_stays_as_it_is() -> None:
+    for names, output in run_ranks(2, sharded_before):
+        assert {f"ebc.embedding_bags.{name}.weight" for name in ("ta", "tb")} == set(names)
+        assert math.isfinite(output)
+
+
+def plan_devices() -> list[str]:
+    model = Net()
+    where = {"ta": table_wise(0), "tb": table_wise(1)}
+    plan = construct_module_sharding_plan(model.ebc, where, world_size=2, device_type="cuda")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dmp = DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan}))
+    dmp(mine()).backward()
+    assert {param.device.type for param in dmp.parameters()} == {"cpu"}
+    if not torch.cuda.is_available():
+        with warnings.catch_warnings(record=True) as caught_of_device:
+            warnings.simplefilter("always")
+            on_cpu = DistributedModelParallel(Net(), device="cuda", plan=ShardingPlan({"ebc": plan}))
+        on_cpu(mine()).backward()
+        assert on_cpu.device.type == "cpu"
+        said = [str(one.message) for one in caught_of_device]
+        assert said == ["device 'cuda': there is no CUDA here, so all runs on the CPU"]
+    with pytest.raises(
+        ValueError, match="rank 1: device 'xla': the process group .gloo. exchanges tensors on cpu, cuda"
+    ):
+        DistributedModelParallel(Net(), device="xla" if dist.get_rank() == 1 else "cpu")
+    return [f"{warning.filename} {warning.message}" for warning in caught]
+
+
+def test_a_plan_made_for_cuda_runs_on_the_cpu_with_one_warning() -> None:
+    for messages in run_ranks(2, plan_devices):
+        assert len(messages) == 1
+        assert messages[0].startswith(__file__)
+        assert "the plan places tables on cuda, and they are sharded for device 'cpu': there they go" in messages[0]
+
+
+def unwrapped() -> set[str]:
+    model = Net()
+    dmp = DistributedModelParallel(model)
+    wrapped = dmp._dmp_wrapped_module
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert get_module(dmp) is wrapped
+    assert dmp.module is get_unwrapped_module(dmp) is get_unwrapped_module(wrapped) is model
+    assert get_unwrapped_module(model) is get_module(model) is model
+    assert get_unsharded_module_names(nn.Linear(2, 2)) == []
+    return set(get_unsharded_module_names(dmp))
+
+
+def test_the_model_inside_and_the_names_of_what_is_not_sharded() -> None:
+    """The names of torchrec 1.8.0, wrappers included."""
+    wanted = {"_dmp_wrapped_module.module.dense", "_dmp_wrapped_module.module.over"}
+    assert run_ranks(2, unwrapped) == [wanted] * 2
+
+
+def copied(how: str) -> tuple[bool, bool, bool]:
+    dmp = DistributedModelParallel(Net(), init_data_parallel=False)
+    other: Any
+    if how == "deepcopy":
+        with sharded_model_copy("cpu"):
+            other = copy.deepcopy(dmp)
+    elif how == "copy":
+        other = dmp.copy("cpu")
+    else:
+        other = copy_to_device(dmp, torch.device("cpu"), torch.device("cpu"))
+    assert isinstance(other.module.ebc, ShardedEmbeddingBagCollection)
+    same = torch.equal(other(mine()), dmp(mine()))
+    before = {name: param.detach().clone() for name, param in dmp.named_parameters()}
+    other(mine()).backward()
+    changed = any(not torch.equal(param, before[name]) for name, param in dmp.named_parameters())
+    # what the copy trains is what it looks up, and its optimizer's
+    for one in (dmp, other):
+        for path, sharded in one._sharded.items():
+            for name, param in sharded.fused_optimizer.params.items():
+                assert param.data_ptr() == one.module.get_parameter(f"{path}.{name}").data_ptr()
+    own = not torch.equal(other(mine()), dmp(mine()))
+    # tensors outside copy as they did
+    weight = nn.Parameter(torch.ones(2))
+    assert copy.deepcopy(weight).data_ptr() != weight.data_ptr()
+    return same, changed, own
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "copy", "copy_to_device"])
+def test_copies_look_up_what_they_train(how: str) -> None:
+    """A copy to another place has its own tables; one to the same device shares them, as in torchrec 1.8.0."""
+    for same, changed, own in run_ranks(2, copied, how):
+        assert same
+        assert (changed, own) == ((False, True) if how == "deepcopy" else (True, False))

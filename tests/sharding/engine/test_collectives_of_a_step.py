@@ -1,0 +1,160 @@
+"""What a step costs: collectives, whatever the number of tables and strategies, and bytes, as a plan predicts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from sharding_mixes import (
+    STRATEGIES,
+    Mix,
+    TableCase,
+    backward,
+    batch_of,
+    build,
+    by_lookup,
+    environment,
+    mix_for,
+    mix_of,
+    rows_of_rank,
+    samples_of,
+    shard,
+    span_of,
+    upstream_of,
+)
+
+from shardwise.planner.layout import TableOptions
+from shardwise.sharding.engine.traffic import predicted_bytes
+
+pytestmark = pytest.mark.ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mix, hosts of so many ranks, and what is asked of a step."""
+
+    mix: Mix
+    local: int = 4
+    optimizer: str = "sgd"
+    learned: bool = False
+    update: bool = True
+
+
+@dataclass
+class Cost:
+    """Of each of three steps: collectives forward and back, bytes that left, bytes that were predicted."""
+
+    forward: list[int]
+    back: list[int]
+    sent: list[int]
+    predicted: list[float]
+
+
+def costs(cases: Sequence[Case]) -> list[Cost]:
+    """One rank's."""
+    environments = {local: environment(local) for local in sorted({case.local for case in cases})}
+    found = []
+    for case in cases:
+        env, mix = environments[case.local], case.mix
+        model = shard(mix, build(mix, case.optimizer), env)
+        begin, end = span_of(mix, env.rank, env.world_size)
+        batches = [e - b for b, e in (span_of(mix, r, env.world_size) for r in range(env.world_size))]
+        cost = Cost([], [], [], [])
+        for step in range(3):
+            whole = batch_of(mix, step)
+            mine = samples_of(whole, begin, end)
+            if case.learned:
+                mine.weights().requires_grad_()
+            counts = [model.collectives]
+            sent = model._exchange.sent + (model._local.sent if model._local else 0)
+            with torch.set_grad_enabled(case.update):
+                outputs = by_lookup(mix, model(mine))
+            counts.append(model.collectives)
+            backward(outputs, rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end))
+            counts.append(model.collectives)
+            cost.forward.append(counts[1] - counts[0])
+            cost.back.append(counts[2] - counts[1])
+            cost.sent.append(model._exchange.sent + (model._local.sent if model._local else 0) - sent)
+            mean = {k: n / max(1, mix.samples) for k, n in zip(whole.keys(), whole.length_per_key(), strict=True)}
+            traffic = predicted_bytes(model._routes, env.rank, batches, mean, update=case.update)
+            if not case.learned:
+                traffic = [replace(pair, weight_gradients=0) for pair in traffic]
+            cost.predicted.append(sum(sum(astuple(pair)) for pair in traffic))
+        found.append(cost)
+    return found
+
+
+def many(strategies: Sequence[str], *, pooled: bool = True) -> Mix:
+    """Forty tables."""
+    return Mix(
+        tuple(
+            TableCase(f"t{n}", 9 + n, 8, (f"f{n % 5}",), strategies[n % len(strategies)], n % 3 == 0, seed=n)
+            for n in range(40)
+        ),
+        pooled,
+    )
+
+
+FLAT = ("data_parallel", "table_wise", "column_wise", "table_column_wise")
+HOSTS = Case(many(STRATEGIES), 2)
+# a case, its collectives forward and back
+CASES: dict[str, tuple[Case, int, int]] = {
+    **{f"three tables, {name}": (Case(mix_for(name, pooled=True)), 3, 1) for name in STRATEGIES},
+    "one table": (Case(Mix((TableCase("t", 9, 8, ("f",), "table_wise"),))), 3, 1),
+    "forty tables": (Case(many(STRATEGIES)), 3, 1),
+    "forty tables, rows in order": (Case(Mix(tuple(
+        replace(t, options=TableOptions("ordered")) for t in many(STRATEGIES).tables
+    )), 2), 3, 1),
+    "forty tables, sequences": (Case(many(STRATEGIES, pooled=False), 2), 3, 1),
+    "forty tables, two hosts": (HOSTS, 4, 2),
+    "two hosts, nothing added there": (Case(many(FLAT), 2), 3, 1),
+    "gradients of weights": (Case(replace(many(STRATEGIES), weighted=True), learned=True), 3, 2),
+    "gradients of weights, two hosts": (Case(replace(many(STRATEGIES), weighted=True), 2, learned=True), 4, 3),
+    "weights without gradients": (Case(replace(many(STRATEGIES), weighted=True)), 3, 1),
+    "no backward": (Case(many(STRATEGIES), update=False), 3, 0),
+    "no backward, two hosts": (Case(many(STRATEGIES), 2, update=False), 4, 0),
+    "one number a row for all columns": (Case(Mix(tuple(
+        replace(t, options=TableOptions(row_state="table")) for t in many(("column_wise", "row_wise")).tables
+    )), optimizer="rowwise_adagrad"), 3, 2),
+    "empty batches": (Case(replace(many(STRATEGIES), batches=(0, 0, 0, 0))), 3, 1),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[Cost]]:
+    ranks = run_ranks(4, costs, [case for case, _, _ in CASES.values()])
+    return {name: [costs[n] for costs in ranks] for n, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_do_not_depend_on_the_number_of_tables_and_strategies(
+    name: str, measured: dict[str, list[Cost]]
+) -> None:
+    _, forward, back = CASES[name]
+    for cost in measured[name]:
+        assert cost.forward == [forward] * 3
+        assert cost.back == [back] * 3
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("one number a row")])
+def test_all_ranks_together_send_as_many_bytes_as_the_plan_predicts(name: str, measured: dict[str, list[Cost]]) -> None:
+    for step in range(3):
+        sent = sum(cost.sent[step] for cost in measured[name])
+        assert sent == pytest.approx(sum(cost.predicted[step] for cost in measured[name]), rel=1e-9)
+
+
+def test_random_mixes_send_as_many_bytes_as_their_plans_predict() -> None:
+    cases = [Case(mix_of(seed, pooled=seed % 2 == 0), local) for seed in range(10) for local in (2, 4)]
+    ranks = run_ranks(4, costs, cases)
+    for n in range(len(cases)):
+        for step in range(3):
+            sent = sum(found[n].sent[step] for found in ranks)
+            assert sent == pytest.approx(sum(found[n].predicted[step] for found in ranks), rel=1e-9), cases[n]
+
+
+def test_one_rank_sends_nothing() -> None:
+    (found,) = run_ranks(1, costs, [Case(replace(case.mix, batches=(3,)), 1) for case, _, _ in CASES.values()])
+    assert all(cost.forward == cost.back == cost.sent == [0, 0, 0] for cost in found)

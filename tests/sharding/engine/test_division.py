@@ -1,0 +1,218 @@
+"""Ids of tables that are cut by rows: divided with their batch ahead of its sizes, or alone once those are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import Tensor
+
+from shardwise import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+    ShardingEnv,
+)
+from shardwise.embeddings import LookupPolicy, OptimizerSpec
+from shardwise.kernels import BoundsCheckMode
+from shardwise.kernels._op import HAS_TRITON, INTERPRETED
+from shardwise.perf.counts.launches import CUDA, Counted, pretended
+from shardwise.planner import layout
+from shardwise.planner.layout import Shard, TableOptions
+from shardwise.sharding.engine.division import _of_bags
+from shardwise.sharding.engine.results import _places_of
+from shardwise.sharding.engine.route import (
+    Outbound,
+    Sending,
+    divide_ahead,
+    route,
+)
+from shardwise.sharding.engine.routes import Routes, Table, plan_routes
+from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+
+CPU = torch.device("cpu")
+ROWS, DIM, WORLD, BATCH = 9, 4, 3, 2
+PLACES = {
+    "whole": lambda t: layout.table_wise(t, ROWS, DIM, 1),
+    "even": lambda t: layout.row_wise(t, ROWS, DIM, range(WORLD)),
+    "uneven": lambda t: layout.row_wise(t, ROWS, DIM, [2, 0], [7, 2]),
+    "empty": lambda t: layout.row_wise(t, ROWS, DIM, [0, 1], [0, ROWS]),
+    "columns": lambda t: layout.column_wise(t, ROWS, DIM, [0, 2], [1, 3]),
+    "grid": lambda t: layout.grid(t, ROWS, DIM, [[0, 1], [2, 0]]),
+    "replica": lambda t: layout.data_parallel(t, ROWS, DIM, WORLD),
+}
+
+
+def routes_of(places: Iterable[str], **more: Any) -> Routes:
+    """Table n of feature n, where `places` says."""
+    sgd, tables, shards = OptimizerSpec("sgd"), [], list[Shard]()
+    options = TableOptions(reduction="ordered") if more.pop("ordered", False) else TableOptions()
+    for n, place in enumerate(places):
+        tables.append(Table(f"t{n}", ROWS, DIM, torch.float32, sgd, (f"f{n}",), mean=n % 2 == 0, options=options))
+        shards += PLACES[place](f"t{n}")
+    return plan_routes(tables, shards, WORLD, **more)
+
+
+def same(one: Outbound, other: Outbound, routes: Routes) -> None:
+    """What leaves, what is looked up at home, and how results find their ids."""
+    assert one.counts == other.counts and one.ids_to_groups == other.ids_to_groups and one.batch == other.batch
+    for mine, theirs in zip(one.blocks(), other.blocks(), strict=True):
+        assert [part.tolist() for part in mine] == [part.tolist() for part in theirs]
+    assert len(one.home) == len(other.home)
+    for home, another in zip(one.home, other.home, strict=True):
+        assert home.sizes == another.sizes
+        assert torch.equal(home.ids, another.ids) and torch.equal(home.offsets, another.offsets)
+        assert (home.weights is None) == (another.weights is None)
+        if home.weights is not None and another.weights is not None:
+            assert torch.equal(home.weights, another.weights)
+    for cut in range(len(routes.cuts)):
+        assert one.counts_of_cut(cut) == other.counts_of_cut(cut)
+        assert torch.equal(one.lengths_of_cut(cut), other.lengths_of_cut(cut))
+        assert (one.places is None) == (other.places is None)
+        if one.places is not None:
+            assert torch.equal(_places_of(one, cut), _places_of(other, cut))
+        if one.cut_weights is not None:
+            assert other.cut_weights is not None
+            assert torch.equal(one.cut_weights[one.ids_of_cut(cut)], other.cut_weights[other.ids_of_cut(cut)])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from(sorted(PLACES)), min_size=1, max_size=4),
+    st.fixed_dictionaries({"pooled": st.booleans(), "weighted": st.booleans(), "ordered": st.booleans()}),
+    st.booleans(),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_divided_ahead_leaves_as_what_is_divided_later(
+    places: list[str], how: dict[str, bool], lenient: bool, update: bool, random: Any
+) -> None:
+    routes = routes_of(places, **how)
+    keys = [f"f{n}" for n in range(len(places))] + ["nobody's"]
+    random.shuffle(keys)
+    lengths = [random.randrange(4) for _ in range(len(keys) * BATCH)]
+    low, high = (-3, ROWS + 3) if lenient else (0, ROWS)
+    ids = torch.tensor([random.randrange(low, high) for _ in range(sum(lengths))], dtype=torch.int64)
+    weights = torch.arange(1.0, len(ids) + 1) if how["weighted"] else None
+    kjt = KeyedJaggedTensor(keys, ids, weights, torch.tensor(lengths), stride=BATCH)
+    sending = Sending(routes, keys, update, CPU)
+    divided = divide_ahead(kjt, routes, sending, weights, lenient=lenient)
+    assert (divided is None) == (not routes.cuts)
+    later = route(kjt, routes, sending, weights, lenient=lenient)
+    same(later, route(kjt, routes, sending, weights, lenient=lenient, divided=divided), routes)
+
+
+def test_a_cut_feature_that_another_table_looks_up_is_divided_later() -> None:
+    routes = routes_of(["even", "whole"])
+    tables = tuple(replace(table, features=("f0",)) for table in routes.tables)
+    shards = [shard for n, place in enumerate(("even", "whole")) for shard in PLACES[place](f"t{n}")]
+    both = plan_routes(tables, shards, WORLD)
+    kjt = KeyedJaggedTensor(["f0"], torch.tensor([8, 1]), lengths=torch.tensor([1, 1]))
+    assert divide_ahead(kjt, both, Sending(both, ["f0"], True, CPU), None, lenient=False) is None
+
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
+
+
+@needs_triton
+def test_numbers_of_bags_are_found_by_lengths_that_fit_nothing() -> None:
+    """They are looked at later; repeat_interleave would stop the device."""
+    with pretended(seen := Counted()):
+        ids, numbers = torch.zeros(4).to(CUDA), torch.tensor([5, 6]).to(CUDA)
+        seen.clear()
+        for lengths in ([1, 3], [9, -7], [-1, 2], [0, 0]):
+            # a place outside would raise here
+            found = _of_bags(numbers, torch.tensor(lengths).to(CUDA, non_blocking=True), ids)
+            assert found.shape == (4,) and not seen.syncs
+        assert _of_bags(numbers, torch.tensor([1, 3]).to(CUDA), ids).cpu().tolist() == [5, 6, 6, 6]
+
+
+def trained(setting: dict[str, Any], device: torch.device) -> list[Tensor]:
+    """Outputs, gradients of weights and tables of some steps."""
+    world, pooled, weighted = dist.get_world_size(), setting.get("pooled", True), setting.get("weighted", False)
+    torch.manual_seed(5)
+    policy = LookupPolicy(bounds_check=setting.get("mode", BoundsCheckMode.FATAL))
+    tables = [(f"t{t}", [f"f{t}"] + ["f0"] * (t == 3 and setting.get("shared", False))) for t in range(5)]
+    module: Any
+    if pooled:
+        pooling = PoolingType.MEAN if setting.get("mean") else PoolingType.SUM
+        configs = [EmbeddingBagConfig(20, 8, name, feature_names=of, pooling=pooling) for name, of in tables]
+        module, kind = (
+            EmbeddingBagCollection(configs, is_weighted=weighted, policy=policy),
+            ShardedEmbeddingBagCollection,
+        )
+    else:
+        sequences = [EmbeddingConfig(20, 8, name, feature_names=of) for name, of in tables]
+        module = EmbeddingCollection(sequences, policy=policy)
+        kind = ShardedEmbeddingCollection
+    ways = [
+        lambda name: layout.row_wise(name, 20, 8, range(world)),
+        lambda name: layout.table_wise(name, 20, 8, world - 1),
+        lambda name: layout.row_wise(name, 20, 8, [0, world - 1], [7, 13]),
+        lambda name: layout.data_parallel(name, 20, 8, world),
+    ]
+    shards = [shard for t, (name, _) in enumerate(tables) for shard in ways[t % len(ways)](name)]
+    reduction = {name: TableOptions(reduction="ordered") for name, _ in tables} if setting.get("ordered") else {}
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    model: Any = kind(
+        module, shards, env, device, default_optimizer=(torch.optim.SGD, {"lr": 0.1}), options=reduction,
+        dedup=setting.get("dedup", False),
+    )  # fmt: skip
+    generator, found = torch.Generator().manual_seed(dist.get_rank()), []
+    bad = "mode" in setting
+    for _ in range(2):
+        lengths = torch.randint(0, 4, (6 * 4,), generator=generator)
+        ids = torch.randint(-2 * bad, 20 + 2 * bad, (int(lengths.sum()),), generator=generator)
+        weights = torch.rand(len(ids), generator=generator).to(device).requires_grad_() if weighted else None
+        keys = ["f2", "nobody's", "f0", "f1", "f4", "f3"]
+        output = model(KeyedJaggedTensor(keys, ids.to(device), weights, lengths.to(device)))
+        rows = [output.values()] if pooled else [one.values() for one in output.values()]
+        torch.autograd.backward(rows, [torch.full_like(one, 0.1) for one in rows])
+        found += [one.detach().cpu() for one in rows]
+        if weights is not None:
+            assert weights.grad is not None
+            found.append(weights.grad.cpu())
+    return found + [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"weighted": True},
+    {"mean": True, "ordered": True},
+    {"mean": True, "ordered": True, "weighted": True},
+    {"mode": BoundsCheckMode.IGNORE},
+    {"pooled": False},
+    {"pooled": False, "dedup": True},
+    {"shared": True},
+)
+
+
+def like_the_host() -> list[bool]:
+    """Of each setting, whether the device that is not there, whose batches are divided ahead, has the host's bits."""
+    found = []
+    for setting in SETTINGS:
+        both = []
+        for device in (CPU, CUDA):
+            with pretended(Counted()) if device is CUDA else nullcontext():
+                both.append(trained(setting, device))
+        found.append(len(both[0]) == len(both[1]) and all(map(torch.equal, *both)))
+    return found
+
+
+@needs_triton
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+def test_the_path_of_a_gpu_has_the_bits_of_the_path_of_the_host(world: int) -> None:
+    assert run_ranks(world, like_the_host) == [[True] * len(SETTINGS)] * world

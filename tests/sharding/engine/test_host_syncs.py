@@ -1,0 +1,182 @@
+"""How often a sharded step waits for its GPU, counted without one; and a bad batch raises from what is read then."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, ShardingEnv
+from shardwise.embeddings import GradientCheckMode, LookupPolicy
+from shardwise.jagged._segments import Beside
+from shardwise.kernels._op import HAS_TRITON, INTERPRETED
+from shardwise.kernels.lookup.bounds import OK
+from shardwise.perf.counts.counted_ranks import WAYS, sharded_step
+from shardwise.perf.counts.launches import CUDA, Counted, pretended
+from shardwise.planner import layout
+from shardwise.sharding.comms.codecs import FP16, FormatCodec
+from shardwise.sharding.comms.exchange import Exchange
+from shardwise.sharding.comms.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
+from shardwise.sharding.engine import batch_check
+from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
+
+# the guard of the ids and the sizes that leave, in one copy; then those that come
+SIZES = ["copy to host in jagged/_segments.py _read", "copy to host in sharding/comms/header.py hear"]
+GUARD = "copy to host in jagged/_segments.py read"
+
+
+def waits() -> dict[str, list[str]]:
+    """By how tables are cut, what a rank waits for in a step."""
+    found = {}
+    for way in WAYS:
+        with pretended(seen := Counted()):
+            prepare = sharded_step(way)(CUDA)
+            for turn in range(2):
+                prepare(turn)()
+            step = prepare(2)
+            seen.clear()
+            step()
+        found[way] = sorted(seen.syncs.elements())
+    return found
+
+
+@pytest.mark.ranks
+def test_a_sharded_step_waits_twice_however_tables_are_cut() -> None:
+    """It waited five times, and six where rows are cut: buckets were counted after the sizes of the batch were read."""
+    for found in run_ranks(2, waits):
+        assert found == dict.fromkeys(WAYS, SIZES)
+
+
+def batch(lengths: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3]).to(CUDA), lengths=torch.tensor(lengths).to(CUDA))
+
+
+def test_numbers_beside_sizes_come_in_one_copy_and_only_where_sizes_are_read() -> None:
+    with pretended(seen := Counted()):
+        kjt, beside, later = batch([1, 0, 2, 0]), Beside(torch.tensor([7, 8]).to(CUDA)), Beside(torch.ones(2).to(CUDA))
+        seen.clear()
+        assert kjt._sizes(beside) == [1, 2]
+        assert seen.copies == {"to host": 1}
+        assert kjt._sizes(later) == kjt.length_per_key() == [1, 2]
+        assert seen.copies == {"to host": 1}
+        bad = Beside(torch.tensor([9]).to(CUDA))
+        with pytest.raises(ValueError, match="lengths sum to 4, values has 3"):
+            batch([1, 0, 2, 1])._sizes(bad)
+    assert (beside.numbers, later.numbers, bad.numbers) == ([7, 8], None, [9])
+
+
+BAD_ID = "feature 'b' (table 'u'), sample 0: id 3 is outside [0, 3)"
+FITS, LONG = [1, 0, 2, 0], [1, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("guard", "lengths", "known", "error", "text"),
+    [
+        ([2, OK, OK], FITS, False, IndexError, BAD_ID),
+        ([2, OK, OK], FITS, True, IndexError, BAD_ID),
+        # a bad offset explains lengths that do not fit, and is named
+        ([OK, 4, OK], LONG, False, ValueError, "offsets end at 4 but there are 3 ids"),
+        ([OK, OK, OK], LONG, False, ValueError, "lengths sum to 4, values has 3"),
+        ([OK, OK, OK], FITS, False, None, ""),
+        ([OK, OK, OK], FITS, True, None, ""),
+    ],
+)
+def test_a_bad_batch_raises_before_its_ids_leave(
+    guard: list[int],
+    lengths: list[int],
+    known: bool,
+    error: type[Exception] | None,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device that is not there looks at ids on its host; so what its kernel would say is written here."""
+
+    def written(ids: Tensor, offsets: Tensor, features: Tensor, into: Any, **more: Any) -> None:
+        into.host.copy_(torch.tensor(guard))
+
+    tables = [EmbeddingBagConfig(10, 4, "t", feature_names=["a"]), EmbeddingBagConfig(3, 4, "u", feature_names=["b"])]
+    shards = [shard for config in tables for shard in layout.table_wise(config.name, config.num_embeddings, 4, 0)]
+    with pretended(seen := Counted()):
+        model = ShardedEmbeddingBagCollection(
+            EmbeddingBagCollection(tables, device=CUDA), shards, ShardingEnv.from_local(1, 0), CUDA,
+            default_optimizer=(torch.optim.SGD, {"lr": 0.01}),
+        )  # fmt: skip
+        model(batch([2, 1, 0, 0]))
+        monkeypatch.setattr(batch_check, "check_ids", written)
+        kjt = batch(lengths)
+        if known:
+            kjt.length_per_key()
+        seen.clear()
+        if error is None:
+            model(kjt)
+            assert seen.syncs == Counter([GUARD if known else SIZES[0], SIZES[1]])
+            return
+        with pytest.raises(error) as raised:
+            model(kjt)
+    assert text in str(raised.value)
+
+
+def compressed() -> list[str]:
+    """What a rank waits for when it sends rows as fp16, with a flag."""
+    exchange, codec = Exchange(dist.group.WORLD), FormatCodec(FP16)
+    sizes = [4, 4]
+    with pretended(seen := Counted()):
+        send, flag = torch.ones(8).to(CUDA), torch.full((1,), dist.get_rank(), dtype=torch.int32).to(CUDA)
+        seen.clear()
+        pending = exchange.rows(send, sizes, sizes, codec=codec, flag=flag)
+        sent = list(seen.syncs.elements())
+        received = pending.wait()
+        assert received.cpu().tolist() == [1.0] * 8 and pending.flags == [0, 1]
+    return sent
+
+
+# what all ranks say of the numbers that they sent, read where those arrive
+FLAGS = "copy to host in sharding/comms/exchange.py read"
+
+
+def checked() -> list[list[str]]:
+    """What a rank waits for forward, and in all: rows as fp16, then gradients that are looked at, with weights."""
+    found = []
+    codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
+    assert dist.group.WORLD is not None
+    policies = (LookupPolicy(), codecs), (LookupPolicy(gradient_check=GradientCheckMode.RAISE), None)
+    for policy, codec in policies:
+        tables = [EmbeddingBagConfig(10, 4, name, feature_names=[name]) for name in ("a", "b")]
+        shards = [shard for config in tables for shard in layout.row_wise(config.name, 10, 4, range(2))]
+        with pretended(seen := Counted()):
+            model = ShardedEmbeddingBagCollection(
+                EmbeddingBagCollection(tables, is_weighted=True, device=CUDA, policy=policy), shards,
+                ShardingEnv.from_process_group(dist.group.WORLD), CUDA,
+                default_optimizer=(torch.optim.SGD, {"lr": 0.01}), codecs=codec,
+            )  # fmt: skip
+            grad, weights = torch.ones(2, 8).to(CUDA), torch.ones(3).to(CUDA).requires_grad_()
+            for _ in range(2):
+                ids, lengths = torch.tensor([1, 2, 9]).to(CUDA), torch.tensor([1, 0, 2, 0]).to(CUDA)
+                kjt = KeyedJaggedTensor(["a", "b"], ids, weights, lengths)
+                seen.clear()
+                output = model(kjt).values()
+                found.append(sorted(seen.syncs.elements()))
+                output.backward(grad)
+                found.append(sorted(seen.syncs.elements()))
+        found = [*found[:-4], *found[-2:]]
+    return found
+
+
+@pytest.mark.ranks
+def test_numbers_that_are_looked_at_cost_a_wait_each_way() -> None:
+    """Two for compressed rows or gradients, up to three for gradients that are looked at; those of weights one more."""
+    forward = sorted([*SIZES, FLAGS])
+    assert run_ranks(2, checked) == [[forward, sorted([*forward, FLAGS]), SIZES, forward]] * 2
+
+
+@pytest.mark.ranks
+def test_a_flag_leaves_without_a_wait() -> None:
+    """It was copied to the device, which waits for all that runs there."""
+    assert run_ranks(2, compressed) == [[], []]

@@ -1,0 +1,447 @@
+"""64 and 512 ranks without processes: a batch of the MLPerf tables routed through a planned mix, rank by rank.
+
+The environment is torch's fake process group; data goes through the functions that a step is made of. Whole steps of 64
+ranks run in threads, which exchange where they meet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lines_run import lines_run
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwise import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    ShardingEnv,
+    apply_optimizer_in_backward,
+)
+from shardwise.embeddings import OptimizerSpec
+from shardwise.planner import layout
+from shardwise.planner.layout import Shard
+from shardwise.sharding.comms.buffers import Buffers
+from shardwise.sharding.comms.exchange import Exchange, Pending
+from shardwise.sharding.engine import collection, fused_optimizer
+from shardwise.sharding.engine.owner import Owner
+from shardwise.sharding.engine.results import Columns, Rows
+from shardwise.sharding.engine.route import (
+    Inbound,
+    Outbound,
+    Receiving,
+    Sending,
+    arrange,
+    route,
+)
+from shardwise.sharding.engine.routes import Routes, Table, plan_routes
+from shardwise.sharding.engine.traffic import Traffic, predicted_bytes
+from shardwise.sharding.modules import generators
+from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection
+from shardwise.sharding.plan.plan import shards_of
+
+# rows and ids a bag of the 26 tables of MLPerf's DLRM-DCNv2, all of 128 columns (mlcommons/training, recommendation_v2)
+ROWS = (
+    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
+    155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
+)  # fmt: skip
+IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+NAMES = [f"cat_{n}" for n in range(len(ROWS))]
+HOST = 8
+CPU = torch.device("cpu")
+
+
+def strategies(world: int) -> list[tuple[str, Any]]:
+    """What becomes of each table: the name of its strategy and where it goes."""
+    hosts, found, large = world // HOST, [], iter(("row", "row", "row", "grid", "host"))
+    for n, rows in enumerate(ROWS):
+        if rows > 10**7:
+            kind = next(large)
+            found.append((kind, {"grid": [1, 3, 4, hosts - 1], "host": n % hosts}.get(kind)))
+        elif rows > 10**5:
+            found.append(("columns", [n % world, 7 * n % world, (n + 9) % world, (n + 20) % world]))
+        else:
+            found.append(("replica", None) if rows < 1000 else ("table", 5 * n % world))
+    return found
+
+
+def shards_for(world: int, rows: Sequence[int], dim: int) -> list[Shard]:
+    """By the strategies of `layout`."""
+    found: list[Shard] = []
+    for name, size, (kind, where) in zip(NAMES, rows, strategies(world), strict=True):
+        if kind == "row":
+            found += layout.row_wise(name, size, dim, range(world))
+        elif kind == "grid":
+            found += layout.grid(name, size, dim, [layout.ranks_of(host, HOST) for host in where])
+        elif kind == "host":
+            found += layout.table_row_wise(name, size, dim, layout.ranks_of(where, HOST))
+        elif kind == "columns":
+            found += layout.column_wise(name, size, dim, where)
+        elif kind == "replica":
+            found += layout.data_parallel(name, size, dim, world)
+        else:
+            found += layout.table_wise(name, size, dim, where)
+    return found
+
+
+@pytest.fixture(params=[64, 512])
+def world(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A fake process group of so many ranks."""
+    store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=request.param)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def test_a_plan_for_the_ranks_of_a_process_group_is_that_of_the_layout(world: int) -> None:
+    env = ShardingEnv.from_process_group(dist.group.WORLD, local_world_size=HOST)  # type: ignore[arg-type]
+    assert (env.world_size, env.local_world_size) == (world, HOST)
+    configs = [
+        EmbeddingBagConfig(rows, 128, name, feature_names=[name]) for name, rows in zip(NAMES, ROWS, strict=True)
+    ]
+    module = EmbeddingBagCollection(configs, device="meta")
+    makers = {
+        "row": lambda _: generators.row_wise(),
+        "grid": generators.grid_shard,
+        "host": generators.table_row_wise,
+        "columns": generators.column_wise,
+        "replica": lambda _: generators.data_parallel(),
+        "table": generators.table_wise,
+    }
+    chosen = {name: makers[kind](where) for name, (kind, where) in zip(NAMES, strategies(world), strict=True)}
+    plan = generators.construct_module_sharding_plan(module, chosen, local_size=HOST)
+    found = [shard for n, name in enumerate(NAMES) for shard in shards_of(name, plan[name], ROWS[n], 128, world)]
+    key = repr
+    assert sorted(found, key=key) == sorted(shards_for(world, ROWS, 128), key=key)
+
+
+@dataclass
+class Routed:
+    """Batches of all ranks on their way; most of 512 ranks have none."""
+
+    routes: Routes
+    sending: Sending
+    batches: list[int]
+    kjts: list[KeyedJaggedTensor]
+    sent: list[Outbound]
+    # of each source, what goes to each target
+    blocks: list[list[list[Tensor]]]
+
+
+def targets(world: int) -> list[int]:
+    """Ranks that are looked at: all of 64; of 512 those that hold most, their neighbours, the first and the last."""
+    held = {rank for kind, where in strategies(world) if kind in ("columns", "table") for rank in _listed(where)}
+    return list(range(world)) if world == 64 else sorted({0, 1, 7, 8, 24, 39, world // 2, world - 1, *held})
+
+
+def _listed(where: Any) -> list[int]:
+    return where if isinstance(where, list) else [where]
+
+
+def made(shards: Sequence[Shard], world: int) -> tuple[Routes, Sending]:
+    """Make what a rank is made of, for some ranks."""
+    tables = [
+        Table(n, r, 128, torch.float32, OptimizerSpec("rowwise_adagrad"), (n,))
+        for n, r in zip(NAMES, ROWS, strict=True)
+    ]
+    layout.validate(shards, {table.name: (table.rows, table.dim) for table in tables}, world)
+    routes = plan_routes(tables, shards, world, local_size=HOST)
+    Rows(routes)
+    sending = Sending(routes, NAMES, True, CPU)
+    for rank in targets(world):
+        # each rank makes these for itself; what it sends does not depend on its number
+        Sending(routes, NAMES, True, CPU)
+        Receiving(routes, rank, True, CPU)
+        Columns(routes, rank)
+    return routes, sending
+
+
+@cache
+def routed(world: int) -> Routed:
+    routes, sending = made(shards_for(world, ROWS, 128), world)
+    batches = [4 if rank % (world // 64) == 0 else 0 for rank in range(world)]
+    kjts = [batch_of(rank, batch) for rank, batch in enumerate(batches)]
+    nothing = route(batch_of(0, 0), routes, sending, None, lenient=False)
+    sent = [route(kjt, routes, sending, None, lenient=False) if kjt.stride() else nothing for kjt in kjts]
+    empty = nothing.blocks()
+    blocks = [out.blocks() if out.batch else empty for out in sent]
+    return Routed(routes, sending, batches, kjts, sent, blocks)
+
+
+def batch_of(rank: int, samples: int, rows: Sequence[int] = ROWS) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(rank)
+    ids = [torch.randint(0, size, (samples * n,), generator=generator) for size, n in zip(rows, IDS, strict=True)]
+    return KeyedJaggedTensor(
+        NAMES, torch.cat(ids), lengths=torch.tensor(IDS).repeat_interleave(samples), stride=samples
+    )
+
+
+def asked_of(kjt: KeyedJaggedTensor, shard: Shard) -> Tensor:
+    """Rows of a shard that a batch names, in the order of its ids."""
+    ids = kjt[shard.table].values() - shard.rows[0]
+    return ids[(ids >= 0) & (ids < shard.rows[1] - shard.rows[0])]
+
+
+def test_what_a_rank_expects_of_another_is_what_that_sends(world: int) -> None:
+    found = routed(world)
+    first = found.sending.first_stream
+    for rank in targets(world):
+        receiving = Receiving(found.routes, rank, True, CPU)
+        # streams: ids of a table's rows [low, high) travel once, however many of its columns are here
+        shards = {
+            (slot.lookup, group.shards[slot.shard].rows): group.shards[slot.shard]
+            for group in found.routes.serving[rank].groups
+            for slot in group.slots
+        }
+        assert len(shards) == receiving.streams
+        for source, out in enumerate(found.sent):
+            ids = sum(out.counts[first[rank] : first[rank + 1]])
+            size = sum(piece.shape[0] for piece in found.blocks[source][rank])
+            assert size == receiving.elements(out.batch, ids)
+            # those of some, counted anew
+            if out.batch and source % (world // 4) == 0:
+                assert ids == sum(asked_of(found.kjts[source], shard).shape[0] for shard in shards.values())
+
+
+def inbound_of(found: Routed, rank: int) -> Inbound:
+    first, receiving = found.sending.first_stream, Receiving(found.routes, rank, True, CPU)
+    ids_from = [sum(out.counts[first[rank] : first[rank + 1]]) for out in found.sent]
+    per_group = [sum(out.ids_to_groups[rank][g] for out in found.sent) for g in range(receiving.groups)]
+    blocks = [torch.cat(mine[rank]) for mine in found.blocks]
+    return arrange(blocks, receiving, found.batches, ids_from, per_group)
+
+
+def test_ids_of_all_ranks_arrive_in_global_order(world: int) -> None:
+    found = routed(world)
+    for rank in targets(world)[::4]:
+        inbound = inbound_of(found, rank)
+        slots = [(group.shards[s.shard], s) for group in found.routes.serving[rank].groups for s in group.slots]
+        wanted = [asked_of(kjt, shard) for shard, _ in slots for kjt in found.kjts if kjt.stride()]
+        assert torch.equal(inbound.ids, torch.cat(wanted).to(inbound.ids.dtype))
+        assert inbound.lengths.shape == (len(slots), sum(found.batches))
+
+
+def test_every_id_goes_to_each_rank_that_has_its_row_once(world: int) -> None:
+    found = routed(world)
+    replicas = sum(n for n, (kind, _) in zip(IDS, strategies(world), strict=True) if kind == "replica")
+    holders = {"columns": lambda where: len(set(where)), "grid": len}
+    copies = sum(
+        n * holders.get(kind, lambda _: 1)(where)
+        for n, (kind, where) in zip(IDS, strategies(world), strict=True)
+        if kind != "replica"
+    )
+    for out in found.sent:
+        assert sum(out.counts) == out.batch * (copies + replicas * world)
+
+
+def test_bytes_between_ranks_are_those_that_the_plan_predicts(world: int) -> None:
+    found, hotness = routed(world), dict(zip(NAMES, map(float, IDS), strict=True))
+    first = found.sending.first_stream
+    cut = {n for n, (kind, _) in enumerate(strategies(world)) if kind in ("row", "grid", "host")}
+    sources = range(0, world, world // 16)
+    predicted = {rank: predicted_bytes(found.routes, rank, found.batches, hotness) for rank in sources}
+    for rank in sources:
+        out, ids = found.sent[rank], 0.0
+        for target, (pair, block) in enumerate(zip(predicted[rank], found.blocks[rank], strict=True)):
+            assert block[1].numel() * 4 == pair.lengths
+            streams = found.routes.serving[target].streams
+            if not any(stream.lookup in cut for stream in streams):
+                assert block[0].numel() * 4 == pair.ids
+            ids += block[0].numel() * 4
+            counts = out.counts[first[target] : first[target + 1]]
+            assert sum(counts) * 4 == block[0].numel() * 4
+        assert ids == pytest.approx(sum(pair.ids for pair in predicted[rank]))
+    for target in targets(world)[::8]:
+        # ids spread evenly over the rows of cut tables: six standard deviations
+        came = sum(found.blocks[rank][target][0].numel() for rank in sources)
+        mean = sum(predicted[rank][target].ids for rank in sources) / 4
+        assert abs(came - mean) <= 6 * mean**0.5
+
+
+def test_results_and_gradients_have_the_sizes_that_both_sides_expect(world: int) -> None:
+    found, hotness = routed(world), dict(zip(NAMES, map(float, IDS), strict=True))
+    some = targets(world)[:: len(targets(world)) // 6]
+    traffic: dict[int, list[Traffic]] = {
+        rank: predicted_bytes(found.routes, rank, found.batches, hotness) for rank in some
+    }
+    sizes = {
+        rank: Columns(found.routes, rank).gradients(torch.zeros(found.batches[rank], 26 * 128), Buffers())[1]
+        for rank in some
+    }
+    for rank in some:
+        unused: Any = None
+        owner = Owner(found.routes, rank, unused, unused, unused, None)
+        flight: Any = SimpleNamespace(outbound=found.sent[rank], inbound=SimpleNamespace(batches=found.batches))
+        results, gradients = owner._result_sizes(flight), owner.gradient_sizes(flight)
+        for other in some:
+            assert results[other] * 4 == traffic[other][rank].rows
+            assert gradients[other] == sizes[other][rank]
+            assert gradients[other] * 4 == traffic[other][rank].gradients
+
+
+def test_a_plan_for_hundreds_of_ranks_takes_time_in_proportion_to_its_shards(world: int) -> None:
+    shards = shards_for(world, ROWS, 128)
+    _, lines = lines_run(lambda: made(shards, world))
+    assert lines < 60 * len(shards) * len(targets(world))
+
+
+class Meeting:
+    """Where the threads of some ranks exchange blocks."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = list(ranks)
+        self._barrier = threading.Barrier(len(self.ranks), timeout=60)
+        self._given: dict[int, Any] = {}
+
+    def exchange(self, number: int, blocks: Any) -> list[Any]:
+        """What every rank of the meeting gave."""
+        self._given[number] = blocks
+        self._barrier.wait()
+        found = [self._given[other] for other in range(len(self.ranks))]
+        # none gives the next before all have taken this
+        self._barrier.wait()
+        return found
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class Recorded(Exchange):
+    """An exchange between threads that writes down what it is asked for, with the sizes."""
+
+    def __init__(self, place: tuple[Meeting, int, list[str]], beside: Exchange | None = None) -> None:
+        super().__init__(None)
+        meeting, rank, self.log = place
+        self._meeting, self.world_size, self.rank = meeting, len(meeting.ranks), meeting.ranks.index(rank)
+        self.alone = self.world_size == 1
+
+    def headers(self, mine: Tensor) -> Pending:
+        self.log.append(f"headers among {self.world_size}")
+        return super().headers(mine)
+
+    def ids(self, *args: Any, **kwargs: Any) -> Pending:
+        self.log.append(f"ids among {self.world_size}")
+        return super().ids(*args, **kwargs)
+
+    def rows(self, *args: Any, **kwargs: Any) -> Pending:
+        self.log.append(f"rows among {self.world_size}")
+        return super().rows(*args, **kwargs)
+
+    def rows_transpose(self, *args: Any, **kwargs: Any) -> Pending:
+        self.log.append("transposed")
+        return super().rows_transpose(*args, **kwargs)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.log.append(f"broadcast of {list(tensor.shape)}")
+        tensor.copy_(self._meeting.exchange(self.rank, tensor.clone())[0])
+
+    def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None, what: str) -> Pending:
+        self.calls += 1
+        self.sent += send.numel() * send.element_size()
+        even = [send.shape[0] // self.world_size] * self.world_size
+        given = self._meeting.exchange(self.rank, torch.split(send, send_sizes or even))
+        blocks = [blocks[self.rank] for blocks in given]
+        assert [block.shape[0] for block in blocks] == (sizes or even)
+        return Pending(torch.cat(blocks))
+
+
+@dataclass
+class Step:
+    """What a rank saw: its calls of the exchange, outputs of two steps, bytes that it sent and those predicted."""
+
+    log: list[str]
+    outputs: list[Tensor]
+    sent: int
+    predicted: float
+
+
+SMALL = [max(3, rows // 10**5) for rows in ROWS]
+
+
+def small() -> EmbeddingBagCollection:
+    torch.manual_seed(1)
+    configs = [EmbeddingBagConfig(rows, 8, name, feature_names=[name]) for name, rows in zip(NAMES, SMALL, strict=True)]
+    module = EmbeddingBagCollection(configs)
+    apply_optimizer_in_backward(RowWiseAdagrad, [module.embedding_bags["cat_0"].weight], {"lr": 0.1})  # type: ignore[list-item]
+    apply_optimizer_in_backward(torch.optim.SGD, list(module.parameters())[1:], {"lr": 0.1})
+    return module
+
+
+def step_of(rank: int, batches: Sequence[int], module: Any, world: Meeting, host: Meeting) -> Step:
+    """Two steps of one rank."""
+    log: list[str] = []
+    env: Any = SimpleNamespace(
+        rank=rank, world_size=len(batches), local_world_size=HOST, process_group=(world, rank, log),
+        require_group=lambda: (world, rank, log), local_group=lambda: (host, rank, log),
+    )  # fmt: skip
+    shards = shards_for(len(batches), SMALL, 8)
+    model = ShardedEmbeddingBagCollection(module, shards, env, CPU, default_optimizer=(torch.optim.SGD, {"lr": 0.1}))
+    sent, outputs = model._exchange.sent, []
+    for number in range(2):
+        values = model(batch_of(1000 * number + rank, batches[rank], SMALL)).values()
+        outputs.append(values.detach().clone())
+        values.backward(values.detach() * len(batches))
+    hotness = dict(zip(NAMES, map(float, IDS), strict=True))
+    traffic = predicted_bytes(model._routes, rank, batches, hotness)
+    predicted = sum(p.headers + p.ids + p.lengths + p.rows + p.gradients for p in traffic)
+    return Step(log, outputs, model._exchange.sent - sent, 2 * predicted)
+
+
+def test_64_ranks_in_step_call_the_same_collectives_and_find_what_one_process_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collection, "Exchange", Recorded)
+    # what others see of optimizer states wants a process for each rank
+    monkeypatch.setattr(fused_optimizer, "publish", lambda value, env: torch.empty(0))
+    size = 64
+    batches = [rank % 3 for rank in range(size)]
+    everyone = Meeting(range(size))
+    hosts = [Meeting(layout.ranks_of(host, HOST)) for host in range(size // HOST)]
+    found: dict[int, Step] = {}
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = step_of(rank, batches, module, everyone, hosts[rank // HOST])
+        except BaseException as error:
+            failures.append(error)
+            for meeting in (everyone, *hosts):
+                meeting.abort()
+
+    module = small()
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if failures:
+        raise next((e for e in failures if not isinstance(e, threading.BrokenBarrierError)), failures[0])
+    step = ["headers among 64", "ids among 64", "rows among 8", "rows among 64"]
+    back = ["transposed", "rows among 64", "transposed", "rows among 8"]
+    for one in found.values():
+        assert one.log[-16:] == (step + back) * 2
+        assert one.log == found[0].log
+    assert sum(one.sent for one in found.values()) == pytest.approx(sum(one.predicted for one in found.values()))
+    whole = small()
+    begins = list(accumulate(batches, initial=0))
+    for number in range(2):
+        mine = [batch_of(1000 * number + rank, batch, SMALL) for rank, batch in enumerate(batches)]
+        ids = torch.cat([kjt[name].values() for name in NAMES for kjt in mine])
+        values = whole(
+            KeyedJaggedTensor(NAMES, ids, lengths=torch.tensor(IDS).repeat_interleave(sum(batches)))
+        ).values()
+        for rank, one in found.items():
+            expected = values[begins[rank] : begins[rank + 1]]
+            assert (one.outputs[number] - expected).abs().sum() <= 1e-5 * expected.abs().sum()
+        values.backward(values.detach())

@@ -1,0 +1,208 @@
+"""Faults of reference/faults.md for every strategy; each run has a deadline, so none hangs. Where each is:
+
+4   one bad id on one rank: here, and test_rank_errors.py for whole tables
+14  batch of 0 on all ranks: test_mixes.py::test_empty_and_tiny_sizes_are_ordinary ("all ranks empty")
+15  batch of 0 on one rank: the same ("one empty rank")
+16  a feature empty in every sample: the same ("an empty feature")
+17  all features empty: the same ("all features empty")
+18  zero tables, zero features: test_rank_errors.py::test_zero_tables_and_zero_features_are_ordinary_sizes, and here
+25  fewer rows than ranks: test_mixes.py::test_empty_and_tiny_sizes_are_ordinary ("fewer rows than ranks")
+27  key order that differs between ranks: test_mixes.py::test_padded_batches_with_other_keys_..., and
+    test_rank_errors.py::test_features_in_another_order_on_one_rank_are_told_apart_by_name
+29  overflow in a compressed exchange: with the tests of compression
+33  plans x world sizes: test_mixes.py::test_every_strategy_..., test_every_mix_trains_as_one_process
+38  ranks with other plans, configs or versions: here, and test_rank_errors.py for whole tables and versions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharding_mixes import (
+    OPTIMIZERS,
+    STRATEGIES,
+    Mix,
+    TableCase,
+    backward,
+    batch_of,
+    build,
+    by_lookup,
+    environment,
+    held,
+    mix_for,
+    rows_of_rank,
+    samples_of,
+    shard,
+    span_of,
+    train_sharded,
+    upstream_of,
+)
+
+from shardwise import KeyedJaggedTensor, ShardingEnv
+from shardwise.planner.layout import Shard, TableOptions
+from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection
+
+pytestmark = pytest.mark.ranks
+
+DEADLINE = 120.0
+# of f2, which is looked up in t1 alone: a table of 41 rows
+BAD = (41, -1, 2**32 + 3, -(2**63))
+BAD_RANK = 2
+
+
+def spoiled(kjt: KeyedJaggedTensor, value: int) -> tuple[KeyedJaggedTensor, int]:
+    """The batch with the first id of f2 replaced, and the sample that has it."""
+    lengths = kjt["f2"].lengths().tolist()
+    sample = next(n for n, length in enumerate(lengths) if length)
+    ids = kjt.values().clone()
+    ids[kjt.offset_per_key()[kjt.keys().index("f2")]] = value
+    return KeyedJaggedTensor(kjt.keys(), ids, kjt.weights_or_none(), kjt.lengths()), sample
+
+
+def with_bad_ids(pooled: bool) -> list[tuple[str, list[str], str]]:
+    """For each strategy what was raised by bad steps between good ones, and what should have been."""
+    env, optimizers, found = environment(2), cycle(OPTIMIZERS), []
+    for strategy in STRATEGIES:
+        mix, optimizer = mix_for(strategy, pooled=pooled), next(optimizers)
+        model, said = shard(mix, build(mix, optimizer), env), []
+        begin, end = span_of(mix, env.rank, env.world_size)
+        first, last = span_of(mix, BAD_RANK, env.world_size)
+        wanted = []
+        for step, value in enumerate(BAD):
+            whole = batch_of(mix, step)
+            mine, (theirs, sample) = samples_of(whole, begin, end), spoiled(samples_of(whole, first, last), value)
+            wanted.append(f"rank 2: feature 'f2' (table 't1'), sample {sample}: id {value} is outside [0, 41)")
+            before = held(model)
+            with pytest.raises(IndexError) as caught:
+                model(theirs if env.rank == BAD_RANK else mine)
+            said.append(str(caught.value))
+            for one, other in zip(before, held(model), strict=True):
+                assert all(torch.equal(value, other[key]) for key, value in one.items())
+            outputs = by_lookup(mix, model(mine))
+            upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
+            backward(outputs, [given * env.world_size for given in upstream])
+        good = train_sharded(mix, optimizer, len(BAD), env)
+        for one, other in zip((good.weights, good.states), held(model), strict=True):
+            assert all(torch.equal(value, other[key]) for key, value in one.items())
+        found.append((strategy, said, "\n".join(wanted)))
+    return found
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+def test_04_a_bad_id_of_one_rank_raises_on_all_and_leaves_no_trace(pooled: bool) -> None:
+    for runs in run_ranks(4, with_bad_ids, pooled, timeout=DEADLINE):
+        for strategy, said, wanted in runs:
+            assert "\n".join(said) == wanted, strategy
+
+
+def without_tables() -> None:
+    for pooled in (True, False):
+        mix = Mix((), pooled)
+        model = shard(mix, build(mix, "sgd"), environment())
+        batch = batch_of(mix_for("table_wise", pooled=pooled), 0)
+        output: Any = model(batch)
+        assert (output.values().shape if pooled else output) == ((batch.stride(), 0) if pooled else {})
+        # a table that has every rank, looked up by no feature of the batch, is missed by name
+        whole = mix_for("row_wise", pooled=pooled)
+        with pytest.raises(KeyError, match=r"rank 0: features \['f0', 'f1', 'f2'\] are not in the batch"):
+            shard(whole, build(whole, "sgd"), environment())(KeyedJaggedTensor.empty())
+
+
+def test_18_no_tables_and_no_features() -> None:
+    run_ranks(2, without_tables, timeout=DEADLINE)
+
+
+TABLE = TableCase("t", 20, 8, ("f",), "row_wise", seed=3)
+
+
+def cut(*shards: tuple[int, tuple[int, int], tuple[int, int]], local: int = 2, **more: Any) -> Any:
+    """A collection of one table, placed so on its rank."""
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.from_process_group(dist.group.WORLD, local_world_size=local)
+    plan = [Shard("t", rank, rows, cols) for rank, rows, cols in shards]
+    module = build(Mix((TABLE,)), "rowwise_adagrad")
+    default: Any = (torch.optim.SGD, {"lr": 0.1})
+    return ShardedEmbeddingBagCollection(module, plan, env, torch.device("cpu"), default_optimizer=default, **more)
+
+
+class Named:
+    def translate(self, table: str, ids: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        return ids
+
+
+ROWS = ((0, (0, 10), (0, 8)), (1, (10, 20), (0, 8)))
+COLUMNS = ((0, (0, 20), (0, 4)), (1, (0, 20), (4, 8)))
+DIFFER = "RuntimeError: ranks differ in what all must share: {}: rank 0 has {}, rank 1 has {}"
+Made = Callable[[], Any]
+OTHER_ROWS = ((0, (0, 9), (0, 8)), (1, (9, 20), (0, 8)))
+OTHER_COLUMNS = ((0, (0, 20), (0, 3)), (1, (0, 20), (3, 8)))
+SWAPPED = tuple((1 - rank, rows, cols) for rank, rows, cols in COLUMNS)
+
+
+def moved(*cuts: Sequence[tuple[int, tuple[int, int], tuple[int, int]]]) -> str:
+    places = [
+        " + ".join(f"rows [{r[0]}, {r[1]}) of columns [{c[0]}, {c[1]}) on rank {rank}" for rank, r, c in sorted(cut))
+        for cut in cuts
+    ]
+    return DIFFER.format("place of table 't'", *places)
+
+
+# what rank 0 makes, what rank 1 makes, and what both say
+DISAGREEMENTS: dict[str, tuple[Made, Made, str]] = {
+    "rows cut elsewhere": (lambda: cut(*ROWS), lambda: cut(*OTHER_ROWS), moved(ROWS, OTHER_ROWS)),
+    "columns cut elsewhere": (lambda: cut(*COLUMNS), lambda: cut(*OTHER_COLUMNS), moved(COLUMNS, OTHER_COLUMNS)),
+    "other ranks": (lambda: cut(*COLUMNS), lambda: cut(*SWAPPED), moved(COLUMNS, SWAPPED)),
+    "rows and columns": (lambda: cut(*ROWS), lambda: cut(*COLUMNS), moved(ROWS, COLUMNS)),
+    "reduction": (
+        lambda: cut(*ROWS), lambda: cut(*ROWS, options={"t": TableOptions(reduction="ordered")}),
+        DIFFER.format("reduction of options of table 't'", "'partial'", "'ordered'"),
+    ),
+    "row_state": (
+        lambda: cut(*COLUMNS), lambda: cut(*COLUMNS, options={"t": TableOptions(row_state="table")}),
+        DIFFER.format("row_state of options of table 't'", "'shard'", "'table'"),
+    ),
+    "hosts": (lambda: cut(*ROWS), lambda: cut(*ROWS, local=1), DIFFER.format("ranks of a host", 2, 1)),
+    "an id map": (lambda: cut(*COLUMNS), lambda: cut(*COLUMNS, id_maps={"t": Named()}),
+        DIFFER.format("mapped of table 't'", False, True)),
+    "rows of nobody": (
+        lambda: cut(*ROWS), lambda: cut(*ROWS[:1]),
+        "ValueError: rank 1: table 't': shards hold 80 of 160 cells, none holds rows [10, 20) of columns [0, 8)",
+    ),
+    "rows held twice": (
+        lambda: cut(*ROWS), lambda: cut(*ROWS, (0, (19, 20), (0, 8))),
+        "ValueError: rank 1: table 't': shards hold 168 of 160 cells, some twice: rows [19, 20) of columns [0, 8) are"
+        " on ranks 1 and 0",
+    ),
+    "columns of some rows": (
+        lambda: cut(*ROWS), lambda: cut((0, (0, 10), (0, 8)), (1, (10, 20), (0, 4)), (0, (10, 20), (4, 8))),
+        "ValueError: rank 1: table 't': columns (0, 4) are held for some rows only, other rows are cut at other"
+        " columns; cut the table into columns first, and those into rows",
+    ),
+}  # fmt: skip
+
+
+def disagree() -> list[str]:
+    """What this rank says to each disagreement; a good collection after it works."""
+    found = []
+    for of_first, of_second, _ in DISAGREEMENTS.values():
+        try:
+            (of_second if dist.get_rank() else of_first)()
+            found.append("nothing")
+        except (RuntimeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        kjt = batch_of(replace(Mix((TABLE,)), batches=(3,)), dist.get_rank())
+        cut(*ROWS)(kjt).values().sum().backward()
+    return found
+
+
+def test_38_ranks_with_other_plans_are_refused_at_construction_on_all_ranks() -> None:
+    for said in run_ranks(2, disagree, timeout=DEADLINE):
+        for name, text in zip(DISAGREEMENTS, said, strict=True):
+            assert text == DISAGREEMENTS[name][2], name

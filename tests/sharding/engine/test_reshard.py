@@ -1,0 +1,329 @@
+"""Tables go over to another plan in the middle of training, and train on as if they had begun with it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharding_mixes import (
+    OPTIMIZERS,
+    Mix,
+    TableCase,
+    address,
+    build,
+    environment,
+    held,
+    mix_of,
+    shard,
+    shards_of,
+    train_alone,
+)
+from sharding_steps import expect_held, expect_outputs, train_on
+from torch import Tensor, nn
+
+from shardwise import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    ShardingEnv,
+    ShardingPlan,
+)
+from shardwise.embeddings import RowWiseAdagrad, apply_optimizer_in_backward
+from shardwise.planner.layout import (
+    Shard,
+    TableOptions,
+    column_wise,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from shardwise.sharding import (
+    EmbeddingModuleShardingPlan,
+    ShardedEmbeddingBagCollection,
+    construct_module_sharding_plan,
+)
+from shardwise.sharding.modules import generators
+
+pytestmark = pytest.mark.ranks
+
+ALL = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid")
+EXACT = TableOptions(reduction="ordered", row_state="table")
+
+
+def mix_by(strategies: tuple[str, ...], *, pooled: bool = True, options: TableOptions = EXACT) -> Mix:
+    tables = [
+        TableCase(f"t{n}", (5, 12, 7)[n], 8, (f"f{n}",), strategy, options=options, seed=n)
+        for n, strategy in enumerate(strategies)
+    ]
+    return Mix(tuple(tables), pooled=pooled, settings=())
+
+
+def go_over(model: Any, mix: Mix, **more: Any) -> None:
+    world = dist.get_world_size()
+    shards = [shard for table in mix.tables for shard in shards_of(table, world, min(2, world))]
+    model.reshard(shards, {table.name: table.options for table in mix.tables}, **more)
+
+
+def train_through(plans: list[Mix], optimizer: str, each: int) -> tuple[list[list[Tensor]], Any]:
+    """Some steps under each plan; outputs, what this rank holds at the end, and what its parameters are."""
+    model = shard(plans[0], build(plans[0], optimizer), environment())
+    before = [id(param) for param in model.parameters()]
+    outputs = []
+    for number, mix in enumerate(plans):
+        if number:
+            go_over(model, mix)
+        outputs += train_on(mix, model, range(number * each, (number + 1) * each))
+    assert [id(param) for param in model.parameters()] == before
+    last = plans[-1]
+    fresh = shard(last, build(last, optimizer), environment())
+    # the same shards in the same places as a model that was sharded by this plan from the start
+    assert [p.shape for p in fresh.parameters()] == [p.shape for p in model.parameters()]
+    assert list(model.state_dict()) == list(fresh.state_dict())
+    return outputs, held(model)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("pooled", [True, False], ids=["bags", "rows"])
+def test_whole_tables_then_rows_then_columns_train_as_one_process(pooled: bool, optimizer: str) -> None:
+    plans = [mix_by((strategy,) * 3, pooled=pooled) for strategy in ("table_wise", "row_wise", "column_wise")]
+    run = train_alone(plans[0], optimizer, 6)
+    ranks = run_ranks(2, train_through, plans, optimizer, 2)
+    expect_outputs(plans[0], run, [outputs for outputs, _ in ranks], range(6))
+    for _, (weights, states) in ranks:
+        expect_held(run, weights, states)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_any_mix_goes_over_to_any_other(seed: int, world: int) -> None:
+    """Replicas too, shards without rows, several column blocks on a rank; half precision tables, rounded by chance."""
+    pooled = seed % 3 != 0
+    drawn = mix_of(seed, pooled=pooled)
+    first = replace(drawn, tables=tuple(replace(table, options=EXACT) for table in drawn.tables), settings=())
+    tables = [
+        replace(table, strategy=ALL[(ALL.index(table.strategy) + seed + n + 1) % len(ALL)], seed=table.seed + 1)
+        for n, table in enumerate(first.tables)
+    ]
+    plans = [first, replace(first, tables=tuple(tables)), first]
+    optimizer = ("adam", "rowwise_adagrad", "sgd")[seed % 3]
+    run = train_alone(first, optimizer, 3)
+    ranks = run_ranks(world, train_through, plans, optimizer, 1)
+    expect_outputs(first, run, [outputs for outputs, _ in ranks], range(3))
+    for _, (weights, states) in ranks:
+        expect_held(run, weights, states)
+
+
+def resplit(plan: str) -> tuple[str, Any, Any]:
+    """Numbers per row of a table that goes over to other column blocks."""
+    module = EmbeddingBagCollection([EmbeddingBagConfig(4, 8, "t", feature_names=["f"])])
+    apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    model = sharded(module, column_wise("t", 4, 8, [0, 1, 0], [2, 4, 2]))
+    for part, group, number in model.states.homes("t"):
+        group.state_views(number)["momentum1"].copy_(torch.arange(4.0) + 10 * part.cols[0])
+    cuts = {
+        "halves": column_wise("t", 4, 8, [1, 0]),
+        "whole": table_wise("t", 4, 8, 1),
+        "rows": row_wise("t", 4, 8, [1, 0]),
+    }
+    told = ""
+    try:
+        model.reshard(cuts[plan])
+    except ValueError as error:
+        told = str(error)
+    unchanged = held(model)[1]
+    model.reshard(cuts[plan], resplit="mean")
+    return told, unchanged, held(model)[1]
+
+
+def sharded(module: EmbeddingBagCollection, shards: list[Shard]) -> ShardedEmbeddingBagCollection:
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    default = (torch.optim.SGD, {"lr": 0.01})
+    return ShardedEmbeddingBagCollection(module, shards, env, torch.device("cpu"), default_optimizer=default)
+
+
+@pytest.mark.parametrize("plan", ["halves", "whole", "rows"])
+def test_numbers_per_row_of_other_column_blocks_are_averaged_only_on_request(plan: str) -> None:
+    """Blocks of 2, 4 and 2 columns have 0, 20 and 60 more than the row's number."""
+    wanted = {
+        # [0, 4) is half of the first and half of the second; [4, 8) of the second and the third
+        "halves": {"t|0:4|0:4": 10.0, "t|0:4|4:8": 40.0},
+        "whole": {"t|0:4|0:8": 25.0},
+        "rows": {"t|0:2|0:8": 25.0, "t|2:4|0:8": 25.0},
+    }[plan]
+    found: dict[str, Tensor] = {}
+    for told, unchanged, states in run_ranks(2, resplit, plan):
+        assert re.search(r"^rank 0: table 't': .*of columns \[\(0, 2\), \(2, 6\), \(6, 8\)\].*resplit='mean'", told), (
+            told
+        )
+        assert set(unchanged) <= {"t|0:4|0:2/momentum1", "t|0:4|2:6/momentum1", "t|0:4|6:8/momentum1"}
+        found.update(states)
+    assert found.keys() == {f"{key}/momentum1" for key in wanted}
+    for key, extra in wanted.items():
+        assert torch.equal(found[f"{key}/momentum1"], torch.arange(4.0)[address(key)[1]] + extra)
+
+
+def refusals() -> dict[str, str]:
+    mix = mix_by(("table_wise", "data_parallel", "row_wise"))
+    model = shard(mix, build(mix, "adam"), environment())
+    before = held(model)
+    good = [shard for table in mix.tables for shard in shards_of(table, 2, 2)]
+    mine = table_wise("t0", 5, 8, dist.get_rank())
+    attempts: dict[str, Any] = {
+        "cells missing": lambda: model.reshard(good[:-1]),
+        "unknown table": lambda: model.reshard(good, {"x": TableOptions()}),
+        "unknown rule": lambda: model.reshard(good, resplit="sum"),
+        "one rank alone": lambda: model.reshard(good[:-1] if dist.get_rank() == 1 else good),
+        "another plan": lambda: model.reshard([*mine, *good[1:]]),
+    }
+    found = {}
+    for case, attempt in attempts.items():
+        try:
+            attempt()
+        except (ValueError, RuntimeError) as error:
+            found[case] = f"{type(error).__name__} {error}"
+        for old, new in zip(before, held(model), strict=True):
+            assert old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in old)
+    train_on(mix, model, range(1))
+    return found
+
+
+def test_what_cannot_be_is_refused_on_all_ranks_and_changes_nothing() -> None:
+    for found in run_ranks(2, refusals):
+        expected = {
+            "cells missing": r"^ValueError rank 0: table 't2': shards hold 16 of 56 cells",
+            "unknown table": r"^ValueError rank 0: options are given for tables \['x'\]",
+            "unknown rule": r"^ValueError rank 0: resplit must be 'mean' or None, got 'sum'",
+            "one rank alone": r"^ValueError rank 1: table 't2'",
+            "another plan": r"^RuntimeError ranks differ in what all must share: place of table",
+        }
+        assert found.keys() == expected.keys()
+        for case, pattern in expected.items():
+            assert re.search(pattern, found[case]), found[case]
+
+
+def rates() -> list[float]:
+    mix, other = mix_by(("table_wise",) * 3), mix_by(("row_wise",) * 3)
+    model = shard(mix, build(mix, "adam"), environment())
+    fused = model.fused_optimizer
+    schedule = torch.optim.lr_scheduler.ExponentialLR(fused, 0.5)
+    fused.step()
+    schedule.step()
+    # not yet with the tables
+    go_over(model, other)
+    found = [group.lr for group in model._held.groups]
+    fused.step()
+    return found + [group.lr for group in model._held.groups]
+
+
+def test_learning_rates_and_schedules_stay() -> None:
+    for found in run_ranks(2, rates):
+        half = len(found) // 2
+        assert found == [0.05] * half + [0.025] * half
+
+
+class Net(nn.Module):
+    """Two collections, a dense layer and a sparse one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.ebc = EmbeddingBagCollection([EmbeddingBagConfig(9, 8, t, feature_names=[t]) for t in ("a", "b")])
+        self.other = EmbeddingBagCollection([EmbeddingBagConfig(9, 8, "c", feature_names=["a"])])
+        self.sparse = nn.Embedding(3, 8, sparse=True)
+        # unused, and DDP refuses sparse gradients that it never sees
+        self.sparse.weight.requires_grad_(False)
+        self.over = nn.Linear(24, 1)
+        for collection in (self.ebc, self.other):
+            apply_optimizer_in_backward(torch.optim.Adam, collection.parameters(), {"lr": 0.05})
+
+    def forward(self, kjt: KeyedJaggedTensor) -> Tensor:
+        pooled = torch.cat([self.ebc(kjt).values(), self.other(kjt).values()], dim=1)
+        return self.over(pooled).square().mean()  # type: ignore[no-any-return]
+
+
+def plan_by(net: Net, cut: Any) -> ShardingPlan:
+    world = dist.get_world_size()
+    tables = construct_module_sharding_plan(net.ebc, {"a": cut, "b": generators.table_wise(0)}, world_size=world)
+    other = construct_module_sharding_plan(net.other, {"c": generators.table_wise(1)}, world_size=world)
+    return ShardingPlan({"ebc": tables, "other": other})
+
+
+def losses(dmp: DistributedModelParallel, steps: range) -> list[float]:
+    found = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step + 10 * dist.get_rank())
+        ids = torch.randint(0, 9, (12,), generator=generator)
+        loss = dmp(KeyedJaggedTensor(["a", "b"], ids, lengths=torch.full((6,), 2)))
+        loss.backward()
+        found.append(float(loss.detach()))
+    return found
+
+
+def go_over_model(form: str) -> tuple[list[float], list[float], float, str, list[str]]:
+    net = Net()
+    rows, columns = generators.row_wise(), generators.column_wise([1, 0])
+    dmp = DistributedModelParallel(net, plan=plan_by(net, generators.table_wise(1)))
+    fused = dmp.fused_optimizer
+    found = losses(dmp, range(2))
+    volume = -1.0
+    for cut, steps in ((rows, range(2, 4)), (columns, range(4, 6))):
+        plan = plan_by(Net(), cut).plan["ebc"]
+        delta = EmbeddingModuleShardingPlan({"a": plan["a"]})
+        forms: dict[str, tuple[Any, str | None]] = {
+            "delta": ({"ebc": (1.5, delta)}, None), "named": ({"ebc": (1.5, delta), "other": (2.0, {})}, "ebc"),
+            "plan": (plan, "ebc"),
+        }  # fmt: skip
+        volume = dmp.reshard(*forms[form])
+        found += losses(dmp, steps)
+        assert dmp.plan.plan["ebc"]["a"] == plan["a"]
+    # optimizers made before see the tables where they are now
+    names = [key for values in fused.state_dict()["state"].values() for key in values if key.startswith("a.")]
+    fresh = DistributedModelParallel(Net(), plan=plan_by(Net(), generators.table_wise(1)))
+    unknown: list[dict[str, Any]] = [{"x": (0.0, {})}, {"ebc": (0.0, {"x": plan["a"]})}, dict(plan)]
+    for given, message in zip(unknown, ("'x'", "tables .'x'", "sharded_module_fqn"), strict=True):
+        with pytest.raises(ValueError, match=message):
+            dmp.reshard(given)
+    assert dmp.sparse_grad_parameter_names() == ["sparse.weight"]
+    assert [name for name, _ in dmp.bare_named_parameters()] == [name for name, _ in Net().named_parameters()]
+    return found, losses(fresh, range(6)), volume, str(dmp.plan), names
+
+
+@pytest.mark.parametrize("form, volume", [("delta", 1.5), ("named", 1.5), ("plan", 2 * 9 * 8 * 4 / 2**20)])
+def test_a_model_is_resharded_by_a_plan_of_what_changes(form: str, volume: float) -> None:
+    for found, wanted, told, plan, names in run_ranks(2, go_over_model, form):
+        assert found == pytest.approx(wanted, abs=1e-6)
+        assert told == volume
+        assert "column_wise" in plan
+        assert names == ["a.momentum1", "a.momentum2", "a.step"]
+
+
+def counts() -> tuple[str, str]:
+    apart, rows = (("table_wise",) * 3, ("row_wise",) * 3)
+    mix, other = (mix_by(plan, options=TableOptions()) for plan in (apart, rows))
+    model = shard(mix, build(mix, "adam"), environment())
+    if dist.get_rank() == 1:
+        model.fused_optimizer.set_optimizer_step(5)
+    with pytest.raises(ValueError, match="different numbers of updates") as caught:
+        go_over(model, other)
+    # replicated tables without an optimizer are trained by their gradient
+    module = EmbeddingBagCollection([EmbeddingBagConfig(4, 8, "t", feature_names=["f"])])
+    dense = sharded(module, data_parallel("t", 4, 8, 2))
+    dense.reshard(data_parallel("t", 4, 8, 2))
+    with pytest.raises(ValueError, match="trained by its gradient") as refused:
+        dense.reshard(table_wise("t", 4, 8, 0))
+    return str(caught.value), str(refused.value)
+
+
+def test_tables_that_would_count_updates_together_must_agree_on_them() -> None:
+    """Adam reads the number, and tables that share a group share it."""
+    for message, dense in run_ranks(2, counts):
+        found = re.search(r"^tables \['t0', 't1', 't2'\] have seen .*, (\[.*\]), and", message)
+        assert found and set(found[1]) == set("[0, 5]"), message
+        assert dense.startswith("rank 0: table 't' is replicated and trained by its gradient")

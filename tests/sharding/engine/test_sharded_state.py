@@ -1,0 +1,314 @@
+"""State dicts of sharded tables: what each rank publishes, and what it can load."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from local_tensors import local_part
+from ranks import run_ranks
+from sharding_mixes import Mix, TableCase, batch_of, build, environment, shard, train, train_alone, upstream_of
+from sharding_steps import expect_outputs, train_on
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, ShardingEnv
+from shardwise.embeddings import RowWiseAdagrad, apply_optimizer_in_backward
+from shardwise.planner.layout import (
+    Shard,
+    TableOptions,
+    column_wise,
+    row_wise,
+)
+from shardwise.sharding import ShardedEmbeddingBagCollection
+
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:Please use DTensor")]
+
+STRATEGIES = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid")
+WHOLE_ROWS = TableOptions(reduction="ordered", row_state="table")
+
+
+def mix_with(strategies: tuple[str, ...] = STRATEGIES, *, pooled: bool = True, exact: bool = False) -> Mix:
+    """A table for each strategy; some rows of 7 leave a rank of four without any."""
+    options = WHOLE_ROWS if exact else TableOptions()
+    return Mix(
+        tuple(
+            TableCase(name, (5, 12)[n % 2], 8, (f"f{n}",), name, options=options, seed=n + 1)
+            for n, name in enumerate(strategies)
+        ),
+        pooled=pooled,
+    )
+
+
+def whole_of(parts: list[tuple[Any, list[tuple[list[int], Tensor]]]]) -> Tensor:
+    """The tensor whose pieces, (offsets, values), all ranks told; each piece of it once."""
+    size = parts[0][0]
+    whole, times = torch.zeros(size), torch.zeros(size, dtype=torch.int64)
+    for told, pieces in parts:
+        assert told == size
+        for offsets, piece in pieces:
+            place = tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))
+            whole[place] = piece
+            times[place] += 1
+    assert bool((times == 1).all())
+    return whole
+
+
+def told(value: Any) -> tuple[Any, list[tuple[list[int], Tensor]]]:
+    """Size and local pieces; a plain tensor is rank 0's to tell."""
+    if isinstance(value, ShardedTensor):
+        pieces = [(list(one.metadata.shard_offsets), one.tensor.detach().clone()) for one in value.local_shards()]
+        return tuple(value.metadata().size), pieces
+    return tuple(value.shape), [([0] * value.dim(), value.detach().clone())] if dist.get_rank() == 0 else []
+
+
+def published(mix: Mix, optimizer: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str], Any]:
+    model = shard(mix, build(mix, optimizer), environment())
+    state, fused = model.state_dict(), model.fused_optimizer.state_dict()
+    states = {key: told(value) for values in fused["state"].values() for key, value in values.items()}
+    weights = {key: told(value) for key, value in state.items()}
+    return weights, states, {key: type(value).__name__ for key, value in state.items()}, fused["param_groups"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("pooled", [True, False], ids=["bags", "rows"])
+def test_the_pieces_of_all_ranks_are_the_unsharded_state_dict(world: int, pooled: bool) -> None:
+    mix = mix_with(pooled=pooled)
+    ranks = run_ranks(world, published, mix, "adam")
+    alone = build(mix, "adam")
+    for weights, _, kinds, groups in ranks:
+        assert list(weights) == list(alone.state_dict())
+        assert {name for name, kind in kinds.items() if kind == "Tensor"} == {
+            name for name in weights if "data_parallel" in name
+        }
+        # groups do not depend on the rank
+        assert groups == ({"params": sorted(alone.state_dict()), "lr": 0.05},)
+    for name, value in alone.state_dict().items():
+        assert torch.equal(whole_of([weights[name] for weights, *_ in ranks]), value)
+    for values in alone.fused_optimizer().state_dict()["state"].values():
+        for key, value in values.items():
+            parts = [states[key] for _, states, *_ in ranks if key in states]
+            if key.endswith("step"):
+                assert all(size == (1,) for size, _ in parts)
+            else:
+                assert whole_of(parts).shape == value.shape
+
+
+def test_states_per_row_have_the_sizes_of_torchrec() -> None:
+    """Of a table cut by columns: rows x column blocks, one block after another."""
+    ranks = run_ranks(4, published, mix_with(), "rowwise_adagrad")
+    sizes = {key: size for _, states, *_ in ranks for key, (size, _) in states.items()}
+    assert sizes == {
+        "data_parallel.momentum1": (5,), "table_wise.momentum1": (12,), "row_wise.momentum1": (5,),
+        "column_wise.momentum1": (24,), "table_row_wise.momentum1": (5,), "table_column_wise.momentum1": (24,),
+        "grid.momentum1": (10,),
+    }  # fmt: skip
+    for key in sizes:
+        whole_of([states[key] for _, states, *_ in ranks if key in states])
+
+
+def collection(optimizer: type[torch.optim.Optimizer], rows: int = 6) -> EmbeddingBagCollection:
+    torch.manual_seed(3)
+    tables = [EmbeddingBagConfig(rows, 8, name, feature_names=[name]) for name in ("a", "b", "c")]
+    model = EmbeddingBagCollection(tables)
+    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    return model
+
+
+def sharded_over(
+    model: EmbeddingBagCollection, cuts: dict[str, list[Shard]], env: ShardingEnv, **options: TableOptions
+) -> ShardedEmbeddingBagCollection:
+    shards = [shard for cut in cuts.values() for shard in cut]
+    default = (torch.optim.SGD, {"lr": 0.01})
+    return ShardedEmbeddingBagCollection(
+        model, shards, env, torch.device("cpu"), default_optimizer=default, options=options
+    )
+
+
+EVEN = {
+    "a": row_wise("a", 6, 8, [0, 1, 2, 3]),
+    "b": column_wise("b", 6, 8, [0, 1, 2, 3]),
+    # not the cut of a DTensor
+    "c": row_wise("c", 6, 8, [3, 2, 1, 0]),
+}
+
+
+def test_even_cuts_over_all_ranks_can_be_dtensors() -> None:
+    wanted = collection(RowWiseAdagrad).state_dict()
+    for kinds, wholes, live in run_ranks(4, placed_as_dtensors):
+        assert live
+        assert kinds.pop("a.momentum1", "DTensor (Shard(dim=0),)") == "DTensor (Shard(dim=0),)"
+        assert kinds.pop("c.momentum1", "ShardedTensor") == "ShardedTensor"
+        assert kinds == {
+            # 2, 2, 2 and no rows
+            "embedding_bags.a.weight": "DTensor (Shard(dim=0),)",
+            "embedding_bags.b.weight": "DTensor (Shard(dim=1),)",
+            "embedding_bags.c.weight": "ShardedTensor",
+            "b.momentum1": "DTensor (Shard(dim=0),)",
+        }
+        for name in ("embedding_bags.a.weight", "embedding_bags.b.weight"):
+            assert torch.equal(wholes[name], wanted[name])
+
+
+def placed_as_dtensors() -> Any:
+    # full_tensor is a collective: every rank asks for the same values
+    kinds, wholes, live = {}, {}, True
+    assert dist.group.WORLD is not None
+    model = collection(RowWiseAdagrad)
+    env = ShardingEnv.from_process_group(dist.group.WORLD, True)
+    sharded = sharded_over(model, EVEN, env)
+    state = sharded.state_dict()
+    for values in sharded.fused_optimizer.state_dict()["state"].values():
+        kinds.update({key: kind_of(value) for key, value in values.items()})
+    for name, value in state.items():
+        kinds[name] = kind_of(value)
+        if isinstance(value, DTensor):
+            wholes[name] = value.full_tensor().clone()
+    for value in state.values():
+        local_part(value).fill_(3.0)
+    live = all(bool((param == 3).all()) for param in sharded.parameters())
+    # and they load
+    sharded.load_state_dict({name: value.clone() for name, value in state.items()})
+    sharded.load_state_dict(model.state_dict())
+    live = live and all(
+        torch.equal(value.full_tensor(), wholes[name])
+        for name, value in sharded.state_dict().items()
+        if isinstance(value, DTensor)
+    )
+    sharded.fused_optimizer.load_state_dict(sharded.fused_optimizer.state_dict())
+    return kinds, wholes, live
+
+
+def kind_of(value: Any) -> str:
+    return f"{type(value).__name__} {getattr(value, 'placements', '')}".strip()
+
+
+def go_on(mix: Mix, optimizer: str) -> tuple[list[list[Tensor]], dict[str, Any]]:
+    """Load what one process trained for two steps, and train two more."""
+    other, alone = build(mix, optimizer), build(mix, optimizer)
+    for param in other.parameters():
+        param.data.fill_(7.0)
+    model = shard(mix, other, environment())
+    batches = [(batch, upstream_of(mix, batch, step)) for step, batch in ((n, batch_of(mix, n)) for n in range(2))]
+    train(mix, alone, batches, False)
+    model.load_state_dict(alone.state_dict())
+    model.fused_optimizer.load_state_dict(alone.fused_optimizer().state_dict())
+    return train_on(mix, model, range(2, 4)), {name: told(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_training_goes_on_from_the_state_of_one_process_bit_for_bit(optimizer: str) -> None:
+    mix = mix_with(exact=True)
+    run = train_alone(mix, optimizer, 4)
+    ranks = run_ranks(2, go_on, mix, optimizer)
+    expect_outputs(mix, run, [outputs for outputs, _ in ranks], range(2, 4))
+    for name, value in run.weights.items():
+        assert torch.equal(whole_of([state[f"embedding_bags.{name}.weight"] for _, state in ranks]), value), name
+
+
+def refusals() -> dict[str, str]:
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    rows = {name: row_wise(name, 6, 8, [0, 1]) for name in "abc"}
+    columns = {name: column_wise(name, 6, 8, [0, 1]) for name in "abc"}
+    model, other = (sharded_over(collection(RowWiseAdagrad), cuts, env) for cuts in (columns, rows))
+    whole, longer = collection(RowWiseAdagrad), collection(RowWiseAdagrad, 7)
+    before = {name: local_part(value).clone() for name, value in model.state_dict().items()}
+    for param in whole.parameters():
+        param.data.fill_(5.0)
+    found = {}
+    good, c = whole.state_dict(), "embedding_bags.c.weight"
+    attempts: dict[str, Callable[[], Any]] = {
+        "another plan": lambda: model.load_state_dict({**good, c: other.state_dict()[c]}),
+        "other rows": lambda: model.load_state_dict({**good, c: longer.state_dict()[c]}),
+        "no tensor": lambda: model.load_state_dict({**good, c: [1.0]}),
+        "row states": lambda: model.fused_optimizer.load_state_dict(whole.fused_optimizer().state_dict()),
+        "strange name": lambda: model.fused_optimizer.load_state_dict({"state": {"x.weight": {}}}),
+    }  # fmt: skip
+    for case, attempt in attempts.items():
+        try:
+            attempt()
+        except ValueError as error:
+            found[case] = str(error)
+        for name, value in model.state_dict().items():
+            assert torch.equal(local_part(value), before[name]), case
+    # keys are reported as any module reports them
+    try:
+        model.load_state_dict({"embedding_bags.a.weight": good["embedding_bags.a.weight"], "odd": torch.ones(1)})
+    except RuntimeError as error:
+        found["keys"] = str(error)
+    lenient = model.load_state_dict({**good, "odd": torch.ones(1)}, strict=False)
+    assert (lenient.missing_keys, lenient.unexpected_keys) == ([], ["odd"])
+    assert all(bool((param == 5).all()) for param in model.parameters())
+    # by assignment too the tables stay where they are
+    places = [param.data_ptr() for param in model.parameters()]
+    model.load_state_dict(collection(RowWiseAdagrad).state_dict(), assign=True)
+    assert [param.data_ptr() for param in model.parameters()] == places
+    assert all(torch.equal(local_part(value), before[name]) for name, value in model.state_dict().items())
+    model.fused_optimizer.resplit = "mean"
+    model.fused_optimizer.load_state_dict(whole.fused_optimizer().state_dict())
+    return found
+
+
+def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
+    for found in run_ranks(2, refusals):
+        expected = {
+            "another plan": r"^table 'c' \(embedding_bags\.c\.weight\): rank 0 needs \[0, 6\) x \[0, 4\) and has"
+            r" \['\[0, 3\) x \[0, 8\)'\] .*another plan.*torch\.distributed\.checkpoint",
+            "other rows": r"^table 'c' \(embedding_bags\.c\.weight\) has shape \(6, 8\), loaded \(7, 8\)$",
+            "no tensor": r"^table 'c' .* is a tensor of shape \(6, 8\), loaded list$",
+            "row states": r"^embedding_bags\.a\.weight: state a\.momentum1 has a number for each row and column block,"
+            r" \(12,\), loaded one for each whole row, \(6,\): set resplit = 'mean'",
+            "strange name": r"unexpected \['x\.weight'\]",
+            "keys": r'Missing key.*"embedding_bags\.b\.weight".*Unexpected key.*"odd"',
+        }
+        assert found.keys() == expected.keys()
+        for case, pattern in expected.items():
+            assert re.search(pattern, found[case], re.DOTALL), found[case]
+
+
+def test_one_process_without_a_group_publishes_whole_tables() -> None:
+    """Also of a table that is cut by columns: its parts do not lie side by side in memory."""
+    cuts = {
+        "a": column_wise("a", 6, 8, [0, 0]),
+        "b": row_wise("b", 6, 8, [0]),
+        "c": row_wise("c", 6, 8, [0]),
+    }
+    alone = collection(RowWiseAdagrad)
+    wanted = {name: value.clone() for name, value in alone.state_dict().items()}
+    sharded = sharded_over(alone, cuts, ShardingEnv.from_local(1, 0), a=TableOptions(row_state="table"))
+    state = sharded.state_dict()
+    assert all(type(value) is Tensor and torch.equal(value, wanted[name]) for name, value in state.items())
+    sharded.load_state_dict({name: value + 1 for name, value in wanted.items()})
+    assert all(torch.equal(value, wanted[name] + 1) for name, value in sharded.state_dict().items())
+    states = sharded.fused_optimizer.state_dict()["state"].values()
+    sizes = {key: tuple(value.shape) for values in states for key, value in values.items()}
+    assert sizes == {"a.momentum1": (6,), "b.momentum1": (6,), "c.momentum1": (6,)}
+
+
+def schedule() -> list[float]:
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    # all on rank 0
+    cuts = {name: row_wise(name, 6, 8, [0]) for name in "abc"}
+    model = sharded_over(collection(RowWiseAdagrad), cuts, env)
+    fused = model.fused_optimizer
+    saved = deepcopy(fused.state_dict())
+    steps = torch.optim.lr_scheduler.ExponentialLR(fused, 0.5)
+    rates = []
+    for _ in range(2):
+        fused.step()
+        rates += [group.lr for group in fused.groups] or [fused.param_groups[0]["lr"]]
+        steps.step()
+    fused.load_state_dict(saved)
+    return [*rates, fused.param_groups[0]["lr"]]
+
+
+def test_schedules_and_loaded_rates_reach_tables_and_ranks_without_any() -> None:
+    assert run_ranks(2, schedule) == [[0.1, 0.05, 0.1]] * 2

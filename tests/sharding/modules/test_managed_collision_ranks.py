@@ -1,0 +1,486 @@
+"""Managed collision collections over ranks: slots, rows and states of one process, or of one process for each range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from shardwise import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    ShardingPlan,
+    apply_optimizer_in_backward,
+)
+from shardwise.embeddings.managed_collision import (
+    DistanceLFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+    MCHManagedCollisionModule,
+    change_ids,
+    fresh_rows,
+)
+from shardwise.jagged import JaggedTensor
+from shardwise.sharding import (
+    PrefetchTrainPipelineSparseDist,
+    ShardingEnv,
+    TrainPipelineSparseDist,
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from shardwise.sharding.comms.failures import RankFailure
+from shardwise.sharding.modules.managed_collision import ShardedManagedCollisionEmbeddings
+from shardwise.sharding.modules.managed_collision_sharders import (
+    ManagedCollisionCollectionSharder,
+    ManagedCollisionEmbeddingCollectionSharder,
+)
+from shardwise.sharding.modules.sharders import EmbeddingBagCollectionSharder, get_default_sharders, sharder_of
+
+pytestmark = pytest.mark.ranks
+
+ROWS, DIM, IDS, SAMPLES, STEPS = {"a": 12, "b": 8}, 64, 1000, 8, 7
+
+
+def hashed(ids: Tensor, size: int) -> Tensor:
+    return ids * 37 % size
+
+
+class Net(nn.Module):
+    """Two tables behind maps; b hashes its ids."""
+
+    def __init__(self, pooled: bool, **given: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        config: Any = EmbeddingBagConfig if pooled else EmbeddingConfig
+        features = {"a": ["f", "g"], "b": ["h"]}
+        tables = [config(ROWS[name], DIM, name, feature_names=features[name]) for name in ROWS]
+        collection: Any = EmbeddingBagCollection(tables) if pooled else EmbeddingCollection(tables)
+        apply_optimizer_in_backward(torch.optim.Adagrad, collection.parameters(), {"lr": 0.1})
+        modules = {
+            "a": MCHManagedCollisionModule(ROWS["a"], "cpu", LRU_EvictionPolicy(), 2, IDS, name="a"),
+            "b": MCHManagedCollisionModule(ROWS["b"], "cpu", DistanceLFU_EvictionPolicy(), 1, IDS, hashed, name="b"),
+        }
+        make: Any = ManagedCollisionEmbeddingBagCollection if pooled else ManagedCollisionEmbeddingCollection
+        self.mc = make(collection, ManagedCollisionCollection(modules, tables), **given)
+
+    def forward(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        found, nothing = self.mc(features)
+        assert nothing is None
+        return [one if isinstance(one, Tensor) else one.values() for one in (found[name] for name in "fgh")]
+
+
+def batch_of(step: int, begin: int = 0, end: int = SAMPLES) -> KeyedJaggedTensor:
+    """Samples [begin, end) of a batch whose ids drift, with a feature that nothing looks up."""
+    draw = torch.Generator().manual_seed(step)
+    keys = ["h", "x", "g", "f"]
+    lengths = torch.randint(0, 4, (len(keys), SAMPLES), generator=draw)
+    ids = torch.randint(0, 14, (len(keys), SAMPLES, 4), generator=draw) * 71 + 5 * step
+    values = [ids[k, b, : int(lengths[k, b])] for k in range(len(keys)) for b in range(begin, end)]
+    return KeyedJaggedTensor(keys, torch.cat(values) % IDS, lengths=lengths[:, begin:end].flatten())
+
+
+def upstream_of(step: int, features: KeyedJaggedTensor, pooled: bool) -> list[Tensor]:
+    """Gradients of the outputs of a whole batch."""
+    draw = torch.Generator().manual_seed(100 + step)
+    sizes = [SAMPLES if pooled else features[name].values().shape[0] for name in "fgh"]
+    return [torch.randn(size, DIM, generator=draw) for size in sizes]
+
+
+def part_of(tensors: list[Tensor], features: KeyedJaggedTensor, begin: int, end: int, pooled: bool) -> list[Tensor]:
+    """What of the rows of a whole batch belongs to samples [begin, end)."""
+    if pooled:
+        return [one[begin:end] for one in tensors]
+    offsets = [features[name].offsets().tolist() for name in "fgh"]
+    return [one[at[begin] : at[end]] for one, at in zip(tensors, offsets, strict=True)]
+
+
+def span() -> tuple[int, int]:
+    each = SAMPLES // dist.get_world_size()
+    return dist.get_rank() * each, (dist.get_rank() + 1) * each
+
+
+def plan_of(model: Net, strategy: str) -> ShardingPlan:
+    world = dist.get_world_size()
+    both = list(range(min(world, 2)))
+    kinds: Any = {
+        "table_wise": {"a": table_wise(world - 1), "b": table_wise(0)},
+        "column_wise": {"a": column_wise(both), "b": table_wise(world - 1)},
+        "one_rank": {"a": column_wise([0, 0]), "b": table_wise(0)},
+        "row_wise": {"a": row_wise(), "b": row_wise()},
+        "mixed": {"a": row_wise(), "b": column_wise(both)},
+        "data_parallel": {"a": data_parallel(), "b": table_wise(0)},
+    }
+    cut = construct_module_sharding_plan(model.mc, kinds[strategy], world_size=world, device_type="cpu")
+    return ShardingPlan({"mc": cut})
+
+
+def pieces_of(state: dict[str, Any]) -> dict[str, list[tuple[list[int], Tensor]]]:
+    """Each value's local parts and where they begin."""
+    found = {}
+    for name, value in state.items():
+        if hasattr(value, "local_shards"):
+            found[name] = [(one.metadata.shard_offsets, one.tensor.clone()) for one in value.local_shards()]
+        else:
+            found[name] = [([0] * value.dim(), value.clone())]
+    return found
+
+
+def trained(pooled: bool, strategy: str, reload: int | None) -> Any:
+    """Outputs of a rank in each step, its state, and the optimizer's; at `reload` another model goes on."""
+    model = Net(pooled)
+    dmp: Any = DistributedModelParallel(model, plan=plan_of(model, strategy))
+    assert isinstance(model.mc, ShardedManagedCollisionEmbeddings)
+    outputs, (begin, end) = [], span()
+    for step in range(STEPS):
+        if step == reload:
+            torch.manual_seed(99)
+            other = DistributedModelParallel(again := Net(pooled), plan=plan_of(again, strategy))
+            # its maps have seen another batch
+            other(batch_of(50, begin, end))
+            other.load_state_dict(dmp.state_dict())
+            other.fused_optimizer.load_state_dict(dmp.fused_optimizer.state_dict())
+            dmp = other
+        whole = batch_of(step)
+        found = dmp(batch_of(step, begin, end))
+        given = part_of(upstream_of(step, whole, pooled), whole, begin, end, pooled)
+        torch.autograd.backward(found, [grad * dist.get_world_size() for grad in given])
+        outputs.append([out.detach() for out in found])
+    dmp.eval()
+    with torch.no_grad():
+        outputs.append([out.detach() for out in dmp(batch_of(STEPS, begin, end))])
+    fused = dmp.fused_optimizer.state_dict()["state"]
+    states = {f"{name}.{key}": value for name, of in fused.items() for key, value in of.items()}
+    return outputs, pieces_of(dmp.state_dict()), pieces_of(states)
+
+
+def require_pieces(pieces: dict[str, Any], whole: dict[str, Tensor]) -> int:
+    """Check this rank's parts of values by the whole ones; how many there are."""
+    count = 0
+    for name, parts in pieces.items():
+        for offsets, part in parts:
+            expected = whole[name]
+            if part.dim() == 1 and offsets[0] >= expected.shape[0]:
+                # the second column block of a table has the map of the first
+                offsets = [offsets[0] - expected.shape[0]]
+            cut = tuple(slice(low, low + size) for low, size in zip(offsets, part.shape, strict=True))
+            assert torch.equal(part, expected[cut]), name
+            count += 1
+    return count
+
+
+def alone(pooled: bool) -> tuple[list[list[Tensor]], dict[str, Tensor], dict[str, Tensor]]:
+    model, outputs = Net(pooled), []
+    for step in range(STEPS):
+        found = model(batch_of(step))
+        torch.autograd.backward(found, upstream_of(step, batch_of(step), pooled))
+        outputs.append([out.detach() for out in found])
+    model.eval()
+    with torch.no_grad():
+        outputs.append(model(batch_of(STEPS)))
+    fused = model.mc._embedding_module.fused_optimizer().state_dict()["state"]
+    states = {f"mc._embedding_module.{name}.{key}": v for name, of in fused.items() for key, v in of.items()}
+    return outputs, model.state_dict(), states
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+@pytest.mark.parametrize(
+    ("strategy", "world", "reload"),
+    [
+        ("table_wise", 1, None), ("table_wise", 2, None), ("table_wise", 2, 4), ("column_wise", 2, None),
+        ("column_wise", 2, 4), ("one_rank", 2, None), ("table_wise", 4, None),
+    ],
+)  # fmt: skip
+def test_a_table_that_is_whole_or_cut_by_columns_has_the_bits_of_one_process(
+    strategy: str, world: int, reload: int | None, pooled: bool
+) -> None:
+    outputs, weights, states = alone(pooled)
+    counted = 0
+    for rank, (found, shards, fused) in enumerate(run_ranks(world, trained, pooled, strategy, reload)):
+        each = SAMPLES // world
+        for step, mine in enumerate(found):
+            expected = part_of(outputs[step], batch_of(step), rank * each, (rank + 1) * each, pooled)
+            assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True)), (rank, step)
+        assert set(shards) <= set(weights)
+        assert {name for name in weights if "_mch" in name or name.endswith("weight")} <= set(shards)
+        counted += require_pieces(shards, weights) + require_pieces(fused, states)
+    assert counted >= 12
+
+
+class Ranges:
+    """A table cut into `parts` row shards, in one process: a module and a range of slots for each range of ids."""
+
+    def __init__(self, whole: MCHManagedCollisionModule, rows: int, parts: int) -> None:
+        size = -(-rows // parts)
+        ends = [min(size * k, rows) for k in range(parts + 1)]
+        self.modules = [whole.rebuild_with_output_id_range((a, b), ends) for a, b in zip(ends, ends[1:], strict=False)]
+        self.ends, self.block = ends, -(-whole.input_size() // parts)
+
+    def slots(self, table: str, ids: Tensor) -> Tensor:
+        found = torch.empty_like(ids)
+        for part, module in enumerate(self.modules):
+            inside = ids // self.block == part
+            given = {table: JaggedTensor(ids[inside], lengths=torch.tensor([int(inside.sum())]))}
+            found[inside] = module.remap(module.profile(given))[table].values()
+        return found
+
+    def evictions(self) -> list[tuple[int, Tensor, int]]:
+        """First slot of each part, slots that got other ids, and batches seen."""
+        found = []
+        for module, low in zip(self.modules, self.ends, strict=False):
+            evicted = module.evict()
+            if evicted is not None and evicted.numel():
+                found.append((low, evicted, module.batches_seen()))
+        return found
+
+
+def alone_in_ranges(pooled: bool, parts: dict[str, int]) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+    model, outputs = Net(pooled), []
+    maps, collection = model.mc._managed_collision_collection.modules_by_table(), model.mc._embedding_module
+    ranges = {name: Ranges(maps[name], ROWS[name], parts[name]) for name in ROWS}
+    for step in range(STEPS + 1):
+        if step == STEPS:
+            [module.eval() for one in ranges.values() for module in one.modules]
+
+        def slots(table: str, ids: JaggedTensor) -> JaggedTensor:
+            raw = hashed(ids.values(), IDS) if table == "b" else ids.values()
+            return JaggedTensor(ranges[table].slots(table, raw), lengths=ids.lengths())
+
+        batch = change_ids(batch_of(step), collection._configs, slots)
+        for config in collection._configs:
+            for low, evicted, seen in ranges[config.name].evictions():
+                collection.renew_rows(config.name, evicted, fresh_rows(config, evicted.numel(), seen, first_row=low))
+        found = collection(batch)
+        outs = [found[name] if pooled else found[name].values() for name in "fgh"]
+        if step < STEPS:
+            torch.autograd.backward(outs, upstream_of(step, batch_of(step), pooled))
+        outputs.append([out.detach() for out in outs])
+    state = {f"mc._embedding_module.{name}": value for name, value in collection.state_dict().items()}
+    for name, one in ranges.items():
+        for key in one.modules[0].state_dict():
+            values = [module.state_dict()[key] for module in one.modules]
+            joined = torch.cat(values) if key.startswith("_mch") else values[0]
+            state[f"mc._managed_collision_collection._managed_collision_modules.{name}.{key}"] = joined
+    return outputs, state
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+@pytest.mark.parametrize(
+    ("strategy", "world", "reload"),
+    [("row_wise", 1, None), ("row_wise", 2, None), ("row_wise", 2, 4), ("row_wise", 4, None), ("mixed", 2, None)],
+)
+def test_row_shards_have_the_slots_of_a_process_for_each_range_of_ids(
+    strategy: str, world: int, reload: int | None, pooled: bool
+) -> None:
+    parts = {"a": world, "b": world if strategy == "row_wise" else 1}
+    outputs, weights = alone_in_ranges(pooled, parts)
+    for rank, (found, shards, _) in enumerate(run_ranks(world, trained, pooled, strategy, reload)):
+        each = SAMPLES // world
+        for step, mine in enumerate(found):
+            expected = part_of(outputs[step], batch_of(step), rank * each, (rank + 1) * each, pooled)
+            # a bag whose ids lie on several ranks is added in another order
+            off = 1e-6 if pooled else 0.0
+            assert all(torch.allclose(a, b, rtol=0, atol=off) for a, b in zip(mine, expected, strict=True)), (
+                rank,
+                step,
+            )
+        require_pieces(shards, weights)
+
+
+def refused() -> list[str]:
+    said = []
+
+    def attempt(make: Any) -> None:
+        with pytest.raises((ValueError, TypeError, IndexError, RankFailure)) as caught:
+            make()
+        said.append(str(caught.value))
+
+    def shard(strategy: str, model: Net | None = None, **given: Any) -> Any:
+        model = model or Net(True, **given)
+        return DistributedModelParallel(model, plan=plan_of(model, strategy))
+
+    attempt(lambda: shard("data_parallel"))
+    attempt(lambda: shard("table_wise", return_remapped_features=True))
+    learned = Net(True)
+    learned(batch_of(0))
+    attempt(lambda: shard("row_wise", learned))
+    bad = shard("row_wise")
+    batch = batch_of(0, *span())
+    if dist.get_rank() == 1:
+        batch = KeyedJaggedTensor(batch.keys(), batch.values() + IDS, lengths=batch.lengths())
+    attempt(lambda: bad(batch))
+    # the last one: it closes the process group
+    inner = DistributedModelParallel(Net(True), sharders=[EmbeddingBagCollectionSharder()])
+    attempt(lambda: inner(batch_of(0)))
+    return said
+
+
+def test_what_ranks_cannot_do_is_refused_by_name() -> None:
+    for said in run_ranks(2, refused):
+        assert "table 'a': an id map gives out rows of one rank, but every rank holds them" in said[0]
+        assert "return_remapped_features=True is not served where tables are sharded" in said[1]
+        assert "table 'a': its managed collision module has learned ids" in said[2]
+        assert "rank 1: " in said[3] and f"is outside [0, {IDS})" in said[3]
+        assert "its collection was sharded or quantized without it" in said[4]
+
+
+def test_every_default_list_of_sharders_has_those_of_managed_collision() -> None:
+    for pooled in (True, False):
+        found = sharder_of(Net(pooled).mc, get_default_sharders())
+        assert found is not None and found.module_type is type(Net(pooled).mc)
+        kinds = ["table_wise", "column_wise", "table_column_wise", "row_wise"]
+        assert sorted(found.sharding_types("cpu")) == sorted(kinds)
+    assert ManagedCollisionCollectionSharder().module_type is ManagedCollisionCollection
+
+
+def planned() -> list[str]:
+    """A plan of our own making serves the module."""
+    dmp = DistributedModelParallel(Net(True))
+    dmp(batch_of(0, *span()))
+    return sorted({str(one.sharding_type) for one in dmp.plan.plan["mc"].values()})
+
+
+def test_the_planner_plans_it() -> None:
+    for kinds in run_ranks(2, planned):
+        assert set(kinds) <= {"table_wise", "column_wise", "table_column_wise", "row_wise"}
+
+
+def piped(pipeline: str, evaluated: Sequence[int] = ()) -> tuple[list[Tensor], dict[str, Any]]:
+    """Losses and state of a net trained by a plain loop or a pipeline, and in eval() in some steps."""
+    model = Net(True)
+    # without a hash the module takes what the batch has, and its ids leave ahead
+    for one in model.mc._managed_collision_collection.modules_by_table().values():
+        one._input_hash_func = None
+    dmp = DistributedModelParallel(model, plan=plan_of(model, "mixed"))
+
+    def losses_of(batch: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        loss = sum(out.sin().sum() for out in dmp(batch))
+        assert isinstance(loss, Tensor)
+        return loss, loss.detach()
+
+    batches = [batch_of(step, *span()) for step in range(STEPS)]
+    losses = []
+    if pipeline == "plain":
+        for step, batch in enumerate(batches):
+            dmp.train(step not in evaluated)
+            loss, value = losses_of(batch)
+            if dmp.training:
+                loss.backward()
+            losses.append(value)
+    else:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+        make: Any = {"sparse": TrainPipelineSparseDist, "prefetch": PrefetchTrainPipelineSparseDist}[pipeline]
+        steps, source = make(dmp, optimizer, "cpu", custom_model_fwd=losses_of), iter(batches)
+        for step in range(len(batches)):
+            dmp.train(step not in evaluated)
+            losses.append(steps.progress(source))
+    return losses, pieces_of(dmp.state_dict())
+
+
+@pytest.mark.parametrize("evaluated", [(), (2, 4)])
+def test_pipelines_train_to_the_bits_of_a_plain_loop(evaluated: tuple[int, ...]) -> None:
+    """A pipeline that prefetches mapped a batch's ids in the step before: where the model then went to eval(), the ids
+    of a batch that trained nothing had got slots, and rows of others began anew.
+    """
+    plain = run_ranks(2, piped, "plain", evaluated)
+    for pipeline in ("sparse", "prefetch"):
+        for (losses, state), (expected, weights) in zip(run_ranks(2, piped, pipeline, evaluated), plain, strict=True):
+            assert torch.equal(torch.stack(losses), torch.stack(expected))
+            for name, parts in state.items():
+                assert all(torch.equal(a, b) for (_, a), (_, b) in zip(parts, weights[name], strict=True))
+
+
+def wide() -> list[list[int]]:
+    """Slots given to ids of the whole int64 range, by each rank."""
+    table = EmbeddingConfig(8, 4, "t", feature_names=["f"])
+    module = MCHManagedCollisionModule(8, "cpu", LRU_EvictionPolicy(), 1)
+    mc = ManagedCollisionEmbeddingCollection(
+        EmbeddingCollection([table]), ManagedCollisionCollection({"t": module}, [table])
+    )
+    apply_optimizer_in_backward(torch.optim.SGD, mc.parameters(), {"lr": 0.1})
+    plan = construct_module_sharding_plan(mc, {"t": row_wise()}, world_size=dist.get_world_size(), device_type="cpu")
+    dmp = DistributedModelParallel(mc, plan=ShardingPlan({"": plan}))
+    ids = torch.tensor([0, 2**62, 2**63 - 2, 5])
+    rows, _ = dmp(KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([4])))
+    assert rows["f"].values().shape == (4, 4)
+    name = "_managed_collision_collection._managed_collision_modules.t._mch_sorted_raw_ids"
+    local = dmp.state_dict()[name].local_shards()[0]
+    return [local.metadata.shard_offsets, local.tensor.tolist()]
+
+
+def test_row_shards_divide_ids_of_64_bits() -> None:
+    free = 2**63 - 1
+    assert run_ranks(2, wide) == [[[0], [0, 5, free, free]], [[4], [2**62, 2**63 - 2, free, free]]]
+
+
+def on_one_rank() -> tuple[ShardedManagedCollisionEmbeddings, Any]:
+    """Four slots, given anew with each batch and of value 0.5 each time, on one rank; and what makes its batches."""
+    table = EmbeddingConfig(4, 4, "t", feature_names=["f"], init_fn=lambda rows: rows.fill_(0.5))
+    module = MCHManagedCollisionModule(4, "cpu", LRU_EvictionPolicy(), 1, name="t")
+    mc = ManagedCollisionEmbeddingCollection(
+        EmbeddingCollection([table]), ManagedCollisionCollection({"t": module}, [table])
+    )
+    apply_optimizer_in_backward(torch.optim.SGD, mc.parameters(), {"lr": 0.1})
+    plan = construct_module_sharding_plan(mc, {"t": table_wise(0)}, world_size=1, device_type="cpu")
+    sharded = ManagedCollisionEmbeddingCollectionSharder().shard(mc, plan, ShardingEnv.from_local(1, 0))
+    return sharded, lambda *ids: KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+
+
+def test_ids_of_a_batch_stay_as_they_are() -> None:
+    """On one rank ids do not travel, and slots were written over those of the caller's batch."""
+    sharded, batch = on_one_rank()
+    given = batch(7, 8, 9)
+    sharded(given)
+    assert given.values().tolist() == [7, 8, 9]
+
+
+def test_a_batch_that_is_dropped_leaves_no_row_of_other_ids() -> None:
+    """Its ids had slots from then on, whose rows were still those of the ids that had lost them."""
+    sharded, batch = on_one_rank()
+    rows, _ = sharded(batch(1, 2, 3))
+    rows["f"].values().sum().backward()
+    engine = sharded._embedding_module
+    departure = engine.depart(batch(7, 8, 9))
+    engine.send_ids(departure)
+    engine.arrive(departure)
+    engine.drop(departure)
+    sharded.eval()
+    assert sharded(batch(7, 8, 9))[0]["f"].values().tolist() == [[0.5] * 4] * 3
+
+
+def saved(folder: str, strategy: str) -> bool:
+    """Whether a net loaded by torch.distributed.checkpoint goes on with the bits of the one that was saved."""
+    model, again = Net(True), Net(True)
+    one: Any = DistributedModelParallel(model, plan=plan_of(model, strategy))
+    other: Any = DistributedModelParallel(again, plan=plan_of(again, strategy))
+    for step in range(4):
+        torch.autograd.backward([out.sum() for out in one(batch_of(step, *span()))])
+    dcp.save(one.state_dict(), checkpoint_id=folder)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state)
+    one.eval()
+    other.eval()
+    with torch.no_grad():
+        found, expected = other(batch_of(4, *span())), one(batch_of(4, *span()))
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["table_wise", "column_wise", "row_wise"])
+def test_torch_distributed_checkpoint_saves_and_loads_maps(strategy: str, tmp_path: Path) -> None:
+    assert run_ranks(2, saved, str(tmp_path), strategy) == [True, True]

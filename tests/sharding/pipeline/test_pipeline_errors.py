@@ -1,0 +1,380 @@
+"""Pipelines end, fail and go on together: on all ranks, in the step whose batch it is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_zoo import Batch, batch_of, dense_optimizer, drain, plain_loop, same, sharded, state_of
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from shardwise import KeyedJaggedTensor
+from shardwise.sharding.pipeline import (
+    DataLoadingThread,
+    EvalPipelineSparseDist,
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+
+PIPELINES: dict[str, Any] = {
+    "base": TrainPipelineBase,
+    "sparse_dist": TrainPipelineSparseDist,
+    "prefetch": PrefetchTrainPipelineSparseDist,
+    "eval": EvalPipelineSparseDist,
+}
+TRAINING = [kind for kind in PIPELINES if kind != "eval"]
+CPU = torch.device("cpu")
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two models are the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def uneven_epochs(kind: str, counts: list[list[int]]) -> tuple[list[int], list[str], bool]:
+    """Steps of each epoch, warnings, and whether a plain loop over what all ranks have gives the same."""
+    model, plain, done = sharded("ps"), sharded("ps"), []
+    pipeline = PIPELINES[kind](model, dense_optimizer(model), CPU)
+    outputs: list[Tensor] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch, of_ranks in enumerate(counts):
+            mine = drain(pipeline.progress, iter([batch_of(10 * epoch + n) for n in range(of_ranks[dist.get_rank()])]))
+            done.append(len(mine))
+            outputs += mine
+    kept = [batch_of(10 * epoch + n) for epoch, of_ranks in enumerate(counts) for n in range(min(of_ranks))]
+    expected = plain_loop(plain, iter(kept)) if kind != "eval" else [plain(batch)[1].detach() for batch in kept]
+    good = same(expected, outputs) and (kind == "eval" or equal(state_of(model), state_of(plain)))
+    return done, [str(one.message) for one in caught if "batch left" in str(one.message)], good
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_loaders_of_different_lengths_end_all_ranks_on_the_same_step(kind: str) -> None:
+    """Fault 36. The rank that has more waited for the others in its next exchange, for ever."""
+    counts = [[3, 5], [4, 4], [2, 0], [1, 1], [0, 3], [6, 2]]
+    ranks = run_ranks(2, uneven_epochs, kind, counts)
+    for done, _, good in ranks:
+        assert done == [min(of_ranks) for of_ranks in counts]
+        assert good
+    # once, and by the rank that it happened to first
+    assert [len(said) for _, said, _ in ranks] == [1, 1]
+    assert ranks[1][1][0].startswith("ranks [0] have no batch left: all ranks stop here")
+
+
+def stop_with_the_loader(kind: str) -> tuple[int, int]:
+    model = sharded("p")
+    pipeline = PIPELINES[kind](model, dense_optimizer(model), CPU, execute_all_batches=False)
+    batches = iter([batch_of(n) for n in range(6 + dist.get_rank())])
+    first = len(drain(pipeline.progress, batches))
+    return first, len(drain(pipeline.progress, iter([batch_of(n) for n in range(3)])))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("kind", "under_way"), [("sparse_dist", 2), ("prefetch", 3)])
+def test_execute_all_batches_false_leaves_what_is_under_way_to_the_next_call(kind: str, under_way: int) -> None:
+    for found in run_ranks(2, stop_with_the_loader, kind):
+        # six batches, of which those under way wait for the next iterator; its own last ones wait too
+        assert found == (6 - under_way, 3)
+
+
+class Failing:
+    """Batches of a rank, one of which cannot be loaded."""
+
+    def __init__(self, count: int, bad: int, error: Exception | None) -> None:
+        self._next, self._count, self._bad, self._error = 0, count, bad, error
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        number, self._next = self._next, self._next + 1
+        if number == self._count:
+            raise StopIteration
+        if number == self._bad and self._error is not None:
+            raise self._error
+        return batch_of(number)
+
+
+ERRORS: dict[str, Exception] = {
+    "value": ValueError("line 7 has 3 columns"),
+    "key": KeyError("no column 'age'"),
+    "other": FileNotFoundError("day_3.tsv"),
+}
+
+
+def collect(pipeline: Any, batches: Iterator[Any]) -> tuple[list[Tensor], list[tuple[int, str, str]]]:
+    """Outputs, and what was raised before output number n."""
+    outputs: list[Tensor] = []
+    raised: list[tuple[int, str, str]] = []
+    while True:
+        try:
+            outputs.append(pipeline.progress(batches).detach().clone())
+        except StopIteration:
+            return outputs, raised
+        except Exception as error:
+            raised.append((len(outputs), type(error).__name__, str(error.args[0])))
+
+
+def with_a_failing_loader(kind: str, bad: int, error: str, threaded: bool) -> tuple[bool, list[tuple[int, str, str]]]:
+    model, plain = sharded("ps"), sharded("ps")
+    pipeline = PIPELINES[kind](model, dense_optimizer(model), CPU)
+    batches: Any = Failing(8, bad, ERRORS[error] if dist.get_rank() == dist.get_world_size() - 1 else None)
+    if threaded:
+        batches = DataLoadingThread(CPU, batches, False)
+    outputs, raised = collect(pipeline, batches)
+    expected = plain_loop(plain, iter([batch_of(n) for n in range(8) if n != bad]))
+    return same(expected, outputs) and equal(state_of(model), state_of(plain)), raised
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("threaded", [False, True], ids=["plain", "thread"])
+@pytest.mark.parametrize("kind", TRAINING)
+@pytest.mark.parametrize(("bad", "error"), [(0, "value"), (1, "key"), (4, "other"), (7, "value")])
+def test_a_loader_that_raises_on_one_rank_fails_that_step_on_all(
+    kind: str, bad: int, error: str, threaded: bool
+) -> None:
+    """Fault 37. The rank left the loop and the others waited for it; now the next batches train on all ranks."""
+    said = {
+        "value": ("ValueError", "rank 1: line 7 has 3 columns"),
+        "key": ("KeyError", "rank 1: no column 'age'"),
+        "other": ("RuntimeError", "rank 1: FileNotFoundError: day_3.tsv"),
+    }[error]
+    for good, raised in run_ranks(2, with_a_failing_loader, kind, bad, error, threaded):
+        assert raised == [(bad, *said)]
+        assert good
+
+
+def with_a_bad_id(kind: str, bad: int) -> tuple[bool, list[tuple[int, str, str]]]:
+    model, plain = sharded("ps"), sharded("ps")
+    pipeline = PIPELINES[kind](model, dense_optimizer(model), CPU)
+    batches = [batch_of(n) for n in range(8)]
+    if dist.get_rank() == 1:
+        one = batches[bad].pooled
+        ids = torch.cat([torch.tensor([999]), one.values()])
+        lengths = one.lengths().clone()
+        lengths[0] += 1
+        batches[bad].pooled = KeyedJaggedTensor(one.keys(), ids, None, lengths)
+    outputs, raised = collect(pipeline, iter(batches))
+    expected = plain_loop(plain, iter([batch_of(n) for n in range(8) if n != bad]))
+    return same(expected, outputs) and equal(state_of(model), state_of(plain)), raised
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", TRAINING)
+@pytest.mark.parametrize("bad", [0, 1, 2, 5, 6])
+def test_a_bad_id_is_raised_when_its_batch_has_its_turn(kind: str, bad: int) -> None:
+    """Fault 4. Not while the batch before trains, though the ranks know of it by then; that batch is not lost."""
+    said = "rank 1: feature 'f0' (table 't0'), sample 0: id 999 is outside [0, 40)"
+    for good, raised in run_ranks(2, with_a_bad_id, kind, bad):
+        assert raised == [(bad, "IndexError", said)]
+        assert good
+
+
+def keys_in_an_order_of_the_rank() -> bool:
+    model, plain = sharded("p"), sharded("p")
+
+    def batches() -> Iterator[Batch]:
+        for n in range(6):
+            batch = batch_of(n)
+            if dist.get_rank() == 1:
+                batch.pooled = batch.pooled.permute([3, 1, 0, 2])
+            yield batch
+
+    pipeline: Any = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
+    outputs = drain(pipeline.progress, batches())
+    expected = plain_loop(plain, (batch_of(n) for n in range(6)))
+    return same(expected, outputs) and equal(state_of(model), state_of(plain))
+
+
+@pytest.mark.ranks
+def test_keys_in_another_order_on_one_rank_are_never_mixed() -> None:
+    """Fault 27."""
+    assert run_ranks(2, keys_in_an_order_of_the_rank) == [True, True]
+
+
+def fail_in_the_forward() -> tuple[list[tuple[int, str, str]], bool]:
+    model, plain = sharded("ps"), sharded("ps")
+    pipeline: Any = TrainPipelineSparseDist(
+        model, dense_optimizer(model), CPU, custom_model_fwd=_failing_forward(model)
+    )
+    outputs, raised = collect(pipeline, iter([batch_of(n) for n in range(8)]))
+    expected = plain_loop(plain, iter([batch_of(n) for n in range(8) if n not in (0, 4)]))
+    return raised, same(expected, outputs) and equal(state_of(model), state_of(plain))
+
+
+def _failing_forward(model: nn.Module) -> Any:
+    calls = iter(range(100))
+
+    def forward(batch: Batch) -> Any:
+        number = next(calls)
+        if number in (0, 4):
+            raise ZeroDivisionError(f"call {number}")
+        return model(batch)
+
+    return forward
+
+
+@pytest.mark.ranks
+def test_after_an_error_in_the_forward_of_one_process_the_next_batch_trains() -> None:
+    ((raised, good),) = run_ranks(1, fail_in_the_forward)
+    assert raised == [(0, "ZeroDivisionError", "call 0"), (3, "ZeroDivisionError", "call 4")]
+    assert good
+
+
+def fail_and_go_on() -> list[tuple[str, str]]:
+    model = sharded("ps")
+    pipeline: Any = TrainPipelineSparseDist(
+        model, dense_optimizer(model), CPU, custom_model_fwd=_failing_forward(model)
+    )
+    batches, found = iter([batch_of(n) for n in range(8)]), []
+    for _ in range(3):
+        try:
+            pipeline.progress(batches)
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+@pytest.mark.ranks
+def test_after_an_error_in_the_forward_several_ranks_do_not_go_on() -> None:
+    """Nobody knows whether others failed too: the group is closed, and a step after that waited there for good."""
+    for rank, (first, *others) in enumerate(run_ranks(2, fail_and_go_on)):
+        assert first == ("ZeroDivisionError", "call 0")
+        assert [name for name, _ in others] == ["RankFailure"] * 2
+        assert all(f"rank {rank} failed in a step" in text and "call 0" in text for _, text in others)
+
+
+class Choosing(nn.Module):
+    """Leaves a sharded module out of some steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.step = model, 0
+
+    def forward(self, batch: Batch) -> Any:
+        self.step += 1
+        if self.step == 3:
+            return batch.dense.sum(), batch.dense
+        return self.model(batch)
+
+
+def leave_a_module_out() -> list[tuple[int, str, str]]:
+    model = Choosing(sharded("p"))
+    model.eval()
+    pipeline: Any = TrainPipelineSparseDist(model, torch.optim.SGD([torch.zeros(1)]), CPU)
+    return collect(pipeline, iter([batch_of(n) for n in range(5)]))[1]
+
+
+@pytest.mark.ranks
+def test_a_module_that_the_model_does_not_ask_for_its_batch_is_named() -> None:
+    for ((step, kind, said),) in run_ranks(2, leave_a_module_out):
+        assert (step, kind) == (2, "RuntimeError")
+        assert said.startswith("modules ['model._dmp_wrapped_module.module.pooled']: the batch was routed for them")
+
+
+def take_turns() -> bool:
+    """Train, evaluate in the middle of an epoch, reset, detach; beside a plain loop that does the same."""
+    model, plain = sharded("ps"), sharded("ps")
+    train: Any = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
+    evaluate: Any = EvalPipelineSparseDist(model, dense_optimizer(model), CPU)
+    batches = iter([batch_of(n) for n in range(12)])
+    outputs = [train.progress(batches).detach().clone() for _ in range(3)]
+    model.eval()
+    seen = drain(evaluate.progress, iter([batch_of(50 + n) for n in range(3)]))
+    # the model itself, while batches are under way
+    seen.append(train.detach()(batch_of(60))[1].detach())
+    model.train()
+    train.attach()
+    with torch.no_grad():
+        # a step of another kind than its batch left for
+        model.eval()
+        outputs.append(train.progress(batches).clone())
+        model.train()
+    outputs += [train.progress(batches).detach().clone() for _ in range(3)]
+    train.reset()
+    outputs += drain(train.progress, batches)
+
+    optimizer, expected, wanted = dense_optimizer(plain), [], []
+
+    def step(n: int) -> None:
+        optimizer.zero_grad()
+        loss, output = plain(batch_of(n))
+        loss.backward()
+        optimizer.step()
+        expected.append(output.detach().clone())
+
+    for n in range(3):
+        step(n)
+    for n in (50, 51, 52, 60):
+        wanted.append(plain(batch_of(n))[1].detach())  # noqa: PERF401
+    with torch.no_grad():
+        expected.append(plain(batch_of(3))[1].clone())
+    # reset drops the two batches that were fetched after the seventh
+    for n in (4, 5, 6, 9, 10, 11):
+        step(n)
+    return same(expected, outputs) and same(wanted, seen) and equal(state_of(model), state_of(plain))
+
+
+@pytest.mark.ranks
+def test_pipelines_take_turns_with_each_other_and_with_the_model_itself() -> None:
+    assert run_ranks(2, take_turns) == [True, True]
+
+
+class Dense(nn.Module):
+    """Nothing sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        out = self.layer(batch["dense"])
+        return (out * out).mean().unsqueeze(0), out
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_a_model_without_sharded_modules_trains_in_one_process(kind: str) -> None:
+    model, plain = Dense(), Dense()
+    batches = [{"dense": torch.randn(3, 4), "names": ["a"], "count": 3} for _ in range(5)]
+    pipeline = PIPELINES[kind](model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    outputs = drain(pipeline.progress, iter(batches))
+    optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses, output = plain(batch)
+        if kind != "eval":
+            losses.sum().backward()
+            optimizer.step()
+        expected.append(output.detach().clone())
+    assert same(expected, outputs)
+
+
+@pytest.mark.parametrize("kind", TRAINING)
+def test_a_model_in_eval_mode_is_not_trained(kind: str) -> None:
+    model = Dense().eval()
+    before = model.layer.weight.detach().clone()
+    pipeline = PIPELINES[kind](model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    assert len(drain(pipeline.progress, iter([{"dense": torch.randn(3, 4)} for _ in range(3)]))) == 3
+    assert torch.equal(model.layer.weight, before) and model.layer.weight.grad is None
+
+
+def test_what_cannot_be_moved_to_a_device_is_named() -> None:
+    model = Dense()
+    pipeline: Any = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    with pytest.raises(TypeError, match="which object lacks"):
+        pipeline.progress(iter([{"dense": object()}]))
+
+
+def test_settings_without_effect_are_named() -> None:
+    model = Dense()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="^apply_jit, free_features_storage_early: no effect in shardwise"):
+        TrainPipelineSparseDist(model, optimizer, CPU, apply_jit=True, free_features_storage_early=True)

@@ -1,0 +1,411 @@
+"""Embeddings between ranks as differentiable functions: values and gradients of real ranks beside one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from shardwise import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    ShardingEnv,
+    apply_optimizer_in_backward,
+)
+from shardwise.sharding import EmbeddingBagCollectionSharder, construct_module_sharding_plan, table_wise
+from shardwise.sharding.comms.awaitable import Awaitable
+from shardwise.sharding.comms.qcomms import (
+    CommType,
+    QCommsConfig,
+    QuantizedCommCodec,
+    QuantizedCommCodecs,
+    get_qcomm_codecs,
+)
+from shardwise.sharding.torchrec import comm_ops, pooled_dist
+from shardwise.sharding.torchrec.comm_ops import (
+    all_gather_base_pooled,
+    alltoall_pooled,
+    alltoall_sequence,
+    reduce_scatter_base_pooled,
+    reduce_scatter_pooled,
+    reduce_scatter_v_per_feature_pooled,
+    reduce_scatter_v_pooled,
+    variable_batch_alltoall_pooled,
+)
+
+pytestmark = pytest.mark.ranks
+WORLDS = [1, 2, 4]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`shape` of rank r's input; what rank r calls on it; and what all ranks' inputs become, in one process."""
+
+    shape: Callable[[int, int], Sequence[int]]
+    call: Callable[[Tensor, int, int, Any], Awaitable[Tensor]]
+    whole: Callable[[list[Tensor]], list[Tensor]]
+    # whether what comes is a sum of what ranks sent
+    sums: bool = False
+
+
+def batches(world: int) -> list[int]:
+    return [(3, 0, 5, 1)[r % 4] for r in range(world)]
+
+
+def dims(world: int) -> list[int]:
+    return [(4, 2, 0, 3)[r % 4] for r in range(world)]
+
+
+def feature_dims(world: int) -> list[list[int]]:
+    """Widths of each rank's features; rank 2 has none."""
+    return [[(4, 2), (3,), (), (1, 5)][r % 4] for r in range(world)]  # type: ignore[misc]
+
+
+def feature_batches(world: int) -> list[list[list[int]]]:
+    """[rank of the batch][rank of the feature][features]."""
+    return [
+        [[(2 * r + 3 * o + f) % 4 for f in range(len(mine))] for o, mine in enumerate(feature_dims(world))]
+        for r in range(world)
+    ]
+
+
+def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def whole_pooled(inputs: list[Tensor]) -> list[Tensor]:
+    by_owner = [torch.split(one, batches(len(inputs))) for one in inputs]
+    return [torch.cat([blocks[r] for blocks in by_owner], 1) for r in range(len(inputs))]
+
+
+def variable_splits(world: int) -> list[list[int]]:
+    """[owner][rank of the batch] numbers."""
+    each, widths = feature_batches(world), feature_dims(world)
+    return [
+        [sum(b * d for b, d in zip(each[r][o], widths[o], strict=True)) for r in range(world)] for o in range(world)
+    ]
+
+
+def call_variable(x: Tensor, rank: int, world: int, codecs: Any) -> Awaitable[Tensor]:
+    each = feature_batches(world)
+    before = [b for of_owner in each[rank] for b in of_owner]
+    return variable_batch_alltoall_pooled(x, [one[rank] for one in each], before, feature_dims(world), codecs=codecs)
+
+
+def whole_variable(inputs: list[Tensor]) -> list[Tensor]:
+    pieces = [torch.split(one, n) for one, n in zip(inputs, variable_splits(len(inputs)), strict=True)]
+    return [torch.cat([blocks[r] for blocks in pieces]) for r in range(len(inputs))]
+
+
+def whole_splits(splits: Callable[[int], list[int]]) -> Callable[[list[Tensor]], list[Tensor]]:
+    def whole(inputs: list[Tensor]) -> list[Tensor]:
+        pieces = [torch.split(one, splits(len(inputs))) for one in inputs]
+        return [in_rank_order([blocks[r] for blocks in pieces]) for r in range(len(inputs))]
+
+    return whole
+
+
+def per_feature(world: int) -> list[list[int]]:
+    return [[r + 1, (2 * r) % 3] for r in range(world)]
+
+
+def per_feature_splits(world: int) -> list[int]:
+    return [4 * a + 3 * b for a, b in per_feature(world)]
+
+
+CASES = {
+    "pooled": Case(
+        lambda r, w: (sum(batches(w)), dims(w)[r]),
+        lambda x, r, w, c: alltoall_pooled(x, batches(w), dims(w), codecs=c),
+        whole_pooled,
+    ),
+    "variable_batch": Case(lambda r, w: (sum(variable_splits(w)[r]),), call_variable, whole_variable),
+    "reduce_scatter": Case(
+        lambda r, w: (sum(batches(w)), 3),
+        lambda x, r, w, c: reduce_scatter_pooled(torch.split(x, batches(w)), codecs=c),
+        whole_splits(batches),
+        sums=True,
+    ),
+    "reduce_scatter_base": Case(
+        lambda r, w: (2 * w, 3),
+        lambda x, r, w, c: reduce_scatter_base_pooled(x, codecs=c),
+        whole_splits(lambda w: [2] * w),
+        sums=True,
+    ),
+    "reduce_scatter_v": Case(
+        lambda r, w: (sum(batches(w)), 3),
+        lambda x, r, w, c: reduce_scatter_v_pooled(x, batches(w), codecs=c),
+        whole_splits(batches),
+        sums=True,
+    ),
+    "reduce_scatter_v_per_feature": Case(
+        lambda r, w: (sum(per_feature_splits(w)),),
+        lambda x, r, w, c: reduce_scatter_v_per_feature_pooled(x, per_feature(w), [4, 3], codecs=c),
+        whole_splits(per_feature_splits),
+        sums=True,
+    ),
+    "all_gather": Case(
+        lambda r, w: (2, 3),
+        lambda x, r, w, c: all_gather_base_pooled(x, codecs=c),
+        lambda inputs: [torch.cat(inputs)] * len(inputs),
+    ),
+}
+
+
+def whole_and_gradients(
+    case: Case, world: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Inputs, outputs, upstream gradients and gradients of the inputs of all ranks, in one process."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(*case.shape(r, world), generator=generator).to(dtype).requires_grad_() for r in range(world)]
+    outputs = case.whole(inputs)
+    up = [torch.randn(one.shape, generator=generator).to(dtype) for one in outputs]
+    gradients = torch.autograd.grad(outputs, inputs, up)
+    return inputs, outputs, up, list(gradients)
+
+
+def check_cases(dtype: torch.dtype, sync: bool, division: bool) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    comm_ops.set_gradient_division(division)
+    comm_ops.set_use_sync_collectives(sync)
+    try:
+        for name, case in CASES.items():
+            inputs, outputs, up, gradients = whole_and_gradients(case, world, dtype)
+            x = inputs[rank].detach().clone().requires_grad_()
+            came = case.call(x, rank, world, None).wait()
+            if dtype.itemsize < 4 and case.sums:
+                # sums of narrow numbers are rounded once
+                assert_close(came, outputs[rank], rtol=2e-2, atol=2e-2, msg=name)
+            else:
+                # the bits of adding rank after rank
+                assert torch.equal(came, outputs[rank]), name
+            came.backward(up[rank])
+            wanted = gradients[rank] / (world if division else 1)
+            assert x.grad is not None
+            assert_close(x.grad, wanted, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype], msg=name)
+    finally:
+        comm_ops.set_gradient_division(True)
+        comm_ops.set_use_sync_collectives(False)
+
+
+TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-14, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def check_all() -> None:
+    check_cases(torch.float32, sync=False, division=True)
+    check_cases(torch.float32, sync=True, division=False)
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        check_cases(dtype, sync=False, division=True)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_values_and_gradients_are_those_of_one_process(world: int) -> None:
+    run_ranks(world, check_all)
+
+
+class Halves(QuantizedCommCodec[None]):
+    """A codec of a user."""
+
+    def encode(self, input_tensor: Tensor, ctx: None = None) -> Tensor:
+        return input_tensor.half()
+
+    def decode(self, input_grad: Tensor, ctx: None = None) -> Tensor:
+        return input_grad.float()
+
+    @property
+    def quantized_dtype(self) -> torch.dtype:
+        return torch.float16
+
+    def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
+        return input_len
+
+
+def check_codecs() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    fp16, int8 = CommType.FP16, CommType.INT8
+    for forward, codecs in (
+        (1e-3, get_qcomm_codecs(QCommsConfig(fp16, CommType.BF16))),
+        (1e-3, get_qcomm_codecs(QCommsConfig(fp16, fp16, backward_loss_scale=16.0))),
+        (3e-2, get_qcomm_codecs(QCommsConfig(int8, int8))),
+        (1e-3, QuantizedCommCodecs(Halves(), Halves())),
+    ):
+        for name, case in CASES.items():
+            inputs, outputs, up, gradients = whole_and_gradients(case, world, torch.float32)
+            x = inputs[rank].detach().clone().requires_grad_()
+            came = case.call(x, rank, world, codecs).wait()
+            assert came.dtype is torch.float32
+            bound = forward * world
+            assert_close(came, outputs[rank], rtol=bound, atol=bound, msg=name)
+            assert world == 1 or came.numel() == 0 or not torch.equal(came, outputs[rank]), f"{name} was not compressed"
+            came.backward(up[rank])
+            assert x.grad is not None
+            assert_close(x.grad, gradients[rank] / world, rtol=5e-2, atol=5e-2, msg=name)
+    x = torch.full((world, 2), 1e6 if rank == 1 else 1.0)
+    pending = reduce_scatter_base_pooled(x, codecs=get_qcomm_codecs(QCommsConfig(fp16, fp16)))
+    if world > 1:
+        with pytest.raises(OverflowError, match=r"ranks \[1\].*fp16"):
+            pending.wait()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_codecs_compress_every_exchange_and_what_does_not_fit_raises_on_all_ranks(world: int) -> None:
+    run_ranks(world, check_codecs)
+
+
+def check_backward_again_and_without_gradients() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.full((world, 2), 1.0 + rank, requires_grad=True)
+    twice = reduce_scatter_base_pooled(x * 2).wait()
+    twice.sum().backward(retain_graph=True)
+    twice.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 4.0 / world))
+    with torch.no_grad():
+        assert not reduce_scatter_base_pooled(x).wait().requires_grad
+    pending = reduce_scatter_base_pooled(x)
+    with torch.no_grad():
+        came = pending.wait()
+    # who waits first, say to print, takes nothing from the others
+    assert came.requires_grad
+    assert pending.wait() is came
+
+
+def test_backward_runs_as_often_as_asked_and_no_grad_belongs_to_the_call() -> None:
+    run_ranks(2, check_backward_again_and_without_gradients)
+
+
+def check_modules() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pg = dist.group.WORLD
+    assert pg is not None
+    inputs, outputs, up, gradients = whole_and_gradients(CASES["pooled"], world, torch.float32)
+    x = inputs[rank].detach().clone().requires_grad_()
+    dist_pooled = pooled_dist.PooledEmbeddingsAllToAll(pg, dims(world), callbacks=[lambda t: t * 2])
+    dist_pooled.callbacks.append(lambda t: t + 1)
+    pending = dist_pooled(x, batches(world))
+    pending.callbacks.append(lambda t: t * 4)
+    came = pending.wait()
+    assert torch.equal(came, (outputs[rank] * 2 + 1) * 4)
+    came.backward(up[rank])
+    assert x.grad is not None
+    assert_close(x.grad, gradients[rank] * 8 / world)
+    # by default all batches are alike
+    even = torch.arange(2.0 * world * dims(world)[rank]).view(2 * world, dims(world)[rank])
+    assert dist_pooled(even).wait().shape == (2, sum(dims(world)))
+    with (
+        pytest.raises(ValueError, match="batch_size_per_rank")
+        if world > 1
+        else pytest.raises(ValueError, match="shape")
+    ):
+        dist_pooled(torch.zeros(2 * world + 1, 99))
+
+    each = feature_batches(world)
+    inputs, outputs, _, _ = whole_and_gradients(CASES["variable_batch"], world, torch.float32)
+    variable = pooled_dist.VariableBatchPooledEmbeddingsAllToAll(pg, feature_dims(world), callbacks=[lambda t: t * 2])
+    before = [b for of_owner in each[rank] for b in of_owner]
+    assert torch.equal(variable(inputs[rank], [one[rank] for one in each], before).wait(), outputs[rank] * 2)
+
+    inputs, outputs, _, _ = whole_and_gradients(CASES["reduce_scatter_v"], world, torch.float32)
+    scatter = pooled_dist.PooledEmbeddingsReduceScatter(pg)
+    assert torch.equal(scatter(inputs[rank], batches(world)).wait(), outputs[rank])
+    inputs, outputs, _, _ = whole_and_gradients(CASES["reduce_scatter_base"], world, torch.float32)
+    assert torch.equal(scatter(inputs[rank]).wait(), outputs[rank])
+    inputs, outputs, _, _ = whole_and_gradients(CASES["reduce_scatter_v_per_feature"], world, torch.float32)
+    features = pooled_dist.VariableBatchPooledEmbeddingsReduceScatter(pg)
+    assert torch.equal(features(inputs[rank], per_feature(world), [4, 3]).wait(), outputs[rank])
+    inputs, outputs, _, _ = whole_and_gradients(CASES["all_gather"], world, torch.float32)
+    assert torch.equal(pooled_dist.PooledEmbeddingsAllGather(pg)(inputs[rank]).wait(), outputs[rank])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_modules_call_the_functions_and_run_callbacks_on_the_result(world: int) -> None:
+    run_ranks(world, check_modules)
+
+
+def step_of_a_collection(division: bool) -> Tensor:
+    world, table = dist.get_world_size(), EmbeddingBagConfig(4, 2, "t", feature_names=["f"], init_fn=nn.init.zeros_)
+    module = EmbeddingBagCollection([table])
+    apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
+    plan = construct_module_sharding_plan(module, {"t": table_wise(0)}, world_size=world, local_size=world)
+    pg = dist.group.WORLD
+    assert pg is not None
+    sharded = EmbeddingBagCollectionSharder().shard(module, plan, ShardingEnv.from_process_group(pg))
+    comm_ops.set_gradient_division(division)
+    try:
+        batch = KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
+        sharded(batch).values().sum().backward()
+    finally:
+        comm_ops.set_gradient_division(True)
+    return sharded.parameter("t").detach().clone()
+
+
+def test_sharded_collections_divide_their_gradients_as_set_gradient_division_says() -> None:
+    """TorchRec's one setting holds for its sharded collections too; ours went on dividing."""
+    for division, wanted in ((True, -1.0), (False, -2.0)):
+        assert run_ranks(2, step_of_a_collection, division)[0][1].tolist() == [wanted] * 2
+
+
+def check_refusals() -> None:
+    world = dist.get_world_size()
+    x = torch.zeros(4, 3)
+    ones = torch.ones(2, 2, dtype=torch.int32)
+    for words, call in (
+        ("all_to_all_single_comm", lambda: alltoall_pooled(x, [2, 2], [3, 3], all_to_all_single_comm=object())),
+        ("batch_size_per_rank must have one entry for each of 2 ranks, got 1", lambda: alltoall_pooled(x, [4], [3, 3])),
+        ("shape", lambda: alltoall_pooled(x, [2, 3], [3, 3])),
+        ("reduce_scatter_v_pooled takes", lambda: reduce_scatter_base_pooled(torch.zeros(3, 2))),
+        ("inputs must have one entry for each of 2 ranks", lambda: reduce_scatter_pooled([x])),
+        ("number for each of 2 features", lambda: reduce_scatter_v_per_feature_pooled(x, [[1], [2]], [1, 2])),
+        ("this rank's 1 features", lambda: variable_batch_alltoall_pooled(x, [[1, 1], [1, 1]], [1, 1], [[2], [2]])),
+        ("each of 2 features", lambda: variable_batch_alltoall_pooled(x, [[1], [1]], [1], [[2], [2]])),
+        ("matrix", lambda: alltoall_sequence(x[0], None, None, ones, [1, 1], [1, 2])),
+        ("must be a QuantizedCommCodecs", lambda: all_gather_base_pooled(x, codecs=torch)),  # type: ignore[arg-type]
+        ("without dimensions", lambda: all_gather_base_pooled(torch.tensor(1.0))),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert world == 2
+
+
+def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    run_ranks(2, check_refusals)
+
+
+def test_settings_are_remembered_and_a_block_of_sync_collectives_ends() -> None:
+    assert comm_ops.get_gradient_division()
+    with pytest.raises(KeyError), comm_ops.torchrec_use_sync_collectives():
+        assert comm_ops.get_use_sync_collectives()
+        raise KeyError
+    assert not comm_ops.get_use_sync_collectives()
+
+
+def test_without_a_process_group_the_error_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        all_gather_base_pooled(torch.zeros(1))
+
+
+def test_tensors_of_several_devices_of_one_process_meet_on_one() -> None:
+    a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])
+    assert pooled_dist.EmbeddingsAllToOne("cpu", 2, 1)([a, b]).tolist() == [[1, 2, 3, 4]]
+    assert pooled_dist.EmbeddingsAllToOne("cpu", 2, 0)([a, b]).tolist() == [[1, 2], [3, 4]]
+    assert pooled_dist.EmbeddingsAllToOne("cpu", 2, 1)([a]) is a
+    assert pooled_dist.EmbeddingsAllToOneReduce(torch.device("cpu"), 2)([a, b]).tolist() == [[4, 6]]
+    both = pooled_dist.SeqEmbeddingsAllToOne("cpu", 2)
+    both.set_device("meta")
+    assert [one.device.type for one in both([a, b])] == ["meta", "meta"]
+    for module in (both, pooled_dist.EmbeddingsAllToOneReduce("cpu", 2)):
+        with pytest.raises(ValueError, match="2 tensors, one of each device, got 1"):
+            module([a])
+    with pytest.raises(ValueError, match="1 to 2 tensors"):
+        pooled_dist.EmbeddingsAllToOne("cpu", 2, 1)([])

@@ -1,0 +1,403 @@
+"""Keyed batches, bags and tensors between ranks, and rows of ids on their way back, beside one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch.testing import assert_close
+
+from shardwise import KeyedJaggedTensor
+from shardwise.jagged import JaggedTensor, kjt_is_equal
+from shardwise.sharding.comms.qcomms import CommType, QCommsConfig, get_qcomm_codecs
+from shardwise.sharding.torchrec.bucketize import bucketize_kjt_before_all2all
+from shardwise.sharding.torchrec.dist_data import (
+    JaggedTensorAllToAll,
+    KJTAllToAll,
+    KJTOneToAll,
+    SplitsAllToAllAwaitable,
+    TensorAllToAll,
+    TensorValuesAllToAll,
+    recat,
+)
+from shardwise.sharding.torchrec.pooled_dist import SequenceEmbeddingsAllToAll
+
+WORLDS = [1, 2, 4]
+ROWS = 23
+# a bag of a sample: ids and weights
+Bag = tuple[list[int], list[float]]
+
+
+def splits_of(world: int) -> list[int]:
+    """Rank 2 gets no key."""
+    return [(2, 1, 0, 3)[r % 4] for r in range(world)]
+
+
+def keys_of(world: int) -> list[str]:
+    return [f"f{i}" for i in range(sum(splits_of(world)))]
+
+
+def bags_of(rank: int, key: int, batch: int, seed: int = 0) -> list[Bag]:
+    generator = torch.Generator().manual_seed(1000 * seed + 31 * rank + key)
+    lengths = torch.randint(0, 4, (batch,), generator=generator).tolist()
+    return [
+        (
+            torch.randint(0, ROWS, (n,), generator=generator).tolist(),
+            torch.rand(n, generator=generator).tolist(),
+        )
+        for n in lengths
+    ]
+
+
+def batch_of(
+    keys: Sequence[str], bags: Sequence[Sequence[Bag]], weighted: bool, variable: bool, dtype: torch.dtype = torch.int64
+) -> KeyedJaggedTensor:
+    every = [bag for of_key in bags for bag in of_key]
+    return KeyedJaggedTensor(
+        list(keys),
+        torch.tensor([i for ids, _ in every for i in ids], dtype=dtype),
+        torch.tensor([w for _, weights in every for w in weights]) if weighted else None,
+        torch.tensor([len(ids) for ids, _ in every], dtype=torch.int32),
+        stride=None if variable else len(bags[0]) if bags else 0,
+        stride_per_key_per_rank=[[len(of_key)] for of_key in bags] if variable else None,
+    )
+
+
+def stride_of(kind: str, rank: int, key: int) -> int:
+    return {"even": 3, "uneven": (2, 0, 4, 1)[rank % 4], "variable": (rank + 2 * key) % 4, "empty": 0}[kind]
+
+
+def global_batch(kind: str, weighted: bool, world: int, mine: range, order: Sequence[int]) -> list[list[Bag]]:
+    """What rank `mine`'s keys have, of ranks in `order`."""
+    return [[bag for r in order for bag in bags_of(r, k, stride_of(kind, r, k))] for k in mine]
+
+
+def check_kjt(stagger: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pg = dist.group.WORLD
+    assert pg is not None
+    splits, keys = splits_of(world), keys_of(world)
+    begin = sum(splits[:rank])
+    mine = range(begin, begin + splits[rank])
+    exchange = KJTAllToAll(pg, splits, stagger)
+    in_row = world // stagger
+    order = [column + in_row * row for column in range(in_row) for row in range(stagger)]
+    for kind in ("even", "uneven", "variable", "empty"):
+        for weighted in (False, True):
+            for dtype in (torch.int64, torch.int32):
+                bags = [bags_of(rank, k, stride_of(kind, rank, k)) for k in range(len(keys))]
+                variable = kind == "variable"
+                came = exchange(batch_of(keys, bags, weighted, variable, dtype)).wait().wait()
+                wanted = batch_of(
+                    [keys[k] for k in mine], global_batch(kind, weighted, world, mine, order), weighted, variable, dtype
+                )
+                assert came.values().dtype == dtype
+                if len(mine):
+                    assert kjt_is_equal(came, wanted) or (variable and same_bags(came, wanted)), (kind, weighted)
+                else:
+                    assert came.keys() == []
+                    assert came.values().numel() == 0
+                if variable and world > 1 and len(mine):
+                    strides = [[stride_of(kind, r, k) for r in order] for k in mine]
+                    assert came.stride_per_key_per_rank() == strides
+
+
+def same_bags(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
+    """Equal but for which rank has how much of a key's batch."""
+    weights = a.weights_or_none(), b.weights_or_none()
+    return (
+        a.keys() == b.keys()
+        and a.stride_per_key() == b.stride_per_key()
+        and torch.equal(a.lengths(), b.lengths())
+        and torch.equal(a.values(), b.values())
+        and (weights[0] is None or torch.equal(weights[0], weights[1]))  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "stagger"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_each_rank_gets_its_keys_of_all_batches(world: int, stagger: int) -> None:
+    run_ranks(world, check_kjt, stagger)
+
+
+def check_disagreement(what: str) -> str:
+    rank = dist.get_rank()
+    pg = dist.group.WORLD
+    assert pg is not None
+    bags = [bags_of(rank, k, 2) for k in range(3)]
+    keys = ["a", "b", "x" if what == "keys" and rank == 1 else "c"]
+    weighted, variable = what == "weights" and rank == 1, what == "batches" and rank == 1
+    dtype = torch.int32 if what == "dtype" and rank == 1 else torch.int64
+    splits = [1, 2] if what == "splits" and rank == 1 else [2, 1]
+    told = KJTAllToAll(pg, splits)(batch_of(keys, bags, weighted, variable, dtype))
+    with pytest.raises(RuntimeError) as raised:
+        told.wait()
+    return str(raised.value)
+
+
+def check_disagreements() -> list[str]:
+    return [check_disagreement(what) for what in ("keys", "weights", "batches", "dtype", "splits")]
+
+
+@pytest.mark.ranks
+def test_ranks_with_other_batches_are_told_so_before_tensors_travel() -> None:
+    """With weights on one rank alone sizes of the exchange do not match: it hung, or gave another rank's numbers."""
+    first, second = run_ranks(2, check_disagreements)
+    assert all("ranks [1] call another collective" in text for text in first)
+    assert all("ranks [0] call another collective" in text for text in second)
+
+
+def check_pieces() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pg = dist.group.WORLD
+    assert pg is not None
+    # splits, of several tensors at once
+    a, b = (torch.tensor([f * 100 + 10 * rank + r for r in range(world)]) for f in (1, 2))
+    wanted = [[f * 100 + 10 * r + rank for r in range(world)] for f in (1, 2)]
+    assert SplitsAllToAllAwaitable([a, b], pg).wait() == wanted
+    assert SplitsAllToAllAwaitable([a, b], pg, 7, ("this",)).wait() == wanted
+    if world > 1:
+        with pytest.raises(RuntimeError, match=r"ranks \[.*\('this',\)"):
+            SplitsAllToAllAwaitable([a], pg, rank, ("this",)).wait()
+    for tensors, words in (([], "no splits"), ([torch.zeros(world + 1)], "a number for each of")):
+        with pytest.raises(ValueError, match=words):
+            SplitsAllToAllAwaitable(tensors, pg)
+
+    # rows of tensors
+    counts = [[(s + 2 * t) % 3 for t in range(world)] for s in range(world)]
+    for shape in ((), (3,), (2, 2)):
+        for dtype in (torch.int64, torch.float32, torch.uint8):
+            rows = [
+                [torch.full((counts[s][t], *shape), 10 * s + t, dtype=dtype) for t in range(world)]
+                for s in range(world)
+            ]
+            send, receive = torch.tensor(counts[rank]), torch.tensor([counts[s][rank] for s in range(world)])
+            wanted_rows = torch.cat([rows[s][rank] for s in range(world)])
+            mine = torch.cat(rows[rank])
+            assert torch.equal(TensorAllToAll(pg)(mine, send).wait().wait(), wanted_rows)
+            assert torch.equal(TensorAllToAll(pg)(mine, send.int()).wait().wait(), wanted_rows)
+            assert torch.equal(TensorValuesAllToAll(pg)(mine, send, receive).wait(), wanted_rows)
+    with pytest.raises(ValueError, match="do not add up"):
+        TensorValuesAllToAll(pg)(torch.zeros(1000), send, receive)
+    with pytest.raises(ValueError, match="splits must have one entry"):
+        TensorAllToAll(pg)(torch.zeros(1), torch.ones(world + 1, dtype=torch.int64))
+
+    # bags
+    for weighted in (False, True):
+
+        def bags(source: int, target: int) -> list[Bag]:
+            return bags_of(source, target, counts[source][target])
+
+        def joined(every: list[Bag], weighted: bool = weighted) -> JaggedTensor:
+            return JaggedTensor(
+                torch.tensor([i for ids, _ in every for i in ids], dtype=torch.int64),
+                torch.tensor([w for _, weights in every for w in weights]) if weighted else None,
+                torch.tensor([len(ids) for ids, _ in every], dtype=torch.int64),
+            )
+
+        jt = joined([bag for t in range(world) for bag in bags(rank, t)])
+        came = JaggedTensorAllToAll(jt, send, receive, pg).wait()
+        expected = joined([bag for s in range(world) for bag in bags(s, rank)])
+        assert torch.equal(came.values(), expected.values())
+        assert torch.equal(came.lengths(), expected.lengths())
+        assert not weighted or torch.equal(came.weights(), expected.weights())
+    with pytest.raises(ValueError, match="do not add up to"):
+        JaggedTensorAllToAll(jt, send + 1, receive, pg)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", WORLDS)
+def test_splits_rows_and_bags_arrive_rank_after_rank(world: int) -> None:
+    run_ranks(world, check_pieces)
+
+
+def check_freed() -> None:
+    rank = dist.get_rank()
+    pg = dist.group.WORLD
+    assert pg is not None
+    batch = batch_of(["a", "b"], [bags_of(rank, k, 5) for k in range(2)], weighted=True, variable=False)
+    sizes = batch.values().numel() * (8 + 4) + batch.lengths().numel() * 4
+    tensors = KJTAllToAll(pg, [1, 1])(batch).wait()
+    assert tensors.clear_inputs() == sizes
+    assert batch.values().untyped_storage().nbytes() == 0
+    wanted = batch_of(["ab"[rank]], global_batch("five", True, 2, range(0), []) or [five(rank)], True, False)
+    assert kjt_is_equal(tensors.wait(), wanted)
+
+
+def five(key: int) -> list[Bag]:
+    return [bag for r in range(2) for bag in bags_of(r, key, 5)]
+
+
+@pytest.mark.ranks
+def test_clear_inputs_frees_what_was_sent_and_the_result_stays() -> None:
+    run_ranks(2, check_freed)
+
+
+def check_row_wise(kind: str, weighted: bool) -> None:
+    """Ids to the ranks that hold their rows, rows back: every id gets its row, and every row its gradient."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pg = dist.group.WORLD
+    assert pg is not None
+    keys = ["a", "b"]
+    tables = [torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    block = -(-ROWS // world)
+    strides = [[stride_of(kind, r, k) for k in range(2)] for r in range(world)]
+    batch = batch_of(keys, [bags_of(rank, k, strides[rank][k]) for k in range(2)], weighted, kind == "variable")
+    divided, permute = bucketize_kjt_before_all2all(batch, world, torch.tensor([block, block]), output_permute=True)
+    assert permute is not None
+    tensors = KJTAllToAll(pg, [2] * world)(divided).wait()
+    sent = divided.dist_splits([2] * world)[1]
+    here = tensors.wait()
+    mine = [table[rank * block : (rank + 1) * block].clone().requires_grad_() for table in tables]
+    ids = torch.split(here.values(), here.length_per_key())
+    rows = torch.cat([weight[i] for weight, i in zip(mine, ids, strict=True)])
+    got = TensorAllToAll(pg)(torch.zeros(0), torch.zeros(world, dtype=torch.int64)).wait()
+    assert got.wait().numel() == 0
+    received = SplitsAllToAllAwaitable([torch.tensor(sent)], pg).wait()[0]
+    stride_per_rank = [one[0] for one in strides]
+    variable = kind == "variable"
+    order = None
+    if variable and world > 1:
+        # segments of bags: batches of keys and ranks differ
+        order = bags_order(strides, world)
+    back = SequenceEmbeddingsAllToAll(pg, [2] * world)(
+        rows, here.lengths(), sent, received, permute, [0, *range(1, world)] if order is not None else stride_per_rank,
+        order,
+    ).wait()  # fmt: skip
+    every = [i for k in range(2) for ids_, _ in bags_of(rank, k, strides[rank][k]) for i in ids_]
+    of_key = [k for k in range(2) for ids_, _ in bags_of(rank, k, strides[rank][k]) for _ in ids_]
+    wanted = torch.stack([tables[k][i] for k, i in zip(of_key, every, strict=True)]) if every else torch.zeros(0, 3)
+    assert torch.equal(back, wanted)
+    assert kind == "empty" or back.requires_grad
+    (back * (rank + 1)).sum().backward()
+    for k in range(2):
+        counts = torch.zeros(ROWS)
+        for r in range(world):
+            for ids_, _ in bags_of(r, k, strides[r][k]):
+                counts.index_add_(0, torch.tensor(ids_, dtype=torch.int64), torch.full((len(ids_),), r + 1.0))
+        grad = mine[k].grad
+        assert grad is not None
+        assert_close(grad, (counts / world)[rank * block : (rank + 1) * block, None].expand(-1, 3))
+
+
+def bags_order(strides: list[list[int]], world: int) -> Tensor:
+    """(rank, key) bags, key after key."""
+    begins, at = {}, 0
+    for r in range(world):
+        for k in range(2):
+            begins[r, k] = at
+            at += strides[r][k]
+    order = [begins[r, k] + b for k in range(2) for r in range(world) for b in range(strides[r][k])]
+    return torch.tensor(order, dtype=torch.int32)
+
+
+def check_row_wise_kinds() -> None:
+    for kind in ("even", "uneven", "variable", "empty"):
+        for weighted in (False, True):
+            check_row_wise(kind, weighted)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", WORLDS)
+def test_ids_go_to_the_ranks_of_their_rows_and_rows_come_back_in_the_order_of_the_ids(world: int) -> None:
+    run_ranks(world, check_row_wise_kinds)
+
+
+def check_compressed_rows() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pg = dist.group.WORLD
+    assert pg is not None
+    module = SequenceEmbeddingsAllToAll(pg, [1] * world, codecs=get_qcomm_codecs(QCommsConfig(CommType.FP16)))
+    assert not module.state_dict()
+    rows = torch.rand(2 * world, 3) + rank
+    came = module(rows, torch.ones(2 * world, dtype=torch.int32), [2] * world, [2] * world).wait()
+    assert came.shape == (2 * world, 3)
+    assert torch.equal(came, came.half().float())
+
+
+@pytest.mark.ranks
+def test_rows_travel_compressed() -> None:
+    run_ranks(2, check_compressed_rows)
+
+
+def test_a_batch_is_divided_as_its_arguments_say() -> None:
+    batch = KeyedJaggedTensor(
+        ["a", "b"], torch.tensor([0, 5, 9, 3, 4]), torch.tensor([1.0, 2, 3, 4, 5]), torch.tensor([2, 1, 0, 2])
+    )
+    divided, permute = bucketize_kjt_before_all2all(batch, 2, torch.tensor([5, 4]))
+    assert permute is None
+    assert divided.keys() == ["a", "b", "a", "b"]
+    assert divided.stride() == 2
+    assert divided.lengths().tolist() == [1, 0, 0, 1, 1, 1, 0, 1]
+    assert divided.values().tolist() == [0, 3, 0, 4, 0]
+    assert divided.weights().tolist() == [1, 4, 2, 3, 5]
+    divided, permute = bucketize_kjt_before_all2all(
+        batch, 2, torch.tensor([5, 4]), output_permute=True, bucketize_pos=True, keep_original_indices=True
+    )
+    assert permute is not None
+    assert divided.values().tolist() == [0, 3, 5, 9, 4]
+    assert divided.values()[permute].tolist() == batch.values().tolist()
+    assert divided.weights().tolist() == [0, 0, 1, 0, 1]
+    uneven = [torch.tensor([0, 1, 10]), torch.tensor([0, 4, 8])]
+    divided, _ = bucketize_kjt_before_all2all(batch, 2, torch.tensor([5, 4]), block_bucketize_row_pos=uneven)
+    assert divided.values().tolist() == [0, 3, 4, 8, 0]
+    divided, _ = bucketize_kjt_before_all2all(batch, 2, torch.tensor([3, 3]), total_num_blocks=torch.tensor([4, 4]))
+    assert divided.values().tolist() == [0, 5, 3, 4, 3]
+    with pytest.raises(ValueError, match="each of 2 keys, got 1"):
+        bucketize_kjt_before_all2all(batch, 2, torch.tensor([5]))
+
+
+def test_padding_of_a_batch_with_a_capacity_is_in_no_bucket() -> None:
+    """Its ids came last, past the lengths, which no batch may have that has no capacity."""
+    batch = KeyedJaggedTensor(["a"], torch.tensor([7, 1, 99, 99]), lengths=torch.tensor([1, 1]), capacity=4)
+    divided, _ = bucketize_kjt_before_all2all(batch, 2, torch.tensor([5]))
+    assert divided.values().tolist() == [1, 2]
+
+
+def test_a_batch_is_cut_for_the_devices_of_one_process() -> None:
+    batch = batch_of(["a", "b", "c"], [bags_of(0, k, 2) for k in range(3)], weighted=True, variable=False)
+    parts = KJTOneToAll([1, 2], 2, torch.device("cpu"))(batch)
+    assert [part.keys() for part in parts] == [["a"], ["b", "c"]]
+    assert kjt_is_equal(KeyedJaggedTensor.concat(parts), batch)
+    assert [part.device().type for part in KJTOneToAll([1, 2], 2)(batch)] == ["cpu", "cpu"]
+    with pytest.raises(ValueError, match="each of 3 devices"):
+        KJTOneToAll([1, 2], 3)
+    with pytest.raises(ValueError, match="GPUs here"):
+        KJTOneToAll([1] * 99, 99, "cuda")
+
+
+def test_recat_is_key_after_key_in_the_order_of_the_ranks() -> None:
+    for keys, ranks, stagger, wanted in (
+        (2, 4, 1, [0, 2, 4, 6, 1, 3, 5, 7]),
+        (2, 4, 2, [0, 4, 2, 6, 1, 5, 3, 7]),
+        (1, 2, 1, [0, 1]),
+    ):
+        found = recat(keys, ranks, stagger)
+        assert found is not None
+        assert found.tolist() == wanted
+    assert recat(0, 4) is None
+    bags = recat(2, 2, stride_per_rank=[1, 2])
+    assert bags is not None
+    assert bags.tolist() == [0, 2, 3, 1, 4, 5]
+
+
+def check_refusals() -> None:
+    pg = dist.group.WORLD
+    assert pg is not None
+    for words, make in (
+        ("one entry for each of 1 ranks", lambda: KJTAllToAll(pg, [1, 1])),
+        ("stagger must divide the 1 ranks, got 2", lambda: KJTAllToAll(pg, [1], 2)),
+        ("of 2 keys, the batch has", lambda: KJTAllToAll(pg, [2])(batch_of(["a"], [[([1], [1.0])]], False, False))),
+        ("features_per_rank", lambda: SequenceEmbeddingsAllToAll(pg, [1, 1])),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+
+
+@pytest.mark.ranks
+def test_wrong_splits_are_refused() -> None:
+    run_ranks(1, check_refusals)

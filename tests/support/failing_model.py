@@ -1,0 +1,146 @@
+"""A small sharded model that fails on one rank, at a place of its step and in a way that a test chooses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from lone_ranks import kill_me, stop_me
+from torch import Tensor, nn
+
+from shardwise import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    apply_optimizer_in_backward,
+)
+from shardwise.sharding import construct_module_sharding_plan, row_wise
+from shardwise.sharding.engine.owner import Owner
+from shardwise.sharding.plan.plan import ShardingPlan
+
+ROWS, DIM = 12, 4
+
+
+def raise_error() -> None:
+    """What a program does wrong."""
+    raise ZeroDivisionError("the loader's seventh batch")
+
+
+def run_out() -> None:
+    """What an allocator says."""
+    raise torch.OutOfMemoryError("tried to allocate 40.00 GiB")
+
+
+def interrupt() -> None:
+    """Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+    # the handler runs at a bytecode from here on
+    for _ in range(1000):
+        pass
+
+
+def sleep() -> None:
+    """A long evaluation on one rank."""
+    time.sleep(15)
+
+
+ACTIONS: dict[str, Callable[[], None]] = {
+    "raise": raise_error, "sleep": sleep, "memory": run_out, "interrupt": interrupt, "kill": kill_me, "stop": stop_me,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What rank `rank` does at a `place` of its third step: one of ACTIONS."""
+
+    place: str
+    action: str
+    rank: int = 1
+
+    def come(self, place: str, step: int) -> None:
+        """The fault, if this is where it happens."""
+        if (place, step, dist.get_rank()) == (self.place, 2, self.rank):
+            ACTIONS[self.action]()
+
+
+class Model(nn.Module):
+    """Tables between two dense layers, so that dense gradients are averaged before and after the tables' exchange."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.tables = EmbeddingBagCollection(
+            [EmbeddingBagConfig(ROWS, DIM, name, feature_names=[name]) for name in ("user", "item")]
+        )
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(2 * DIM, 1)
+        self.fault, self.step = fault, 0
+
+    def come(self, place: str) -> None:
+        """The fault, if this is where it happens."""
+        self.fault.come(place, self.step)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        before = self.first(torch.ones(1, DIM))
+        before.register_hook(lambda grad: self.come("before the last all-reduce"))
+        self.come("input exchange")
+        pooled = self.tables(features).values()
+        self.come("forward")
+        pooled.register_hook(lambda grad: self.come("backward"))
+        return self.last(pooled).sum() + before.sum()  # type: ignore[no-any-return]
+
+
+def features_of(step: int, rank: int) -> KeyedJaggedTensor:
+    """Three ids for each of two features."""
+    ids = [(7 * step + 5 * rank + n) % ROWS for n in range(6)]
+    return KeyedJaggedTensor(["user", "item"], torch.tensor(ids), lengths=torch.tensor([1, 2, 3, 0]))
+
+
+def build(fault: Fault, *, timeout_s: float | None = 60) -> DistributedModelParallel:
+    """The model, its tables cut by rows over all ranks."""
+    torch.manual_seed(0)
+    model = Model(fault)
+    apply_optimizer_in_backward(torch.optim.SGD, model.tables.parameters(), {"lr": 0.1})
+    tables = construct_module_sharding_plan(
+        model.tables, {"user": row_wise(), "item": row_wise()}, world_size=dist.get_world_size(),
+        local_size=dist.get_world_size(),
+    )  # fmt: skip
+    return DistributedModelParallel(model, plan=ShardingPlan({"tables": tables}), timeout_s=timeout_s)
+
+
+def train(
+    fault: Fault,
+    *,
+    timeout_s: float | None = 60,
+    watched: bool = True,
+    steps: int = 4,
+    model: DistributedModelParallel | None = None,
+) -> None:
+    """Train a model some steps, in the third of which the fault comes."""
+    model = model or build(fault, timeout_s=timeout_s)
+    inner = model.module
+    assert isinstance(inner, Model)
+    optimizer = torch.optim.SGD([*inner.first.parameters(), *inner.last.parameters()], lr=0.1)
+    look_up: Any = Owner.look_up
+
+    def looked_up(owner: Owner, *args: Any) -> None:
+        inner.come("look up")
+        look_up(owner, *args)
+
+    with patch.object(Owner, "look_up", looked_up):
+        for step in range(steps):
+            inner.step = step
+            with model.watched() if watched else nullcontext():
+                optimizer.zero_grad()
+                loss = model(features_of(step, dist.get_rank()))
+                inner.come("loss")
+                loss.backward()
+                inner.come("optimizer")
+                optimizer.step()

@@ -1,0 +1,106 @@
+"""Batches as dicts of lists, and what the collections must make of them by `F.embedding_bag` on one table at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from shardwise import KeyedJaggedTensor, PoolingType
+from shardwise.embeddings.collections.collection import TableCollection
+
+Bags = Mapping[str, Sequence[Sequence[int]]]
+
+
+def kjt(
+    bags: Bags,
+    *,
+    weights: Tensor | None = None,
+    dtype: torch.dtype = torch.int64,
+    device: torch.device | str = "cpu",
+) -> KeyedJaggedTensor:
+    """The batch in the order of the dict; `weights` one per id in that order."""
+    flat = [i for feature in bags.values() for bag in feature for i in bag]
+    lengths = [len(bag) for feature in bags.values() for bag in feature]
+    return KeyedJaggedTensor(
+        list(bags),
+        torch.tensor(flat, dtype=dtype, device=device),
+        weights,
+        lengths=torch.tensor(lengths, dtype=torch.int64, device=device),
+    )
+
+
+def draw(rows: Mapping[str, int], samples: int, *, longest: int = 4, seed: int = 0) -> dict[str, list[list[int]]]:
+    """Random bags of 0 to `longest` ids for features over tables of so many rows."""
+    generator = torch.Generator().manual_seed(seed)
+    bags: dict[str, list[list[int]]] = {}
+    for feature, count in rows.items():
+        lengths = torch.randint(0, longest + 1, (samples,), generator=generator).tolist()
+        bags[feature] = [torch.randint(0, count, (n,), generator=generator).tolist() for n in lengths]
+    return bags
+
+
+def split_weights(bags: Bags, weights: Tensor) -> dict[str, Tensor]:
+    """Each feature's part of per-id weights that follow the order of the dict."""
+    counts = [sum(len(bag) for bag in feature) for feature in bags.values()]
+    return dict(zip(bags, torch.split(weights, counts), strict=True))
+
+
+def pooled(configs: Sequence[Any], tables: Mapping[str, Tensor], bags: Bags, weights: Tensor | None = None) -> Tensor:
+    """[B, sum of dims] in fp32, differentiable in the tables and the weights."""
+    parts = None if weights is None else split_weights(bags, weights)
+    columns = []
+    for config in configs:
+        for feature in config.feature_names:
+            part = None if parts is None else parts[feature]
+            columns.append(pooled_feature(tables[config.name], bags[feature], config.pooling, part))
+    return torch.cat(columns, dim=1)
+
+
+def pooled_feature(
+    table: Tensor, bags: Sequence[Sequence[int]], pooling: PoolingType, weights: Tensor | None
+) -> Tensor:
+    ids = torch.tensor([i for bag in bags for i in bag], dtype=torch.int64, device=table.device)
+    lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int64, device=table.device)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    mode = "mean" if pooling is PoolingType.MEAN and weights is None else "sum"
+    out = nnf.embedding_bag(
+        ids, table.float(), offsets, mode=mode, include_last_offset=True,
+        per_sample_weights=None if weights is None else weights.float(),
+    )  # fmt: skip
+    if pooling is PoolingType.MEAN and weights is not None:
+        # embedding_bag knows no weighted mean: the weighted sum over the number of ids
+        out = out / lengths.clamp(min=1)[:, None]
+    return out
+
+
+def tables_of(collection: nn.Module) -> dict[str, Tensor]:
+    """Detached copies of a collection's tables by name."""
+    assert isinstance(collection, TableCollection)
+    tables = collection.get_submodule(collection._children_name)
+    return {name.removesuffix(".weight"): value.clone() for name, value in tables.state_dict().items()}
+
+
+def weight(collection: nn.Module, table: str) -> nn.Parameter:
+    """The parameter of a table."""
+    assert isinstance(collection, TableCollection)
+    return collection.get_parameter(f"{collection._children_name}.{table}.weight")
+
+
+def gradient(collection: nn.Module, table: str) -> Tensor:
+    """The gradient that a table got."""
+    return gradient_of(weight(collection, table))
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """The gradient that a tensor got."""
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def upstream(*shape: int, seed: int = 1) -> Tensor:
+    """A fixed gradient."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,120 @@
+"""Ranks that may fail one by one, for tests of failures: each is a process of its own and says what became of it.
+
+`lone_ranks(4, worker, arg)` calls `worker(arg)` on four gloo ranks, each in a process that ends afterwards, and returns
+what each said: a value, an exception, or nothing where it was killed. Nobody is ended because another failed; what
+still runs after `deadline` seconds has said `hung` and is killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "triton", "shardwise.sharding.dmp.dmp"])
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank said: `value`, or the `error` (its type's name) with its `text` and the `ranks` that it names."""
+
+    value: Any = None
+    error: str = ""
+    text: str = ""
+    ranks: tuple[int, ...] = ()
+    hung: bool = False
+
+    @property
+    def killed(self) -> bool:
+        """Whether its process ended before it could say anything."""
+        return self.error == "killed"
+
+
+def lone_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    store: str = "file",
+    stopped: int | None = None,
+    deadline: float = 60.0,
+) -> list[Said]:
+    """What each rank said, in rank order.
+
+    The ranks meet in a "file", or a "tcp" store that rank 0 keeps. Rank `stopped` is not waited for.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meet = f"tcp://127.0.0.1:{port}" if store == "tcp" else f"file://{_fresh_file()}"
+    processes, answers = [], []
+    for rank in range(world_size):
+        ours, theirs = _context.Pipe(duplex=False)
+        processes.append(_context.Process(target=_be, args=(theirs, rank, world_size, meet, sys.path, fn, args)))
+        processes[-1].start()
+        theirs.close()
+        answers.append(ours)
+    end = time.monotonic() + deadline
+    found = []
+    for rank, answer in enumerate(answers):
+        try:
+            wait = 0.0 if rank == stopped else max(0.0, end - time.monotonic())
+            found.append(pickle.loads(answer.recv_bytes()) if answer.poll(wait) else Said(hung=True))
+        except EOFError:
+            found.append(Said(error="killed"))
+    for process, said in zip(processes, found, strict=True):
+        # one that is stopped does not end by itself
+        process.join(0.0 if said.hung else 10.0)
+        process.kill()
+        process.join()
+    return found
+
+
+def kill_me() -> None:
+    """End this process as the kernel does when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_me() -> None:
+    """Stop this process, as a debugger or a lost machine does: it lives, and answers nobody."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _fresh_file() -> str:
+    handle, path = tempfile.mkstemp(prefix="lone_ranks")
+    os.close(handle)
+    os.unlink(path)
+    return path
+
+
+def _be(
+    conn: Connection, rank: int, world_size: int, meet: str, path: list[str], fn: Callable[..., Any], args: Any
+) -> None:
+    sys.path[:] = path
+    # tests that run in the background begin with Ctrl-C ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    try:
+        said = Said(value=fn(*args))
+    except BaseException as error:
+        said = Said(error=type(error).__name__, text=str(error), ranks=getattr(error, "ranks", ()))
+    # tensors by value: this process will be gone
+    conn.send_bytes(pickle.dumps(said))
+    conn.close()

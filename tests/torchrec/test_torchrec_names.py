@@ -1,0 +1,239 @@
+"""TorchRec's import paths lead to our classes; what we lack is said by name."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise import torchrec as names
+from shardwise.migration.hints import HINTS, advice
+
+# a type of callables is not a class
+GenericAlias = type(Callable[[int], int])
+ENTRIES = [(path, name) for path, table in names.TABLE.items() for name in table]
+# TorchRec's own list of names, where a checkout has it beside it
+REFERENCE = Path(__file__).parents[3] / "shared" / "reference"
+# exported by upstream's __init__ files, which define nothing themselves
+EXPORTED = {
+    "torchrec", "torchrec.distributed", "torchrec.distributed.planner", "torchrec.distributed.train_pipeline",
+    "torchrec.fx", "torchrec.optim", "torchrec.quant",
+    # and by modules that import them
+    "torchrec.distributed.sharding_plan", "torchrec.distributed.train_pipeline.utils",
+}  # fmt: skip
+# imported there under another name
+RENAMED = {"torchrec.distributed.quant_embeddingbag.QuantFeatureProcessedEmbeddingBagCollection"}
+# private there, and called by TorchRec's own notebook
+PRIVATE = {"torchrec.distributed.shard._shard_modules"}
+
+
+@pytest.mark.parametrize(("path", "name"), ENTRIES, ids=[f"{path}.{name}" for path, name in ENTRIES])
+def test_the_entry_leads_to_our_name(path: str, name: str) -> None:
+    module = import_module(path.replace("torchrec", "shardwise.torchrec", 1))
+    value = getattr(module, name)
+    if not callable(value) or isinstance(value, GenericAlias):
+        # a constant does not know where it is from: that of a logger is its name
+        assert isinstance(value, int | float | str | dict | list | logging.Logger | torch.dtype | GenericAlias)
+        return
+    # torch's own optimizers are what the backward of a table takes, and its sharded tensors what a state dict has
+    assert value.__module__.startswith(("shardwise.", "torch.optim.", "torch.distributed._shard.")), f"{value!r}"
+    assert value.__name__ == name or name in dir(module)
+
+
+@pytest.mark.skipif(not (REFERENCE / "torchrec_names.md").is_file(), reason="the list of TorchRec's names is not here")
+def test_every_entry_is_a_name_of_torchrec() -> None:
+    known: dict[str, set[str]] = {}
+    for line in (REFERENCE / "torchrec_names.md").read_text().splitlines():
+        if found := re.match(r"- `(torchrec[\w.]*)`: (.*)", line):
+            known.setdefault(found[1], set()).update(re.findall(r"(\w+) \(\d\)", found[2]))
+    path = ""
+    for line in (REFERENCE / "torchrec_signatures.txt").read_text().splitlines():
+        if found := re.match(r"## \./(.*)\.py$", line):
+            path = "torchrec." + found[1].replace("/", ".")
+        elif found := re.match(r"(?:class|def) (\w+)", line):
+            known.setdefault(path, set()).add(found[1])
+    everything = set().union(*known.values())
+    features = (REFERENCE / "torchrec_features.md").read_text()
+    unknown = []
+    for path, name in ENTRIES:
+        # an __init__, or a module that imports the name: listed under `.planner.types.{..., name}` and the like
+        elsewhere = path in EXPORTED or f".{path.split('.', 2)[-1]}.{{" in features or path == "torchrec.types"
+        # of constants there is no list
+        listed = name in known.get(path, set()) or (name.isupper() and path in known)
+        if not listed and not (elsewhere and name in everything):
+            unknown.append(f"{path}.{name}")
+    assert set(unknown) == RENAMED | PRIVATE
+
+
+def test_constants_of_datasets_have_upstreams_values() -> None:
+    """The first line of most programs that train on Criteo: `torchrec.datasets.criteo` was no module."""
+    from shardwise.data import criteo as reader
+
+    criteo, movielens = (import_module(f"shardwise.torchrec.datasets.{name}") for name in ("criteo", "movielens"))
+    assert (criteo.INT_FEATURE_COUNT, criteo.CAT_FEATURE_COUNT, criteo.FREQUENCY_THRESHOLD) == (13, 26, 3)
+    assert (criteo.DAYS, criteo.TOTAL_TRAINING_SAMPLES, criteo.DEFAULT_LABEL_NAME) == (24, 4195197692, "label")
+    integers, categories = [f"int_{n}" for n in range(13)], [f"cat_{n}" for n in range(26)]
+    assert integers == criteo.DEFAULT_INT_NAMES and categories == criteo.DEFAULT_CAT_NAMES
+    assert ["label", *integers, *categories] == criteo.DEFAULT_COLUMN_NAMES
+    # and they are those of the batches that our reader makes
+    assert (*integers,) == reader.Criteo.dense_names and (*categories,) == reader.CATEGORY_NAMES
+    assert (movielens.RATINGS_FILENAME, movielens.MOVIES_FILENAME) == ("ratings.csv", "movies.csv")
+    assert movielens.DEFAULT_RATINGS_COLUMN_NAMES == ["userId", "movieId", "rating", "timestamp"]
+    assert movielens.DEFAULT_MOVIES_COLUMN_NAMES == ["movieId", "title", "genres"]
+    assert movielens.DEFAULT_COLUMN_NAMES == ["userId", "movieId", "rating", "timestamp", "title", "genres"]
+    # what reads files has other names here, and the error says which
+    for module, ours in (("criteo", "shardwise.data.Criteo"), ("movielens", "shardwise.data.MovieLens")):
+        with pytest.raises(AttributeError, match=f"{module}.mystery; {ours} reads its files"):
+            getattr(import_module(f"shardwise.torchrec.datasets.{module}"), "mystery")  # noqa: B009
+
+
+def in_a_fresh_process(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_install_serves_torchrec_itself() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec
+shardwise.torchrec.install()
+shardwise.torchrec.install()
+import torchrec
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+import torchrec.optim as trec_optim
+from shardwise.jagged import KeyedJaggedTensor as ours
+assert torchrec.KeyedJaggedTensor is KeyedJaggedTensor is ours
+assert trec_optim is torchrec.optim
+assert "KeyedJaggedTensor" in dir(torchrec) and "optim" in dir(torchrec)
+""")
+
+
+def test_a_bare_import_reaches_the_model_parallel_class_by_attribute() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec
+shardwise.torchrec.install()
+import torchrec
+from torchrec.distributed.model_parallel import DistributedModelParallel
+assert torchrec.distributed.DistributedModelParallel is DistributedModelParallel
+""")
+
+
+def test_a_name_that_is_a_function_and_a_module_stays_the_function() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec
+shardwise.torchrec.install()
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+import torchrec
+assert torchrec.optim.apply_optimizer_in_backward is apply_optimizer_in_backward
+""")
+
+
+def test_install_refuses_to_mix_with_the_real_torchrec() -> None:
+    in_a_fresh_process("""
+import sys, types
+sys.modules["torchrec"] = types.ModuleType("torchrec")
+import shardwise.torchrec
+try:
+    shardwise.torchrec.install()
+except ImportError as error:
+    assert "already imported" in str(error)
+else:
+    raise SystemExit("install() replaced the real torchrec")
+""")
+
+
+def test_without_install_torchrec_is_left_alone() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec, importlib.util, sys
+assert "torchrec" not in sys.modules
+spec = importlib.util.find_spec("torchrec")
+assert spec is None or "shardwise" not in str(spec.origin)
+""")
+
+
+@pytest.mark.parametrize(
+    ("statement", "missing"),
+    [
+        ("from shardwise.torchrec.modules.mlp import Mystery", "torchrec.modules.mlp.Mystery"),
+        ("from shardwise.torchrec import Mystery", "torchrec.Mystery"),
+        ("import shardwise.torchrec.mystery.module", "torchrec.mystery"),
+        ("import shardwise.torchrec; shardwise.torchrec.optim.Mystery", "torchrec.optim.Mystery"),
+    ],
+)
+def test_a_name_we_lack_is_said_by_name(statement: str, missing: str) -> None:
+    with pytest.raises((ImportError, AttributeError), match=f"no counterpart of {re.escape(missing)}($|;)"):
+        exec(statement, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("torchrec.optim.RowWiseAdaGrad", "nearest: torchrec.optim.RowWiseAdagrad"),
+        ("torchrec.modules.EmbeddingBagCollection", "torchrec.modules.embedding_modules.EmbeddingBagCollection"),
+        ("torchrec.distributed.embeding", "nearest: torchrec.distributed.embedding"),
+        ("torchrec.metrics.auc.AUCMetric", "torchmetrics has most of them"),
+        ("torchrec.distributed.batched_embedding_kernel", "host memory, caches and SSD are not served"),
+        ("fbgemm_gpu.split_table_batched_embeddings_ops_training.SplitTableBatchedEmbeddingBagsCodegen", "are modules"),
+    ],
+)
+def test_a_name_we_lack_is_said_with_its_reason_and_what_is_near(name: str, near: str) -> None:
+    assert advice(name).startswith(f"shardwise has no counterpart of {name}; ")
+    assert near in advice(name)
+
+
+def test_a_hint_is_about_something_that_we_lack() -> None:
+    # a module of which we have a part may have one for the rest
+    for name in HINTS:
+        module, _, last = name.rpartition(".")
+        assert last not in names.TABLE.get(module, {}), f"{name} is there"
+
+
+def test_install_refuses_a_submodule_of_the_real_torchrec() -> None:
+    in_a_fresh_process("""
+import sys, types
+sys.modules["torchrec.sparse"] = types.ModuleType("torchrec.sparse")
+import shardwise.torchrec
+try:
+    shardwise.torchrec.install()
+except ImportError as error:
+    assert "already imported (torchrec.sparse)" in str(error), error
+else:
+    raise SystemExit("install() mixed with the real torchrec")
+""")
+
+
+def test_uninstall_gives_the_name_back() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec, sys
+shardwise.torchrec.install()
+from torchrec.sparse.jagged_tensor import JaggedTensor
+shardwise.torchrec.uninstall()
+assert not [name for name in sys.modules if name.split(".")[0] == "torchrec"]
+from shardwise.torchrec.sparse.jagged_tensor import JaggedTensor as still
+assert still is JaggedTensor
+""")
+
+
+def test_attributes_that_scripts_expect_of_a_bare_import() -> None:
+    in_a_fresh_process("""
+import shardwise.torchrec
+shardwise.torchrec.install()
+import torchrec
+for path in ("distributed.DistributedModelParallel", "optim.RowWiseAdagrad", "modules.embedding_modules",
+             "sparse.jagged_tensor.KeyedJaggedTensor", "quant.EmbeddingBagCollection", "PoolingType.SUM",
+             "distributed.planner.EmbeddingShardingPlanner", "inference.modules.quantize_inference_model"):
+    value = torchrec
+    for part in path.split("."):
+        value = getattr(value, part)
+assert torchrec.__version__.startswith("1.8.0+shardwise.")
+space = {}
+exec("from torchrec.optim import *", space)
+assert space["RowWiseAdagrad"] is torchrec.optim.RowWiseAdagrad
+""")

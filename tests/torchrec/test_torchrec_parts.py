@@ -1,0 +1,345 @@
+"""Small names of TorchRec's, each used for what it is there for."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed._shard.sharding_spec import ShardMetadata
+
+from shardwise import (
+    DataType,
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    FusedEmbeddingBagCollection,
+    KeyedJaggedTensor,
+    PoolingType,
+    RowWiseAdagrad,
+    ShardingPlan,
+    construct_module_sharding_plan,
+    fuse_embedding_optimizer,
+)
+from shardwise.embeddings.config import EmbeddingTableConfig
+from shardwise.embeddings.optim.fbgemm_types import (
+    EmbeddingLocation,
+    EmbOptimType,
+    MultiPassPrefetchConfig,
+    PoolingMode,
+    SparseType,
+    data_type_to_sparse_type,
+    pooling_type_to_pooling_mode,
+    pooling_type_to_str,
+)
+from shardwise.embeddings.tables.table_bytes import weights_bytes_in_emb_kernel
+from shardwise.embeddings.tables.table_slice import TableBatchedEmbeddingSlice
+from shardwise.inference.quantize import quantize_inference_model
+from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator
+from shardwise.planner.torchrec.estimators import EmbeddingStorageEstimator
+from shardwise.planner.torchrec.types import ParameterConstraints, Topology
+from shardwise.sharding import ShardingEnv, column_wise, data_parallel, row_wise, shard, table_wise
+from shardwise.sharding.dmp.unwrap import CopyableMixin
+from shardwise.sharding.modules.sharded_collections import ShardedFusedEmbeddingBagCollection
+from shardwise.sharding.modules.sharders import EmbeddingBagCollectionSharder, ModuleSharder
+from shardwise.sharding.plan.plan import (
+    CacheParams,
+    EmbeddingComputeKernel,
+    ParameterSharding,
+    ShardingType,
+)
+from shardwise.sharding.torchrec.bucket_metadata import get_bucket_metadata_from_shard_metadata
+from shardwise.sharding.torchrec.fused_params import (
+    add_params_from_parameter_sharding,
+    convert_to_fbgemm_types,
+    merge_fused_params,
+)
+from shardwise.sharding.torchrec.global_settings import get_propogate_device, set_propogate_device
+from shardwise.sharding.torchrec.key_value import KeyValueParams
+from shardwise.sharding.torchrec.plan_delta import output_sharding_plan_delta_single, output_sharding_plans_delta
+
+
+def tables(rows: int = 8, dim: int = 64) -> list[EmbeddingBagConfig]:
+    return [EmbeddingBagConfig(rows, dim, name, feature_names=[f"f_{name}"]) for name in ("ta", "tb")]
+
+
+def test_a_type_of_ours_is_fbgemms_and_torchs() -> None:
+    for name, dtype, bits in (("FP32", torch.float32, 32), ("BF16", torch.bfloat16, 16), ("INT8", torch.uint8, 8),
+                              ("INT4", torch.quint4x2, 4), ("INT2", torch.quint2x4, 2),
+                              ("NFP8", torch.float8_e4m3fn, 8)):  # fmt: skip
+        found = data_type_to_sparse_type(DataType[name])
+        assert (found, found.as_dtype(), found.bit_rate()) == (SparseType[name], dtype, bits)
+        assert SparseType.from_dtype(dtype) is found
+    assert (SparseType.MX4.bit_rate(), SparseType.FP8.bit_rate(), SparseType.FP16.bit_rate()) == (4, 8, 16)
+    with pytest.raises(ValueError, match="no table of FBGEMM's has numbers of type"):
+        data_type_to_sparse_type(DataType.INT64)
+    with pytest.raises(ValueError, match="no table has numbers of type torch.int64"):
+        SparseType.from_dtype(torch.int64)
+
+
+def test_a_mean_over_row_shards_is_a_sum_that_is_divided_later() -> None:
+    assert pooling_type_to_pooling_mode(PoolingType.MEAN) is PoolingMode.MEAN
+    assert pooling_type_to_pooling_mode(PoolingType.MEAN, ShardingType.ROW_WISE) is PoolingMode.SUM
+    assert pooling_type_to_pooling_mode(PoolingType.NONE, ShardingType.ROW_WISE) is PoolingMode.NONE
+    assert [mode.do_pooling() for mode in PoolingMode] == [True, True, False]
+    assert pooling_type_to_str(PoolingType.MEAN) == "mean"
+    with pytest.raises(ValueError, match="has no mode"):
+        pooling_type_to_str(PoolingType.NONE)
+
+
+@pytest.mark.parametrize("optimizer", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM, EmbOptimType.LARS_SGD])
+def test_an_optimizer_by_fbgemms_name_trains_the_tables(optimizer: EmbOptimType) -> None:
+    sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})
+    env = ShardingEnv.from_local(1, 0)
+    sharded: Any = shard(EmbeddingBagCollection(tables()), row_wise(), env, "cpu", sharder=sharder)
+    before = sharded.parameter("ta").detach().clone()
+    features = KeyedJaggedTensor(["f_ta", "f_tb"], torch.tensor([3, 4]), lengths=torch.ones(2).long())
+    sharded(features).values().sum().backward()
+    moved = (sharded.parameter("ta") - before).abs().sum(1).nonzero().flatten().tolist()
+    assert moved == [3]
+
+
+def test_a_fused_collection_lies_where_its_location_says() -> None:
+    for location in (None, EmbeddingLocation.DEVICE, EmbeddingLocation.HOST):
+        made = FusedEmbeddingBagCollection(tables(), torch.optim.SGD, {"lr": 0.1}, False, "cpu", location)
+        assert made.device.type == "cpu"
+    with pytest.raises(ValueError, match="location=MANAGED_CACHING: rows lie on the collection's device, cpu"):
+        FusedEmbeddingBagCollection(tables(), torch.optim.SGD, {}, location=EmbeddingLocation.MANAGED_CACHING)
+    with pytest.raises(ValueError, match="location=HOST: rows lie on the collection's device, cuda"):
+        FusedEmbeddingBagCollection(tables(), torch.optim.SGD, {}, False, "cuda", EmbeddingLocation.HOST)
+    with pytest.raises(ValueError, match="location=MANAGED"):
+        fuse_embedding_optimizer(EmbeddingBagCollection(tables()), torch.optim.SGD, {}, None, EmbeddingLocation.MANAGED)
+
+
+def test_a_table_config_makes_a_collection() -> None:
+    config = EmbeddingTableConfig(
+        8, 4, "t", feature_names=["f"], pooling=PoolingType.MEAN, is_weighted=True, embedding_names=["f"]
+    )
+    made = EmbeddingBagCollection([config], config.is_weighted)
+    weighted = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), torch.tensor([2.0, 4.0]), torch.tensor([2]))
+    (rows,) = (param.detach() for param in made.parameters())
+    assert torch.allclose(made(weighted).values(), (2 * rows[1] + 4 * rows[2])[None] / 2)
+
+
+def test_a_slice_is_a_part_of_the_buffer_and_of_its_gradient() -> None:
+    flat = torch.arange(20.0, requires_grad=True)
+    part = TableBatchedEmbeddingSlice(flat, 8, 20, 4, 3)
+    assert isinstance(part, nn.Parameter) and part.requires_grad and part.grad is None and part.grad_fn is None
+    module = nn.Module()
+    module.register_parameter("weight", part)
+    assert torch.equal(module.state_dict()["weight"], torch.arange(8.0, 20).view(4, 3))
+    (flat * 2).sum().backward()
+    assert part.grad is not None and torch.equal(part.grad, torch.full((4, 3), 2.0))
+    part.grad = torch.ones(4, 3)
+    assert flat.grad is not None and flat.grad.tolist() == [2.0] * 8 + [1.0] * 12
+    with torch.no_grad():
+        part.fill_(5)
+    assert flat.tolist() == [*range(8), *[5] * 12]
+    copied = copy.deepcopy(part)
+    with torch.no_grad():
+        copied.zero_()
+    assert flat[8:].tolist() == [5] * 12 and copied.requires_grad
+    part.grad = None
+    assert flat.grad is None
+    assert not TableBatchedEmbeddingSlice(torch.zeros(4), 0, 4, 2, 2).requires_grad
+
+
+def test_bytes_of_rows_count_scales_and_not_states() -> None:
+    ebc = FusedEmbeddingBagCollection(tables(), RowWiseAdagrad, {"lr": 0.1})
+    assert weights_bytes_in_emb_kernel(ebc) == 2 * 8 * 64 * 4
+    assert weights_bytes_in_emb_kernel(nn.ModuleList([ebc, ebc])) == 2 * 8 * 64 * 4
+    quantized = quantize_inference_model(EmbeddingBagCollection(tables()))
+    scales = sum(b.nbytes for name, b in quantized.named_buffers() if name.endswith(("_qscale", "_qbias")))
+    assert scales and weights_bytes_in_emb_kernel(quantized) == 2 * 8 * 64 + scales
+
+
+def rows(*sizes: int, dim: int = 4) -> list[ShardMetadata]:
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    return [ShardMetadata([start, 0], [size, dim], "rank:0/cpu") for start, size in zip(starts, sizes, strict=True)]
+
+
+def test_buckets_of_rows_are_counted_by_shard() -> None:
+    found = get_bucket_metadata_from_shard_metadata(rows(40, 20, 60), 6)
+    assert (found.num_buckets_per_shard, found.bucket_offsets_per_shard, found.bucket_size) == (
+        [2, 1, 3],
+        [0, 2, 3],
+        20,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shards", "buckets", "message"),
+    [
+        ([], 2, "at least one shard"),
+        (rows(10, 10), 3, "20 rows do not make 3 equal buckets"),
+        (rows(5, 15), 2, r"shards end at rows \[5\], inside a bucket of 10 rows"),
+        ([ShardMetadata([0, 4], [8, 4], "rank:0/cpu")], 2, "rows of a table one after another"),
+        (list(reversed(rows(10, 10))), 2, "rows of a table one after another"),
+    ],
+)
+def test_shards_that_do_not_keep_buckets_whole_are_refused(
+    shards: list[ShardMetadata], buckets: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_bucket_metadata_from_shard_metadata(shards, buckets)
+
+
+def test_fused_parameters_of_a_table_win_over_the_sharders() -> None:
+    sharders = {"learning_rate": 0.1, "eps": [1]}
+    merged = merge_fused_params(sharders, {"lr": 0.5})
+    assert merged == {"learning_rate": 0.5, "eps": [1]} and merged["eps"] is not sharders["eps"]
+    assert merge_fused_params() == {}
+
+
+def test_a_plans_settings_join_the_fused_parameters() -> None:
+    plan = construct_module_sharding_plan(
+        EmbeddingBagCollection(tables()), {"ta": row_wise(), "tb": data_parallel()}, world_size=2, local_size=2
+    )
+    one = plan["ta"]
+    one.cache_params = CacheParams(
+        load_factor=0.3, precision=DataType.FP16, multipass_prefetch_config=MultiPassPrefetchConfig(3)
+    )
+    one.stochastic_rounding = False
+    found = convert_to_fbgemm_types(add_params_from_parameter_sharding({"learning_rate": 0.2}, one))
+    assert found == {
+        "learning_rate": 0.2, "cache_load_factor": 0.3, "cache_precision": SparseType.FP16,
+        "multipass_prefetch_config": (3, 6 * 1024 * 1024), "stochastic_rounding": False,
+    }  # fmt: skip
+    with pytest.warns(
+        UserWarning, match="cache_load_factor, cache_precision, multipass_prefetch_config have no effect"
+    ):
+        assert EmbeddingBagCollectionSharder(found).default_optimizer[1] == {"lr": 0.2, "stochastic_rounding": False}
+    with pytest.warns(UserWarning, match="of a data_parallel table"):
+        add_params_from_parameter_sharding({"learning_rate": 0.2}, plan["tb"])
+
+
+def test_settings_of_a_store_join_those_of_a_table_on_ssd() -> None:
+    spec = construct_module_sharding_plan(EmbeddingBagCollection(tables()), {"ta": table_wise(0), "tb": table_wise(0)},
+                                          world_size=1, local_size=1)["ta"].sharding_spec  # fmt: skip
+    stored = KeyValueParams(ssd_storage_directory="/data", max_l1_cache_size=64)
+    one = ParameterSharding("table_wise", EmbeddingComputeKernel.KEY_VALUE.value, [0], spec, key_value_params=stored)
+    found = add_params_from_parameter_sharding(None, one)
+    assert found["ssd_storage_directory"] == "/data" and found["max_l1_cache_size"] == 64
+    assert "l2_cache_size" not in found
+    assert hash(stored) == hash(copy.deepcopy(stored)) and stored == copy.deepcopy(stored)
+
+
+class OnSsd(EmbeddingBagCollectionSharder):
+    """Offers a kernel that the planner prices and the engine does not run."""
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return ["key_value"]
+
+
+def test_the_planner_prices_a_cache_by_its_size() -> None:
+    def hbm(params: KeyValueParams | None) -> int:
+        constraint = ParameterConstraints(["table_wise"], ["key_value"], key_value_params=params)
+        constraints, topology = {"ta": constraint, "tb": constraint}, Topology(1, "cuda")
+        estimator = EmbeddingStorageEstimator(topology, constraints)
+        enumerator = EmbeddingEnumerator(topology, 512, constraints, [estimator])
+        options = enumerator.enumerate(EmbeddingBagCollection(tables(10**6, 4)), [OnSsd()])
+        return sum(one.storage.hbm for option in options for one in option.shards if one.storage is not None)
+
+    assert hbm(KeyValueParams(max_l1_cache_size=1)) != hbm(KeyValueParams(max_l1_cache_size=2))
+
+
+def test_a_delta_has_what_is_placed_or_cut_otherwise() -> None:
+    ebc = EmbeddingBagCollection(tables(1024))
+
+    def plan(**cuts: Any) -> Any:
+        return construct_module_sharding_plan(ebc, cuts, local_size=2, world_size=2, device_type="cpu")
+
+    old = plan(ta=table_wise(0), tb=row_wise())
+    volume, delta = output_sharding_plan_delta_single(old, plan(ta=table_wise(1), tb=row_wise()), True)
+    assert list(delta) == ["ta"] and delta["ta"].ranks == [1] and volume == 1024 * 64 * 4 / 2**20
+    # the same ranks, another cut: TorchRec would pass this over
+    _, delta = output_sharding_plan_delta_single(old, plan(ta=table_wise(0), tb=column_wise([0, 1])))
+    assert list(delta) == ["tb"] and delta["tb"].sharding_type == "column_wise"
+    assert output_sharding_plans_delta({"": old}, {"": old}) == {"": (0.0, {})}
+    with pytest.raises(ValueError, match=r"the plans have different tables: \['tb'\]"):
+        output_sharding_plan_delta_single(old, type(old)({"ta": old["ta"]}))
+    with pytest.raises(ValueError, match=r"the new plan lacks modules \['ebc'\]"):
+        output_sharding_plans_delta({"ebc": old}, {})
+
+
+def resharded_by_a_delta() -> tuple[bool, float, list[int] | None]:
+    torch.manual_seed(0)
+    model: Any = nn.Module()
+    model.add_module("ebc", EmbeddingBagCollection(tables()))
+    features = KeyedJaggedTensor(["f_ta", "f_tb"], torch.tensor([3, 4]), lengths=torch.ones(2).long())
+    where = {"ta": table_wise(0), "tb": table_wise(0)}
+    plan = construct_module_sharding_plan(model.ebc, where, local_size=2, world_size=2, device_type="cpu")
+    dmp = DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan}))
+    sharded = model.ebc
+    before = sharded(features).values().detach().clone()
+    other = {"ta": table_wise(1), "tb": table_wise(0)}
+    aim = construct_module_sharding_plan(
+        EmbeddingBagCollection(tables()), other, local_size=2, world_size=2, device_type="cpu"
+    )
+    delta = output_sharding_plans_delta(dmp.plan.plan, {"ebc": aim}, True)
+    volume = dmp.reshard(delta, "ebc")
+    return torch.equal(sharded(features).values(), before), volume, dmp.plan.plan["ebc"]["ta"].ranks
+
+
+def test_a_model_goes_over_to_the_plan_by_its_delta() -> None:
+    for same, volume, ranks in run_ranks(2, resharded_by_a_delta):
+        assert same and volume == 8 * 64 * 4 / 2**20 and ranks == [1]
+
+
+def test_a_fused_collection_becomes_its_own_sharded_class_and_says_what_it_holds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ebc = FusedEmbeddingBagCollection(tables(), torch.optim.SGD, {"lr": 0.1})
+    with caplog.at_level(logging.INFO, "shardwise.sharding.modules.sharded_collections"):
+        sharded = shard(ebc, table_wise(0), ShardingEnv.from_local(1, 0), "cpu")
+    assert type(sharded) is ShardedFusedEmbeddingBagCollection
+    assert f"rank 0 holds {2 * 8 * 64 * 4} bytes of 2 tables" in caplog.text
+
+
+def test_a_copyable_module_copies_itself() -> None:
+    class Layer(CopyableMixin):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+    layer = Layer()
+    copied: Any = layer.copy(torch.device("meta"))
+    assert copied.weight.device.type == "meta" and layer.weight.tolist() == [1, 1]
+
+
+def test_a_device_that_is_given_is_used_whatever_the_switch_says() -> None:
+    set_propogate_device(True)
+    with pytest.warns(UserWarning, match="quantized shards go to the device that is given"):
+        set_propogate_device(False)
+    assert get_propogate_device()
+
+
+def test_a_sharder_says_its_module_type_by_subscript() -> None:
+    assert ModuleSharder[nn.Module] is not None
+
+
+def test_fbgemms_names_are_served_where_it_is_not_installed() -> None:
+    code = """
+import shardwise.torchrec
+shardwise.torchrec.install()
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    PoolingMode, BoundsCheckMode, CacheAlgorithm, MultiPassPrefetchConfig)
+import torchrec.distributed.types as types
+assert types.CacheAlgorithm is CacheAlgorithm and types.BoundsCheckMode is BoundsCheckMode
+try:
+    import fbgemm_gpu.tbe.ssd
+except ModuleNotFoundError as error:
+    assert "no counterpart of fbgemm_gpu.tbe; kernels are ops of torch.ops.shardwise" in str(error), error
+else:
+    raise SystemExit("served what we lack")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
