@@ -10,35 +10,16 @@ NaN: its bits are not those of a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from .conversions import conversion
 from .rounding import MODES, NARROW, Array, flush, fma_f32, fma_f64, odd_sum, widen_bf16
+from .types import DTYPES, FLOATS, UNSIGNED, Function, Operation
 
-Function = Callable[..., Any]
-# how values of a type are given to a function; bf16, tf32 and packed types as their bits
-DTYPES: dict[str, type[Any]] = {
-    "pred": np.bool_, "s8": np.int8, "u8": np.uint8, "b8": np.uint8, "s16": np.int16, "u16": np.uint16,
-    "b16": np.uint16, "f16": np.float16, "bf16": np.uint16, "s32": np.int32, "u32": np.uint32, "b32": np.uint32,
-    "f32": np.float32, "tf32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32, "s16x2": np.uint32,
-    "u16x2": np.uint32, "s64": np.int64, "u64": np.uint64, "b64": np.uint64, "f64": np.float64, "f32x2": np.uint64,
-    "e4m3x2": np.uint16, "e5m2x2": np.uint16,
-}  # fmt: skip
-UNSIGNED: dict[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-FLOATS = ("f16", "bf16", "f32", "f64")
 _WIDER = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A function of arrays: the types of what it takes, and of what it gives, a tuple where there are several."""
-
-    function: Function
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
 
 
 @lru_cache(None)
@@ -47,8 +28,6 @@ def operation(opcode: str, operands: int = 3) -> Operation | None:
 
     Raises ValueError for a variant of an arithmetic opcode that is not supported.
     """
-    from .conversions import conversion
-
     parts = opcode.split(".")
     if parts[0] == "cvt":
         return conversion(opcode)

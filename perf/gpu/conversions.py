@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .arithmetic import DTYPES, FLOATS, Operation
 from .rounding import MODES, NARROW, Array, flush, from_fp8, to_fp8, to_tf32, widen_bf16
+from .types import DTYPES, FLOATS, Operation
 
 _TO_INTEGER: dict[str, Callable[[Array], Array]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 _FP8 = ("e4m3x2", "e5m2x2")

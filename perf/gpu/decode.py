@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from . import matrix, warp
-from .arithmetic import DTYPES, UNSIGNED, operation
+from .arithmetic import operation
 from .cta import SPECIAL, Cta, NoValue
 from .faults import Fault
 from .ptx import REGISTER, SIZES, Entry, Instruction, ParseError, address, elements
 from .rounding import Array
 from .shared import BASE
+from .types import DTYPES, UNSIGNED
 
 Read = Callable[[Cta], Array]
 Write = Callable[[Cta, Array, Array | None], None]

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arithmetic import DTYPES
 from .cta import Cta
 from .ptx import WHOLE_WARP, Instruction
 from .rounding import Array
+from .types import DTYPES
 
 if TYPE_CHECKING:
     from .decode import Decoder, Read, Step

@@ -1,10 +1,11 @@
-"""Who may import whom, read from the syntax tree: also inside functions and under TYPE_CHECKING."""
+"""Who may import whom, read from the syntax tree: folders, rooms within them, and files; lazy imports count too."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("kernels", "jagged", "embeddings", "planner", "sharding", "models", "data", "inference", "perf")
-MAX_LINES = 500
+# a file past 500 lines asks whether it is two things, past 800 it is
+MAX_LINES = 800
+# Python modules side by side in a folder
+MAX_MODULES = 20
 
 # what all may import: the standard library is all that it needs
 LEAVES = {"_version", "untrusted"}
@@ -21,11 +25,12 @@ OURS: dict[str, set[str]] = {
     "kernels": set(),
     "jagged": {"kernels"},
     "embeddings": {"jagged", "kernels"},
-    "planner": {"sharding.layout", "embeddings.config"},
-    "sharding": {"embeddings", "jagged", "kernels"},
-    "models": {"", "jagged", "embeddings", "data"},
-    "data": {"", "jagged", "embeddings"},
-    "inference": {"", "quant", "kernels", "jagged", "embeddings", "sharding", "planner"},
+    "planner": {"embeddings.config"},
+    # of the planner the plain data about where tables go; its planning and `DistributedModelParallel` ask the planner
+    "sharding": {"embeddings", "jagged", "kernels", "planner.layout"},
+    "models": {"jagged", "embeddings", "data"},
+    "data": {"jagged", "embeddings"},
+    "inference": {"kernels", "jagged", "embeddings", "sharding", "planner"},
     "perf": {"", *FOLDERS, "torchrec", "quant"},
     "shardwise": {"", *(set(FOLDERS) - {"perf"}), "torchrec", "quant"},
 }
@@ -48,7 +53,14 @@ COLLECTIVES = {
     *("reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "isend", "irecv"),
 }
 # the commands that run it; nothing else imports perf
-COMMANDS_OF_PERF = tuple(f"shardwise/cli_{name}.py" for name in ("perf", "counts", "tune", "kernels_run"))
+COMMANDS_OF_PERF = tuple(f"shardwise/cli/{name}.py" for name in ("perf", "counts", "tune", "kernels_run"))
+# perf drives the facade as users do, and its commands load it when they are called
+LAZY_PAIRS = {("perf", "shardwise")}
+# room -> the rooms of the same folder that it may import; a room is a folder, and the face of a top folder (which may
+# show all that lies below it, and which nothing below it imports) is one by itself
+ROOMS: dict[str, set[str]] = {
+    # ROOMS
+}
 ABSOLUTE = re.compile(r"(?<![\w.$}~])/(?:work|root|home|Users|tmp|opt|mnt)/")
 
 
@@ -187,9 +199,161 @@ def test_a_leaf_imports_nothing_of_ours_and_no_library() -> None:
         assert tops <= set(sys.stdlib_module_names), f"{path} imports {tops}"
 
 
-def test_no_file_is_longer_than_five_hundred_lines() -> None:
+def room_of(path: str) -> str:
+    """The room of a file: its folder. The face of a top folder, its `__init__.py`, is a room by itself."""
+    folder, _, name = path.rpartition("/")
+    return path if name == "__init__.py" and folder in (*FOLDERS, "shardwise") else folder
+
+
+def imported_files(sources: dict[str, str], *, typing: bool = True) -> dict[str, set[str]]:
+    """Path -> paths of our own files that it imports, also lazily; `typing=False` leaves TYPE_CHECKING out."""
+    modules = {_module(path): path for path in sources}
+    arrows: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        tree = ast.parse(source)
+        if not typing:
+            _drop_type_checking(tree)
+        names = {name if name in modules else name.rpartition(".")[0] for _, name in _imports(path, tree)}
+        leaves = {f"shardwise/{leaf}.py" for leaf in LEAVES}
+        arrows[path] = {modules[name] for name in names & modules.keys()} - {path} - leaves
+    return arrows
+
+
+def _module(path: str) -> str:
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name if path.startswith("shardwise/") else f"shardwise.{name}"
+
+
+def _drop_type_checking(tree: ast.AST) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            node.body = [ast.Pass()]
+
+
+def room_faults(arrows: dict[str, set[str]]) -> list[str]:
+    """Arrows between rooms that ROOMS does not allow."""
+    broken = []
+    for path, targets in sorted(arrows.items()):
+        room = room_of(path)
+        top = path.split("/")[0]
+        for target in sorted(targets):
+            other = room_of(target)
+            # arrows between top folders are held by OURS; a face shows what lies below it
+            if other == room or target.split("/")[0] != top or path == f"{top}/__init__.py":
+                continue
+            if other not in ROOMS.get(room, set()):
+                broken.append(f"{path} imports {target}: {room} may not import {other}")
+    return broken
+
+
+def two_way(arrows: dict[str, set[str]]) -> list[str]:
+    """Pairs of rooms, and of top folders, that import each other."""
+    pairs = {(room_of(path), room_of(target)) for path, targets in arrows.items() for target in targets}
+    pairs |= {(path.split("/")[0], target.split("/")[0]) for path, targets in arrows.items() for target in targets}
+    return sorted(f"{a} <-> {b}" for a, b in pairs if a < b and (b, a) in pairs and (a, b) not in LAZY_PAIRS)
+
+
+def cycles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Files that import each other in a circle."""
+    known: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles = []
+
+    def visit(path: str) -> None:
+        known[path] = low[path] = len(known)
+        stack.append(path)
+        for target in arrows.get(path, ()):
+            if target not in known:
+                visit(target)
+            if target in stack:
+                low[path] = min(low[path], low[target])
+        if low[path] == known[path]:
+            circle = stack[stack.index(path) :]
+            del stack[stack.index(path) :]
+            if len(circle) > 1:
+                circles.append(sorted(circle))
+
+    for path in sorted(arrows):
+        if path not in known:
+            visit(path)
+    return circles
+
+
+def product() -> dict[str, str]:
+    return {path: (ROOT / path).read_text() for path in files() if path.split("/")[0] in (*FOLDERS, "shardwise")}
+
+
+def test_rooms_import_as_the_table_allows() -> None:
+    broken = room_faults(imported_files(product()))
+    assert not broken, "\n".join(broken)
+
+
+def test_the_table_of_rooms_has_no_arrow_too_many() -> None:
+    arrows = imported_files(product())
+    used = {(room_of(path), room_of(target)) for path, targets in arrows.items() for target in targets}
+    assert [f"{room} -> {other}" for room, others in ROOMS.items() for other in others if (room, other) not in used] == []
+
+
+def test_no_two_rooms_and_no_two_folders_import_each_other() -> None:
+    assert two_way(imported_files(product())) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert cycles(imported_files(product(), typing=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("kernels/lookup/pooled.py", "from ..cpu import lookup"),
+        ("sharding/comms/env.py", "def f():\n    from ..engine import route"),
+        ("planner/cost/model.py", "from ..search import solve"),
+        ("planner/search/solve.py", "from ..torchrec import options"),
+        ("sharding/engine/collection.py", "if TYPE_CHECKING:\n    from ..torchrec import comm_ops"),
+        ("perf/suite/case.py", "from ..evidence import parity"),
+    ],
+)
+def test_a_planted_arrow_back_fails(path: str, line: str) -> None:
+    sources = product()
+    assert path in sources
+    arrows = imported_files({**sources, path: f"{sources[path]}\n{line}\n"})
+    if line != "from ..cpu import lookup":
+        assert room_faults(arrows)
+    else:
+        assert not room_faults(arrows), "an arrow of the table"
+
+
+def test_a_planted_circle_fails() -> None:
+    sources = {"data/a.py": "from . import b", "data/b.py": "def f():\n    from .a import x"}
+    assert cycles(imported_files(sources)) == [["data/a.py", "data/b.py"]]
+    back = {"data/a.py": "from ..jagged import c", "jagged/c.py": "from ..data.a import x"}
+    assert two_way(imported_files(back)) == ["data <-> jagged"]
+    hidden = {"data/a.py": "from . import b", "data/b.py": "if TYPE_CHECKING:\n    from .a import x"}
+    assert cycles(imported_files(hidden, typing=False)) == []
+
+
+def test_kernels_are_reached_through_the_faces_of_their_rooms() -> None:
+    rooms = {room for room in ROOMS if room.startswith("kernels/")}
+    deep = [
+        f"{path} imports {target}"
+        for path, targets in imported_files(product()).items()
+        # perf compiles, counts and executes the kernels themselves
+        if path.split("/")[0] not in ("kernels", "perf")
+        for target in sorted(targets)
+        if room_of(target) in rooms and not target.endswith("/__init__.py")
+    ]
+    assert deep == []
+
+
+def test_no_file_is_longer_than_eight_hundred_lines() -> None:
     lengths = {path: len((ROOT / path).read_text().splitlines()) for path in files()}
     assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_no_folder_has_more_than_twenty_modules_side_by_side() -> None:
+    folders = Counter(path.rpartition("/")[0] for path in files() if not path.endswith("__init__.py"))
+    assert {folder: count for folder, count in folders.items() if count > MAX_MODULES} == {}
 
 
 def test_no_file_names_a_place_on_one_machine() -> None:
