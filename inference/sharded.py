@@ -15,7 +15,7 @@ from shardwise.planner.torchrec.reservations import FixedPercentageStorageReserv
 from shardwise.sharding.comms.device_fallback import device_here, quiet_without_cuda
 from shardwise.sharding.comms.env import ShardingEnv
 from shardwise.sharding.modules.placement import find_places, shard_places
-from shardwise.sharding.modules.sharders import ModuleSharder
+from shardwise.sharding.plan.module_sharder import ModuleSharder
 from shardwise.sharding.plan.plan import EmbeddingComputeKernel, ShardingPlan, ShardingType
 from shardwise.sharding.planning.planners import EmbeddingShardingPlanner
 from shardwise.sharding.quant import (

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .dmp.dmp_collection import DMPCollection, DMPCollectionConfig
     from .engine.accumulation import GradientAccumulationConfig, GradientAccumulationWrapper, accumulate
     from .engine.id_map import IdMap
+    from .modules.default_sharders import get_default_sharders
     from .modules.generators import (
         apply_to_all,
         calculate_shard_sizes_and_offsets,
@@ -57,8 +58,6 @@ if TYPE_CHECKING:
         EmbeddingCollectionSharder,
         FusedEmbeddingBagCollectionSharder,
         FusedEmbeddingCollectionSharder,
-        ModuleSharder,
-        get_default_sharders,
     )
     from .pipeline import (
         DataLoadingThread,
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
         TrainPipelineBase,
         TrainPipelineSparseDist,
     )
+    from .plan.module_sharder import ModuleSharder
     from .plan.plan import (
         CacheParams,
         EmbeddingComputeKernel,
@@ -192,7 +192,7 @@ _HOME = {
     "GradientAccumulationWrapper": "engine.accumulation",
     "IdMap": "engine.id_map",
     "LazyAwaitable": "comms.awaitable",
-    "ModuleSharder": "modules.sharders",
+    "ModuleSharder": "plan.module_sharder",
     "NoOpQuantizedCommCodec": "comms.qcomms",
     "NoWait": "comms.awaitable",
     "ParameterSharding": "plan.plan",
@@ -223,7 +223,7 @@ _HOME = {
     "construct_module_sharding_plan": "modules.generators",
     "data_parallel": "modules.generators",
     "extract_plan": "planning.options",
-    "get_default_sharders": "modules.sharders",
+    "get_default_sharders": "modules.default_sharders",
     "get_module_to_default_sharders": "modules.generators",
     "get_qcomm_codecs": "comms.qcomms",
     "get_qcomm_codecs_registry": "comms.qcomms",

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from .sharding.checkpoint.dcp import from_dcp_trusted, to_dcp
 from .sharding.checkpoint.difference import Difference, Values, diff
-from .sharding.checkpoint.errors import CheckpointDamaged
-from .sharding.checkpoint.exporting import export
+from .sharding.checkpoint.errors import STRICT, CheckpointDamaged, CheckpointMismatch, LoadPolicy, Report
 from .sharding.checkpoint.folder import latest, steps, verify
 from .sharding.checkpoint.loading import Loaded, load
 from .sharding.checkpoint.manifest import Manifest, Stored, TableFacts, read_manifest
+from .sharding.checkpoint.offline import export
 from .sharding.checkpoint.recut import reshard
-from .sharding.checkpoint.report import STRICT, CheckpointMismatch, LoadPolicy, Report
 from .sharding.checkpoint.saving import Saving, save
 from .sharding.checkpoint.torchrec_names import optimizer_state_from_torchrec, optimizer_state_to_torchrec
 from .sharding.checkpoint.whole import full_state_dict

@@ -12,8 +12,8 @@ from torch import Tensor
 from shardwise.untrusted import repeated
 
 from .contents import Contents
+from .errors import LoadPolicy, Report
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored, dtype_name
-from .report import LoadPolicy, Report
 
 
 @dataclass

@@ -70,7 +70,7 @@ class Planner(SavePlanner):
         if len(pieces[0].shape) == 2:
             self._tensor(where, (facts.rows, facts.dim), _placed(pieces))
         else:
-            blocks = sorted({_span(one.columns) for one in pieces})
+            blocks = sorted({one.cells[1] for one in pieces})
             self._tensor(where, (facts.rows * len(blocks),), _one_after_another(pieces, blocks, facts.rows))
 
     def _optimizers(self, manifest: Manifest, optimizer: str) -> None:
@@ -150,12 +150,12 @@ class Planner(SavePlanner):
 
 def _placed(pieces: list[Stored]) -> list[tuple[tuple[int, ...], Stored]]:
     """Where pieces of [rows, columns] begin."""
-    return [((_span(one.rows)[0], _span(one.columns)[0]), one) for one in pieces]
+    return [((rows[0], columns[0]), one) for one in pieces for rows, columns in (one.cells,)]
 
 
 def _one_after_another(pieces: list[Stored], blocks: list[Span], rows: int) -> list[tuple[tuple[int, ...], Stored]]:
     """Where pieces of [rows] begin, column block after column block."""
-    return [((blocks.index(_span(one.columns)) * rows + _span(one.rows)[0],), one) for one in pieces]
+    return [((blocks.index(one.cells[1]) * rows + one.cells[0][0],), one) for one in pieces]
 
 
 def _parts(piece: Stored) -> Iterator[tuple[int, Stored]]:
@@ -169,8 +169,3 @@ def _parts(piece: Stored) -> Iterator[tuple[int, Stored]]:
     for at in range(low, high, step):
         end = min(at + step, high)
         yield at - low, replace(piece, rows=(at, end), shape=(end - at, *piece.shape[1:]))
-
-
-def _span(span: Span | None) -> Span:
-    assert span is not None
-    return span

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 
 from shardwise.embeddings.optim.keyed_optimizer import KeyedOptimizer, _hyper_of
 from shardwise.kernels import rule_named
-from shardwise.planner.layout import Span, fingerprint
+from shardwise.planner.layout import fingerprint
 from shardwise.sharding.engine.state import Box, overlap, part_of
 
 from .compare import Matched, compare
 from .contents import Cells, Contents, Home, Leaf, contents_of, link_of
-from .errors import Link, agree
+from .errors import STRICT, Link, LoadPolicy, Report, agree, mismatch
 from .files import TensorFiles, check_checksum, check_header
 from .manifest import WEIGHT, Manifest, Stored, read_manifest
-from .report import STRICT, LoadPolicy, Report, mismatch
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class _Work:
 
     def _rows_of(self, what: str, pieces: list[Stored], cells: Cells) -> list[Fill]:
         """How the numbers of rows, made of some columns, come out of those that are stored."""
-        have = {_span(piece.columns) for piece in pieces}
+        have = {piece.cells[1] for piece in pieces}
         wanted = cells.columns
         if pieces and wanted not in have and self._resplit is None:
             raise ValueError(
@@ -214,13 +213,13 @@ class _Work:
             )
         found = []
         for piece in pieces:
-            made_of = _span(piece.columns)
+            made_of = piece.cells[1]
             shared = overlap((made_of,), (wanted,))
-            rows = overlap((_span(piece.rows),), (cells.rows,))
+            rows = overlap((piece.cells[0],), (cells.rows,))
             if shared is None or rows is None or (wanted in have and made_of != wanted):
                 continue
             share = 1.0 if made_of == wanted else (shared[0][1] - shared[0][0]) / (wanted[1] - wanted[0])
-            found.append(Fill(what, piece, (_span(piece.rows)[0],), rows, cells.tensor, (cells.rows,), share))
+            found.append(Fill(what, piece, (piece.cells[0][0],), rows, cells.tensor, (cells.rows,), share))
         return found
 
     def _whole(self, what: str, pieces: list[Stored], tensor: Tensor) -> list[Fill]:
@@ -338,11 +337,6 @@ def box_of(stored: Stored) -> Box:
 def within(box: Box, shift: tuple[int, ...]) -> Box:
     """A box of the whole as one of the stored tensor."""
     return tuple((low - at, high - at) for (low, high), at in zip(box, shift, strict=True))
-
-
-def _span(span: Span | None) -> Span:
-    assert span is not None
-    return span
 
 
 def _not_finite(fill: Fill, part: Box, block: Tensor) -> str:

@@ -79,6 +79,12 @@ class Stored:
         where = [f"{low}:{high}" for low, high in (span for span in (self.rows, self.columns) if span is not None)]
         return "/".join([self.kind, self.name, self.state, *where])
 
+    @property
+    def cells(self) -> tuple[Span, Span]:
+        """Rows and columns, which a piece of a table has."""
+        assert self.rows is not None and self.columns is not None
+        return self.rows, self.columns
+
 
 @dataclass(frozen=True)
 class TableFacts:

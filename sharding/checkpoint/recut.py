@@ -13,7 +13,6 @@ from pathlib import Path
 
 from shardwise.planner.layout import (
     Shard,
-    Span,
     column_wise,
     data_parallel,
     row_wise,
@@ -164,7 +163,7 @@ def _pieces(
     """A table's rows or a state of them in the pieces of the new cut; of replicas the one of rank `home`."""
     shards = [shard for shard in facts.shards if not shard.replica or shard.rank == home]
     per_row = len(old[0].shape) == 1
-    have = {_columns(one) for one in old}
+    have = {one.cells[1] for one in old}
     if per_row and facts.row_state == "table" and have == {(0, facts.dim)}:
         # the first column block keeps what all of them share
         first = {min(shard.cols for shard in shards)}
@@ -182,11 +181,6 @@ def _pieces(
         )
         for shard in shards
     ]  # fmt: skip
-
-
-def _columns(one: Stored) -> Span:
-    assert one.columns is not None
-    return one.columns
 
 
 def _shape(shard: Shard, per_row: bool) -> tuple[int, ...]:

@@ -19,11 +19,8 @@ import torch
 from torch import nn
 
 from shardwise._version import __version__
-from shardwise.kernels import rule_named
-from shardwise.kernels.cpu import numba_loops
 
 from ...planner.layout import Shard, fingerprint
-from ..engine.routes import Table
 from .exchange import Exchange
 from .failures import agreed
 from .header import Sizes, Wants, tell
@@ -76,8 +73,7 @@ def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, 
 def facts_of_all(exchange: Exchange, device: torch.device, mine: Facts) -> list[Facts]:
     """The facts of each rank, by rank."""
     data = json.dumps(dict(mine)).encode()
-    said = torch.tensor([[len(data)]] * exchange.world_size, device="cpu").to(device)
-    sizes = exchange.headers(said).wait().flatten().tolist()
+    sizes = [size for (size,) in exchange.gather([len(data)], device)]
     text = torch.tensor(list(data), dtype=torch.uint8, device="cpu").to(device).repeat(exchange.world_size)
     came = exchange.numbers(text, [len(data)] * exchange.world_size, sizes).wait()
     return [json.loads(bytes(part.tolist())) for part in torch.split(came, sizes)]
@@ -140,23 +136,6 @@ def facts_of_shards(shards: Iterable[Shard]) -> dict[str, str]:
         where = "a replica" if one.replica else f"rows [{top}, {bottom}) of columns [{left}, {right})"
         found.setdefault(one.table, []).append(f"{where} on rank {one.rank}")
     return {f"place of table {table!r}": " + ".join(cuts) for table, cuts in found.items()}
-
-
-def facts_of_replicas(tables: Iterable[Table], shards: Iterable[Shard], device: torch.device) -> dict[str, str]:
-    """What the bits of replicated tables depend on besides their gradients: the same on all ranks, or replicas drift.
-
-    On a CPU rules that are not exact (`Rule.is_exact`) have other bits with numba's loops than on torch alone.
-    """
-    replicated = {shard.table for shard in shards if shard.replica} if device.type == "cpu" else set()
-    found = {}
-    for table in tables:
-        if table.name not in replicated or table.optimizer is None or rule_named(table.optimizer.rule).is_exact:
-            continue
-        by, processor = numba_loops.arithmetic()
-        what = f"the updates of replicated table {table.name!r} ({table.optimizer.rule})"
-        found[f"arithmetic of {what}; the same numba on all ranks or SHARDWISE_NUMBA=0 on all mends it"] = by
-        found[f"{MAY_DIFFER}of {what}"] = processor
-    return found
 
 
 def facts_of_dense(params: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """An exchange as a differentiable function: what `comm_ops` is made of.
 
-A trip is one all-to-all and its transpose. Forward it departs where the function is called and arrives where the result
-is waited for; backward it departs where the result was used and arrives where the input was made. Layouts before and
-after it are ordinary torch. A sum over ranks is taken here, in the order of the ranks, from what they sent.
+A collective is one all-to-all and its transpose. Forward it starts where the function is called and finishes where the
+result is waited for; backward it starts where the result was used and finishes where the input was made. Layouts before
+and after it are ordinary torch. A sum over ranks is taken here, in the order of the ranks, from what they sent.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def torchrec_use_sync_collectives() -> Iterator[None]:
 class Request(Awaitable[Tensor]):
     """A tensor that is on its way to this rank."""
 
-    def __init__(self, trip: _Trip, ticket: Tensor, after: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, collective: PendingCollective, token: Tensor, after: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._trip, self._ticket, self._after = trip, ticket, after
+        self._collective, self._token, self._after = collective, token, after
         self._grad = torch.is_grad_enabled()
 
     def _wait_impl(self) -> Tensor:
         # whoever waits under no_grad must not take the gradient from others
         with torch.set_grad_enabled(self._grad):
-            came: Tensor = _Arrive.apply(self._ticket, self._trip)  # type: ignore[no-untyped-call]
+            came: Tensor = _Finish.apply(self._token, self._collective)  # type: ignore[no-untyped-call]
             return self._after(came)
 
 
@@ -88,9 +88,9 @@ def exchanged(
     """Send `send_sizes[r]` numbers of `values` to each rank r; the result is `after` of the flat tensor that came."""
     if exchange.alone:
         return NoWait(values)
-    trip = _Trip(exchange, list(send_sizes), list(sizes), values, codecs)
-    ticket: Tensor = _Depart.apply(values.reshape(-1), trip)  # type: ignore[no-untyped-call]
-    request = Request(trip, ticket, after)
+    collective = PendingCollective(exchange, list(send_sizes), list(sizes), values, codecs)
+    token: Tensor = _Start.apply(values.reshape(-1), collective)  # type: ignore[no-untyped-call]
+    request = Request(collective, token, after)
     if _sync_collectives:
         request.wait()
     return request
@@ -127,7 +127,7 @@ def copies(values: Tensor, count: int) -> Tensor:
     return made
 
 
-class _Trip:
+class PendingCollective:
     """One exchange and its transpose: where numbers go, and what is on its way."""
 
     def __init__(
@@ -192,38 +192,38 @@ def _taken(pending: Pending, codec: Codec | None) -> Tensor:
 _EXCHANGE = "exchange of comm_ops"
 
 
-class _Depart(Function):
-    """Sends forward, and takes the gradient backward. Its output only ties it to `_Arrive`."""
+class _Start(Function):
+    """Sends forward, and takes the gradient backward. Its output only ties it to `_Finish`."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        trip.start(values)
+    def forward(ctx: Any, values: Tensor, collective: PendingCollective) -> Tensor:
+        ctx.collective = collective
+        collective.start(values)
         return values.new_zeros(1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            return no_second_derivative(_EXCHANGE, _Depart.backward, ctx, grad_outputs)
-        return ctx.trip.end_back(), None
+            return no_second_derivative(_EXCHANGE, _Start.backward, ctx, grad_outputs)
+        return ctx.collective.end_back(), None
 
 
-class _Arrive(Function):
+class _Finish(Function):
     """Takes forward, and sends the gradient backward."""
 
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        ctx.save_for_backward(ticket)
-        return trip.end()
+    def forward(ctx: Any, token: Tensor, collective: PendingCollective) -> Tensor:
+        ctx.collective = collective
+        ctx.save_for_backward(token)
+        return collective.end()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            return no_second_derivative(_EXCHANGE, _Arrive.backward, ctx, grad_outputs)
-        (ticket,) = ctx.saved_tensors
-        ctx.trip.start_back(grad_outputs[0])
-        return torch.zeros_like(ticket), None
+            return no_second_derivative(_EXCHANGE, _Finish.backward, ctx, grad_outputs)
+        (token,) = ctx.saved_tensors
+        ctx.collective.start_back(grad_outputs[0])
+        return torch.zeros_like(token), None
 
 
 class _Copies(Function):

@@ -2,6 +2,8 @@
 
 A step of a collection costs three exchanges forward (headers, ids, rows) and one back (row gradients), whatever the
 number of tables. W ranks; every exchange is all-to-all, and for a rank that is alone it is the identity.
+What travels lies in memory that `Buffers` keeps: fresh memory is faulted in page by page, which takes as long as
+filling it, and a step needs as much as its output several times over. A GPU's allocator keeps memory by itself.
 """
 
 from __future__ import annotations
@@ -19,10 +21,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buffers import Buffers
+from shardwise.kernels.cpu.huge_pages import in_huge_pages
+
 from .codecs import FP32, Codec, FormatCodec
 from .env import is_alone, number_in_environment
 from .watch import SLICE, Watch, watch_of
+
+# numbers up to which fresh memory is as good, and buffers that are kept
+_SMALL, _MOST = 1 << 15, 4
+
+
+class Buffers:
+    """Flat fp32 buffers of one collection on one rank."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.UntypedStorage] = []
+
+    def take(self, size: int, device: torch.device) -> Tensor:
+        """[size] fp32, not initialised."""
+        if device.type != "cpu" or size < _SMALL:
+            return torch.empty(size, device=device)
+        for number, storage in enumerate(self._free):
+            if storage.nbytes() >= 4 * size:
+                del self._free[number]
+                return torch.empty(0, device="cpu").set_(storage, 0, (size,), (1,))
+        return in_huge_pages(torch.empty(size, device="cpu"))
+
+    def recycle(self, tensor: Tensor, used: Tensor) -> None:
+        """Take the memory of `tensor` back, of which nobody else has a view, unless `used` may be one."""
+        if tensor.device.type != "cpu" or tensor.numel() < _SMALL:
+            return
+        storage = tensor.untyped_storage()
+        for other in (used.untyped_storage(), *self._free):
+            if storage.data_ptr() == other.data_ptr():
+                return
+        self._free.append(storage)
+        if len(self._free) > _MOST:
+            self._free.sort(key=lambda kept: kept.nbytes())
+            del self._free[0]
 
 
 class Exchange:
@@ -50,6 +86,12 @@ class Exchange:
     def headers(self, mine: Tensor) -> Pending:
         """Row d of `mine` [W, H] int64 goes to rank d; row r of what comes, [W, H] too, is from rank r."""
         return self._all_to_all(mine, None, None, "headers")
+
+    def gather(self, mine: Sequence[int], device: torch.device) -> list[list[int]]:
+        """As many numbers of every rank as `mine` has, rank after rank. Waits, which is a host sync on CUDA."""
+        rows = torch.tensor([list(mine)] * self.world_size, dtype=torch.int64, device="cpu")
+        numbers: list[list[int]] = self.headers(rows.to(device)).wait().tolist()
+        return numbers
 
     def ids(self, blocks: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Pending:
         """Send the int32 tensors `blocks[d]` to rank d, one after another; `sizes[r]` numbers come from rank r."""
@@ -123,9 +165,9 @@ class Exchange:
             assert self._pg is not None
             self.calls += 1
             self._require_open()
-            lent = _Lent(tensor)
-            work = dist.broadcast(lent.aliases[0], dist.get_global_rank(self._pg, 0), group=self._pg, async_op=True)
-            Pending(tensor, work, lent, watch=self.watch, what=f"first values{self.label}").wait()
+            alias = BufferAlias(tensor)
+            work = dist.broadcast(alias.aliases[0], dist.get_global_rank(self._pg, 0), group=self._pg, async_op=True)
+            Pending(tensor, work, alias, watch=self.watch, what=f"first values{self.label}").wait()
 
     def mean(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite each tensor by its mean over the ranks: one all-reduce for each dtype, equal bits on all ranks.
@@ -143,9 +185,9 @@ class Exchange:
             self.calls += 1
             self.sent += total.numel() * total.element_size()
             self._require_open()
-            lent = _Lent(total)
-            work = dist.all_reduce(lent.aliases[0], group=self._pg, async_op=True)
-            Pending(total, work, lent, watch=self.watch, what=f"means{self.label}").wait()
+            alias = BufferAlias(total)
+            work = dist.all_reduce(alias.aliases[0], group=self._pg, async_op=True)
+            Pending(total, work, alias, watch=self.watch, what=f"means{self.label}").wait()
             total.div_(self.world_size)
             for tensor, part in zip(mine, torch.split(total.flatten(), [t.numel() for t in mine]), strict=True):
                 if tensor.data_ptr() != part.data_ptr():
@@ -178,10 +220,10 @@ class Exchange:
         size = send.shape[0] if sizes is None else sum(sizes)
         rows = send.dtype is torch.float32
         received = self.buffers.take(size, send.device) if rows else send.new_empty(size, *send.shape[1:])
-        lent = _Lent(received, send)
-        into, out_of = lent.aliases
+        alias = BufferAlias(received, send)
+        into, out_of = alias.aliases
         work = dist.all_to_all_single(into, out_of, sizes, send_sizes, group=self._pg, async_op=True)
-        return Pending(received, work, lent, watch=self.watch, what=what + self.label)
+        return Pending(received, work, alias, watch=self.watch, what=what + self.label)
 
 
 def hang_up(group: dist.ProcessGroup) -> None:
@@ -217,7 +259,7 @@ def _device_of_objects(group: dist.ProcessGroup, device: torch.device | None) ->
 # a tag that no message has
 _NEVER_SENT = 0x5EED
 # aliases that are looked through at a time
-_MOST_LENT = 64
+_MOST_ALIASES = 64
 # exchanges whose result may still be on its way
 _unwaited: weakref.WeakSet[Pending] = weakref.WeakSet()
 
@@ -248,13 +290,13 @@ class Pending:
         self,
         received: Tensor,
         work: Any = None,
-        lent: _Lent | None = None,
+        alias: BufferAlias | None = None,
         flags: Sequence[int] = (),
         *,
         watch: Watch | None = None,
         what: str = "",
     ) -> None:
-        self._received, self._lent = received, lent
+        self._received, self._alias = received, alias
         self._work: Any = work
         self._watch, self._what = watch, what
         self.flags = list(flags)
@@ -268,8 +310,8 @@ class Pending:
         Raises:
             RankFailure: a rank failed, ended or did not come in time.
         """
-        lent, self._lent = self._lent, None
-        if lent is not None:
+        alias, self._alias = self._alias, None
+        if alias is not None:
             watch = self._watch
             if watch is None:
                 if self._work is not None:
@@ -280,26 +322,26 @@ class Pending:
                     # NCCL's wait is for the stream, and with a limit it would be for the host
                     self._work.wait(SLICE) if self._received.is_cpu else self._work.wait()
                 except RuntimeError as error:
-                    watch.hold(self._work, error)
+                    watch.wait_or_fail(self._work, error)
                 watch.at, watch.last = None, self._what
             # the transfer is over: what is left to wait for needs no memory
-            for tensor in lent.aliases:
+            for tensor in alias.aliases:
                 tensor.set_(tensor.new_empty(0).untyped_storage())
-            # which would keep what it was lent
+            # which would keep its aliases
             self._work = None
-            if len(_Lent._out) > _MOST_LENT:
-                _Lent._out = _held(_Lent._out)
+            if len(BufferAlias._out) > _MOST_ALIASES:
+                BufferAlias._out = _in_use(BufferAlias._out)
             if self.decoding is not None:
                 self._received, self.flags = self.decoding.read(self._received)
         return self._received
 
 
-class _Lent:
+class BufferAlias:
     """Aliases of tensors for one collective, watched until the backend has let go of them.
 
     Gloo's threads drop a finished collective's tensors some time after the caller went on, and dropping a tensor that
     Python knows takes the GIL: in an interpreter that is shutting down that aborts the process. So a process that
-    exits right after its last collective first waits until all lent tensors are back.
+    exits right after its last collective first waits until all alias tensors are back.
     """
 
     _out: list[Tensor] = []
@@ -308,13 +350,13 @@ class _Lent:
         self.aliases: list[Tensor] = []
         for t in tensors:
             self.aliases.append(t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride()))
-        _Lent._out += self.aliases
+        BufferAlias._out += self.aliases
 
     @staticmethod
     def settle(seconds: float = 10) -> bool:
-        """Wait until no lent tensor is held any more; False if that takes longer."""
+        """Wait until no alias tensor is held any more; False if that takes longer."""
         end = time.monotonic() + seconds
-        while _held(_Lent._out):
+        while _in_use(BufferAlias._out):
             if time.monotonic() > end:
                 return False
             for pending in list(_unwaited):
@@ -325,9 +367,9 @@ class _Lent:
         return True
 
 
-def _held(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _in_use(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Those that something besides Python refers to."""
     return [tensor for tensor in tensors if tensor._use_count() > 1]  # type: ignore[attr-defined]
 
 
-atexit.register(_Lent.settle)
+atexit.register(BufferAlias.settle)

@@ -39,7 +39,7 @@ class RankFailure(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Word:
+class RankStatus:
     """What a rank says of itself in a roll call: where it is, whether it waits for others, what it raised."""
 
     where: str
@@ -51,9 +51,9 @@ class Word:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def decode(text: bytes) -> Word:
+    def decode(text: bytes) -> RankStatus:
         """What `encode` gave."""
-        return Word(**json.loads(text))
+        return RankStatus(**json.loads(text))
 
 
 def agreed(error: E) -> E:
@@ -89,18 +89,18 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         one = one.__cause__ or one.__context__
 
 
-def said(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An error as the others quote it."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     return text if len(text) <= 2000 else f"{text[:2000]}..."
 
 
-def verdict(why: str, words: Mapping[int, Word], rank: int, world_size: int) -> RankFailure:
-    """What rank `rank` raises after a roll call in which `words` were said; `why` is what led to it."""
-    failed = {r: word for r, word in words.items() if word.error is not None}
-    silent = [r for r in range(world_size) if r not in words]
-    absent = {r: word for r, word in words.items() if not word.waits}
-    mine = words[rank].where
+def diagnose(why: str, statuses: Mapping[int, RankStatus], rank: int, world_size: int) -> RankFailure:
+    """What rank `rank` raises after a roll call in which `statuses` were said; `why` is what led to it."""
+    failed = {r: status for r, status in statuses.items() if status.error is not None}
+    silent = [r for r in range(world_size) if r not in statuses]
+    absent = {r: status for r, status in statuses.items() if not status.waits}
+    mine = statuses[rank].where
     if failed:
         ranks = sorted(failed)
         text = "; ".join(f"rank {r} failed {failed[r].where}: {failed[r].error}" for r in ranks)
@@ -111,18 +111,18 @@ def verdict(why: str, words: Mapping[int, Word], rank: int, world_size: int) -> 
         ranks = sorted(absent)
         text = "; ".join(f"rank {r} did not come: it is {absent[r].where}" for r in ranks) + f", and {why}"
     else:
-        ranks = [r for r in sorted(words) if words[r].where != mine]
+        ranks = [r for r in sorted(statuses) if statuses[r].where != mine]
         text = f"ranks no longer hear each other, as {why}"
-        text += "".join(f"; rank {r} is {words[r].where}" for r in ranks)
+        text += "".join(f"; rank {r} is {statuses[r].where}" for r in ranks)
     return RankFailure(f"{text}. Rank {rank} was {mine}. {_WAY_OUT}", ranks)
 
 
-def closed_by(rank: int, word: Word) -> RankFailure:
+def closed_by(rank: int, status: RankStatus) -> RankFailure:
     """What the rank that failed raises in exchanges after that."""
-    return RankFailure(f"rank {rank} failed {word.where}: {word.error}. {_WAY_OUT}", (rank,))
+    return RankFailure(f"rank {rank} failed {status.where}: {status.error}. {_WAY_OUT}", (rank,))
 
 
-def silent_store(why: str, where: str, rank: int, host: int | None) -> RankFailure:
+def store_lost(why: str, where: str, rank: int, host: int | None) -> RankFailure:
     """What a rank raises where nobody can be asked: the group's store is gone, kept by the process of rank `host`."""
     who = "the process that keeps the group's store" if host is None else f"rank {host} (which keeps the group's store)"
     text = f"{who} ended, or does not answer; {why}. Rank {rank} was {where}"

@@ -5,13 +5,21 @@ rank has a thread that looks into the group's store now and then, and times the 
 finds something wrong raises the alarm there, and every thread answers the roll call: where its rank is, and what it
 raised. What the answers mean is said in failures.py. Then the thread hangs up: the collectives of this rank end, and
 who waits in them learns why. A step costs nothing more: the thread sleeps meanwhile.
+
+The keys that the ranks speak under are of no group before them: torchrun keeps one store over its restarts, so workers
+find there what their dead predecessors left, an alarm for one. No count of restarts tells the generations apart, as
+ranks of one generation may have died at different points. So each rank writes a token of its own, and rank 0 repeats
+the tokens of all beside its own, which names the keys (`Rendezvous`). A rank that reads its token there knows that a
+rank 0 is alive with it.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
+import secrets
 import threading
 import time
 import weakref
@@ -24,8 +32,56 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from .env import is_alone
-from .failures import RankFailure, Word, closed_by, is_agreed, is_failure, is_of_group, said, silent_store, verdict
-from .rendezvous import Meeting
+from .failures import (
+    RankFailure,
+    RankStatus,
+    closed_by,
+    diagnose,
+    format_error,
+    is_agreed,
+    is_failure,
+    is_of_group,
+    store_lost,
+)
+
+_ROSTER = "shardwise/roster"
+
+
+class Rendezvous:
+    """How this rank finds its group's keys in the store: `advance` now and then until `over`.
+
+    Attributes:
+        prefix: begins the keys of this group; None while rank 0 has not answered.
+        over: whether nothing further is needed, here or by another rank.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._token = secrets.token_hex(8)
+        self.prefix = f"shardwise/{self._token}" if rank == 0 else None
+        self.over = False
+
+    def advance(self, store: Store) -> None:
+        """Say what this rank knows and read what the others said; never waits."""
+        if self.over:
+            return
+        others = range(1, self._world_size)
+        if self._rank == 0:
+            said = [_read(store, f"shardwise/token{rank}") for rank in others]
+            store.set(_ROSTER, json.dumps([self._token, *said]))
+            self.over = store.check([f"{self.prefix}/met{rank}" for rank in others])
+            return
+        store.set(f"shardwise/token{self._rank}", self._token)
+        roster = json.loads(_read(store, _ROSTER) or "[]")
+        if len(roster) == self._world_size and roster[self._rank] == self._token:
+            self.prefix, self.over = f"shardwise/{roster[0]}", True
+            store.set(f"{self.prefix}/met{self._rank}", "")
+
+
+def _read(store: Store, key: str) -> str:
+    """What stands there, nothing if the key is not there."""
+    return store.get(key).decode() if store.check([key]) else ""
+
 
 # how long a wait lasts before Python may look at signals, Ctrl-C for one
 SLICE = timedelta(seconds=1)
@@ -52,10 +108,10 @@ class Watch:
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet([group])
         self._hang_up = hang_up
         # a group made anew may find the keys of the one before in its store
-        self._meeting = Meeting(self.rank, self.world_size)
+        self._rendezvous = Rendezvous(self.rank, self.world_size)
         self._host = _host_of_store(group)
         self._alarm: str | None = None
-        self._error: Word | None = None
+        self._error: RankStatus | None = None
         self._failure: RankFailure | None = None
         self._wake, self._over, self._ending = threading.Event(), threading.Event(), False
         # blocks of `over` that this rank is in
@@ -73,7 +129,7 @@ class Watch:
         self._groups.add(group)
         _watches[group] = self
 
-    def hold(self, work: Any, error: RuntimeError) -> None:
+    def wait_or_fail(self, work: Any, error: RuntimeError) -> None:
         """Wait on for what `SLICE` was too short for, as `error` says, or what failed.
 
         Raises:
@@ -94,14 +150,14 @@ class Watch:
 
     def failure(self, error: BaseException) -> RankFailure:
         """What this rank raises for an error of the group, after a roll call."""
-        self._raise_alarm(f"{self._where()} I got {said(error)}")
+        self._raise_alarm(f"{self._where()} I got {format_error(error)}")
         # the store may be gone without a word, and the thread with it
         if not self._over.wait(self._roll_call_s() + 4 * self._look_s() + 1) or self._failure is None:
             self._close()
-            return silent_store(f"it got {said(error)}", self._where(), self.rank, self._host)
+            return store_lost(f"it got {format_error(error)}", self._where(), self.rank, self._host)
         return RankFailure(str(self._failure), self._failure.ranks)
 
-    def meet(self, error: BaseException, where: str) -> None:
+    def report(self, error: BaseException, where: str) -> None:
         """See to an error that leaves this rank's step: tell the others, unless they know or are its cause.
 
         Raises:
@@ -111,7 +167,7 @@ class Watch:
         if ordinary_end or is_agreed(error) or is_failure(error) or self._error is not None:
             return
         self.translate(error)
-        self._error = Word(f"{where}, {self._where()}", error=said(error))
+        self._error = RankStatus(f"{where}, {self._where()}", error=format_error(error))
         self._raise_alarm(f"{self._where()} I failed")
         self._over.wait(self._roll_call_s())
         self._close()
@@ -127,7 +183,7 @@ class Watch:
             if self._error is not None:
                 failure = closed_by(self.rank, self._error)
             if failure is None:
-                failure = silent_store(self._alarm or "it was closed", self._where(), self.rank, self._host)
+                failure = store_lost(self._alarm or "it was closed", self._where(), self.rank, self._host)
             raise RankFailure(str(failure), failure.ranks)
 
     def translate(self, error: BaseException) -> None:
@@ -142,7 +198,7 @@ class Watch:
         try:
             yield
         except BaseException as error:
-            self.meet(error, where)
+            self.report(error, where)
             raise
         finally:
             self._blocks -= 1
@@ -175,7 +231,7 @@ class Watch:
         """The thread's work: look, until something is wrong or the group is no more."""
         try:
             while True:
-                self._wake.wait(self._look_s() / (1 if self._meeting.over else 4))
+                self._wake.wait(self._look_s() / (1 if self._rendezvous.over else 4))
                 group = self._group()
                 if self._ending or group is None:
                     return
@@ -183,12 +239,12 @@ class Watch:
                 del group
                 self._time_the_wait()
                 if self._alarm is None:
-                    self._meeting.look(store)
-                elif not self._meets(store):
+                    self._rendezvous.advance(store)
+                elif not self._wait_for_rendezvous(store):
                     # nobody is there to ask
-                    self._failure = verdict(self._alarm, {self.rank: self._word()}, self.rank, self.world_size)
+                    self._failure = diagnose(self._alarm, {self.rank: self._status()}, self.rank, self.world_size)
                     return
-                prefix = self._meeting.prefix
+                prefix = self._rendezvous.prefix
                 if self._alarm is not None and not store.check([f"{prefix}/alarm"]):
                     store.set(f"{prefix}/alarm", f"rank {self.rank} said: {self._alarm}")
                 if prefix is not None and store.check([f"{prefix}/alarm"]):
@@ -202,8 +258,8 @@ class Watch:
             # the store went with its process: wait as long as a rank may need that ended well, and takes its last rows
             self._over.wait(0 if self._alarm else self._roll_call_s())
             if self._alarm or self._blocks or self.at is not None:
-                why = self._alarm or f"the store said {said(error)}"
-                self._failure = silent_store(why, self._where(), self.rank, self._host)
+                why = self._alarm or f"the store said {format_error(error)}"
+                self._failure = store_lost(why, self._where(), self.rank, self._host)
         finally:
             self._over.set()
             if self._failure is not None:
@@ -220,36 +276,36 @@ class Watch:
         elif now - self._timed[1] > self.timeout_s - self._roll_call_s() - 2 * self._look_s():
             self._alarm = self._alarm or f"{self._where()} I waited for {self.timeout_s:g} s (timeout_s)"
 
-    def _meets(self, store: Store) -> bool:
+    def _wait_for_rendezvous(self, store: Store) -> bool:
         """Whether this rank finds the keys of its group within the time of a roll call."""
         end = time.monotonic() + self._roll_call_s()
         while True:
-            self._meeting.look(store)
-            if self._meeting.prefix is not None or time.monotonic() > end:
-                return self._meeting.prefix is not None
+            self._rendezvous.advance(store)
+            if self._rendezvous.prefix is not None or time.monotonic() > end:
+                return self._rendezvous.prefix is not None
             time.sleep(0.02)
 
-    def _word(self) -> Word:
-        return self._error or Word(self._where(), waits=self.at is not None)
+    def _status(self) -> RankStatus:
+        return self._error or RankStatus(self._where(), waits=self.at is not None)
 
     def _call_the_roll(self, store: Store) -> None:
         """Say where this rank is, hear the others, and know what happened."""
-        prefix, mine = self._meeting.prefix, self._word()
+        prefix, mine = self._rendezvous.prefix, self._status()
         store.set(f"{prefix}/word{self.rank}", mine.encode())
-        words, end = {self.rank: mine}, time.monotonic() + self._roll_call_s()
-        while len(words) < self.world_size and time.monotonic() < end:
-            for rank in set(range(self.world_size)) - set(words):
+        statuses, end = {self.rank: mine}, time.monotonic() + self._roll_call_s()
+        while len(statuses) < self.world_size and time.monotonic() < end:
+            for rank in set(range(self.world_size)) - set(statuses):
                 if store.check([f"{prefix}/word{rank}"]):
-                    words[rank] = Word.decode(store.get(f"{prefix}/word{rank}"))
-            if self._error is None and any(word.error is not None for word in words.values()):
+                    statuses[rank] = RankStatus.decode(store.get(f"{prefix}/word{rank}"))
+            if self._error is None and any(status.error is not None for status in statuses.values()):
                 break
             if self._error is not None and self._host != self.rank:
                 return
             # who has not met the others yet does so now
-            self._meeting.look(store)
+            self._rendezvous.advance(store)
             time.sleep(0.02)
         why = store.get(f"{prefix}/alarm").decode()
-        self._failure = verdict(why, words, self.rank, self.world_size)
+        self._failure = diagnose(why, statuses, self.rank, self.world_size)
 
     def _close(self) -> None:
         self.is_closed = True

@@ -14,6 +14,7 @@ from ..comms.device_fallback import device_here, quiet_without_cuda
 from ..comms.env import ShardingEnv, default_env
 from ..comms.exchange import Exchange, hang_up
 from ..comms.watch import watch_over
+from ..modules.default_sharders import get_default_sharders, require_sharder
 from ..modules.generators import ParameterShardingGenerator, apply_to_all
 from ..modules.placement import (
     Place,
@@ -27,10 +28,10 @@ from ..modules.placement import (
     warn_of_default_optimizer,
     warn_of_other_devices,
 )
-from ..modules.sharders import ModuleSharder, get_default_sharders, require_sharder
+from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from ..planning.planners import EmbeddingPlannerBase, plan_for
-from .dense import materialize, move
+from .data_parallel import materialize, move
 
 # what becomes of each table: placed already, or by a generator
 TablePlans: TypeAlias = Mapping[str, ParameterSharding] | Mapping[str, ParameterShardingGenerator]

@@ -19,6 +19,7 @@ from ..comms.exchange import hang_up
 from ..comms.watch import watch_over
 from ..engine.reshard import changes_of, reshard_by_plan
 from ..engine.state import check_weights
+from ..modules.default_sharders import get_default_sharders
 from ..modules.placement import (
     Place,
     agree_on_plan,
@@ -27,11 +28,15 @@ from ..modules.placement import (
     sharded_collections,
     warn_of_default_optimizer,
 )
-from ..modules.sharders import ModuleSharder, get_default_sharders
+from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ShardingPlan
 from ..planning.planners import plan_for
-from .data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
-from .dense import materialize, move
+from .data_parallel import (
+    DataParallelWrapper,
+    DefaultDataParallelWrapper,
+    materialize,
+    move,
+)
 from .unwrap import copy_to_device, get_unwrapped_module
 
 
@@ -181,7 +186,7 @@ class DistributedModelParallel(nn.Module):
             return self._dmp_wrapped_module(*args, **kwargs)
         except BaseException as error:
             if self._watch is not None:
-                self._watch.meet(error, "in forward")
+                self._watch.report(error, "in forward")
             raise
 
     def watched(self, where: str = "in a step") -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comms.env import ShardingEnv, ShardingEnv2D, ShardingStrategy
 from ..comms.exchange import Exchange
 from ..engine.collection import ShardedCollection
-from ..modules.sharders import ModuleSharder
+from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import ShardingPlan
 from .data_parallel import DataParallelWrapper
 from .dmp import DistributedModelParallel

@@ -9,8 +9,7 @@ from shardwise.jagged._segments import Beside
 from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
 from shardwise.kernels.cpu.lookup import ids_are_good, offsets_are_good
 
-from .division import Division
-from .route import Sending
+from .route import Division, Sending
 
 
 def check_batch(

@@ -33,20 +33,20 @@ from ..comms.agreement import (
     Facts,
     agree,
     facts_of,
-    facts_of_replicas,
     facts_of_shards,
 )
 from ..comms.async_collective import get_gradient_division
+from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv
 from ..comms.exchange import Exchange
 from ..comms.failures import agreed
 from ..comms.qcomms import codecs_of
 from .batch_check import check_batch
-from .dedup import once
-from .departure import Departure, Expected
+from .dedup import dedup_ids
+from .departure import Departure, Expected, Staged
 from .flags import error_of, is_wrong, number_of, numbers_of_all, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
-from .held import Collection, Held, Mark, Stores, tables_of
+from .held import Collection, Held, Mark, Stores, facts_of_replicas, tables_of
 from .id_map import IdMap, id_ranges
 from .lookup_autograd import Finish
 from .owner import Batch, InFlight, Owner
@@ -54,7 +54,6 @@ from .reshard import reshard
 from .results import Columns, Rows, pool_in_order
 from .route import Home, Outbound, Receiving, Sending, divide_ahead, route
 from .routes import REPLICA, ROWS, Routes, Table, plan_routes
-from .stages import Staged
 from .state import States, publish_weights, take_weights
 
 
@@ -277,6 +276,12 @@ class ShardedCollection(nn.Module, Staged):
             return None
         return departure
 
+    def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[Any]:
+        """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
+        flight = self.begin(features)
+        self.look_up(flight)
+        return self.lazily(flight)
+
     def look_up(self, flight: InFlight) -> None:
         """Find the rows that were asked for and send them off; `finish` takes them. Does nothing the second time."""
         if flight.pending is None:
@@ -330,7 +335,7 @@ class ShardedCollection(nn.Module, Staged):
         home = self._at_home(flight, dense=False) if self._routes.replicas else {}
         if self._columns is None:
             found = self._rows.put_together(flight.outbound, received, flight.result_sizes, home)
-            self._exchange.buffers.give_unless(received, found)
+            self._exchange.buffers.recycle(received, found)
             return found
         blocks = torch.split(received, flight.result_sizes)
         matrices, rest = self._columns.cut(blocks, flight.outbound.batch)
@@ -341,7 +346,7 @@ class ShardedCollection(nn.Module, Staged):
         for lookup, piece in home.items():
             matrices[REPLICA, lookup] = piece
         found = self._columns.put_together(matrices, flight.outbound)
-        self._exchange.buffers.give_unless(received, found)
+        self._exchange.buffers.recycle(received, found)
         return found
 
     def _update(self, flight: InFlight, grad: Tensor, *, learned: bool) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -382,9 +387,9 @@ class ShardedCollection(nn.Module, Staged):
             self._owner.release(flight)
             raise_after_backward(error)
             return None, [None] * len(at_home)
-        self._exchange.buffers.give_unless(sent, received)
+        self._exchange.buffers.recycle(sent, received)
         back = self._owner.update(flight, received, weight_gradients=learned)
-        self._exchange.buffers.give_unless(received, grad)
+        self._exchange.buffers.recycle(received, grad)
         return None if back is None else self._weight_gradients(flight, back, divisor), at_home
 
     def _weight_gradients(self, flight: InFlight, back: Sequence[Tensor], factor: int) -> Tensor:
@@ -455,7 +460,7 @@ class ShardedCollection(nn.Module, Staged):
             divided = divide_ahead(features, self._routes, sending, weights, lenient=lenient)
         check_batch(features, sending, self._policy.bounds_check, divided)
         if dedup:
-            batch = once(given, features, sending.used, sending.rows)
+            batch = dedup_ids(given, features, sending.used, sending.rows)
             sending = self._sending_of(batch.routed, update)
             if ahead:
                 divided = divide_ahead(batch.routed, self._routes, sending, weights, lenient=lenient)

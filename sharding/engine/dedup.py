@@ -14,7 +14,7 @@ from shardwise.kernels import jagged_unique
 from .owner import Batch
 
 
-def once(given: KeyedJaggedTensor, padded: KeyedJaggedTensor, used: Sequence[int], rows: Sequence[int]) -> Batch:
+def dedup_ids(given: KeyedJaggedTensor, padded: KeyedJaggedTensor, used: Sequence[int], rows: Sequence[int]) -> Batch:
     """The keys `used` of a batch with each id once a key, as one bag; `rows` of the table of each of them."""
     picked = padded if len(used) == len(padded.keys()) else padded.permute(list(used))
     values = picked.values()[: sum(picked.length_per_key())]
@@ -24,7 +24,7 @@ def once(given: KeyedJaggedTensor, padded: KeyedJaggedTensor, used: Sequence[int
     return Batch(given, padded, routed, found.inverse)
 
 
-def repeated(batch: Batch, key: str, rows: Tensor) -> Tensor:
+def expand_rows(batch: Batch, key: str, rows: Tensor) -> Tensor:
     """The row of each id of `key`, from the rows [u, dim] of its distinct ids. Differentiable, in a fixed order."""
     if batch.inverse is None:
         return rows

@@ -60,10 +60,7 @@ def number_of(
 
 def numbers_of_all(exchange: Exchange, number: int, device: torch.device) -> list[int]:
     """The number of every rank, given that of this one, once all know that something is wrong."""
-    rows = torch.full((exchange.world_size, 1), number, device="cpu")
-    # host sync, on the way to an error
-    found: list[int] = exchange.headers(rows.to(device)).wait().flatten().tolist()
-    return found
+    return [numbers[0] for numbers in exchange.gather([number], device)]
 
 
 def error_of(numbers: Sequence[int], routes: Routes, codec: Codec | None) -> Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -22,8 +22,11 @@ from shardwise.embeddings import (
 )
 from shardwise.embeddings.optim.optimizers import mark_optimizer, optimizer_of, optimizer_spec
 from shardwise.embeddings.tables.accumulation import Accumulation
+from shardwise.kernels import rule_named
+from shardwise.kernels.cpu import numba_loops
 
 from ...planner.layout import Shard, TableOptions
+from ..comms.agreement import MAY_DIFFER
 from ..comms.exchange import Exchange
 from .routes import Group, Routes, Serving, Table
 
@@ -58,6 +61,23 @@ def tables_of(
         )  # fmt: skip
         marks.append(mark)
     return tables, marks
+
+
+def facts_of_replicas(tables: Iterable[Table], shards: Iterable[Shard], device: torch.device) -> dict[str, str]:
+    """What the bits of replicated tables depend on besides their gradients: the same on all ranks, or replicas drift.
+
+    On a CPU rules that are not exact (`Rule.is_exact`) have other bits with numba's loops than on torch alone.
+    """
+    replicated = {shard.table for shard in shards if shard.replica} if device.type == "cpu" else set()
+    found = {}
+    for table in tables:
+        if table.name not in replicated or table.optimizer is None or rule_named(table.optimizer.rule).is_exact:
+            continue
+        by, processor = numba_loops.arithmetic()
+        what = f"the updates of replicated table {table.name!r} ({table.optimizer.rule})"
+        found[f"arithmetic of {what}; the same numba on all ranks or SHARDWISE_NUMBA=0 on all mends it"] = by
+        found[f"{MAY_DIFFER}of {what}"] = processor
+    return found
 
 
 class Held:

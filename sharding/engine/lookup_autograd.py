@@ -33,7 +33,7 @@ class Finish(torch.autograd.Function):
             sent, at_home = ctx.collection._update(ctx.flight, *grad_outputs, learned=learned)
         except BaseException as error:
             if watch is not None:
-                watch.meet(error, "in backward")
+                watch.report(error, "in backward")
             raise
         return None, None, None, sent, *at_home
 

@@ -19,12 +19,12 @@ from shardwise.embeddings import TableGroup
 from shardwise.kernels import rule_named
 
 from ...planner.layout import Shard, Span, TableOptions
-from ..comms.agreement import Facts, agree, facts_of_replicas
+from ..comms.agreement import Facts, agree
 from ..comms.exchange import Exchange
 from ..plan.plan import ParameterSharding, options_of, shards_of
-from .held import Held
+from .held import Held, facts_of_replicas
 from .routes import Routes, Table
-from .state import Box, States, overlap, part_of
+from .state import Box, States, overlap, part_of, volume
 
 if TYPE_CHECKING:
     from .collection import ShardedCollection
@@ -251,7 +251,7 @@ class _Carried:
             if move.source.rank == me:
                 sent[move.target.rank] += self._taken(move, per_row)
             elif move.target.rank == me:
-                sizes[move.source.rank] += self._values(per_row) * _volume(move.box)
+                sizes[move.source.rank] += self._values(per_row) * volume(move.box)
         came = [torch.empty(0)] * world
         if travels:
             flat = [tensor for part in sent for tensor in part]
@@ -266,7 +266,7 @@ class _Carried:
             if move.source.rank == me:
                 pieces = self._taken(move, per_row)
             else:
-                size, source = _volume(move.box), move.source.rank
+                size, source = volume(move.box), move.source.rank
                 cuts = list(accumulate([size] * self._values(per_row), initial=at[source]))
                 at[source] = cuts[-1]
                 pieces = [came[source][begin : begin + size] for begin in cuts[:-1]]
@@ -307,13 +307,6 @@ def _cells(shard: Shard, per_row: bool) -> Box:
     return (shard.rows,) if per_row else (shard.rows, shard.cols)
 
 
-def _volume(box: Box) -> int:
-    size = 1
-    for low, high in box:
-        size *= high - low
-    return size
-
-
 def _carry_steps(old: States, new: States, routes: Routes, exchange: Exchange, device: torch.device) -> None:
     """Have the new groups count on from the updates that their tables saw.
 
@@ -322,8 +315,9 @@ def _carry_steps(old: States, new: States, routes: Routes, exchange: Exchange, d
     """
     # host sync: a rank that gets a table cannot know its count
     mine = [max([int(group.step) for _, group, _ in old.homes(name)], default=-1) for name in old.tables]
-    told = torch.tensor([mine] * exchange.world_size, dtype=torch.int64, device="cpu").to(device)
-    steps = dict(zip(old.tables, exchange.headers(told).wait().amax(0).tolist() if mine else [], strict=True))
+    steps = dict(
+        zip(old.tables, map(max, zip(*(exchange.gather(mine, device) if mine else []), strict=True)), strict=True)
+    )
     for serving in routes.serving:
         for part in serving.groups:
             # tables that no feature looks up are never updated

@@ -27,7 +27,7 @@ from shardwise.kernels import (
 )
 from shardwise.kernels.cpu.huge_pages import in_huge_pages
 
-from ..comms.buffers import Buffers
+from ..comms.exchange import Buffers
 from .route import Outbound
 from .routes import HOST, POOLED, REPLICA, ROWS, Routes, Serving, Slot, Stream
 

@@ -319,7 +319,7 @@ def take(what: str, value: Value, given: Any, env: ShardingEnv, *, resplit: str 
     wanted = value.pieces if pieces is not None else [piece for piece, _ in value.local]
     for piece in wanted:
         have = [box for box, _ in found.local] if pieces is None else [p.box for p in pieces if p.rank == piece.rank]
-        if sum(_volume(overlap(piece.box, box)) for box in have) < _volume(piece.box):
+        if sum(volume(overlap(piece.box, box)) for box in have) < volume(piece.box):
             raise ValueError(
                 f"{what}: rank {piece.rank} needs {_text(piece.box)} and has {[_text(box) for box in have]} of what is"
                 " loaded, which another plan cut: torch.distributed.checkpoint saves and loads across plans, and so"
@@ -338,30 +338,37 @@ def _fill(value: Value, sources: Sequence[tuple[Box, Tensor]]) -> None:
 
 
 def _given(given: Any, env: ShardingEnv) -> _Given:
-    if hasattr(given, "local_shards"):
-        ranks = [0] if env.process_group is None else dist.get_process_group_ranks(env.process_group)
-        local = [(box_of(one.metadata.shard_offsets, one.tensor.shape), one.tensor) for one in given.local_shards()]
-        size, told = tuple(given.metadata().size), given.metadata().shards_metadata
-        placed = [(one.placement.rank(), box_of(one.shard_offsets, one.shard_sizes)) for one in told]
-        return _Given(size, local, [Piece(ranks.index(rank), box) for rank, box in placed if rank in ranks])
-    size = tuple(given.shape)
-    if not hasattr(given, "to_local"):
-        return _Given(size, [(tuple((0, n) for n in size), given)])
-    here = given.to_local()
+    local = local_pieces(given)
+    if not hasattr(given, "local_shards"):
+        return _Given(tuple(given.shape), local)
+    ranks = [0] if env.process_group is None else dist.get_process_group_ranks(env.process_group)
+    size, told = tuple(given.metadata().size), given.metadata().shards_metadata
+    placed = [(one.placement.rank(), box_of(one.shard_offsets, one.shard_sizes)) for one in told]
+    return _Given(size, local, [Piece(ranks.index(rank), box) for rank, box in placed if rank in ranks])
+
+
+def local_pieces(value: Any) -> list[tuple[Box, Tensor]]:
+    """This rank's pieces of a ShardedTensor or a DTensor, and where they lie; any other tensor is whole."""
+    if hasattr(value, "local_shards"):
+        return [(box_of(one.metadata.shard_offsets, one.tensor.shape), one.tensor) for one in value.local_shards()]
+    if not hasattr(value, "to_local"):
+        return [(tuple((0, n) for n in value.shape), value)]
+    here = value.to_local()
     if hasattr(here, "local_shards"):
         places = zip(here.local_offsets(), here.local_shards(), strict=True)
-        return _Given(size, [(box_of(offset, one.shape), one) for offset, one in places])
+        return [(box_of(offset, one.shape), one) for offset, one in places]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(given.shape, given.device_mesh, given.placements)
-    return _Given(size, [(box_of(offset, here.shape), here)])
+    _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return [(box_of(offset, here.shape), here)]
 
 
 def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
     return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
-def _volume(box: Box | None) -> int:
+def volume(box: Box | None) -> int:
+    """How many elements it has, none if there is none."""
     return 0 if box is None else math.prod(high - low for low, high in box)
 
 

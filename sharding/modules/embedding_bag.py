@@ -17,10 +17,10 @@ from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv
 from ..engine.fused_optimizer import ShardedFusedOptimizer
 from ..engine.held import Mark
-from ..engine.owner import InFlight
+from ..plan.module_sharder import require_tables, require_type
 from ..plan.plan import ParameterSharding, options_of, shards_of
-from .sharded_collections import ShardedEmbeddingBagCollection
-from .sharders import BaseEmbeddingSharder
+from .sharded_collections import InFlightAwaitable, ShardedEmbeddingBagCollection
+from .sharders import CollectionSharder
 
 # the table's name in a plan, and that of its parameter
 _WEIGHT = "weight"
@@ -30,17 +30,14 @@ _POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 _NOT_SERVED = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}
 
 
-class EmbeddingBagAwaitable(LazyAwaitable[Tensor]):
+class EmbeddingBagAwaitable(InFlightAwaitable[Tensor]):
     """The sums of a batch's bags that are on their way."""
 
     awaited_type = Tensor
 
-    def __init__(self, sharded: ShardedEmbeddingBag, flight: InFlight) -> None:
-        super().__init__()
-        self._sharded, self._flight = sharded, flight
-
     def _wait_impl(self) -> Tensor:
-        return self._sharded.finish(self._flight).values()
+        sums: Tensor = self._collection.finish(self._flight).values()
+        return sums
 
 
 class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
@@ -141,22 +138,19 @@ class _WeightOptimizer(ShardedFusedOptimizer):
         return _WEIGHT
 
 
-class EmbeddingBagSharder(BaseEmbeddingSharder[nn.EmbeddingBag]):
+class EmbeddingBagSharder(CollectionSharder[nn.EmbeddingBag]):
     """The sharder of `torch.nn.EmbeddingBag`; its table is "weight" in plans. Not among the default sharders.
 
     Args:
         fused_params, qcomm_codecs_registry: as `BaseEmbeddingSharder`.
     """
 
+    _sharded_type = ShardedEmbeddingBag
+
     @property
     def module_type(self) -> type[nn.EmbeddingBag]:
         """`torch.nn.EmbeddingBag`."""
         return nn.EmbeddingBag
-
-    @property
-    def sharded_module_type(self) -> type[ShardedEmbeddingBag]:
-        """`ShardedEmbeddingBag`."""
-        return ShardedEmbeddingBag
 
     def shardable_parameters(self, module: nn.EmbeddingBag) -> dict[str, nn.Parameter]:
         """The table."""
@@ -176,11 +170,8 @@ class EmbeddingBagSharder(BaseEmbeddingSharder[nn.EmbeddingBag]):
             TypeError: the module is no `torch.nn.EmbeddingBag`.
             ValueError: the plan does not fit the module, or the module asks for what is not served.
         """
-        if not isinstance(module, nn.EmbeddingBag):
-            raise TypeError(f"EmbeddingBagSharder shards EmbeddingBag, got {type(module).__name__}")
-        if set(params) != {_WEIGHT}:
-            where = f" of module {module_fqn!r}" if module_fqn else ""
-            raise ValueError(f"the plan{where} has tables {sorted(params)}, the module {[_WEIGHT]}")
+        require_type(self, module)
+        require_tables(params, [_WEIGHT], module_fqn)
         shards = shards_of(_WEIGHT, params[_WEIGHT], module.num_embeddings, module.embedding_dim, env.world_size)
         return ShardedEmbeddingBag(
             module, shards, env, torch.device(device or "cpu"), default_optimizer=self._default_optimizer,

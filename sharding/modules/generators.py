@@ -19,8 +19,9 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from ...planner import layout
 from ...planner.layout import Shard
 from ..comms.env import get_local_size
+from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingType
-from .sharders import ModuleSharder, get_default_sharders, require_sharder
+from .default_sharders import get_default_sharders, require_sharder
 
 # (parameter, local_size, world_size, device_type, sharder) -> its place
 ParameterShardingGenerator = Callable[[nn.Parameter, int, int, str, ModuleSharder[Any]], ParameterSharding]

@@ -25,14 +25,15 @@ from shardwise.embeddings import (
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
 from ..comms.env import ShardingEnv
+from ..plan.module_sharder import ModuleSharder, require_tables, require_type
 from ..plan.plan import ParameterSharding
 from .sharders import (
     BaseEmbeddingSharder,
+    CollectionSharder,
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
     FusedEmbeddingBagCollectionSharder,
     FusedEmbeddingCollectionSharder,
-    ModuleSharder,
 )
 
 
@@ -127,13 +128,16 @@ class ShardedEmbeddingTowerCollection(_Nested):
         return torch.cat(outputs, dim=1)
 
 
-class FeatureProcessedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[FeatureProcessedEmbeddingBagCollection]):
+class FeatureProcessedEmbeddingBagCollectionSharder(CollectionSharder[FeatureProcessedEmbeddingBagCollection]):
     """The sharder of `FeatureProcessedEmbeddingBagCollection`.
 
     Args:
         ebc_sharder: what shards the collection; by default one with these codecs.
         qcomm_codecs_registry: as `ModuleSharder`.
     """
+
+    _module_type = FeatureProcessedEmbeddingBagCollection
+    _sharded_type = ShardedFeatureProcessedEmbeddingBagCollection
 
     def __init__(
         self,
@@ -144,16 +148,6 @@ class FeatureProcessedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[Feature
             raise ValueError("qcomm_codecs_registry: the ebc_sharder that is given has its own; give it to that one")
         self._ebc_sharder = ebc_sharder or EmbeddingBagCollectionSharder(qcomm_codecs_registry=qcomm_codecs_registry)
         super().__init__(self._ebc_sharder.fused_params, self._ebc_sharder.qcomm_codecs_registry)
-
-    @property
-    def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
-        """`FeatureProcessedEmbeddingBagCollection`."""
-        return FeatureProcessedEmbeddingBagCollection
-
-    @property
-    def sharded_module_type(self) -> type[ShardedFeatureProcessedEmbeddingBagCollection]:
-        """`ShardedFeatureProcessedEmbeddingBagCollection`."""
-        return ShardedFeatureProcessedEmbeddingBagCollection
 
     def shardable_parameters(self, module: FeatureProcessedEmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Tables of the collection by name."""
@@ -168,7 +162,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[Feature
         module_fqn: str | None = None,
     ) -> ShardedFeatureProcessedEmbeddingBagCollection:
         """The sharded form of a feature-processed collection. As `BaseEmbeddingSharder.shard`."""
-        _require(self, module)
+        require_type(self, module)
         inner = module._embedding_bag_collection
         sharder: BaseEmbeddingSharder[Any] = self._ebc_sharder
         if type(inner) is not sharder.module_type:
@@ -177,18 +171,11 @@ class FeatureProcessedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[Feature
         return ShardedFeatureProcessedEmbeddingBagCollection(module, collection)
 
 
-class EmbeddingTowerSharder(BaseEmbeddingSharder[EmbeddingTower]):
+class EmbeddingTowerSharder(CollectionSharder[EmbeddingTower]):
     """The sharder of `EmbeddingTower`, for any plan of its collection; arguments as `BaseEmbeddingSharder`."""
 
-    @property
-    def module_type(self) -> type[EmbeddingTower]:
-        """`EmbeddingTower`."""
-        return EmbeddingTower
-
-    @property
-    def sharded_module_type(self) -> type[ShardedEmbeddingTower]:
-        """`ShardedEmbeddingTower`."""
-        return ShardedEmbeddingTower
+    _module_type = EmbeddingTower
+    _sharded_type = ShardedEmbeddingTower
 
     def embedding_sharder(self, module: EmbeddingTower) -> ModuleSharder[Any]:
         """What shards the tower's embedding module.
@@ -211,13 +198,16 @@ class EmbeddingTowerSharder(BaseEmbeddingSharder[EmbeddingTower]):
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingTower:
         """The sharded form of a tower. As `BaseEmbeddingSharder.shard`."""
-        _require(self, module)
+        require_type(self, module)
         sharder = self.embedding_sharder(module)
         return ShardedEmbeddingTower(module, sharder.shard(module.embedding, params, env, device, module_fqn))
 
 
-class EmbeddingTowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
+class EmbeddingTowerCollectionSharder(CollectionSharder[EmbeddingTowerCollection]):
     """The sharder of `EmbeddingTowerCollection`: a plan names the tables of all towers; arguments as its base."""
+
+    _module_type = EmbeddingTowerCollection
+    _sharded_type = ShardedEmbeddingTowerCollection
 
     def __init__(
         self,
@@ -226,16 +216,6 @@ class EmbeddingTowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollect
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
         self._tower_sharder = EmbeddingTowerSharder(fused_params, qcomm_codecs_registry)
-
-    @property
-    def module_type(self) -> type[EmbeddingTowerCollection]:
-        """`EmbeddingTowerCollection`."""
-        return EmbeddingTowerCollection
-
-    @property
-    def sharded_module_type(self) -> type[ShardedEmbeddingTowerCollection]:
-        """`ShardedEmbeddingTowerCollection`."""
-        return ShardedEmbeddingTowerCollection
 
     def shardable_parameters(self, module: EmbeddingTowerCollection) -> dict[str, nn.Parameter]:
         """Tables of all towers by name.
@@ -263,10 +243,9 @@ class EmbeddingTowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollect
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingTowerCollection:
         """The sharded form of a collection of towers. As `BaseEmbeddingSharder.shard`."""
-        _require(self, module)
+        require_type(self, module)
         tables = self.shardable_parameters(module)
-        if set(params) != set(tables):
-            raise ValueError(f"the plan has tables {sorted(params)}, the module {sorted(tables)}")
+        require_tables(params, tables)
         towers = []
         for tower in module.towers:
             assert isinstance(tower, EmbeddingTower)
@@ -292,9 +271,3 @@ def _sharder_of(module: nn.Module, outer: BaseEmbeddingSharder[Any]) -> BaseEmbe
         f"{type(outer).__name__}: a {type(module).__name__} inside cannot be sharded: a collection can, or a"
         " FeatureProcessedEmbeddingBagCollection"
     )
-
-
-def _require(sharder: ModuleSharder[Any], module: nn.Module) -> None:
-    if not isinstance(module, sharder.module_type):
-        names = type(sharder).__name__, sharder.module_type.__name__, type(module).__name__
-        raise TypeError("{} shards {}, got {}".format(*names))

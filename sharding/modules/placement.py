@@ -28,6 +28,7 @@ from ..comms.device_fallback import PLANNED_ON
 from ..comms.env import ShardingEnv
 from ..comms.exchange import Exchange
 from ..engine.collection import ShardedCollection
+from ..plan.module_sharder import ModuleSharder, require_tables
 from ..plan.plan import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
@@ -36,7 +37,8 @@ from ..plan.plan import (
     shards_of,
     tables_of,
 )
-from .sharders import BaseEmbeddingSharder, ModuleSharder, sharder_of
+from .default_sharders import sharder_of
+from .sharders import BaseEmbeddingSharder
 
 
 @dataclass(frozen=True)
@@ -247,8 +249,7 @@ def plan_cuts(
     Raises:
         ValueError: the plan names other tables than the module, or asks for what is not served.
     """
-    if set(of_module) != set(params):
-        raise ValueError(f"the plan has tables {sorted(of_module)}, the module {sorted(params)}")
+    require_tables(of_module, params)
     if not isinstance(sharder, BaseEmbeddingSharder):
         return {"plan": str(EmbeddingModuleShardingPlan(of_module)._serialize())}
     found: dict[str, str] = {}

@@ -18,9 +18,9 @@ from shardwise.embeddings.tables.table_bytes import weights_bytes_in_emb_kernel
 from shardwise.embeddings.tables.variable_batch import expand_bags, expand_pooled, inverse_of
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from ..comms.awaitable import LazyAwaitable
+from ..comms.awaitable import LazyAwaitable, W
 from ..engine.collection import ShardedCollection
-from ..engine.dedup import repeated
+from ..engine.dedup import expand_rows
 from ..engine.lookup_autograd import CutGradient
 from ..engine.owner import InFlight
 
@@ -28,30 +28,28 @@ from ..engine.owner import InFlight
 logger = logging.getLogger(__name__)
 
 
-class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
+class InFlightAwaitable(LazyAwaitable[W]):
+    """The result of a batch that is on its way: what its collection's `finish` makes of it."""
+
+    def __init__(self, collection: Any, flight: InFlight) -> None:
+        super().__init__()
+        self._collection, self._flight = collection, flight
+
+    def _wait_impl(self) -> W:
+        result: W = self._collection.finish(self._flight)
+        return result
+
+
+class EmbeddingBagCollectionAwaitable(InFlightAwaitable[KeyedTensor]):
     """The `KeyedTensor` of a batch that is on its way."""
 
     awaited_type = KeyedTensor
 
-    def __init__(self, collection: ShardedEmbeddingBagCollection, flight: InFlight) -> None:
-        super().__init__()
-        self._collection, self._flight = collection, flight
 
-    def _wait_impl(self) -> KeyedTensor:
-        return self._collection.finish(self._flight)
-
-
-class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
+class EmbeddingCollectionAwaitable(InFlightAwaitable[dict[str, JaggedTensor]]):
     """The rows of a batch that are on their way, by feature."""
 
     awaited_type = dict
-
-    def __init__(self, collection: ShardedEmbeddingCollection, flight: InFlight) -> None:
-        super().__init__()
-        self._collection, self._flight = collection, flight
-
-    def _wait_impl(self) -> dict[str, JaggedTensor]:
-        return self._collection.finish(self._flight)
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -64,12 +62,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         logger.info("sharded: rank %d holds %d bytes of %d tables", self._env.rank, held, len(self._names_by_table))
         # checked once; each output has its own values
         self._output = KeyedTensor(names, self._routes.dims, torch.empty(0, sum(self._routes.dims), device="cpu"))
-
-    def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[KeyedTensor]:
-        """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
-        flight = self.begin(features)
-        self.look_up(flight)
-        return EmbeddingBagCollectionAwaitable(self, flight)
 
     def lazily(self, flight: InFlight) -> LazyAwaitable[KeyedTensor]:
         """The result of a batch, which waits for other ranks when it is used."""
@@ -105,12 +97,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self._names = [name for names in self._names_by_table for name in names]
         self._need_indices = module.need_indices()
 
-    def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
-        flight = self.begin(features)
-        self.look_up(flight)
-        return EmbeddingCollectionAwaitable(self, flight)
-
     def lazily(self, flight: InFlight) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """The result of a batch, which waits for other ranks when it is used."""
         return EmbeddingCollectionAwaitable(self, flight)
@@ -136,7 +122,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _of_ids(self, flight: InFlight, lookup: int, rows: Tensor) -> Tensor:
         """The row of each id of a lookup, from those of the ids that travelled."""
-        found = repeated(flight.batch, self._routes.features[lookup], rows)
+        found = expand_rows(flight.batch, self._routes.features[lookup], rows)
         spec = self._routes.table_of(lookup).optimizer
         if flight.batch.inverse is None or spec is None or spec.max_gradient is None:
             return found

@@ -8,12 +8,11 @@ sharder whose `module_type` is your class to say that the collection's forward w
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.embeddings import (
     LAMB,
@@ -33,9 +32,14 @@ from ..comms.env import ShardingEnv
 from ..engine.collection import ShardedCollection
 from ..engine.held import Mark
 from ..engine.id_map import IdMap
+from ..plan.module_sharder import (
+    M,
+    ModuleSharder,
+    require_device_type,
+    require_tables,
+    require_type,
+)
 from ..plan.plan import (
-    SERVED_KERNELS,
-    EmbeddingComputeKernel,
     ParameterSharding,
     ShardingType,
     options_of,
@@ -47,8 +51,6 @@ from .sharded_collections import (
     ShardedEmbeddingCollection,
     ShardedFusedEmbeddingBagCollection,
 )
-
-M = TypeVar("M", bound=nn.Module)
 
 # a table without an optimizer, as TorchRec has it
 DEFAULT_OPTIMIZER: Mark = (torch.optim.SGD, {"lr": 0.01})
@@ -68,62 +70,6 @@ _COMMON = (
     *("lr", "weight_decay", "weight_decay_mode", "stochastic_rounding", "seed"),
     *("gradient_clipping", "max_gradient"),
 )
-
-
-class ModuleSharder(ABC, Generic[M]):
-    """What can be done with the tables of modules of class `module_type`.
-
-    Args:
-        qcomm_codecs_registry: codecs of the exchanges, as `get_qcomm_codecs_registry` makes them.
-    """
-
-    def __init__(self, qcomm_codecs_registry: Mapping[str, Any] | None = None) -> None:
-        self._qcomm_codecs_registry = qcomm_codecs_registry
-
-    @abstractmethod
-    def shard(
-        self,
-        module: M,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | str | None = None,
-        module_fqn: str | None = None,
-    ) -> nn.Module:
-        """The sharded form of `module` by a plan of its tables; all ranks call this together."""
-
-    @property
-    @abstractmethod
-    def module_type(self) -> type[M]:
-        """The class of module that this sharder is for."""
-
-    @property
-    def qcomm_codecs_registry(self) -> Mapping[str, Any] | None:
-        """Codecs of the exchanges, or None."""
-        return self._qcomm_codecs_registry
-
-    def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
-        """Parameters that a plan places, by their names in it."""
-        return dict(module.named_parameters())
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types that a plan may use."""
-        return [ShardingType.DATA_PARALLEL.value]
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Kernels that a plan may use for a table of this type."""
-        return [EmbeddingComputeKernel.DENSE.value]
-
-    def storage_usage(self, tensor: Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
-        """Bytes of a table by where they lie: "hbm" on a GPU, "ddr" on the CPU. Optimizer states are not counted.
-
-        Raises:
-            ValueError: the device type or the kernel is not served.
-        """
-        _require_device_type(compute_device_type)
-        if compute_kernel not in SERVED_KERNELS:
-            raise ValueError(f"compute_kernel {compute_kernel!r} is not one of {list(SERVED_KERNELS)}")
-        where = "ddr" if compute_device_type == "cpu" else "hbm"
-        return {where: tensor.element_size() * tensor.numel()}
 
 
 class BaseEmbeddingSharder(ModuleSharder[M]):
@@ -166,12 +112,12 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """All of them, on the CPU as on a GPU."""
-        _require_device_type(compute_device_type)
+        require_device_type(compute_device_type)
         return [kind.value for kind in ShardingType if kind.value in CAPABILITIES[compute_device_type]]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """ "dense" of replicated tables (an optimizer in the backward is kept), "fused" of all others."""
-        _require_device_type(compute_device_type)
+        require_device_type(compute_device_type)
         return list(CAPABILITIES[compute_device_type].get(sharding_type, ())[:1])
 
     def shard(
@@ -195,12 +141,9 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         self, module: nn.Module, params: Mapping[str, ParameterSharding], env: ShardingEnv, module_fqn: str | None
     ) -> tuple[list[Shard], dict[str, TableOptions]]:
         """The shards of a module's plan, and how they work together. Raises as `shard`."""
-        if not isinstance(module, self.module_type):
-            raise TypeError(f"{type(self).__name__} shards {self.module_type.__name__}, got {type(module).__name__}")
-        where = f" of module {module_fqn!r}" if module_fqn else ""
+        require_type(self, module)
         sizes = {config.name: (config.num_embeddings, config.embedding_dim) for config in tables_of(module)}
-        if set(params) != set(sizes):
-            raise ValueError(f"the plan{where} has tables {sorted(params)}, the module {sorted(sizes)}")
+        require_tables(params, sizes, module_fqn)
         shards = [
             shard for name, size in sizes.items() for shard in shards_of(name, params[name], *size, env.world_size)
         ]
@@ -229,27 +172,40 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         return made
 
 
-class EmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollection]):
+class CollectionSharder(BaseEmbeddingSharder[M]):
+    """A sharder that says by attributes what it shards, and what comes of it."""
+
+    _module_type: type[M]
+    _sharded_type: type[nn.Module]
+
+    @property
+    def module_type(self) -> type[M]:
+        """What it shards."""
+        return self._module_type
+
+    @property
+    def sharded_module_type(self) -> type[nn.Module]:
+        """What comes of it."""
+        return self._sharded_type
+
+
+class EmbeddingBagCollectionSharder(CollectionSharder[EmbeddingBagCollection]):
     """The sharder of `EmbeddingBagCollection`."""
 
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        """`EmbeddingBagCollection`."""
-        return EmbeddingBagCollection
-
-    @property
-    def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection]:
-        """`ShardedEmbeddingBagCollection`."""
-        return ShardedEmbeddingBagCollection
+    _module_type = EmbeddingBagCollection
+    _sharded_type = ShardedEmbeddingBagCollection
 
 
-class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
+class EmbeddingCollectionSharder(CollectionSharder[EmbeddingCollection]):
     """The sharder of `EmbeddingCollection`.
 
     Args:
         fused_params, qcomm_codecs_registry: as `BaseEmbeddingSharder`.
         use_index_dedup: send each id of a batch once, whatever number of times it occurs.
     """
+
+    _module_type = EmbeddingCollection
+    _sharded_type = ShardedEmbeddingCollection
 
     def __init__(
         self,
@@ -259,16 +215,6 @@ class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
         self._use_index_dedup = use_index_dedup
-
-    @property
-    def module_type(self) -> type[EmbeddingCollection]:
-        """`EmbeddingCollection`."""
-        return EmbeddingCollection
-
-    @property
-    def sharded_module_type(self) -> type[ShardedEmbeddingCollection]:
-        """`ShardedEmbeddingCollection`."""
-        return ShardedEmbeddingCollection
 
     def _build(
         self,
@@ -284,7 +230,7 @@ class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
         return super()._build(module, shards, env, device, options, dedup=self._use_index_dedup, id_maps=id_maps)
 
 
-class _BringsOptimizer(BaseEmbeddingSharder[M]):
+class _BringsOptimizer(CollectionSharder[M]):
     """A sharder of collections that have their optimizer."""
 
     def __init__(
@@ -303,91 +249,15 @@ class _BringsOptimizer(BaseEmbeddingSharder[M]):
 class FusedEmbeddingBagCollectionSharder(_BringsOptimizer[FusedEmbeddingBagCollection]):
     """The sharder of `FusedEmbeddingBagCollection`, which brings its optimizer: `fused_params` raise ValueError."""
 
-    @property
-    def module_type(self) -> type[FusedEmbeddingBagCollection]:
-        """`FusedEmbeddingBagCollection`."""
-        return FusedEmbeddingBagCollection
-
-    @property
-    def sharded_module_type(self) -> type[ShardedFusedEmbeddingBagCollection]:
-        """`ShardedFusedEmbeddingBagCollection`."""
-        return ShardedFusedEmbeddingBagCollection
+    _module_type = FusedEmbeddingBagCollection
+    _sharded_type = ShardedFusedEmbeddingBagCollection
 
 
 class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]):
     """The sharder of `FusedEmbeddingCollection`, which brings its optimizer: `fused_params` raise ValueError."""
 
-    @property
-    def module_type(self) -> type[FusedEmbeddingCollection]:
-        """`FusedEmbeddingCollection`."""
-        return FusedEmbeddingCollection
-
-
-def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Sharders of collections, trained and quantized ones, more than TorchRec's; towers need their own."""
-    # here, as it derives from what this file has
-    from ..quant import (
-        QuantEmbeddingBagCollectionSharder,
-        QuantEmbeddingCollectionSharder,
-        QuantFeatureProcessedEmbeddingBagCollectionSharder,
-    )
-    from ..quant.managed_collision import (
-        QuantManagedCollisionEmbeddingBagCollectionSharder,
-        QuantManagedCollisionEmbeddingCollectionSharder,
-    )
-    from .managed_collision_sharders import (
-        ManagedCollisionEmbeddingBagCollectionSharder,
-        ManagedCollisionEmbeddingCollectionSharder,
-    )
-    from .nested import FeatureProcessedEmbeddingBagCollectionSharder
-
-    # those of quantized tables are of a folder below, where pyright sees this module under another name
-    sharders: list[Any] = [
-        EmbeddingBagCollectionSharder(),
-        EmbeddingCollectionSharder(),
-        FusedEmbeddingBagCollectionSharder(),
-        FusedEmbeddingCollectionSharder(),
-        FeatureProcessedEmbeddingBagCollectionSharder(),
-        ManagedCollisionEmbeddingBagCollectionSharder(),
-        ManagedCollisionEmbeddingCollectionSharder(),
-        QuantEmbeddingBagCollectionSharder(),
-        QuantEmbeddingCollectionSharder(),
-        QuantFeatureProcessedEmbeddingBagCollectionSharder(),
-        QuantManagedCollisionEmbeddingBagCollectionSharder(),
-        QuantManagedCollisionEmbeddingCollectionSharder(),
-    ]
-    return sharders
-
-
-def sharder_of(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> ModuleSharder[Any] | None:
-    """The first sharder for the module's exact class, or None; a class that only derives from one warns."""
-    found = next((one for one in sharders if one.module_type is type(module)), None)
-    near = [one for one in sharders if isinstance(module, one.module_type)]
-    if found is None and near:
-        warnings.warn(f"{_derived(module, near[0])}; it is not sharded", stacklevel=2)
-    return found
-
-
-def require_sharder(module: nn.Module, sharder: ModuleSharder[Any] | None = None) -> ModuleSharder[Any]:
-    """`sharder` if it fits the module, or the default sharder for the module's exact class.
-
-    Raises:
-        TypeError: there is none.
-    """
-    if sharder is not None:
-        if not isinstance(module, sharder.module_type):
-            names = type(sharder).__name__, sharder.module_type.__name__, type(module).__name__
-            raise TypeError("{} shards {}, got {}".format(*names))
-        return sharder
-    near = [one for one in get_default_sharders() if isinstance(module, one.module_type)]
-    found = next((one for one in near if one.module_type is type(module)), None)
-    if found is None:
-        raise TypeError(
-            _derived(module, near[0])
-            if near
-            else f"{type(module).__name__} holds no tables: expected a collection, or a sharder for it"
-        )
-    return found
+    _module_type = FusedEmbeddingCollection
+    _sharded_type = ShardedEmbeddingCollection
 
 
 def optimizer_from(fused_params: Mapping[str, Any]) -> Mark:
@@ -409,16 +279,3 @@ def optimizer_from(fused_params: Mapping[str, Any]) -> Mark:
     mark[1].setdefault("lr", DEFAULT_OPTIMIZER[1]["lr"])
     optimizer_spec(*mark, table="(fused_params)")
     return mark
-
-
-def _derived(module: nn.Module, near: ModuleSharder[Any]) -> str:
-    own, base = type(module).__name__, near.module_type.__name__
-    return (
-        f"{own} derives from {base}, and sharders are for exact classes, as the sharded form would not run the forward"
-        f" of {own}: give a sharder whose module_type is {own}"
-    )
-
-
-def _require_device_type(device_type: str) -> None:
-    if device_type not in CAPABILITIES:
-        raise ValueError(f"compute_device_type must be {' or '.join(map(repr, CAPABILITIES))}, got {device_type!r}")

@@ -1,30 +1,129 @@
 """Which sharded modules a model calls in a step, and which part of the batch each is called with.
 
 Seen in the first step, by watching the modules' inputs: the part of the batch that is the very object. Later batches
-have it at the same place, so that their ids can leave before the model asks.
+have it at the same place, so that their ids can leave before the model asks. Where the model makes the input of the
+batch, it is traced by torch.fx up to the call, and what makes the input is a graph of its own. Both the graph and the
+model then run it, the one ahead and the other in the step, so it must be free of effects and give the same result both
+times.
 """
 
 from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.dmp.unwrap import get_unwrapped_module
 from shardwise.sharding.engine.collection import ShardedCollection
 from shardwise.sharding.engine.departure import Departure
+from shardwise.sharding.modules.nested import ShardedFeatureProcessedEmbeddingBagCollection
 from shardwise.sharding.modules.placement import sharded_collections
 
-from .postproc import Preparation, prepare
+# the input of a call, made of a batch
+Preparation = Callable[[Any], Any]
+
+
+# the method of a feature-processed collection that makes the input of its tables
+PROCESSED = ShardedFeatureProcessedEmbeddingBagCollection._processed.__name__
+
+
+class _Reached(Exception):
+    """The call that is looked for; `features` is its input."""
+
+    def __init__(self, features: Any) -> None:
+        super().__init__()
+        self.features = features
+
+
+class _UpTo(fx.Tracer):
+    """Traces up to call number `number` of a module."""
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__()
+        self._name, self._left = name, number
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Sharded modules are one node, as are layers of torch."""
+        return isinstance(m, ShardedCollection) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Stops at the call; feature processors are one node, which knows what is wrong with a batch."""
+        path = self.path_of_module(m)
+        if isinstance(m, ShardedFeatureProcessedEmbeddingBagCollection):
+            features = args[0] if args else next(iter(kwargs.values()))
+            processed = self.create_proxy(
+                "call_method", PROCESSED, (self.create_proxy("get_attr", path, (), {}), features), {}
+            )
+            return m._embedding_bag_collection(processed)
+        if path == self._name:
+            if not self._left:
+                raise _Reached(args[0] if args else next(iter(kwargs.values())))
+            self._left -= 1
+        return super().call_module(m, forward, args, kwargs)
+
+
+def prepare(model: nn.Module, name: str, number: int) -> Preparation:
+    """What makes of a batch the input of call number `number` of the sharded module `name`.
+
+    Raises:
+        ValueError: it needs another sharded module, or parameters that are trained: their step is still to come.
+        Exception: it cannot be traced.
+    """
+    if not name:
+        raise ValueError("the sharded module is the model itself")
+    tracer = _UpTo(name, number)
+    try:
+        tracer.trace(model)
+    except _Reached as reached:
+        features = reached.features
+    else:
+        raise ValueError("the trace does not come to the call")
+    if isinstance(features, Exception):
+        # modules hand an error on in the place of a batch
+        raise features
+    if not isinstance(features, fx.Proxy):
+        raise ValueError("its input does not depend on the batch")
+    tracer.graph.output(features.node)
+    prepared = fx.GraphModule(model, tracer.graph)
+    prepared.graph.eliminate_dead_code()
+    for node in prepared.graph.nodes:
+        _check(model, node)
+    prepared.recompile()
+    return prepared
+
+
+def _check(model: nn.Module, node: fx.Node) -> None:
+    """Refuse what would not be the same ahead."""
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        if isinstance(module, ShardedCollection):
+            raise ValueError(f"it needs the sharded module {node.target!r}")
+        trained = [f"{node.target}.{name}" for name, param in module.named_parameters() if param.requires_grad]
+    elif node.op == "get_attr":
+        owner, _, name = str(node.target).rpartition(".")
+        value = getattr(model.get_submodule(owner), name)
+        if isinstance(value, ShardedFeatureProcessedEmbeddingBagCollection):
+            processors: nn.Module = value._feature_processors
+            below = f"{node.target}._feature_processors"
+            trained = [f"{below}.{one}" for one, param in processors.named_parameters() if param.requires_grad]
+        else:
+            trained = [str(node.target)] if getattr(value, "requires_grad", False) else []
+    else:
+        return
+    if trained:
+        raise ValueError(f"it needs parameters that are trained, {trained}")
+
 
 # steps from a batch to one of its parts: names of attributes, keys and numbers of items
 Path = tuple[tuple[str, Any], ...]
@@ -35,7 +134,7 @@ _DEPTH = 5
 
 
 @dataclass(frozen=True)
-class Seen:
+class ModuleCall:
     """A call that was watched."""
 
     name: str
@@ -105,7 +204,7 @@ class Calls:
         if mode in self._known:
             yield
             return
-        seen: list[Seen] = []
+        seen: list[ModuleCall] = []
         hooks = [
             module.register_forward_pre_hook(_noting(seen, name, module), with_kwargs=True)
             for name, module in self._collections.items()
@@ -117,7 +216,7 @@ class Calls:
                 hook.remove()
         self._known[mode] = self._agreed(self._found(seen, batch))
 
-    def _found(self, seen: list[Seen], batch: Any) -> list[Call]:
+    def _found(self, seen: list[ModuleCall], batch: Any) -> list[Call]:
         found: list[Call] = []
         numbers: dict[str, int] = {}
         for one in seen:
@@ -142,9 +241,8 @@ class Calls:
     def _agreed(self, calls: list[Call]) -> list[Call]:
         """The calls if they are the same on all ranks."""
         mine = zlib.crc32("\n".join(map(str, calls)).encode())
-        sent = torch.tensor([[mine]] * self._exchange.world_size, dtype=torch.int64, device="cpu").to(self._device)
         # host sync, once: whether all ranks will send the same ahead
-        if set(self._exchange.headers(sent).wait().flatten().tolist()) == {mine}:
+        if all(theirs == [mine] for theirs in self._exchange.gather([mine], self._device)):
             return calls
         self._warn("", "ranks call them with different parts of their batches")
         return []
@@ -156,10 +254,10 @@ class Calls:
             warnings.warn(f"{what} not pipelined: {why}", stacklevel=7)
 
 
-def _noting(seen: list[Seen], name: str, module: ShardedCollection) -> Any:
+def _noting(seen: list[ModuleCall], name: str, module: ShardedCollection) -> Any:
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         features = args[0] if args else next(iter(kwargs.values()), None)
-        seen.append(Seen(name, module, features, torch.is_grad_enabled()))
+        seen.append(ModuleCall(name, module, features, torch.is_grad_enabled()))
 
     return note
 

@@ -16,10 +16,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from shardwise.sharding.comms.awaitable import Awaitable, LazyAwaitable
-from shardwise.sharding.engine.stages import Staged, StepContext
+from shardwise.sharding.engine.departure import Staged, StepContext
 
-from .arguments import CallArgs
-from .contexts import PrefetchTrainPipelineContext, TrainPipelineContext
+from .arguments import CallArgs, PrefetchTrainPipelineContext, TrainPipelineContext
 from .streams import current, on, record_stream, wait_for
 
 Context = TypeVar("Context", bound=TrainPipelineContext)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shardwise.sharding.dmp.dmp_collection import DMPCollection
 
 from .ahead import Ahead
+from .arguments import TrainPipelineContext
 from .base import FedPipeline, warn_of_unused
-from .contexts import TrainPipelineContext
 from .feed import Fetched
 from .streams import current, new_stream
 

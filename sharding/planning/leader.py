@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from shardwise.planner.errors import PlannerError, PlannerErrorType
 
-from ..comms.comm import get_local_size
+from ..comms.env import get_local_size
 from ..comms.exchange import Exchange
 from ..comms.failures import agreed
-from ..plan.files import plan_from_json, plan_to_json
-from ..plan.plan import ShardingPlan
+from ..plan.plan import ShardingPlan, plan_from_json, plan_to_json
 
 
 def plan_on_leader(pg: dist.ProcessGroup | None, make: Callable[[], ShardingPlan]) -> ShardingPlan:

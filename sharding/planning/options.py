@@ -22,7 +22,7 @@ from shardwise.planner.torchrec.sharding_option import Shard, ShardingOption
 
 from ..modules.generators import placement
 from ..modules.placement import find_modules
-from ..modules.sharders import ModuleSharder
+from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,

@@ -55,7 +55,8 @@ from shardwise.planner.torchrec.stats import EmbeddingStats
 
 from ...planner.layout import SERVED_SETTINGS, TRAINED_SETTINGS, check_settings
 from ..comms.env import ShardingEnv
-from ..modules.sharders import ModuleSharder, get_default_sharders
+from ..modules.default_sharders import get_default_sharders
+from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from ..quant.fused_params import bounds_check_mode
 from .leader import plan_on_leader

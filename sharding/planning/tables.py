@@ -33,7 +33,8 @@ from shardwise.planner.topology import Topology
 
 from ...planner.layout import CAPABILITIES
 from ..modules.placement import collections_in, find_modules
-from ..modules.sharders import BaseEmbeddingSharder, ModuleSharder
+from ..modules.sharders import BaseEmbeddingSharder
+from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import ShardingType, tables_of
 
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value

@@ -27,8 +27,7 @@ from shardwise.sharding.plan.plan import ParameterSharding
 
 from .checks import IdCheck
 from .fused_params import bounds_check_mode, bounds_check_of
-from .pieces import byte_span, first_device, pieces_of, reachable
-from .storage import Place, ServedTable, ShardedTables, TableValues
+from .storage import Place, ServedTable, ShardedTables, TableValues, byte_span, first_device, pieces_of, reachable
 
 # one for all tables, or one for each type of device
 Envs = ShardingEnv | Mapping[str, ShardingEnv]

@@ -18,14 +18,14 @@ from shardwise.embeddings.quant import (
     QuantManagedCollisionEmbeddingBagCollection,
     QuantManagedCollisionEmbeddingCollection,
 )
-from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged import KeyedJaggedTensor
 from shardwise.planner.layout import SERVING
-from shardwise.sharding.modules.sharders import ModuleSharder
+from shardwise.sharding.plan.module_sharder import ModuleSharder
 from shardwise.sharding.plan.plan import ParameterSharding, ShardingType
 
-from .collection import Envs
+from .collection import Envs, ShardedQuantizedCollection
 from .modules import ShardedQuantEmbeddingBagCollection, ShardedQuantEmbeddingCollection
-from .sharders import BaseQuantEmbeddingSharder, QuantEmbeddingBagCollectionSharder, QuantEmbeddingCollectionSharder
+from .sharders import BaseQuantEmbeddingSharder, M, QuantEmbeddingBagCollectionSharder, QuantEmbeddingCollectionSharder
 
 
 class InferManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection]):
@@ -52,71 +52,66 @@ class InferManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionColle
         return copy.deepcopy(module).to(torch.device(device or "cpu")).eval()
 
 
-class ShardedQuantManagedCollisionEmbeddingCollection(ShardedQuantEmbeddingCollection):
+class _BehindMaps(ShardedQuantizedCollection):
+    """What maps the ids of a batch before the collection in pieces, the next base class, looks the slots up."""
+
+    def __init__(
+        self,
+        module: QuantManagedCollisionEmbeddingCollection | QuantManagedCollisionEmbeddingBagCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        mc_sharder: InferManagedCollisionCollectionSharder,
+        env: Envs,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device)
+        self._managed_collision_collection = mc_sharder.shard(
+            module._managed_collision_collection, table_name_to_parameter_sharding, env, self.device
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        """Map the batch's ids and look the slots up. Raises as the collection without maps."""
+        slots = self._managed_collision_collection(features.to(self.device))
+        return super().forward(slots), slots
+
+    def train(self, mode: bool = True) -> Any:
+        """As `nn.Module.train`, but that ids are looked up and not learned in either mode."""
+        super().train(mode)
+        self._managed_collision_collection.eval()
+        return self
+
+
+class ShardedQuantManagedCollisionEmbeddingCollection(_BehindMaps, ShardedQuantEmbeddingCollection):
     """A quantized `EmbeddingCollection` behind maps, in pieces: (JaggedTensor by feature, remapped ids)."""
 
-    def __init__(
-        self,
-        module: QuantManagedCollisionEmbeddingCollection,
-        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
-        mc_sharder: InferManagedCollisionCollectionSharder,
-        env: Envs,
-        fused_params: dict[str, Any] | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device)
-        self._managed_collision_collection = mc_sharder.shard(
-            module._managed_collision_collection, table_name_to_parameter_sharding, env, self.device
-        )
 
-    def forward(  # type: ignore[override]
-        self, features: KeyedJaggedTensor
-    ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor]:
-        """Map the batch's ids and look the slots up. Raises as the collection without maps."""
-        slots = self._managed_collision_collection(features.to(self.device))
-        return super().forward(slots), slots
-
-    def train(self, mode: bool = True) -> Any:
-        """As `nn.Module.train`, but that ids are looked up and not learned in either mode."""
-        super().train(mode)
-        self._managed_collision_collection.eval()
-        return self
-
-
-class ShardedQuantManagedCollisionEmbeddingBagCollection(ShardedQuantEmbeddingBagCollection):
+class ShardedQuantManagedCollisionEmbeddingBagCollection(_BehindMaps, ShardedQuantEmbeddingBagCollection):
     """A quantized `EmbeddingBagCollection` behind maps, in pieces: (KeyedTensor, remapped ids)."""
 
+
+class _SharderBehindMaps(BaseQuantEmbeddingSharder[M]):
+    """What the two sharders have in common."""
+
+    _inner_sharder: type[BaseQuantEmbeddingSharder[Any]]
+
     def __init__(
         self,
-        module: QuantManagedCollisionEmbeddingBagCollection,
-        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
-        mc_sharder: InferManagedCollisionCollectionSharder,
-        env: Envs,
-        fused_params: dict[str, Any] | None = None,
-        device: torch.device | str | None = None,
+        e_sharder: BaseQuantEmbeddingSharder[Any] | None = None,
+        mc_sharder: InferManagedCollisionCollectionSharder | None = None,
     ) -> None:
-        super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device)
-        self._managed_collision_collection = mc_sharder.shard(
-            module._managed_collision_collection, table_name_to_parameter_sharding, env, self.device
-        )
+        e_sharder = e_sharder or self._inner_sharder()
+        super().__init__(e_sharder.fused_params, e_sharder._shardable_params)
+        self._mc_sharder = mc_sharder or InferManagedCollisionCollectionSharder()
 
-    def forward(  # type: ignore[override]
-        self, features: KeyedJaggedTensor
-    ) -> tuple[KeyedTensor, KeyedJaggedTensor]:
-        """Map the batch's ids and look the slots up. Raises as the collection without maps."""
-        slots = self._managed_collision_collection(features.to(self.device))
-        return super().forward(slots), slots
-
-    def train(self, mode: bool = True) -> Any:
-        """As `nn.Module.train`, but that ids are looked up and not learned in either mode."""
-        super().train(mode)
-        self._managed_collision_collection.eval()
-        return self
+    def _make(
+        self, module: M, params: Mapping[str, ParameterSharding], env: Envs, device: torch.device | str | None
+    ) -> nn.Module:
+        make: Any = self._sharded_type
+        made: nn.Module = make(module, params, self._mc_sharder, env, self._fused_params, device)
+        return made
 
 
-class QuantManagedCollisionEmbeddingCollectionSharder(
-    BaseQuantEmbeddingSharder[QuantManagedCollisionEmbeddingCollection]
-):
+class QuantManagedCollisionEmbeddingCollectionSharder(_SharderBehindMaps[QuantManagedCollisionEmbeddingCollection]):
     """The sharder of `QuantManagedCollisionEmbeddingCollection`.
 
     Args:
@@ -124,58 +119,16 @@ class QuantManagedCollisionEmbeddingCollectionSharder(
         mc_sharder: what places the maps.
     """
 
-    def __init__(
-        self,
-        e_sharder: QuantEmbeddingCollectionSharder | None = None,
-        mc_sharder: InferManagedCollisionCollectionSharder | None = None,
-    ) -> None:
-        e_sharder = e_sharder or QuantEmbeddingCollectionSharder()
-        super().__init__(e_sharder.fused_params, e_sharder._shardable_params)
-        self._mc_sharder = mc_sharder or InferManagedCollisionCollectionSharder()
-
-    @property
-    def module_type(self) -> type[QuantManagedCollisionEmbeddingCollection]:
-        """`QuantManagedCollisionEmbeddingCollection`."""
-        return QuantManagedCollisionEmbeddingCollection
-
-    def _make(
-        self,
-        module: QuantManagedCollisionEmbeddingCollection,
-        params: Mapping[str, ParameterSharding],
-        env: Envs,
-        device: torch.device | str | None,
-    ) -> nn.Module:
-        return ShardedQuantManagedCollisionEmbeddingCollection(
-            module, params, self._mc_sharder, env, self._fused_params, device
-        )
+    _module_type = QuantManagedCollisionEmbeddingCollection
+    _sharded_type = ShardedQuantManagedCollisionEmbeddingCollection
+    _inner_sharder = QuantEmbeddingCollectionSharder
 
 
 class QuantManagedCollisionEmbeddingBagCollectionSharder(
-    BaseQuantEmbeddingSharder[QuantManagedCollisionEmbeddingBagCollection]
+    _SharderBehindMaps[QuantManagedCollisionEmbeddingBagCollection]
 ):
     """The sharder of `QuantManagedCollisionEmbeddingBagCollection`; arguments as those of the sharder of sequences."""
 
-    def __init__(
-        self,
-        e_sharder: QuantEmbeddingBagCollectionSharder | None = None,
-        mc_sharder: InferManagedCollisionCollectionSharder | None = None,
-    ) -> None:
-        e_sharder = e_sharder or QuantEmbeddingBagCollectionSharder()
-        super().__init__(e_sharder.fused_params, e_sharder._shardable_params)
-        self._mc_sharder = mc_sharder or InferManagedCollisionCollectionSharder()
-
-    @property
-    def module_type(self) -> type[QuantManagedCollisionEmbeddingBagCollection]:
-        """`QuantManagedCollisionEmbeddingBagCollection`."""
-        return QuantManagedCollisionEmbeddingBagCollection
-
-    def _make(
-        self,
-        module: QuantManagedCollisionEmbeddingBagCollection,
-        params: Mapping[str, ParameterSharding],
-        env: Envs,
-        device: torch.device | str | None,
-    ) -> nn.Module:
-        return ShardedQuantManagedCollisionEmbeddingBagCollection(
-            module, params, self._mc_sharder, env, self._fused_params, device
-        )
+    _module_type = QuantManagedCollisionEmbeddingBagCollection
+    _sharded_type = ShardedQuantManagedCollisionEmbeddingBagCollection
+    _inner_sharder = QuantEmbeddingBagCollectionSharder

@@ -20,7 +20,7 @@ from shardwise.embeddings.quant import (
     QuantizedCollection,
 )
 from shardwise.planner.layout import SERVING
-from shardwise.sharding.modules.sharders import ModuleSharder
+from shardwise.sharding.plan.module_sharder import ModuleSharder, require_tables, require_type
 from shardwise.sharding.plan.plan import ParameterSharding, ShardingType
 
 from .collection import Envs, ShardedQuantizedCollection
@@ -52,12 +52,18 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
         ValueError: a setting is no good.
     """
 
+    _module_type: type[M]
     _sharded_type: type[ShardedQuantizedCollection]
 
     def __init__(self, fused_params: dict[str, Any] | None = None, shardable_params: list[str] | None = None) -> None:
         super().__init__()
         check_fused_params(fused_params, type(self).__name__)
         self._fused_params, self._shardable_params = copy.deepcopy(fused_params), list(shardable_params or ())
+
+    @property
+    def module_type(self) -> type[M]:
+        """What it shards."""
+        return self._module_type
 
     @property
     def fused_params(self) -> dict[str, Any] | None:
@@ -126,17 +132,14 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
             TypeError: the module is not of class `module_type`, or has a forward of its own.
             ValueError: the plan does not fit the module.
         """
-        if not isinstance(module, self.module_type):
-            raise TypeError(f"{type(self).__name__} shards {self.module_type.__name__}, got {type(module).__name__}")
+        require_type(self, module)
         if type(module).forward is not self.module_type.forward:
             raise TypeError(
                 f"{type(module).__name__} has a forward of its own, which {type(self).__name__} would lose: give it a"
                 " sharder whose module_type it is"
             )
-        where = f" of module {module_fqn!r}" if module_fqn else ""
         tables = self.shardable_parameters(module)
-        if set(params) != set(tables):
-            raise ValueError(f"the plan{where} has tables {sorted(params)}, the module {sorted(tables)}")
+        require_tables(params, tables, module_fqn)
         return self._make(module, params, env, device).train(module.training) if tables else module
 
     def _make(
@@ -148,23 +151,17 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
 class QuantEmbeddingBagCollectionSharder(BaseQuantEmbeddingSharder[EmbeddingBagCollection]):
     """The sharder of the quantized `EmbeddingBagCollection`."""
 
-    _sharded_type = ShardedQuantEmbeddingBagCollection
+    _module_type = EmbeddingBagCollection
 
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        """The quantized `EmbeddingBagCollection`."""
-        return EmbeddingBagCollection
+    _sharded_type = ShardedQuantEmbeddingBagCollection
 
 
 class QuantEmbeddingCollectionSharder(BaseQuantEmbeddingSharder[EmbeddingCollection]):
     """The sharder of the quantized `EmbeddingCollection`."""
 
-    _sharded_type = ShardedQuantEmbeddingCollection
+    _module_type = EmbeddingCollection
 
-    @property
-    def module_type(self) -> type[EmbeddingCollection]:
-        """The quantized `EmbeddingCollection`."""
-        return EmbeddingCollection
+    _sharded_type = ShardedQuantEmbeddingCollection
 
 
 class QuantFeatureProcessedEmbeddingBagCollectionSharder(
@@ -172,9 +169,6 @@ class QuantFeatureProcessedEmbeddingBagCollectionSharder(
 ):
     """The sharder of the quantized `FeatureProcessedEmbeddingBagCollection`."""
 
-    _sharded_type = ShardedQuantFeatureProcessedEmbeddingBagCollection
+    _module_type = FeatureProcessedEmbeddingBagCollection
 
-    @property
-    def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
-        """The quantized `FeatureProcessedEmbeddingBagCollection`."""
-        return FeatureProcessedEmbeddingBagCollection
+    _sharded_type = ShardedQuantFeatureProcessedEmbeddingBagCollection

@@ -5,12 +5,16 @@ outputs: scales are those of whole rows, so that columns side by side are those 
 rows the raw rows that a batch asks for are brought home, and looked up there as a table of which each id has a row of
 its own. Either way the same rows meet in the same order in the same op as in one uncut table: the same bits.
 
+One process holds all pieces. A shard's placement names its device; its rank only numbers it. Columns are cut between
+bytes: several numbers of a 4- or 2-bit row share one.
+
 Shapes: I [N] ids, O [F*B + 1] offsets, Y [B, D] of a lookup pooled, [N, D] unpooled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -18,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
 
 from shardwise.embeddings import pick_features
 from shardwise.embeddings.quant import QuantizedTable, QuantizedTables
@@ -30,9 +35,112 @@ from shardwise.kernels import (
     quantized_sequence_lookup,
     row_format,
 )
-from shardwise.planner.layout import Shard
+from shardwise.planner.layout import (
+    SERVED_SETTINGS,
+    Shard,
+    Span,
+    check_settings,
+    validate,
+)
+from shardwise.sharding.comms.device_fallback import device_here, is_missing
+from shardwise.sharding.plan.plan import ParameterSharding, shard_of
 
-from .pieces import Piece, byte_span
+# kernels of quantized tables: on the device of the shard; in the memory of the host, where the CPU looks them up
+QUANT_KERNELS = ("quant", "quant_uvm", "quant_uvm_caching")
+_ON_HOST = QUANT_KERNELS[1:]
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a table and the device that it is on."""
+
+    shard: Shard
+    device: torch.device
+
+
+def pieces_of(table: QuantizedTable, one: ParameterSharding, world_size: int | None = None) -> list[Piece]:
+    """The pieces that a `ParameterSharding` describes, without empty ones; one whole piece if it is data_parallel.
+
+    A piece of a replicated table has the device "meta": it goes where outputs are.
+
+    Args:
+        table: what is cut.
+        one: its plan.
+        world_size: how many ranks there are; None if several kinds of devices have ranks of their own.
+
+    Raises:
+        ValueError: the kernel is not for quantized tables, a shard has no device, a cut of columns is inside a byte,
+            the shards do not cover the table, or the plan sets `output_dtype`; names the table.
+    """
+    name, sizes = table.name, (table.rows, table.dim)
+    if one.compute_kernel not in QUANT_KERNELS:
+        raise ValueError(
+            f"table {name!r}: compute_kernel {one.compute_kernel!r} trains; that of a quantized table is 'quant'"
+        )
+    for what, reason in check_settings(name, one, SERVED_SETTINGS).items():
+        warnings.warn(f"the plan's {what} (table {name!r}) has no effect: {reason}", stacklevel=4)
+    if one.compute_kernel == "quant_uvm_caching":
+        warnings.warn(
+            f"table {name!r}: kernel 'quant_uvm_caching' has no cache here: it is served as 'quant_uvm', whose rows the"
+            " CPU looks up in the memory of the host",
+            stacklevel=4,
+        )
+    if one.sharding_spec is None:
+        return [Piece(Shard(name, 0, (0, sizes[0]), (0, sizes[1])), torch.device("meta"))]
+    pieces = [_piece(table, one, cut) for cut in one.sharding_spec.shards]
+    known = max((piece.shard.rank for piece in pieces), default=0) + 1
+    validate([piece.shard for piece in pieces], {name: sizes}, known if world_size is None else world_size)
+    spans = [(piece, *piece.shard.rows, *piece.shard.cols) for piece in pieces]
+    # of a table without rows one piece stays
+    return [piece for piece, top, bottom, left, right in spans if top < bottom and left < right] or pieces[:1]
+
+
+def _piece(table: QuantizedTable, one: ParameterSharding, cut: ShardMetadata) -> Piece:
+    shard, placement = shard_of(table.name, cut), cut.placement
+    if shard is None or placement is None or isinstance(placement, str):
+        raise ValueError(f"table {table.name!r}: a shard's placement names no rank and device: {placement}")
+    device = _CPU if one.compute_kernel in _ON_HOST else placement.device()
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", shard.rank)
+    byte_span(table, shard.cols)
+    return Piece(shard, device)
+
+
+def byte_span(table: QuantizedTable, cols: Span) -> Span:
+    """Bytes [lo, hi) of a row of payload that hold columns [lo, hi).
+
+    Raises:
+        ValueError: a cut is inside a byte.
+    """
+    bits = row_format(table.format).bits
+    for edge in cols:
+        if edge * bits % 8 and edge != table.dim:
+            raise ValueError(
+                f"table {table.name!r}: columns [{cols[0]}, {cols[1]}) of {table.format} rows begin or end inside a"
+                f" byte: cut at multiples of {8 // bits} columns"
+            )
+    return cols[0] * bits // 8, -(-cols[1] * bits // 8)
+
+
+def reachable(home: torch.device, pieces: Iterable[Piece]) -> tuple[torch.device, list[Piece]]:
+    """`home` and the pieces; those of a GPU on the CPU where there is no GPU, with one warning."""
+    found = list(pieces)
+    lacking = next((device for device in (home, *(piece.device for piece in found)) if is_missing(device)), None)
+    if lacking is None:
+        return home, found
+    device_here(lacking, stacklevel=4)
+    return (
+        _CPU if is_missing(home) else home,
+        [replace(piece, device=_CPU) if is_missing(piece.device) else piece for piece in found],
+    )
+
+
+def first_device(pieces: Sequence[Sequence[Piece]]) -> torch.device:
+    """Where outputs go unless somebody says: the device of the lowest rank, a GPU before the CPU."""
+    placed = [piece for of in pieces for piece in of if piece.device.type != "meta"]
+    first = min(placed, key=lambda piece: (piece.device.type == "cpu", piece.shard.rank), default=None)
+    return _CPU if first is None else first.device
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,7 @@ from .dist_data import recat
 Callback = Callable[[Tensor], Tensor]
 
 
-class PooledEmbeddingsAwaitable(Awaitable[Tensor]):
-    """Pooled embeddings on their way; `callbacks` run on them when they are waited for."""
-
+class _TensorAwaitable(Awaitable[Tensor]):
     def __init__(self, tensor_awaitable: Awaitable[Tensor]) -> None:
         super().__init__()
         self._tensor_awaitable = tensor_awaitable
@@ -41,7 +39,11 @@ class PooledEmbeddingsAwaitable(Awaitable[Tensor]):
         return self._tensor_awaitable.wait()
 
 
-class SequenceEmbeddingsAwaitable(Awaitable[Tensor]):
+class PooledEmbeddingsAwaitable(_TensorAwaitable):
+    """Pooled embeddings on their way; `callbacks` run on them when they are waited for."""
+
+
+class SequenceEmbeddingsAwaitable(_TensorAwaitable):
     """Rows of ids on their way.
 
     Args:
@@ -53,17 +55,41 @@ class SequenceEmbeddingsAwaitable(Awaitable[Tensor]):
     def __init__(
         self, tensor_awaitable: Awaitable[Tensor], unbucketize_permute_tensor: Tensor | None, embedding_dim: int
     ) -> None:
-        super().__init__()
-        self._tensor_awaitable = tensor_awaitable
+        super().__init__(tensor_awaitable)
         if unbucketize_permute_tensor is not None:
             order = unbucketize_permute_tensor
             self.callbacks.append(lambda rows: rows.view(-1, embedding_dim).index_select(0, order))
 
-    def _wait_impl(self) -> Tensor:
-        return self._tensor_awaitable.wait()
+
+class _OfRanks(nn.Module):
+    """Args: pg: the ranks; codecs: how numbers travel."""
+
+    def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
+        super().__init__()
+        self._pg, self._codecs = pg, codecs
 
 
-class PooledEmbeddingsAllToAll(nn.Module):
+class _AllToAll(_OfRanks):
+    """What has functions of its results, which are its own or the caller's list."""
+
+    def __init__(
+        self, pg: dist.ProcessGroup, callbacks: list[Callback] | None, codecs: QuantizedCommCodecs | None
+    ) -> None:
+        super().__init__(pg, codecs)
+        self._callbacks: list[Callback] = [] if callbacks is None else callbacks
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """Functions of the result, of every forward from now on."""
+        return self._callbacks
+
+    def _lazily(self, tensor_awaitable: Awaitable[Tensor]) -> PooledEmbeddingsAwaitable:
+        pooled = PooledEmbeddingsAwaitable(tensor_awaitable)
+        pooled.callbacks.extend(self._callbacks)
+        return pooled
+
+
+class PooledEmbeddingsAllToAll(_AllToAll):
     """From each rank's columns for all batches to all columns for each rank's batch: `alltoall_pooled`.
 
     Args:
@@ -82,15 +108,8 @@ class PooledEmbeddingsAllToAll(nn.Module):
         callbacks: list[Callback] | None = None,
         codecs: QuantizedCommCodecs | None = None,
     ) -> None:
-        super().__init__()
-        self._pg, self._codecs = pg, codecs
+        super().__init__(pg, callbacks, codecs)
         self._dim_sum_per_rank = list(dim_sum_per_rank)
-        self._callbacks: list[Callback] = [] if callbacks is None else callbacks
-
-    @property
-    def callbacks(self) -> list[Callback]:
-        """Functions of the result, of every forward from now on."""
-        return self._callbacks
 
     def forward(
         self, local_embs: Tensor, batch_size_per_rank: Sequence[int] | None = None
@@ -111,16 +130,14 @@ class PooledEmbeddingsAllToAll(nn.Module):
                     f"{local_embs.shape[0]} rows do not divide among {ranks} ranks: give batch_size_per_rank"
                 )
             batch_size_per_rank = [local_embs.shape[0] // ranks] * ranks
-        pooled = PooledEmbeddingsAwaitable(
+        return self._lazily(
             alltoall_pooled(
                 local_embs, batch_size_per_rank, self._dim_sum_per_rank, group=self._pg, codecs=self._codecs
             )
         )
-        pooled.callbacks.extend(self._callbacks)
-        return pooled
 
 
-class VariableBatchPooledEmbeddingsAllToAll(nn.Module):
+class VariableBatchPooledEmbeddingsAllToAll(_AllToAll):
     """As `PooledEmbeddingsAllToAll` where features have batches of their own: `variable_batch_alltoall_pooled`.
 
     Args:
@@ -137,15 +154,8 @@ class VariableBatchPooledEmbeddingsAllToAll(nn.Module):
         callbacks: list[Callback] | None = None,
         codecs: QuantizedCommCodecs | None = None,
     ) -> None:
-        super().__init__()
-        self._pg, self._codecs = pg, codecs
+        super().__init__(pg, callbacks, codecs)
         self._emb_dim_per_rank_per_feature = [list(dims) for dims in emb_dim_per_rank_per_feature]
-        self._callbacks: list[Callback] = [] if callbacks is None else callbacks
-
-    @property
-    def callbacks(self) -> list[Callback]:
-        """Functions of the result, of every forward from now on."""
-        return self._callbacks
 
     def forward(
         self,
@@ -154,27 +164,21 @@ class VariableBatchPooledEmbeddingsAllToAll(nn.Module):
         batch_size_per_feature_pre_a2a: Sequence[int],
     ) -> PooledEmbeddingsAwaitable:
         """Send flat matrices; arguments, result and errors are those of `variable_batch_alltoall_pooled`."""
-        pooled = PooledEmbeddingsAwaitable(
+        return self._lazily(
             variable_batch_alltoall_pooled(
                 local_embs, batch_size_per_rank_per_feature, batch_size_per_feature_pre_a2a,
                 self._emb_dim_per_rank_per_feature, group=self._pg, codecs=self._codecs,
             )
         )  # fmt: skip
-        pooled.callbacks.extend(self._callbacks)
-        return pooled
 
 
-class PooledEmbeddingsReduceScatter(nn.Module):
+class PooledEmbeddingsReduceScatter(_OfRanks):
     """Sums over ranks of partial results, each rank its own batch: `reduce_scatter_v_pooled`.
 
     Args:
         pg: the ranks.
         codecs: how numbers travel; by default as they are. They are added in fp32.
     """
-
-    def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
-        super().__init__()
-        self._pg, self._codecs = pg, codecs
 
     def forward(self, local_embs: Tensor, input_splits: Sequence[int] | None = None) -> PooledEmbeddingsAwaitable:
         """Send `local_embs` [sum of batches, D], rank r's `input_splits[r]` rows after those of rank r - 1.
@@ -188,16 +192,12 @@ class PooledEmbeddingsReduceScatter(nn.Module):
         return PooledEmbeddingsAwaitable(reduce_scatter_base_pooled(local_embs, self._pg, codecs=self._codecs))
 
 
-class VariableBatchPooledEmbeddingsReduceScatter(nn.Module):
+class VariableBatchPooledEmbeddingsReduceScatter(_OfRanks):
     """As `PooledEmbeddingsReduceScatter` of flat matrices, features having batches of their own.
 
     Args:
         pg, codecs: as `PooledEmbeddingsReduceScatter`.
     """
-
-    def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
-        super().__init__()
-        self._pg, self._codecs = pg, codecs
 
     def forward(
         self,
@@ -213,7 +213,7 @@ class VariableBatchPooledEmbeddingsReduceScatter(nn.Module):
         )
 
 
-class PooledEmbeddingsAllGather(nn.Module):
+class PooledEmbeddingsAllGather(_OfRanks):
     """All ranks' tensors, one below the other: `all_gather_base_pooled`.
 
     Args:
@@ -221,16 +221,12 @@ class PooledEmbeddingsAllGather(nn.Module):
         codecs: how numbers travel; by default as they are.
     """
 
-    def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
-        super().__init__()
-        self._pg, self._codecs = pg, codecs
-
     def forward(self, local_emb: Tensor) -> PooledEmbeddingsAwaitable:
         """Send `local_emb` [n, D], of one shape on all ranks, to every rank; [ranks * n, D] comes."""
         return PooledEmbeddingsAwaitable(all_gather_base_pooled(local_emb, self._pg, codecs=self._codecs))
 
 
-class SequenceEmbeddingsAllToAll(nn.Module):
+class SequenceEmbeddingsAllToAll(_OfRanks):
     """Rows of ids back to the ranks that asked for them: `alltoall_sequence`.
 
     Args:
@@ -252,13 +248,12 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         device: torch.device | str | None = None,
         codecs: QuantizedCommCodecs | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(pg, codecs)
         ranks = dist.get_world_size(pg)
         if len(features_per_rank) != ranks:
             raise ValueError(
                 f"features_per_rank must have one entry for each of {ranks} ranks, got {features_per_rank}"
             )
-        self._pg, self._codecs = pg, codecs
         self._features = features_per_rank[dist.get_rank(pg)]
         back = recat(self._features, ranks)
         where = None if device is None else torch.device(device)

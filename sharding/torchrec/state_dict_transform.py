@@ -18,7 +18,12 @@ from torch import Tensor
 from ..comms.agreement import Facts, agree, facts_of_all
 from ..comms.exchange import Exchange
 from ..comms.failures import agreed
-from ..engine.state import Box, box_of, part_of
+from ..engine.state import (
+    Box,
+    box_of,
+    local_pieces,
+    part_of,
+)
 from ..modules.placement import exchange_device
 
 
@@ -72,7 +77,7 @@ def _check(src: Mapping[str, Any], dst: Mapping[str, Tensor], gathered: Sequence
 def _gather(exchange: Exchange, value: Any, target: Tensor) -> None:
     """The pieces of a cut value, one after another, into rank 0's `target`."""
     device = _device_of(value)
-    mine = dict(_local(value))
+    mine = dict(local_pieces(value))
     for rank, box in _pieces(exchange, value):
         shape = [high - low for low, high in box]
         size = math.prod(shape)
@@ -232,17 +237,6 @@ def _device_of(value: Any) -> torch.device:
     return torch.device(pieces[0].placement.device().type if pieces else "cpu")
 
 
-def _local(value: Any) -> list[tuple[Box, Tensor]]:
-    """This rank's pieces."""
-    if hasattr(value, "local_shards"):
-        return [(box_of(one.metadata.shard_offsets, one.tensor.shape), one.tensor) for one in value.local_shards()]
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    here = value.to_local()
-    _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return [(box_of(offset, here.shape), here)]
-
-
 def _pieces(exchange: Exchange, value: Any) -> list[tuple[int, Box]]:
     """Rank in the group and place of each piece, in one order on all ranks."""
     if hasattr(value, "local_shards"):
@@ -250,7 +244,6 @@ def _pieces(exchange: Exchange, value: Any) -> list[tuple[int, Box]]:
         told = value.metadata().shards_metadata
         return [(ranks.index(one.placement.rank()), box_of(one.shard_offsets, one.shard_sizes)) for one in told]
     # each rank knows its own place in the mesh
-    (box, _), dims = _local(value)[0], len(value.shape)
-    mine = torch.tensor([[end for span in box for end in span]] * exchange.world_size, device="cpu")
-    came = exchange.headers(mine.to(_device_of(value))).wait().view(-1, dims, 2).tolist()
-    return [(rank, tuple((low, high) for low, high in spans)) for rank, spans in enumerate(came)]
+    box, _ = local_pieces(value)[0]
+    ends = exchange.gather([end for span in box for end in span], _device_of(value))
+    return [(rank, tuple(zip(of_rank[::2], of_rank[1::2], strict=True))) for rank, of_rank in enumerate(ends)]

@@ -24,7 +24,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.comms.collective_utils": "invoke_on_rank_and_broadcast_result is_leader run_on_leader",
     },
     "torchrec.distributed.comm": {
-        "shardwise.sharding.comms.comm": (
+        "shardwise.sharding.comms.env": (
             "get_group_rank get_local_rank get_local_size get_num_groups intra_and_cross_node_pg "
             "intra_and_cross_node_pg_2D"
         ),
@@ -115,16 +115,17 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.quant.inspect": "get_non_scriptable_trec_module",
     },
     "torchrec.distributed.mc_embedding": {
-        "shardwise.sharding.modules.managed_collision_sharders": "ManagedCollisionEmbeddingCollectionSharder",
-        "shardwise.sharding.modules.managed_collision": "ShardedManagedCollisionEmbeddingCollection",
+        "shardwise.sharding.modules.managed_collision": (
+            "ManagedCollisionEmbeddingCollectionSharder ShardedManagedCollisionEmbeddingCollection"
+        ),
     },
     "torchrec.distributed.mc_embeddingbag": {
-        "shardwise.sharding.modules.managed_collision_sharders": "ManagedCollisionEmbeddingBagCollectionSharder",
-        "shardwise.sharding.modules.managed_collision": "ShardedManagedCollisionEmbeddingBagCollection",
+        "shardwise.sharding.modules.managed_collision": (
+            "ManagedCollisionEmbeddingBagCollectionSharder ShardedManagedCollisionEmbeddingBagCollection"
+        ),
     },
     "torchrec.distributed.mc_modules": {
-        "shardwise.sharding.modules.managed_collision_sharders": "ManagedCollisionCollectionSharder",
-        "shardwise.sharding.modules.managed_collision": "ShardedManagedCollisionCollection",
+        "shardwise.sharding.modules.managed_collision": "ManagedCollisionCollectionSharder ShardedManagedCollisionCollection",
         "shardwise.sharding.quant.managed_collision": "InferManagedCollisionCollectionSharder",
     },
     "torchrec.distributed.model_parallel": {
@@ -236,7 +237,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
             "get_sharding_constructor_from_type grid_shard placement placement_helper row_wise table_row_wise "
             "table_wise"
         ),
-        "shardwise.sharding.modules.sharders": "get_default_sharders",
+        "shardwise.sharding.modules.default_sharders": "get_default_sharders",
         "torchrec.distributed.embeddingbag": "EmbeddingBagCollectionSharder",
         "torchrec.distributed.embedding": "EmbeddingCollectionSharder",
         "torchrec.distributed.fused_embeddingbag": "FusedEmbeddingBagCollectionSharder",
@@ -263,7 +264,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.engine.accumulation": "GradientAccumulationConfig GradientAccumulationWrapper",
     },
     "torchrec.distributed.train_pipeline.pipeline_context": {
-        "shardwise.sharding.pipeline.contexts": "PrefetchTrainPipelineContext TrainPipelineContext",
+        "shardwise.sharding.pipeline.arguments": "PrefetchTrainPipelineContext TrainPipelineContext",
     },
     "torchrec.distributed.train_pipeline.pipeline_stage": {
         "shardwise.sharding.pipeline": "PipelineStage SparseDataDistUtil",
@@ -277,9 +278,8 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.train_pipeline.types": "ArgInfo CallArgs",
         "shardwise.sharding.pipeline.arguments": (
             "ArgInfoStepFactory DictArgInfoStep GetAttrArgInfoStep GetItemArgInfoStep ListArgInfoStep "
-            "NoopArgInfoStep PostprocArgInfoStep ScalarArgInfoStep"
+            "NoopArgInfoStep PostprocArgInfoStep ScalarArgInfoStep NodeArgsHelper"
         ),
-        "shardwise.sharding.pipeline.node_arguments": "NodeArgsHelper",
         "shardwise.sharding.dmp.tracing": "Tracer",
     },
     "torchrec.distributed.train_pipeline.train_pipelines": {
@@ -302,7 +302,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         ),
         "torchrec.types": "DataType",
         "shardwise.sharding.comms.env": "ShardingEnv ShardingEnv2D ShardingStrategy",
-        "shardwise.sharding.modules.sharders": "ModuleSharder",
+        "shardwise.sharding.plan.module_sharder": "ModuleSharder",
         "shardwise.sharding.comms.awaitable": (
             "Awaitable GetItemLazyAwaitable LazyAwaitable LazyGetItemMixin LazyNoWait NoWait"
         ),
@@ -312,8 +312,8 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "torch.distributed._shard.metadata": "ShardMetadata",
         "torch.distributed._shard.sharding_spec": "EnumerableShardingSpec",
         "shardwise.embeddings.optim.fbgemm_types": "CacheAlgorithm MultiPassPrefetchConfig",
-        "shardwise.sharding.torchrec.key_value": "KeyValueParams",
-        "shardwise.sharding.torchrec.bucket_metadata": "ShardingBucketMetadata",
+        "shardwise.sharding.torchrec.fused_params": "KeyValueParams",
+        "shardwise.sharding.torchrec.bucketize": "ShardingBucketMetadata",
         "shardwise.planner.torchrec.types": "CacheStatistics PipelineType",
     },
     "torchrec.distributed.utils": {
@@ -321,7 +321,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.torchrec.fused_params": (
             "add_params_from_parameter_sharding convert_to_fbgemm_types merge_fused_params"
         ),
-        "shardwise.sharding.torchrec.bucket_metadata": "get_bucket_metadata_from_shard_metadata",
+        "shardwise.sharding.torchrec.bucketize": "get_bucket_metadata_from_shard_metadata",
         "shardwise.embeddings.tables.table_bytes": "weights_bytes_in_emb_kernel",
     },
 }

@@ -31,7 +31,7 @@ from shardwise.planner import EmbeddingEnumerator, GreedyProposer, Skew, plan_ta
 from shardwise.planner.layout import SERVED_SETTINGS, TRAINED_SETTINGS
 from shardwise.sharding import CacheParams, DistributedModelParallel, ParameterSharding, table_wise
 from shardwise.sharding.quant import QuantEmbeddingBagCollectionSharder
-from shardwise.sharding.torchrec.key_value import KeyValueParams
+from shardwise.sharding.torchrec.fused_params import KeyValueParams
 
 CPU = Topology(1, "cpu")
 OBEYED, REFUSED, IDLE = "obeyed", "refused", "no effect, with a warning"

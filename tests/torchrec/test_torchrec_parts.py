@@ -47,21 +47,22 @@ from shardwise.planner.torchrec.types import ParameterConstraints, Topology
 from shardwise.sharding import ShardingEnv, column_wise, data_parallel, row_wise, shard, table_wise
 from shardwise.sharding.dmp.unwrap import CopyableMixin
 from shardwise.sharding.modules.sharded_collections import ShardedFusedEmbeddingBagCollection
-from shardwise.sharding.modules.sharders import EmbeddingBagCollectionSharder, ModuleSharder
+from shardwise.sharding.modules.sharders import EmbeddingBagCollectionSharder
+from shardwise.sharding.plan.module_sharder import ModuleSharder
 from shardwise.sharding.plan.plan import (
     CacheParams,
     EmbeddingComputeKernel,
     ParameterSharding,
     ShardingType,
 )
-from shardwise.sharding.torchrec.bucket_metadata import get_bucket_metadata_from_shard_metadata
+from shardwise.sharding.torchrec.bucketize import get_bucket_metadata_from_shard_metadata
 from shardwise.sharding.torchrec.fused_params import (
+    KeyValueParams,
     add_params_from_parameter_sharding,
     convert_to_fbgemm_types,
     merge_fused_params,
 )
 from shardwise.sharding.torchrec.global_settings import get_propogate_device, set_propogate_device
-from shardwise.sharding.torchrec.key_value import KeyValueParams
 from shardwise.sharding.torchrec.plan_delta import output_sharding_plan_delta_single, output_sharding_plans_delta
 
 

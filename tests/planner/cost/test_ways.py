@@ -29,7 +29,7 @@ from shardwise.sharding import (
     table_wise,
 )
 from shardwise.sharding.calibration.trial import Placed
-from shardwise.sharding.modules.sharders import require_sharder
+from shardwise.sharding.modules.default_sharders import require_sharder
 from shardwise.sharding.plan.plan import (
     EmbeddingComputeKernel,
     ParameterSharding,

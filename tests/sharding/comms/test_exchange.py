@@ -20,10 +20,10 @@ from shardwise.planner import layout
 from shardwise.planner.layout import Shard
 from shardwise.sharding.comms import header
 from shardwise.sharding.comms.exchange import (
+    BufferAlias,
     Exchange,
     Pending,
-    _held,
-    _Lent,
+    _in_use,
 )
 from shardwise.sharding.engine.route import (
     Inbound,
@@ -81,11 +81,11 @@ def lend_and_settle() -> list[int]:
     sizes = [2] * exchange.world_size
     exchange.rows(values, sizes, sizes).wait()
     exchange.broadcast(values)
-    held = sum(tensor.untyped_storage().nbytes() for tensor in _Lent._out)
-    assert _Lent.settle()
+    held = sum(tensor.untyped_storage().nbytes() for tensor in BufferAlias._out)
+    assert BufferAlias.settle()
     # a finished collective reaches nothing of ours, and ours are intact
     assert torch.equal(values, torch.arange(2.0 * exchange.world_size))
-    return [held, len(_held(_Lent._out))]
+    return [held, len(_in_use(BufferAlias._out))]
 
 
 def leave_without_waiting() -> tuple[bool, int]:
@@ -93,7 +93,7 @@ def leave_without_waiting() -> tuple[bool, int]:
     exchange = Exchange(dist.group.WORLD)
     asked, never = (exchange.headers(torch.zeros(exchange.world_size, 3, dtype=torch.int64)) for _ in range(2))
     asked.wait()
-    return _Lent.settle(), len(asked.wait()) + len(never.wait())
+    return BufferAlias.settle(), len(asked.wait()) + len(never.wait())
 
 
 @pytest.mark.ranks
@@ -110,15 +110,15 @@ def test_the_backend_has_let_go_of_every_tensor_once_settled(world: int) -> None
 
 def test_a_process_does_not_exit_while_the_backend_holds_a_tensor_of_its_last_collective() -> None:
     mine = torch.arange(4.0)
-    lent = _Lent(mine)
-    (alias,) = lent.aliases
+    aliases = BufferAlias(mine)
+    (alias,) = aliases.aliases
     assert alias.data_ptr() == mine.data_ptr()
     held = alias[:2]  # refers to it from C++, as a thread of gloo does
-    Pending(mine, lent=lent).wait()
+    Pending(mine, alias=aliases).wait()
     assert alias.numel() == 0
-    assert not _Lent.settle(0.01)
+    assert not BufferAlias.settle(0.01)
     del held
-    assert _Lent.settle(0.01)
+    assert BufferAlias.settle(0.01)
     assert mine.tolist() == [0, 1, 2, 3]
 
 

@@ -18,11 +18,11 @@ from shardwise.sharding.comms.qcomms import (
     QCommsConfig,
     QuantizedCommCodec,
     QuantizedCommCodecs,
+    UserCodec,
     codecs_of,
     get_qcomm_codecs,
     get_qcomm_codecs_registry,
 )
-from shardwise.sharding.comms.user_codec import ForeignCodec
 
 
 class Halves(QuantizedCommCodec[None]):
@@ -246,12 +246,12 @@ def test_a_codec_of_ones_own_runs_on_blocks(own: QuantizedCommCodec[Any]) -> Non
 
 
 def test_the_name_of_a_codec_of_ones_own_says_what_ranks_have_to_agree_on() -> None:
-    assert ForeignCodec(Halves()).name.endswith("Halves[torch.float16/1]")
-    assert ForeignCodec(Rows()).name.endswith("Rows[torch.float32/8]")
+    assert UserCodec(Halves()).name.endswith("Halves[torch.float16/1]")
+    assert UserCodec(Rows()).name.endswith("Rows[torch.float32/8]")
 
 
 def test_a_codec_of_ones_own_reports_what_does_not_fit() -> None:
-    codec = ForeignCodec(Halves())
+    codec = UserCodec(Halves())
     assert codec.overflows(torch.tensor([1.0, 7e4]))
     assert not codec.overflows(torch.tensor([1.0, 6e4]))
     assert not codec.overflows(torch.empty(0))
@@ -267,10 +267,10 @@ def test_the_same_object_for_two_collectives_is_the_same_codec() -> None:
 
 def test_a_codec_that_does_not_keep_its_word_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Longer cannot run .* announced torch.float16 of shape \[2\] for 1 values"):
-        ForeignCodec(Longer())
+        UserCodec(Longer())
     with pytest.raises(ValueError, match="object has no encode, decode, calc_quantized_size, quantized_dtype"):
-        ForeignCodec(object())
+        UserCodec(object())
     with pytest.raises(ValueError, match="NotImplementedError"):
-        ForeignCodec(type("Unfinished", (Halves,), {"encode": QuantizedCommCodec.encode})())
+        UserCodec(type("Unfinished", (Halves,), {"encode": QuantizedCommCodec.encode})())
     with pytest.raises(ValueError, match="Unfinished has no quantized_dtype"):
-        ForeignCodec(type("Unfinished", (Halves,), {"quantized_dtype": QuantizedCommCodec.quantized_dtype})())
+        UserCodec(type("Unfinished", (Halves,), {"quantized_dtype": QuantizedCommCodec.quantized_dtype})())

@@ -7,14 +7,14 @@ import itertools
 import pytest
 import torch.distributed as dist
 
-from shardwise.sharding.comms.rendezvous import Meeting
+from shardwise.sharding.comms.watch import Rendezvous
 
 
-def meet(store: dist.Store, looks: list[int], world_size: int) -> list[Meeting]:
+def meet(store: dist.Store, looks: list[int], world_size: int) -> list[Rendezvous]:
     """A generation of ranks that look in this order."""
-    ranks = [Meeting(rank, world_size) for rank in range(world_size)]
+    ranks = [Rendezvous(rank, world_size) for rank in range(world_size)]
     for rank in looks:
-        ranks[rank].look(store)
+        ranks[rank].advance(store)
     return ranks
 
 
@@ -44,8 +44,8 @@ def test_a_restarted_group_does_not_take_keys_of_the_dead_for_its_own(before: li
 def test_a_rank_whose_rank_0_has_not_come_has_no_keys() -> None:
     store = dist.HashStore()
     meet(store, [0, 1, 0, 1, 0], 2)
-    late = Meeting(1, 2)
+    late = Rendezvous(1, 2)
     for _ in range(3):
-        late.look(store)
+        late.advance(store)
     assert late.prefix is None
     assert not late.over

@@ -29,8 +29,7 @@ from shardwise.sharding import (
     row_wise,
     table_wise,
 )
-from shardwise.sharding.comms.comm import intra_and_cross_node_pg_2D
-from shardwise.sharding.comms.env import ShardingEnv2D, ShardingStrategy
+from shardwise.sharding.comms.env import ShardingEnv2D, ShardingStrategy, intra_and_cross_node_pg_2D
 from shardwise.sharding.dmp.dmp_collection import DMPCollection, DMPCollectionConfig
 
 pytestmark = pytest.mark.ranks

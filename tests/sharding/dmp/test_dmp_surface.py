@@ -37,8 +37,7 @@ from shardwise.sharding import (
     table_wise,
 )
 from shardwise.sharding.dmp.composable import shard
-from shardwise.sharding.dmp.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
-from shardwise.sharding.dmp.dense import materialize
+from shardwise.sharding.dmp.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper, materialize
 from shardwise.sharding.dmp.unwrap import (
     copy_to_device,
     get_module,

@@ -30,11 +30,11 @@ from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.perf.counts.launches import CUDA, Counted, pretended
 from shardwise.planner import layout
 from shardwise.planner.layout import Shard, TableOptions
-from shardwise.sharding.engine.division import _of_bags
 from shardwise.sharding.engine.results import _places_of
 from shardwise.sharding.engine.route import (
     Outbound,
     Sending,
+    _of_bags,
     divide_ahead,
     route,
 )

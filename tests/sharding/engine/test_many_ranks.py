@@ -32,8 +32,7 @@ from shardwise import (
 from shardwise.embeddings import OptimizerSpec
 from shardwise.planner import layout
 from shardwise.planner.layout import Shard
-from shardwise.sharding.comms.buffers import Buffers
-from shardwise.sharding.comms.exchange import Exchange, Pending
+from shardwise.sharding.comms.exchange import Buffers, Exchange, Pending
 from shardwise.sharding.engine import collection, fused_optimizer
 from shardwise.sharding.engine.owner import Owner
 from shardwise.sharding.engine.results import Columns, Rows

@@ -45,12 +45,13 @@ from shardwise.sharding import (
     table_wise,
 )
 from shardwise.sharding.comms.failures import RankFailure
-from shardwise.sharding.modules.managed_collision import ShardedManagedCollisionEmbeddings
-from shardwise.sharding.modules.managed_collision_sharders import (
+from shardwise.sharding.modules.default_sharders import get_default_sharders, sharder_of
+from shardwise.sharding.modules.managed_collision import (
     ManagedCollisionCollectionSharder,
     ManagedCollisionEmbeddingCollectionSharder,
+    ShardedManagedCollisionEmbeddings,
 )
-from shardwise.sharding.modules.sharders import EmbeddingBagCollectionSharder, get_default_sharders, sharder_of
+from shardwise.sharding.modules.sharders import EmbeddingBagCollectionSharder
 
 pytestmark = pytest.mark.ranks
 

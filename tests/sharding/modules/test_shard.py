@@ -36,7 +36,7 @@ from shardwise.sharding import (
     table_wise,
 )
 from shardwise.sharding.comms.collective_utils import invoke_on_rank_and_broadcast_result, is_leader, run_on_leader
-from shardwise.sharding.comms.comm import (
+from shardwise.sharding.comms.env import (
     get_group_rank,
     get_local_rank,
     get_local_size,

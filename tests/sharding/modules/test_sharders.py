@@ -54,7 +54,8 @@ from shardwise.sharding import (
     row_wise,
 )
 from shardwise.sharding.modules import sharders
-from shardwise.sharding.modules.sharders import optimizer_from, require_sharder, sharder_of
+from shardwise.sharding.modules.default_sharders import require_sharder, sharder_of
+from shardwise.sharding.modules.sharders import optimizer_from
 
 BAGS = [EmbeddingBagConfig(7, 4, "t"), EmbeddingBagConfig(9, 4, "u", feature_names=["f", "g"])]
 SEQUENCES = [EmbeddingConfig(7, 4, "t"), EmbeddingConfig(9, 4, "u")]

@@ -15,14 +15,19 @@ from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTen
 from shardwise.sharding.dmp.tracing import Tracer
 from shardwise.sharding.modules.placement import sharded_collections
 from shardwise.sharding.pipeline import TrainPipelineSparseDist
-from shardwise.sharding.pipeline.arguments import ArgInfo, ArgInfoStepFactory, CallArgs
-from shardwise.sharding.pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
+from shardwise.sharding.pipeline.arguments import (
+    ArgInfo,
+    ArgInfoStepFactory,
+    CallArgs,
+    NodeArgsHelper,
+    PrefetchTrainPipelineContext,
+    TrainPipelineContext,
+)
 from shardwise.sharding.pipeline.forwards import (
     PipelinedForward,
     PrefetchEmbeddingPipelinedForward,
     PrefetchPipelinedForward,
 )
-from shardwise.sharding.pipeline.node_arguments import NodeArgsHelper
 
 step = ArgInfoStepFactory
 
