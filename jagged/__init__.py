@@ -5,9 +5,8 @@ from .equal import jt_is_equal, kjt_is_equal, validate_keyed_jagged_tensor
 from .jagged_tensor import JaggedTensor
 from .keyed_jagged_tensor import KeyedJaggedTensor
 from .keyed_tensor import KeyedTensor, permute_multi_embedding, regroup_kts
-from .modules import ComputeJTDictToKJT, ComputeKJTToJTDict, KTRegroupAsDict
+from .modules import ComputeJTDictToKJT, ComputeKJTToJTDict, KTRegroupAsDict, maybe_td_to_kjt
 from .streamable import Multistreamable, Pipelineable
-from .tensor_dict import maybe_td_to_kjt
 
 __all__ = [
     "ComputeJTDictToKJT",

@@ -18,7 +18,6 @@ from shardwise._version import how_to_install
 
 from ._check import names
 from ._keys import Strides, keys_of
-from ._pieces import from_jt_dict, like
 from ._segments import join_tensors
 from .jagged_tensor import JaggedTensor
 
@@ -33,10 +32,8 @@ def from_lists(
     weights: Mapping[str, Sequence[Sequence[float]]] | None,
     dtype: torch.dtype,
     device: torch.device | str | None,
-) -> KeyedJaggedTensor:
-    """KeyedJaggedTensor.from_lists."""
-    from .keyed_jagged_tensor import KeyedJaggedTensor
-
+) -> dict[str, Any]:
+    """What a KeyedJaggedTensor of lists is made with."""
     keys = list(lists)
     sizes = [[len(bag) for bag in lists[key]] for key in keys]
     ids = list(chain.from_iterable(chain.from_iterable(lists.values())))
@@ -53,15 +50,15 @@ def from_lists(
         numbers = list(chain.from_iterable(chain.from_iterable(weights[key] for key in keys)))
         flat = torch.tensor(numbers, dtype=torch.float32, device=device)
     per_key = [len(bags) for bags in sizes]
-    return KeyedJaggedTensor(
-        keys,
-        torch.tensor(ids, dtype=dtype, device=device),
-        flat,
-        torch.tensor(list(chain.from_iterable(sizes)), dtype=torch.int64, device=device),
-        stride=0 if not keys else None,
-        stride_per_key=per_key if len(set(per_key)) > 1 else None,
-        length_per_key=[sum(bags) for bags in sizes],
-    )
+    return {
+        "keys": keys,
+        "values": torch.tensor(ids, dtype=dtype, device=device),
+        "weights": flat,
+        "lengths": torch.tensor(list(chain.from_iterable(sizes)), dtype=torch.int64, device=device),
+        "stride": 0 if not keys else None,
+        "stride_per_key": per_key if len(set(per_key)) > 1 else None,
+        "length_per_key": [sum(bags) for bags in sizes],
+    }
 
 
 def _check_weights(keys: list[str], sizes: list[list[int]], weights: Mapping[str, Sequence[Sequence[float]]]) -> None:
@@ -76,12 +73,8 @@ def _check_weights(keys: list[str], sizes: list[list[int]], weights: Mapping[str
                 raise ValueError(f"key {key!r}, sample {sample}: {given} weights for {size} ids")
 
 
-def from_nested(nested: Mapping[str, Tensor]) -> KeyedJaggedTensor:
-    """KeyedJaggedTensor.from_nested."""
-    from .keyed_jagged_tensor import KeyedJaggedTensor
-
-    if not nested:
-        return KeyedJaggedTensor.empty()
+def from_nested(nested: Mapping[str, Tensor]) -> tuple[Strides, Tensor, Tensor, list[int]]:
+    """Batch sizes, values [L], lengths [bags] and the number of values of each key."""
     values, offsets = [], []
     for key, tensor in nested.items():
         # torch's own fields: its methods go through a dispatch in Python each
@@ -101,33 +94,17 @@ def from_nested(nested: Mapping[str, Tensor]) -> KeyedJaggedTensor:
     same = len(set(per_key)) == 1
     lengths = torch.stack(offsets).diff().view(-1) if same else torch.cat([ends.diff() for ends in offsets])
     known = keys_of(keys)
-    return like(
-        KeyedJaggedTensor,
-        known.fixed(per_key[0]) if same else Strides(known, max(per_key), per_key),
-        join_tensors("values", lambda i: repr(keys[i]), values),
-        None,
-        lengths,
-        [value.shape[0] for value in values],
-        # the sizes of the values, until somebody reads the lengths
-        False,
-        None,
-    )
-
-
-def to_nested(kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
-    """KeyedJaggedTensor.to_nested."""
-    made = {}
-    for key, jt in kjt.to_dict().items():
-        made[key] = torch.nested.nested_tensor_from_jagged(jt.values(), offsets=jt.offsets().to(torch.int64))
-    return made
+    strides = known.fixed(per_key[0]) if same else Strides(known, max(per_key), per_key)
+    joined = join_tensors("values", lambda i: repr(keys[i]), values)
+    return strides, joined, lengths, [value.shape[0] for value in values]
 
 
 def _kind(found: object) -> str:
     return f"a tensor of layout {found.layout}" if isinstance(found, Tensor) else type(found).__name__
 
 
-def from_arrow(table: Any, keys: Sequence[str] | None, weights_suffix: str) -> KeyedJaggedTensor:
-    """KeyedJaggedTensor.from_arrow."""
+def from_arrow(table: Any, keys: Sequence[str] | None, weights_suffix: str) -> dict[str, JaggedTensor]:
+    """The list columns of a table by key, with the weights of those that have some."""
     columns = {name: table[name] for name in (table.column_names if hasattr(table, "column_names") else table)}
     if keys is None:
         keys = [name for name in columns if not _is_weights(name, columns, weights_suffix)]
@@ -144,7 +121,7 @@ def from_arrow(table: Any, keys: Sequence[str] | None, weights_suffix: str) -> K
         if not torch.equal(sizes, lengths):
             raise ValueError(f"column {name!r} has bags of other sizes than column {key!r}")
         jts[key] = JaggedTensor(ids, weights, lengths)
-    return from_jt_dict(jts)
+    return jts
 
 
 def _is_weights(name: str, columns: Mapping[str, Any], suffix: str) -> bool:
@@ -189,7 +166,7 @@ def _nothing(array: Any) -> Tensor:
 
 
 def to_arrow(kjt: KeyedJaggedTensor, weights_suffix: str) -> Any:
-    """KeyedJaggedTensor.to_arrow."""
+    """A table with a column for each key, and one for its weights."""
     pa = _arrow("pyarrow")
     batches = kjt.stride_per_key()
     if len(set(batches)) > 1:

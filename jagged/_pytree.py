@@ -19,9 +19,8 @@ from ._keys import (
     Strides,
     keys_of,
 )
-from ._pieces import like
 from .jagged_tensor import JaggedTensor
-from .keyed_jagged_tensor import KeyedJaggedTensor
+from .keyed_jagged_tensor import KeyedJaggedTensor, like
 from .keyed_tensor import KeyedTensor
 
 _BAGS = ("values", "weights", "lengths", "offsets")

@@ -6,14 +6,17 @@ then the second's. Each key has its own batch size, its stride; most often they 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from . import _convert, _dist, _pieces
-from ._bags import Bags
+from shardwise.kernels import capturing, complete_cumsum, permute_1d, permute_2d, permute_segments
+
+from . import _convert
 from ._check import (
     check_bags,
     check_capacity,
@@ -25,16 +28,27 @@ from ._check import (
     check_validate,
     check_values,
     names,
+    readable,
 )
 from ._keys import (
+    Keys,
+    Order,
     Strides,
     keys_of,
     starts_of,
     strides_of,
 )
-from ._segments import Beside, check_bags_in_full, compare_sizes, read_length_per_key
-from ._text import bags_text, keyed_text
-from .jagged_tensor import JaggedTensor
+from ._segments import (
+    Beside,
+    check_bags_in_full,
+    compare_sizes,
+    join_tensors,
+    join_weights,
+    offsets_of,
+    read_length_per_key,
+    sum_per_key,
+)
+from .jagged_tensor import Bags, JaggedTensor, bags_text, copy_tensors, keyed_text
 
 InverseIndices = tuple[list[str], Tensor]
 
@@ -177,7 +191,7 @@ class KeyedJaggedTensor(Bags):
 
         Raises ValueError if only some have weights, if values are not 1-D, mix integers and floats, or devices.
         """
-        return _pieces.from_jt_dict(jt_dict)
+        return _from_jt_dict(jt_dict)
 
     @staticmethod
     def from_lists(
@@ -191,16 +205,23 @@ class KeyedJaggedTensor(Bags):
 
         Raises ValueError, naming key and sample, where weights do not fit; TypeError for ids that are no integers.
         """
-        return _convert.from_lists(lists, weights, dtype, device)
+        return KeyedJaggedTensor(**_convert.from_lists(lists, weights, dtype, device))
 
     @staticmethod
     def from_nested(nested: Mapping[str, Tensor]) -> KeyedJaggedTensor:
         """From nested tensors [batch, ids] of layout torch.jagged, one per key, without a copy but the joining."""
-        return _convert.from_nested(nested)
+        if not nested:
+            return KeyedJaggedTensor.empty()
+        strides, values, lengths, sizes = _convert.from_nested(nested)
+        # the sizes of the values, until somebody reads the lengths
+        return like(KeyedJaggedTensor, strides, values, None, lengths, sizes, False, None)
 
     def to_nested(self) -> dict[str, Tensor]:
         """A nested tensor [batch, ids] of layout torch.jagged per key, over the same memory; without the weights."""
-        return _convert.to_nested(self)
+        return {
+            key: torch.nested.nested_tensor_from_jagged(jt.values(), offsets=jt.offsets().to(torch.int64))
+            for key, jt in self.to_dict().items()
+        }
 
     @staticmethod
     def from_arrow(
@@ -211,7 +232,7 @@ class KeyedJaggedTensor(Bags):
         `keys` are the columns of ids, by default all; the weights of "item" are in "item.weights", if there is such a
         column. Raises KeyError, TypeError or ValueError, naming the column, for what is no list of ids. Needs pyarrow.
         """
-        return _convert.from_arrow(table, keys, weights_suffix)
+        return _from_jt_dict(_convert.from_arrow(table, keys, weights_suffix))
 
     def to_arrow(self, *, weights_suffix: str = ".weights") -> Any:
         """A pyarrow Table with a list column per key, and one for its weights. ValueError unless batch sizes agree."""
@@ -237,7 +258,7 @@ class KeyedJaggedTensor(Bags):
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
         """Without `device` no keys and no values, but the batch size and dtypes of `kjt`. With it a batch of the same
         keys and shapes there, its tensors not yet written, for `copy_`."""
-        return _pieces.empty_like(kjt, device)
+        return _empty_like(kjt, device)
 
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
@@ -248,14 +269,26 @@ class KeyedJaggedTensor(Bags):
         Raises ValueError for an empty list, keys in two members, different fixed batch sizes, or weights or inverse
         indices on some only.
         """
-        return _pieces.concat(kjt_list)
+        return _concat(kjt_list)
 
     def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
         """Take over the numbers of `kjt` in place; what is known on the host comes along.
 
         Raises ValueError unless keys, shapes, and what tensors there are agree.
         """
-        return _pieces.copy_into(self, kjt, non_blocking)
+        if self._strides.keys.names != kjt._strides.keys.names:
+            mine, theirs = names(self._strides.keys.names), names(kjt._strides.keys.names)
+            raise ValueError(f"copy_ needs the same keys: {mine} here, {theirs} there")
+        inverse = None if self._inverse is None else self._inverse[1]
+        theirs_inverse = None if kjt._inverse is None else kjt._inverse[1]
+        copy_tensors(self, kjt, non_blocking, [("inverse_indices", inverse, theirs_inverse)])
+        if self._inverse is not None and kjt._inverse is not None:
+            self._inverse = (list(kjt._inverse[0]), self._inverse[1])
+        self._strides = kjt._strides
+        self._capacity = kjt._capacity
+        self._length_per_key, self._offset_per_key = kjt._length_per_key, None
+        self._checked, self._both, self._jt_dict = kjt._checked, kjt._both, None
+        return self
 
     def clear_storage(self) -> int:
         """Free the memory of values, weights, lengths, offsets, also under views of them; returns the bytes freed.
@@ -378,7 +411,36 @@ class KeyedJaggedTensor(Bags):
 
         Raises ValueError unless the segments add up to the number of keys.
         """
-        return _pieces.split(self, segments)
+        keys, strides = self._strides.keys, self._strides
+        count = len(keys.names)
+        if sum(segments) != count or min(segments, default=0) < 0:
+            raise ValueError(
+                f"segments must be >= 0 and sum to the {count} keys {names(keys.names)}, "
+                f"got {list(segments)} which sum to {sum(segments)}"
+            )
+        if count in segments:
+            nothing = self.permute([]) if 0 in segments else self
+            return [self if segment == count else nothing for segment in segments]
+        known, starts = self._sizes(), strides.starts
+        cuts = starts_of(segments)
+        offsets = self._ends()
+        all_values, all_weights = self._in_bags()
+        sizes = [offsets[b] - offsets[a] for a, b in pairwise(cuts)]
+        values = torch.split_with_sizes(all_values, sizes)
+        weights = None if all_weights is None else torch.split_with_sizes(all_weights, sizes)
+        bags = [starts[b] - starts[a] for a, b in pairwise(cuts)]
+        lengths = torch.split_with_sizes(self.lengths(), bags)
+        pieces = []
+        for i, a in enumerate(cuts[:-1]):
+            b = cuts[i + 1]
+            order = keys.order(range(a, b))
+            pieces.append(
+                like(
+                    self, strides.pick(order), values[i], weights[i] if weights else None, lengths[i],
+                    known[a:b], self._checked, None if self._inverse is None else _inverse_of(self._inverse, order),
+                )
+            )  # fmt: skip
+        return pieces
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
         """The keys at `indices`, in that order, as copies; repeats and omissions allowed.
@@ -386,7 +448,56 @@ class KeyedJaggedTensor(Bags):
         `indices_tensor`, the same on the device, is TorchRec's: nothing here needs it. Raises IndexError for an index
         outside of the keys.
         """
-        return _pieces.permute(self, indices, indices_tensor)
+        order = self._strides.keys.order(indices)
+        if indices_tensor is not None and indices_tensor.numel() != len(indices):
+            raise ValueError(f"indices_tensor has {indices_tensor.numel()} entries for {len(indices)} indices")
+        strides = self._strides.pick(order)
+        inverse = None if self._inverse is None else _inverse_of(self._inverse, order)
+        if not indices:
+            nothing = None if self._weights is None else self._weights[:0]
+            return like(self, strides, self._values[:0], nothing, self.lengths()[:0], [], True, inverse)
+        if self._values.is_cuda and capturing():
+            return self._permute_captured(order, strides, inverse)
+        known = self._sizes()
+        values, weights = self._in_bags()
+        moved = permute_segments([values] if weights is None else [values, weights], known, order.indices)
+        return like(
+            self, strides, moved[0], None if weights is None else moved[1], self._lengths_at(order),
+            [known[i] for i in order.indices], self._checked, inverse,
+        )  # fmt: skip
+
+    def _permute_captured(self, order: Order, strides: Strides, inverse: InverseIndices | None) -> KeyedJaggedTensor:
+        """`permute` while a CUDA graph is captured: nothing of the batch is known on the host, each replay has another.
+
+        Unless every key comes once the result has a capacity, which each batch of as many values fits into.
+
+        Raises:
+            RuntimeError: batch sizes of keys differ.
+        """
+        if self._strides.sizes is not None:
+            raise RuntimeError(
+                "permute of keys with batch sizes of their own reads these on the host, which must not be while a CUDA"
+                " graph is captured: give the batch its keys in the order of the tables, or permute it before"
+            )
+        count, size = len(self._strides.keys.names), self._values.shape[0]
+        is_whole = sorted(order.indices) == list(range(count))
+        most = size if is_whole else size * max(Counter(order.indices).values())
+        lengths = self.lengths().view(count, self._strides.stride)
+        indices = order.tensor(lengths)
+        # every replay reads it, whether its order is still kept or not
+        _CAPTURED.add(indices)
+        moved, values, weights = permute_2d(indices, lengths, self._values, self._weights, permuted_lengths_sum=most)
+        piece = like(self, strides, values, weights, moved.view(-1), None, False, inverse)
+        piece._capacity = self._capacity if is_whole else most
+        return piece
+
+    def _lengths_at(self, order: Order) -> Tensor:
+        """Lengths of the keys of an order, copied."""
+        lengths = self.lengths()
+        if self._strides.sizes is not None:
+            return permute_segments([lengths], self._strides.per_key, order.indices)[0]
+        rows = lengths.view(len(self._strides.keys.names), self._strides.stride)
+        return rows.index_select(0, order.tensor(lengths)).view(-1)
 
     def flatten_lengths(self) -> KeyedJaggedTensor:
         """The same with 1-D lengths, which they are here; shares all tensors."""
@@ -394,14 +505,37 @@ class KeyedJaggedTensor(Bags):
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """The bags of one key, as views. Raises KeyError for an unknown key."""
-        return _pieces.get_item(self, key)
+        i = self._strides.keys.index.get(key)
+        if i is None:
+            raise KeyError(f"unknown key {key!r}, keys are {names(self._strides.keys.names)}")
+        offsets, starts = self._ends(), self._strides.starts
+        begin, end = offsets[i], offsets[i + 1]
+        weights = None if self._weights is None else self._weights[begin:end]
+        return JaggedTensor._of(self._values[begin:end], weights, self.lengths()[starts[i] : starts[i + 1]])
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """A JaggedTensor per key, as views; made once, so later calls return the same dict.
 
         With `compute_offsets` they know their offsets already, unless batch sizes differ.
         """
-        return _pieces.to_dict(self, compute_offsets)
+        found = self._jt_dict
+        if found is None:
+            keys, per_key = self._strides.keys.names, self._strides.per_key
+            sizes = self._sizes()
+            all_values, all_weights = self._in_bags()
+            # one split has one gradient, the concatenation
+            values = torch.split_with_sizes(all_values, sizes)
+            lengths = torch.split_with_sizes(self.lengths(), per_key)
+            weights = [None] * len(keys) if all_weights is None else torch.split_with_sizes(all_weights, sizes)
+            made = map(JaggedTensor._of, values, weights, lengths)
+            found = self._jt_dict = dict(zip(keys, made, strict=True))
+        if compute_offsets and self._strides.sizes is None and any(jt._offsets is None for jt in found.values()):
+            # one running sum for all keys instead of one each, which batches of different sizes would need
+            keys = self._strides.keys.names
+            rows = offsets_of(self.lengths().view(len(keys), self._strides.stride), self._values.shape[0])
+            for key, row in zip(keys, rows.unbind(), strict=True):
+                found[key]._offsets = row
+        return found
 
     def to(
         self, device: torch.device | str, non_blocking: bool = False, dtype: torch.dtype | None = None
@@ -418,11 +552,22 @@ class KeyedJaggedTensor(Bags):
 
     def dist_labels(self) -> list[str]:
         """What `dist_tensors` and `dist_splits` list, in their order."""
-        return _dist.labels(self.variable_stride_per_key(), self._weights is not None)
+        return _dist_labels(self.variable_stride_per_key(), self._weights is not None)
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         """Where to cut each of `dist_tensors` so that piece i has the next `key_splits[i]` keys."""
-        return _dist.splits(self._strides.per_key, self._sizes(), self.dist_labels(), key_splits)
+        per_key, known = self._strides.per_key, self._sizes()
+        if sum(key_splits) != len(per_key) or min(key_splits, default=0) < 0:
+            raise ValueError(f"key_splits must be >= 0 and sum to {len(per_key)} keys, got {list(key_splits)}")
+        cuts = starts_of(key_splits)
+        of_values = [sum(known[a:b]) for a, b in pairwise(cuts)]
+        sizes = {
+            "lengths": [sum(per_key[a:b]) for a, b in pairwise(cuts)],
+            "values": of_values,
+            "strides": list(key_splits),
+            "weights": of_values,
+        }
+        return [sizes[name] for name in self.dist_labels()]
 
     def dist_tensors(self) -> list[Tensor]:
         """Lengths, values, batch sizes [keys] if they differ, weights if there are any: what an exchange sends."""
@@ -449,7 +594,41 @@ class KeyedJaggedTensor(Bags):
         (rank, key) segments [ranks * keys], or where fixed batch sizes differ between ranks their bags, make up the
         result; None where they lie so already. With `stagger` > 1 ranks came in that many interleaved groups.
         """
-        return _dist.init(keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger)
+        needed = 3 if variable_stride_per_key else 2
+        if len(tensors) not in (needed, needed + 1):
+            all_labels = ", ".join(_dist_labels(variable_stride_per_key, True))
+            raise ValueError(f"dist_init needs {needed} or {needed + 1} tensors ({all_labels}), got {len(tensors)}")
+        lengths, values = tensors[0], tensors[1]
+        weights = tensors[-1] if len(tensors) > needed else None
+        total = values.shape[0]
+        if variable_stride_per_key:
+            strides = tensors[2]
+            table = strides.view(num_workers, len(keys)).T if strides.numel() else strides.new_zeros(len(keys), 1)
+            sizes = None
+            if strides.numel():
+                ends = complete_cumsum(lengths)[complete_cumsum(strides)].diff()
+                sizes = ends.view(num_workers, len(keys)).sum(0)
+                if recat is not None:
+                    _, values, weights = permute_1d(recat, ends, values, weights, permuted_lengths_sum=total)
+                    _, lengths, _ = permute_1d(recat, strides, lengths, permuted_lengths_sum=lengths.shape[0])
+            if stagger > 1:
+                table = table[:, torch.arange(num_workers, device=table.device).view(stagger, -1).T.flatten()]
+            # host sync: batch sizes and counts are known on the host of every batch
+            per_rank, known = table.cpu(), None if sizes is None else sizes.tolist()
+            return KeyedJaggedTensor(
+                keys, values, weights, lengths, stride_per_key_per_rank=per_rank, length_per_key=known
+            )
+        if stride_per_rank is None:
+            raise ValueError("dist_init needs stride_per_rank, the batch size of each rank")
+        if recat is not None and lengths.shape[0]:
+            stride = stride_per_rank[0]
+            if all(n == stride for n in stride_per_rank):
+                lengths, values, weights = permute_2d(
+                    recat, lengths.view(-1, stride), values, weights, permuted_lengths_sum=total
+                )
+            else:
+                lengths, values, weights = permute_1d(recat, lengths, values, weights, permuted_lengths_sum=total)
+        return KeyedJaggedTensor(keys, values, weights, lengths.view(-1), stride=sum(stride_per_rank)).sync()
 
     def _in_bags(self) -> tuple[Tensor, Tensor | None]:
         """Values and weights without padding; reads `length_per_key` if there may be any."""
@@ -503,3 +682,121 @@ class KeyedJaggedTensor(Bags):
                 for i, key in enumerate(self._strides.keys.names)
             ],
         )
+
+
+def like(
+    whole: KeyedJaggedTensor | type[KeyedJaggedTensor],
+    strides: Strides,
+    values: Tensor,
+    weights: Tensor | None,
+    lengths: Tensor | None,
+    length_per_key: list[int] | None,
+    checked: bool,
+    inverse: InverseIndices | None,
+) -> KeyedJaggedTensor:
+    """A batch of the same type, without a check."""
+    piece: KeyedJaggedTensor = object.__new__(whole if isinstance(whole, type) else type(whole))
+    piece._strides = strides
+    piece._values = values
+    piece._weights = weights
+    piece._lengths = lengths
+    piece._length_per_key = length_per_key
+    piece._checked = checked
+    piece._inverse = inverse
+    return piece
+
+
+# numbers on a device that captured graphs read
+_CAPTURED: set[Tensor] = set()
+
+
+def _inverse_of(inverse: InverseIndices, order: Order) -> InverseIndices:
+    """The rows of inverse indices that the keys of an order have; what is left of repeated keys is one row."""
+    at = {key: row for row, key in enumerate(inverse[0])}
+    picked = list(dict.fromkeys(order.keys.names))
+    rows = torch.tensor([at[key] for key in picked], dtype=torch.int64, device="cpu")
+    return picked, inverse[1][rows.to(inverse[1].device, non_blocking=True)]
+
+
+@torch.fx.wrap
+def _concat(members: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    if not members:
+        raise ValueError("concat needs at least one KeyedJaggedTensor, got an empty list")
+    members = [kjt for kjt in members if kjt._strides.keys.names] or members[:1]
+    strides = Strides.join([kjt._strides for kjt in members])
+
+    def label(i: int) -> str:
+        return names(members[i]._strides.keys.names)
+
+    # one pass over the members: with few of them this is as long as the copies take
+    values: list[Tensor] = []
+    weights: list[Tensor | None] = []
+    lengths: list[Tensor] = []
+    known: list[list[int] | None] = []
+    checked, weighted, inverse = True, False, False
+    for kjt in members:
+        of_member, its_weights = (kjt._values, kjt._weights) if kjt._capacity is None else kjt._in_bags()
+        values.append(of_member)
+        weights.append(its_weights)
+        lengths.append(kjt.lengths() if kjt._lengths is None else kjt._lengths)
+        known.append(kjt._length_per_key)
+        checked = checked and kjt._checked
+        weighted = weighted or its_weights is not None
+        inverse = inverse or kjt._inverse is not None
+    joined_values = join_tensors("values", label, values)
+    joined_weights = join_weights([kjt._strides.keys.names for kjt in members], weights) if weighted else None
+    sizes = None if None in known else list(chain.from_iterable(n or () for n in known))
+    joined_inverse = _join_inverse(members) if inverse else None
+    return like(members[0], strides, joined_values, joined_weights, torch.cat(lengths), sizes, checked, joined_inverse)
+
+
+def _join_inverse(members: Sequence[KeyedJaggedTensor]) -> InverseIndices | None:
+    inverse = [kjt._inverse for kjt in members if kjt._inverse is not None]
+    if not inverse:
+        return None
+    if len(inverse) != len(members):
+        lacking = [name for kjt in members if kjt._inverse is None for name in kjt._strides.keys.names]
+        raise ValueError(f"either all have inverse indices or none: {names(lacking)} have not")
+    batches = sorted({rows.shape[1] for _, rows in inverse})
+    if len(batches) > 1:
+        raise ValueError(f"cannot join inverse indices of full batches of {batches}")
+    return [key for keys, _ in inverse for key in keys], torch.cat([rows for _, rows in inverse])
+
+
+@torch.fx.wrap
+def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+    keys = keys_of(list(jt_dict))
+    if not keys.names:
+        return KeyedJaggedTensor.empty()
+    values, lengths, sizes, batches = [], [], [], []
+    for key, jt in jt_dict.items():
+        if jt._values.dim() != 1:
+            raise ValueError(f"values of {key!r} must be 1-D, got shape {list(jt._values.shape)}")
+        values.append(jt._values)
+        sizes.append(jt._values.shape[0])
+        lengths.append(length := jt.lengths())
+        batches.append(length.shape[0])
+    same = len(set(batches)) == 1
+    strides = keys.fixed(batches[0]) if same else Strides(keys, max(batches), batches)
+    joined_values = join_tensors("values", lambda i: repr(keys.names[i]), values)
+    joined = torch.cat(lengths)
+    weights = join_weights([[key] for key in keys.names], [jt._weights for jt in jt_dict.values()])
+    checked = readable(joined)
+    if checked:
+        _, totals, _ = sum_per_key(strides, joined, None)
+        compare_sizes(strides, totals, sizes)
+    return like(KeyedJaggedTensor, strides, joined_values, weights, joined, sizes, checked, None)
+
+
+@torch.fx.wrap
+def _empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None) -> KeyedJaggedTensor:
+    if device is not None:
+        return kjt._map(lambda tensor: torch.empty_like(tensor, device=device))
+    nothing = Strides(Keys([]), kjt._strides.stride)
+    weights = None if kjt._weights is None else kjt._weights.new_empty(0)
+    inverse: InverseIndices | None = None if kjt._inverse is None else ([], kjt._inverse[1][:0])
+    return like(kjt, nothing, kjt._values.new_empty(0), weights, kjt.lengths().new_empty(0), [], True, inverse)
+
+
+def _dist_labels(variable: bool, weighted: bool) -> list[str]:
+    return ["lengths", "values", *["strides"] * variable, *["weights"] * weighted]

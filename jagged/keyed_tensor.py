@@ -14,7 +14,7 @@ from shardwise.kernels import RegroupPlan, plan_regroup, regroup
 
 from ._check import check_keys, check_known, check_tensor, names
 from ._keys import Columns, keys_of
-from ._text import keyed_text, summary
+from .jagged_tensor import keyed_text, summary
 from .streamable import Pipelineable, Traceable
 
 

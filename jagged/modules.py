@@ -1,8 +1,11 @@
-"""Conversions of the jagged types as modules, which fx and export can take for leaves."""
+"""Conversions of the jagged types as modules, which fx and export can take for leaves, and of a TensorDict."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +80,17 @@ class KTRegroupAsDict(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"groups={self._groups}, keys={self._keys}"
+
+
+def maybe_td_to_kjt(features: Any, keys: Sequence[str] | None = None) -> Any:
+    """A KeyedJaggedTensor of the `keys` (all by default) of a TensorDict; anything else as it is.
+
+    Entries are nested tensors [batch, ids] of layout torch.jagged. tensordict need not be installed.
+    """
+    module = sys.modules.get("tensordict")
+    if isinstance(features, KeyedJaggedTensor) or module is None or not isinstance(features, module.TensorDictBase):
+        return features
+    return KeyedJaggedTensor.from_nested({key: features[key] for key in (features.keys() if keys is None else keys)})
 
 
 def _differ(one: Columns, other: Columns) -> bool:

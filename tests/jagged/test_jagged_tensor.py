@@ -315,7 +315,7 @@ def test_a_member_whose_lengths_do_not_fit_is_refused() -> None:
 
 def test_sync_checks_the_members_that_construction_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes that from_jt_dict knows counted as read, so that sync had nothing left to check."""
-    monkeypatch.setattr("shardwise.jagged._pieces.readable", lambda _: False)
+    monkeypatch.setattr("shardwise.jagged.keyed_jagged_tensor.readable", lambda _: False)
     kjt = KeyedJaggedTensor.from_jt_dict(swapped())
     empty = KeyedJaggedTensor(["c"], V[:0], lengths=tensor([0, 0]))
     for piece in (kjt, kjt.to("cpu"), KeyedJaggedTensor.concat([empty.sync(), kjt]), kjt.permute([1, 0])):
