@@ -141,10 +141,26 @@ def _ids_of(lengths: Any, first: int, last: int, most: int) -> Any:
 
 @_compiled
 def count_buckets(
-    lengths_at: int, bags: int, lengths_like: Any, ids_at: int, n: int, ids_like: Any, sizes_at: int,
-    totals_at: int, borders_at: int, ends_at: int, features: int, batch: int, buckets: int, first: int, last: int,
-    begin: int, where_at: int, new_lengths_at: int, counts_at: int,
-) -> Any:  # fmt: skip
+    lengths_at: int,
+    bags: int,
+    lengths_like: Any,
+    ids_at: int,
+    n: int,
+    ids_like: Any,
+    sizes_at: int,
+    totals_at: int,
+    borders_at: int,
+    ends_at: int,
+    features: int,
+    batch: int,
+    buckets: int,
+    first: int,
+    last: int,
+    begin: int,
+    where_at: int,
+    new_lengths_at: int,
+    counts_at: int,
+) -> Any:
     """Write the bucket of each id of bags first ... last - 1, which begin at position `begin`, and count them.
 
     Returns the position after the last id, BAD_LENGTHS (also for a bad block size), or BAD_ID - the position of a bad
@@ -184,11 +200,33 @@ def count_buckets(
 
 @_compiled
 def place_in_buckets(
-    lengths_at: int, bags: int, lengths_like: Any, ids_at: int, n: int, ids_like: Any, sizes_at: int,
-    totals_at: int, borders_at: int, ends_at: int, features: int, batch: int, buckets: int, first: int, last: int,
-    begin: int, where_at: int, cursors_at: int, keep_at: int, keep_all: bool, new_ids_at: int, weights_at: int,
-    new_weights_at: int, weights_like: Any, positions_at: int, permute_at: int,
-) -> None:  # fmt: skip
+    lengths_at: int,
+    bags: int,
+    lengths_like: Any,
+    ids_at: int,
+    n: int,
+    ids_like: Any,
+    sizes_at: int,
+    totals_at: int,
+    borders_at: int,
+    ends_at: int,
+    features: int,
+    batch: int,
+    buckets: int,
+    first: int,
+    last: int,
+    begin: int,
+    where_at: int,
+    cursors_at: int,
+    keep_at: int,
+    keep_all: bool,
+    new_ids_at: int,
+    weights_at: int,
+    new_weights_at: int,
+    weights_like: Any,
+    positions_at: int,
+    permute_at: int,
+) -> None:
     """Move the ids of bags first ... last - 1 to where `cursors`, one for each bucket, say, in order.
 
     Positions need the permutation besides.
@@ -257,11 +295,30 @@ def cursors_of(counts_at: int, parts: int, buckets: int) -> None:
 
 @_compiled
 def bucketize(
-    lengths_at: int, bags: int, lengths_like: Any, ids_at: int, n: int, ids_like: Any, sizes_at: int,
-    totals_at: int, borders_at: int, ends_at: int, features: int, batch: int, buckets: int, new_lengths_at: int,
-    scratch_at: int, keep_at: int, keep_all: bool, new_ids_at: int, weights_at: int, new_weights_at: int,
-    weights_like: Any, positions_at: int, permute_at: int,
-) -> Any:  # fmt: skip
+    lengths_at: int,
+    bags: int,
+    lengths_like: Any,
+    ids_at: int,
+    n: int,
+    ids_like: Any,
+    sizes_at: int,
+    totals_at: int,
+    borders_at: int,
+    ends_at: int,
+    features: int,
+    batch: int,
+    buckets: int,
+    new_lengths_at: int,
+    scratch_at: int,
+    keep_at: int,
+    keep_all: bool,
+    new_ids_at: int,
+    weights_at: int,
+    new_weights_at: int,
+    weights_like: Any,
+    positions_at: int,
+    permute_at: int,
+) -> Any:
     """Count and place by one thread; scratch has 8 bytes a bucket and 4 an id. Returns what `count_buckets` does."""
     new_lengths = _view(new_lengths_at, buckets * bags, lengths_like)
     for i in range(buckets * bags):
@@ -300,9 +357,18 @@ def id_range(ids_at: int, begin: int, end: int, ids_like: Any) -> Any:
 
 @_compiled
 def unique_run(
-    ids_at: int, begin: int, end: int, ids_like: Any, least: int, rows: int, number: int, scratch_at: int,
-    unique_at: int, inverse_at: int, counts_at: int,
-) -> Any:  # fmt: skip
+    ids_at: int,
+    begin: int,
+    end: int,
+    ids_like: Any,
+    least: int,
+    rows: int,
+    number: int,
+    scratch_at: int,
+    unique_at: int,
+    inverse_at: int,
+    counts_at: int,
+) -> Any:
     """Number the distinct ids of begin ... end - 1, which lie in [least, least + rows), in their order from `number`.
 
     Writes them to `unique`, how often they occur to `counts` if there is one, and the number of each id to its place of
@@ -382,10 +448,22 @@ def unique_run(
 
 @_compiled
 def unique_tables(
-    ids_at: int, n: int, ids_like: Any, offsets_at: int, bags: int, features: int,
-    hash_sizes_at: int, first_features_at: int, tables: int, first: int, last: int, scratch_at: int, unique_at: int,
-    inverse_at: int, numbers_at: int,
-) -> Any:  # fmt: skip
+    ids_at: int,
+    n: int,
+    ids_like: Any,
+    offsets_at: int,
+    bags: int,
+    features: int,
+    hash_sizes_at: int,
+    first_features_at: int,
+    tables: int,
+    first: int,
+    last: int,
+    scratch_at: int,
+    unique_at: int,
+    inverse_at: int,
+    numbers_at: int,
+) -> Any:
     """Number the distinct ids of tables first ... last - 1 from 0, table after table, as `unique_run` does.
 
     `numbers` gets how many each table has. Returns how many there are, BAD_LENGTHS for offsets that are none, BAD_ID
@@ -426,9 +504,15 @@ def unique_tables(
 
 @_compiled
 def spread(
-    numbers_at: int, first_features_at: int, tables: int, batch: int, lengths_at: int, offsets_at: int, bags: int,
+    numbers_at: int,
+    first_features_at: int,
+    tables: int,
+    batch: int,
+    lengths_at: int,
+    offsets_at: int,
+    bags: int,
     like: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Divide the distinct ids of each table evenly among its bags, the first ones have one more."""
     numbers = _view(numbers_at, tables, LIKE_INT64)
     first_features = _view(first_features_at, tables + 1, LIKE_INT64)
@@ -447,10 +531,29 @@ def spread(
 
 @_compiled
 def calibrate(
-    logits_at: int, logits_like: Any, value_at: int, values: int, value_like: Any, lengths_at: int, lengths_like: Any,
-    segments: int, examples_at: int, positives_at: int, borders_at: int, bins: int, shift: float, lower: float,
-    step: float, after: float, weight: float, first: int, last: int, begin: int, predictions_at: int, bins_at: int,
-) -> Any:  # fmt: skip
+    logits_at: int,
+    logits_like: Any,
+    value_at: int,
+    values: int,
+    value_like: Any,
+    lengths_at: int,
+    lengths_like: Any,
+    segments: int,
+    examples_at: int,
+    positives_at: int,
+    borders_at: int,
+    bins: int,
+    shift: float,
+    lower: float,
+    step: float,
+    after: float,
+    weight: float,
+    first: int,
+    last: int,
+    begin: int,
+    predictions_at: int,
+    bins_at: int,
+) -> Any:
     """Predictions and bins of logits first ... last - 1, whose segments begin at `begin`.
 
     Returns where the segments end, or BAD_LENGTHS.

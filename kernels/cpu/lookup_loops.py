@@ -155,9 +155,21 @@ def _number(typing: Any, address: Any) -> Any:
 
 @compiled(inline=True)
 def _bag(
-    total: Any, kind: int, table: int, row_bytes: int, rows: int, ids: int, size: int, P: int, begin: int, end: int,
-    last: int, width: int, length: int, out: int,
-) -> None:  # fmt: skip
+    total: Any,
+    kind: int,
+    table: int,
+    row_bytes: int,
+    rows: int,
+    ids: int,
+    size: int,
+    P: int,
+    begin: int,
+    end: int,
+    last: int,
+    width: int,
+    length: int,
+    out: int,
+) -> None:
     """The sum of some columns, `width` bytes of a row, of ids begin ... end - 1, begun as `total` and divided by
     `length` unless that is 0. Rows are asked for up to that of the id at `last`."""
     for i in range(begin, end):
@@ -201,7 +213,23 @@ def _first_bag(offsets: int, size: int, bags: int, work: int) -> Any:
 
 
 @compiled(inline=True)
-def _pooled(kind: int, W: int, ids: int, id_size: int, offsets: int, size: int, P: int, features: int, out: int, F: int, B: int, N: int, C: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+def _pooled(
+    kind: int,
+    W: int,
+    ids: int,
+    id_size: int,
+    offsets: int,
+    size: int,
+    P: int,
+    features: int,
+    out: int,
+    F: int,
+    B: int,
+    N: int,
+    C: int,
+    part: int,
+    parts: int,
+) -> Any:
     FT = i8(features, F * FIELDS)
     bags, itemsize = F * B, 4 if kind == FP32 else 2
     work = _word(offsets + bags * size, size) + bags
@@ -225,19 +253,94 @@ def _pooled(kind: int, W: int, ids: int, id_size: int, offsets: int, size: int, 
                 # columns [d, dim) in the widest vectors
                 here, to = table + d * itemsize, y + 4 * d
                 if dim - d >= 128:
-                    _bag(_zeros128(), kind, here, row_bytes, rows, ids, id_size, P, begin, after, last, 128 * itemsize, length, to)  # fmt: skip  # noqa: E501
+                    _bag(
+                        _zeros128(),
+                        kind,
+                        here,
+                        row_bytes,
+                        rows,
+                        ids,
+                        id_size,
+                        P,
+                        begin,
+                        after,
+                        last,
+                        128 * itemsize,
+                        length,
+                        to,
+                    )
                     d += 128
                 elif dim - d >= 64:
-                    _bag(_zeros64(), kind, here, row_bytes, rows, ids, id_size, P, begin, after, last, 64 * itemsize, length, to)  # fmt: skip  # noqa: E501
+                    _bag(
+                        _zeros64(),
+                        kind,
+                        here,
+                        row_bytes,
+                        rows,
+                        ids,
+                        id_size,
+                        P,
+                        begin,
+                        after,
+                        last,
+                        64 * itemsize,
+                        length,
+                        to,
+                    )
                     d += 64
                 elif dim - d >= 16:
-                    _bag(_zeros16(), kind, here, row_bytes, rows, ids, id_size, P, begin, after, last, 16 * itemsize, length, to)  # fmt: skip  # noqa: E501
+                    _bag(
+                        _zeros16(),
+                        kind,
+                        here,
+                        row_bytes,
+                        rows,
+                        ids,
+                        id_size,
+                        P,
+                        begin,
+                        after,
+                        last,
+                        16 * itemsize,
+                        length,
+                        to,
+                    )
                     d += 16
                 elif dim - d >= 4:
-                    _bag(_zeros4(), kind, here, row_bytes, rows, ids, id_size, P, begin, after, last, 4 * itemsize, length, to)  # fmt: skip  # noqa: E501
+                    _bag(
+                        _zeros4(),
+                        kind,
+                        here,
+                        row_bytes,
+                        rows,
+                        ids,
+                        id_size,
+                        P,
+                        begin,
+                        after,
+                        last,
+                        4 * itemsize,
+                        length,
+                        to,
+                    )
                     d += 4
                 else:
-                    _bag(_zeros1(), kind, here, row_bytes, rows, ids, id_size, P, begin, after, last, itemsize, length, to)  # fmt: skip  # noqa: E501
+                    _bag(
+                        _zeros1(),
+                        kind,
+                        here,
+                        row_bytes,
+                        rows,
+                        ids,
+                        id_size,
+                        P,
+                        begin,
+                        after,
+                        last,
+                        itemsize,
+                        length,
+                        to,
+                    )
                     d += 1
             y += 4 * C
             bag += 1
@@ -303,7 +406,19 @@ def _rising(offsets: int, size: int, first: int, last: int) -> Any:
 
 
 @compiled(inline=True)
-def _are_good(ids: int, id_size: int, offsets: int, size: int, features: int, F: int, B: int, N: int, padded: int, part: int, parts: int) -> Any:  # fmt: skip  # noqa: E501
+def _are_good(
+    ids: int,
+    id_size: int,
+    offsets: int,
+    size: int,
+    features: int,
+    F: int,
+    B: int,
+    N: int,
+    padded: int,
+    part: int,
+    parts: int,
+) -> Any:
     """1 if nothing is wrong with this part of the offsets and of each feature's ids, else 0."""
     FT, bags = i8(features, F * FIELDS), F * B
     end = _word(offsets + bags * size, size)

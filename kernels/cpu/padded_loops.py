@@ -138,7 +138,22 @@ def descend(begins: int, stops: int, parents: int, columns: int, ends: int, of: 
 
 
 @compiled(int64(*[int64] * 14))
-def to_padded(values: int, total: int, item: int, out: int, fill: int, ends: int, of: int, begins: int, stops: int, columns: int, most: int, parents: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
+def to_padded(
+    values: int,
+    total: int,
+    item: int,
+    out: int,
+    fill: int,
+    ends: int,
+    of: int,
+    begins: int,
+    stops: int,
+    columns: int,
+    most: int,
+    parents: int,
+    low: int,
+    high: int,
+) -> Any:
     """Write leaves of the dense `out`: values, and then `fill`, a pattern of eight bytes."""
     if low == 0 and _at(ends, of, 0) != 0:
         return 0
@@ -175,7 +190,22 @@ def _value_ends(ends: int, of: int, begins: int, stops: int, parents: int, p: in
 
 
 @compiled(int64(*[int64] * 14))
-def to_jagged(dense: int, total: int, item: int, out: int, every: int, ends: int, of: int, begins: int, stops: int, columns: int, most: int, parents: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
+def to_jagged(
+    dense: int,
+    total: int,
+    item: int,
+    out: int,
+    every: int,
+    ends: int,
+    of: int,
+    begins: int,
+    stops: int,
+    columns: int,
+    most: int,
+    parents: int,
+    low: int,
+    high: int,
+) -> Any:
     """Write the values `out` of leaves: what the dense holds for them, 0 for what it does not hold.
 
     `every`: parents have all bags, in order; 0: what belongs to none of them is left as it is.
@@ -225,7 +255,26 @@ def _add_zero(x: int, z: int, n: int, kind: Any) -> None:
 
 
 @compiled()
-def _calculate(dense: int, values: int, total: int, width: int, size: int, kind: Any, out: int, how: int, every: int, ends: int, of: int, begins: int, stops: int, columns: int, most: int, parents: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
+def _calculate(
+    dense: int,
+    values: int,
+    total: int,
+    width: int,
+    size: int,
+    kind: Any,
+    out: int,
+    how: int,
+    every: int,
+    ends: int,
+    of: int,
+    begins: int,
+    stops: int,
+    columns: int,
+    most: int,
+    parents: int,
+    low: int,
+    high: int,
+) -> Any:
     if low == 0 and _at(ends, of, 0) != 0:
         return 0
     leaf, item = most * width, width * size
@@ -284,15 +333,109 @@ def _leave(out: int, values: int, at: int, nbytes: int, how: int) -> None:
 
 
 @compiled(int64(*[int64] * 17))
-def calculate(dense: int, values: int, total: int, width: int, kind: int, out: int, how: int, every: int, ends: int, of: int, begins: int, stops: int, columns: int, most: int, parents: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
+def calculate(
+    dense: int,
+    values: int,
+    total: int,
+    width: int,
+    kind: int,
+    out: int,
+    how: int,
+    every: int,
+    ends: int,
+    of: int,
+    begins: int,
+    stops: int,
+    columns: int,
+    most: int,
+    parents: int,
+    low: int,
+    high: int,
+) -> Any:
     """The values of leaves, `width` elements each, times or plus what the dense holds for them; or the dense plus them.
 
     `every` as in `to_jagged`.
     """
     if kind == FLOAT32:
-        return _calculate(dense, values, total, width, 4, np.float32, out, how, every, ends, of, begins, stops, columns, most, parents, low, high)  # fmt: skip  # noqa: E501
+        return _calculate(
+            dense,
+            values,
+            total,
+            width,
+            4,
+            np.float32,
+            out,
+            how,
+            every,
+            ends,
+            of,
+            begins,
+            stops,
+            columns,
+            most,
+            parents,
+            low,
+            high,
+        )
     if kind == FLOAT64:
-        return _calculate(dense, values, total, width, 8, np.float64, out, how, every, ends, of, begins, stops, columns, most, parents, low, high)  # fmt: skip  # noqa: E501
+        return _calculate(
+            dense,
+            values,
+            total,
+            width,
+            8,
+            np.float64,
+            out,
+            how,
+            every,
+            ends,
+            of,
+            begins,
+            stops,
+            columns,
+            most,
+            parents,
+            low,
+            high,
+        )
     if kind == INT32:
-        return _calculate(dense, values, total, width, 4, np.int32, out, how, every, ends, of, begins, stops, columns, most, parents, low, high)  # fmt: skip  # noqa: E501
-    return _calculate(dense, values, total, width, 8, np.int64, out, how, every, ends, of, begins, stops, columns, most, parents, low, high)  # fmt: skip  # noqa: E501
+        return _calculate(
+            dense,
+            values,
+            total,
+            width,
+            4,
+            np.int32,
+            out,
+            how,
+            every,
+            ends,
+            of,
+            begins,
+            stops,
+            columns,
+            most,
+            parents,
+            low,
+            high,
+        )
+    return _calculate(
+        dense,
+        values,
+        total,
+        width,
+        8,
+        np.int64,
+        out,
+        how,
+        every,
+        ends,
+        of,
+        begins,
+        stops,
+        columns,
+        most,
+        parents,
+        low,
+        high,
+    )

@@ -211,7 +211,20 @@ def _first_bad(TO: Any, O: Any, I: Any, S: int, B: int, t: int) -> Any:
 
 
 @compiled(int64(*[int64] * 12))
-def unary_lookup(weight: int, tables: int, offsets: int, ids: int, out: int, T: int, N: int, tasks: int, S: int, B: int, low: int, high: int) -> Any:  # fmt: skip  # noqa: E501
+def unary_lookup(
+    weight: int,
+    tables: int,
+    offsets: int,
+    ids: int,
+    out: int,
+    T: int,
+    N: int,
+    tasks: int,
+    S: int,
+    B: int,
+    low: int,
+    high: int,
+) -> Any:
     """Of tables [low, high); tensors as addresses, which cost a small batch less than arrays do."""
     TO, O, I = i8(tables, T + 1), i8(offsets, T * B + 1), i8(ids, N)
     W, Y = f4(weight, tasks * S), f4(out, tasks * B * T)

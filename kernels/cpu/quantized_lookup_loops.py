@@ -167,9 +167,25 @@ def _take(kind: int, to: int, q: int, dim: int, scale: float, bias: float, weigh
 
 @compiled(void(*[int64] * 18))
 def pool(
-    kind: int, bits: int, parts: int, payload: int, scales: int, half: int, ids: int, of: int, n: int, ends: int,
-    ends_of: int, weights: int, ft: int, batch: int, out: int, stride: int, low: int, high: int,
-) -> None:  # fmt: skip
+    kind: int,
+    bits: int,
+    parts: int,
+    payload: int,
+    scales: int,
+    half: int,
+    ids: int,
+    of: int,
+    n: int,
+    ends: int,
+    ends_of: int,
+    weights: int,
+    ft: int,
+    batch: int,
+    out: int,
+    stride: int,
+    low: int,
+    high: int,
+) -> None:
     """Bags low ... high - 1 of the F * B, those of a feature in its columns of rows of `stride`."""
     size = parts * (2 if half else 4)
     for bag in range(low, high):
@@ -200,9 +216,25 @@ def pool(
 
 @compiled(void(*[int64] * 18))
 def gather(
-    kind: int, bits: int, parts: int, payload: int, scales: int, half: int, ids: int, of: int, n: int, ends: int,
-    ends_of: int, ft: int, features: int, batch: int, out: int, dim: int, low: int, high: int,
-) -> None:  # fmt: skip
+    kind: int,
+    bits: int,
+    parts: int,
+    payload: int,
+    scales: int,
+    half: int,
+    ids: int,
+    of: int,
+    n: int,
+    ends: int,
+    ends_of: int,
+    ft: int,
+    features: int,
+    batch: int,
+    out: int,
+    dim: int,
+    low: int,
+    high: int,
+) -> None:
     """Rows of ids low ... high - 1, zeros for those that have none."""
     width, f = (dim * bits + 7) // 8, 0
     for i in range(low, high):

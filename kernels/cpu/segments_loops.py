@@ -91,7 +91,9 @@ def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: An
 
 
 @compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64))
-def plan(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int, values: int, room: int, moved: int) -> Any:  # fmt: skip  # noqa: E501
+def plan(
+    order: int, order_item: int, S: int, sizes: int, size_item: int, T: int, values: int, room: int, moved: int
+) -> Any:
     """Fill the plan, starts and then outs at `room`, of segments order [S] of sizes [T], and their sizes at `moved`.
 
     Returns how many values they have, or what is wrong: -(4 s + BAD_ORDER) where order[s] is no segment,
@@ -194,7 +196,18 @@ def _copy(to: int, source: int, left: int, last_to: int, last_from: int) -> None
 
 
 @compiled()
-def _reorder(order: Any, sizes: Any, moved: Any, values: int, source: int, item: int, out: int, source2: int, item2: int, out2: int) -> Any:  # fmt: skip  # noqa: E501
+def _reorder(
+    order: Any,
+    sizes: Any,
+    moved: Any,
+    values: int,
+    source: int,
+    item: int,
+    out: int,
+    source2: int,
+    item2: int,
+    out2: int,
+) -> Any:
     S, T = order.shape[0], sizes.shape[0]
     begins = np.empty(T + 1, np.int64)
     begin, beyond = np.int64(0), np.int64(0)
@@ -229,7 +242,22 @@ def _reorder(order: Any, sizes: Any, moved: Any, values: int, source: int, item:
 
 
 @compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64))
-def reorder(order: int, order_item: int, S: int, sizes: int, size_item: int, T: int, moved: int, values: int, source: int, item: int, out: int, source2: int, item2: int, out2: int) -> Any:  # fmt: skip  # noqa: E501
+def reorder(
+    order: int,
+    order_item: int,
+    S: int,
+    sizes: int,
+    size_item: int,
+    T: int,
+    moved: int,
+    values: int,
+    source: int,
+    item: int,
+    out: int,
+    source2: int,
+    item2: int,
+    out2: int,
+) -> Any:
     """Plan and move in one: segments order [S] of sizes [T] of `values` values come to out, their sizes to `moved` [S].
 
     Source and out have `item` bytes a value and room for `values`, and so have source2 and out2, unless item2 is 0.
@@ -370,7 +398,9 @@ def invert(order: int, item: int, n: int, out: int) -> Any:
 
 
 @compiled()
-def _sum(offsets: Any, each: int, most: int, values: int, out: int, item: int, kind: Any, D: int, lo: int, hi: int) -> Any:  # fmt: skip  # noqa: E501
+def _sum(
+    offsets: Any, each: int, most: int, values: int, out: int, item: int, kind: Any, D: int, lo: int, hi: int
+) -> Any:
     last = np.int64(offsets[lo])
     if last < 0 or last > most:
         return -1
@@ -407,7 +437,9 @@ def _sum_of(offsets: Any, each: int, most: int, values: int, kind: int, out: int
 
 
 @compiled(int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64))
-def segment_sum(offsets: int, item: int, each: int, most: int, values: int, kind: int, out: int, D: int, lo: int, hi: int) -> Any:  # fmt: skip  # noqa: E501
+def segment_sum(
+    offsets: int, item: int, each: int, most: int, values: int, kind: int, out: int, D: int, lo: int, hi: int
+) -> Any:
     """Sums of segments lo ... hi - 1 of values [N, D], offsets counted in `each` positions.
 
     0, or -1 where offsets decrease or leave [0, most].

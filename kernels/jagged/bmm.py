@@ -94,7 +94,24 @@ def _bag_of(O, row, B):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["N", "B", "limit"], do_not_specialize_on_alignment=["O"])
-def _dense_bmm_kernel(X, O, W, Y, N, B, M, K, limit, WIDE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, M_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _dense_bmm_kernel(  # type: ignore[no-untyped-def]
+    X,
+    O,
+    W,
+    Y,
+    N,
+    B,
+    M,
+    K,
+    limit,
+    WIDE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    M_ALIGN: tl.constexpr,
+    K_ALIGN: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_L
     stop = tl.minimum(row + BLOCK_L, N)
     end = tl.minimum(tl.load(O + B).to(tl.int64), stop)
@@ -132,7 +149,22 @@ def _dense_bmm_kernel(X, O, W, Y, N, B, M, K, limit, WIDE: tl.constexpr, TRANSPO
 
 
 @triton.jit(do_not_specialize=["N", "limit"], do_not_specialize_on_alignment=["O"])
-def _jagged_bmm_kernel(X, Y, O, W, N, M, K, limit, WIDE: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, M_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _jagged_bmm_kernel(  # type: ignore[no-untyped-def]
+    X,
+    Y,
+    O,
+    W,
+    N,
+    M,
+    K,
+    limit,
+    WIDE: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    M_ALIGN: tl.constexpr,
+    K_ALIGN: tl.constexpr,
+):
     bag = tl.program_id(0).to(tl.int64)
     begin = tl.maximum(tl.load(O + bag).to(tl.int64), 0)
     end = tl.minimum(tl.minimum(tl.load(O + bag + 1).to(tl.int64), N), begin + limit)

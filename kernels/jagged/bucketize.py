@@ -209,7 +209,32 @@ def _last_at_most(starts, count, x, steps):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["N", "bags", "B", "bag_steps"], do_not_specialize_on_alignment=["I"])
-def _bucket_of_id_kernel(I, ends_of_bags, S, ends, totals, borders, keep, bucket, bag, local, N, bags, F, B, K, bag_steps, KEEP: tl.constexpr, FEATURE_STEPS: tl.constexpr, BUCKET_STEPS: tl.constexpr, HAS_ENDS: tl.constexpr, HAS_TOTALS: tl.constexpr, HAS_BORDERS: tl.constexpr, HAS_KEEP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _bucket_of_id_kernel(  # type: ignore[no-untyped-def]
+    I,
+    ends_of_bags,
+    S,
+    ends,
+    totals,
+    borders,
+    keep,
+    bucket,
+    bag,
+    local,
+    N,
+    bags,
+    F,
+    B,
+    K,
+    bag_steps,
+    KEEP: tl.constexpr,
+    FEATURE_STEPS: tl.constexpr,
+    BUCKET_STEPS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    HAS_TOTALS: tl.constexpr,
+    HAS_BORDERS: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < N
     id = tl.load(I + position, mask=here, other=0).to(tl.int64)
@@ -260,7 +285,27 @@ def _bucket_of_id_kernel(I, ends_of_bags, S, ends, totals, borders, keep, bucket
 
 
 @triton.jit(do_not_specialize=["N", "bags"], do_not_specialize_on_alignment=["P"])
-def _place_in_buckets_kernel(source, bucket, bag, local, ends_of_bags, P, new_ids, new_weights, positions, permute, begins, ends, N, bags, K, HAS_WEIGHTS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_PERMUTE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _place_in_buckets_kernel(  # type: ignore[no-untyped-def]
+    source,
+    bucket,
+    bag,
+    local,
+    ends_of_bags,
+    P,
+    new_ids,
+    new_weights,
+    positions,
+    permute,
+    begins,
+    ends,
+    N,
+    bags,
+    K,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    HAS_PERMUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = place < N
     s = tl.load(source + place, mask=here, other=0)

@@ -73,7 +73,30 @@ def histogram_binning_ref(
 
 
 @triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["X", "V", "L"])
-def _histogram_binning_kernel(X, V, L, starts, E, H, borders, Y, bin_ids, N, M, segments, bins, SHIFT: tl.constexpr, LOWER: tl.constexpr, STEP: tl.constexpr, AFTER: tl.constexpr, WEIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_BORDERS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _histogram_binning_kernel(  # type: ignore[no-untyped-def]
+    X,
+    V,
+    L,
+    starts,
+    E,
+    H,
+    borders,
+    Y,
+    bin_ids,
+    N,
+    M,
+    segments,
+    bins,
+    SHIFT: tl.constexpr,
+    LOWER: tl.constexpr,
+    STEP: tl.constexpr,
+    AFTER: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    STEPS: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr,
+    HAS_BORDERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = i < N
     one = tl.full((BLOCK,), 1.0, tl.float64)

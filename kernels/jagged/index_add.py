@@ -51,7 +51,24 @@ def _owners_kernel(O, owner, N, BAGS, steps, BLOCK: tl.constexpr):  # type: igno
 
 
 @triton.jit(do_not_specialize=["M", "N", "S", "B"], do_not_specialize_on_alignment=["SO", "O"])
-def _index_add_kernel(G, SO, A, C, O, owner, X, M, N, S, B, D, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _index_add_kernel(  # type: ignore[no-untyped-def]
+    G,
+    SO,
+    A,
+    C,
+    O,
+    owner,
+    X,
+    M,
+    N,
+    S,
+    B,
+    D,
+    WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = row < N
     bag = tl.load(owner + row, mask=here, other=-1)

@@ -69,14 +69,27 @@ def _source(position, SO, begins, M, N, BAGS, steps):  # type: ignore[no-untyped
 
 
 @triton.jit(do_not_specialize=["M", "N", "BAGS", "steps"])
-def _sources_kernel(SO, begins, at, M, N, BAGS, units, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _sources_kernel(SO, begins, at, M, N, BAGS, units, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     source = _source(position, SO, begins, M, N, BAGS, steps)
     tl.store(at + position, tl.where(source >= 0, source * units, -1), mask=position < M)
 
 
 @triton.jit(do_not_specialize=["M", "N", "BAGS", "steps"], do_not_specialize_on_alignment=["V", "P"])
-def _select_kernel(V, P, SO, begins, Y, Q, M, N, BAGS, steps, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _select_kernel(  # type: ignore[no-untyped-def]
+    V,
+    P,
+    SO,
+    begins,
+    Y,
+    Q,
+    M,
+    N,
+    BAGS,
+    steps,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     source = _source(position, SO, begins, M, N, BAGS, steps)
     value = tl.load(V + source, mask=source >= 0, other=0)

@@ -250,7 +250,17 @@ def segment_spread_ref(offsets: Tensor, sums: Tensor, size: int, batch_size: int
 
 
 @triton.jit(do_not_specialize=["S", "N", "EACH"], do_not_specialize_on_alignment=["V", "O"])
-def _segment_sum_kernel(V, O, Y, S, N, EACH, WIDE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _segment_sum_kernel(  # type: ignore[no-untyped-def]
+    V,
+    O,
+    Y,
+    S,
+    N,
+    EACH,
+    WIDE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
     s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     here = s < S
     # offsets out of order must not be followed outside V
@@ -264,7 +274,19 @@ def _segment_sum_kernel(V, O, Y, S, N, EACH, WIDE: tl.constexpr, BLOCK_S: tl.con
 
 
 @triton.jit(do_not_specialize=["S", "N", "EACH"], do_not_specialize_on_alignment=["O"])
-def _segment_rows_kernel(V, O, Y, S, N, D, EACH, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _segment_rows_kernel(  # type: ignore[no-untyped-def]
+    V,
+    O,
+    Y,
+    S,
+    N,
+    D,
+    EACH,
+    WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     s = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = s < S
     begin = tl.maximum(tl.load(O + s, mask=here, other=0).to(tl.int64) * EACH, 0)

@@ -105,7 +105,27 @@ def _bag_bounds(O, bag, live, MOST):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["R", "MOST", "WIDTH"])
-def _to_padded_kernel(V, OTHER, O, COUNTS, STRIDES, PAD, Y, R, MOST, D, WIDTH, MODE: tl.constexpr, DIMS: tl.constexpr, ZERO: tl.constexpr, WIDEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _to_padded_kernel(  # type: ignore[no-untyped-def]
+    V,
+    OTHER,
+    O,
+    COUNTS,
+    STRIDES,
+    PAD,
+    Y,
+    R,
+    MOST,
+    D,
+    WIDTH,
+    MODE: tl.constexpr,
+    DIMS: tl.constexpr,
+    ZERO: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
+):
     """OTHER is a dense that is added to Y, or other jagged values that V is multiplied with; WIDTH = MOST * D."""
     # neighbours in the grid are neighbours in a row
     blocks = tl.cdiv(WIDTH, BLOCK_D)
@@ -151,7 +171,16 @@ def _to_padded_kernel(V, OTHER, O, COUNTS, STRIDES, PAD, Y, R, MOST, D, WIDTH, M
 
 
 @triton.jit(do_not_specialize=["N", "steps"])
-def _places_kernel(at, O, COUNTS, EXTENTS, N, steps, DIMS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _places_kernel(  # type: ignore[no-untyped-def]
+    at,
+    O,
+    COUNTS,
+    EXTENTS,
+    N,
+    steps,
+    DIMS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = position < N
     index = position
@@ -180,7 +209,19 @@ def _places_kernel(at, O, COUNTS, EXTENTS, N, steps, DIMS: tl.constexpr, BLOCK_N
 
 
 @triton.jit(do_not_specialize=["N"])
-def _to_jagged_kernel(X, at, OTHER, Y, N, D, MODE: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _to_jagged_kernel(  # type: ignore[no-untyped-def]
+    X,
+    at,
+    OTHER,
+    Y,
+    N,
+    D,
+    MODE: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     """OTHER are jagged values that are added to what X holds for them, or multiplied with it."""
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     place = tl.load(at + position, mask=position < N, other=-1)

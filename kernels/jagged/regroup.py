@@ -57,7 +57,21 @@ def _begins(tensors, which, COUNT: tl.constexpr, BYTES: tl.constexpr):  # type: 
 
 
 @triton.jit(do_not_specialize=["B"])
-def _regroup_kernel(X, Y, table, B, V, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, REPEATS: tl.constexpr, WIDE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _regroup_kernel(  # type: ignore[no-untyped-def]
+    X,
+    Y,
+    table,
+    B,
+    V,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BYTES: tl.constexpr,
+):
     # neighbours in the grid are neighbours in a row
     blocks = tl.cdiv(V, BLOCK_V)
     v = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -84,7 +84,22 @@ def collect_segments_ref(
 
 
 @triton.jit(do_not_specialize=["N", "S", "T", "M", "steps"], do_not_specialize_on_alignment=["V", "W", "P", "I", "O"])
-def _move_kernel(V, W, Y, Z, P, I, O, N, S, T, M, steps, TWO: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _move_kernel(  # type: ignore[no-untyped-def]
+    V,
+    W,
+    Y,
+    Z,
+    P,
+    I,
+    O,
+    N,
+    S,
+    T,
+    M,
+    steps,
+    TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < M
     s = segment_of_position(O, position, S, steps)
@@ -100,7 +115,20 @@ def _move_kernel(V, W, Y, Z, P, I, O, N, S, T, M, steps, TWO: tl.constexpr, BLOC
 
 
 @triton.jit(do_not_specialize=["N", "S", "T", "M", "steps"], do_not_specialize_on_alignment=["P", "I", "O"])
-def _locate_kernel(P, I, O, at, N, S, T, M, UNIT, steps, WHAT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _locate_kernel(  # type: ignore[no-untyped-def]
+    P,
+    I,
+    O,
+    at,
+    N,
+    S,
+    T,
+    M,
+    UNIT,
+    steps,
+    WHAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < M
     s = segment_of_position(O, position, S, steps)
@@ -121,7 +149,22 @@ def _locate_kernel(P, I, O, at, N, S, T, M, UNIT, steps, WHAT: tl.constexpr, BLO
 
 
 @triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["I", "O"])
-def _collect_kernel(G, Q, segment, order, first, I, O, N, M, D, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _collect_kernel(  # type: ignore[no-untyped-def]
+    G,
+    Q,
+    segment,
+    order,
+    first,
+    I,
+    O,
+    N,
+    M,
+    D,
+    WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = n < N
     t = tl.load(segment + n, mask=here, other=-1).to(tl.int64)
@@ -145,9 +188,15 @@ def _collect_kernel(G, Q, segment, order, first, I, O, N, M, D, WIDE: tl.constex
 
 
 def locate(
-    what: str, offsets: Tensor, total: int, dtype: torch.dtype, unit: int = 1, permute: Tensor | None = None,
-    input_offsets: Tensor | None = None, size: int = 0,
-) -> Tensor:  # fmt: skip
+    what: str,
+    offsets: Tensor,
+    total: int,
+    dtype: torch.dtype,
+    unit: int = 1,
+    permute: Tensor | None = None,
+    input_offsets: Tensor | None = None,
+    size: int = 0,
+) -> Tensor:
     """Of each of `total` positions in segments [S] that begin at `offsets`, by a kernel: [total] of `dtype`.
 
     "place": its place in its segment (whose last end at `total`). "segment": the number of its segment, times `unit`.

@@ -60,7 +60,18 @@ def _bounds(O, bag, B, N, limit):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["N", "B", "limit"], do_not_specialize_on_alignment=["O"])
-def _softmax_kernel(X, O, Y, N, B, D, limit, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _softmax_kernel(  # type: ignore[no-untyped-def]
+    X,
+    O,
+    Y,
+    N,
+    B,
+    D,
+    limit,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     begin, stop, end = _bounds(O, tl.program_id(0).to(tl.int64), B, N, limit)
     D = multiple(D, ALIGN)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -94,7 +105,19 @@ def _softmax_kernel(X, O, Y, N, B, D, limit, BLOCK_L: tl.constexpr, BLOCK_D: tl.
 
 
 @triton.jit(do_not_specialize=["N", "B", "limit"], do_not_specialize_on_alignment=["O"])
-def _softmax_gradient_kernel(G, Y, O, Q, N, B, D, limit, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _softmax_gradient_kernel(  # type: ignore[no-untyped-def]
+    G,
+    Y,
+    O,
+    Q,
+    N,
+    B,
+    D,
+    limit,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     begin, stop, end = _bounds(O, tl.program_id(0).to(tl.int64), B, N, limit)
     D = multiple(D, ALIGN)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -82,7 +82,22 @@ def _unary_kernel(W, TO, O, I, Y, N, S, B, T, BLOCK: tl.constexpr):  # type: ign
 @triton.jit(
     do_not_specialize=["g_size", "p_size"], do_not_specialize_on_alignment=["source", "start", "row", "slot", "total"]
 )
-def _unary_chunk_kernel(G, source, start, row, slot, total, Q, P, g_size, S, p_size, LEAF: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _unary_chunk_kernel(  # type: ignore[no-untyped-def]
+    G,
+    source,
+    start,
+    row,
+    slot,
+    total,
+    Q,
+    P,
+    g_size,
+    S,
+    p_size,
+    LEAF: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     task = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = c < tl.load(total)

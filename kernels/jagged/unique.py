@@ -103,7 +103,19 @@ def jagged_unique_ref(
 
 
 @triton.jit(do_not_specialize=["N", "B"], do_not_specialize_on_alignment=["I", "O"])
-def _unique_key_kernel(I, O, first_rows, hash_sizes, keys, N, F, B, padding, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _unique_key_kernel(  # type: ignore[no-untyped-def]
+    I,
+    O,
+    first_rows,
+    hash_sizes,
+    keys,
+    N,
+    F,
+    B,
+    padding,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < N
     # a position before the first offset is in no bag, one past the last neither

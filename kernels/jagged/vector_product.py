@@ -64,7 +64,19 @@ def _bag(O, bag, N, L):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["N", "L"], do_not_specialize_on_alignment=["O"])
-def _vector_product_kernel(V, X, O, Y, N, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _vector_product_kernel(  # type: ignore[no-untyped-def]
+    V,
+    X,
+    O,
+    Y,
+    N,
+    H,
+    L,
+    D,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     lane = tl.program_id(0).to(tl.int64)
     bag = lane // H
     begin, stop, _ = _bag(O, bag, N, L)
@@ -85,7 +97,20 @@ def _vector_product_kernel(V, X, O, Y, N, H, L, D, BLOCK_L: tl.constexpr, BLOCK_
 
 
 @triton.jit(do_not_specialize=["N", "B", "L"], do_not_specialize_on_alignment=["O"])
-def _by_rows_kernel(G, V, O, Q, N, B, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _by_rows_kernel(  # type: ignore[no-untyped-def]
+    G,
+    V,
+    O,
+    Q,
+    N,
+    B,
+    H,
+    L,
+    D,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     lane = tl.program_id(0).to(tl.int64)
     bag = lane // H
     # bag B is the rows past the last offset
@@ -108,7 +133,19 @@ def _by_rows_kernel(G, V, O, Q, N, B, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: t
 
 
 @triton.jit(do_not_specialize=["N", "L"], do_not_specialize_on_alignment=["O"])
-def _by_vectors_kernel(G, X, O, Q, N, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _by_vectors_kernel(  # type: ignore[no-untyped-def]
+    G,
+    X,
+    O,
+    Q,
+    N,
+    H,
+    L,
+    D,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     lane = tl.program_id(0).to(tl.int64)
     bag = lane // H
     begin, stop, _ = _bag(O, bag, N, L)

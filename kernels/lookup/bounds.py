@@ -86,7 +86,24 @@ def check_ids_ref(
 
 
 @triton.jit(do_not_specialize=["N", "B"], do_not_specialize_on_alignment=["I", "O"])
-def _check_ids_kernel(I, O, FT, guard, step_guard, N, F, B, MASKS: tl.constexpr, FATAL: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, NONE: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _check_ids_kernel(  # type: ignore[no-untyped-def]
+    I,
+    O,
+    FT,
+    guard,
+    step_guard,
+    N,
+    F,
+    B,
+    MASKS: tl.constexpr,
+    FATAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    NONE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bags = tl.cast(F, tl.int64) * B
     end = tl.load(O + bags)

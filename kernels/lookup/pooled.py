@@ -83,7 +83,9 @@ def _row_ids(I, position, live):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rows(table, row, D, d, live, in_row):  # type: ignore[no-untyped-def]
-    return tl.load(table + (row * D)[:, None] + d[None, :], mask=live[:, None] & in_row[None, :], other=0.0).to(tl.float32)  # fmt: skip  # noqa: E501
+    return tl.load(table + (row * D)[:, None] + d[None, :], mask=live[:, None] & in_row[None, :], other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -94,7 +96,30 @@ def _scaled(row, P, position, live, HAS_P: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit(do_not_specialize=["N", "B", "first"], do_not_specialize_on_alignment=["I", "O", "P"])
-def _pooled_lookup_kernel(W, I, O, P, FT, Y, N, B, y_stride, first, BASE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMN: tl.constexpr, MEAN: tl.constexpr, ORDER: tl.constexpr, FIELDS: tl.constexpr, HAS_P: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _pooled_lookup_kernel(  # type: ignore[no-untyped-def]
+    W,
+    I,
+    O,
+    P,
+    FT,
+    Y,
+    N,
+    B,
+    y_stride,
+    first,
+    BASE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMN: tl.constexpr,
+    MEAN: tl.constexpr,
+    ORDER: tl.constexpr,
+    FIELDS: tl.constexpr,
+    HAS_P: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
+):
     f = tl.load(FT + (first + tl.program_id(1)).to(tl.int64) * FIELDS + ORDER)
     feature = FT + f * FIELDS
     rows = tl.load(feature + ROWS)

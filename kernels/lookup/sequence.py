@@ -58,7 +58,22 @@ def sequence_lookup_ref(
 
 
 @triton.jit(do_not_specialize=["N", "B"], do_not_specialize_on_alignment=["I", "O"])
-def _resolve_kernel(I, O, FT, at, N, F, B, D, BASE: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _resolve_kernel(  # type: ignore[no-untyped-def]
+    I,
+    O,
+    FT,
+    at,
+    N,
+    F,
+    B,
+    D,
+    BASE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = (position < N) & (position < tl.load(O + tl.cast(F, tl.int64) * B))
     row = tl.load(I + position, mask=live, other=-1).to(tl.int64)
@@ -69,7 +84,16 @@ def _resolve_kernel(I, O, FT, at, N, F, B, D, BASE: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit(do_not_specialize=["N"])
-def _gather_kernel(W, at, Y, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    W,
+    at,
+    Y,
+    N,
+    D,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = position < N
     begin = tl.load(at + position, mask=here, other=-1)

@@ -64,7 +64,29 @@ def _products(dot, table, row, D, d, live, in_row, g):  # type: ignore[no-untype
 
 
 @triton.jit(do_not_specialize=["N", "B", "first"], do_not_specialize_on_alignment=["I", "O"])
-def _weight_gradient_kernel(W, I, O, G, FT, Q, N, B, g_stride, first, BASE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMN: tl.constexpr, MEAN: tl.constexpr, ORDER: tl.constexpr, FIELDS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, G_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _weight_gradient_kernel(  # type: ignore[no-untyped-def]
+    W,
+    I,
+    O,
+    G,
+    FT,
+    Q,
+    N,
+    B,
+    g_stride,
+    first,
+    BASE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMN: tl.constexpr,
+    MEAN: tl.constexpr,
+    ORDER: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+    G_ALIGN: tl.constexpr,
+):
     f = tl.load(FT + (first + tl.program_id(1)).to(tl.int64) * FIELDS + ORDER)
     feature = FT + f * FIELDS
     rows = tl.load(feature + ROWS)

@@ -112,7 +112,35 @@ def _weighted(value, P, position, live, HAS_P: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit(do_not_specialize=["N", "B", "first"], do_not_specialize_on_alignment=["I", "O", "P"])
-def _quantized_pooled_lookup_kernel(Q, S, I, O, P, FT, Y, N, B, y_stride, first, BASE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLUMN: tl.constexpr, MEAN: tl.constexpr, FIRST_ROW: tl.constexpr, ORDER: tl.constexpr, FIELDS: tl.constexpr, HAS_P: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_U: tl.constexpr, ALIGN: tl.constexpr, DIM_ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _quantized_pooled_lookup_kernel(  # type: ignore[no-untyped-def]
+    Q,
+    S,
+    I,
+    O,
+    P,
+    FT,
+    Y,
+    N,
+    B,
+    y_stride,
+    first,
+    BASE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMN: tl.constexpr,
+    MEAN: tl.constexpr,
+    FIRST_ROW: tl.constexpr,
+    ORDER: tl.constexpr,
+    FIELDS: tl.constexpr,
+    HAS_P: tl.constexpr,
+    BITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    ALIGN: tl.constexpr,
+    DIM_ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
+):
     # a unit of a row is what one load of it gives: a byte of numbers, or a value
     PER: tl.constexpr = 8 // BITS if BITS < 8 else 1  # pyright: ignore[reportInvalidTypeForm]
     UNIT: tl.constexpr = BITS // 8 if BITS > 8 else 1  # pyright: ignore[reportInvalidTypeForm]

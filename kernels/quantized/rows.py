@@ -156,7 +156,21 @@ def _e4m3(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["R"])
-def _quantize_rows_kernel(W, Q, S, R, D, row_bytes, BITS: tl.constexpr, PARTS: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _quantize_rows_kernel(  # type: ignore[no-untyped-def]
+    W,
+    Q,
+    S,
+    R,
+    D,
+    row_bytes,
+    BITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    EPSILON: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
     LEVELS: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportInvalidTypeForm]
     HALF: tl.constexpr = S.dtype.element_ty == tl.float16  # pyright: ignore[reportInvalidTypeForm]
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -213,11 +227,26 @@ def _quantize_rows_kernel(W, Q, S, R, D, row_bytes, BITS: tl.constexpr, PARTS: t
                 # a sum that leaves no room for a fraction rounds to nearest even
                 n = ((n + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000) << (place * BITS)
                 packed |= tl.where(mask, n, 0)
-        tl.store(Q + (r * row_bytes)[:, None] + q[None, :], packed.to(tl.uint8), mask=here[:, None] & (q < row_bytes)[None, :])  # fmt: skip  # noqa: E501
+        tl.store(
+            Q + (r * row_bytes)[:, None] + q[None, :],
+            packed.to(tl.uint8),
+            mask=here[:, None] & (q < row_bytes)[None, :],
+        )
 
 
 @triton.jit(do_not_specialize=["R"])
-def _dequantize_rows_kernel(Q, S, W, R, D, row_bytes, BITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _dequantize_rows_kernel(  # type: ignore[no-untyped-def]
+    Q,
+    S,
+    W,
+    R,
+    D,
+    row_bytes,
+    BITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (r < R)[:, None] & (d < D)[None, :]

@@ -64,7 +64,24 @@ def quantized_sequence_lookup_ref(
 
 
 @triton.jit(do_not_specialize=["N", "B"], do_not_specialize_on_alignment=["I", "O"])
-def _resolve_rows_kernel(I, O, FT, at, N, F, B, units, BASE: tl.constexpr, ROWS: tl.constexpr, FIRST_ROW: tl.constexpr, FIELDS: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _resolve_rows_kernel(  # type: ignore[no-untyped-def]
+    I,
+    O,
+    FT,
+    at,
+    N,
+    F,
+    B,
+    units,
+    BASE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIRST_ROW: tl.constexpr,
+    FIELDS: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = (position < N) & (position < tl.load(O + tl.cast(F, tl.int64) * B))
     row = tl.load(I + position, mask=live, other=-1).to(tl.int64)
@@ -76,7 +93,21 @@ def _resolve_rows_kernel(I, O, FT, at, N, F, B, units, BASE: tl.constexpr, ROWS:
 
 
 @triton.jit(do_not_specialize=["N"])
-def _gather_values_kernel(Q, S, at, Y, N, D, units, BITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr, ALIGN: tl.constexpr, OUT_ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _gather_values_kernel(  # type: ignore[no-untyped-def]
+    Q,
+    S,
+    at,
+    Y,
+    N,
+    D,
+    units,
+    BITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
+):
     PER: tl.constexpr = 8 // BITS if BITS < 8 else 1  # pyright: ignore[reportInvalidTypeForm]
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = position < N

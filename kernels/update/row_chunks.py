@@ -141,7 +141,17 @@ def _places(keys, i, key, begin, N, end_row, BLOCK: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def _heads(keys, i, key, first, live, N, LEVEL: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _heads(  # type: ignore[no-untyped-def]
+    keys,
+    i,
+    key,
+    first,
+    live,
+    N,
+    LEVEL: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Which positions begin a chunk of the level, and of these one of several of its row; `live` are a level down."""
     if LEVEL == LEVELS - 1:
         # the last level adds up all that is left of a run
@@ -152,7 +162,16 @@ def _heads(keys, i, key, first, live, N, LEVEL: tl.constexpr, LEVELS: tl.constex
 
 
 @triton.jit
-def _store_gradients(source, scale, position, i, valid, from_source, from_scale, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _store_gradients(  # type: ignore[no-untyped-def]
+    source,
+    scale,
+    position,
+    i,
+    valid,
+    from_source,
+    from_scale,
+    HAS_SCALE: tl.constexpr,
+):
     """Where the gradient of each id is, and its factor, in row order; the former is returned too."""
     p = tl.load(position + i, mask=valid, other=0)
     at = tl.load(from_source + p, mask=valid, other=0)

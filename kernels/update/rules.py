@@ -103,9 +103,19 @@ def partial_rowwise_adam(
 
 @define_rule(scalars=_corrected_with_decay, m="element", v="element")
 def lamb(
-    w: Any, g: Any, m: Any, v: Any, row: Any,
-    lr: Any, eps: Any, weight_decay: Any, rate1: Any, rate2: Any, part1: Any, part2: Any,
-) -> Any:  # fmt: skip
+    w: Any,
+    g: Any,
+    m: Any,
+    v: Any,
+    row: Any,
+    lr: Any,
+    eps: Any,
+    weight_decay: Any,
+    rate1: Any,
+    rate2: Any,
+    part1: Any,
+    part2: Any,
+) -> Any:
     """Adam's direction, scaled per row to the length of the row; a row or direction of length 0 is not scaled."""
     m = m + rate1 * (g - m)
     v = v + rate2 * (g * g - v)
@@ -117,9 +127,19 @@ def lamb(
 
 @define_rule(scalars=_corrected_with_decay, m="element", v="row")
 def partial_rowwise_lamb(
-    w: Any, g: Any, m: Any, v: Any, row: Any,
-    lr: Any, eps: Any, weight_decay: Any, rate1: Any, rate2: Any, part1: Any, part2: Any,
-) -> Any:  # fmt: skip
+    w: Any,
+    g: Any,
+    m: Any,
+    v: Any,
+    row: Any,
+    lr: Any,
+    eps: Any,
+    weight_decay: Any,
+    rate1: Any,
+    rate2: Any,
+    part1: Any,
+    part2: Any,
+) -> Any:
     """LAMB with one second moment a row."""
     m = m + rate1 * (g - m)
     v = v + rate2 * (row_mean(g * g, row) - v)
@@ -131,9 +151,15 @@ def partial_rowwise_lamb(
 
 @define_rule(velocity="element")
 def lars_sgd(
-    w: Any, g: Any, velocity: Any, row: Any,
-    lr: float = 0.01, eta: float = 0.001, momentum: float = 0.9, weight_decay: float = 0.0,
-) -> Any:  # fmt: skip
+    w: Any,
+    g: Any,
+    velocity: Any,
+    row: Any,
+    lr: float = 0.01,
+    eta: float = 0.001,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+) -> Any:
     """SGD with momentum at a rate of its own for each row: eta times the row's length over its gradient's."""
     length, slope = sqrt(row_sum(w * w, row)), sqrt(row_sum(g * g, row))
     trust = where((length > 0) & (slope > 0), eta * length / (slope + weight_decay * length), 1.0)

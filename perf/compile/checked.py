@@ -1,16 +1,19 @@
 """Which kernels passed the whole check as they are now: `checked.json`, fingerprints of kernels for each Triton.
 
-A fingerprint covers what decides the compiled form and whether it is accepted: the source of the kernel and of every
-function it calls, what each of its cases asks of the compiler (types, alignment, constants and so the tile, warps,
-registers), the targets, and what is promised. A kernel whose fingerprint is not in the table is compiled again by the
+A fingerprint covers what decides the compiled form and whether it is accepted: the syntax of the kernel and of every
+function it calls (comments, docstrings and line breaks change nothing, nor does the file that a function stands in),
+what each of its cases asks of the compiler (types, alignment, constants and so the tile, warps, registers), the
+targets, and what is promised. A kernel whose fingerprint is not in the table is compiled again by the
 tests; `shardwise kernels check --record` writes those into the table that have passed.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import json
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -79,12 +82,32 @@ def _plain(value: Any, sources: dict[int, str]) -> Any:
 
 
 def _source(kernel: Any, sources: dict[int, str]) -> str:
-    """Digest of a kernel's source, of the functions that it calls, and of the values that it reads beside arguments."""
+    """Digest of a kernel's syntax, of the functions that it calls, and of the values that it reads beside arguments."""
     if id(kernel) not in sources:
         sources[id(kernel)] = ""  # one that calls itself
-        parts = [inspect.getsource(kernel.fn), *_read_beside(kernel.fn, sources)]
+        parts = [syntax(inspect.getsource(kernel.fn)), *_read_beside(kernel.fn, sources)]
         sources[id(kernel)] = _digest("\n".join(parts))
     return sources[id(kernel)]
+
+
+def syntax(source: str) -> str:
+    """A function's syntax tree as text, without its docstring: the same from every version of Python."""
+    function = ast.parse(textwrap.dedent(source)).body[0]
+    assert isinstance(function, ast.FunctionDef), source
+    if ast.get_docstring(function) is not None:
+        del function.body[0]
+    return _dumped(function)
+
+
+def _dumped(node: Any) -> str:
+    """As `ast.dump`, which writes empty fields in some versions of Python and not in others."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_dumped, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    # names of fields, because a field that is empty is left out
+    fields = [f"{name}={_dumped(value)}" for name, value in ast.iter_fields(node) if value is not None and value != []]
+    return f"{type(node).__name__}({', '.join(fields)})"
 
 
 def _read_beside(function: Any, sources: dict[int, str]) -> Iterator[str]:

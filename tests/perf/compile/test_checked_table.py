@@ -119,6 +119,46 @@ def test_a_change_of_what_is_compiled_or_promised_changes_the_fingerprint(
     assert fingerprints([CHANGES[what](monkeypatch)]) != before
 
 
+WRITTEN = """
+    @jit
+    def gather(W, N, BLOCK: constexpr):
+        rows = arange(0, BLOCK)
+        store(W + rows, 2 * rows, mask=(rows < N) & (rows % 4 == 0))
+"""
+SAME = {
+    "a comment": WRITTEN.replace("rows = arange", "# rows of a block\n        rows = arange"),
+    "a waiver": WRITTEN.replace("constexpr):", "constexpr):  # type: ignore"),
+    "a docstring": WRITTEN.replace("rows = arange", '"""Moves rows."""\n        rows = arange'),
+    "a parameter a line": WRITTEN.replace(
+        "W, N, BLOCK: constexpr", "\n        W,\n        N,\n        BLOCK: constexpr,\n    "
+    ),
+    "an expression on two lines": WRITTEN.replace("(rows < N) & ", "(rows < N)\n            & "),
+    "no indent": "\n".join(line.removeprefix("    ") for line in WRITTEN.splitlines()),
+}
+DIFFERENT = {
+    "a constant": ("2 * rows", "3 * rows"),
+    "an operator": ("rows < N", "rows <= N"),
+    "the order of operands": ("2 * rows", "rows * 2"),
+    "an annotation": ("BLOCK: constexpr", "BLOCK"),
+    "a default": ("BLOCK: constexpr", "BLOCK: constexpr = 4"),
+    "a decorator": ("@jit", "@jit(do_not_specialize=['N'])"),
+    "the order of parameters": ("W, N", "N, W"),
+    "a keyword": ("mask=(", "other=("),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_how_a_kernel_is_written_down_is_no_change(what: str) -> None:
+    """One parameter a line, or a comment, would have cost 24 minutes of compiling for each version of Triton."""
+    assert SAME[what] != WRITTEN and checked.syntax(SAME[what]) == checked.syntax(WRITTEN)
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_a_kernel_that_computes_something_else_has_another_fingerprint(what: str) -> None:
+    changed_source = WRITTEN.replace(*DIFFERENT[what])
+    assert changed_source != WRITTEN and checked.syntax(changed_source) != checked.syntax(WRITTEN)
+
+
 def test_only_kernels_that_differ_are_compiled_again_and_each_version_has_its_own_word(tmp_path: Path) -> None:
     path, other = tmp_path / "checked.json", made(name="update sgd D=4 fp32", constants={"BLOCK_C": 1, "KINDS": ()})
     assert checked.read_table(path) == {}
