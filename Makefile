@@ -16,7 +16,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $(CORES) / $(RANKS) )); echo $$(( n > 0 ? n : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev demo test test-long perf matrix kernels-check lint types check clean
+.PHONY: help env dev demo quick test test-all phases test-long durations perf matrix kernels-check lint types check clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,19 +41,34 @@ dev: .venv/.dev  ## the same with ruff, mypy and pyright
 demo: .venv/.installed  ## train a DLRM on RANKS gloo processes: generated clicks, or the files in DATA
 	$(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) examples/dlrm/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-# Triton reads TRITON_INTERPRET when a kernel is defined, so each way of running the kernels is a process of its own.
-test: .venv/.installed  ## all tests: torch path, kernels in the interpreter, kernels compiled for GPUs and executed
-	@echo "tests 1/4: torch path"
-	@$(BIN)/python -m pytest -n $(JOBS)
-	@echo "tests 2/4: Triton kernels in the interpreter"
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) -m interpreted
-	@echo "tests 3/4: Triton kernels compiled for GPUs that need not be present"
-	@$(BIN)/python -m pytest -n $(JOBS) -m compiled
-	@echo "tests 4/4: compiled kernels executed, without a GPU"
-	@$(BIN)/python -m pytest -n $(JOBS) -m executed
+# A file's tests stay together: what one of them sets up serves the others.
+TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-test-long: .venv/.installed  ## more cases of the planner's tests: 1,000 problems each against all their assignments
-	@$(BIN)/python -m pytest -n $(JOBS) -m long
+quick: .venv/.installed  ## two minutes: the torch path without processes of ranks, nothing that is marked full
+	@$(TESTS) --tier quick
+
+# Triton reads TRITON_INTERPRET when a kernel is defined, so each way of running the kernels is a process of its own.
+test: TIER := test
+test: phases  ## what a contributor waits for, at most 8 minutes on 2 cores: every area, all four phases
+
+test-all: TIER := all
+test-all: phases  ## everything but gpu and long, at most 20 minutes in .ci/run, which runs it
+
+phases: .venv/.installed
+	@echo "tests 1/4: torch path"
+	@$(TESTS) --tier $(TIER)
+	@echo "tests 2/4: Triton kernels in the interpreter"
+	@TRITON_INTERPRET=1 $(TESTS) --tier $(TIER) -m interpreted
+	@echo "tests 3/4: Triton kernels compiled for GPUs that need not be present"
+	@$(TESTS) --tier $(TIER) -m compiled
+	@echo "tests 4/4: compiled kernels executed, without a GPU"
+	@$(TESTS) --tier $(TIER) -m executed
+
+test-long: .venv/.installed  ## the rest: what is marked long, for example 1,000 problems of the planner against all assignments
+	@$(TESTS) -m long
+
+durations: .venv/.installed  ## what the last run took: files over 20 s; ARGS="compare BEFORE AFTER" compares two of runs/durations
+	@$(BIN)/python tests/support/durations.py $(or $(ARGS),show)
 
 # both cores, as a program has that runs alone
 perf: .venv/.installed  ## measure the CPU suite in under 10 minutes: table, runs/perf.json and runs/perf.html

@@ -1,4 +1,4 @@
-"""What every test gets: seeds, poisoned memory, and reasons for tests this machine or this process cannot run."""
+"""What every test gets: seeds, poisoned memory, a tier, a recorded duration, and reasons where it cannot run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,11 @@ import torch
 # the compiler lists torch's functions when it is imported, which must not happen while they are poisoned
 import torch._dynamo
 from poison import poisoned
+from tiers import FOLDERS, TIERS, phase_of, tier_of
 
 from shardwise.kernels.cpu import update_driver as cpu_compiled
+
+pytest_plugins = ["durations"]
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
     # numbers read from tensors and shapes that depend on data, which later versions have in whole graphs unasked
@@ -23,6 +27,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TESTS = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +53,23 @@ def _cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(cpu_compiled, "update", lambda *args: False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=TIERS, help="how much of the suite: quick, test, all (but what is long), long")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of a phase, the folders that it has tests in: a file elsewhere is not even imported."""
+    folders = FOLDERS.get(phase_of(config))
+    if folders is None or collection_path == TESTS or TESTS not in collection_path.parents:
+        return None
+    places = [TESTS / folder for folder in folders]
+    if not places[0].exists():
+        return None
+    on_the_way = any(place == collection_path or collection_path in place.parents for place in places)
+    return None if on_the_way or any(place in collection_path.parents for place in places) else True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reasons = {
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
         "interpreted": _without_triton() or (None if INTERPRETED else "runs with TRITON_INTERPRET=1"),
@@ -59,6 +80,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, reason in reasons.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    tier = config.getoption("--tier")
+    if tier is not None:
+        others = [item for item in items if TIERS.index(tier_of(item)) > TIERS.index(tier)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in {*others}]
 
 
 def _without_triton() -> str | None:

@@ -2,7 +2,7 @@
 
 Run where torchrec 1.8.0 is installed. WHAT is one of
 
-    golden    prints the numbers that tests/planner/torchrec/test_torchrec_estimates.py has
+    golden    prints what tests/support/golden/planner_estimates.json has
     formulas  many random options: our Perf and Storage against torchrec's
     options   models and topologies: our enumerator's options against torchrec's
     times     sets of 26 tables (--tables DIR): CPU seconds of planning for 8 ranks, TorchRec's, ours, our bound
@@ -15,6 +15,7 @@ Exit status 1: a number differs, or a plan of ours is worse; 2: no torchrec.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import warnings
@@ -64,11 +65,13 @@ def their_library() -> Library:
 
 
 def golden() -> int:
-    """Prints, for each of the first random cases, how many shards there are and what the first costs."""
+    """Prints as JSON, for each of the first random cases, how many shards there are and what the first costs."""
     theirs = their_library()
+    lines = []
     for case in random_cases(GOLDEN):
         _, perfs, storages = estimate(case, theirs)
-        print(f"    ({len(perfs)}, ({', '.join(f'{ms:.14g}' for ms in perfs[0])}),\n     {storages[0]}),")
+        lines.append(json.dumps([len(perfs), [float(f"{ms:.14g}") for ms in perfs[0]], storages[0]]))
+    print("[", ",\n ".join(lines), "]", sep="\n ")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Hold our proposers, partitioners, ratings and stats to TorchRec's, over the same options.
 
-Run as `python -m shardwise.perf.evidence.beside_planner_parts [--instances 200] [--golden tests/support/planner_props_golden.py]` where
+Run as `python -m shardwise.perf.evidence.beside_planner_parts [--instances 200] [--golden FILE.json]` where
 TorchRec 1.8.0 is installed; docs/beside_torchrec.md tells how. Options come from random instances with many ties and,
 for models, from TorchRec's enumerator; both sides get the very same objects, so that proposals can be compared by
 identity. TorchRec's rates and places for both in the search; then each partitioner places all proposals on its own.
@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import logging
-import pprint
 import re
 import sys
 import time
@@ -262,11 +262,8 @@ def golden(lib: Any, path: Path) -> None:
             for name, make in PARTITIONERS.items()
         }
         cases[seed] = {"proposals": sequences, "ranks": ranks}
-    text = pprint.pformat(cases, width=110, compact=True)
-    path.write_text(
-        '"""What TorchRec 1.8.0 proposes and where it places; written by perf/evidence/beside_planner_parts.py --golden."""\n\n'
-        f"# fmt: off\nGOLDEN = {text}\n"
-    )
+    lines = [f" {json.dumps(str(seed))}: {json.dumps(case)}" for seed, case in cases.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

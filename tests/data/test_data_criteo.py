@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gzip
 import math
-import os
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from checkout import REAL_DATA
 
 from shardwise.data import Criteo, MovieLens, open_folder
 
-SAMPLE = Path(os.environ.get("SHARDWISE_DATA", Path(__file__).parents[3] / "shared" / "data")) / "criteo_1tb_sample"
+SAMPLE = REAL_DATA / "criteo_1tb_sample"
 needs_data = pytest.mark.skipif(
     not SAMPLE.is_dir(), reason="no criteo_1tb_sample below $SHARDWISE_DATA or ../shared/data"
 )

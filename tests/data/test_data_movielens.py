@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gzip
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from checkout import REAL_DATA
 
 from shardwise.data import MovieLens
 
-DATA = Path(os.environ.get("SHARDWISE_DATA", Path(__file__).parents[3] / "shared" / "data")) / "ml_latest_small"
+DATA = REAL_DATA / "ml_latest_small"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="no ml_latest_small below $SHARDWISE_DATA or ../shared/data")
 
 MOVIES = """movieId,title,genres

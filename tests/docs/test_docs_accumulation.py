@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from checkout import ROOT
 from snippets import wrong_snippets
 
-PAGE = Path(__file__).parents[2] / "docs" / "accumulation.md"
+PAGE = ROOT / "docs" / "accumulation.md"
 
 
 def test_every_snippet_gives_what_stands_beside_it() -> None:

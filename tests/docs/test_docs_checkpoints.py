@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from pathlib import Path
 
+from checkout import ROOT
 from snippets import wrong_snippets
 
 from shardwise.checkpoint import LoadPolicy
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+PAGE = ROOT / "docs" / "checkpoints.md"
 
 
 def test_every_snippet_gives_what_stands_beside_it() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 from snippets import wrong_snippets
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints_convert.md"
+PAGE = ROOT / "docs" / "checkpoints_convert.md"
 
 
 def test_every_snippet_gives_what_stands_beside_it() -> None:

@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from snippets import steps, wrong_snippets
 
 from shardwise import jagged, kernels
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 PAGE = DOCS / "jagged.md"
 # what `kernels` has for lookups and updates of tables, not for jagged batches
 LOOKUPS = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
+from checkout import ROOT
 from snippets import wrong_snippets
 
 from shardwise.perf.evidence.pipeline_overlap import (
@@ -14,7 +14,7 @@ from shardwise.perf.evidence.pipeline_overlap import (
     picture,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
+PAGE = ROOT / "docs" / "pipelines.md"
 
 
 def test_every_snippet_gives_what_stands_beside_it() -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 from snippets import wrong_snippets
 
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.report.wording import PART_NAMES
 from shardwise.planner.search.problem import PARTS
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 PAGE = DOCS / "planner.md"
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
+from checkout import ROOT
 from snippets import wrong_snippets
 
 from shardwise.perf.evidence.soak import summary
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 
 

@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from checkout import ROOT
 from snippets import wrong_snippets
 
 from shardwise.sharding import ShardingType
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 PAGE = DOCS / "sharding.md"
 
 

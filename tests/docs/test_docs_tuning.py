@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 from snippets import wrong_snippets
 
 from shardwise.kernels import configs
 
-PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
+PAGE = ROOT / "docs" / "tuning.md"
 
 
 def test_every_snippet_gives_what_stands_beside_it() -> None:

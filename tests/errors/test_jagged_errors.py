@@ -9,11 +9,11 @@ import ast
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkout import file_of_tests
 from jagged_batches import tables_of
 from jagged_model import Batch, Form, build, check, concat, from_bags, pick
 from kernel_inputs import UPDATES, torch_device
@@ -103,7 +103,7 @@ def test_the_faults_of_jagged_types_all_have_tests() -> None:
     assert sorted(TESTED) == [*range(5, 13), *range(14, 19), 22, 26, 27]
     there: dict[str, set[str]] = {}
     for file in {file for files in TESTED.values() for file in files}:
-        tree = ast.parse((Path(__file__).parent / f"{file}.py").read_text())
+        tree = ast.parse(file_of_tests(f"{file}.py").read_text())
         there[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     named = {(file, test) for files in TESTED.values() for file, tests in files.items() for test in tests}
     assert [(file, test) for file, test in sorted(named) if test not in there[file]] == []

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 from ranks import run_ranks
 from torch import nn
 
@@ -22,7 +23,6 @@ import shardwise
 from shardwise import DLRM, Batch
 from shardwise.models import auc
 
-ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("SHARDWISE_DATA", ROOT.parent / "shared" / "data"))
 MOVIELENS, CRITEO = FOLDER / "ml_latest_small", FOLDER / "criteo_1tb_sample"
 

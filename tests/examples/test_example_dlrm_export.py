@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 from ranks import run_ranks
 from test_example_dlrm import example, train
 
@@ -96,7 +97,7 @@ def test_a_checkpoint_exports_to_the_same_files(trained: tuple[dict[str, Any], P
     from shardwise.cli import main as cli
 
     _, folder = trained
-    factory = Path(__file__).parents[2] / "examples" / "dlrm" / "serving.py"
+    factory = ROOT / "examples" / "dlrm" / "serving.py"
     arguments = [str(tmp_path / "out"), "--model", f"{factory}:from_checkpoint", "--checkpoint"]
     result = CliRunner().invoke(cli.commands(), ["export", *arguments, str(folder / "checkpoints")])
     assert result.exit_code == 0, result.output

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 from ranks import run_ranks
 from test_example_dlrm import example, measured
 
 from shardwise import checkpoint
 from shardwise.perf.evidence.soak import workers_of
 
-ROOT = Path(__file__).parents[2]
 # a line of metrics every 4 steps, a checkpoint every 6: neither divides an epoch or the other
 TRAIN = ("--epochs", "2", "--steps", "20", "--batch-size", "768", "--dim", "8", "--log-every", "4")
 TRAIN += ("--checkpoint-every", "6", "--device", "cpu")

@@ -7,11 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+
+from checkout import ROOT
 
 from shardwise import models
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "models.py"
 
 

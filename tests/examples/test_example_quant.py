@@ -6,11 +6,10 @@ import ast
 import os
 import subprocess
 import sys
-from pathlib import Path
+
+from checkout import ROOT
 
 from shardwise import quant
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_example_quantizes_moves_prunes_and_converts() -> None:

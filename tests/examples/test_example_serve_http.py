@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 from torch import Tensor
 
 pytest.importorskip("aiohttp")
@@ -26,7 +27,6 @@ from shardwise.inference import load_program
 
 batches, load_test, server, small_model = map(example, ("batches", "load_test", "server", "small_model"))
 
-ROOT = Path(__file__).parents[2]
 BODY = {"instances": [GOOD]}
 FAILS, NOT_FINITE = 13, 14
 

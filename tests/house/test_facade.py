@@ -6,13 +6,13 @@ import ast
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 import shardwise
 
-FACADE = Path(__file__).parents[2] / "shardwise" / "__init__.py"
+FACADE = ROOT / "shardwise" / "__init__.py"
 
 LOOKUP = """
 import torch

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = ("kernels", "jagged", "embeddings", "planner", "sharding", "models", "data", "inference", "perf")
 # a file past 500 lines asks whether it is two things, past 800 it is
 MAX_LINES = 800

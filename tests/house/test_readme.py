@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
-README = Path(__file__).parents[2] / "README.md"
+README = ROOT / "README.md"
 
 
 @pytest.mark.ranks

@@ -12,8 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
 LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 

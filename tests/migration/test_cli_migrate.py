@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 
 pytest.importorskip("click")
 pytest.importorskip("libcst")
@@ -18,8 +19,6 @@ from click.testing import CliRunner, Result
 
 from shardwise._version import how_to_install
 from shardwise.cli import main as cli
-
-ROOT = Path(__file__).parents[2]
 
 GOOD = "from torchrec.optim import SGD  # the rule\nimport torchrec\n\nprint(torchrec.Pipelineable)\n"
 LACKING = "from torchrec.distributed.planner import Topologie\nimport torchrec.distributed.planner as p\np.Topology\n"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 import shardwise
 from shardwise.migration.differences import DIFFERENCES
@@ -17,7 +17,7 @@ from shardwise.migration.names import (
 )
 from shardwise.migration.torchrec_names import FBGEMM, TABLE
 
-DIFFERENCES_MD = Path(__file__).parents[2] / "docs" / "differences.md"
+DIFFERENCES_MD = ROOT / "docs" / "differences.md"
 ROWS = [Row(section, begins) for section, table in DIFFERENCES.items() for begins in table]
 
 

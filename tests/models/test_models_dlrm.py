@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from checkout import REAL_DATA
 from torch import Tensor, nn
 
 from shardwise.data import Batch, ClickFeature, Clicks, MovieLens, Source
@@ -24,7 +23,7 @@ from shardwise.embeddings import (
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.models import DLRM, DenseArch, DLRMTrain, InteractionArch, OverArch, SparseArch, auc, normalized_entropy
 
-DATA = Path(os.environ.get("SHARDWISE_DATA", Path(__file__).parents[3] / "shared" / "data")) / "ml_latest_small"
+DATA = REAL_DATA / "ml_latest_small"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="no ml_latest_small below $SHARDWISE_DATA or ../shared/data")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkout import SHARED
 
 from shardwise.embeddings.config import DataType
 from shardwise.planner.constants_measured import CARDS
@@ -44,7 +45,7 @@ from shardwise.planner.report.explanation import explain
 from shardwise.planner.tables import Feature, Skew, Table
 from shardwise.planner.topology import GIB, Topology
 
-SETS = Path(__file__).parents[3] / "shared" / "tables"
+SETS = SHARED / "tables"
 FULL = Table(
     "item", 3_000_000, 64, DataType.FP16, (Feature("seen", 30.0, 2.0, 100), Feature("bought", 4.0)), False, True,
     "Adam", "towers.ebc", Skew(1.05, 2.0, True),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "serve"
+from checkout import ROOT
+
+EXAMPLE = ROOT / "examples" / "serve"
 # an instance that the model of small_model.py takes
 GOOD: dict[str, Any] = {"features": {"user": [3], "item": [7, 8]}, "dense": [0.5, -1, 2.25]}
 

@@ -7,7 +7,6 @@ still runs after `deadline` seconds has said `hung` and is killed.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -18,13 +17,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "triton", "shardwise.sharding.dmp.dmp"])
+from ranks import context, count, start_fork_server
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,66 @@ class Said:
         return self.error == "killed"
 
 
+@dataclass
+class LoneWorld:
+    """Ranks that are under way: processes and where each answers, until the monotonic time `end`."""
+
+    processes: list[ForkServerProcess]
+    answers: list[Connection]
+    stopped: int | None
+    end: float
+    _said: list[Said] | None = None
+
+    def said(self) -> list[Said]:
+        """What each rank said, in rank order; waits for them at the first call, and no process is left after it."""
+        if self._said is None:
+            self._said = [self._receive(rank) for rank in range(len(self.answers))]
+            for process, said in zip(self.processes, self._said, strict=True):
+                # one that is stopped does not end by itself
+                process.join(0.0 if said.hung else 10.0)
+                process.kill()
+                process.join()
+        return self._said
+
+    def _receive(self, rank: int) -> Said:
+        wait = 0.0 if rank == self.stopped else max(0.0, self.end - time.monotonic())
+        try:
+            if self.answers[rank].poll(wait):
+                said: Said = pickle.loads(self.answers[rank].recv_bytes())
+                return said
+        except EOFError:
+            return Said(error="killed")
+        return Said(hung=True)
+
+
+def start_lone_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    store: str = "file",
+    stopped: int | None = None,
+    deadline: float = 60.0,
+) -> LoneWorld:
+    """Ranks that begin now, for tests that wait more than they compute: several worlds may be under way at once.
+
+    The ranks meet in a "file", or a "tcp" store that rank 0 keeps. Rank `stopped` is not waited for.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start_fork_server()
+    meet = f"tcp://127.0.0.1:{port}" if store == "tcp" else f"file://{_fresh_file()}"
+    world = LoneWorld([], [], stopped, time.monotonic() + deadline)
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        world.processes.append(context.Process(target=_be, args=(theirs, rank, world_size, meet, sys.path, fn, args)))
+        world.processes[-1].start()
+        theirs.close()
+        world.answers.append(ours)
+    count(0.0, world_size)
+    return world
+
+
 def lone_ranks(
     world_size: int,
     fn: Callable[..., Any],
@@ -51,35 +109,11 @@ def lone_ranks(
     stopped: int | None = None,
     deadline: float = 60.0,
 ) -> list[Said]:
-    """What each rank said, in rank order.
-
-    The ranks meet in a "file", or a "tcp" store that rank 0 keeps. Rank `stopped` is not waited for.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meet = f"tcp://127.0.0.1:{port}" if store == "tcp" else f"file://{_fresh_file()}"
-    processes, answers = [], []
-    for rank in range(world_size):
-        ours, theirs = _context.Pipe(duplex=False)
-        processes.append(_context.Process(target=_be, args=(theirs, rank, world_size, meet, sys.path, fn, args)))
-        processes[-1].start()
-        theirs.close()
-        answers.append(ours)
-    end = time.monotonic() + deadline
-    found = []
-    for rank, answer in enumerate(answers):
-        try:
-            wait = 0.0 if rank == stopped else max(0.0, end - time.monotonic())
-            found.append(pickle.loads(answer.recv_bytes()) if answer.poll(wait) else Said(hung=True))
-        except EOFError:
-            found.append(Said(error="killed"))
-    for process, said in zip(processes, found, strict=True):
-        # one that is stopped does not end by itself
-        process.join(0.0 if said.hung else 10.0)
-        process.kill()
-        process.join()
-    return found
+    """What each rank said, in rank order: `start_lone_ranks` and its answers."""
+    start = time.monotonic()
+    said = start_lone_ranks(world_size, fn, *args, store=store, stopped=stopped, deadline=deadline).said()
+    count(time.monotonic() - start)
+    return said
 
 
 def kill_me() -> None:

@@ -20,9 +20,11 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -38,8 +40,24 @@ START_SECONDS = 120.0
 # how long the other ranks may take to report after the first failure
 GRACE_SECONDS = 0.2
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "triton"])
+# worlds, processes that were started for them, and seconds, since tests/support/durations.py last asked
+counted: Counter[str] = Counter()
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["rank_imports"])
+
+
+def start_fork_server() -> None:
+    """Start it where it finds `rank_imports`: before Python 3.13 it has no path but that of its environment."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 class RankTraceback(Exception):
@@ -56,7 +74,17 @@ def run_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout: float 
     Raises what the first failing rank raised; TimeoutError with the stacks of the unfinished ranks after `timeout`
     seconds; RankEnded when a rank's process ends.
     """
-    return _pool.run(world_size, fn, args, timeout)
+    start = time.monotonic()
+    try:
+        return _pool.run(world_size, fn, args, timeout)
+    finally:
+        count(time.monotonic() - start)
+
+
+def count(seconds: float, processes: int = 0) -> None:
+    """Add to `counted`: a world of ranks, or only the processes that one needed."""
+    counted.update(worlds=int(seconds > 0), processes=processes)
+    counted["seconds"] += seconds  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -125,16 +153,18 @@ class RankPool:
     def _start(self, world_size: int) -> list[_Process]:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        start_fork_server()
         fresh = []
         while len(self._processes) < world_size:
-            ours, theirs = _context.Pipe()
+            ours, theirs = context.Pipe()
             stacks = Path(self._folder.name) / f"stacks{len(self._processes)}"
             # a daemon could not start data loader workers; `close` runs at exit instead
-            process = _context.Process(target=_serve, args=(theirs, str(stacks)), daemon=False)
+            process = context.Process(target=_serve, args=(theirs, str(stacks)), daemon=False)
             process.start()
             theirs.close()
             fresh.append(_Process(process, ours, stacks))
             self._processes.append(fresh[-1])
+        count(0.0, len(fresh))
         for entry in fresh:
             if not entry.conn.poll(START_SECONDS):
                 raise TimeoutError(f"a rank's process did not start within {START_SECONDS:.0f} s")

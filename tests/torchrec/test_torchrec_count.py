@@ -8,13 +8,14 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from checkout import SHARED
 
 from shardwise.migration.mirror import MODULES
 from shardwise.torchrec import TABLE
 
 LISTED = Path(__file__).with_name("torchrec_names.txt")
 # the list that ours was made of, where a checkout has it beside it
-REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "torchrec_names.md"
+REFERENCE = SHARED / "reference" / "torchrec_names.md"
 AREAS = ("sparse", "modules", "distributed", "optim", "quant", "inference", "fx", "streamable", "types", "")
 # names of these areas that are there, of core and of common ones
 COMMITTED = {1: 152, 2: 61}

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import SHARED
 
 from shardwise import torchrec as names
 from shardwise.migration.hints import HINTS, advice
@@ -20,7 +20,7 @@ from shardwise.migration.hints import HINTS, advice
 GenericAlias = type(Callable[[int], int])
 ENTRIES = [(path, name) for path, table in names.TABLE.items() for name in table]
 # TorchRec's own list of names, where a checkout has it beside it
-REFERENCE = Path(__file__).parents[3] / "shared" / "reference"
+REFERENCE = SHARED / "reference"
 # exported by upstream's __init__ files, which define nothing themselves
 EXPORTED = {
     "torchrec", "torchrec.distributed", "torchrec.distributed.planner", "torchrec.distributed.train_pipeline",

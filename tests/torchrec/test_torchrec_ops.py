@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import SHARED
 
 from shardwise.migration.fbgemm_ops import hint_at_ops, leave_ops_alone
 from shardwise.migration.hints import OPS, advice, op_hint
 from shardwise.migration.names import finding
 
 # FBGEMM's ops for users, where a checkout has the list beside it
-REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "fbgemm_ops.md"
+REFERENCE = SHARED / "reference" / "fbgemm_ops.md"
 
 
 @pytest.fixture

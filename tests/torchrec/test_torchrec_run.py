@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 SCRIPT = """
 import sys
@@ -34,7 +35,7 @@ if __name__ == "__main__":
 
 def run(*arguments: object, folder: Path, input: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shardwise.torchrec", *map(str, arguments)]
-    root = str(Path(__file__).parents[2])
+    root = str(ROOT)
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
@@ -114,7 +115,7 @@ def test_a_command_that_names_nothing_says_so(arguments: list[str], message: str
 
 
 def test_the_example_of_a_migration_trains_quantizes_and_traces(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
+    root = ROOT
     command = [sys.executable, str(root / "examples" / "migration.py")]
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path, env=env)

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from programs import without_gloo
 
 PROGRAMS = Path(__file__).with_name("tutorials")
-ROOT = PROGRAMS.parents[1]
 LARGE, SMALL = ["large_table_0", "large_table_1"], ["small_table_0", "small_table_1"]
 
 

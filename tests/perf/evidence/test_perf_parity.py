@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 
 from shardwise.perf.evidence import parity
 from shardwise.perf.evidence.parity import (
@@ -20,7 +20,7 @@ from shardwise.perf.evidence.parity import (
     verdict,
 )
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "parity.md"
+PAGE = ROOT / "docs" / "parity.md"
 
 
 def trace(value: float, planted: float = 0.0) -> Trace:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 
 from shardwise.perf.gpu_scripts import gpu_check, gpu_kernels, gpu_sanitize
 from shardwise.perf.gpu_scripts.gpu_shapes import SHAPES
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(out: Path, *options: str) -> dict[str, Any]:

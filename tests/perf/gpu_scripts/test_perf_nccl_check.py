@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from checkout import ROOT
 from ranks import run_ranks
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from shardwise.perf.gpu_scripts import nccl_check
 from shardwise.sharding.comms.exchange import Exchange, Pending
 
 pytestmark = pytest.mark.ranks
-ROOT = Path(__file__).resolve().parents[3]
 FEW = replace(nccl_check.SMALL, rows=20, dim=8, batch=5, steps=2)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT, python_path
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
@@ -27,7 +28,6 @@ from shardwise.perf.suite import machine, measure
 from shardwise.perf.suite.case import Ready, Setting
 from shardwise.perf.suite.storage import TEST, load
 
-ROOT = Path(__file__).parents[3]
 NAMES = ["logs, of three inputs", "own rounds", "size"]
 
 
@@ -223,9 +223,8 @@ def test_pytest_runs_the_same_cases_under_the_same_names(measured: Path) -> None
         sys.executable, "-m", "pytest", "-p", "perf_fake_cases", "-q", "-n0", "perf/", "--small", "--threads", "1",
         "--benchmark-json", str(out), f"--benchmark-compare={measured}",
     ]  # fmt: skip
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        command, cwd=ROOT, env={**alone, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env={**alone, "PYTHONPATH": python_path()}, capture_output=True, text=True, timeout=300
     )  # fmt: skip
     said = done.stdout + done.stderr
     assert "2 failed, 3 passed" in done.stdout, said

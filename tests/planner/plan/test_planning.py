@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from checkout import SHARED
 
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.cost.shardwise import ShardwiseCost
@@ -20,7 +20,7 @@ from shardwise.planner.search.problem import faults
 from shardwise.planner.tables import Feature, Skew, Table
 from shardwise.planner.topology import Topology
 
-SETS = Path(__file__).parents[4] / "shared" / "tables"
+SETS = SHARED / "tables"
 TOPOLOGY = Topology(8, "cuda", card="h100", local_world_size=4)
 TABLES = [
     Table("user", 4_000_000, 128, features=(Feature("u", 2.0),), optimizer="Adam"),

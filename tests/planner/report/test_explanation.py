@@ -7,10 +7,10 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from checkout import ROOT, TESTS
 from planner_plain_costs import any_solution, some_plan, some_tables
 
 from shardwise.planner.constraints import ParameterConstraints
@@ -31,8 +31,6 @@ from shardwise.planner.search.problem import (
     Problem,
 )
 from shardwise.planner.topology import GIB
-
-HERE = Path(__file__).parent
 
 
 def flat(text: str) -> str:
@@ -183,9 +181,9 @@ print(explain(some_plan(some_tables(60), 16, local_size=8, hbm_gib=64)))
 def test_the_text_does_not_depend_on_the_hash_seed() -> None:
     said = set()
     for seed in ("0", "1"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(HERE.parent)}
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         ran = subprocess.run(
-            [sys.executable, "-c", SCRIPT], cwd=HERE, env=environment, check=True, capture_output=True, text=True
+            [sys.executable, "-c", SCRIPT], cwd=TESTS, env=environment, check=True, capture_output=True, text=True
         )
         said.add(ran.stdout)
     assert len(said) == 1 and "Plan: 60 tables on 16 ranks" in said.pop()

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,15 +204,13 @@ def test_more_seconds_never_give_less() -> None:
 def test_every_process_finds_the_same_plan() -> None:
     """Hashes of strings differ between the processes, which sets and dictionaries keyed by them would show."""
     script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from test_planner_search import mixed_problem\n"
+        f"from {__name__} import mixed_problem\n"
         "from shardwise.planner.search.solve import solve\n"
         "print([solve(mixed_problem(seed)).assignment for seed in (0,)])\n"
     )
-    tests = Path(__file__).parent
     seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
     there = subprocess.run(
-        [sys.executable, "-c", script, str(tests)],
+        [sys.executable, "-c", script],
         env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from planner_props_golden import GOLDEN
+from checkout import golden
 
 from shardwise.perf.evidence.beside_planner_parts import PARTITIONERS, PROPOSERS
 from shardwise.perf.evidence.planner_instances import (
@@ -32,6 +32,7 @@ from shardwise.planner.torchrec.types import (
     Topology,
 )
 
+GOLDEN: Any = golden("planner_props")
 BY = {"table_wise": "device", "column_wise": "device", "row_wise": "uniform", "table_row_wise": "host",
       "table_column_wise": "host", "grid_shard": "multi_host"}  # fmt: skip
 
@@ -63,15 +64,15 @@ def outcome(partitioner: Any, given: Instance, numbers: Sequence[int]) -> object
     except PlannerError as error:
         assert error.error_type == PlannerErrorType.PARTITION
         text = str(error)
-        return "PlannerError", text if text.startswith("Device partition failed") else ""
+        return ["PlannerError", text if text.startswith("Device partition failed") else ""]
     return [rank for one in ranks(proposal) for rank in one]
 
 
 @pytest.mark.parametrize("seed", GOLDEN)
 @pytest.mark.parametrize("name", PARTITIONERS)
-def test_shards_get_the_ranks_that_torchrec_gives_them(name: str, seed: int) -> None:
-    expected: Any = GOLDEN[seed]
-    given = instance(seed, types)
+def test_shards_get_the_ranks_that_torchrec_gives_them(name: str, seed: str) -> None:
+    expected = GOLDEN[seed]
+    given = instance(int(seed), types)
     found = [
         outcome(PARTITIONERS[name](partitioners), given, numbers)
         for numbers, _ in zip(expected["proposals"]["greedy"], expected["ranks"][name], strict=False)

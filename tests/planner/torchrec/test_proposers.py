@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from planner_props_golden import GOLDEN
+from checkout import golden
 
 from shardwise.perf.evidence.beside_planner_parts import PROPOSERS
 from shardwise.perf.evidence.planner_instances import (
@@ -31,6 +31,8 @@ from shardwise.planner.torchrec.types import (
     Storage,
     Topology,
 )
+
+GOLDEN: Any = golden("planner_props")
 
 
 def option(table: str, kind: str, ms: Sequence[float], hbm: int, *, ddr: int = 0) -> ShardingOption:
@@ -62,9 +64,9 @@ def problem(*options: ShardingOption, ranks: int = 2, hbm: int = 100) -> Instanc
 
 @pytest.mark.parametrize("seed", GOLDEN)
 @pytest.mark.parametrize("name", PROPOSERS)
-def test_proposals_are_torchrecs_in_torchrecs_order(name: str, seed: int) -> None:
-    theirs: Any = GOLDEN[seed]["proposals"]
-    assert proposals(PROPOSERS[name](proposers), instance(seed, types), len(theirs[name]) or 1) == theirs[name]
+def test_proposals_are_torchrecs_in_torchrecs_order(name: str, seed: str) -> None:
+    theirs = GOLDEN[seed]["proposals"]
+    assert proposals(PROPOSERS[name](proposers), instance(int(seed), types), len(theirs[name]) or 1) == theirs[name]
 
 
 @pytest.mark.parametrize("name", PROPOSERS)

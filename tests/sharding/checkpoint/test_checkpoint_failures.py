@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import failing_saves as checkpoint_kills
 import pytest
 import torch.distributed as dist
+from checkout import python_path
 from checkpoint_cases import MIX, bytes_of, same, saved, trained, values_of
 from lone_ranks import kill_me, lone_ranks
 from ranks import run_ranks
@@ -28,7 +30,6 @@ from shardwise import checkpoint
 from shardwise.sharding.checkpoint import files, folder
 
 pytestmark = pytest.mark.ranks
-ROOT = Path(__file__).parents[3]
 
 
 def full(*_: Any) -> int:
@@ -222,8 +223,8 @@ def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
 
 def test_ten_kills_at_random_points_of_saves_lose_nothing(tmp_path: Path) -> None:
     """Fault 40, a sample; the script says what is looked at, and runs a hundred by itself."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, str(ROOT / "tests" / "checkpoint_kills.py"), "--kills", "10"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    command = [sys.executable, "-m", checkpoint_kills.__name__, "--kills", "10"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
     # gloo of torch 2.9 talks as well

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 from ranks import run_ranks
 from torch import nn
 
@@ -332,7 +332,7 @@ planner = EmbeddingShardingPlanner(topology=topology, batch_size=512, enumerator
 plan = planner.plan(ebc, [EmbeddingBagCollectionSharder()])
 print(sorted(one.ranks[0] for one in plan.plan[""].values()), plan.plan[""]["t0"].sharding_spec.shards[0].placement)
 """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["[0,", "0,", "1,", "1]", "rank:0/cuda:0"]

@@ -1,0 +1,35 @@
+"""Files of this checkout that tests read: its root, golden data, and real data beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
+TESTS = ROOT / "tests"
+# never committed: tests that read it are skipped where it is not there
+SHARED = ROOT.parent / "shared"
+REAL_DATA = Path(os.environ.get("SHARDWISE_DATA", SHARED / "data"))
+
+
+def file_of_tests(pattern: str) -> Path:
+    """The one file of tests/ whose name is this, whatever folder it lies in.
+
+    Raises:
+        ValueError: none is, or several are.
+    """
+    (path,) = TESTS.rglob(pattern)
+    return path
+
+
+def python_path() -> str:
+    """PYTHONPATH of a process that imports shardwise and any module of tests/."""
+    folders = {path.parent for path in TESTS.rglob("*.py")}
+    return os.pathsep.join([str(ROOT), *sorted(map(str, folders)), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def golden(name: str) -> Any:
+    """What golden/<name>.json has: numbers of another library's, or of an earlier version of ours."""
+    return json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())
