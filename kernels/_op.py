@@ -9,9 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
+from threading import RLock
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,11 +41,53 @@ def _switch(name: str) -> bool:
 # whether loops that numba compiles may do the CPU's work where numba is installed (cpu/numba_loops.py)
 NUMBA = _switch("SHARDWISE_NUMBA")
 
+
+class _Deferred(ModuleType):
+    """A module of triton that is imported when something of it is asked for: triton takes longer than all the rest
+    of shardwise, and on a CPU nothing of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+class _Kernel:
+    """A function that becomes Triton's when it, or any other kernel, is first used: the name of the one stays that of
+    the other, in its own file and in all of this package."""
+
+    def __init__(self, fn: Any, options: dict[str, Any]) -> None:
+        self.fn, self._options = fn, options
+        _waiting.append(self)
+
+    @cached_property
+    def made(self) -> Any:
+        return importlib.import_module("triton").jit(**self._options)(self.fn)
+
+    def __getitem__(self, grid: Any) -> Any:
+        load_kernels()
+        return self.made[grid]
+
+    def __getattr__(self, name: str) -> Any:
+        load_kernels()
+        return getattr(self.made, name)
+
+
+_waiting: list[_Kernel] = []
+_loading = RLock()
+
+
+def _later(fn: Any = None, **options: Any) -> Any:
+    """`triton.jit` without triton."""
+    return _Kernel(fn, options) if fn is not None else lambda f: _Kernel(f, options)
+
+
 triton: Any
 tl: Any
-if HAS_TRITON:
+if INTERPRETED:
     triton = importlib.import_module("triton")
     tl = importlib.import_module("triton.language")
+elif HAS_TRITON:
+    triton, tl = _Deferred("triton"), _Deferred("triton.language")
+    triton.jit = _later
 else:
 
     class _Missing:
@@ -56,6 +101,29 @@ else:
             return None
 
     triton = tl = _Missing()
+
+
+def load_kernels() -> None:
+    """Import triton and make all kernels that were defined so far Triton's; after that they are as `triton.jit` has
+    them. A kernel finds triton's language and the functions that it calls by names in its file, so these change too."""
+    with _loading:
+        if not _waiting:
+            return
+        package = [vars(module) for name, module in [*sys.modules.items()] if name.startswith(str(__package__))]
+        for names in [*package, *(kernel.fn.__globals__ for kernel in _waiting)]:
+            for name, value in [*names.items()]:
+                if isinstance(value, _Kernel):
+                    names[name] = value.made
+                elif isinstance(value, _Deferred):
+                    names[name] = importlib.import_module(value.__name__)
+        _waiting.clear()
+
+
+def loaded(kernel: Any) -> Any:
+    """A kernel that is held by something else than a name of a file, as Triton has it."""
+    load_kernels()
+    return kernel.made if isinstance(kernel, _Kernel) else kernel
+
 
 _PARAMETER = torch.nn.Parameter
 _PLAIN = (Tensor, _PARAMETER)

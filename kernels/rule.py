@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._op import direct, tl, triton
+from ._op import direct, loaded, tl, triton
 
 # Parameters of a rule that are neither states nor hyper-parameters
 _ROW, _STEP = "row", "step"
@@ -209,7 +209,8 @@ class Rule:
     @cached_property
     def in_triton(self) -> Any:
         """The function as a device function of Triton."""
-        return triton.jit(_traced(self.function, _IN_TRITON))
+        twins = {function: loaded(twin) for function, twin in _IN_TRITON.items()}
+        return loaded(triton.jit(_traced(self.function, twins)))
 
     def values(self, hyper: Tensor, step: Tensor) -> Tensor:
         """The numbers [K] fp32 of one update from hyper-parameters [H] fp64 and step count [1], all on one device."""

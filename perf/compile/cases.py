@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import configs
+from ...kernels._op import load_kernels
 from ...kernels.features import (
     Feature,
     Segment,
@@ -303,6 +304,7 @@ def _steps() -> Iterator[tuple[Batch, str, dict[str, Any]]]:
 @contextmanager
 def _noted() -> Iterator[dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
     """Launches in the context are noted by the name of their kernel instead of run, on whatever device."""
+    load_kernels()
     noted: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
     with ExitStack() as patches:
         for module in _MODULES:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import shardwise.kernels
 from shardwise.kernels import _op, persistent_grid
-from shardwise.kernels._op import HAS_TRITON, INTERPRETED, triton
+from shardwise.kernels._op import HAS_TRITON, INTERPRETED, load_kernels, triton
 from shardwise.kernels.cpu import numba_loops
 
 from . import Fault, Kernel, Launch, Memory
@@ -140,6 +140,7 @@ def modules() -> list[Any]:
     # loops that numba compiles are imported where they are used, and compile when they are imported
     names = [info.name for info in pkgutil.iter_modules(shardwise.kernels.__path__) if not info.name.endswith("_loops")]
     every = [importlib.import_module(f"shardwise.kernels.{name}") for name in names]
+    load_kernels()
     return [m for m in every if m is not _op and (_kernels_in(m) or hasattr(m, "runs_kernel"))]
 
 
