@@ -5,9 +5,8 @@ from .clicks import ClickFeature, Clicks
 from .criteo import Criteo
 from .folder import open_folder
 from .movielens import MovieLens
-from .position import Position, restore_position
 from .random_batches import RandomRecDataset
-from .source import Source, rank_slice
+from .source import Position, Source, rank_slice, restore_position
 from .splits import idx_split_train_val, rand_split_train_val
 
 __all__ = [

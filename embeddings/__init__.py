@@ -54,8 +54,12 @@ from .optim.semi_sync import SemisyncOptimizer
 from .optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from .policy import GradientCheckMode, LookupPolicy
 from .tables.grouped import pick_features
-from .tables.row_store import NoFreeSlots, ResidentRows, RowStore
-from .tables.table_group import TableGroup
+from .tables.table_group import (
+    NoFreeSlots,
+    ResidentRows,
+    RowStore,
+    TableGroup,
+)
 from .tables.table_layout import LookupFeature, TableShape
 
 __all__ = [

@@ -27,6 +27,21 @@ class EmbeddingBagCollectionInterface(nn.Module, abc.ABC):
         """Whether lookups are scaled by the batch's weights."""
 
 
+class PooledTables(EmbeddingBagCollectionInterface):
+    """What our pooled collections, trained and quantized, say of themselves."""
+
+    _configs: list[EmbeddingBagConfig]
+    _is_weighted: bool
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The configs of the tables, in their order; a quantized collection's have quantized data types."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Whether lookups are scaled by the batch's weights."""
+        return self._is_weighted
+
+
 class EmbeddingCollectionInterface(nn.Module, abc.ABC):
     """Unpooled lookups of many tables: a KJT in, a JaggedTensor of rows per feature out."""
 
@@ -49,3 +64,35 @@ class EmbeddingCollectionInterface(nn.Module, abc.ABC):
     @abc.abstractmethod
     def embedding_names_by_table(self) -> list[list[str]]:
         """Output names of each table's features."""
+
+
+class SequenceTables(EmbeddingCollectionInterface):
+    """What our sequence collections, trained and quantized, say of themselves."""
+
+    _configs: list[EmbeddingConfig]
+    _need_indices: bool
+    _embedding_dim: int
+    _names_by_table: list[list[str]]
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The configs of the tables, in their order; a quantized collection's have quantized data types."""
+        return self._configs
+
+    def need_indices(self) -> bool:
+        """Whether outputs carry their ids as weights."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """The dim of every table."""
+        return self._embedding_dim
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Output names of each table's features."""
+        return self._names_by_table
+
+
+def require_one_dim(tables: list[EmbeddingConfig]) -> None:
+    """ValueError unless all tables of a sequence collection have one embedding_dim."""
+    dims = {config.name: config.embedding_dim for config in tables}
+    if len(set(dims.values())) > 1:
+        raise ValueError(f"EmbeddingCollection: all tables need one embedding_dim, got {dims}")

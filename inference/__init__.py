@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .export import export_model
-    from .folder import ModelDamaged, ModelFacts
+    from .folder import ModelDamaged, ModelFacts, Signature
     from .predict import BatchingMetadata, PredictFactory, PredictModule, QualNameMetadata, quantize_dense
     from .program import Program, load_program
     from .quantize import quantize_embeddings, quantize_inference_model, set_pruning_data
     from .sharded import shard_quant_model
-    from .signature import Signature
-    from .tables import Table, read_tables
-    from .weights import assign_weights_to_tbe, get_table_to_weights_from_tbe
+    from .tables import Table, assign_weights_to_tbe, get_table_to_weights_from_tbe, read_tables
 
 __all__ = [
     "BatchingMetadata",

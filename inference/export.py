@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shardwise import __version__
+from shardwise._version import __version__
 from shardwise.embeddings import EmbeddingBagConfig, PoolingType
 from shardwise.embeddings.quant import QuantizedTables
 from shardwise.sharding.checkpoint.files import write_named
 from shardwise.sharding.checkpoint.manifest import Stored
 
-from .compiled import compile_program
 from .folder import (
     COMPILED,
     PROGRAM,
@@ -26,6 +25,7 @@ from .folder import (
     OutputFacts,
     Place,
     Plane,
+    Signature,
     TableFacts,
     file_facts,
     new_folder,
@@ -33,7 +33,7 @@ from .folder import (
     write_facts,
 )
 from .predict import PredictFactory, parts_of
-from .signature import Signature
+from .program import compile_program
 from .tracing import MAPPED, PLANES, Call, Traced, TracedTables, plain_call, sample_inputs, trace
 
 

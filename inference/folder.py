@@ -24,7 +24,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from shardwise.untrusted import open_regular, parse_json, read_regular, require_regular
+from shardwise.untrusted import open_regular, parse_json, read_regular, repeated, require_regular
 
 FACTS, TABLES, PROGRAM, COMPILED = "model.json", "tables.safetensors", "program.pt2", "program.aoti.pt2"
 # the key of model.json whose value is the checksum of all others
@@ -312,3 +312,37 @@ def _parsed(kind: Any, value: Any, where: str) -> Any:
 
 def _kind(value: Any) -> str:
     return type(value).__name__
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Inputs and outputs of a model, by name.
+
+    Args:
+        features: the keys of its batches of ids, in their order; at least one.
+        dense: the columns of its dense input, in their order; none if it has no dense input.
+        weighted: whether each id comes with a weight.
+        outputs: what to call its outputs. By default they are called by the keys of a dict or KeyedTensor, by the
+            fields of a named tuple, by their place in a tuple, and a single tensor "output".
+
+    Raises:
+        ValueError: there are no features, or a name is there twice.
+    """
+
+    features: Sequence[str]
+    dense: Sequence[str] = ()
+    weighted: bool = False
+    outputs: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("features", "dense", "outputs"):
+            names = getattr(self, what)
+            if names is None:
+                continue
+            if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+                raise ValueError(f"Signature: {what} must be a list of names, got {names!r}")
+            if twice := sorted(repeated(names)):
+                raise ValueError(f"Signature: {what} repeat {', '.join(map(repr, twice))}")
+            object.__setattr__(self, what, tuple(names))
+        if not self.features:
+            raise ValueError("Signature: a model of this kind takes at least one feature")

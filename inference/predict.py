@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shardwise.embeddings import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from shardwise.jagged import KeyedJaggedTensor
 
+from .folder import Signature
 from .quantize import quantize_feature
-from .signature import Signature
 from .tracing import Call
 
 

@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise import quant
-from shardwise.embeddings import EmbeddingBagCollection, EmbeddingCollection, FeatureProcessedEmbeddingBagCollection
+from shardwise.embeddings import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    FeatureProcessedEmbeddingBagCollection,
+    quant,
+)
 from shardwise.embeddings.collections.collection import TableCollection
 from shardwise.embeddings.managed_collision import (
     ManagedCollisionEmbeddingBagCollection,

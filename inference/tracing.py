@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from shardwise import quant
-from shardwise.embeddings import BaseEmbeddingConfig
+from shardwise.embeddings import BaseEmbeddingConfig, quant
 from shardwise.embeddings.quant import QuantizedTables
 from shardwise.embeddings.quant.managed_collision import (
     QuantManagedCollisionEmbeddingBagCollection,
@@ -26,7 +25,7 @@ from shardwise.embeddings.quant.managed_collision import (
 )
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from .signature import Signature
+from .folder import Signature
 
 # typed by nobody: the module is made when it is imported
 _shapes: Any = import_module("torch.fx.experimental._config")

@@ -1,8 +1,7 @@
 """Models over embedding collections: DLRM and DeepFM, their parts, and the metrics to judge them by."""
 
-from .activation import SwishLayerNorm
 from .crossnet import CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet
-from .deepfm import FMInteractionArch, SimpleDeepFMNN, SimpleDeepFMNNWrapper
+from .deepfm import DeepFM, FactorizationMachine, FMInteractionArch, SimpleDeepFMNN, SimpleDeepFMNNWrapper
 from .dlrm import DLRM, DenseArch, DLRMTrain, InteractionArch, OverArch, SparseArch
 from .dlrm_interactions import (
     DLRM_DCN,
@@ -12,10 +11,9 @@ from .dlrm_interactions import (
     InteractionProjectionArch,
     choose,
 )
-from .factorization import DeepFM, FactorizationMachine
 from .lazy import LazyModuleExtensionMixin, lazy_apply
 from .metrics import auc, log_loss, normalized_entropy
-from .mlp import MLP, Perceptron
+from .mlp import MLP, Perceptron, SwishLayerNorm
 
 __all__ = [
     "DLRM",

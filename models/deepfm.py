@@ -4,6 +4,9 @@ With d = MLP(dense) and the pooled embeddings x_1 .. x_F of the features:
 
     probability = sigmoid(linear( d || deep(d, x_1 .. x_F) || fm(d, x_1 .. x_F) ))
 
+Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", 2017, arXiv:1703.04247: a dense
+module for high orders, a factorization machine for pairs, both of embeddings [B, n, D] or [B, D] side by side, [B, M].
+
 `DenseArch`, `OverArch` and `SparseArch` here are this model's, not DLRM's.
 
 Shapes: dense features [B, num_dense_features], d and every embedding [B, D], the output [B, 1].
@@ -11,6 +14,7 @@ Shapes: dense features [B, num_dense_features], d and every embedding [B, D], th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -20,10 +24,37 @@ from torch import Tensor, nn
 from shardwise.embeddings import EmbeddingBagCollection
 
 from .dlrm import SparseArch as _Features
-from .factorization import DeepFM, FactorizationMachine
 
 if TYPE_CHECKING:
     from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
+
+
+def _side_by_side(embeddings: Sequence[Tensor]) -> Tensor:
+    return torch.cat([embedding.flatten(1) for embedding in embeddings], dim=1)
+
+
+class DeepFM(nn.Module):
+    """The deep half: `dense_module` of all embeddings side by side, [B, M] -> what the module gives."""
+
+    def __init__(self, dense_module: nn.Module) -> None:
+        super().__init__()
+        self.dense_module = dense_module
+
+    def forward(self, embeddings: list[Tensor]) -> Tensor:
+        return cast(Tensor, self.dense_module(_side_by_side(embeddings)))
+
+
+class FactorizationMachine(nn.Module):
+    """The pairwise half: the sum of the products of all pairs of the M numbers of a sample, [B, 1].
+
+    With s the sum of the numbers and q that of their squares it is (s^2 - q) / 2.
+    """
+
+    def forward(self, embeddings: list[Tensor]) -> Tensor:
+        numbers = _side_by_side(embeddings)
+        total = numbers.sum(dim=1, keepdim=True)
+        squares = (numbers * numbers).sum(dim=1, keepdim=True)
+        return 0.5 * (total * total - squares)
 
 
 class ModelInput(Protocol):

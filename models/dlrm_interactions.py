@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from shardwise.embeddings import EmbeddingBagCollection
 from .crossnet import LowRankCrossNet
 from .deepfm import ModelInput, with_loss
 from .dlrm import DLRM, DenseArch, OverArch
-
-if TYPE_CHECKING:
-    pass
 
 
 def choose(n: int, k: int) -> int:

@@ -10,9 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.jagged import KeyedJaggedTensor
 
@@ -30,11 +33,10 @@ from ..optim.optimizers import (
     optimizer_spec,
 )
 from ..policy import DEFAULT_POLICY, LookupPolicy
-from ..tables.accumulation import Accumulation
 from ..tables.grouped import Found, look_up_groups, plan_columns
+from ..tables.row_sums import Accumulation
 from ..tables.table_group import TableGroup
 from ..tables.table_layout import LookupFeature, TableShape
-from .replicated import is_replicated, refuse_replicas_of
 
 
 class TableCollection(nn.Module):
@@ -105,7 +107,7 @@ class TableCollection(nn.Module):
         they find until this raises it, or the second eager forward after them.
         """
         for group in self._groups:
-            group.raise_pending()
+            group.check.raise_pending()
 
     def _lookup(self, features: KeyedJaggedTensor, look_up: Callable[[TableGroup, KeyedJaggedTensor], Tensor]) -> Found:
         """Pick, check and look up the features of each group, of a batch of one batch size."""
@@ -155,8 +157,8 @@ class TableCollection(nn.Module):
     def _share_guard(self) -> None:
         """A batch that is bad for one group changes no table of the collection; they accumulate gradients together."""
         for group in self._groups:
-            group.guard, group.accumulation = self._groups[0].guard, self._accumulation
-            group.leads = group is self._groups[0]
+            group.accumulation = self._accumulation
+            group.check.share(self._groups[0].check)
 
     @torch.no_grad()
     def _become_twin(self, source: TableCollection, device: torch.device) -> None:
@@ -267,7 +269,7 @@ class TableCollection(nn.Module):
         for group, tables in self._grouped():
             for number, t in enumerate(tables):
                 if not group.flat.is_meta:
-                    group.take_over(number, *before[t])
+                    group.copy_from(number, *before[t])
                 params[t].data = group.view(number)
             group.parameters = [params[t] for t in tables]
 
@@ -415,3 +417,50 @@ def require_features(features: object, who: str, weighted: bool) -> KeyedJaggedT
     if weighted and features.weights_or_none() is None:
         raise ValueError("this collection is weighted: the batch must carry per-id weights")
     return features
+
+
+# collections that a DistributedDataParallel holds, and which
+_wrapped: WeakKeyDictionary[nn.Module, ReferenceType[nn.Module]] = WeakKeyDictionary()
+
+
+def refuse_replicas_of(table: str) -> ValueError:
+    """The error that names a table and what to use instead."""
+    return ValueError(
+        f"DistributedDataParallel around table {table!r}, which has an optimizer in the backward: the table has no"
+        " gradient to average, so each rank would train it by its own batch alone. Wrap the model in"
+        " shardwise.sharding.DistributedModelParallel, where dense layers are data parallel and tables sharded or"
+        " replicated (data_parallel()); or leave the optimizer out of the backward: an ordinary one steps the table"
+    )
+
+
+def is_replicated(collection: nn.Module) -> bool:
+    """Whether a DistributedDataParallel that is alive averages the gradients of this collection's tables."""
+    wrapper = _wrapped.get(collection)
+    return wrapper is not None and wrapper() is not None
+
+
+def _refuse_replicas(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Refuse a DistributedDataParallel around tables that their own backward trains, where it is built.
+
+    It averages the gradients of parameters, and such tables have none: each rank would train them by its own batch
+    alone. Called by torch whenever a module gets another as its child.
+    """
+    if name != "module" or module is None or not isinstance(wrapper, DistributedDataParallel):
+        return
+    ignored: set[str] = getattr(wrapper, "parameters_to_ignore", set())
+    for path, one in module.named_modules():
+        # collections, and sharded ones
+        if not hasattr(one, "_children_name"):
+            continue
+        below = {f"{path}.{inner}" if path else inner: param for inner, param in one.named_parameters()}
+        averaged = {full: param for full, param in below.items() if full not in ignored}
+        for full, param in averaged.items():
+            # frozen ones too: they may train later, and the wrapper reads the marks of all
+            if hasattr(param, "_optimizer_classes"):
+                raise refuse_replicas_of(full.removesuffix(".weight").rpartition(".")[2])
+        if averaged:
+            _wrapped[one] = ref(wrapper)
+
+
+# not DistributedDataParallel's own attributes: a hook of torch.nn is the same in every version and order of imports
+register_module_module_registration_hook(_refuse_replicas)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
 from ..config import BaseEmbeddingConfig, EmbeddingConfig
-from ..interfaces import EmbeddingCollectionInterface
+from ..interfaces import SequenceTables, require_one_dim
 from ..policy import DEFAULT_POLICY, LookupPolicy
 from ..tables.grouped import rows_by_name
 from ..tables.table_group import TableGroup
@@ -19,7 +19,7 @@ from ..tables.variable_batch import pad_strides
 from .collection import TableCollection, require_features
 
 
-class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
+class EmbeddingCollection(TableCollection, SequenceTables):
     """Tables looked up by a `KeyedJaggedTensor`, one row per id.
 
     The output is a dict in the order of `tables`, feature by feature (`feature@table` where tables share a feature);
@@ -52,9 +52,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         *,
         policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
-        dims = {config.name: config.embedding_dim for config in tables}
-        if len(set(dims.values())) > 1:
-            raise ValueError(f"EmbeddingCollection: all tables need one embedding_dim, got {dims}")
+        require_one_dim(tables)
         super().__init__(tables, device, policy)
         self._need_indices = need_indices
         self._embedding_dim = tables[0].embedding_dim if tables else 0
@@ -68,22 +66,6 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         require_features(features, type(self).__name__, False)
         found = self._lookup(pad_strides(features), self._rows)
         return rows_by_name(features, found, self._members, self._names_by_table, need_indices=self._need_indices)
-
-    def need_indices(self) -> bool:
-        """Whether outputs carry their ids as weights."""
-        return self._need_indices
-
-    def embedding_dim(self) -> int:
-        """The dim of every table."""
-        return self._embedding_dim
-
-    def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The configs of the tables, in their order."""
-        return self._configs
-
-    def embedding_names_by_table(self) -> list[list[str]]:
-        """Output names of each table's features."""
-        return self._names_by_table
 
     def _rows(self, group: TableGroup, picked: KeyedJaggedTensor) -> Tensor:
         return group.sequence(picked.values(), picked.offsets(), trains=self.training)

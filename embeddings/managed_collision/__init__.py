@@ -9,9 +9,8 @@ from .embedding import (
     BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
+    fresh_rows,
 )
-from .filters import average_threshold_filter, dynamic_threshold_filter, probabilistic_threshold_filter
-from .fresh import fresh_rows
 from .mch import MCHManagedCollisionModule
 from .modules import ManagedCollisionModule
 from .policies import (
@@ -20,6 +19,9 @@ from .policies import (
     LRU_EvictionPolicy,
     MCHEvictionPolicy,
     MCHEvictionPolicyMetadataInfo,
+    average_threshold_filter,
+    dynamic_threshold_filter,
+    probabilistic_threshold_filter,
 )
 
 __all__ = [

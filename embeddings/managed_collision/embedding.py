@@ -5,6 +5,7 @@ A forward maps the ids to slots, gives slots with a new id a new row, and looks 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,7 +18,6 @@ from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from .collection import ManagedCollisionCollection
-from .fresh import fresh_rows
 
 
 class BaseManagedCollisionEmbeddingCollection(nn.Module):
@@ -143,3 +143,25 @@ class ManagedCollisionEmbeddingCollection(BaseManagedCollisionEmbeddingCollectio
 
 def _facts(configs: Sequence[BaseEmbeddingConfig]) -> dict[str, tuple[int, int, list[str]]]:
     return {config.name: (config.num_embeddings, config.embedding_dim, config.feature_names) for config in configs}
+
+
+def fresh_rows(config: BaseEmbeddingConfig, rows: int, step: int, *, first_row: int = 0) -> Tensor:
+    """New values [rows, D] fp32 on the CPU, for slots of the shard that begins with `first_row`, in batch `step`.
+
+    Those of `init_fn`, by a seed made of what is known everywhere: a run that goes on from a checkpoint, and every rank
+    that holds columns of a table, makes the same rows.
+    The global random generator is left as it was.
+    """
+    text = f"{config.name}:{first_row}:{step}"
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed % 2**63)
+    try:
+        values = torch.empty(rows, config.embedding_dim, device="cpu")
+        assert config.init_fn is not None
+        # a function that fills in place may return None
+        made = config.init_fn(values)
+    finally:
+        generator.set_state(state)
+    return values if made is None else made

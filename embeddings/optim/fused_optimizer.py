@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.kernels import rule_named
 
-from ..tables.accumulation import Accumulation, power_of, root_of
+from ..tables.row_sums import Accumulation, power_of, root_of
 from ..tables.table_group import TableGroup
 from .keyed_optimizer import KeyedOptimizer
 

@@ -2,8 +2,8 @@
 
 from .bag_collection import EmbeddingBagCollection, FeatureProcessedEmbeddingBagCollection
 from .collection import QuantizedCollection, QuantizedRows
-from .fbgemm_rows import FUSED_8BIT, FUSED_NBIT, INFERENCE, FusedLayout, fuse_rows, inference_layout, split_rows
 from .formats import QuantConfig, quantized_data_type, table_format
+from .from_float import set_pruning_data
 from .managed_collision import (
     QuantManagedCollisionEmbeddingBagCollection,
     QuantManagedCollisionEmbeddingCollection,
@@ -18,11 +18,19 @@ from .prepare import (
     quant_prep_enable_register_tbes,
     quantize_state_dict,
 )
-from .pruning import set_pruning_data
 from .sequence_collection import EmbeddingCollection
-from .table_weights import TableWeights, quantized_rows
-from .tables import QuantizedTable, QuantizedTables
-from .torchrec_state import load_torchrec_state_dict, torchrec_state_dict
+from .tables import QuantizedTable, QuantizedTables, TableWeights, quantized_rows
+from .torchrec_state import (
+    FUSED_8BIT,
+    FUSED_NBIT,
+    INFERENCE,
+    FusedLayout,
+    fuse_rows,
+    inference_layout,
+    load_torchrec_state_dict,
+    split_rows,
+    torchrec_state_dict,
+)
 
 __all__ = [
     "FUSED_8BIT",

@@ -17,7 +17,7 @@ from shardwise.embeddings.collections.feature_processors import (
 )
 from shardwise.embeddings.collections.feature_processors import FeatureProcessorsCollection
 from shardwise.embeddings.config import EmbeddingBagConfig
-from shardwise.embeddings.interfaces import EmbeddingBagCollectionInterface
+from shardwise.embeddings.interfaces import PooledTables
 from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
 from shardwise.embeddings.tables.grouped import columns_in_table_order
 from shardwise.embeddings.tables.variable_batch import (
@@ -28,14 +28,12 @@ from shardwise.embeddings.tables.variable_batch import (
 )
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
-from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, tell_what_does_nothing
-from .from_float import check_float_module, conversion_of, fill_from
-from .outputs import lookup_dtype, pooled_output
-from .table_weights import TableWeights
-from .tables import QuantizedTables
+from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, lookup_dtype, pooled_output, tell_what_does_nothing
+from .from_float import check_float_module, converted
+from .tables import QuantizedTables, TableWeights
 
 
-class EmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterface):
+class EmbeddingBagCollection(QuantizedCollection, PooledTables):
     """Quantized tables looked up by a `KeyedJaggedTensor`, the rows of each sample added or averaged in fp32.
 
     Output keys, shared features, empty bags, batches with inverse indices and paddings are as in the collection that
@@ -65,6 +63,7 @@ class EmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterfac
     """
 
     _children_name = "embedding_bags"
+    _shown_name = "QuantizedEmbeddingBagCollection"
     _config_type = EmbeddingBagConfig
     embedding_bags: nn.ModuleDict
 
@@ -125,29 +124,12 @@ class EmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterfac
         """
         check_float_module(cls, module, FloatEmbeddingBagCollection)
         assert isinstance(module, FloatEmbeddingBagCollection)
-        asked = conversion_of(
-            module, module.embedding_bag_configs(), use_precomputed_fake_quant=use_precomputed_fake_quant
-        )
-        made = cls(
-            asked.configs, module.is_weighted(), module.device, asked.output_dtype,
-            scale_dtype=asked.scale_dtype, policy=module._policy,
-        )  # fmt: skip
-        return fill_from(made, module, asked)
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The configs of the tables, in their order, with their quantized data types."""
-        return self._configs
-
-    def is_weighted(self) -> bool:
-        """Whether lookups are scaled by the batch's weights."""
-        return self._is_weighted
+        arguments = (module.is_weighted(), module.device)
+        return converted(cls, module, module, arguments, use_precomputed_fake_quant=use_precomputed_fake_quant)
 
     def _pooled(self, group: QuantizedTables, picked: KeyedJaggedTensor) -> Tensor:
         weights = picked.weights() if self._is_weighted else None
         return group.pooled(picked.values(), picked.offsets(), weights, lookup_dtype(self._output_dtype))
-
-    def _get_name(self) -> str:
-        return "QuantizedEmbeddingBagCollection"
 
 
 class FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection):
@@ -160,6 +142,8 @@ class FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection):
     Raises:
         ValueError: there is no feature processor, or the collection is not weighted.
     """
+
+    _shown_name = "QuantFeatureProcessedEmbeddingBagCollection"
 
     def __init__(
         self,
@@ -209,14 +193,7 @@ class FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection):
         check_float_module(cls, module, FloatFeatureProcessedEmbeddingBagCollection)
         assert isinstance(module, FloatFeatureProcessedEmbeddingBagCollection)
         processors, bags = module.split()
-        asked = conversion_of(
-            module, bags.embedding_bag_configs(), use_precomputed_fake_quant=use_precomputed_fake_quant
-        )
-        made = cls(
-            asked.configs, True, bags.device, asked.output_dtype, feature_processor=processors,
-            scale_dtype=asked.scale_dtype, policy=bags._policy,
+        return converted(
+            cls, module, bags, (True, bags.device),
+            use_precomputed_fake_quant=use_precomputed_fake_quant, feature_processor=processors,
         )  # fmt: skip
-        return fill_from(made, bags, asked)
-
-    def _get_name(self) -> str:
-        return "QuantFeatureProcessedEmbeddingBagCollection"

@@ -20,13 +20,11 @@ from shardwise.embeddings.config import BaseEmbeddingConfig, PoolingType, embedd
 from shardwise.embeddings.policy import LookupPolicy
 from shardwise.embeddings.tables.grouped import Found, look_up_groups, plan_columns
 from shardwise.embeddings.tables.table_layout import LookupFeature
-from shardwise.jagged import KeyedJaggedTensor
-from shardwise.kernels import row_format
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.kernels import quantize_pooled, row_format
 
 from .formats import table_format
-from .outputs import OUTPUT_DTYPES
-from .table_weights import TableWeights, scales_as
-from .tables import QuantizedTable, QuantizedTables
+from .tables import QuantizedTable, QuantizedTables, TableWeights, scales_as
 
 DEFAULT_ROW_ALIGNMENT = 16
 
@@ -75,6 +73,8 @@ class QuantizedCollection(nn.Module):
     """Tables grouped by format; the part of the pooled and the sequence collection that both have."""
 
     _children_name: str
+    # what `repr` calls it
+    _shown_name: str
     _config_type: type[BaseEmbeddingConfig] = BaseEmbeddingConfig
 
     def __init__(
@@ -134,7 +134,7 @@ class QuantizedCollection(nn.Module):
     def check(self) -> None:
         """Raise now what a bad id on CUDA would raise at the next forward."""
         for group in self._groups:
-            group.raise_pending()
+            group.check.raise_pending()
 
     def table_weights(self) -> dict[str, TableWeights]:
         """Payload uint8 [rows, row_bytes] and scales [rows, parts] (None without) of each table, as views."""
@@ -226,6 +226,9 @@ class QuantizedCollection(nn.Module):
         finally:
             self._modules[self._children_name] = children
         return self
+
+    def _get_name(self) -> str:
+        return self._shown_name
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -343,3 +346,35 @@ def _take_back_replaced(module: nn.Module, _: Any) -> None:
     for key, new in given.items():
         assert new is not None
         module._views[key].copy_(new)
+
+
+OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+# a scale and a bias
+_SCALE_BYTES = 8
+
+
+def lookup_dtype(output_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which rows are looked up: bytes are made of fp32 values."""
+    return torch.float32 if output_dtype is torch.uint8 else output_dtype
+
+
+# as bytes each feature's row is dim + 8 wide: int8 numbers, then a scale and a bias in fp32, for `dequantize_pooled`
+def pooled_output(values: Tensor, names: list[str], dims: Sequence[int], output_dtype: torch.dtype) -> KeyedTensor:
+    """Features side by side, [B, sum of dims], as the output of a pooled collection."""
+    if output_dtype is not torch.uint8 or not names:
+        return KeyedTensor(names, list(dims), values)
+    return KeyedTensor(names, [dim + _SCALE_BYTES for dim in dims], quantize_pooled(values, dims))
+
+
+def sequence_output(by_name: dict[str, JaggedTensor], output_dtype: torch.dtype) -> dict[str, JaggedTensor]:
+    """Rows of each feature, [N, dim], as the output of a sequence collection."""
+    if output_dtype is not torch.uint8:
+        return by_name
+    return {
+        name: JaggedTensor(
+            quantize_pooled(rows.values(), [rows.values().shape[1]]),
+            weights=rows.weights_or_none(),
+            lengths=rows.lengths(),
+        )
+        for name, rows in by_name.items()
+    }

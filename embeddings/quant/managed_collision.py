@@ -7,26 +7,28 @@ the last row, as they did.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.embeddings.collections.collection import TableCollection
 from shardwise.embeddings.config import EmbeddingBagConfig, EmbeddingConfig
 from shardwise.embeddings.managed_collision import (
+    BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionCollection,
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
 from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
-from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged import KeyedJaggedTensor
 
 from .bag_collection import EmbeddingBagCollection
 from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection
-from .from_float import Conversion, check_float_module, conversion_of, fill_from
+from .from_float import MadeT, check_float_module, converted
 from .sequence_collection import EmbeddingCollection
-from .table_weights import TableWeights
+from .tables import TableWeights
 
 
 class _BehindMaps(QuantizedCollection):
@@ -34,8 +36,9 @@ class _BehindMaps(QuantizedCollection):
 
     _managed_collision_collection: ManagedCollisionCollection
 
-    def _take_maps(self, maps: ManagedCollisionCollection | None) -> None:
+    def _take_maps(self, maps: ManagedCollisionCollection | None, return_remapped_features: bool) -> None:
         who = type(self).__name__
+        self._return_remapped_features = return_remapped_features
         if maps is None:
             raise ValueError(
                 f"{who} takes a managed_collision_collection; without one use {who[len('Quant') :]}'s part"
@@ -48,6 +51,11 @@ class _BehindMaps(QuantizedCollection):
         for module in maps.modules_by_table().values():
             module.reset_inference_mode()
         maps.eval()
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        """Map the batch's ids and look the slots up; with the remapped ids. Raises as the collection without maps."""
+        slots = self._managed_collision_collection(features)
+        return super().forward(slots), slots
 
     def train(self, mode: bool = True) -> Any:
         """As `nn.Module.train`, but that ids are looked up and not learned in either mode."""
@@ -67,6 +75,8 @@ class QuantManagedCollisionEmbeddingCollection(_BehindMaps, EmbeddingCollection)
     Raises:
         ValueError: there is no managed collision collection, or it has other tables.
     """
+
+    _shown_name = "QuantManagedCollisionEmbeddingCollection"
 
     def __init__(
         self,
@@ -90,15 +100,7 @@ class QuantManagedCollisionEmbeddingCollection(_BehindMaps, EmbeddingCollection)
             quant_state_dict_split_scale_bias, row_alignment, cache_features_order,
             scale_dtype=scale_dtype, policy=policy,
         )  # fmt: skip
-        self._return_remapped_features = return_remapped_features
-        self._take_maps(managed_collision_collection)
-
-    def forward(  # type: ignore[override]
-        self, features: KeyedJaggedTensor
-    ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor]:
-        """Map the batch's ids and look the slots up. Raises as the collection without maps."""
-        slots = self._managed_collision_collection(features)
-        return super().forward(slots), slots
+        self._take_maps(managed_collision_collection, return_remapped_features)
 
     @classmethod
     def from_float(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -114,17 +116,7 @@ class QuantManagedCollisionEmbeddingCollection(_BehindMaps, EmbeddingCollection)
         check_float_module(cls, module, ManagedCollisionEmbeddingCollection)
         assert isinstance(module, ManagedCollisionEmbeddingCollection)
         inner = module._embedding_collection
-        asked = _conversion(module, inner.embedding_configs())
-        made = cls(
-            asked.configs, inner.device, inner.need_indices(), asked.output_dtype,
-            managed_collision_collection=copy.deepcopy(module._managed_collision_collection),
-            return_remapped_features=module._return_remapped_features,
-            scale_dtype=asked.scale_dtype, policy=inner._policy,
-        )  # fmt: skip
-        return fill_from(made, inner, asked)
-
-    def _get_name(self) -> str:
-        return "QuantManagedCollisionEmbeddingCollection"
+        return _converted(cls, module, inner, (inner.device, inner.need_indices()))
 
 
 class QuantManagedCollisionEmbeddingBagCollection(_BehindMaps, EmbeddingBagCollection):
@@ -132,6 +124,8 @@ class QuantManagedCollisionEmbeddingBagCollection(_BehindMaps, EmbeddingBagColle
 
     Arguments and errors as `QuantManagedCollisionEmbeddingCollection`, with `is_weighted`.
     """
+
+    _shown_name = "QuantManagedCollisionEmbeddingBagCollection"
 
     def __init__(
         self,
@@ -155,15 +149,7 @@ class QuantManagedCollisionEmbeddingBagCollection(_BehindMaps, EmbeddingBagColle
             quant_state_dict_split_scale_bias, row_alignment, cache_features_order,
             scale_dtype=scale_dtype, policy=policy,
         )  # fmt: skip
-        self._return_remapped_features = return_remapped_features
-        self._take_maps(managed_collision_collection)
-
-    def forward(  # type: ignore[override]
-        self, features: KeyedJaggedTensor
-    ) -> tuple[KeyedTensor, KeyedJaggedTensor]:
-        """Map the batch's ids and look the slots up. Raises as the collection without maps."""
-        slots = self._managed_collision_collection(features)
-        return super().forward(slots), slots
+        self._take_maps(managed_collision_collection, return_remapped_features)
 
     @classmethod
     def from_float(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -173,18 +159,14 @@ class QuantManagedCollisionEmbeddingBagCollection(_BehindMaps, EmbeddingBagColle
         check_float_module(cls, module, ManagedCollisionEmbeddingBagCollection)
         assert isinstance(module, ManagedCollisionEmbeddingBagCollection)
         inner = module._embedding_bag_collection
-        asked = _conversion(module, inner.embedding_bag_configs())
-        made = cls(
-            asked.configs, inner.is_weighted(), inner.device, asked.output_dtype,
-            managed_collision_collection=copy.deepcopy(module._managed_collision_collection),
-            return_remapped_features=module._return_remapped_features,
-            scale_dtype=asked.scale_dtype, policy=inner._policy,
-        )  # fmt: skip
-        return fill_from(made, inner, asked)
-
-    def _get_name(self) -> str:
-        return "QuantManagedCollisionEmbeddingBagCollection"
+        return _converted(cls, module, inner, (inner.is_weighted(), inner.device))
 
 
-def _conversion(module: nn.Module, configs: list[Any]) -> Conversion[Any]:
-    return conversion_of(module, configs, use_precomputed_fake_quant=False)
+def _converted(
+    cls: type[MadeT], module: BaseManagedCollisionEmbeddingCollection, inner: TableCollection, arguments: Sequence[Any]
+) -> MadeT:
+    return converted(
+        cls, module, inner, arguments,
+        managed_collision_collection=copy.deepcopy(module._managed_collision_collection),
+        return_remapped_features=module._return_remapped_features,
+    )  # fmt: skip

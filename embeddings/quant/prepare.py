@@ -16,8 +16,8 @@ from shardwise.embeddings.config import BaseEmbeddingConfig, DataType
 
 from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection
 from .formats import table_format
-from .pruning import kept_rows
-from .table_weights import TableWeights, quantized_rows
+from .from_float import kept_rows
+from .tables import TableWeights, quantized_rows
 
 
 def for_each_module_of_type_do(

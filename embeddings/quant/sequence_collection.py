@@ -13,20 +13,24 @@ from torch import Tensor, nn
 from shardwise.embeddings.collections.collection import require_features
 from shardwise.embeddings.collections.sequence_collection import EmbeddingCollection as FloatEmbeddingCollection
 from shardwise.embeddings.config import EmbeddingConfig
-from shardwise.embeddings.interfaces import EmbeddingCollectionInterface
+from shardwise.embeddings.interfaces import SequenceTables, require_one_dim
 from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
 from shardwise.embeddings.tables.grouped import rows_by_name
 from shardwise.embeddings.tables.variable_batch import pad_strides
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
-from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, tell_what_does_nothing
-from .from_float import check_float_module, conversion_of, fill_from
-from .outputs import lookup_dtype, sequence_output
-from .table_weights import TableWeights
-from .tables import QuantizedTables
+from .collection import (
+    DEFAULT_ROW_ALIGNMENT,
+    QuantizedCollection,
+    lookup_dtype,
+    sequence_output,
+    tell_what_does_nothing,
+)
+from .from_float import check_float_module, converted
+from .tables import QuantizedTables, TableWeights
 
 
-class EmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
+class EmbeddingCollection(QuantizedCollection, SequenceTables):
     """Quantized tables looked up by a `KeyedJaggedTensor`, one row per id.
 
     The output is that of the collection that was trained: a dict in the order of `tables`, feature by feature, with
@@ -43,6 +47,7 @@ class EmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
     """
 
     _children_name = "embeddings"
+    _shown_name = "QuantizedEmbeddingCollection"
     _config_type = EmbeddingConfig
     embeddings: nn.ModuleDict
 
@@ -61,9 +66,7 @@ class EmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
         scale_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
-        dims = {config.name: config.embedding_dim for config in tables}
-        if len(set(dims.values())) > 1:
-            raise ValueError(f"EmbeddingCollection: all tables need one embedding_dim, got {dims}")
+        require_one_dim(tables)
         tell_what_does_nothing(type(self).__name__, register_tbes=register_tbes, row_alignment=row_alignment)
         super().__init__(
             tables, device, output_dtype, table_name_to_quantized_weights,
@@ -92,31 +95,8 @@ class EmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
         """
         check_float_module(cls, module, FloatEmbeddingCollection)
         assert isinstance(module, FloatEmbeddingCollection)
-        asked = conversion_of(module, module.embedding_configs(), use_precomputed_fake_quant=use_precomputed_fake_quant)
-        made = cls(
-            asked.configs, module.device, module.need_indices(), asked.output_dtype,
-            scale_dtype=asked.scale_dtype, policy=module._policy,
-        )  # fmt: skip
-        return fill_from(made, module, asked)
-
-    def need_indices(self) -> bool:
-        """Whether outputs carry their ids as weights."""
-        return self._need_indices
-
-    def embedding_dim(self) -> int:
-        """The dim of every table."""
-        return self._embedding_dim
-
-    def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The configs of the tables, in their order, with their quantized data types."""
-        return self._configs
-
-    def embedding_names_by_table(self) -> list[list[str]]:
-        """Output names of each table's features."""
-        return self._names_by_table
+        arguments = (module.device, module.need_indices())
+        return converted(cls, module, module, arguments, use_precomputed_fake_quant=use_precomputed_fake_quant)
 
     def _rows(self, group: QuantizedTables, picked: KeyedJaggedTensor) -> Tensor:
         return group.sequence(picked.values(), picked.offsets(), lookup_dtype(self._output_dtype))
-
-    def _get_name(self) -> str:
-        return "QuantizedEmbeddingCollection"

@@ -7,30 +7,25 @@ int32 [ids of t]: the row of each id, or -1 for an id whose row was left out.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
-from shardwise.embeddings.tables.async_guard import UnreadGuard, next_raised
+from shardwise.embeddings.tables.id_check import IdCheck
 from shardwise.embeddings.tables.table_layout import LookupFeature
 from shardwise.kernels import (
-    BoundsCheckMode,
     Feature,
-    check_ids,
-    new_guard,
     pack_features,
+    quantize_rows,
     quantized_pooled_lookup,
     quantized_sequence_lookup,
-    raise_from_guard,
     row_format,
 )
-from shardwise.kernels.cpu.lookup import offsets_are_good
 from shardwise.kernels.features import FIRST_ROW, locate_ids
 from shardwise.kernels.memory import MANY, require_memory
 from shardwise.kernels.row_formats import TABLE_BOUNDARY
@@ -128,9 +123,9 @@ class QuantizedTables:
             one._replace(rows=self.tables[f.table].ids or 0, first_row=self._first_ids[f.table])
             for one, f in zip(spec, self.lookups, strict=True)
         ]
-        self.checked = pack_features(by_ids, self.device) if self.is_pruned else self.features
-        # several where threads look up at once
-        self._unread: deque[UnreadGuard] = deque()
+        checked = pack_features(by_ids, self.device) if self.is_pruned else self.features
+        # called with the ids and offsets of every batch before its lookup
+        self.check = IdCheck(self.names, checked, self.policy)
 
     def payload_of(self, table: int) -> Tensor:
         """The payload of a table, uint8 [rows, row_bytes], a view."""
@@ -165,38 +160,6 @@ class QuantizedTables:
             self._keep_first_rows()
         self._place()
 
-    def check(self, ids: Tensor, offsets: Tensor, *, padded: bool = False) -> None:
-        """Raise for bad ids or offsets; on CUDA those of the batch before, unless the policy is strict.
-
-        With `padded` the ids past the last offset are nobody's and may be anything; without it there are none.
-
-        Raises:
-            IndexError, ValueError, TypeError: as `shardwise.kernels.check_ids`.
-        """
-        if not self.lookups:
-            return
-        mode, traced = self.policy.bounds_check, torch.compiler.is_compiling()
-        if mode is BoundsCheckMode.IGNORE and (
-            ids.is_cuda or traced or offsets_are_good(offsets, ids.shape[0], padded)
-        ):
-            # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids
-            return
-        if not traced:
-            self.raise_pending()
-        guard, fatal = new_guard(ids.device), mode is BoundsCheckMode.FATAL
-        check_ids(ids, offsets, self.checked, guard, names=self.names, fatal=fatal, padded=padded)
-        # a graph has nobody to read what it left in a guard: on CUDA its bad ids count as none
-        if ids.is_cuda and not traced:
-            self._unread.append(UnreadGuard(guard).send(ids, offsets))
-            if self.policy.strict:
-                self.raise_pending()
-
-    def raise_pending(self) -> None:
-        """Raise what earlier batches left in their guards on CUDA."""
-        fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
-        while (unread := next_raised(self._unread)) is not None:
-            raise_from_guard(unread.guard, unread.ids, unread.offsets, self.checked, self.names, fatal=fatal)
-
     def pooled(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """[B, sum of dims]: rows added or averaged per bag."""
         weights = None if per_id_weights is None else per_id_weights.detach()
@@ -216,9 +179,48 @@ class QuantizedTables:
         """The row of each id: itself, or what the remapping says, -1 where there is none."""
         if self.remapping is None:
             return ids
-        _, feature, is_known = locate_ids(ids, offsets, self.checked)
-        at = torch.where(is_known, ids + self.checked[feature, FIRST_ROW], 0)
+        _, feature, is_known = locate_ids(ids, offsets, self.check.features)
+        at = torch.where(is_known, ids + self.check.features[feature, FIRST_ROW], 0)
         return torch.where(is_known, self.remapping[at], -1)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_unread": deque()}
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "check" not in state:
+            # pickled before checks were objects
+            self.check = IdCheck(self.names, state["checked"], self.policy)
+
+
+TableWeights: TypeAlias = tuple[Tensor, Tensor | None]
+
+
+def quantized_rows(
+    name: str, rows: Tensor, format: str, scale_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Payload and scales of a table's float rows; on meta as empty as those.
+
+    Raises:
+        ValueError: a row is not finite, or the format cannot hold it; names the table and the row.
+    """
+    try:
+        return quantize_rows(rows.detach(), format, scale_dtype)
+    except ValueError as error:
+        raise ValueError(f"table {name!r}: {error}") from None
+
+
+def scales_as(scales: Tensor | None, table: QuantizedTable, dtype: torch.dtype) -> Tensor:
+    """Given scales as [rows, parts] of `dtype`; they may be bytes, uint8 [rows, parts * itemsize], or None for 0 parts.
+
+    Raises:
+        ValueError: shape or dtype are not the table's; names it.
+    """
+    parts = row_format(table.format).parts
+    if scales is None and parts == 0:
+        return torch.empty(table.rows, 0, dtype=dtype)
+    if scales is not None:
+        found = scales.contiguous().view(dtype) if scales.dtype == torch.uint8 else scales
+        if found.dtype == dtype and found.shape == (table.rows, parts):
+            return found
+    got = "None" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+    raise ValueError(
+        f"table {table.name!r}: the scales of {table.format} rows are {dtype} [{table.rows}, {parts}], got {got}"
+    )

@@ -20,6 +20,13 @@ from shardwise.kernels import RegroupPlan, plan_regroup
 from .variable_batch import expand_bags, inverse_of, own_lengths
 
 
+class Check(Protocol):
+    """An `IdCheck`, or a `GuardedIdCheck`."""
+
+    def __call__(self, ids: Tensor, offsets: Tensor, *, padded: bool = False) -> None:
+        """Raise for bad ids or offsets."""
+
+
 class Group(Protocol):
     """Tables that one call looks up: those of a `TableGroup`, or `QuantizedTables`."""
 
@@ -32,8 +39,10 @@ class Group(Protocol):
         """Where the tables are."""
         ...
 
-    def check(self, ids: Tensor, offsets: Tensor, *, padded: bool = False) -> None:
-        """Raise for bad ids or offsets."""
+    @property
+    def check(self) -> Check:
+        """Called before a lookup, it raises for bad ids or offsets."""
+        ...
 
 
 GroupT = TypeVar("GroupT", bound=Group)

@@ -7,6 +7,7 @@ is then added to what it has from those before, one batch after another. Applied
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -72,7 +73,7 @@ def sum_rows(
     device, rows, segments = slots.device, _numbers(slots, offsets, group.trained(frozen)), group.segments
     keys = rows
     if ids is not None:
-        keys, segments = torch.where(rows >= 0, _numbers(ids, offsets, group.checked), -1), group.id_segments
+        keys, segments = torch.where(rows >= 0, _numbers(ids, offsets, group.check.features), -1), group.id_segments
     unique = unique_ids(keys)
     ends = [0, *(segment.end_row for segment in segments)]
     # host sync on CUDA, after that of the distinct ids: how many of them each segment has
@@ -150,8 +151,8 @@ def apply_sums(group: TableGroup, sums: Sequence[RowSums]) -> None:
         fused_update(
             group.flat, group.states, group.step if part is sums[-1] else group.step.clone(), part.gradient,
             part.rows - first_rows[table], ends, None, pack_features(features, device), [segment.dim] * len(tables),
-            flatten_segments([segment]), spec.rule, group.hyper, group.guard, "sequence", spec.decay, None, group.seed,
-            part.ids - begins[table] if group.has_slots else None,
+            flatten_segments([segment]), spec.rule, group.hyper, group.check.guard, "sequence", spec.decay, None,
+            group.seed, part.ids - begins[table] if group.has_slots else None,
         )  # fmt: skip
 
 
@@ -159,3 +160,48 @@ def _numbers(ids: Tensor, offsets: Tensor, features: Tensor) -> Tensor:
     """The number [N] of each id's row among those of all tables; -1 for what lies in no table."""
     _, feature, valid = locate_ids(ids, offsets, features)
     return torch.where(valid, ids.long() + features[feature, FIRST_ROW], -1)
+
+
+class Accumulation:
+    """The state that the groups of a collection share: while it `waits`, a backward adds gradients up and writes none.
+
+    Attributes:
+        on: every gradient waits.
+        begun: some wait; those that come wait too, until the step that applies them.
+        is_whole: the last came while `on` was not set: the step is due.
+    """
+
+    def __init__(self) -> None:
+        self.on = self.begun = self.is_whole = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a gradient that comes now waits."""
+        return self.on or self.begun
+
+    def begin(self) -> None:
+        """A gradient came that waits."""
+        self.begun, self.is_whole = True, not self.on
+
+    def end(self) -> None:
+        """None waits any more."""
+        self.begun = self.is_whole = False
+
+
+def power_of(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The sum of |g|^p of all numbers, fp64 [1]; for p = inf the largest |g|."""
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients if g.numel()]
+    if not norms:
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    found = torch.stack(norms)
+    return add_powers(found if norm_type == math.inf else found**norm_type, norm_type)
+
+
+def add_powers(powers: Tensor, norm_type: float) -> Tensor:
+    """What `power_of` gives for all gradients together, from what it gave for each, fp64 [n]."""
+    return powers.amax(0, keepdim=True) if norm_type == math.inf else powers.sum(0, keepdim=True)
+
+
+def root_of(power: Tensor, norm_type: float) -> Tensor:
+    """The norm of what `power_of` gave: 0-dim, fp32."""
+    return (power if norm_type == math.inf else power ** (1.0 / norm_type)).float().squeeze(0)

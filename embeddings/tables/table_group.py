@@ -1,26 +1,23 @@
 """Tables of one dtype and one optimizer in one flat buffer: their storage, lookups and fused updates.
 
 Shapes: flat [elements], table t a view [R_t, D_t] of it; I [N] ids, O [F*B + 1] offsets, features in the order given.
-Tables of equal dim lie side by side, so that one launch and one sort key serve them all.
+Tables of equal dim lie side by side, so that one launch and one sort key serve them all. Kernels receive slots, and a
+store says which slot holds which row: weights and all optimizer states of a row share its slot.
 """
 
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.kernels import (
-    BoundsCheckMode,
     Feature,
-    capturing,
     check_gradient,
-    check_ids,
     describe_gradient,
     describe_weight,
     flatten_segments,
@@ -30,24 +27,57 @@ from shardwise.kernels import (
     pack_features,
     per_id_weight_gradient,
     pooled_lookup,
-    raise_from_guard,
     rule_named,
     sequence_lookup,
     table_rows,
 )
 from shardwise.kernels.cpu.huge_pages import in_huge_pages
-from shardwise.kernels.cpu.lookup import offsets_are_good
-from shardwise.kernels.lookup.bounds import ids_pass
 
 from ..optim.optimizers import OptimizerSpec
 from ..policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
-from .accumulation import Accumulation
-from .async_guard import Replays, UnreadGuard
-from .index_ahead import IndexAhead
-from .lookup_autograd import LookupWithUpdate, flat_of_parameters
-from .row_store import ResidentRows, RowStore
-from .row_sums import RowSums, add_sums, apply_sums, sum_rows
+from .id_check import GuardedIdCheck
+from .lookup_autograd import IndexAhead, LookupWithUpdate, flat_of_parameters
+from .row_sums import Accumulation, RowSums, add_sums, apply_sums, sum_rows
 from .table_layout import LookupFeature, TableShape, cuts_of, lay_out, require_tables
+
+
+class NoFreeSlots(RuntimeError):
+    """A store has too few slots for the rows of a batch beside those that leases hold; it has given out none."""
+
+
+class RowStore(Protocol):
+    """Brings the rows that a batch names to slots, and keeps them there until their lease is released.
+
+    A lookup resolves once; without gradients the lease is released after the lookup, otherwise after the update. A
+    pipeline that prefetches resolves a batch while the one before still has its lease.
+    """
+
+    def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, Any]:
+        """Slots of ids [N] (offsets [F*B + 1], feature by feature) and the lease that holds them.
+
+        An id outside its table keeps a number outside the slots; ids past the last offset are nobody's and may be
+        anything. `step` [1] int64 counts the updates so far.
+
+        Raises:
+            NoFreeSlots: leases hold too many slots. A prefetch then leaves it to the lookup.
+        """
+        ...
+
+    def release(self, lease: Any) -> None:
+        """The rows of a lease may go: their update is done, or none will come."""
+        ...
+
+
+class ResidentRows:
+    """The store of tables that lie on the device as a whole: slot and row are the same number, for good."""
+
+    def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, None]:
+        """The ids themselves."""
+        return ids, None
+
+    def release(self, lease: None) -> None:
+        """Nothing was held."""
+
 
 # of each table of a group, whether updates leave it alone
 Frozen: TypeAlias = tuple[bool, ...]
@@ -132,17 +162,13 @@ class TableGroup:
             one._replace(rows=self.tables[f.table].rows, first_row=self.first_ids[f.table])
             for one, f in zip(self._spec, self.lookups, strict=True)
         ]
-        self.checked = pack_features(by_ids, device)
+        # called with the ids and offsets of every batch before its lookup
+        self.check = GuardedIdCheck(
+            self.names, [table.name for table in self.tables], pack_features(by_ids, device), self.policy
+        )
         self._trained: dict[Frozen, Tensor] = {}
-        # the step's guard, which every update reads before it writes; groups of a collection share one
-        self.guard = new_guard(device)
         # what the update hangs on in the autograd graph: no parameter, no gradient of its own
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
-        self._unread: UnreadGuard | None = None
-        self._spare: UnreadGuard | None = None
-        # once a graph was captured; the first of groups that share a guard reads it, before a check may lower it
-        self._replays: Replays | None = None
-        self.leads = True
 
     def trained(self, frozen: Frozen | None = None) -> Tensor:
         """The features of an update that leaves some tables alone: by default those that are frozen now."""
@@ -217,7 +243,7 @@ class TableGroup:
             self.sums = [part.without(gone) if part.segment.dim == dim else part for part in self.sums]
 
     @torch.no_grad()
-    def take_over(self, table: int, source: TableGroup, source_table: int) -> None:
+    def copy_from(self, table: int, source: TableGroup, source_table: int) -> None:
         """Copy the rows of a table of another group and, under the same optimizer, its states, steps and rate."""
         self.view(table).copy_(source.view(source_table))
         if self.optimizer is not None and self.optimizer == source.optimizer:
@@ -246,84 +272,6 @@ class TableGroup:
             raise ValueError(f"tables {names}: cannot become {flat.dtype}; fp32, fp16 and bf16 can be trained")
         was_meta, self.flat = self.flat.is_meta, flat
         self._place(flat.device, fresh=was_meta or flat.is_meta)
-
-    def check(self, ids: Tensor, offsets: Tensor, *, padded: bool = False) -> None:
-        """Raise for bad ids or offsets; on CUDA those of the batch before, while this one is only marked.
-
-        With `padded` the ids past the last offset are nobody's and may be anything; without it there are none.
-
-        Raises:
-            IndexError, ValueError, TypeError: as `shardwise.kernels.check_ids`.
-            FloatingPointError: the gradient of an earlier batch was not finite (CUDA, `GradientCheckMode.RAISE`).
-        """
-        if not self.lookups:
-            return
-        mode = self.policy.bounds_check
-        if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
-            # it speaks of ids; offsets out of order are an error on the CPU, and never followed outside the ids on CUDA
-            if ids.is_cuda and self.policy.gradient_check is GradientCheckMode.RAISE:
-                self._watch_gradients(ids, offsets)
-            return
-        fatal = mode is BoundsCheckMode.FATAL
-        recorded = ids.is_cuda and capturing()
-        if not recorded:
-            self.raise_pending(waits=False)
-        if ids_pass(ids, offsets, self.checked, padded=padded):
-            return
-        if not ids.is_cuda:
-            check_ids(ids, offsets, self.checked, new_guard(), names=self.names, fatal=fatal, padded=padded)
-            return
-        unread = None if recorded else self._take_unread()
-        found = new_guard(ids.device) if unread is None else unread.guard
-        # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
-        check_ids(
-            ids, offsets, self.checked, found, names=self.names, fatal=fatal, padded=padded, step_guard=self.guard
-        )
-        if unread is None:
-            # a replay runs no Python that could read a guard of its own: what it finds stays in the step's
-            self._replays = self._replays or Replays()
-            if self.policy.strict or not fatal:
-                setting = "strict" if self.policy.strict else "bounds_check=BoundsCheckMode.WARNING"
-                warnings.warn(
-                    f"{setting} has no effect within a captured graph: see TableCollection.check", stacklevel=2
-                )
-            return
-        self._send(unread, ids, offsets)
-
-    def _watch_gradients(self, ids: Tensor, offsets: Tensor) -> None:
-        """Raise for a gradient that an earlier batch had on CUDA, where no check of ids would tell of it."""
-        if capturing():
-            self._replays = self._replays or Replays()
-            return
-        self.raise_pending(waits=False)
-        unread = self._take_unread()
-        unread.guard[2:].copy_(self.guard[2:])
-        self._send(unread, ids, offsets)
-
-    def _take_unread(self) -> UnreadGuard:
-        unread, self._spare = self._spare or UnreadGuard(new_guard(self.guard.device)), None
-        return unread
-
-    def _send(self, unread: UnreadGuard, ids: Tensor, offsets: Tensor) -> None:
-        self._unread = unread.send(ids, offsets)
-        if self.policy.strict:
-            self.raise_pending()
-
-    def raise_pending(self, *, waits: bool = True) -> None:
-        """Raise what an earlier batch left in the guard on CUDA; nothing was written since. `waits`: see `Replays`."""
-        unread, self._unread = self._unread, None
-        if unread is None or not unread.is_raised():
-            # the next batch's: no other has it, whatever threads look up at once
-            self._spare = unread or self._spare
-            if self._replays is not None and self.leads:
-                self._replays.raise_found(self.guard, [table.name for table in self.tables], waits=waits)
-            return
-        fatal = self.policy.bounds_check is BoundsCheckMode.FATAL
-        self.guard.copy_(new_guard())
-        raise_from_guard(unread.guard, unread.ids, unread.offsets, self.checked, self.names, fatal=fatal)
-        if not unread.gradient_is_finite():
-            names = ", ".join(table.name for table in self.tables)
-            raise FloatingPointError(f"a gradient of tables {names} was not finite; no table was updated since")
 
     def pooled(
         self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None, *, trains: bool = True
@@ -415,7 +363,7 @@ class TableGroup:
                 `GradientCheckMode.RAISE`).
         """
         assert self.optimizer is not None
-        guard, spec, now = self.guard, self.optimizer, self.frozen()
+        guard, spec, now = self.check.guard, self.optimizer, self.frozen()
         frozen = now if frozen is None or frozen == now else tuple(map(operator.or_, frozen, now))
         if self.policy.gradient_check is not GradientCheckMode.IGNORE:
             if self.policy.gradient_check is GradientCheckMode.SKIP:
@@ -484,11 +432,15 @@ class TableGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         # parameters are views of the flat buffer and belong to the module, which gives them back
-        return {**self.__dict__, "parameters": [], "_unread": None, "_spare": None, "_anchor": None, "_replays": None}
+        return {**self.__dict__, "parameters": [], "_anchor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # what was pickled before there were graphs has no word on them
-        self.__dict__.update({"_spare": None, "_replays": None, "leads": True, **state, "_trained": {}})
+        self.__dict__.update({**state, "_trained": {}})
+        if "check" not in state:
+            # what was pickled before checks were objects has a guard of its own
+            tables = [table.name for table in self.tables]
+            self.check = GuardedIdCheck(self.names, tables, state["checked"], self.policy)
+            self.check.guard, self.check.owns_guard = state["guard"], state.get("leads", True)
         self._anchor = torch.zeros(1, device=self.flat.device, requires_grad=True)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.embeddings.tables.id_check import passes_unchecked
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged._segments import Beside
-from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
-from shardwise.kernels.cpu.lookup import ids_are_good, offsets_are_good
+from shardwise.kernels import BoundsCheckMode, check_ids, ids_are_good, new_guard, raise_from_guard, require_ids
 
 from .route import Division, Sending
 
@@ -28,8 +28,7 @@ def check_batch(
     fatal = mode is BoundsCheckMode.FATAL
     if ids.is_cpu and fatal and ids_are_good(ids, offsets, sending.checked, padded):
         return
-    if mode is BoundsCheckMode.IGNORE and (ids.is_cuda or offsets_are_good(offsets, ids.shape[0], padded)):
-        # it speaks of ids: bags that do not fit are an error on the CPU, before they leave
+    if mode is BoundsCheckMode.IGNORE and passes_unchecked(ids, offsets, padded=padded):
         return
     guard, names = new_guard(ids.device), sending.checked_names
     check_ids(ids, offsets, sending.checked, guard, names=names, fatal=fatal, padded=padded)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.embeddings import FusedOptimizer, OptimizerSpec, TableGroup
-from shardwise.embeddings.tables.accumulation import add_powers, root_of
+from shardwise.embeddings.tables.row_sums import add_powers, root_of
 
 from ..comms.env import ShardingEnv2D
 from ..comms.exchange import Exchange

@@ -21,7 +21,7 @@ from shardwise.embeddings import (
     TableShape,
 )
 from shardwise.embeddings.optim.optimizers import mark_optimizer, optimizer_of, optimizer_spec
-from shardwise.embeddings.tables.accumulation import Accumulation
+from shardwise.embeddings.tables.row_sums import Accumulation
 from shardwise.kernels import rule_named
 from shardwise.kernels.cpu import numba_loops
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.embeddings import NoFreeSlots
-from shardwise.embeddings.tables.accumulation import add_powers, power_of
-from shardwise.embeddings.tables.row_sums import sum_rows
+from shardwise.embeddings.tables.row_sums import add_powers, power_of, sum_rows
 from shardwise.jagged import KeyedJaggedTensor
 
 from ...planner.layout import Span

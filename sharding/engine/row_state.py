@@ -182,7 +182,7 @@ def _apply(whole: Tensor, owned: Sequence[Touched]) -> None:
         state[rows] if kind == "row" else next(element_states)
         for kind, state in zip(kinds, _states(group, owned[0].number), strict=True)
     ]
-    guard = group.guard
+    guard = group.check.guard
     if group.policy.gradient_check is GradientCheckMode.SKIP:
         guard = guard.clone()
         check_gradient(whole[0].contiguous(), guard)

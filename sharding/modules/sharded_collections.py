@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.embeddings import EmbeddingCollection, pick_features
-from shardwise.embeddings.tables.table_bytes import weights_bytes_in_emb_kernel
+from shardwise.embeddings.tables.table_layout import weights_bytes_in_emb_kernel
 from shardwise.embeddings.tables.variable_batch import expand_bags, expand_pooled, inverse_of
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from shardwise.embeddings.config import PoolingType, embedding_names_by_table
 from shardwise.embeddings.quant import QuantizedCollection, QuantizedTable, TableWeights
 from shardwise.embeddings.quant.collection import note_formats, require_formats
-from shardwise.embeddings.quant.table_weights import scales_as
+from shardwise.embeddings.quant.tables import scales_as
 from shardwise.embeddings.tables.variable_batch import pad_strides
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode, row_format
 from shardwise.sharding.comms.env import ShardingEnv
 from shardwise.sharding.plan.plan import ParameterSharding
 
-from .checks import IdCheck
+from .checks import BatchCheck
 from .fused_params import bounds_check_mode, bounds_check_of
 from .storage import Place, ServedTable, ShardedTables, TableValues, byte_span, first_device, pieces_of, reachable
 
@@ -105,7 +105,7 @@ class ShardedQuantizedCollection(nn.Module):
 
     def _checks_of(
         self, served: Sequence[ServedTable], module: QuantizedCollection, default: BoundsCheckMode | None
-    ) -> list[IdCheck]:
+    ) -> list[BatchCheck]:
         """A check for each mode: that of the table's plan, else of the sharder, else of the collection."""
         policy = module._policy
         lookups: dict[BoundsCheckMode, list[Any]] = {}
@@ -113,7 +113,7 @@ class ShardedQuantizedCollection(nn.Module):
             planned = self._plan[one.table.name].bounds_check_mode
             asked = (default or policy.bounds_check) if planned is None else bounds_check_mode(planned)
             lookups.setdefault(asked, []).extend((feature, one.table) for feature in one.features)
-        return [IdCheck(those, mode, strict=policy.strict) for mode, those in lookups.items()]
+        return [BatchCheck(those, mode, strict=policy.strict) for mode, those in lookups.items()]
 
     @property
     def device(self) -> torch.device:

@@ -24,7 +24,7 @@ from shardwise.embeddings.quant import (
     EmbeddingCollection,
     FeatureProcessedEmbeddingBagCollection,
 )
-from shardwise.embeddings.quant.outputs import lookup_dtype, pooled_output, sequence_output
+from shardwise.embeddings.quant.collection import lookup_dtype, pooled_output, sequence_output
 from shardwise.embeddings.tables.grouped import rows_by_name
 from shardwise.embeddings.tables.variable_batch import expand_pooled, inverse_or_none, require_full_batch
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor

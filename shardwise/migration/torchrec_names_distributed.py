@@ -38,7 +38,7 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.distributed.composable.table_batched_embedding_slice": {
-        "shardwise.embeddings.tables.table_slice": "TableBatchedEmbeddingSlice",
+        "shardwise.embeddings.tables.table_layout": "TableBatchedEmbeddingSlice",
     },
     "torchrec.distributed.dist_data": {
         "shardwise.sharding.torchrec.dist_data": (
@@ -322,6 +322,6 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {
             "add_params_from_parameter_sharding convert_to_fbgemm_types merge_fused_params"
         ),
         "shardwise.sharding.torchrec.bucketize": "get_bucket_metadata_from_shard_metadata",
-        "shardwise.embeddings.tables.table_bytes": "weights_bytes_in_emb_kernel",
+        "shardwise.embeddings.tables.table_layout": "weights_bytes_in_emb_kernel",
     },
 }

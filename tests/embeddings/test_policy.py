@@ -32,8 +32,8 @@ from shardwise.embeddings import (
     TableGroup,
     TableShape,
 )
-from shardwise.embeddings.tables import table_group
-from shardwise.embeddings.tables.async_guard import UnreadGuard
+from shardwise.embeddings.tables import id_check
+from shardwise.embeddings.tables.id_check import PendingCheck
 from shardwise.kernels import capturing, is_clean
 
 
@@ -249,7 +249,7 @@ def test_a_rule_optimizer_refuses_what_it_does_not_know() -> None:
         LAMB([param]).step()
 
 
-class HostGuard(UnreadGuard):
+class HostGuard(PendingCheck):
     """Without a device: what is sent is there at once."""
 
     def __init__(self, guard: Tensor) -> None:
@@ -277,17 +277,17 @@ def test_28_a_build_for_cuda_without_a_device_is_not_asked_whether_it_records(mo
 
 def test_28_a_gradient_raises_though_nobody_checks_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the check of ids tells of it too; where there is none, the next lookup still does, and trains again."""
-    monkeypatch.setattr(table_group, "UnreadGuard", HostGuard)
+    monkeypatch.setattr(id_check, "PendingCheck", HostGuard)
     ebc = bags(GradientCheckMode.RAISE, bounds_check=BoundsCheckMode.IGNORE)
     apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 0.1})
     ebc(batch())
     group, ids, offsets = ebc._groups[0], torch.tensor([1]), torch.tensor([0, 1, 1])
     for _ in range(3):
-        group._watch_gradients(ids, offsets)
-    group.guard[2] = 5
-    group._watch_gradients(ids, offsets)
+        group.check._watch_gradients(ids, offsets)
+    group.check.guard[2] = 5
+    group.check._watch_gradients(ids, offsets)
     with pytest.raises(FloatingPointError, match="a gradient of tables t, u was not finite; no table was updated"):
-        group._watch_gradients(ids, offsets)
-    assert is_clean(group.guard)
-    group._watch_gradients(ids, offsets)
-    group.raise_pending()
+        group.check._watch_gradients(ids, offsets)
+    assert is_clean(group.check.guard)
+    group.check._watch_gradients(ids, offsets)
+    group.check.raise_pending()

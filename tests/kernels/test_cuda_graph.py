@@ -23,8 +23,8 @@ from kernel_inputs import (
 from torch import Tensor
 
 from shardwise import KeyedJaggedTensor
-from shardwise.embeddings.tables import async_guard as unread_guard
-from shardwise.embeddings.tables.async_guard import UnreadGuard, raise_replayed
+from shardwise.embeddings.tables import id_check
+from shardwise.embeddings.tables.id_check import PendingCheck, raise_replayed
 from shardwise.kernels import check_ids, fused_update, is_clean, new_guard, pooled_lookup
 from shardwise.perf.gpu_scripts import gpu_ops
 from shardwise.perf.gpu_scripts.gpu_sizes import SMALL
@@ -141,7 +141,7 @@ def test_a_collection_trains_in_a_captured_graph_and_a_bad_replay_raises_at_chec
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-class HostRead(UnreadGuard):
+class HostRead(PendingCheck):
     """Without a device: what is sent is there at once, and reads are counted."""
 
     waits = 0
@@ -149,7 +149,7 @@ class HostRead(UnreadGuard):
     def __init__(self, guard: Tensor) -> None:
         self.guard = guard
 
-    def send(self, ids: Tensor, offsets: Tensor) -> UnreadGuard:
+    def send(self, ids: Tensor, offsets: Tensor) -> PendingCheck:
         self._host = self.guard.clone()
         return self
 
@@ -159,13 +159,11 @@ class HostRead(UnreadGuard):
 
 def test_after_a_capture_an_eager_step_does_not_wait_for_what_replays_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each eager step after a capture waited for the device, for good, to read what replays may have left."""
-    monkeypatch.setattr(unread_guard, "UnreadGuard", HostRead)
+    monkeypatch.setattr(id_check, "PendingCheck", HostRead)
     waits: list[Tensor] = []
     raising = raise_replayed
-    monkeypatch.setattr(
-        unread_guard, "raise_replayed", lambda guard, tables: (waits.append(guard), raising(guard, tables))
-    )
-    guard, replays = new_guard(), unread_guard.Replays()
+    monkeypatch.setattr(id_check, "raise_replayed", lambda guard, tables: (waits.append(guard), raising(guard, tables)))
+    guard, replays = new_guard(), id_check.Replays()
     for _ in range(3):
         replays.raise_found(guard, ["a"], waits=False)
     assert not waits

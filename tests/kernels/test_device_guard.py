@@ -18,7 +18,7 @@ from shardwise import (
     RowWiseAdagrad,
     apply_optimizer_in_backward,
 )
-from shardwise.embeddings.tables.async_guard import UnreadGuard
+from shardwise.embeddings.tables.id_check import PendingCheck
 from shardwise.kernels import new_guard
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED, on_own_device
 from shardwise.perf.counts import fake_cuda as pretend
@@ -209,5 +209,5 @@ def test_what_a_check_found_is_waited_for_on_the_stream_that_copies_it(monkeypat
     empty = torch.empty
     # ends with the test's body: what poisons `torch.empty` is undone before a monkeypatch is
     with patch.object(torch, "empty", lambda *args, pin_memory, **kwargs: empty(*args, **kwargs)):
-        UnreadGuard(guard).send(torch.zeros(1), torch.zeros(2))
+        PendingCheck(guard).send(torch.zeros(1), torch.zeros(2))
     assert streams == [("stream of", guard.device)]

@@ -38,8 +38,7 @@ from shardwise.embeddings.optim.fbgemm_types import (
     pooling_type_to_pooling_mode,
     pooling_type_to_str,
 )
-from shardwise.embeddings.tables.table_bytes import weights_bytes_in_emb_kernel
-from shardwise.embeddings.tables.table_slice import TableBatchedEmbeddingSlice
+from shardwise.embeddings.tables.table_layout import TableBatchedEmbeddingSlice, weights_bytes_in_emb_kernel
 from shardwise.inference.quantize import quantize_inference_model
 from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator
 from shardwise.planner.torchrec.estimators import EmbeddingStorageEstimator

@@ -13,7 +13,7 @@ from shardwise import (
     RowWiseAdagrad,
     apply_optimizer_in_backward,
 )
-from shardwise.embeddings.collections.feature_order import LONGEST_FIRST, longest_first, order_features
+from shardwise.embeddings.collections.bag_collection import LONGEST_FIRST, longest_first, order_features
 from shardwise.embeddings.tables.table_group import TableGroup
 from shardwise.kernels import configs
 from shardwise.kernels.features import ORDER

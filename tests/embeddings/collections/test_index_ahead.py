@@ -24,7 +24,7 @@ from shardwise import (
     RowWiseAdagrad,
     apply_optimizer_in_backward,
 )
-from shardwise.embeddings.tables import index_ahead
+from shardwise.embeddings.tables import lookup_autograd
 from shardwise.kernels import configs
 from shardwise.kernels.update import index_op, row_chunks, update
 
@@ -144,7 +144,7 @@ def test_an_index_in_forward_leaves_the_update_its_step_and_its_guard(monkeypatc
     assert made == ["made"] and group.step.item() == 1
     before = group.flat.clone()
     out = values(model, batch(1, where))
-    group.guard[0] = 3
+    group.check.guard[0] = 3
     out.sum().backward()
     assert group.step.item() == 1
     assert_same_bits(group.flat, before)
@@ -158,9 +158,9 @@ def test_an_a_b_turns_it_on_and_off() -> None:
     slots, offsets = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 1, 2, 3])
     frozen = (False, False)
     arguments: tuple[Any, ...] = (group, slots, offsets, None, None)
-    assert index_ahead.index_ahead(*arguments, pooling="mean", frozen=frozen) is None
+    assert lookup_autograd.index_ahead(*arguments, pooling="mean", frozen=frozen) is None
     with configs.variant({"index.in_forward": True}):
-        ahead = index_ahead.index_ahead(*arguments, pooling="mean", frozen=frozen)
+        ahead = lookup_autograd.index_ahead(*arguments, pooling="mean", frozen=frozen)
     assert ahead is not None and ahead.tensors(frozen) and ahead.tensors((True, False)) is None
 
 
@@ -185,8 +185,8 @@ class Stream:
 def test_streams_meet_before_and_after_the_index_and_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     where, log = torch_device("interpreted"), list[str]()
     here, beside = Stream("main", log), Stream("side", log)
-    monkeypatch.setattr(index_ahead, "_current", lambda device: here)
-    monkeypatch.setattr(index_ahead, "_beside", lambda device: beside)
+    monkeypatch.setattr(lookup_autograd, "_current", lambda device: here)
+    monkeypatch.setattr(lookup_autograd, "_beside", lambda device: beside)
 
     def inside(stream: Stream) -> AbstractContextManager[None]:
         log.append(f"in {stream.name}")

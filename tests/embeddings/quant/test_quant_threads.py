@@ -15,12 +15,12 @@ from shardwise import BoundsCheckMode
 from shardwise.embeddings.quant import QuantizedTable, QuantizedTables
 from shardwise.embeddings.tables.table_layout import LookupFeature
 from shardwise.kernels import new_guard
-from shardwise.sharding.quant.checks import IdCheck
+from shardwise.sharding.quant.checks import BatchCheck
 
 TABLE = QuantizedTable("t", 10, 8, "int8")
 CHECKS: dict[str, Callable[[], Any]] = {
-    "tables": lambda: QuantizedTables([TABLE], [LookupFeature("f", 0, False)]),
-    "tables in pieces": lambda: IdCheck([("f", TABLE)], BoundsCheckMode.FATAL, strict=False),
+    "tables": lambda: QuantizedTables([TABLE], [LookupFeature("f", 0, False)]).check,
+    "tables in pieces": lambda: BatchCheck([("f", TABLE)], BoundsCheckMode.FATAL, strict=False)._check,
 }
 
 
@@ -47,7 +47,7 @@ def batch_of(number: int) -> Arrived:
 def test_bad_ids_of_batches_checked_at_once_are_all_raised(made: Callable[[], Any]) -> None:
     """The check kept the guard of the latest batch alone: a bad id of another thread's counted as none, in silence."""
     check = made()
-    check._unread.extend(batch_of(number) for number in (3, 11, 4, 12, 5))
+    check._pending.extend(batch_of(number) for number in (3, 11, 4, 12, 5))
     for number in (11, 12):
         with pytest.raises(IndexError, match=rf"feature 'f' \(table 't'\), sample 0: id {number} is outside \[0, 10\)"):
             check.raise_pending()
@@ -58,7 +58,7 @@ def test_bad_ids_of_batches_checked_at_once_are_all_raised(made: Callable[[], An
 def test_threads_that_read_guards_at_once_raise_each_of_them_once(made: Callable[[], Any]) -> None:
     """A thread that found a guard waiting, and then none as another had taken it, failed with an AttributeError."""
     check, count = made(), 64
-    check._unread.extend(batch_of(10 + number) for number in range(count))
+    check._pending.extend(batch_of(10 + number) for number in range(count))
 
     def found(_: int) -> str:
         with pytest.raises(IndexError) as caught:
