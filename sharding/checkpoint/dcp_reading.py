@@ -255,15 +255,13 @@ class Content:
                 blocks, row_state = [(0, dim)], "table"
             self._state(name, state, saved_key, (rows, dim), blocks)
         rule = rule_of(name, [dims[state] for state in sorted(dims)], rules)
-        trained = rule if fused or self._is_trained(name, rules) else None
+        # a table without states has an optimizer in its backward, SGD, unless an ordinary one trains it
+        in_backward = fused or rules or (self._has_optimizer and name not in self._states)
+        trained = rule if in_backward else None
         return TableFacts(
             table, rows, dim, known.properties.dtype, row_state, trained, {},
             steps_of(name, rule, counted, steps), tuple(sorted(shards, key=lambda s: (s.cols, s.rows, s.rank))),
         )  # fmt: skip
-
-    def _is_trained(self, name: str, rules: Mapping[str, str] | str | None) -> bool:
-        """Whether a table without states has an optimizer in its backward: SGD, unless an ordinary one trains it."""
-        return bool(rules) or (self._has_optimizer and name not in self._states)
 
     def _state(self, name: str, state: str, key: str, size: tuple[int, int], blocks: list[Span]) -> None:
         rows, _ = size

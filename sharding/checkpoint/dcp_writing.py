@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from shardwise.kernels import rule_named
-from shardwise.planner.layout import Span
 
 from .files import BLOCK_BYTES
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored
@@ -71,7 +70,12 @@ class Planner(SavePlanner):
             self._tensor(where, (facts.rows, facts.dim), _placed(pieces))
         else:
             blocks = sorted({one.cells[1] for one in pieces})
-            self._tensor(where, (facts.rows * len(blocks),), _one_after_another(pieces, blocks, facts.rows))
+            # [rows] of each column block, one block after another
+            placed: list[tuple[tuple[int, ...], Stored]] = []
+            for one in pieces:
+                rows, columns = one.cells
+                placed.append(((blocks.index(columns) * facts.rows + rows[0],), one))
+            self._tensor(where, (facts.rows * len(blocks),), placed)
 
     def _optimizers(self, manifest: Manifest, optimizer: str) -> None:
         """What of optimizers is no tensor of ours: counts, settings, plain values."""
@@ -151,11 +155,6 @@ class Planner(SavePlanner):
 def _placed(pieces: list[Stored]) -> list[tuple[tuple[int, ...], Stored]]:
     """Where pieces of [rows, columns] begin."""
     return [((rows[0], columns[0]), one) for one in pieces for rows, columns in (one.cells,)]
-
-
-def _one_after_another(pieces: list[Stored], blocks: list[Span], rows: int) -> list[tuple[tuple[int, ...], Stored]]:
-    """Where pieces of [rows] begin, column block after column block."""
-    return [((blocks.index(one.cells[1]) * rows + one.cells[0][0],), one) for one in pieces]
 
 
 def _parts(piece: Stored) -> Iterator[tuple[int, Stored]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -114,11 +113,9 @@ def _compare(a: Source, b: Source) -> Difference:
             values = _values(a, b, address)
             if values.different:
                 found.values[name] = values
-    found.facts = {
-        what: (one, other)
-        for what, (one, other) in _both(_facts(a.manifest), _facts(b.manifest)).items()
-        if one != other
-    }
+    facts, their_facts = _facts(a.manifest), _facts(b.manifest)
+    both = {what: (facts.get(what), their_facts.get(what)) for what in {**facts, **their_facts}}
+    found.facts = {what: pair for what, pair in both.items() if pair[0] != pair[1]}
     return found
 
 
@@ -191,15 +188,6 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     found.update({f"extra: {key}": value for key, value in manifest.extra.items()})
     found.update({f"{alias}: same as": name for alias, name in manifest.aliases.items()})
     return found
-
-
-def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {key: (a.get(key), b.get(key)) for key in _union(a, b)}
-
-
-def _union(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    yield from a
-    yield from (key for key in b if key not in a)
 
 
 def _text(address: Address) -> str:

@@ -126,7 +126,7 @@ class TensorFiles:
     def blocks(self, stored: Stored, box: Box) -> Iterator[tuple[Box, Tensor]]:
         """The cells of `box` (of the tensor itself) with their place in it, at most `BLOCK_BYTES` at a time."""
         if not box:
-            yield box, self._whole(stored)
+            yield box, self._file(stored.file).get_tensor(stored.key)
             return
         row_bytes = math.prod(high - low for low, high in box[1:]) * stored.dtype.itemsize
         for rows in row_blocks(box[0], row_bytes):
@@ -136,9 +136,6 @@ class TensorFiles:
     def read(self, stored: Stored, box: Box) -> Tensor:
         """The cells of one box."""
         return self._file(stored.file).get_slice(stored.key)[tuple(slice(*span) for span in box)]  # type: ignore[no-any-return]
-
-    def _whole(self, stored: Stored) -> Tensor:
-        return self._file(stored.file).get_tensor(stored.key)  # type: ignore[no-any-return]
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

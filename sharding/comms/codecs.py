@@ -220,12 +220,8 @@ def check_bytes(data: Tensor, size: int) -> None:
         raise ValueError(f"a codec expected {size} bytes, got {data.dtype} of shape {list(data.shape)}")
 
 
-def _no_scales(rows: Tensor) -> Tensor:
-    return rows.new_empty((rows.shape[0], 0), dtype=torch.uint8)
-
-
 def _as(dtype: torch.dtype, rows: Tensor) -> tuple[Tensor, Tensor]:
-    return rows.to(dtype).contiguous().view(torch.uint8), _no_scales(rows)
+    return rows.to(dtype).contiguous().view(torch.uint8), rows.new_empty((rows.shape[0], 0), dtype=torch.uint8)
 
 
 def _from(dtype: torch.dtype, payload: Tensor, scales: Tensor) -> Tensor:

@@ -103,9 +103,11 @@ class DMPCollection(DistributedModelParallel):
         # before super(), which asks `_env_of`
         self._envs_of_classes = {one.module: _env_for(one, global_pg, device) for one in submodule_configs or []}
         self._custom_all_reduce = custom_all_reduce
-        parts = [plan, *(one.plan for one in submodule_configs or [])]
+        # the parts of all plans; later ones go before
+        plans = [plan, *(one.plan for one in submodule_configs or [])]
+        whole = ShardingPlan({path: of_module for part in plans for path, of_module in part.plan.items()})
         super().__init__(
-            module, env, device, _joined(parts), sharders, init_data_parallel, init_parameters, data_parallel_wrapper,
+            module, env, device, whole, sharders, init_data_parallel, init_parameters, data_parallel_wrapper,
             timeout_s=timeout_s,
         )  # fmt: skip
         self._replicas = [(one, _env_of_sharded(one)) for one in self._sharded.values()]
@@ -167,11 +169,6 @@ def _env_for(config: DMPCollectionConfig, global_pg: dist.ProcessGroup, device: 
         mesh.get_group("shard"), mesh.get_group("replicate"), global_pg, mesh, config.node_group_size,
         config.use_inter_host_allreduce, config.sharding_strategy,
     )  # fmt: skip
-
-
-def _joined(plans: Sequence[ShardingPlan]) -> ShardingPlan:
-    """The parts of all plans; later ones go before."""
-    return ShardingPlan({path: of_module for plan in plans for path, of_module in plan.plan.items()})
 
 
 def _env_of_sharded(one: ShardedCollection) -> ShardingEnv2D:

@@ -56,7 +56,8 @@ def get_unsharded_module_names(model: nn.Module) -> list[str]:
 
 def _find_unsharded(module: nn.Module, prefix: str, found: list[str]) -> bool:
     """Whether something in the module is sharded; paths of its unsharded children go to `found`."""
-    if _is_sharded(module):
+    # a collection, or a module that is sharded as a whole, say with its feature processors
+    if callable(getattr(module, "sharded_parameter_names", None)):
         return True
     children = dict(module.named_children())
     below: list[str] = []
@@ -65,11 +66,6 @@ def _find_unsharded(module: nn.Module, prefix: str, found: list[str]) -> bool:
         found += below
         found += [prefix + name for name, is_sharded in sharded.items() if not is_sharded]
     return any(sharded.values())
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    # a collection, or a module that is sharded as a whole, say with its feature processors
-    return callable(getattr(module, "sharded_parameter_names", None))
 
 
 class sharded_model_copy:  # noqa: N801  a name of TorchRec's

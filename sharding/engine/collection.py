@@ -484,10 +484,8 @@ class ShardedCollection(nn.Module, Staged):
 
     def _ids_of(self, flight: InFlight, lookup: int) -> int:
         """Ids of a lookup that this rank sent."""
-        return flight.batch.routed.length_per_key()[self._key_of(flight, lookup)]
-
-    def _key_of(self, flight: InFlight, lookup: int) -> int:
-        return flight.outbound.sending.place[self._routes.lookups[lookup][0]]
+        key = flight.outbound.sending.place[self._routes.lookups[lookup][0]]
+        return flight.batch.routed.length_per_key()[key]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
         self._held.move(fn)

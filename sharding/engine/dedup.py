@@ -29,14 +29,12 @@ def expand_rows(batch: Batch, key: str, rows: Tensor) -> Tensor:
     if batch.inverse is None:
         return rows
     sent, begin = batch.routed, 0
-    for name, size in zip(sent.keys(), _sizes(batch.padded, sent.keys()), strict=True):
+    sizes = dict(zip(batch.padded.keys(), batch.padded.length_per_key(), strict=True))
+    keys = sent.keys()
+    for name in keys:
+        size = sizes[name]
         if name == key:
-            mine = batch.inverse[begin : begin + size] - sent.offset_per_key()[sent.keys().index(key)]
+            mine = batch.inverse[begin : begin + size] - sent.offset_per_key()[keys.index(key)]
             return select_rows(rows, mine)
         begin += size
     raise AssertionError(f"{key} was not sent")
-
-
-def _sizes(batch: KeyedJaggedTensor, keys: Sequence[str]) -> list[int]:
-    sizes = dict(zip(batch.keys(), batch.length_per_key(), strict=True))
-    return [sizes[key] for key in keys]

@@ -315,9 +315,9 @@ def _carry_steps(old: States, new: States, routes: Routes, exchange: Exchange, d
     """
     # host sync: a rank that gets a table cannot know its count
     mine = [max([int(group.step) for _, group, _ in old.homes(name)], default=-1) for name in old.tables]
-    steps = dict(
-        zip(old.tables, map(max, zip(*(exchange.gather(mine, device) if mine else []), strict=True)), strict=True)
-    )
+    of_ranks = exchange.gather(mine, device) if mine else []
+    # counts are never below -1
+    steps = dict(zip(old.tables, map(max, *of_ranks, [-1] * len(mine)), strict=True))
     for serving in routes.serving:
         for part in serving.groups:
             # tables that no feature looks up are never updated

@@ -9,8 +9,8 @@ sizes are read first, and of those ids alone; on a GPU a batch is divided whole 
 Nothing here waits for a GPU otherwise, or trusts what nobody has looked at yet: ids and lengths may prove to be bad
 later.
 
-Letters: W ranks, L lookups, B samples of one rank (1 where nothing is pooled), S streams, N ids, C cuts (columns of what is divided: cut lookups, or all
-keys of a batch), K buckets.
+Letters: W ranks, L lookups, B samples of one rank (1 where nothing is pooled), S streams, N ids, K buckets, C cuts,
+which are the columns of what is divided (there all keys of a batch may be).
 """
 
 from __future__ import annotations
@@ -327,9 +327,7 @@ def route(
     ids, weights = _numbers(ids, routes, weights, lenient)
     lengths = features.lengths().view(len(sizes), batch) if routes.pooled else _column(sizes, ids.device)
     if not sending.as_they_are:
-        tensors = [ids] if weights is None else [ids, weights]
-        ids, *others = permute_segments(tensors, sizes, sending.picks)
-        weights = others[0] if others else None
+        ids, weights = _permuted(ids, weights, sizes, sending.picks)
         lengths, sizes = lengths.index_select(0, sending.picks_there), [sizes[k] for k in sending.picks]
     lengths = lengths.to(torch.int32)
 
@@ -357,13 +355,21 @@ def route(
             assert found.weights is not None
             found.weights = torch.cat([found.weights, division.weights])
         if sending.order is not None:
-            tensors = [found.ids] if found.weights is None else [found.ids, found.weights]
-            found.ids, *others = permute_segments(tensors, found.counts, sending.order)
-            found.weights = others[0] if others else None
+            found.ids, found.weights = _permuted(found.ids, found.weights, found.counts, sending.order)
             found.lengths = found.lengths.index_select(0, sending.order_there)
             found.counts = [found.counts[segment] for segment in sending.order]
     found.ids_to_groups = sending.ids_to_groups(found.counts)
     return found
+
+
+def _permuted(
+    ids: Tensor, weights: Tensor | None, sizes: Sequence[int], order: Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
+    """Segments of ids, and of weights if there are any, in another order."""
+    if weights is None:
+        return permute_segments([ids], sizes, order)[0], None
+    ids, weights = permute_segments([ids, weights], sizes, order)
+    return ids, weights
 
 
 def _numbers(ids: Tensor, routes: Routes, weights: Tensor | None, lenient: bool) -> tuple[Tensor, Tensor | None]:
@@ -402,9 +408,7 @@ def _route_divided(features: KeyedJaggedTensor, routes: Routes, sending: Sending
     counts, ids, lengths, weights = division.known, division.ids, division.lengths, division.weights
     order = sending.keys_order
     if order is not None:
-        tensors = [ids] if weights is None else [ids, weights]
-        ids, *others = permute_segments(tensors, counts, order)
-        weights = others[0] if others else None
+        ids, weights = _permuted(ids, weights, counts, order)
         lengths, counts = lengths.index_select(0, sending.keys_order_there), [counts[segment] for segment in order]
     streams = sending.first_stream[-1]
     end = sum(counts[:streams])

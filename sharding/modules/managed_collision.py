@@ -322,8 +322,6 @@ class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection
 class _ManagedCollisionSharder(CollectionSharder[C]):
     """What the two sharders have in common."""
 
-    _sharded_type: type[ShardedManagedCollisionEmbeddings]
-
     def __init__(
         self,
         inner: BaseEmbeddingSharder[Any] | None,
@@ -379,7 +377,9 @@ class _ManagedCollisionSharder(CollectionSharder[C]):
         shards, options = sharder._cut(inner, params, env, module_fqn)
         maps = self._mc_sharder.shard(module._managed_collision_collection, shards, env, where, module_fqn)
         collection = sharder._build(inner, shards, env, where, options, id_maps=maps.id_maps())
-        return self._sharded_type(module, collection, maps)
+        make: Any = self._sharded_type
+        sharded: ShardedManagedCollisionEmbeddings = make(module, collection, maps)
+        return sharded
 
 
 class ManagedCollisionEmbeddingBagCollectionSharder(_ManagedCollisionSharder[ManagedCollisionEmbeddingBagCollection]):

@@ -254,17 +254,20 @@ class EmbeddingTowerCollectionSharder(CollectionSharder[EmbeddingTowerCollection
         return ShardedEmbeddingTowerCollection(module, towers)
 
 
+_OF_COLLECTIONS: dict[type[nn.Module], type[CollectionSharder[Any]]] = {
+    EmbeddingBagCollection: EmbeddingBagCollectionSharder,
+    EmbeddingCollection: EmbeddingCollectionSharder,
+    FusedEmbeddingBagCollection: FusedEmbeddingBagCollectionSharder,
+    FusedEmbeddingCollection: FusedEmbeddingCollectionSharder,
+}
+
+
 def _sharder_of(module: nn.Module, outer: BaseEmbeddingSharder[Any]) -> BaseEmbeddingSharder[Any]:
     """What shards a module by its exact class, with the settings of what shards the module around it."""
     given, codecs = outer.fused_params, outer.qcomm_codecs_registry
-    if type(module) is EmbeddingBagCollection:
-        return EmbeddingBagCollectionSharder(given, codecs)
-    if type(module) is EmbeddingCollection:
-        return EmbeddingCollectionSharder(given, codecs)
-    if type(module) is FusedEmbeddingBagCollection:
-        return FusedEmbeddingBagCollectionSharder(given, codecs)
-    if type(module) is FusedEmbeddingCollection:
-        return FusedEmbeddingCollectionSharder(given, codecs)
+    make = _OF_COLLECTIONS.get(type(module))
+    if make is not None:
+        return make(given, codecs)
     if type(module) is FeatureProcessedEmbeddingBagCollection:
         return FeatureProcessedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(given, codecs))
     raise TypeError(

@@ -101,17 +101,16 @@ def _walk(
     sharder = known[id(module)]
     below = f"{path}." if path else ""
     named = [] if plan is None or path in plan.plan else [name for name in plan.plan if name.startswith(below)]
-    if sharder is not None and not any(name in _paths_below(module, below) for name in named):
+    inside: set[str] = set()
+    if sharder is not None and named:
+        inside = {below + name for name, _ in module.named_modules(remove_duplicate=False)}
+    if sharder is not None and not any(name in inside for name in named):
         yield path, module, sharder
         return
     # not named_children, which passes over a second path
     for name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, sharders, plan, below + name, known)
-
-
-def _paths_below(module: nn.Module, below: str) -> set[str]:
-    return {below + name for name, _ in module.named_modules(remove_duplicate=False) if name}
 
 
 def agree_on_plan(

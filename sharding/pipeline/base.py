@@ -59,6 +59,24 @@ class FedPipeline(TrainPipeline[In, Out]):
         self._feed: Feed[In] = Feed(model, self._device)
         self._queue: deque[Fetched[In]] = deque()
 
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Make a step with the next batch and return the model's output.
+
+        Raises:
+            StopIteration: the iterator of some rank has ended, and the batches before are done. All ranks raise in the
+                same step; a rank that has batches left warns.
+            KeyError, IndexError, ValueError, TypeError, RuntimeError: the batch is bad, or could not be loaded, on
+                some rank. All ranks raise in the step whose batch it is; nothing has changed, and the next step has the
+                next batch.
+            RankFailure: another rank of a `DistributedModelParallel` failed in the middle of the step, or ended.
+        """
+        with self._watched():
+            return self._step(dataloader_iter)
+
+    @abc.abstractmethod
+    def _step(self, dataloader_iter: Iterator[In]) -> Out:
+        """The step, of which every rank learns if it fails here."""
+
     def enqueue_batch(self, dataloader_iter: Iterator[In]) -> bool:
         """Fetch a batch; False once all ranks know that some rank has no more.
 
@@ -146,11 +164,6 @@ class TrainPipelineBase(FedPipeline[In, Out]):
     ) -> None:
         super().__init__(model, optimizer, device, custom_model_fwd, depth=1)
         warn_of_unused(enable_inplace_copy_batch=enable_inplace_copy_batch)
-
-    def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Make a step with the next batch. Raises as `TrainPipelineSparseDist.progress`."""
-        with self._watched():
-            return self._step(dataloader_iter)
 
     def _step(self, dataloader_iter: Iterator[In]) -> Out:
         self.fill_pipeline(dataloader_iter)

@@ -79,20 +79,6 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         self._stream = new_stream(self._device, priority=-1)
         self._ahead = self._ahead_of(model)
 
-    def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Make a step with the next batch and return the model's output.
-
-        Raises:
-            StopIteration: the iterator of some rank has ended, and the batches before are done. All ranks raise in the
-                same step; a rank that has batches left warns.
-            KeyError, IndexError, ValueError, TypeError, RuntimeError: the batch is bad, or could not be loaded, on
-                some rank. All ranks raise in the step whose batch it is; nothing has changed, and the next step has the
-                next batch.
-            RankFailure: another rank of a `DistributedModelParallel` failed in the middle of the step, or ended.
-        """
-        with self._watched():
-            return self._step(dataloader_iter)
-
     def _step(self, dataloader_iter: Iterator[In]) -> Out:
         self.fill_pipeline(dataloader_iter)
         first = self._first()
@@ -225,7 +211,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     @torch.no_grad()
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """The model's output for the next batch. Raises as `TrainPipelineSparseDist.progress`."""
+        """The model's output for the next batch. Raises as `FedPipeline.progress`."""
         return super().progress(dataloader_iter)
 
     def _trains(self) -> bool:

@@ -141,7 +141,7 @@ def variable_batch_alltoall_pooled(
     sizes = [sum(next(before) * d for d in of_rank) for of_rank in dims]
     flat = a2a_pooled_embs_tensor.reshape(-1)
     _require_shape(flat, [sum(send_sizes)])
-    return exchanged(exchange, flat, send_sizes, sizes, _as_it_is, codecs)
+    return exchanged(exchange, flat, send_sizes, sizes, lambda came: came, codecs)
 
 
 def alltoall_sequence(
@@ -303,10 +303,6 @@ def exchange_of(group: dist.ProcessGroup | None) -> Exchange:
     if group is None and not dist.is_initialized():
         raise RuntimeError("no process group: call torch.distributed.init_process_group, or pass group=")
     return Exchange(dist.group.WORLD if group is None else group)
-
-
-def _as_it_is(came: Tensor) -> Tensor:
-    return came
 
 
 def _refuse_comm(comm: object | None) -> None:
