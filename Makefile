@@ -16,7 +16,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $(CORES) / $(RANKS) )); echo $$(( n > 0 ? n : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev demo quick test test-all phases test-long durations perf matrix kernels-check lint types check clean
+.PHONY: help env dev demo quick test test-all phases test-long durations perf evidence matrix kernels-check lint types check clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,10 @@ durations: .venv/.installed  ## what the last run took: files over 20 s; ARGS="c
 perf: .venv/.installed  ## measure the CPU suite in under 10 minutes: table, runs/perf.json and runs/perf.html
 	@mkdir -p runs
 	OMP_NUM_THREADS=$(CORES) $(BIN)/shardwise perf run --json runs/perf.json --html runs/perf.html $(ARGS)
+
+# in an environment of its own, which docs/beside_torchrec.md makes
+evidence:  ## compare with TorchRec and FBGEMM in PEER (.peer/bin/python) and rewrite the documents; NAME=... for one
+	PYTHONPATH=. $(or $(PEER),.peer/bin/python) -m shardwise.perf.evidence $(NAME) --write $(ARGS)
 
 # in MATRIX (.matrix/), an environment a pair; minutes and gigabytes each, so no part of .ci/run
 matrix:  ## the tests on other versions, VERSIONS="torch:triton ...", into perf/results/matrix.json

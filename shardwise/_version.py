@@ -11,3 +11,10 @@ def how_to_install(extra: str) -> str:
     It names no package of the index: there is none until the first release, and it would be this sentence that changes.
     """
     return f"pip install '.[{extra}]' in a checkout of shardwise"
+
+
+def in_checkout() -> bool:
+    """Whether this is a checkout, which holds what a wheel leaves out."""
+    from pathlib import Path
+
+    return (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file()

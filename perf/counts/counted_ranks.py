@@ -5,16 +5,12 @@ Shapes: T tables of R rows x D columns, B samples a rank, L ids a bag.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from shardwise import (
@@ -34,6 +30,7 @@ from shardwise import (
 from shardwise.perf.counts.counted_steps import Prepare, Step
 from shardwise.perf.counts.steps import Count, Counts, of_ranks
 from shardwise.perf.suite.case import Call
+from shardwise.perf.suite.ranks import on_ranks
 from shardwise.sharding import column_wise, row_wise, table_wise
 
 RANKS = 2
@@ -108,19 +105,10 @@ STEPS: Sequence[Step] = (
 
 def counts_of_ranks(names: Sequence[str]) -> dict[str, Counts]:
     """Counts of these steps, by processes that this starts."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes: Any = mp
-        processes.spawn(_run, (f"{folder}/store", names, f"{folder}/counts"), nprocs=RANKS)
-        found = json.loads(Path(folder, "counts").read_text())
-    return {step: {name: Count(*one) for name, one in counts.items()} for step, counts in found.items()}
+    found: dict[str, Counts] = on_ranks(RANKS, _counted, names, threads=None)
+    return found
 
 
-def _run(rank: int, store: str, names: Sequence[str], file: str) -> None:
-    c10d: Any = dist
-    dist.init_process_group("gloo", store=c10d.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+def _counted(names: Sequence[str]) -> dict[str, Counts]:
     found = {step.name: of_ranks(step) for step in STEPS if step.name in names}
-    if rank == 0:
-        counts = {step: {name: (one.total, dict(one.parts)) for name, one in of.items()} for step, of in found.items()}
-        Path(file).write_text(json.dumps(counts))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {step: {name: Count(one.total, dict(one.parts)) for name, one in of.items()} for step, of in found.items()}

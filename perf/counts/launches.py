@@ -7,7 +7,9 @@
     print(found.kernels)
 
 What launches is exact: every operation is seen where torch would choose its kernel for CUDA. How many kernels one of
-torch's operations launches is exact for most (one) and read in torch's sources for a few (cuda_kernels.py).
+torch's operations launches is exact for most (one) and read in torch's sources for a few: TABLE, torch 2.13 and
+CCCL 3.0. An operation that is no view and not in TABLE launches one kernel: elementwise ones, reductions, gathers,
+scatters, matrix products. Not counted: memsets that cub and torch put before some of theirs.
 """
 
 from __future__ import annotations
@@ -20,8 +22,154 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.perf.counts.cuda_kernels import kernels_of, waits
-from shardwise.perf.counts.fake_cuda import CUDA, Op, pretended
+import torch
+from torch import Tensor
+
+from shardwise.perf.counts.fake_cuda import (
+    CUDA,
+    Op,
+    is_view,
+    pretended,
+)
+
+# up to so many elements a sort is one kernel beside its preparations (native/cuda/Sort.h)
+SMALL_SORT = 4096
+# tensors that one launch of a concatenation takes (native/cuda/Shape.cu)
+CAT_BATCH = 128
+
+
+def kernels_of(op: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Kernels of one call; `args` may be tensors on whatever device, also without values."""
+    name = op._schema.name.removeprefix("aten::")
+    if is_view(op) or name in _NONE:
+        return 0
+    changed = [one for one in _all([result, *_written(op, args, kwargs)]) if isinstance(one, Tensor)]
+    if changed and not any(one.numel() for one in changed):
+        return 0
+    return TABLE[name](args, kwargs) if name in TABLE else 1
+
+
+def waits(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the host waits for the device in it, to know a value or the size of the result."""
+    name = op._schema.name.removeprefix("aten::")
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None and len(args) < 2
+    return name in _WAITS or (name in _INDEXED and any(_is_mask(one) for one in _indices(args)))
+
+
+def _all(values: Any) -> list[Any]:
+    return [leaf for one in values for leaf in (_all(one) if isinstance(one, (list, tuple)) else [one])]
+
+
+def _written(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    return [
+        kwargs.get(argument.name, args[place] if place < len(args) else None)
+        for place, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _sort(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    keys = next(one for one in args if isinstance(one, Tensor))
+    dim = kwargs.get("dim", -1)
+    if keys.dim() == 0:
+        return 2
+    n = keys.shape[dim]
+    if n <= SMALL_SORT:
+        # numbers of the positions, written out for each row; a copy of the keys; the sort
+        return 4
+    if keys.numel() > n:
+        raise ValueError(f"no number of kernels is known for a sort of several rows of {n} elements")
+    # numbers of the positions; a histogram and its sums; a pass for every 8 bits of the key
+    return 3 + keys.itemsize + (not keys.is_contiguous())
+
+
+def _cumsum(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    x: Tensor = args[0]
+    cast = (kwargs.get("dtype") or (x.dtype if x.is_floating_point() else torch.int64)) != x.dtype
+    # of all elements: cub's, which prepares its tiles first
+    return cast + (2 if x.dim() and x.numel() == x.shape[args[1]] else 1)
+
+
+def _cat(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    tensors: list[Tensor] = [one for one in args[0] if one.dim() != 1 or one.numel()]
+    if len(tensors) > 1 and len({one.dtype for one in tensors}) == 1 and tensors[0].dim() <= 4:
+        batch = CAT_BATCH if all(one.is_contiguous() for one in tensors) else CAT_BATCH // 2
+        return -(-len(tensors) // batch)
+    return sum(one.numel() > 0 for one in tensors)
+
+
+def _is_mask(one: Any) -> bool:
+    return isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
+
+
+def _indices(args: Sequence[Any]) -> list[Any]:
+    return list(args[1])
+
+
+def _nonzero(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    x: Tensor = args[0]
+    # a sum, of one tile or of many; cub's selection, which prepares its tiles first; places of more than one axis
+    return (1 if x.numel() <= 4096 else 2) + 2 + (x.dim() > 1)
+
+
+def _index(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    found = [one for one in _indices(args) if isinstance(one, Tensor)]
+    masks = sum(_nonzero([one], {}) for one in found if _is_mask(one))
+    return 1 + masks + sum(one.dtype == torch.int32 for one in found)
+
+
+def _index_put(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    accumulates = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
+    if not accumulates:
+        return _index(args, kwargs)
+    n = max(one.numel() for one in _indices(args) if isinstance(one, Tensor))
+    # rows as numbers (wrapped, times stride, over the size of a slice), positions, sorted pairs, sums of the runs
+    return 4 + (1 if n <= 2304 else 10) + 1
+
+
+def _where(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    values = [one for one in args[1:] if isinstance(one, Tensor)]
+    wanted = torch.result_type(*values) if len(values) == 2 else None
+    return 1 + sum(one.dtype != wanted for one in values if wanted is not None)
+
+
+def _repeat_interleave(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    return 1 + _cumsum([args[0], 0], {})
+
+
+# name -> kernels of a call
+TABLE: dict[str, Callable[[Sequence[Any], dict[str, Any]], int]] = {
+    # native/cuda/Sort.cpp, SortStable.cu; cub: dispatch_radix_sort.cuh, InvokeOnesweep
+    "sort": _sort,
+    # native/cuda/ScanUtils.cuh, scan_dim; cub: dispatch_scan.cuh
+    "cumsum": _cumsum,
+    # native/cuda/Shape.cu, cat_out_cuda
+    "cat": _cat,
+    # native/cuda/Nonzero.cu; cub: dispatch_reduce.cuh, dispatch_select_if.cuh
+    "nonzero": _nonzero,
+    "masked_select": lambda args, kwargs: _nonzero([args[1]], {}) + 1,
+    # native/TensorAdvancedIndexing.cpp, native/IndexingUtils.h: masks become positions, int32 becomes int64
+    "index": _index,
+    "_index_put_impl_": _index_put,
+    # native/TensorCompare.cpp, where_self_out: each side is cast to the common type
+    "where": _where,
+    # native/cuda/Repeat.cu
+    "repeat_interleave": _repeat_interleave,
+    # native/cuda/Bucketization.cu: a number becomes a tensor of the device
+    "searchsorted": lambda args, kwargs: 1 + (not isinstance(args[1], Tensor)),
+    "bucketize": lambda args, kwargs: 1 + (not isinstance(args[0], Tensor)),
+    # a copy of what is written into, then the write
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy"), lambda args, kwargs: 2),
+}  # fmt: skip
+_NONE = {
+    *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "resize_", "set_"),
+    # a copy to the host, which is counted where the host waits
+    "_local_scalar_dense",
+}
+_INDEXED = ("index", "_index_put_impl_")
+_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "bincount"}
+
 
 __all__ = ["CUDA", "Counted", "launches", "pretended"]
 

@@ -14,18 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.cpu import numba_loops
 from shardwise.perf.counts.calls import allocations, collectives, python_calls
 from shardwise.perf.counts.counted_steps import Step
 from shardwise.perf.counts.launches import CUDA, Counted, pretended
-from shardwise.perf.evidence.beside_torchrec import without_numba
+from shardwise.perf.suite import ranks
 from shardwise.perf.suite.case import Call
+from shardwise.perf.suite.libraries import without_numba
 from shardwise.perf.suite.timing import collector_off
 from shardwise.sharding.comms.exchange import Exchange
 
@@ -176,8 +175,7 @@ def of_ranks(step: Step) -> Counts:
     Collectives are those of the rank that calls most; all else is of all ranks together.
     """
     counted = _on_all_paths(step, _of_rank)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, counted)
+    found = ranks.of_ranks(counted)
     return {name: _together(name, [one[name] for one in found]) for name in counted}
 
 

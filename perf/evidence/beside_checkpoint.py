@@ -1,39 +1,39 @@
 """Take a checkpoint of TorchRec's into shardwise and back, in the same two processes over gloo.
 
-Run as `python -m shardwise.perf.evidence.beside_checkpoint [--write docs/checkpoints_convert.md]` where TorchRec 1.8.0 and
-safetensors are installed; docs/beside_torchrec.md tells how. TorchRec trains and saves by torch.distributed.checkpoint;
-shardwise loads that under another plan, trains, saves, and what it saved goes back to TorchRec, where training goes on.
-All losses are held to those of a TorchRec that was never interrupted. Exit status 1: they differ by more than the
-bound; 2: no TorchRec.
+TorchRec trains and saves by torch.distributed.checkpoint; shardwise loads that under another plan, trains, saves, and
+what it saved goes back to TorchRec, where training goes on. All losses are held to those of a TorchRec that was never
+interrupted. Needs safetensors too; docs/checkpoints_convert.md keeps what was printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
-import os
-import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from shardwise.checkpoint import diff, from_dcp_trusted, latest, load, save, to_dcp
+from shardwise.perf.evidence.report import Report, Section, report_of
+from shardwise.perf.evidence.sharded_sides import (
+    Shape,
+    model_of,
+    train,
+    worst_difference,
+)
+from shardwise.perf.suite import libraries
+from shardwise.perf.suite.libraries import Library, ours, torchrec
+from shardwise.perf.suite.ranks import of_ranks, on_ranks
 
-from .parity import versions
-from .sharded_sides import Shape, Side, model_of, ours, theirs, train, worst_difference
-
-MARK = "<!-- below: as perf/evidence/beside_checkpoint.py printed it -->"
 # steps before the first save, between the two, and after
 RANKS, STEPS, LOSS_BOUND = 2, 5, 1e-6
 SHAPE = Shape(4, 50, 64, 8, 3)
@@ -70,7 +70,7 @@ CASES = [
 ]
 
 
-def sharded(side: Side, strategy: str, optimizer: str, *, first: int = 0) -> tuple[nn.Module, Any]:
+def sharded(side: Library, strategy: str, optimizer: str, *, first: int = 0) -> tuple[nn.Module, Any]:
     """A model and the optimizer of all of it: the tables' own and, for the head, Adam."""
     model = model_of(side, SHAPE, strategy, optimizer, first=first)
     head = dict(side.in_backward_optimizer_filter(model.named_parameters()))
@@ -98,7 +98,7 @@ def load_theirs(model: nn.Module, optimizer: Any, folder: Path) -> None:
 
 def there_and_back(case: Case, folder: Path) -> Found:
     """One case; all ranks call it together."""
-    their, mine = theirs(), ours()
+    their, mine = torchrec(), ours()
     first, second, third = (range(n * STEPS, (n + 1) * STEPS) for n in range(3))
     model, optimizer = sharded(their, case.theirs, case.optimizer)
     train(their, SHAPE, model, optimizer, first)
@@ -139,7 +139,7 @@ def on_rank_0(work: Callable[[], Any]) -> Any:
     return found
 
 
-def compare(folder: Path) -> tuple[list[str], list[str]]:
+def compare(folder: Path) -> Section:
     """Lines of a table of all cases, and what in them is not as it has to be."""
     lines = [
         f"Two ranks, {SHAPE} on average and a head of two layers with Adam. TorchRec trains {STEPS} steps and saves;"
@@ -150,9 +150,10 @@ def compare(folder: Path) -> tuple[list[str], list[str]]:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     bad = []
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     for number, case in enumerate(CASES):
-        ranks: list[Any] = [None] * RANKS
-        dist.all_gather_object(ranks, there_and_back(case, folder / str(number)))
+        ranks = of_ranks(there_and_back(case, folder / str(number)))
         unbroken = [one.unbroken for one in ranks]
         worst = worst_difference(unbroken, [one.ours for one in ranks])
         back = worst_difference([one[STEPS:] for one in unbroken], [one.back for one in ranks])
@@ -160,52 +161,15 @@ def compare(folder: Path) -> tuple[list[str], list[str]]:
         lines.append(f"| {' | '.join(case)} | {told} | {worst:.1e} | {back:.1e} | {ranks[0].values} |")
         if not max(worst, back) <= LOSS_BOUND or ranks[0].values:
             bad.append(f"{' '.join(case)}: {worst:.1e}, {back:.1e}, {ranks[0].values} tensors")
-    return lines, bad
+    return Section(lines, bad)
 
 
-def _rank(rank: int, folder: str, answer: Any) -> None:
-    """What each process does; rank 0 answers."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    c10d: Any = dist
-    dist.init_process_group("gloo", store=c10d.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    found = compare(Path(folder))
-    if rank == 0:
-        answer.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+def run(options: argparse.Namespace) -> Report:
+    """Go there and back with all cases, and print.
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="FILE", help=f"also put it into FILE, below the line {MARK!r}")
-    options = parser.parse_args(argv)
-    if options.write and MARK not in options.write.read_text():
-        parser.error(f"{options.write} has no line {MARK}")
-    try:
-        importlib.import_module("torchrec")
-        fbgemm = str(importlib.import_module("fbgemm_gpu").__version__)
-    except ImportError as error:
-        print(
-            f"perf/evidence/beside_checkpoint.py needs TorchRec ({error}): docs/beside_torchrec.md tells how",
-            file=sys.stderr,
-        )
-        return 2
-    context = mp.get_context("spawn")
-    answer = context.SimpleQueue()
+    Raises:
+        ImportError: TorchRec is not installed.
+    """
+    libraries.torchrec()
     with tempfile.TemporaryDirectory() as folder:
-        processes: Any = mp
-        processes.spawn(_rank, (folder, answer), nprocs=RANKS)
-        lines, bad = answer.get()
-    head = [f"{versions(fbgemm)}; {RANKS} ranks over gloo", "", f"Not as it has to be: {len(bad)}.", ""]
-    text = "\n".join([*head, *(f"- {fault}" for fault in bad), *([""] if bad else []), *lines]) + "\n"
-    print(text)
-    if options.write:
-        options.write.write_text(f"{options.write.read_text().partition(MARK)[0]}{MARK}\n\n{text}")
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return report_of([on_ranks(RANKS, compare, Path(folder))], f"{RANKS} ranks over gloo")

@@ -1,23 +1,21 @@
 """Managed collision modules beside TorchRec's: the same ids in, the same slots, state and evictions out.
 
-    PYTHONPATH=. python -m perf.evidence.beside_managed_collision          # where torchrec is installed
-
 Streams are drawn from zipf, uniform and drifting ids; batches of one size, as TorchRec drops what exceeds 1.25 times
 the first one. Prints one row for each policy.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.embeddings import managed_collision as ours
-from shardwise.jagged import JaggedTensor
+from shardwise.perf.evidence.report import Report
+from shardwise.perf.suite import libraries
 
 POLICIES = {
     "LFU": lambda mc, keep: mc.LFU_EvictionPolicy(keep),
@@ -50,9 +48,10 @@ def differences(theirs: Any, policy: str, keep: str, stream: str, interval: int,
     """How many of (slots, state and evictions of a batch) were compared, and how many differed."""
     compared = wrong = 0
     pair = []
-    for library, jagged in ((ours, JaggedTensor), (theirs, theirs.JaggedTensor)):
+    for library in (libraries.ours(), theirs):
         chosen = POLICIES[policy](library, getattr(library, keep) if keep else None)
-        pair.append((library.MCHManagedCollisionModule(size, torch.device("cpu"), chosen, interval), jagged))
+        module = library.MCHManagedCollisionModule(size, torch.device("cpu"), chosen, interval)
+        pair.append((module, library.JaggedTensor))
     names = [list(module.state_dict()) for module, _ in pair]
     assert names[0] == names[1], names
     for step, ids in enumerate(batches_of(stream, seed=size * 100 + interval)):
@@ -73,15 +72,17 @@ def differences(theirs: Any, policy: str, keep: str, stream: str, interval: int,
     return compared, wrong
 
 
-def main() -> None:
-    """Compare and print."""
-    theirs = import_module("torchrec.modules.mc_modules")
-    print(f"{'policy':26}{'runs':>6}{'batches':>9}{'differ':>8}")
+def run(options: argparse.Namespace) -> Report:
+    """Compare and print.
+
+    Raises:
+        ImportError: TorchRec is not installed.
+    """
+    lines, bad = [f"{'policy':26}{'runs':>6}{'batches':>9}{'differ':>8}"], 0
     for policy in POLICIES:
         cases = list(itertools.product(FILTERS, STREAMS, INTERVALS, SIZES))
-        found = [differences(theirs, policy, *case) for case in cases]
-        print(f"{policy:26}{len(cases):6}{sum(n for n, _ in found):9}{sum(n for _, n in found):8}")
-
-
-if __name__ == "__main__":
-    main()
+        found = [differences(libraries.torchrec(), policy, *case) for case in cases]
+        compared, wrong = (sum(numbers) for numbers in zip(*found, strict=True))
+        lines.append(f"{policy:26}{len(cases):6}{compared:9}{wrong:8}")
+        bad += wrong
+    return Report("\n".join(lines) + "\n", not bad)

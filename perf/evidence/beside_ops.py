@@ -1,4 +1,4 @@
-"""The jagged ops that are compared with FBGEMM's: cases of beside.py, a call for each library.
+"""The jagged ops that are compared with FBGEMM's: a call for each library.
 
 FBGEMM has no CPU op for the keyed index select and for unique ids, and no gradient of batched_unary_embeddings there.
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .beside import Case, Size
+from ..suite.operations.operation import Operation, Size
 from .beside_inputs import IDS, batch, columns, dims, rows_of
 
 # columns of rows, and of both sides of a product
@@ -37,14 +37,14 @@ def _op(
     leaves: Sequence[int] = (),
     fits: Callable[[Size], bool] | None = None,
     tolerance: float = TOLERANCE,
-) -> Iterator[Case]:
+) -> Iterator[Operation]:
     """The forward; and forward and backward together, where inputs at `leaves` have gradients."""
     more: dict[str, Any] = {"tolerance": tolerance} | ({} if fits is None else {"fits": fits})
 
     def call(lib: Any, state: Sequence[Any]) -> Any:
         return (theirs if lib.peer else ours)(lib, *state)
 
-    yield Case(name, lambda lib, size: inputs(size), call, read=_parts, **more)
+    yield Operation(name, lambda lib, size: inputs(size), call, read=_parts, **more)
     if not leaves:
         return
 
@@ -55,7 +55,7 @@ def _op(
         out = _parts(call(lib, state))[0]
         return torch.autograd.grad(out, [state[i] for i in leaves], out.detach())
 
-    yield Case(f"{name}, forward and backward", make, both_ways, **more)
+    yield Operation(f"{name}, forward and backward", make, both_ways, **more)
 
 
 def _parts(result: Any) -> list[Any]:
@@ -111,7 +111,7 @@ def _nested(size: Size) -> tuple[Tensor, list[Tensor], list[int]]:
     return rows_of(size), [outer, b.offsets], [int(outer.diff().max()), M]
 
 
-def _orders() -> Iterator[Case]:
+def _orders() -> Iterator[Operation]:
     yield from _op(
         "complete_cumsum", lambda size: [batch(size).lengths],
         lambda k, *a: k.asynchronous_complete_cumsum(*a), lambda k, *a: k.complete_cumsum(*a),
@@ -152,7 +152,7 @@ def _orders() -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _buckets() -> Iterator[Case]:
+def _buckets() -> Iterator[Operation]:
     for words, weighted, positions, sequence, variable in (
         ("", False, False, False, False),
         (", sequence", False, False, True, False),
@@ -188,7 +188,7 @@ def _buckets() -> Iterator[Case]:
         yield from _op(f"block_bucketize{words}", inputs, theirs, ours)
 
 
-def _padding() -> Iterator[Case]:
+def _padding() -> Iterator[Operation]:
     yield from _op(
         "jagged_to_padded_dense, ids", lambda size: [batch(size).values, [batch(size).offsets], [M], -1.0],
         lambda k, *a: k.jagged_to_padded_dense(*a), lambda k, *a: k.jagged_to_padded_dense(*a),
@@ -214,7 +214,7 @@ def _padding() -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _dense() -> Iterator[Case]:
+def _dense() -> Iterator[Operation]:
     def inputs(size: Size) -> list[Any]:
         return [rows_of(size, D), [batch(size).offsets], _padded(size, D)]
 
@@ -232,7 +232,7 @@ def _dense() -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _products() -> Iterator[Case]:
+def _products() -> Iterator[Operation]:
     yield from _op(
         "jagged_dense_bmm",
         lambda size: [rows_of(size), batch(size).offsets, _random_for(size, NARROW, NARROW), M],
@@ -280,7 +280,7 @@ def _pooled(size: Size) -> list[Any]:
     return [columns(size, 0), widths, order, lists, inverse]
 
 
-def _selections() -> Iterator[Case]:
+def _selections() -> Iterator[Operation]:
     def select(size: Size) -> list[Any]:
         bags = size.keys * size.batch
         return [rows_of(size, D), batch(size).lengths, _chosen(bags, bags)]
@@ -316,4 +316,4 @@ def _selections() -> Iterator[Case]:
     )  # fmt: skip
 
 
-CASES = [*_orders(), *_buckets(), *_padding(), *_dense(), *_products(), *_selections()]
+OPERATIONS = [*_orders(), *_buckets(), *_padding(), *_dense(), *_products(), *_selections()]

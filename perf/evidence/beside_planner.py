@@ -1,83 +1,86 @@
-"""TorchRec's planner beside ours under TorchRec's own formulas: `python -m shardwise.perf.evidence.beside_planner WHAT`.
+"""TorchRec's planner beside ours under TorchRec's own formulas, part by part; docs/beside_torchrec_planner.md tells it.
 
-Run where torchrec 1.8.0 is installed. WHAT is one of
+Many random options: our Perf and Storage against torchrec's. Models and topologies: our enumerator's options against
+torchrec's. Our proposers, partitioners, ratings and stats against TorchRec's over the same options: these come from
+random instances with many ties and, for models, from TorchRec's enumerator; both sides get the very same objects, so
+that proposals can be compared by identity. TorchRec's rates and places for both in the search; then each partitioner
+places all proposals on its own.
 
-    golden    prints what tests/support/golden/planner_estimates.json has
-    formulas  many random options: our Perf and Storage against torchrec's
-    options   models and topologies: our enumerator's options against torchrec's
-    times     sets of 26 tables (--tables DIR): CPU seconds of planning for 8 ranks, TorchRec's, ours, our bound
-    plans     sets of tables (--tables DIR): each of TorchRec's proposers, and our search over the same options and over
-              those with 32-wide column shards too, all rated by torchrec's NoopPerfModel
-
-Exit status 1: a number differs, or a plan of ours is worse; 2: no torchrec.
+TorchRec's enumerator goes through sets of types and kernels, so the order of options differs from process to process,
+and with it what wins a tie; within a process both sides see one order. Not as it has to be: a number differs, or
+something else that `ON_PURPOSE` does not name.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import logging
-import sys
-import warnings
-from collections.abc import Sequence
-from importlib import import_module
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
+from torch import nn
 
-from shardwise.embeddings import DataType, RowWiseAdagrad
-from shardwise.planner.torchrec import estimators as shard_estimators
-from shardwise.planner.torchrec import types
-from shardwise.sharding.plan.plan import CacheParams
+from shardwise.perf.evidence.planner_cases import (
+    PARTITIONERS,
+    PROPOSERS,
+    Instance,
+    estimate,
+    instance,
+    random_cases,
+)
+from shardwise.perf.evidence.report import Report
+from shardwise.perf.suite import libraries
+from shardwise.perf.suite.libraries import PLANNER, torchrec
+from shardwise.planner.torchrec import offered_options as torchrec_options
+from shardwise.sharding import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
-from .planner_cases import Library, estimate, random_cases
-
-DENSE_OPTIMIZERS: dict[str, type] = {
-    "SGD": torch.optim.SGD,
-    "Adam": torch.optim.Adam,
-    "Adagrad": torch.optim.Adagrad,
+ON_PURPOSE = {
+    "tiers": "ranks of a tier of memory: TorchRec numbers them among those that are left",
 }
-GOLDEN = 24
+# proposals of one proposer, and of those the ones that are placed
+MOST_PROPOSALS, MOST_PLACED = 400, 12
+GOLDEN_SEEDS = (0, 3, 5, 8, 11, 21)
+GOLDEN_PROPOSALS, GOLDEN_PLACED = 8, 3
+# of the numbers that tests have
+GOLDEN_ESTIMATES = 24
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "4 ranks": {"world_size": 4, "compute_device": "cuda"},
+    "2 hosts of 8": {"world_size": 16, "compute_device": "cuda", "local_world_size": 8},
+    "pods of 2 hosts": {"world_size": 8, "compute_device": "cuda", "local_world_size": 2, "pod_size": 2},
+    "uneven memory": {"world_size": 3, "compute_device": "cuda", "custom": {"hbm_cap": [10, 20, 40]}},
+    "CPU": {"world_size": 4, "compute_device": "cpu"},
+}
+CONSTRAINTS: dict[str, dict[str, dict[str, Any]]] = {
+    "no constraints": {},
+    "constraints": {
+        "t3": {
+            "sharding_types": ["column_wise", "grid_shard", "table_wise"], "min_partition": 32,
+            "pooling_factors": [7.5], "compute_kernels": ["fused", "key_value"],
+        },
+        "s1": {"compute_kernels": ["fused_uvm_caching"]},
+    },
+}  # fmt: skip
 
 
-def our_library() -> Library:
-    """shardwise's classes."""
-    return Library(
-        types, shard_estimators, CacheParams, SimpleNamespace, DataType,
-        {**DENSE_OPTIMIZERS, "RowWiseAdagrad": RowWiseAdagrad},
-    )  # fmt: skip
-
-
-def their_library() -> Library:
-    """torchrec's classes."""
-    plans = import_module("torchrec.distributed.types")
-    both = ModuleType("types")
-    # ours has them in one place
-    vars(both).update(vars(import_module("torchrec.distributed.planner.types")))
-    vars(both).update(PipelineType=plans.PipelineType, StorageUsageType=plans.StorageUsageType)
-    estimators = import_module("torchrec.distributed.planner.shard_estimators")
-    rowwise = import_module("torchrec.optim").RowWiseAdagrad
-    return Library(
-        both, estimators, plans.CacheParams, plans.KeyValueParams,
-        import_module("torchrec.modules.embedding_configs").DataType, {**DENSE_OPTIMIZERS, "RowWiseAdagrad": rowwise},
-    )  # fmt: skip
-
-
-def golden() -> int:
-    """Prints as JSON, for each of the first random cases, how many shards there are and what the first costs."""
-    theirs = their_library()
+def golden_estimates() -> str:
+    """For each of the first random cases, how many shards there are and what the first costs, as JSON."""
     lines = []
-    for case in random_cases(GOLDEN):
-        _, perfs, storages = estimate(case, theirs)
+    for case in random_cases(GOLDEN_ESTIMATES):
+        _, perfs, storages = estimate(case, torchrec(PLANNER))
         lines.append(json.dumps([len(perfs), [float(f"{ms:.14g}") for ms in perfs[0]], storages[0]]))
-    print("[", ",\n ".join(lines), "]", sep="\n ")
-    return 0
+    return "[\n " + ",\n ".join(lines) + "\n]\n"
 
 
-def formulas(count: int) -> int:
+def formulas(count: int) -> tuple[str, bool]:
     """Compares estimates of many random options."""
-    ours, theirs = our_library(), their_library()
+    ours, theirs = libraries.ours(PLANNER), torchrec(PLANNER)
     shards, unequal, worst = 0, 0, 0.0
     for case in random_cases(count, seed=1):
         _, perfs, storages = estimate(case, theirs)
@@ -87,53 +90,306 @@ def formulas(count: int) -> int:
         for theirs_ms, ours_ms in zip(perfs, our_perfs, strict=True):
             for a, b in zip(theirs_ms, ours_ms, strict=True):
                 worst = max(worst, abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0)
-    print(
+    line = (
         f"{count} options, {shards} shards: largest relative difference of a time {worst:g}, {unequal} storages differ"
     )
-    return int(worst > 1e-12 or unequal > 0)
+    return line, worst <= 1e-12 and not unequal
 
 
-def options() -> int:
-    """Compares what the enumerators list."""
-    from .beside_planner_options import compare
+class _Bags(EmbeddingBagCollectionSharder):
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return torchrec_options.sharding_types(True, compute_device_type)
 
-    unequal = 0
-    for name, ours, theirs, same in compare():
-        print(f"{name}: {theirs} options of torchrec, {ours} of ours, {'the same' if same else 'DIFFERENT'}")
-        unequal += not same
-    return int(unequal > 0)
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return torchrec_options.compute_kernels(sharding_type, compute_device_type)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("golden", "formulas", "options", "plans", "times"))
-    parser.add_argument("--count", type=int, default=5000, help="random options of `formulas`")
-    parser.add_argument("--tables", type=Path, help="folder of the sets of tables, for `plans`")
-    parser.add_argument("--only", default="", help="plans: sets whose name has this in it")
-    parser.add_argument("--shapes", default="", help="plans: shapes whose text has this in it, '8x1' say")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parents[1] / "results" / "planner")
-    parser.add_argument("--largest", type=int, default=2000, help="plans: most tables x ranks for TorchRec")
-    parser.add_argument("--again", action="store_true", help="plans: ours anew, TorchRec's as stored")
-    given = parser.parse_args(arguments)
+class _Rows(EmbeddingCollectionSharder):
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return torchrec_options.sharding_types(False, compute_device_type)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return torchrec_options.compute_kernels(sharding_type, compute_device_type)
+
+
+def compare_options() -> Iterator[tuple[str, int, int, bool]]:
+    """What is enumerated, how many options ours and TorchRec's are, and whether they are the same."""
+    theirs, ours = torchrec(PLANNER), libraries.ours(PLANNER)
+    for machines, topology in TOPOLOGIES.items():
+        for asked, constraints in CONSTRAINTS.items():
+            if topology["compute_device"] == "cpu" and constraints:
+                continue
+            listed = _enumerator(theirs, topology, constraints).enumerate(_model(theirs), theirs.get_default_sharders())
+            found = _enumerator(ours, topology, constraints).enumerate(_model(ours), [_Bags(), _Rows()])
+            same = sorted(map(_described, found)) == sorted(map(_described, listed))
+            # tables come in the same order; TorchRec's order of a table's types depends on the process
+            order = [list(dict.fromkeys(o.fqn for o in one)) for one in (found, listed)]
+            yield f"{machines}, {asked}", len(found), len(listed), same and order[0] == order[1]
+
+
+def _enumerator(library: Any, topology: dict[str, Any], constraints: dict[str, dict[str, Any]]) -> Any:
+    arguments = dict(topology)
+    custom = arguments.pop("custom", None)
+    if custom:
+        arguments["custom_topology_data"] = library.CustomTopologyData(custom, topology["world_size"])
+    asked = {name: library.ParameterConstraints(**said) for name, said in constraints.items()}
+    return library.EmbeddingEnumerator(library.Topology(**arguments), 512, asked or None)
+
+
+def _model(library: Any) -> nn.Module:
+    bags = [
+        library.EmbeddingBagConfig(
+            name=f"t{i}", embedding_dim=dim, num_embeddings=1000 + 37 * i, feature_names=[f"f{i}"]
+        )
+        for i, dim in enumerate((8, 128, 256, 384, 512))
+    ]
+    rows = [
+        library.EmbeddingConfig(name=f"s{i}", embedding_dim=256, num_embeddings=2000 + i, feature_names=[f"g{i}"])
+        for i in range(2)
+    ]
+    made = nn.Module()
+    made.bags = library.EmbeddingBagCollection(device=torch.device("meta"), tables=bags)
+    made.inner = nn.Module()
+    made.inner.rows = library.EmbeddingCollection(device=torch.device("meta"), tables=rows)
+    return made
+
+
+def _described(option: Any) -> tuple[Any, ...]:
+    shards = tuple(
+        (*shard.size, *shard.offset, shard.storage.hbm, shard.storage.ddr, shard.storage.ssd, shard.perf.total,
+         shard.perf.input_dist_comms)
+        for shard in option.shards
+    )  # fmt: skip
+    kind = option.sharding_type, option.compute_kernel, option.partition_by
+    return option.fqn, *kind, shards, option.is_pooled, option.is_weighted, tuple(option.input_lengths)
+
+
+class Tally:
+    """Counts agreements, and keeps the text of everything that differs."""
+
+    def __init__(self) -> None:
+        self.agreed: Counter[str] = Counter()
+        self.on_purpose: Counter[str] = Counter()
+        self.different: list[str] = []
+
+    def compare(self, what: str, where: str, theirs: object, ours: object) -> None:
+        """Count one comparison."""
+        if theirs == ours:
+            self.agreed[what] += 1
+        else:
+            self.different.append(f"{what}, {where}:\n  theirs {str(theirs)[:300]}\n  ours   {str(ours)[:300]}")
+
+
+def sequence(lib: Any, proposer: Any, problem: Instance, **load: Any) -> tuple[list[list[Any]], float]:
+    """What a proposer proposes with TorchRec's feedback, and CPU seconds that it took itself."""
+    rating, partitioner = lib.NoopPerfModel(problem.topology), lib.GreedyPerfPartitioner()
+    begin = time.process_time()
+    proposer.load(list(problem.options), **load)
+    seconds = time.process_time() - begin
+    found: list[list[Any]] = []
+    while len(found) < MOST_PROPOSALS and (proposal := proposer.propose()):
+        lib.reset_shard_rank(proposal)
+        rated = None
+        with contextlib.suppress(lib.PlannerError):
+            rated = rating.rate(partitioner.partition(proposal, problem.topology))
+        found.append(list(proposal))
+        begin = time.process_time()
+        proposer.feedback(rated is not None, proposal, rated, problem.topology)
+        seconds += time.process_time() - begin
+    return found, seconds
+
+
+def placed(lib: Any, partitioner: Any, proposal: Sequence[Any], topology: Any) -> tuple[object, float]:
+    """Ranks of all shards, or the kind of error with its text where TorchRec's is kept; and CPU seconds."""
+    lib.reset_shard_rank(proposal)
+    begin = time.process_time()
     try:
-        import_module("torchrec")
-    except ImportError:
-        print("torchrec is not installed")
-        return 2
-    logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    if given.what == "times":
-        from .beside_planner_plans import times
-
-        return times(given.tables, only=given.only)
-    if given.what == "plans":
-        from .beside_planner_plans import plans
-
-        return plans(given.tables, given.results, only=given.only, shapes=given.shapes, largest=given.largest,
-                     again=given.again)  # fmt: skip
-    return {"golden": golden, "options": options}[given.what]() if given.what != "formulas" else formulas(given.count)
+        partitioner.partition(list(proposal), topology)
+    except Exception as error:
+        seconds = time.process_time() - begin
+        text = str(error)
+        return (type(error).__name__, text if text.startswith("Device partition failed") else ""), seconds
+    seconds = time.process_time() - begin
+    return [shard.rank for option in proposal for shard in option.shards], seconds
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def compare_parts(lib: Any, problem: Instance, where: str, tally: Tally, seconds: defaultdict[str, float]) -> None:
+    """Both sides' sequences of proposals and, for the first of each proposer, their placements and ratings."""
+    number = {id(option): k for k, option in enumerate(problem.options)}
+    proposals: dict[tuple[int, ...], list[Any]] = {}
+    ours_lib = libraries.ours(PLANNER)
+    sides = (lib, ours_lib)
+    for name, make in PROPOSERS.items():
+        theirs, their_seconds = sequence(lib, make(lib), problem)
+        ours, our_seconds = sequence(lib, make(ours_lib), problem)
+        told = [[[number[id(option)] for option in one] for one in side] for side in (theirs, ours)]
+        tally.compare(f"proposals, {name}", where, *told)
+        seconds[f"theirs, {name}"] += their_seconds
+        seconds[f"ours, {name}"] += our_seconds
+        for one in theirs[:MOST_PLACED]:
+            proposals.setdefault(tuple(number[id(option)] for option in one), one)
+    for proposal in proposals.values():
+        for name, make in PARTITIONERS.items():
+            theirs_at, their_seconds = placed(lib, make(lib), proposal, problem.topology)
+            ours_at, our_seconds = placed(lib, make(ours_lib), proposal, problem.topology)
+            tally.compare(f"ranks, {name}", where, theirs_at, ours_at)
+            seconds[f"theirs, {name}"] += their_seconds
+            seconds[f"ours, {name}"] += our_seconds
+            if isinstance(ours_at, list):
+                for model in ("NoopPerfModel", "NoopStorageModel"):
+                    rates = [getattr(side, model)(problem.topology).rate(proposal) for side in sides]
+                    tally.compare(f"rating, {model}", where, *rates)
+
+
+def model_instance(lib: Any, tables: int, hosts: int, *, cached: bool = False) -> tuple[Instance, Any]:
+    """The options that TorchRec's enumerator finds for tables on hosts of eight ranks, and the enumerator.
+
+    `cached`: tables are kept on the host with caches that have statistics, else every type and two kernels are allowed.
+    """
+    configs = [
+        lib.EmbeddingBagConfig(
+            name=f"table_{k}",
+            num_embeddings=1000 * (1 + 7 * k % 23) ** 3,
+            embedding_dim=(64, 128, 256)[k % 3],
+            feature_names=[f"feature_{k}"],
+        )
+        for k in range(tables)
+    ]
+
+    def statistics(k: int, config: Any) -> Any:
+        hits = torch.tensor([1000 // (k % 5 + bin_ + 1) for bin_ in range(20)])
+        return lib.EmbeddingOffloadStats(0.1 + 0.05 * (k % 7), 500 * (k + 1), hits, config.num_embeddings)
+
+    constraints = {}
+    for k, config in enumerate(configs):
+        kernels, params = ["fused", "fused_uvm"], None
+        if cached:
+            kernels = ["fused_uvm_caching"] if k % 6 else ["fused"]
+            params = lib.CacheParams(load_factor=0.1 + 0.02 * (k % 9), stats=statistics(k, config) if k % 4 else None)
+        constraints[config.name] = lib.ParameterConstraints(
+            sharding_types=["table_wise", "row_wise"] if cached else None,
+            compute_kernels=kernels,
+            pooling_factors=[float(1 + k % 10)],
+            cache_params=params,
+        )
+    topology = lib.Topology(world_size=8 * hosts, local_world_size=8, compute_device="cuda", hbm_cap=24 * 2**30)
+    enumerator = lib.EmbeddingEnumerator(topology, batch_size=512, constraints=constraints)
+    model = torch.nn.Module()
+    model.sparse = lib.EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    return Instance(enumerator.enumerate(model, [lib.EmbeddingBagCollectionSharder()]), topology), enumerator
+
+
+def compare_offload(lib: Any, tally: Tally) -> None:
+    """Kernels and load factors of every proposal, which go through the enumerator's estimates again."""
+    for tables in (6, 24):
+        problem, enumerator = model_instance(lib, tables, 1, cached=True)
+        sides = []
+        for side in (lib, libraries.ours(PLANNER)):
+            found, _ = sequence(lib, side.EmbeddingOffloadScaleupProposer(), problem, enumerator=enumerator)
+            sides.append([[(o.fqn, o.compute_kernel, o.cache_load_factor) for o in one] for one in found])
+        tally.compare(f"proposals, offload ({len(sides[0])})", f"{tables} cached tables", *sides)
+
+
+def compare_stats(lib: Any, tally: Tally) -> None:
+    """Every line of both texts, but for layout and for how ranks are written."""
+    reservation = lib.InferenceStorageReservation(0.15)
+    for tables, hosts, cached in ((26, 1, False), (40, 2, False), (12, 1, True)):
+        problem, enumerator = model_instance(lib, tables, hosts, cached=cached)
+        constraints = enumerator._constraints
+        topology = lib.Topology(8 * hosts, "cuda", hbm_cap=2**39, ddr_cap=2**42, local_world_size=8)
+        for options in range(3):
+            by_table: dict[str, list[Any]] = {}
+            for option in problem.options:
+                by_table.setdefault(option.fqn, []).append(option)
+            plan = [found[options * k % len(found)] for k, found in enumerate(by_table.values())]
+            lib.GreedyPerfPartitioner().partition(plan, topology)
+            reservation._dense_storage, reservation._kjt_storage = plan[0].total_storage, plan[-1].total_storage
+            sharding_plan = lib.to_sharding_plan(plan, topology)
+            arguments = (sharding_plan, topology, 512, reservation, 7, 3, 1.25, plan, constraints, None, enumerator)
+            theirs = lib.EmbeddingStats()
+            theirs.log(*arguments)
+            sides = (theirs._stats_table, libraries.ours(PLANNER).EmbeddingStats().render(*arguments).splitlines())
+            told = [[line for one in side if (line := _bare(one))] for side in sides]
+            for line, other in zip_longest(*told):
+                if line != other and line and other and line.startswith("Top Tier"):
+                    tally.on_purpose["tiers"] += 1
+                else:
+                    tally.compare("lines of stats", f"{tables} tables", line, other)
+
+
+def _bare(line: str) -> str:
+    """A line without its frame, its rules and runs of blanks, each rank by itself."""
+    words = " ".join(line.strip().strip("#").split()).replace("[", "").replace("]", "").replace(", ", ",")
+    words = re.sub(r"(ranks? )(\d+)-(\d+)$", _each, words).replace("on no rank", "on rank").removesuffix(" ")
+    return words if words.strip("- ") else ""
+
+
+def _each(run: re.Match[str]) -> str:
+    return run[1] + ",".join(map(str, range(int(run[2]), int(run[3]) + 1)))
+
+
+def golden(lib: Any, path: Path) -> None:
+    """Write what TorchRec proposes and where it places, for tests without TorchRec."""
+    cases = {}
+    for seed in GOLDEN_SEEDS:
+        problem = instance(seed, lib)
+        number = {id(option): k for k, option in enumerate(problem.options)}
+        sequences = {}
+        for name, make in PROPOSERS.items():
+            found, _ = sequence(lib, make(lib), problem)
+            sequences[name] = [[number[id(option)] for option in one] for one in found[:GOLDEN_PROPOSALS]]
+        ranks = {
+            name: [
+                placed(lib, make(lib), [problem.options[k] for k in one], problem.topology)[0]
+                for one in sequences["greedy"][:GOLDEN_PLACED]
+            ]
+            for name, make in PARTITIONERS.items()
+        }
+        cases[seed] = {"proposals": sequences, "ranks": ranks}
+    lines = [f" {json.dumps(str(seed))}: {json.dumps(case)}" for seed, case in cases.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def parts(lib: Any, instances: int) -> tuple[list[str], bool]:
+    """Counts of agreements, all differences, and CPU seconds of both."""
+    tally, seconds = Tally(), defaultdict[str, float](float)
+    for seed in range(instances):
+        compare_parts(lib, instance(seed, lib), f"instance {seed}", tally, defaultdict(float))
+    for tables, hosts in ((5, 1), (26, 1), (40, 2)):
+        problem, _ = model_instance(lib, tables, hosts)
+        compare_parts(lib, problem, f"model of {tables} tables on {8 * hosts} ranks", tally, seconds)
+    compare_offload(lib, tally)
+    compare_stats(lib, tally)
+    lines = [f"{count:7d} agree: {what}" for what, count in sorted(tally.agreed.items())]
+    lines += [f"{count:7d} differ on purpose: {ON_PURPOSE[why]}" for why, count in tally.on_purpose.items()]
+    lines += [f"{len(tally.different):7d} differ", *tally.different, "CPU seconds for the models, theirs and ours:"]
+    lines += [
+        f"  {name}: {seconds[f'theirs, {name}']:.3f} {seconds[f'ours, {name}']:.3f}"
+        for name in (*PROPOSERS, *PARTITIONERS)
+    ]
+    return lines, not tally.different
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--count", type=int, default=5000, help="random options")
+    parser.add_argument("--instances", type=int, default=100, help="random planning problems")
+    parser.add_argument("--golden", type=Path, help="write what TorchRec proposes, and print its estimates, as tests/support/golden has them")
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Compare and print.
+
+    Raises:
+        ImportError: TorchRec is not installed.
+    """
+    lib = torchrec(PLANNER)
+    if options.golden:
+        golden(lib, options.golden)
+        return Report(golden_estimates(), True)
+    line, good = formulas(options.count)
+    lines = [line]
+    for name, ours, theirs, same in compare_options():
+        lines.append(f"{name}: {theirs} options of torchrec, {ours} of ours, {'the same' if same else 'DIFFERENT'}")
+        good = good and same
+    of_parts, same = parts(lib, options.instances)
+    return Report("\n".join([*lines, *of_parts]) + "\n", good and same)

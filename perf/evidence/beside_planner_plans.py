@@ -8,33 +8,70 @@ memory is added up as well. What was computed is kept as JSON, a file for each s
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
+import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.perf.evidence.report import ROOT, Report, grid
+from shardwise.perf.suite.cases.planner import OPTIMIZER, generated
+from shardwise.perf.suite.libraries import PLANNER, torchrec
+from shardwise.planner.cost.costs import constants_of
 from shardwise.planner.cost.torchrec import TorchRecCost
 from shardwise.planner.errors import PlannerError
 from shardwise.planner.plan.files import read_tables
 from shardwise.planner.plan.planning import plan_tables
+from shardwise.planner.report.explanation import facts
 from shardwise.planner.search.problem import DoesNotFitError
 from shardwise.planner.search.solve import certify, solve
 from shardwise.planner.tables import Table
-from shardwise.planner.topology import Topology
+from shardwise.planner.topology import GIB, Topology
 from shardwise.planner.torchrec.options import placed_options, problem_of
 
-from .planner_sets import generated
-
-GIB = 1024**3
 NARROW = 32
+LOCAL = 8
+# of what a card has, kept free for dense layers, activations and the allocator
+RESERVED = 0.15
+# set -> (ranks, card, GiB of it, samples of a rank's batch)
+CLUSTERS: dict[str, tuple[tuple[int, str, int, int], ...]] = {
+    "criteo_kaggle_dlrm": ((8, "h100", 80, 2048),),
+    "criteo_1tb_cap10m_dlrm": ((8, "h100", 80, 2048),),
+    "criteo_1tb_cap40m_mlperf_v1": ((8, "h100", 80, 8192), (16, "h100", 80, 4096)),
+    "criteo_1tb_uncapped_torchrec": ((8, "h100", 80, 8192),),
+    "mlperf_dlrm_dcnv2_multihot": ((8, "h100", 80, 8192), (16, "h100", 80, 4096), (64, "h100", 80, 1024)),
+    "criteo_kaggle_x4_min10": ((8, "h100", 80, 2048),),
+    "avazu_x4_min2": ((8, "h100", 80, 2048),),
+    "taobao_ad_x1_bars": ((8, "h100", 80, 2048),),
+    "taobao_ad_tzrec_din": ((8, "h100", 80, 2048),),
+    "kuaivideo_x1_bars": ((8, "h100", 80, 2048),),
+    "amazonelectronics_x1_bars": ((8, "h100", 80, 2048),),
+    "microvideo1.7m_x1_bars": ((8, "h100", 80, 2048),),
+    "ali_ccp_tzrec_dbmtl": ((8, "h100", 80, 2048),),
+    "kuairand_tzrec_dlrm_hstu": ((8, "h100", 80, 2048),),
+    "dlrm_v3_kuairand": ((8, "h100", 80, 2048),),
+    "dlrm_v3_streaming": ((32, "h100", 80, 512),),
+    "dlrm_v3_movielens_13b": ((32, "h100", 80, 512),),
+    "hugectr_7table_470B_hotness20": ((32, "h100", 80, 2048),),
+    "ml_latest_small_measured": ((8, "h100", 80, 2048),),
+    "kuairand_pure_measured": ((8, "h100", 80, 2048),),
+    "nv_synthetic_tiny_v3": ((8, "h100", 80, 8192), (16, "h100", 80, 4096)),
+    "nv_synthetic_small_v3": ((8, "h100", 80, 8192), (16, "h100", 80, 4096), (32, "h100", 80, 2048)),
+    "nv_synthetic_large_v3": ((16, "h100", 80, 4096), (64, "h100", 80, 1024), (128, "h100", 80, 512)),
+    "nv_synthetic_jumbo_v3": ((64, "h100", 80, 1024), (128, "h100", 80, 512), (256, "h100", 80, 256)),
+    "nv_synthetic_colossal_v3": ((256, "h200", 141, 256),),
+}
+GENERATED_CLUSTERS = ((850, 16, 256), (850, 128, 512))
 # tables of generated sets
 GENERATED = (50, 200)
 PROPOSERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,8 +103,8 @@ SHAPES = tuple(Shape(ranks, hosts, batch) for ranks, hosts in ((8, 1), (16, 2), 
 
 def plans(
     tables: Path | None, results: Path, *, only: str = "", shapes: str = "", largest: int = 2000, again: bool = False
-) -> int:
-    """Compares all sets in a folder and generated ones; status 1 if a plan of ours is worse than TorchRec's best.
+) -> bool:
+    """Compares all sets in a folder and generated ones; whether no plan of ours is worse than TorchRec's best.
 
     Args:
         results: folder of what was computed.
@@ -85,10 +122,10 @@ def plans(
                     shown.append(_compare(name, found, shape, results, again))
                     _show(shown[-1])
     print("\n".join(_summary(shown)))
-    return int(any(_faults(known) for known in shown))
+    return not any(_faults(known) for known in shown)
 
 
-def times(tables: Path | None, *, only: str = "", laps: int = 3) -> int:
+def times(tables: Path | None, *, only: str = "", laps: int = 3) -> None:
     """CPU seconds of planning sets of 26 tables for 8 ranks: TorchRec's planner, ours under our costs, our bound."""
     print("| set | batch | ours, the plan | the best bound | TorchRec | ours / torchrec |\n|---|---|---|---|---|---|")
     for name, read in _sets(tables):
@@ -109,7 +146,6 @@ def times(tables: Path | None, *, only: str = "", laps: int = 3) -> int:
                 f"| {name} | {shape.batch_size} | {mine:.2f} | {bound:.2f} | {their:.2f} | {mine / their:.2f}x |",
                 flush=True,
             )
-    return 0
 
 
 def _sets(folder: Path | None) -> Iterator[tuple[str, Callable[[], Sequence[Table]]]]:
@@ -152,10 +188,9 @@ class _TorchRec:
 
     def __init__(self, tables: Sequence[Table], shape: Shape) -> None:
         self.tables, self.shape = tables, shape
-        self.planner = import_module("torchrec.distributed.planner")
-        self.types = import_module("torchrec.distributed.planner.types")
+        self.library = torchrec(PLANNER)
         local = shape.ranks // shape.hosts
-        self.topology = self.types.Topology(shape.ranks, "cuda", hbm_cap=80 * GIB, local_world_size=local)
+        self.topology = self.library.Topology(shape.ranks, "cuda", hbm_cap=80 * GIB, local_world_size=local)
         self.ours = Topology(shape.ranks, "cuda", hbm_cap=80 * GIB, local_world_size=local)
         self.model = _model(tables)
 
@@ -168,16 +203,15 @@ class _TorchRec:
         yield BY_ITSELF, self._by_itself
 
     def _enumerated(self, min_partition: int | None = None) -> list[Any]:
-        enumerator = import_module("torchrec.distributed.planner.enumerators").EmbeddingEnumerator
-        sharders = import_module("torchrec.distributed.sharding_plan").get_default_sharders()
-        listed: list[Any] = enumerator(
+        enumerator = self.library.EmbeddingEnumerator(
             self.topology, self.shape.batch_size, self._constraints(min_partition)
-        ).enumerate(self.model, sharders)
+        )
+        listed: list[Any] = enumerator.enumerate(self.model, self.library.get_default_sharders())
         return listed
 
     def _constraints(self, min_partition: int | None = None) -> dict[str, Any]:
         return {
-            table.name: self.types.ParameterConstraints(
+            table.name: self.library.ParameterConstraints(
                 pooling_factors=[feature.pooling_factor for feature in table.features],
                 num_poolings=[feature.num_poolings for feature in table.features],
                 batch_sizes=[feature.batch_size or self.shape.batch_size for feature in table.features],
@@ -188,22 +222,18 @@ class _TorchRec:
 
     def _theirs(self, label: str) -> dict[str, Any]:
         proposer, arguments = PROPOSERS[label]
-        planner = self.planner.EmbeddingShardingPlanner(
+        planner = self.library.EmbeddingShardingPlanner(
             topology=self.topology,
             batch_size=self.shape.batch_size,
             constraints=self._constraints(),
-            storage_reservation=import_module(
-                "torchrec.distributed.planner.storage_reservations"
-            ).FixedPercentageStorageReservation(0.0),
-            proposer=getattr(import_module("torchrec.distributed.planner.proposers"), proposer)(**arguments)
-            if proposer
-            else None,
+            storage_reservation=self.library.FixedPercentageStorageReservation(0.0),
+            proposer=getattr(self.library, proposer)(**arguments) if proposer else None,
             stats=[],
             debug=False,
         )
         try:
-            planner.plan(self.model, import_module("torchrec.distributed.sharding_plan").get_default_sharders())
-        except self.types.PlannerError as error:
+            planner.plan(self.model, self.library.get_default_sharders())
+        except self.library.PlannerError as error:
             return {"rating_ms": None, "why": str(error).strip().splitlines()[0][:100]}
         return {"rating_ms": self._rated(planner._best_plan)}
 
@@ -248,14 +278,12 @@ class _TorchRec:
                 left[shard.rank][1] -= shard.storage.ddr
         if min(map(min, left)) < 0:
             raise ValueError(f"a rank is {-min(map(min, left))} bytes over its memory")
-        model = import_module("torchrec.distributed.planner.perf_models").NoopPerfModel(self.topology)
-        return float(model.rate(plan))
+        return float(self.library.NoopPerfModel(self.topology).rate(plan))
 
 
 def _model(tables: Sequence[Table]) -> nn.Module:
     """TorchRec's collections of these tables: of bags with weights and without, of rows for each width."""
-    torchrec = import_module("torchrec")
-    types = import_module("torchrec.modules.embedding_configs").DataType
+    library = torchrec(PLANNER)
     made, meta = nn.Module(), torch.device("meta")
 
     def configs(kind: Any, some: Sequence[Table]) -> list[Any]:
@@ -263,21 +291,21 @@ def _model(tables: Sequence[Table]) -> nn.Module:
             kind(
                 name=table.name, num_embeddings=table.num_embeddings, embedding_dim=table.embedding_dim,
                 feature_names=[f"{table.name}.{feature.name}" for feature in table.features],
-                data_type=types[table.data_type.value],
+                data_type=library.DataType[table.data_type.value],
             )
             for table in some
         ]  # fmt: skip
 
     for weighted in (False, True):
         bags = configs(
-            torchrec.EmbeddingBagConfig, [table for table in tables if table.pooled and table.weighted == weighted]
+            library.EmbeddingBagConfig, [table for table in tables if table.pooled and table.weighted == weighted]
         )
         if bags:
-            collection = torchrec.EmbeddingBagCollection(device=meta, tables=bags, is_weighted=weighted)
+            collection = library.EmbeddingBagCollection(device=meta, tables=bags, is_weighted=weighted)
             made.add_module("weighted_bags" if weighted else "bags", collection)
     for dim in sorted({table.embedding_dim for table in tables if not table.pooled}):
         rows = [table for table in tables if not table.pooled and table.embedding_dim == dim]
-        collection = torchrec.EmbeddingCollection(device=meta, tables=configs(torchrec.EmbeddingConfig, rows))
+        collection = library.EmbeddingCollection(device=meta, tables=configs(library.EmbeddingConfig, rows))
         made.add_module(f"rows_{dim}", collection)
     return made
 
@@ -338,3 +366,193 @@ def _summary(shown: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"| {known['set']} | {known['tables']} | {shape.ranks} x {shape.hosts} | {shape.batch_size} | {theirs} |"
             f" {told[0]} | {bound} | {told[1]} | {runs['as it is']['cpu_s']:.2f} | {runs[BY_ITSELF]['cpu_s']:.2f} |"
         )
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one plan came to."""
+
+    set: str
+    tables: int
+    ranks: int
+    topology: str
+    batch_size: int
+    cost: str
+    settings: dict[str, str]
+    step_ms: float
+    bound_ms: float
+    gap: float
+    base_ms: float
+    gap_beyond_base: float
+    proven: bool
+    bound_from: str
+    seconds: float
+    cpu_seconds: float
+
+
+def machines(ranks: int, card: str, gib: int) -> Topology:
+    """Hosts of 8 cards with what the reservation leaves of each."""
+    return Topology(
+        ranks, "cuda", hbm_cap=int(gib * GIB * (1 - RESERVED)), local_world_size=min(LOCAL, ranks), card=card
+    )
+
+
+def planned(name: str, tables: Sequence[Table], topology: Topology, batch_size: int, cost: str) -> Row:
+    """Plan and say what came out."""
+    gc.collect()
+    begin = time.process_time()
+    constants = constants_of(topology.card) if cost == "shardwise" else None
+    settings = {
+        "reservation": f"{RESERVED:.0%} of HBM",
+        "optimizer": OPTIMIZER,
+        "enumerator": "all ways that the engine runs" if constants else "TorchRec's ways and kernels",
+        "constants": constants.source if constants else "TorchRec's bandwidths",
+    }
+    plan = plan_tables(tables, topology, batch_size, cost=cost, settings=settings)
+    taken = time.process_time() - begin
+    found, base = plan.certified, float(plan.problem.base_ms.max())
+    machine = facts(plan)["topology"]
+    beyond = (found.time_ms - found.bound_ms) / (found.bound_ms - base) if found.bound_ms > base else 0.0
+    return Row(
+        name, len(tables), topology.world_size, machine, batch_size, cost, plan.settings, found.time_ms,
+        found.bound_ms, found.gap, base, beyond, found.proven, found.bound_from, plan.seconds, taken,
+    )  # fmt: skip
+
+
+def cases(folder: Path | None, only: str) -> Iterator[tuple[str, list[Table], Topology, int]]:
+    """Name, tables, machines and batch size of all that is planned."""
+    for name, shapes in CLUSTERS.items():
+        file = None if folder is None else folder / f"{name}.json"
+        if only in name and file is not None and file.is_file():
+            tables = [replace(table, optimizer=OPTIMIZER) for table in read_tables(file)]
+            for ranks, card, gib, batch_size in shapes:
+                yield name, tables, machines(ranks, card, gib), batch_size
+    for count, ranks, batch_size in GENERATED_CLUSTERS:
+        name = f"generated_{count}"
+        if only in name:
+            yield name, generated(count), machines(ranks, "h100", 80), batch_size
+
+
+def scaling(cost: str) -> list[tuple[int, int, float]]:
+    """Tables, ranks and CPU seconds of generated sets."""
+    found = []
+    for count in (25, 50, 100, 200, 400, 800, 1600):
+        for ranks in (8, 32, 128):
+            try:
+                row = planned("", generated(count), machines(ranks, "h100", 80), 512, cost)
+            except PlannerError as error:
+                print(f"{count} tables x {ranks} ranks: {str(error).splitlines()[0]}", file=sys.stderr)
+                continue
+            found.append((count, ranks, row.cpu_seconds))
+            print(f"{count} tables x {ranks} ranks: {row.cpu_seconds:.2f} s of CPU, gap {row.gap:.2%}", flush=True)
+    return found
+
+
+def drawn(points: Sequence[tuple[int, int, float]]) -> str:
+    """Seconds over tables x ranks as SVG, both axes logarithmic; a colour is a number of ranks."""
+    width, height, left, bottom = 640, 360, 60, 46
+    sizes, seconds = [t * r for t, r, _ in points], [s for _, _, s in points]
+    low_x, high_x = math.log10(min(sizes)) - 0.1, math.log10(max(sizes)) + 0.1
+    low_y, high_y = math.floor(math.log10(min(seconds))), math.ceil(math.log10(max(max(seconds), 5)))
+
+    def x(size: float) -> float:
+        return left + (math.log10(size) - low_x) / (high_x - low_x) * (width - left - 20)
+
+    def y(second: float) -> float:
+        return height - bottom - (math.log10(second) - low_y) / (high_y - low_y) * (height - bottom - 20)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        "<style>text{font:12px sans-serif;fill:#1f2328}line{stroke:#d1d9e0}</style>",
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+    ]
+    for power in range(low_y, high_y + 1):
+        at = y(10.0**power)
+        parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{10.0**power:g} s</text>')
+    for power in range(math.ceil(low_x), math.floor(high_x) + 1):
+        at = x(10.0**power)
+        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="20" y2="{height - bottom}"/>')
+        parts.append(f'<text x="{at:.1f}" y="{height - bottom + 18}" text-anchor="middle">{10**power:,}</text>')
+    parts.append(f'<text x="{width / 2:.0f}" y="{height - 8}" text-anchor="middle">tables x ranks</text>')
+    limit = y(5.0)
+    parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{limit:.1f}" y2="{limit:.1f}" style="stroke:#cf222e"/>')
+    parts.append(f'<text x="{width - 24}" y="{limit - 5:.1f}" text-anchor="end">5 s</text>')
+    colours = dict(zip(sorted({r for _, r, _ in points}), ("#0969da", "#bc4c00", "#1a7f37", "#8250df"), strict=False))
+    for tables, ranks, second in points:
+        title = f"<title>{tables} tables, {ranks} ranks: {second:.2f} s</title>"
+        place = f'cx="{x(tables * ranks):.1f}" cy="{y(second):.1f}"'
+        parts.append(f'<circle {place} r="4" fill="{colours[ranks]}">{title}</circle>')
+    for n, (ranks, colour) in enumerate(colours.items()):
+        at = height - bottom - 60 + 18 * n
+        parts.append(f'<circle cx="{width - 110}" cy="{at}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{width - 100}" y="{at + 4}">{ranks} ranks</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def sets(tables: Path | None, *, only: str, cost: str, result: Path | None) -> None:
+    """Plan every set that fits on several clusters and print a row for each; `result` keeps the numbers as JSON.
+
+    The gap beyond base is the gap as a share of what a plan can change: the bound less what every rank spends whatever
+    the plan. Seconds are of pricing, search, bound and gap; imports are not in it.
+    """
+    rows = []
+    for name, found, topology, batch_size in cases(tables, only):
+        try:
+            rows.append(planned(name, found, topology, batch_size, cost))
+        except PlannerError as error:
+            print(f"{name} on {topology.world_size}: {str(error).splitlines()[0]}", file=sys.stderr)
+    print("\n".join(grid(HEADER, map(_cells, rows))))
+    if result:
+        result.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    print("\nTables are those of the file of that name, or generated by this script. Settings:")
+    for what, value in dict.fromkeys(pair for row in rows for pair in row.settings.items()):
+        print(f"- {what}: {value}")
+    for line in dict.fromkeys(row.topology for row in rows):
+        print(f"- {line}")
+
+
+HEADER = (
+    "set", "tables", "ranks", "batch", "step ms", "bound ms", "gap", "beyond base", "proven", "seconds", "bound from",
+)  # fmt: skip
+
+
+def _cells(row: Row) -> list[object]:
+    return [
+        row.set, row.tables, row.ranks, row.batch_size, f"{row.step_ms:.4g}", f"{row.bound_ms:.4g}", f"{row.gap:.2%}",
+        f"{row.gap_beyond_base:.2%}", "yes" if row.proven else "no", f"{row.seconds:.2f}", row.bound_from,
+    ]  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("plans", "times", "sets"), help="plans and times need TorchRec")
+    parser.add_argument("--tables", type=Path, help="folder of the sets; without it only generated ones are planned")
+    parser.add_argument("--only", default="", help="sets whose name has this in it")
+    parser.add_argument("--shapes", default="", help="plans: shapes whose text has this in it, '8x1' say")
+    parser.add_argument("--results", type=Path, default=ROOT / "perf" / "results" / "planner", help="of plans")
+    parser.add_argument("--largest", type=int, default=2000, help="plans: most tables x ranks for TorchRec")
+    parser.add_argument("--again", action="store_true", help="plans: ours anew, TorchRec's as stored")
+    parser.add_argument("--cost", default="shardwise", choices=["shardwise", "torchrec"], help="sets: the cost model")
+    parser.add_argument("--json", type=Path, help="sets: keep the numbers")
+    parser.add_argument("--plot", type=Path, help="sets: only draw seconds over tables x ranks of generated ones (SVG)")
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Plan, and print as it goes.
+
+    Raises:
+        ImportError: TorchRec is not installed, and is asked for.
+    """
+    good = True
+    if options.what != "sets":
+        torchrec(PLANNER)
+    if options.what == "times":
+        times(options.tables, only=options.only)
+    elif options.what == "plans":
+        good = plans(options.tables, options.results, only=options.only, shapes=options.shapes,
+                     largest=options.largest, again=options.again)  # fmt: skip
+    elif options.plot:
+        options.plot.write_text(drawn(scaling(options.cost)))
+    else:
+        sets(options.tables, only=options.only, cost=options.cost, result=options.json)
+    return Report("", good)

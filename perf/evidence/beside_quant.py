@@ -1,31 +1,30 @@
 """Quantize the same rows with FBGEMM on the CPU and with shardwise, look them up on both, compare bits and errors.
 
-Run as `python -m shardwise.perf.evidence.beside_quant [--write docs/beside_fbgemm_quant.md]` where TorchRec 1.8.0 is installed;
-that document tells how to read what is printed, and keeps it. Exit status 1: something differs by more than it may; 2:
-no TorchRec.
+docs/beside_fbgemm_quant.md tells how to read what is printed, and keeps it.
+
+Letters: R rows, D dim, T tables, B samples, N ids.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
-import warnings
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.embeddings.quant import QuantizedTable, QuantizedTables
+from shardwise.embeddings.tables.table_layout import LookupFeature
 from shardwise.inference import quantize_inference_model
+from shardwise.kernels import quantize_rows
+from shardwise.perf.evidence.report import Report, Section, report_of
+from shardwise.perf.suite import libraries
+from shardwise.perf.suite.cases.quantized import Stored, inference_tables, stored
 from shardwise.quant import load_torchrec_state_dict, torchrec_state_dict
 
-from .parity import versions
-from .quant_sides import ROWS, Lookup, Stored, load_fbgemm, stored
-
-MARK = "<!-- below: as perf/evidence/beside_quant.py printed it -->"
 SHAPES, SEED = 40, 0
 # outputs may be so many steps apart, after one unit in the last place of halves; an error of quantizing so large
 STEPS, WORST = 1e-3, 1.0
@@ -43,13 +42,26 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MODEL_DTYPES = {
     "int8": torch.qint8, "int4": torch.quint4x2, "int2": torch.quint2x4, "fp16": torch.float16, "fp32": torch.float32,
 }  # fmt: skip
-
-
-class Section(NamedTuple):
-    """Lines to print, and what in them is not as it has to be."""
-
-    lines: list[str]
-    bad: list[str]
+# kinds of rows, from normal numbers [R, D]
+ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "trained": lambda x: 0.02 * x,
+    "constant": lambda x: x[:, :1].expand_as(x).contiguous(),
+    "zeros": torch.zeros_like,
+    "zeros of both signs": lambda x: torch.where(x > 0, 0.0, -0.0),
+    "around 10": lambda x: 10 + 0.01 * x,
+    "a last place around 1": lambda x: 1 + 1e-7 * x,
+    "small": lambda x: 1e-4 * x,
+    "tiny": lambda x: 1e-8 * x,
+    "subnormal": lambda x: 1e-41 * x,
+    "near the end of fp16": lambda x: 8e3 * x,
+    "beyond fp16": lambda x: 1e6 * x,
+    "huge": lambda x: 1e30 * x,
+    "one outlier": lambda x: torch.where(torch.arange(x.shape[1]) == x.shape[1] // 2, 1e4, x),
+    "negative": lambda x: -x.abs() - 1,
+    "few values": lambda x: x.round(),
+    "an infinity": lambda x: torch.where(torch.arange(x.shape[1]) == x.shape[1] // 2, torch.inf, x),
+}
 
 
 def same_bits(a: Tensor, b: Tensor) -> Tensor:
@@ -140,6 +152,52 @@ def rows_section(shapes: int) -> Section:
     lines += [line for name, why in DIFFERENT.items() for line in (f"{name}: {why}.", "")]
     bad += [f"{name}: values are {worst:.2g} of a row apart" for name, worst in apart.items() if not worst <= VALUES]
     return Section(lines, bad)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Ids of T features and B samples over tables of one format; `mode` is sum, mean or sequence."""
+
+    format: str
+    mode: str
+    tables: list[tuple[int, int]]
+    ids: Tensor
+    offsets: Tensor
+    per_id_weights: Tensor | None
+    seed: int = 0
+
+    def planes(self) -> list[tuple[Tensor, Tensor]]:
+        """Payload and scales of each table."""
+        numbers = torch.Generator().manual_seed(self.seed)
+        drawn = [torch.randn(rows, dim, generator=numbers) for rows, dim in self.tables]
+        return [quantize_rows(values, self.format) for values in drawn]
+
+    def ours(self, dtype: torch.dtype) -> Tensor:
+        """Our output, pooled [B, sum of dims] or a sequence [N, D]."""
+        tables = [QuantizedTable(f"t{t}", *shape, self.format) for t, shape in enumerate(self.tables)]
+        lookups = [LookupFeature(f"f{t}", t, self.mode == "mean") for t in range(len(tables))]
+        group = QuantizedTables(tables, lookups)
+        for t, (payload, scales) in enumerate(self.planes()):
+            group.payload_of(t).copy_(payload)
+            group.scales_of(t).copy_(scales)
+        if self.mode == "sequence":
+            return group.sequence(self.ids, self.offsets, dtype)
+        return group.pooled(self.ids, self.offsets, self.per_id_weights, dtype)
+
+    def theirs(self, peer: Any, dtype: torch.dtype) -> Tensor:
+        """The output of FBGEMM's inference tables with the same rows."""
+        tbe = inference_tables(peer, self.format, self.mode, self.tables, dtype, self.planes())
+        output: Tensor = tbe(self.ids, self.offsets, self.per_id_weights)
+        return output
+
+    def steps(self) -> Tensor:
+        """The largest quantization step of each output column, [sum of dims] or [1]; 1 for formats without scales."""
+        largest = [
+            scales[:, 0].float().abs().max() if scales.shape[1] else torch.ones(()) for _, scales in self.planes()
+        ]
+        if self.mode == "sequence":
+            return torch.stack(largest).max()[None]
+        return torch.cat([step.expand(dim) for step, (_, dim) in zip(largest, self.tables, strict=True)])
 
 
 def lookup(format: str, mode: str, *, weighted: bool, index_dtype: torch.dtype) -> Lookup:
@@ -262,34 +320,15 @@ def _quantized(peer: Any, weights: Sequence[Tensor], dtype: torch.dtype) -> tupl
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="FILE", help=f"also put it into FILE, below the line {MARK!r}")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=int, default=SHAPES, help="tables of each kind of rows")
-    options = parser.parse_args(argv)
-    if options.write and MARK not in options.write.read_text():
-        parser.error(f"{options.write} has no line {MARK}")
-    # of dtypes and modules that torch is about to drop
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    try:
-        peer = load_fbgemm()
-    except ImportError as error:
-        print(
-            f"perf/evidence/beside_quant.py needs TorchRec ({error}): docs/beside_torchrec.md tells how",
-            file=sys.stderr,
-        )
-        return 2
-    found = [rows_section(options.shapes), lookups_section(peer), models_section(peer)]
-    bad = [fault for section in found for fault in section.bad]
-    head = [versions(peer.version), "", f"Not as it has to be: {len(bad)}.", ""]
-    head += [*(f"- {fault}" for fault in bad), *([""] if bad else [])]
-    text = "\n".join([*head, *(line for section in found for line in section.lines)]).rstrip() + "\n"
-    print(text)
-    if options.write:
-        options.write.write_text(f"{options.write.read_text().partition(MARK)[0]}{MARK}\n\n{text}")
-    return 1 if bad else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run(options: argparse.Namespace) -> Report:
+    """Compare and print.
+
+    Raises:
+        ImportError: TorchRec or FBGEMM is not installed.
+    """
+    peer = libraries.torchrec()
+    return report_of([rows_section(options.shapes), lookups_section(peer), models_section(peer)])

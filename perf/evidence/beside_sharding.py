@@ -1,44 +1,54 @@
 """Train sharded tables with TorchRec and with shardwise, in turn in the same two processes over gloo.
 
-Run as `python -m shardwise.perf.evidence.beside_sharding [--write docs/beside_torchrec_sharding.md]` where TorchRec 1.8.0 is
-installed; that document tells how and keeps what was printed. Exit status 1: losses differ, or there is more time or
-are more calls than there may be; 2: no TorchRec.
+docs/beside_torchrec_sharding.md tells how and keeps what was printed. Not as it has to be: losses differ, or there is
+more time or are more calls than there may be.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import os
+import resource
 import statistics
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from ..counts.calls import listed
-from .parity import versions
-from .sharded_sides import STRATEGIES, Shape, losses, ours, theirs, worst_difference
-from .sharded_turns import (
-    STAGES,
-    Stepper,
-    calls_of_forward,
-    collectives_of_step,
-    exchange_alone,
-    stage_times,
-    turns,
-    used_in_turns,
+from shardwise.embeddings.tables import table_group
+from shardwise.perf.counts.calls import (
+    Called,
+    collectives,
+    listed,
+    of_folder,
+    python_calls,
 )
+from shardwise.perf.evidence import sharded_sides
+from shardwise.perf.evidence.report import Report, Section, report_of
+from shardwise.perf.evidence.sharded_sides import (
+    STRATEGIES,
+    Shape,
+    Stepper,
+    losses,
+    turns,
+    worst_difference,
+)
+from shardwise.perf.suite import libraries
+from shardwise.perf.suite.libraries import ours, torchrec
+from shardwise.perf.suite.ranks import of_ranks, on_ranks
+from shardwise.sharding.comms import exchange, header
+from shardwise.sharding.engine import collection, departure, results
+from shardwise.sharding.modules import sharded_collections as modules
 
-MARK = "<!-- below: as perf/evidence/beside_sharding.py printed it -->"
 RANKS, STEPS, LOSS_BOUND = 2, 50, 1e-6
 SMALL = Shape(4, 50, 64, 8, 3)
 # shapes that are timed, and the largest ratio of our time to theirs
@@ -47,11 +57,24 @@ TIMED = {Shape(26, 100_000, 64, 2048, 1): 0.7, Shape(26, 100_000, 64, 2048, 20):
 CALLS = (300, 150)
 
 
-class Section(NamedTuple):
-    """Lines to print, and what in them is not as it has to be."""
-
-    lines: list[str]
-    bad: list[str]
+# stages of our step -> functions of shardwise that make them up, as (module, name). What one of them calls of another
+# counts there alone.
+STAGES: Mapping[str, Sequence[tuple[Any, str]]] = {
+    "check ids": ((collection, "check_batch"),),
+    "pick": ((collection, "route"),),
+    "exchange headers": ((header, "tell"), (header, "Told.hear")),
+    "exchange ids": ((exchange, "Exchange.ids"),),
+    "arrange": ((departure, "arrange"),),
+    "look up": ((table_group, "TableGroup.look_up"),),
+    "exchange rows": ((exchange, "Exchange.rows"), (exchange, "Pending.wait")),
+    "assemble": ((results, "Columns.cut"), (results, "Columns.put_together")),
+    "pack gradients": ((results, "Columns.gradients"),),
+    # the exchange of rows where the backward calls it
+    "exchange gradients": (),
+    "update": ((table_group, "TableGroup.update"),),
+    "rest of forward": ((modules, "ShardedEmbeddingBagCollection.forward"),),
+    "rest of backward": ((collection, "ShardedCollection._update"),),
+}
 
 
 def loss_section(steps: int) -> Section:
@@ -67,9 +90,8 @@ def loss_section(steps: int) -> Section:
         for optimizer in ("sgd", "rowwise_adagrad"):
             # replicas in TorchRec have the dense optimizer of the head
             name = "adagrad" if (strategy, optimizer) == ("data_parallel", "rowwise_adagrad") else optimizer
-            both = [losses(side, SMALL, strategy, optimizer, steps) for side in (ours(), theirs())]
-            all_ranks: list[Any] = [None] * RANKS
-            dist.all_gather_object(all_ranks, both)
+            both = [losses(side, SMALL, strategy, optimizer, steps) for side in (ours(), torchrec())]
+            all_ranks = of_ranks(both)
             worst = worst_difference([mine for mine, _ in all_ranks], [their for _, their in all_ranks])
             first = all_ranks[0][0]
             lines.append(f"| {strategy} | {name} | {first[0]:.4f}, {first[-1]:.4f} | {worst:.1e} |")
@@ -80,11 +102,10 @@ def loss_section(steps: int) -> Section:
 
 def time_section(shape: Shape, bound: float, count: int) -> Section:
     """Time, collectives, calls and stages of both sides at one shape."""
-    steppers = [Stepper(side, shape, "table_wise", "rowwise_adagrad") for side in (ours(), theirs())]
+    steppers = [Stepper(side, shape, "table_wise", "rowwise_adagrad") for side in (ours(), torchrec())]
     mine, their = steppers
-    names = [one.side.name for one in steppers]
-    gathered: list[Any] = [None] * RANKS
-    dist.all_gather_object(gathered, turns(steppers, count))
+    names = [one.side.label for one in steppers]
+    gathered = of_ranks(turns(steppers, count))
     lines = [f"## {str(shape)[:1].upper()}{str(shape)[1:]}", "", f"table_wise, rowwise Adagrad, {count} turns.", ""]
     lines += [f"| | {names[0]} ms | {names[1]} ms | ratio, quartiles |", "| --- | --- | --- | --- |"]
     bad = []
@@ -129,8 +150,7 @@ def row_wise_section(shape: Shape, count: int) -> Section:
         "row-wise, exchange alone": (exchange_alone(of_all), of_all),
     }
     used = used_in_turns({name: step for name, (step, _) in columns.items()}, count)
-    gathered: list[Any] = [None] * RANKS
-    dist.all_gather_object(gathered, used)
+    gathered = of_ranks(used)
     lines = [
         f"## Row-wise: {shape}", "",
         f"{count} turns; a step of the clock is that of its slowest rank, the rest is rank 0's.", "",
@@ -178,62 +198,130 @@ def stage_table(stepper: Stepper, count: int) -> list[str]:
     return ["| stage of ours | ms of the main thread | |", "| --- | --- | --- |", *rows, ""]
 
 
-def _rank(rank: int, store: str, answer: Any, options: argparse.Namespace) -> None:
-    """What each process does; rank 0 answers with the sections."""
+class Used(NamedTuple):
+    """Of this process, all threads: seconds of the clock and the CPU, minor page faults, involuntary switches."""
+
+    clock: float
+    cpu: float
+    faults: int
+    switches: int
+
+
+def used_in_turns(steps: Mapping[str, Callable[[int], object]], count: int, warm_up: int = 3) -> dict[str, list[Used]]:
+    """What each of `count` turns takes, in which each of `steps` runs once, in changing order, after a barrier."""
+    found: dict[str, list[Used]] = {name: [] for name in steps}
+    for turn in range(count + warm_up):
+        order = list(steps.items())
+        for name, step in order if turn % 2 else reversed(order):
+            dist.barrier()
+            before, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+            step(turn)
+            clock, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+            cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            if turn >= warm_up:
+                found[name].append(
+                    Used(clock, cpu, after.ru_minflt - before.ru_minflt, after.ru_nivcsw - before.ru_nivcsw)
+                )
+    return found
+
+
+def exchange_alone(numbers: int) -> Callable[[int], None]:
+    """A step that sends so many fp32 numbers to each rank, from memory that is there, and does so a second time."""
+    world = dist.get_world_size()
+    mine, other = torch.zeros(world * numbers), torch.zeros(world * numbers)
+    sizes = [numbers] * world
+
+    def step(turn: int) -> None:
+        for _ in range(2):
+            dist.all_to_all_single(other, mine, sizes, sizes)
+
+    return step
+
+
+@contextmanager
+def stage_times(
+    stages: Mapping[str, Sequence[tuple[Any, str]]] = STAGES, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[dict[str, float]]:
+    """Seconds of our stages while this is open, by `clock`, each without the stages that it calls."""
+    found: dict[str, float] = defaultdict(float)
+    inner: list[float] = [0.0]
+    open_stages: list[str] = []
+
+    def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            back = stage == "exchange rows" and "rest of backward" in open_stages
+            open_stages.append(stage)
+            inner.append(0.0)
+            begin = clock()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds = clock() - begin
+                found["exchange gradients" if back else stage] += seconds - inner.pop()
+                inner[-1] += seconds
+                open_stages.pop()
+
+        return call
+
+    with ExitStack() as stack:
+        for stage, places in stages.items():
+            for owner, path in places:
+                *classes, name = path.split(".")
+                for one in classes:
+                    owner = getattr(owner, one)
+                stack.enter_context(patch.object(owner, name, timed(stage, getattr(owner, name))))
+        yield found
+
+
+def collectives_of_step(stepper: Stepper) -> Counter[str]:
+    """Collectives of one step, by name; the barrier before it is not one of them."""
+    stepper.step(0)
+    with collectives() as found:
+        stepper.step(1)
+    found["barrier"] -= 1
+    return +found
+
+
+def calls_of_forward(stepper: Stepper) -> tuple[Counter[Called], Counter[Called]]:
+    """Calls of Python functions of the third forward plus `.values()`: all, and those of the library's own code."""
+    stepper.forward(0)()
+    stepper.forward(1)()
+    forward = stepper.forward(2)
+    calls = python_calls(forward)
+    # the closure that stands for the user's line
+    for one in [one for one in calls if one.file == sharded_sides.__file__]:
+        del calls[one]
+    return calls, of_folder(calls, stepper.side.folder)
+
+
+def sections(steps: int, count: int) -> list[Section]:
+    """All sections, on every rank."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    c10d: Any = dist
-    dist.init_process_group("gloo", store=c10d.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    work: list[Callable[[], Section]] = [lambda: loss_section(options.steps)]
-    work += [lambda s=shape, b=bound: time_section(s, b, options.turns) for shape, bound in TIMED.items()]  # type: ignore[misc]
-    work.append(lambda: row_wise_section(next(iter(TIMED)), options.turns))
+    makers: list[Callable[[], Section]] = [lambda: loss_section(steps)]
+    makers += [partial(time_section, shape, bound, count) for shape, bound in TIMED.items()]
+    makers.append(lambda: row_wise_section(next(iter(TIMED)), count))
     found = []
-    for one in work:
-        found.append(one())
-        if rank == 0:
+    for make in makers:
+        found.append(make())
+        if dist.get_rank() == 0:
             print("\n".join(found[-1].lines), file=sys.stderr, flush=True)
-    if rank == 0:
-        answer.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="FILE", help=f"also put it into FILE, below the line {MARK!r}")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--steps", type=int, default=STEPS, help="of the losses")
     parser.add_argument("--note", default="", help="a word on the machine, printed with the versions")
-    options = parser.parse_args(argv)
-    if options.write and MARK not in options.write.read_text():
-        parser.error(f"{options.write} has no line {MARK}")
-    try:
-        importlib.import_module("torchrec")
-        fbgemm = str(importlib.import_module("fbgemm_gpu").__version__)
-    except ImportError as error:
-        print(
-            f"perf/evidence/beside_sharding.py needs TorchRec ({error}): docs/beside_torchrec.md tells how",
-            file=sys.stderr,
-        )
-        return 2
-    context = mp.get_context("spawn")
-    answer = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        processes: Any = mp
-        processes.spawn(_rank, (f"{folder}/store", answer, options), nprocs=RANKS)
-        found: list[Section] = answer.get()
-    bad = [fault for section in found for fault in section.bad]
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Train and print.
+
+    Raises:
+        ImportError: TorchRec is not installed.
+    """
+    libraries.torchrec()
+    made = on_ranks(RANKS, sections, options.steps, options.turns)
     how = f"{RANKS} ranks x 1 thread over gloo, load of the machine {os.getloadavg()[1]:.1f}"
-    head = [f"{versions(fbgemm)}; {how}", *([options.note] if options.note else []), ""]
-    head += [f"Not as it has to be: {len(bad)}.", "", *(f"- {fault}" for fault in bad), *([""] if bad else [])]
-    text = "\n".join([*head, *(line for section in found for line in section.lines)]).rstrip() + "\n"
-    print(text)
-    if options.write:
-        options.write.write_text(f"{options.write.read_text().partition(MARK)[0]}{MARK}\n\n{text}")
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report_of(made, f"{how}; {options.note}" if options.note else how)

@@ -1,4 +1,4 @@
-"""The operations of the jagged types that are compared with TorchRec's: cases of beside.py, one call for both.
+"""The operations of the jagged types that are compared with TorchRec's: one call for both.
 
 A KeyedJaggedTensor of F keys has computed nothing before it is used, but where the name says "synced".
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .beside import Case, Size
+from ..suite.operations.operation import Operation, Size
 from .beside_inputs import (
     ROW,
     Make,
@@ -47,14 +47,27 @@ def _said(options: dict[str, Any]) -> str:
 
 def _of_batch(
     name: str, call: Call, *variants: dict[str, Any], argument: Callable[[Size], Any] | None = None, **more: Any
-) -> Iterator[Case]:
+) -> Iterator[Operation]:
     """A case for each kind of KJT; with an `argument` of the size the state is (kjt, argument)."""
     for options in variants or (PLAIN,):
-        yield Case(f"KJT {name}{_said(options)}", fresh(argument, **options), call, **more)
+        yield Operation(f"KJT {name}{_said(options)}", fresh(argument, **options), call, **more)
 
 
 def _method(name: str) -> Call:
     return lambda lib, s: getattr(s, name)()
+
+
+def _raised(name: str) -> Call:
+    """Whether a method raises."""
+
+    def call(lib: Any, s: Any) -> bool:
+        try:
+            getattr(s, name)()
+        except Exception:
+            return True
+        return False
+
+    return call
 
 
 def _small(size: Size) -> bool:
@@ -119,7 +132,7 @@ def _twice(size: Size) -> list[int]:
     return [f for f in range(size.keys) for _ in range(2)]
 
 
-def _construct(name: str, sync: bool, *variants: dict[str, Any]) -> Iterator[Case]:
+def _construct(name: str, sync: bool, *variants: dict[str, Any]) -> Iterator[Operation]:
     for options in variants:
         by_offsets = "by_offsets" in options
 
@@ -139,20 +152,20 @@ def _construct(name: str, sync: bool, *variants: dict[str, Any]) -> Iterator[Cas
             construct = lib.KeyedJaggedTensor.from_offsets_sync if o else lib.KeyedJaggedTensor.from_lengths_sync
             return construct(keys, values, bags, weights, **given)
 
-        yield Case(f"KJT {name}{_said(options)}", make, call)
+        yield Operation(f"KJT {name}{_said(options)}", make, call)
 
 
-def _constructors() -> Iterator[Case]:
+def _constructors() -> Iterator[Operation]:
     both = (PLAIN, WEIGHTED, OFFSETS)
     yield from _construct("constructor", False, *both, VARIABLE, INVERSE)
     yield from _construct("from_..._sync", True, *both, VARIABLE)
     for words, make in (
         ("", jt_dict()), (", weighted", jt_dict(weighted=True)), (", variable", jt_dict(variable=True)),
     ):  # fmt: skip
-        yield Case(f"KJT from_jt_dict{words}", make, lambda lib, s: lib.KeyedJaggedTensor.from_jt_dict(s))
-        yield Case(f"ComputeJTDictToKJT{words}", make, lambda lib, s: lib.ComputeJTDictToKJT()(s))
-    yield Case("KJT empty", lambda lib, size: None, lambda lib, s: lib.KeyedJaggedTensor.empty())
-    yield Case(
+        yield Operation(f"KJT from_jt_dict{words}", make, lambda lib, s: lib.KeyedJaggedTensor.from_jt_dict(s))
+        yield Operation(f"ComputeJTDictToKJT{words}", make, lambda lib, s: lib.ComputeJTDictToKJT()(s))
+    yield Operation("KJT empty", lambda lib, size: None, lambda lib, s: lib.KeyedJaggedTensor.empty())
+    yield Operation(
         "KJT empty, with dtypes", lambda lib, size: None,
         lambda lib, s: lib.KeyedJaggedTensor.empty(True, CPU, torch.int64, torch.float64, torch.int64),
     )  # fmt: skip
@@ -164,11 +177,15 @@ def _constructors() -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _reorderings() -> Iterator[Case]:
+def _reorderings() -> Iterator[Operation]:
     for words, options in (("", PLAIN), *((_said(o), o) for o in (SYNCED, WEIGHTED, VARIABLE))):
-        yield Case(f"KJT concat of two{words}", _pair_of(**options), lambda lib, s: lib.KeyedJaggedTensor.concat(s))
-    yield Case("KJT concat of one per key", _members(), lambda lib, s: lib.KeyedJaggedTensor.concat(s))
-    yield Case("KJT concat of one per key, weighted", _members(True), lambda lib, s: lib.KeyedJaggedTensor.concat(s))
+        yield Operation(
+            f"KJT concat of two{words}", _pair_of(**options), lambda lib, s: lib.KeyedJaggedTensor.concat(s)
+        )
+    yield Operation("KJT concat of one per key", _members(), lambda lib, s: lib.KeyedJaggedTensor.concat(s))
+    yield Operation(
+        "KJT concat of one per key, weighted", _members(True), lambda lib, s: lib.KeyedJaggedTensor.concat(s)
+    )
 
     def split(lib: Any, s: Any) -> Any:
         return s[0].split(s[1])
@@ -201,23 +218,26 @@ def _reorderings() -> Iterator[Case]:
     )
     yield from _of_batch("ComputeKJTToJTDict", lambda lib, s: lib.ComputeKJTToJTDict()(s))
     yield from _of_batch("flatten_lengths", lambda lib, s: s.flatten_lengths())
-    yield Case("KJT flatten_lengths of a matrix", _matrix, lambda lib, s: s.flatten_lengths())
+    yield Operation("KJT flatten_lengths of a matrix", _matrix, lambda lib, s: s.flatten_lengths())
 
 
-def _facts() -> Iterator[Case]:
+def _facts() -> Iterator[Operation]:
     for name, variants in {
-        "keys": (PLAIN,), "values": (PLAIN,), "weights": (WEIGHTED, PLAIN), "lengths": (PLAIN, OFFSETS),
+        "keys": (PLAIN,), "values": (PLAIN,), "weights": (WEIGHTED,), "lengths": (PLAIN, OFFSETS),
         "offsets": (PLAIN, OFFSETS), "stride": (PLAIN, VARIABLE, INVERSE), "stride_per_key": (PLAIN, VARIABLE),
         "stride_per_key_per_rank": (PLAIN, VARIABLE), "variable_stride_per_key": (PLAIN, VARIABLE),
-        "inverse_indices": (INVERSE, PLAIN), "inverse_indices_or_none": (PLAIN,),
+        "inverse_indices": (INVERSE,), "inverse_indices_or_none": (PLAIN,),
         "length_per_key": (PLAIN, SYNCED, VARIABLE, OFFSETS), "offset_per_key": (PLAIN, SYNCED, VARIABLE),
         "lengths_offset_per_key": (PLAIN, VARIABLE), "index_per_key": (PLAIN,), "device": (PLAIN,),
         "size_in_bytes": (PLAIN, WEIGHTED), "sync": (PLAIN, VARIABLE), "unsync": (SYNCED,),
     }.items():  # fmt: skip
         yield from _of_batch(name, _method(name), *variants)
+    # of a batch that has none
+    for name in ("weights", "inverse_indices"):
+        yield from _of_batch(name, _raised(name))
 
 
-def _exchanges() -> Iterator[Case]:
+def _exchanges() -> Iterator[Operation]:
     three = (PLAIN, WEIGHTED, VARIABLE)
     yield from _of_batch("dist_labels", lambda lib, s: s.dist_labels(), *three)
     yield from _of_batch("dist_splits", lambda lib, s: s[0].dist_splits(s[1]), *three, argument=_halves)
@@ -231,9 +251,9 @@ def _exchanges() -> Iterator[Case]:
         for words, options in (
             ("", PLAIN), (", weighted", WEIGHTED), (", uneven batches", {"uneven": True}), (", variable", VARIABLE),
         ):  # fmt: skip
-            yield Case(f"KJT dist_init of {ranks} ranks{words}", ranked(ranks, **options), dist_init)
-    yield Case("KJT dist_init of 2 ranks, variable, weighted", ranked(2, variable=True, weighted=True), dist_init)
-    yield Case("KJT dist_init of 4 ranks, variable, staggered", ranked(4, variable=True, stagger=2), dist_init)
+            yield Operation(f"KJT dist_init of {ranks} ranks{words}", ranked(ranks, **options), dist_init)
+    yield Operation("KJT dist_init of 2 ranks, variable, weighted", ranked(2, variable=True, weighted=True), dist_init)
+    yield Operation("KJT dist_init of 4 ranks, variable, staggered", ranked(4, variable=True, stagger=2), dist_init)
 
 
 def _copied(lib: Any, size: Size) -> Any:
@@ -246,38 +266,40 @@ def _leaves(lib: Any, size: Size) -> Any:
     return pytree.tree_flatten(kjt(lib, size, weighted=True))
 
 
-def _copies() -> Iterator[Case]:
+def _copies() -> Iterator[Operation]:
     yield from _of_batch("to", lambda lib, s: s.to(CPU), PLAIN, SYNCED, WEIGHTED, VARIABLE, INVERSE)
     yield from _of_batch("to, weights to float64", lambda lib, s: s.to(CPU, dtype=torch.float64), WEIGHTED)
-    yield Case("KJT copy_", _copied, lambda lib, s: s[0].copy_(s[1]))
-    yield Case("KJT clear_storage", lambda lib, size: _copied(lib, size)[0], lambda lib, s: s.clear_storage())
+    yield Operation("KJT copy_", _copied, lambda lib, s: s[0].copy_(s[1]))
+    yield Operation("KJT clear_storage", lambda lib, size: _copied(lib, size)[0], lambda lib, s: s.clear_storage())
     yield from _of_batch("pin_memory", lambda lib, s: s.pin_memory(), PLAIN, needs_cuda=True)
     yield from _of_batch("str", lambda lib, s: str(s), PLAIN, WEIGHTED, VARIABLE, fits=_small)
     yield from _of_batch("pickle", lambda lib, s: pickle.loads(pickle.dumps(s)), PLAIN, SYNCED, WEIGHTED, fits=_small)
     yield from _of_batch("pytree flatten", lambda lib, s: pytree.tree_flatten(s)[0], PLAIN, WEIGHTED)
-    yield Case("KJT pytree unflatten", _leaves, lambda lib, s: pytree.tree_unflatten(*s))
+    yield Operation("KJT pytree unflatten", _leaves, lambda lib, s: pytree.tree_unflatten(*s))
     yield from _of_batch(
         "pytree map", lambda lib, s: pytree.tree_map(lambda leaf: leaf, s), PLAIN, WEIGHTED, VARIABLE, INVERSE
     )
-    yield Case("flatten_kjt_list", _pair, lambda lib, s: lib.flatten_kjt_list(list(s)))
-    yield Case(
+    yield Operation("flatten_kjt_list", _pair, lambda lib, s: lib.flatten_kjt_list(list(s)))
+    yield Operation(
         "unflatten_kjt_list", lambda lib, size: lib.flatten_kjt_list(list(_pair(lib, size))),
         lambda lib, s: lib.unflatten_kjt_list(*s),
     )  # fmt: skip
-    yield Case(
+    yield Operation(
         "kjt_is_equal", lambda lib, size: (kjt(lib, size, weighted=True), kjt(lib, size, weighted=True)),
         lambda lib, s: lib.kjt_is_equal(*s),
     )  # fmt: skip
-    yield Case("kjt_is_equal, other keys", _pair, lambda lib, s: lib.kjt_is_equal(*s))
+    yield Operation("kjt_is_equal, other keys", _pair, lambda lib, s: lib.kjt_is_equal(*s))
 
-    yield Case("validate_keyed_jagged_tensor", fresh(weighted=True), lambda lib, s: lib.validate_keyed_jagged_tensor(s))
-    yield Case("maybe_td_to_kjt", tensor_dict, lambda lib, s: lib.maybe_td_to_kjt(s))
-    yield Case("maybe_td_to_kjt, keys given", tensor_dict, lambda lib, s: lib.maybe_td_to_kjt(s, sorted(s.keys())))
+    yield Operation(
+        "validate_keyed_jagged_tensor", fresh(weighted=True), lambda lib, s: lib.validate_keyed_jagged_tensor(s)
+    )
+    yield Operation("maybe_td_to_kjt", tensor_dict, lambda lib, s: lib.maybe_td_to_kjt(s))
+    yield Operation("maybe_td_to_kjt, keys given", tensor_dict, lambda lib, s: lib.maybe_td_to_kjt(s, sorted(s.keys())))
 
 
-def _jagged() -> Iterator[Case]:
-    def case(name: str, make: Make, call: Call, **more: Any) -> Case:
-        return Case(f"JT {name}", make, call, fits=_one_key, **more)
+def _jagged() -> Iterator[Operation]:
+    def case(name: str, make: Make, call: Call, **more: Any) -> Operation:
+        return Operation(f"JT {name}", make, call, fits=_one_key, **more)
 
     plain, weighted, rows, offsets = jt(), jt(weighted=True), jt(rows=True), jt(by_offsets=True)
     yield case("constructor", lambda lib, size: batch(size), lambda lib, b: lib.JaggedTensor(b.values, None, b.lengths))
@@ -318,7 +340,7 @@ def _jagged() -> Iterator[Case]:
     yield case("str", weighted, lambda lib, s: str(s))
     yield case("pytree flatten", plain, lambda lib, s: pytree.tree_flatten(s)[0])
     yield case("pytree map", weighted, lambda lib, s: pytree.tree_map(lambda leaf: leaf, s))
-    yield Case(
+    yield Operation(
         "jt_is_equal", lambda lib, size: (plain(lib, size), plain(lib, size)), lambda lib, s: lib.jt_is_equal(*s),
         fits=_one_key,
     )  # fmt: skip
@@ -350,7 +372,7 @@ def _backward(lib: Any, s: Any) -> Any:
     return torch.autograd.grad(out, [one.values() for one in kts], [each.detach() for each in out])
 
 
-def _keyed() -> Iterator[Case]:
+def _keyed() -> Iterator[Operation]:
     def parts(lib: Any, size: Size) -> Any:
         keys = [f"f{f}" for f in range(size.keys)]
         return keys, list(torch.split(columns(size, 0), dims(size), 1))
@@ -358,33 +380,33 @@ def _keyed() -> Iterator[Case]:
     def arguments(lib: Any, size: Size) -> Any:
         return [f"f{f}" for f in range(size.keys)], dims(size), columns(size, 0)
 
-    yield Case("KT constructor", arguments, lambda lib, s: lib.KeyedTensor(*s), read=_values)
-    yield Case("KT from_tensor_list", parts, lambda lib, s: lib.KeyedTensor.from_tensor_list(*s))
-    yield Case("KT [key] of all keys", kt, lambda lib, s: [s[key] for key in s.keys()])  # noqa: SIM118
+    yield Operation("KT constructor", arguments, lambda lib, s: lib.KeyedTensor(*s), read=_values)
+    yield Operation("KT from_tensor_list", parts, lambda lib, s: lib.KeyedTensor.from_tensor_list(*s))
+    yield Operation("KT [key] of all keys", kt, lambda lib, s: [s[key] for key in s.keys()])  # noqa: SIM118
     for name in ("to_dict", "offset_per_key", "size_in_bytes"):
-        yield Case(f"KT {name}", kt, _method(name))
-    yield Case("KT to", kt, lambda lib, s: s.to(CPU))
-    yield Case("KT str", kt, lambda lib, s: str(s), fits=_small)
-    yield Case("KT pytree flatten", kt, lambda lib, s: pytree.tree_flatten(s)[0])
-    yield Case("KT pytree map", kt, lambda lib, s: pytree.tree_map(lambda leaf: leaf, s))
-    yield Case("KT regroup", _dealt(), lambda lib, s: lib.KeyedTensor.regroup(*s))
-    yield Case("KT regroup, with repeats", _dealt(repeats=True), lambda lib, s: lib.KeyedTensor.regroup(*s))
-    yield Case(
+        yield Operation(f"KT {name}", kt, _method(name))
+    yield Operation("KT to", kt, lambda lib, s: s.to(CPU))
+    yield Operation("KT str", kt, lambda lib, s: str(s), fits=_small)
+    yield Operation("KT pytree flatten", kt, lambda lib, s: pytree.tree_flatten(s)[0])
+    yield Operation("KT pytree map", kt, lambda lib, s: pytree.tree_map(lambda leaf: leaf, s))
+    yield Operation("KT regroup", _dealt(), lambda lib, s: lib.KeyedTensor.regroup(*s))
+    yield Operation("KT regroup, with repeats", _dealt(repeats=True), lambda lib, s: lib.KeyedTensor.regroup(*s))
+    yield Operation(
         "KT regroup_as_dict", _dealt(),
         lambda lib, s: lib.KeyedTensor.regroup_as_dict(*s, _names(s[1])),
     )  # fmt: skip
-    yield Case("KT regroup, forward and backward", _dealt(leaf=True), _backward)
-    yield Case("KT regroup, with repeats, forward and backward", _dealt(repeats=True, leaf=True), _backward)
-    yield Case("KTRegroupAsDict, first call", _module(first=True), lambda lib, s: s[0](s[1]))
-    yield Case("KTRegroupAsDict", _module(first=False), lambda lib, s: s[0](s[1]))
-    yield Case("permute_multi_embedding", _dealt(), lambda lib, s: lib.permute_multi_embedding(*s))
-    yield Case("regroup_kts", _dealt(), lambda lib, s: lib.regroup_kts(*s))
+    yield Operation("KT regroup, forward and backward", _dealt(leaf=True), _backward)
+    yield Operation("KT regroup, with repeats, forward and backward", _dealt(repeats=True, leaf=True), _backward)
+    yield Operation("KTRegroupAsDict, first call", _module(first=True), lambda lib, s: s[0](s[1]))
+    yield Operation("KTRegroupAsDict", _module(first=False), lambda lib, s: s[0](s[1]))
+    yield Operation("permute_multi_embedding", _dealt(), lambda lib, s: lib.permute_multi_embedding(*s))
+    yield Operation("regroup_kts", _dealt(), lambda lib, s: lib.regroup_kts(*s))
 
 
 def _values(made: Any) -> list[Any]:
     return [made.keys(), made.values(), made.length_per_key(), made.offset_per_key()]
 
 
-CASES = [
+OPERATIONS = [
     *_constructors(), *_reorderings(), *_facts(), *_exchanges(), *_copies(), *_jagged(), *_keyed(),
 ]  # fmt: skip

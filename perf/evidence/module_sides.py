@@ -1,11 +1,11 @@
-"""The same tables, batches and optimizer in modules of ours and of the peers: one side each, called alike.
+"""The same tables, batches and optimizer in modules of ours and of the peers: one side each, called alike and
+checked against the computation in plain torch.
 
 Shapes: T tables of R_t rows x D columns, B samples, N ids I; outputs [B, T * D] pooled, [N, D] as a sequence, fp32.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.perf.suite.case import OURS
-from shardwise.perf.suite.peers import fbgemm
+from shardwise.perf.suite.libraries import fbgemm, torchrec
+from shardwise.perf.suite.peers import assert_close
 from shardwise.perf.suite.workloads import Workload, draw, fitted
 
 # rule -> arguments of its optimizer
 RULES: dict[str, Mapping[str, Any]] = {"sgd": {"lr": 0.02}, "rowwise_adagrad": {"lr": 0.01, "eps": 1e-8}}
 _OPTIMIZERS = {"sgd": "EXACT_SGD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD"}
+# of the largest element: sums of tens of rows in another order
+TOLERANCE = 2e-5
 # elements of the piece of random values that tables are filled with again and again: no multiple of any dim
 _PIECE = 1_000_003
 
@@ -196,11 +199,13 @@ def torch_side(setup: Setup) -> Side:
             found.append(module(ids.to(device), *bags))
         return torch.cat(found, dim=1 if setup.pooled else 0)
 
-    def after() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Side([p.data for p in parameters], look_up, after, own_rule=setup.rule == "rowwise_adagrad", made=modules)
+    return Side(
+        [p.data for p in parameters],
+        look_up,
+        _stepped(optimizer),
+        own_rule=setup.rule == "rowwise_adagrad",
+        made=modules,
+    )
 
 
 def fbgemm_side(setup: Setup) -> Side:
@@ -209,7 +214,7 @@ def fbgemm_side(setup: Setup) -> Side:
     home = peer.EmbeddingLocation.HOST if on_cpu else peer.EmbeddingLocation.DEVICE
     computes = peer.ComputeDevice.CPU if on_cpu else peer.ComputeDevice.CUDA
     arguments = dict(RULES[setup.rule or "sgd"])
-    made = peer.Tables(
+    made = peer.SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, setup.workload.dim, home, computes) for rows in setup.workload.rows],
         optimizer=peer.EmbOptimType[_OPTIMIZERS[setup.rule or "sgd"]], learning_rate=arguments.pop("lr"), **arguments,
         pooling_mode=peer.PoolingMode.SUM if setup.pooled else peer.PoolingMode.NONE,
@@ -226,18 +231,14 @@ def fbgemm_side(setup: Setup) -> Side:
 
 def torchrec_side(setup: Setup) -> Side:
     """TorchRec's fused collection; its plain one for tables that nothing trains."""
-    torchrec = importlib.import_module("torchrec")
-    fused = importlib.import_module("torchrec.modules.fused_embedding_modules")
-    device = torch.device(setup.device)
+    peer, device = torchrec(), torch.device(setup.device)
     if not setup.rule:
-        plain = torchrec.EmbeddingBagCollection if setup.pooled else torchrec.EmbeddingCollection
-        return _torchrec_side(setup, plain(tables=configs_of(torchrec, setup), device=device))
-    optimizer: Any = torch.optim.SGD
-    if setup.rule == "rowwise_adagrad":
-        optimizer = importlib.import_module("torchrec.optim.rowwise_adagrad").RowWiseAdagrad
-    kind = fused.FusedEmbeddingBagCollection if setup.pooled else fused.FusedEmbeddingCollection
+        plain = peer.EmbeddingBagCollection if setup.pooled else peer.EmbeddingCollection
+        return _torchrec_side(setup, plain(tables=configs_of(peer, setup), device=device))
+    optimizer: Any = peer.RowWiseAdagrad if setup.rule == "rowwise_adagrad" else torch.optim.SGD
+    kind = peer.FusedEmbeddingBagCollection if setup.pooled else peer.FusedEmbeddingCollection
     made = kind(
-        tables=configs_of(torchrec, setup), optimizer_type=optimizer, optimizer_kwargs=dict(RULES[setup.rule]),
+        tables=configs_of(peer, setup), optimizer_type=optimizer, optimizer_kwargs=dict(RULES[setup.rule]),
         device=device,
     )  # fmt: skip
     return _torchrec_side(setup, made)
@@ -245,22 +246,23 @@ def torchrec_side(setup: Setup) -> Side:
 
 def unfused_side(setup: Setup) -> Side:
     """TorchRec's plain collection, and torch.optim.SGD over dense gradients of whole tables."""
-    torchrec = importlib.import_module("torchrec")
-    made = torchrec.EmbeddingBagCollection(tables=configs_of(torchrec, setup), device=torch.device(setup.device))
+    made = torchrec().EmbeddingBagCollection(tables=configs_of(torchrec(), setup), device=torch.device(setup.device))
     optimizer: Any = torch.optim.SGD(made.parameters(), **RULES["sgd"])
+    return replace(_torchrec_side(setup, made), after=_stepped(optimizer))
 
+
+def _stepped(optimizer: Any) -> Callable[[], None]:
     def after() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    return replace(_torchrec_side(setup, made), after=after)
+    return after
 
 
 def _torchrec_side(setup: Setup, made: Any) -> Side:
-    torchrec = importlib.import_module("torchrec")
     known = {name.split(".")[-2]: value for name, value in made.state_dict().items()}
     tables = [known[f"t{t}"] for t in range(len(setup.workload.rows))]
-    return Side(tables, keyed(setup, torchrec, made), made=[made])
+    return Side(tables, keyed(setup, torchrec(), made), made=[made])
 
 
 PEERS: Mapping[str, Callable[[Setup], Side]] = {
@@ -303,3 +305,64 @@ def step_bytes(setup: Setup, batch: Batch) -> float:
     distinct = sum(rows.shape[0] for rows in touched_rows(batch))
     a_row = work.dim * work.dtype.itemsize + (4 if setup.rule == "rowwise_adagrad" else 0)
     return forward_bytes(setup, batch) + n * work.dim * 4 + 2 * distinct * a_row + 96 * n
+
+
+def assert_forwards(setup: Setup, sides: Mapping[str, Side], batch: Batch) -> None:
+    """Each side's output of a batch is the one of plain torch."""
+    expected = expected_output(setup, sides[OURS].tables, batch)
+    for who, side in sides.items():
+        assert_close(forward_of(side, batch), expected, TOLERANCE, f"output of {who}")
+
+
+def assert_steps(setup: Setup, sides: Mapping[str, Side], batch: Batch, grad: Tensor | None) -> None:
+    """Each side's first step, from equal tables, gives the output and the rows of plain torch; it is taken."""
+    touched = touched_rows(batch)
+    expected = expected_output(setup, sides[OURS].tables, batch)
+    upstream = torch.ones_like(expected) if grad is None else grad
+    rows = expected_rows(setup, sides[OURS].tables, batch, upstream, touched)
+    for who, side in sides.items():
+        assert_close(step_of(side, batch, grad), expected, TOLERANCE, f"output of {who}")
+        if not side.own_rule:
+            for t, (table, named, row) in enumerate(zip(side.tables, touched, rows, strict=True)):
+                assert_close(table[named], row, TOLERANCE, f"rows of table {t} of {who} after a step")
+
+
+@torch.no_grad()
+def expected_output(setup: Setup, tables: Sequence[Tensor], batch: Batch) -> Tensor:
+    """The lookup in plain torch."""
+    found = []
+    for table, (ids, offsets) in zip(tables, batch.by_table, strict=True):
+        rows = table[ids.to(table.device)].float()
+        if setup.pooled:
+            bags = _bags(offsets).to(table.device)
+            rows = rows.new_zeros(setup.workload.batch, rows.shape[1]).index_add_(0, bags, rows)
+        found.append(rows)
+    return torch.cat(found, dim=1 if setup.pooled else 0)
+
+
+@torch.no_grad()
+def expected_rows(
+    setup: Setup, tables: Sequence[Tensor], batch: Batch, grad: Tensor, touched: Sequence[Tensor]
+) -> list[Tensor]:
+    """The `touched` rows of each table after the first step of the rule."""
+    dim, found, start = setup.workload.dim, [], 0
+    lr = RULES[setup.rule]["lr"]
+    for t, (table, (ids, offsets), named) in enumerate(zip(tables, batch.by_table, touched, strict=True)):
+        ids, named = ids.to(table.device), named.to(table.device)
+        if setup.pooled:
+            of_ids = grad[:, t * dim : (t + 1) * dim][_bags(offsets).to(table.device)]
+        else:
+            of_ids = grad[start : start + ids.shape[0]]
+            start += ids.shape[0]
+        of_rows = torch.zeros(named.shape[0], dim, device=table.device)
+        of_rows.index_add_(0, torch.searchsorted(named, ids), of_ids)
+        if setup.rule == "rowwise_adagrad":
+            # the state begins at 0, and is the mean of the squares after one step
+            of_rows /= of_rows.square().mean(1, keepdim=True).sqrt() + RULES[setup.rule]["eps"]
+        found.append(table[named].float() - lr * of_rows)
+    return found
+
+
+def _bags(offsets: Tensor) -> Tensor:
+    """The bag of each id, [N]."""
+    return torch.repeat_interleave(torch.arange(offsets.shape[0] - 1, device=offsets.device), offsets.diff())

@@ -1,7 +1,6 @@
 """Train the same tables on the same batches through FBGEMM's CPU ops and through shardwise; print how far they part.
 
-Run as `python -m shardwise.perf.evidence.parity [--write docs/parity.md]` where fbgemm-gpu-cpu is installed; docs/parity.md
-tells how and keeps what was printed. Exit status 1: a case is beyond its bound; 2: there is no FBGEMM.
+docs/parity.md tells how and keeps what was printed. Not as it has to be: a case is beyond its bound.
 
 Shapes: ids of F features and B samples, outputs [B, sum of dims], or [N, dim] where nothing is pooled.
 """
@@ -9,18 +8,9 @@ Shapes: ids of F features and B samples, outputs [B, sum of dims], or [N, dim] w
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.metadata
 import math
-import os
-import platform
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,9 +26,10 @@ from shardwise import (
     PoolingType,
     RowWiseAdagrad,
     WeightDecayMode,
-    __version__,
     apply_optimizer_in_backward,
 )
+from shardwise.perf.evidence.report import Report, grid, versions
+from shardwise.perf.suite import libraries
 
 # samples, the longest bag but one, and steps
 B, LENGTH, STEPS = 32, 6, 10
@@ -62,7 +53,6 @@ FP32_BOUNDS = {1: 1e-6, STEPS: 1e-5}
 # one last place of fp16: FBGEMM's SGD and Adagrad round the step before they subtract it
 FP16_BOUNDS = {1: 2.0**-10, STEPS: 2.0**-9}
 BEYOND = "BEYOND"
-MARK = "<!-- below: as perf/evidence/parity.py printed it -->"
 
 # what one side did: tensors by what they are and after how many steps
 Trace = dict[tuple[str, int], list[Tensor]]
@@ -306,7 +296,7 @@ def verdict(case: Case, found: dict[tuple[str, int], float]) -> str:
 def compare(peer: Any) -> tuple[list[str], bool]:
     """Lines of the table of CASES, and whether every case is within its bounds."""
     header = ["case", *(f"{what}, step {step}" for what, step in COLUMNS), "verdict"]
-    lines, good = [_row(header), _row(["---"] * len(header))], True
+    rows, good = [], True
     for case in CASES:
         found = differences(train_shardwise(case), train_fbgemm(case, peer))
         said = verdict(case, found)
@@ -314,24 +304,18 @@ def compare(peer: Any) -> tuple[list[str], bool]:
         numbers = [
             "" if column not in found else f"{found[column]:.1e}" if found[column] else "0" for column in COLUMNS
         ]
-        lines.append(_row([case.name, *numbers, said]))
-    return lines, good
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        rows.append([case.name, *numbers, said])
+    return grid(header, rows), good
 
 
 def outside(peer: Any) -> list[str]:
     """Lines of a table of what the cases leave out: what FBGEMM's CPU ops make of each setting."""
-    lines = [_row(["setting", "FBGEMM on the CPU"]), _row(["---"] * 2)]
-    for words, case, arguments in _settings(peer):
-        lines.append(_row([words, _try(case, peer, arguments)]))
+    rows = [[words, _try(case, peer, arguments)] for words, case, arguments in _settings(peer)]
     mean = Case("sgd", "mean", weighted=True)
     found = differences(train_fbgemm(mean, peer, as_is=True), train_fbgemm(mean, peer))
     numbers = ", ".join(f"{what} {found[what, 1]:.1e}" for what in COMPARED if (what, 1) in found)
-    lines.append(_row([f"{mean.name}, as it is", f"taken; differs from the sum with weights / length by: {numbers}"]))
-    return lines
+    rows.append([f"{mean.name}, as it is", f"taken; differs from the sum with weights / length by: {numbers}"])
+    return grid(["setting", "FBGEMM on the CPU"], rows)
 
 
 def _settings(peer: Any) -> Iterator[tuple[str, Case, dict[str, Any]]]:
@@ -390,27 +374,12 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
 
-def versions(fbgemm: str) -> str:
-    """One line of what ran, and where. numba chooses between two CPU paths of shardwise."""
-    return (
-        f"shardwise {__version__}, torch {torch.__version__}, numba {_installed('numba')}, fbgemm_gpu {fbgemm},"
-        f" torchrec {_installed('torchrec')}, Python {platform.python_version()}, {os.cpu_count()} CPUs, {date.today()}"
-    )
-
-
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def report(peer: Any) -> tuple[str, bool]:
+def report(peer: Any) -> Report:
     """All that is printed, and whether every case is within its bounds."""
     lines, good = compare(peer)
     beyond = sum(f"| {BEYOND}" in line for line in lines)
     text = [
-        versions(peer.version),
+        versions(),
         "",
         f"Largest difference between shardwise and FBGEMM, in units of max(1, largest value of FBGEMM's tensor)."
         f" {len(CASES)} cases, {beyond} beyond a bound.",
@@ -423,53 +392,13 @@ def report(peer: Any) -> tuple[str, bool]:
         *outside(peer),
         "",
     ]
-    return "\n".join(text), good
+    return Report("\n".join(text), good)
 
 
-def load_peer() -> Any:
-    """The names of FBGEMM that are used here.
+def run(options: argparse.Namespace) -> Report:
+    """Train all cases on both sides, and print.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: FBGEMM is not installed.
     """
-    package = importlib.import_module("fbgemm_gpu")
-    names = {
-        "split_embedding_configs": ("EmbOptimType", "SparseType"),
-        "split_table_batched_embeddings_ops_common": ("EmbeddingLocation", "PoolingMode"),
-        "split_table_batched_embeddings_ops_training": (
-            "SplitTableBatchedEmbeddingBagsCodegen", "ComputeDevice", "WeightDecayMode", "GlobalWeightDecayDefinition",
-            "CounterBasedRegularizationDefinition", "CowClipDefinition",
-        ),
-    }  # fmt: skip
-    found = {}
-    for module, wanted in names.items():
-        part = importlib.import_module(f"fbgemm_gpu.{module}")
-        found.update({name: getattr(part, name) for name in wanted})
-    return SimpleNamespace(**found, version=package.__version__)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="FILE", help=f"also put it into FILE, below the line {MARK!r}")
-    options = parser.parse_args(argv)
-    try:
-        peer = load_peer()
-    except ImportError as error:
-        print(
-            f"perf/evidence/parity.py needs FBGEMM ({error}): docs/parity.md tells how to install it", file=sys.stderr
-        )
-        return 2
-    # FBGEMM's dtypes that torch is about to drop
-    warnings.simplefilter("ignore")
-    text, good = report(peer)
-    print(text)
-    if options.write:
-        before, mark, _ = options.write.read_text().partition(MARK)
-        if not mark:
-            parser.error(f"{options.write} has no line {MARK}")
-        options.write.write_text(f"{before}{MARK}\n\n{text}")
-    return 0 if good else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report(libraries.fbgemm())

@@ -1,18 +1,21 @@
-"""Random sharding options for estimators, ours and TorchRec's: one description, built with either library's classes.
+"""Random sharding options for planners, ours and TorchRec's: one description, built with either library's classes.
 
-`golden` are the numbers that torchrec 1.8.0 gave for the first cases of `random_cases`; print them anew with
-`python -m shardwise.perf.evidence.beside_planner golden`, where torchrec is installed.
+Also small planning problems, with many options tied, and the proposers and partitioners that go through them. The
+numbers that torchrec 1.8.0 gave are printed anew by `python -m shardwise.perf.evidence planner --golden FILE`.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+
+from shardwise.planner.torchrec.types import StorageUsageType
 
 TYPES = (
     "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard",
@@ -22,19 +25,36 @@ KERNELS = (
     "quant_uvm_caching", "key_value", "dram_virtual_table",
 )  # fmt: skip
 OPTIMIZERS = ("", "SGD", "Adam", "RowWiseAdagrad", "Adagrad")
-SMALL = 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Library:
-    """The classes of one library: its planner's `types`, estimators and the rest that options are made of."""
-
-    types: ModuleType
-    estimators: ModuleType
-    cache_params: Any
-    key_value_params: Any
-    data_type: Any
-    optimizers: dict[str, type]
+# sharding type -> what a partitioner gives to it
+PARTITION_BY = {
+    "data_parallel": "uniform",
+    "row_wise": "uniform",
+    "table_wise": "device",
+    "column_wise": "device",
+    "table_row_wise": "host",
+    "table_column_wise": "host",
+    "grid_shard": "multi_host",
+}
+COLUMNS = 8
+MIB = 2**20
+PROPOSERS: dict[str, Callable[[Any], Any]] = {
+    "greedy": lambda lib: lib.GreedyProposer(),
+    "greedy by sum": lambda lib: lib.GreedyProposer(use_depth=False),
+    "greedy, threshold 2": lambda lib: lib.GreedyProposer(threshold=2),
+    "uniform": lambda lib: lib.UniformProposer(),
+    "uniform by sum": lambda lib: lib.UniformProposer(use_depth=False),
+    "grid": lambda lib: lib.GridSearchProposer(),
+    "grid, at most 100": lambda lib: lib.GridSearchProposer(max_proposals=100),
+    "dynamic": lambda lib: lib.DynamicProgrammingProposer(),
+    "dynamic, 3 bins": lambda lib: lib.DynamicProgrammingProposer(hbm_bins_per_device=3),
+}
+PARTITIONERS: dict[str, Callable[[Any], Any]] = {
+    "storage": lambda lib: lib.GreedyPerfPartitioner(),
+    "perf": lambda lib: lib.GreedyPerfPartitioner(sort_by=lib.SortBy.PERF),
+    "modules": lambda lib: lib.GreedyPerfPartitioner(balance_modules=True),
+    "memory": lambda lib: lib.MemoryBalancedPartitioner(),
+    "memory, loose": lambda lib: lib.MemoryBalancedPartitioner(max_search_count=3, tolerance=0.3, balance_modules=True),
+}
 
 
 class Collection(nn.Module):
@@ -111,11 +131,10 @@ def shard_sizes(case: dict[str, Any]) -> list[list[int]]:
     return [[height, wide] for wide in widths for height in heights] * copies
 
 
-def estimate(case: dict[str, Any], library: Library) -> tuple[Any, list[tuple[float, ...]], list[tuple[int, ...]]]:
+def estimate(case: dict[str, Any], library: Any) -> tuple[Any, list[tuple[float, ...]], list[tuple[int, ...]]]:
     """A built option, and its shards' `Perf` and `Storage` as tuples."""
-    types = library.types
     links = {} if case["links"] is None else dict(zip(("inter_host_bw", "intra_host_bw"), case["links"], strict=True))
-    topology = types.Topology(
+    topology = library.Topology(
         case["world"], case["device"], local_world_size=case["local"], pod_size=case["pod"], **links,
         bwd_compute_multiplier=case["multipliers"][0],
         weighted_feature_bwd_compute_multiplier=case["multipliers"][1],
@@ -124,20 +143,21 @@ def estimate(case: dict[str, Any], library: Library) -> tuple[Any, list[tuple[fl
         case["rows"], case["columns"], device="meta", dtype=torch.float16 if case["half"] else torch.float32
     )
     if case["optimizer"]:
-        tensor._optimizer_classes = [library.optimizers[case["optimizer"]]]
-    constraint = types.ParameterConstraints(
+        rowwise = case["optimizer"] == "RowWiseAdagrad"
+        tensor._optimizer_classes = [library.RowWiseAdagrad if rowwise else getattr(torch.optim, case["optimizer"])]
+    constraint = library.ParameterConstraints(
         pooling_factors=case["pooling_factors"],
         num_poolings=case["num_poolings"],
         batch_sizes=case["batch_sizes"],
         is_weighted=case["weighted"],
         use_virtual_table=case["virtual"],
-        key_value_params=None if case["l1_mib"] is None else library.key_value_params(max_l1_cache_size=case["l1_mib"]),
+        key_value_params=None if case["l1_mib"] is None else library.KeyValueParams(max_l1_cache_size=case["l1_mib"]),
     )
-    stats = case["histogram"] and library.estimators.EmbeddingOffloadStats(
+    stats = case["histogram"] and library.EmbeddingOffloadStats(
         0.5, 12345, torch.tensor(case["histogram"]), case["rows"]
     )
     cached = case["load_factor"] is not None or stats or case["passes"]
-    option = types.ShardingOption(
+    option = library.ShardingOption(
         name="t",
         tensor=tensor,
         module=("", Collection(case["processed"])),
@@ -146,8 +166,8 @@ def estimate(case: dict[str, Any], library: Library) -> tuple[Any, list[tuple[fl
         sharding_type=case["sharding_type"],
         partition_by="device",
         compute_kernel=case["kernel"],
-        shards=[types.Shard(size=size, offset=[0, 0]) for size in shard_sizes(case)],
-        cache_params=library.cache_params(
+        shards=[library.Shard(size=size, offset=[0, 0]) for size in shard_sizes(case)],
+        cache_params=library.CacheParams(
             load_factor=case["load_factor"],
             prefetch_pipeline=case["prefetch"],
             stats=stats,
@@ -156,21 +176,21 @@ def estimate(case: dict[str, Any], library: Library) -> tuple[Any, list[tuple[fl
         if cached
         else None,
         is_pooled=case["pooled"],
-        output_dtype=library.data_type.FP16 if case["half_output"] else None,
+        output_dtype=library.DataType.FP16 if case["half_output"] else None,
     )
     exchanges = (
         "POOLED_EMBEDDINGS_ALL_TO_ALL", "SEQUENCE_EMBEDDINGS_ALL_TO_ALL", "POOLED_EMBEDDINGS_REDUCE_SCATTER",
     )  # fmt: skip
     factor = case["sharder_load_factor"]
-    data = types.SharderData(
+    data = library.SharderData(
         {} if factor is None else {"cache_load_factor": factor},
         dict.fromkeys(exchanges, (1, 2)) if case["half_exchange"] else {},
-        types.StorageUsageType[case["usage"]],
+        getattr(library, "StorageUsageType", StorageUsageType)[case["usage"]],
     )
     constraints, sharders = {"t": constraint}, {option.module_type_key: data}
-    library.estimators.EmbeddingPerfEstimator(topology, constraints, case["inference"]).estimate([option], sharders)
-    library.estimators.EmbeddingStorageEstimator(
-        topology, constraints, library.types.PipelineType[case["pipeline"]], case["at_peak"], case["inference"]
+    library.EmbeddingPerfEstimator(topology, constraints, case["inference"]).estimate([option], sharders)
+    library.EmbeddingStorageEstimator(
+        topology, constraints, library.PipelineType[case["pipeline"]], case["at_peak"], case["inference"]
     ).estimate([option], sharders)
     perfs = [shard.perf for shard in option.shards]
     storages = [shard.storage for shard in option.shards]
@@ -182,3 +202,94 @@ def estimate(case: dict[str, Any], library: Library) -> tuple[Any, list[tuple[fl
         ],
         [(s.hbm, s.ddr, s.ssd) for s in storages],
     )
+
+
+class Module:
+    """A collection that pools and has no tables of its own."""
+
+    def modules(self) -> list[Any]:
+        """Itself."""
+        return [self]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A table, as far as a planner looks at it."""
+
+    shape: tuple[int, int]
+    bytes_each: int = 4
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return self.bytes_each
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Options of all tables and the devices to place them on."""
+
+    options: list[Any]
+    topology: Any
+
+
+def instance(seed: int, library: Any) -> Instance:
+    """The problem of this number: 2 to 8 tables on 1 to 4 hosts of 1 to 4 ranks, some of them too small for it.
+
+    Times are sixteenths of a millisecond and sizes megabytes, few different ones, so that sums are exact and many tie.
+    """
+    draw = random.Random(seed)
+    hosts, local = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 4])
+    world = hosts * local
+    room = draw.choice([40, 80, 200]) * MIB
+    topology = library.Topology(
+        world_size=world, compute_device="cuda", hbm_cap=room, ddr_cap=4 * room, local_world_size=local
+    )
+    options = []
+    for table in range(draw.randint(2, 8)):
+        # dependent tables lie on a host together
+        tower = f"tower_{table % 2}" if draw.random() < 0.15 else None
+        kinds = [kind for kind, by in PARTITION_BY.items() if tower is None or by == "host"]
+        module = (draw.choice(["sparse", "dense.over"]), Module())
+        weight = Weight((draw.choice([5, 64, 1000]), COLUMNS))
+        for kind in draw.sample(kinds, draw.randint(1, len(kinds))):
+            for kernel in draw.sample(["fused", "dense", "fused_uvm", "key_value"], draw.choice([1, 1, 2])):
+                if kind == "data_parallel":
+                    kernel = "dense"
+                options.append(
+                    library.ShardingOption(
+                        name=f"table_{table}",
+                        tensor=weight,
+                        module=module,
+                        input_lengths=[float(draw.choice([0, 1, 3]))],
+                        batch_size=64,
+                        sharding_type=kind,
+                        partition_by=PARTITION_BY[kind],
+                        compute_kernel=kernel,
+                        shards=_shards(draw, library, kind, kernel, weight.shape[0], world, local),
+                        dependency=tower,
+                        is_pooled=draw.random() < 0.8,
+                    )
+                )
+    return Instance(options, topology)
+
+
+def _shards(draw: random.Random, library: Any, kind: str, kernel: str, rows: int, world: int, local: int) -> list[Any]:
+    rectangles = {
+        "data_parallel": (world, rows, COLUMNS),
+        "row_wise": (world, rows // world, COLUMNS),
+        "table_wise": (1, rows, COLUMNS),
+        "column_wise": (2, rows, COLUMNS // 2),
+        "table_row_wise": (local, rows // local, COLUMNS),
+        "table_column_wise": (2, rows, COLUMNS // 2),
+        "grid_shard": (2 * local, rows // local, COLUMNS // 2),
+    }
+    count, height, width = rectangles[kind]
+    whole = draw.choice([0, 16, 32, 96]) * MIB
+    size = whole if kind in ("data_parallel", "table_wise") else -(-whole // count)
+    shards = []
+    for number in range(count):
+        parts = [draw.choice([0, 1, 2, 8]) / 16 for _ in range(4)]
+        storage = library.Storage(hbm=0, ddr=size) if kernel == "fused_uvm" else library.Storage(hbm=size, ddr=0)
+        offset = [height * number % rows, 0] if width == COLUMNS else [0, width * (number % 2)]
+        shards.append(library.Shard([height, width], offset, storage, library.Perf(*parts)))
+    return shards

@@ -1,11 +1,11 @@
 """How well the planner's cost model orders plans that it was not calibrated on.
 
-Run as `python -m shardwise.perf.evidence.planner_heldout [--seconds N]`. Two gloo processes of one thread each measure the
+Two gloo processes of one thread each measure the
 constants (`calibrate`), then real training steps of DistributedModelParallel under 20 plans of other workloads: what
 the planner chose for each of them and four others, picked by prediction alone to be as far apart as they come. Plans
 take turns; a time is the median of 15 steps, of the slower rank. Printed: predicted and measured, Spearman's
 correlation with a bootstrap interval, pairs that are predicted more than 1.5 x apart and came out the other way round,
-and the regret of the planner's choice among the plans of its workload. The JSON has all times.
+and the regret of the planner's choice among the plans of its workload. `--write` keeps all times as JSON and the page.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ import argparse
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from shardwise import ShardingEnv, __version__
+from shardwise.perf.evidence.report import ROOT, Report
+from shardwise.perf.suite.ranks import of_ranks, on_ranks
 from shardwise.planner.constants_measured import Constants
 from shardwise.planner.cost.shardwise import ShardwiseCost
 from shardwise.planner.plan.planning import plan_tables
@@ -38,7 +37,6 @@ from shardwise.sharding.calibration.calibrate import fit, measure, rank_ms
 from shardwise.sharding.calibration.calibrate_cases import way_of
 from shardwise.sharding.calibration.trial import Placed, Step, timed
 
-ROOT = Path(__file__).resolve().parents[2]
 WORLD, PLANS_EACH, ROUNDS, WARM_UP, APART = 2, 5, 15, 3, 1.5
 _CPU = torch.device("cpu")
 
@@ -155,37 +153,29 @@ def times_of(plans: Sequence[Plan], env: ShardingEnv) -> list[list[float]]:
     return times
 
 
-def _rank(rank: int, folder: str, seconds: float) -> None:
-    """One process: calibrates, and measures the plans."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
+def measured(seconds: float) -> dict[str, Any]:
+    """What all ranks do together: calibrate, and measure the plans."""
     assert dist.group.WORLD is not None
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    measured = measure(env, _CPU, seconds=seconds)
-    constants = fit(measured, Topology(WORLD, "cpu"), f"{WORLD} cpu ranks of 1 thread")
+    calibration = measure(env, _CPU, seconds=seconds)
+    constants = fit(calibration, Topology(WORLD, "cpu"), f"{WORLD} cpu ranks of 1 thread")
     plans = [plan for workload in workloads() for plan in plans_of(workload, constants)]
-    times = times_of(plans, env)
-    of_ranks: list[Any] = [None] * WORLD
-    dist.all_gather_object(of_ranks, times)
-    if rank == 0:
-        found = {
-            "constants": constants.to_json(),
-            "calibration": [asdict(one) for one in measured],
-            "plans": [
-                {
-                    "workload": plan.workload.name,
-                    "batch_size": plan.workload.batch_size,
-                    "plan": plan.name,
-                    "tables": [f"{one.table.name}: {one.way.sharding_type} {list(one.starts)}" for one in plan.placed],
-                    "predicted_ms": plan.predicted_ms,
-                    "rounds_ms": np.max([mine[n] for mine in of_ranks], axis=0).round(3).tolist(),
-                }
-                for n, plan in enumerate(plans)
-            ],
-        }
-        Path(folder, "found.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    times = of_ranks(times_of(plans, env))
+    return {
+        "constants": constants.to_json(),
+        "calibration": [asdict(one) for one in calibration],
+        "plans": [
+            {
+                "workload": plan.workload.name,
+                "batch_size": plan.workload.batch_size,
+                "plan": plan.name,
+                "tables": [f"{one.table.name}: {one.way.sharding_type} {list(one.starts)}" for one in plan.placed],
+                "predicted_ms": plan.predicted_ms,
+                "rounds_ms": np.max([mine[n] for mine in times], axis=0).round(3).tolist(),
+            }
+            for n, plan in enumerate(plans)
+        ],
+    }
 
 
 def judged(plans: Sequence[dict[str, Any]], seed: int = 7) -> dict[str, Any]:
@@ -230,7 +220,7 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# The cost model against plans that it was not calibrated on",
         "",
-        f"Made by `python -m shardwise.perf.evidence.planner_heldout` in {found['seconds']} s, on {found['machine']}, shardwise"
+        f"Made by `make evidence NAME=planner_heldout` in {found['seconds']} s, on {found['machine']}, shardwise"
         f" {found['shardwise']}, torch {found['torch']}: {WORLD} gloo ranks of one thread each on {found['cpus']} cores"
         f" (load average {found['load'][0]:.1f} before, {found['load'][1]:.1f} after). Times are medians of {ROUNDS}"
         " steps of the slower rank, plans taking turns. Constants were measured just before, on the workloads of"
@@ -259,28 +249,21 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description="how well the cost model orders plans that it was not calibrated on")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of calibration")
-    parser.add_argument("--json", default=str(ROOT / "perf/results/cpu/planner_heldout.json"))
-    parser.add_argument("--page", default=str(ROOT / "docs/planner_heldout.md"))
-    asked = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Measure, print and, if asked to, keep."""
     before, begin = os.getloadavg()[0], time.time()
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory(prefix="heldout") as folder:
-        spawn: Any = mp.spawn  # type: ignore[attr-defined]
-        spawn(_rank, (folder, asked.seconds), WORLD)
-        found = json.loads(Path(folder, "found.json").read_text())
+    found = on_ranks(WORLD, measured, options.seconds)
     found = {
         "machine": platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__, "shardwise": __version__,
         "load": [before, os.getloadavg()[0]], "seconds": round(time.time() - begin),
         "judged": judged(found["plans"]), **found,
     }  # fmt: skip
-    Path(asked.json).write_text(json.dumps(found) + "\n")
-    Path(asked.page).write_text(page(found))
-    print(page(found))
-
-
-if __name__ == "__main__":
-    main()
+    if options.write:
+        (ROOT / "perf/results/cpu/planner_heldout.json").write_text(json.dumps(found) + "\n")
+        (ROOT / "docs/planner_heldout.md").write_text(page(found))
+    return Report(page(found), True)

@@ -5,39 +5,21 @@ Shapes: T tables of R rows x D columns, B samples of one rank, L ids a bag; outp
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.perf.suite.libraries import Library
+
 STRATEGIES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
+# batches that turns go through, so that no side finds its rows in the cache because it just had them
+BATCHES = 4
 MIXED = ("table_wise", "row_wise", "column_wise", "data_parallel")
-# what both sides have, and the modules it lies in
-_NAMES = {
-    "EmbeddingBagCollection": ("modules.embedding_modules", "shardwise"),
-    "EmbeddingBagConfig": ("modules.embedding_configs", "shardwise"),
-    "KeyedJaggedTensor": ("sparse.jagged_tensor", "shardwise"),
-    "RowWiseAdagrad": ("optim.rowwise_adagrad", "shardwise"),
-    "apply_optimizer_in_backward": ("optim.apply_optimizer_in_backward", "shardwise"),
-    "DistributedModelParallel": ("distributed.model_parallel", "shardwise"),
-    "EmbeddingBagCollectionSharder": ("distributed.embeddingbag", "shardwise.sharding.modules.sharders"),
-    "ShardingEnv": ("distributed.types", "shardwise"),
-    "ShardingPlan": ("distributed.types", "shardwise"),
-    "EmbeddingShardingPlanner": ("distributed.planner.planners", "shardwise"),
-    "Topology": ("distributed.planner.types", "shardwise"),
-    **dict.fromkeys(("CombinedOptimizer", "KeyedOptimizerWrapper"), ("optim.keyed", "shardwise")),
-    "in_backward_optimizer_filter": ("optim.optimizers", "shardwise"),
-    **dict.fromkeys(
-        ("construct_module_sharding_plan", "table_wise", "row_wise", "column_wise", "data_parallel"),
-        ("distributed.sharding_plan", "shardwise.sharding.modules.generators"),
-    ),
-}
 
 
 class Shape(NamedTuple):
@@ -51,37 +33,6 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.T} tables of {self.R} x {self.D}, batch {self.B}, {self.L} id{'s' * (self.L > 1)} a bag"
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two libraries: what it calls TorchRec's names, and the folder of its own code."""
-
-    name: str
-    names: Mapping[str, Any]
-    folder: str
-
-    def __getattr__(self, name: str) -> Any:
-        return self.names[name]
-
-
-def ours() -> Side:
-    """shardwise."""
-    return _side("shardwise", {name: home for name, (_, home) in _NAMES.items()}, "shardwise")
-
-
-def theirs() -> Side:
-    """TorchRec.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    return _side("TorchRec", {name: f"torchrec.{home}" for name, (home, _) in _NAMES.items()}, "torchrec")
-
-
-def _side(title: str, homes: Mapping[str, str], package: str) -> Side:
-    names = {name: getattr(importlib.import_module(home), name) for name, home in homes.items()}
-    return Side(title, names, os.path.dirname(str(importlib.import_module(package).__file__)))
 
 
 def keys_of(shape: Shape) -> list[str]:
@@ -104,7 +55,7 @@ def batch_of(shape: Shape, rank: int, step: int, *, vary: bool = False) -> tuple
     return torch.randint(0, shape.R, (int(lengths.sum()),), generator=generator), lengths
 
 
-def collection_of(side: Side, shape: Shape, optimizer: str | None, lr: float) -> Any:
+def collection_of(side: Library, shape: Shape, optimizer: str | None, lr: float) -> Any:
     """The unsharded collection; `optimizer` runs in its backward."""
     configs = [
         side.EmbeddingBagConfig(name=f"t{t}", num_embeddings=shape.R, embedding_dim=shape.D, feature_names=[key])
@@ -121,7 +72,7 @@ def collection_of(side: Side, shape: Shape, optimizer: str | None, lr: float) ->
     return made
 
 
-def plan_of(side: Side, collection: Any, shape: Shape, strategy: str, world: int, *, first: int = 0) -> Any:
+def plan_of(side: Library, collection: Any, shape: Shape, strategy: str, world: int, *, first: int = 0) -> Any:
     """The plan of a collection: tables go around the ranks from `first` on, and columns lie half on each of two.
 
     "mixed" takes one strategy after the other, "planned" is what the planner finds.
@@ -169,18 +120,18 @@ def _fill(module: nn.Module, shape: Shape) -> None:
             value.copy_(whole)
 
 
-def sharded_of(side: Side, shape: Shape, strategy: str, optimizer: str, lr: float = 0.01) -> nn.Module:
+def sharded_of(side: Library, shape: Shape, strategy: str, optimizer: str, lr: float = 0.01) -> nn.Module:
     """A sharded collection without anything around it, over the default process group."""
     collection = collection_of(side, shape, optimizer, lr)
     plan = plan_of(side, collection, shape, strategy, dist.get_world_size())
     env = side.ShardingEnv.from_process_group(dist.group.WORLD)
     made: nn.Module = side.EmbeddingBagCollectionSharder().shard(collection, plan, env, torch.device("cpu"))
-    if side.name == "TorchRec":
+    if side.peer:
         _fill(made, shape)
     return made
 
 
-def forward_of(side: Side, model: nn.Module, shape: Shape, ids: Tensor, lengths: Tensor) -> Callable[[], Tensor]:
+def forward_of(side: Library, model: nn.Module, shape: Shape, ids: Tensor, lengths: Tensor) -> Callable[[], Tensor]:
     """A lookup of a new batch and what it gives, [B, T * D]; what a data loader makes is made here."""
     batch = side.KeyedJaggedTensor(keys=keys_of(shape), values=ids, lengths=lengths)
 
@@ -206,7 +157,7 @@ class Model(nn.Module):
         return found.squeeze(1)
 
 
-def losses(side: Side, shape: Shape, strategy: str, optimizer: str, steps: int, lr: float = 0.05) -> list[float]:
+def losses(side: Library, shape: Shape, strategy: str, optimizer: str, steps: int, lr: float = 0.05) -> list[float]:
     """This rank's loss in each of `steps` steps of a model in DistributedModelParallel.
 
     Tables have their optimizer in the backward; replicated ones share a dense optimizer with the head.
@@ -219,7 +170,7 @@ def losses(side: Side, shape: Shape, strategy: str, optimizer: str, steps: int, 
 
 
 def model_of(
-    side: Side, shape: Shape, strategy: str, optimizer: str | None, lr: float = 0.05, *, first: int = 0
+    side: Library, shape: Shape, strategy: str, optimizer: str | None, lr: float = 0.05, *, first: int = 0
 ) -> nn.Module:
     """A model in DistributedModelParallel; `optimizer` runs in the backward of its tables."""
     collection = collection_of(side, shape, optimizer, lr)
@@ -229,12 +180,12 @@ def model_of(
     env = side.ShardingEnv.from_process_group(dist.group.WORLD)
     plan = side.ShardingPlan(plan={"sparse": of_tables})
     made: nn.Module = side.DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan)
-    if side.name == "TorchRec":
+    if side.peer:
         _fill(made, shape)
     return made
 
 
-def train(side: Side, shape: Shape, model: nn.Module, optimizer: Any, steps: Sequence[int]) -> list[float]:
+def train(side: Library, shape: Shape, model: nn.Module, optimizer: Any, steps: Sequence[int]) -> list[float]:
     """This rank's loss in each of these steps."""
     found, rank = [], dist.get_rank()
     for step in steps:
@@ -254,3 +205,37 @@ def train(side: Side, shape: Shape, model: nn.Module, optimizer: Any, steps: Seq
 def worst_difference(mine: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
     """Largest difference between the losses of all ranks and steps."""
     return max(abs(a - b) for x, y in zip(mine, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+class Stepper:
+    """One side's sharded collection, and a step of it at a time."""
+
+    def __init__(self, side: Library, shape: Shape, strategy: str, optimizer: str) -> None:
+        self.side, self.shape = side, shape
+        self.model: nn.Module = sharded_of(side, shape, strategy, optimizer)
+        self._batches = [batch_of(shape, dist.get_rank(), n) for n in range(BATCHES)]
+        self._grad = torch.randn(shape.B, shape.T * shape.D, generator=torch.Generator().manual_seed(5))
+
+    def forward(self, turn: int) -> Callable[[], Tensor]:
+        """The forward of a turn's batch, which is new to the library."""
+        return forward_of(self.side, self.model, self.shape, *self._batches[turn % BATCHES])
+
+    def step(self, turn: int) -> tuple[float, float]:
+        """Seconds of the forward and of the whole step, from when all ranks begin; and the CPU's for this process."""
+        forward = self.forward(turn)
+        dist.barrier()
+        begin, cpu = time.perf_counter(), time.process_time()
+        values = forward()
+        torch.autograd.backward(values, self._grad)
+        return time.perf_counter() - begin, time.process_time() - cpu
+
+
+def turns(steppers: Sequence[Stepper], count: int, warm_up: int = 3) -> dict[str, list[tuple[float, float]]]:
+    """Seconds (clock, CPU) of each side in each of `count` turns, in which every side has a step, in changing order."""
+    found: dict[str, list[tuple[float, float]]] = {one.side.label: [] for one in steppers}
+    for turn in range(count + warm_up):
+        for one in steppers if turn % 2 else reversed(steppers):
+            seconds = one.step(turn)
+            if turn >= warm_up:
+                found[one.side.label].append(seconds)
+    return found

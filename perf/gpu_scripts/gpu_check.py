@@ -4,7 +4,10 @@ Run by `perf/gpu_check.sh`, or as `PYTHONPATH=. python3 -m shardwise.perf.gpu_sc
 is recorded in the JSON and the others go on; with --isolate each runs in a process of its own, because a CUDA fault
 spoils the process in which it happens. The JSON and a page of it are written after every section. What answers an open
 question comes first, so that ten minutes on a card are enough; `--keep --sections ...` does the rest in another call.
-`--device cpu --small` proves the script on a machine without a GPU.
+`--device cpu --small` proves the script on a machine without a GPU. The tuner and the suite run here without click and
+rich, which a bare machine does not have; what they find is also written to files of its own, which
+`shardwise perf report` and lookups read. compute-sanitizer, where it is installed, runs small sections again: it finds
+what correct values do not show.
 
 Letters as in the kernels: R rows, D dim, B samples, L ids a bag, N ids, T tables.
 """
@@ -16,12 +19,15 @@ import importlib
 import importlib.util
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -35,17 +41,15 @@ from torch import Tensor
 
 from shardwise.kernels import configs
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
-from shardwise.perf.gpu_scripts import (
-    gpu_ops,
-    gpu_page,
-    gpu_precompile,
-    gpu_suite,
-)
+from shardwise.perf.gpu_scripts import gpu_ops, gpu_page, gpu_precompile
 from shardwise.perf.gpu_scripts.gpu_ab import ab, executed
-from shardwise.perf.gpu_scripts.gpu_kernels import correctness, same_bits, torch_path
+from shardwise.perf.gpu_scripts.gpu_kernels import (
+    correctness,
+    quantized_correctness,
+    same_bits,
+    torch_path,
+)
 from shardwise.perf.gpu_scripts.gpu_profile import profiles
-from shardwise.perf.gpu_scripts.gpu_quantized import quantized_correctness
-from shardwise.perf.gpu_scripts.gpu_sanitize import run_within, sanitizer
 from shardwise.perf.gpu_scripts.gpu_sizes import (
     GPU,
     SMALL,
@@ -53,10 +57,155 @@ from shardwise.perf.gpu_scripts.gpu_sizes import (
     Sizes,
 )
 from shardwise.perf.gpu_scripts.gpu_yardsticks import yardsticks
-from shardwise.perf.suite import machine
+from shardwise.perf.suite import machine, storage
 from shardwise.perf.suite.batches import lookup_bytes, make, optimizer
-from shardwise.perf.suite.case import in_a_line
+from shardwise.perf.suite.case import Setting, chosen, in_a_line
+from shardwise.perf.suite.cases import CASES
+from shardwise.perf.suite.measure import BUDGETS, run
 from shardwise.perf.suite.timing import gb_per_s, spread, times_us
+from shardwise.perf.tune.tuner import (
+    ROUNDS,
+    File,
+    told,
+    tune_all,
+)
+from shardwise.perf.tune.tuner_inputs import (
+    Job,
+    fitted_job,
+    jobs_of,
+    workloads_of,
+)
+
+# tool -> sections that are run under it; each takes tens of times as long as without
+TOOLS = {"memcheck": ("correctness", "quantized_correctness", "collections"), "racecheck": ("correctness",)}
+# the status that the sanitizer ends with where it found something
+FOUND = 9
+
+
+def sanitizer(device: str, sizes: Sizes, limit_s: float = 60) -> dict[str, Any]:
+    """Small sections under each tool; nothing where there is no sanitizer.
+
+    Raises:
+        AssertionError: a tool found something; has the end of what it printed.
+    """
+    program = _program()
+    if program is None:
+        return {"note": "compute-sanitizer is not on this machine"}
+    said: dict[str, Any] = {"program": Path(program).name}
+    # every tensor an allocation of its own, so that an access behind one is seen
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool, sections in TOOLS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            command = [program, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", sys.executable]
+            command += [
+                "-m",
+                "shardwise.perf.gpu_scripts.gpu_check",
+                "--device",
+                device,
+                "--small",
+                "--sections",
+                *sections,
+            ]
+            try:
+                status, printed = run_within(
+                    limit_s / len(TOOLS), [*command, "--out", str(Path(folder) / "part.json")], environment
+                )
+            except subprocess.TimeoutExpired:
+                said[tool] = f"not finished in {limit_s / len(TOOLS):.0f} s"
+                continue
+        summary = re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", printed)
+        said[tool] = summary[-1] if summary else f"status {status}"
+        assert status == 0, f"{tool}: status {status}\n{printed[-3000:]}"
+    return said
+
+
+def run_within(limit_s: float, command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Exit status of a command and what it printed; what it started ends with it.
+
+    Raises:
+        subprocess.TimeoutExpired: it was not done in time, and was ended.
+    """
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=limit_s)
+        except BaseException:
+            # a sanitizer's target is a child of the sanitizer, and would go on
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, printed
+
+
+def _program() -> str | None:
+    """The sanitizer on the path, or in CUDA's own folder."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
+    return shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path=os.pathsep.join(f"{home}/bin" for home in homes)
+    )
+
+
+GROUPS = ("lookup", "update", "quantized", "jagged", "keyed", "module")
+
+
+# what the A/B of variants has compared already: its tiles and programs are those candidates
+TUNED_BY_AB = ("update rowwise_adagrad", "pooled_lookup")
+
+
+def ordered(jobs: Sequence[Job]) -> list[Job]:
+    """One shape of each kernel and dtype before the others; updates before lookups, what the A/B left open first."""
+    places: dict[tuple[str, str], int] = {}
+    ranked = []
+    for job in jobs:
+        kind = job.key.kernel, job.key.dtype
+        place = places[kind] = places.get(kind, -1) + 1
+        compared = job.key.kernel in TUNED_BY_AB and job.key.dtype == "fp32"
+        ranked.append((place, compared, not job.key.kernel.startswith("update "), job))
+    return [job for *_, job in sorted(ranked, key=lambda one: one[:3])]
+
+
+def autotune(device: str, sizes: Sizes) -> dict[str, Any]:
+    """Tune the kernels for tables of 64 and 128 columns, bags of one id and of 20; has the file of tuned configs."""
+    if not HAS_TRITON:
+        return {"note": "triton is not installed"}
+    jobs = ordered(jobs_of(workloads_of([128, 64], [20, 1], small=sizes.small), ["fp32", "fp16", "int8"]))
+    found: list[dict[str, Any]] = []
+    dropped: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        file = File(Path(folder) / "tuned.json", *configs.identity(place))
+        rounds, repeats = (1, 1) if sizes.small else (ROUNDS, 20)
+        for one in tune_all(
+            [fitted_job(job, device) for job in jobs], device,
+            file=file, repeats=repeats, rounds=rounds, seconds=sizes.tune_s,
+        ):  # fmt: skip
+            if one.failed:
+                dropped += one.dropped
+                continue
+            found.append({"entry": one.what, "ratio": round(one.ratio, 3), "config": told(one.config)})
+            dropped += one.dropped
+        tuned = json.loads(file.path.read_text(encoding="utf-8")) if found else None
+    return {"entries": found, "of": len(jobs), "failed": dropped, "file": tuned}
+
+
+def suite(device: str, sizes: Sizes) -> dict[str, Any]:
+    """The cases of the suite "cuda", beside the peers that are importable; has what `shardwise perf run` writes."""
+    peers = frozenset({"torch", *machine.importable_peers()})
+    setting = Setting(device, sizes.small, peers, machine.memory_for_tables(device))
+    # what other processes do, and plans, and sizes, no GPU changes
+    cases, load = chosen(CASES, ("cuda",), device, f"^(?=({'|'.join(GROUPS)}): ).*(?:{sizes.cases})"), machine.load()
+    budget = BUDGETS[device](sizes.suite_s, 1 if sizes.small else None, sizes.small)
+    measured = run(cases, setting, budget)
+    about = {
+        "suites": ["cuda"], "small": sizes.small, "laps": budget.laps, "peers": sorted(peers), "load": load,
+    }  # fmt: skip
+    info = machine.machine_info(device, torch.get_num_threads())
+    return {
+        "cases": len(measured.records),
+        "failed": [f"{one.name}: {one.error}" for one in measured.failures],
+        "not_run": list(measured.not_run),
+        "file": json.loads(json.dumps(storage.to_json(measured, info, about), default=str)),
+    }
 
 
 def hot_row(device: str, sizes: Sizes) -> dict[str, Any]:
@@ -176,12 +325,12 @@ SECTIONS: dict[str, Callable[[str, Sizes], dict[str, Any]]] = {
     "profile": profiles,
     "ab": lambda device, sizes: executed(sizes) if device == "executed" else ab(device, sizes),
     "same_bits": same_bits,
-    "autotune": gpu_suite.autotune,
+    "autotune": autotune,
     "nccl": nccl,
     "hot_row": hot_row,
     "pinned_table": pinned_table,
     "torch_path": torch_path,
-    "suite": gpu_suite.suite,
+    "suite": suite,
     "sanitizer": lambda device, sizes: sanitizer(device, sizes, sizes.sanitizer_s),
 }
 COMPARED = ("correctness", "correctness_fp16", "correctness_bf16", "quantized_correctness")

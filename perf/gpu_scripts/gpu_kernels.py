@@ -15,11 +15,22 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from shardwise.kernels import (
+    ROW_FORMATS,
+    check_ids,
+    dequantize_rows,
+    quantize_rows,
+    raise_from_guard,
+    sequence_lookup,
+)
 from shardwise.kernels import RULES as DEFINED
-from shardwise.kernels import check_ids, raise_from_guard, sequence_lookup
 from shardwise.kernels.lookup import pooled, sequence
 from shardwise.kernels.lookup.bounds import OK
+from shardwise.kernels.quantized.pooled_lookup import quantized_pooled_lookup_ref
+from shardwise.kernels.quantized.rows import dequantize_rows_ref, quantize_rows_ref
+from shardwise.kernels.quantized.sequence_lookup import quantized_sequence_lookup_ref
 from shardwise.kernels.update import update
+from shardwise.perf.gpu_scripts.gpu_quantized import make as quantized_batch
 from shardwise.perf.gpu_scripts.gpu_sizes import Sizes
 from shardwise.perf.suite.batches import Batch, make, optimizer
 
@@ -152,3 +163,34 @@ def same_bits(device: str, sizes: Sizes) -> dict[str, Any]:
                     assert all(same), f"{rule}, {ids}, dim {dim}"
             checked.append(f"{ids} D={dim}")
     return {"repeats": repeats, "checked": checked, "no_time_for": not_run}
+
+
+def quantized_correctness(device: str, sizes: Sizes) -> dict[str, Any]:
+    """Every op and format of quantized rows against its reference, which runs on the CPU: in every bit.
+
+    References round each product and sum by itself, as the CPU does.
+    """
+    compared = 0
+    for format, kind in ROW_FORMATS.items():
+        for dim in (7, *sizes.dims):
+            for scale_dtype in kind.scale_dtypes or (torch.float16,):
+                rows = torch.randn(50, dim, generator=torch.Generator().manual_seed(dim)) * 0.01
+                expected, got = (
+                    quantize_rows_ref(rows, format, scale_dtype),
+                    quantize_rows(rows.to(device), format, scale_dtype),
+                )
+                back = dequantize_rows(*got, dim, format).cpu()
+                same = [torch.equal(one.cpu(), other) for one, other in zip(got, expected, strict=True)]
+                same.append(torch.equal(back, dequantize_rows_ref(*expected, dim, format)))
+                assert all(same), (
+                    f"payload, scales, values of {format}, D={dim}, {scale_dtype} are the reference's: {same}"
+                )
+            there = quantized_batch(device, format, 2, 40, dim, sizes.checked_batch, 5, weighted=True)
+            here = there.to("cpu")
+            same = [
+                torch.equal(there.pooled().cpu(), here.pooled(quantized_pooled_lookup_ref)),
+                torch.equal(there.sequence().cpu(), here.sequence(quantized_sequence_lookup_ref)),
+            ]
+            assert all(same), f"pooled and in sequence, {format}, D={dim}: {same}"
+            compared += 2 + 3 * max(1, len(kind.scale_dtypes))
+    return {"compared": compared}

@@ -22,9 +22,10 @@ from shardwise import (
     RowWiseAdagrad,
     apply_optimizer_in_backward,
 )
-from shardwise.perf.evidence.beside import Library, Size, difference
-from shardwise.perf.evidence.beside_ops import CASES
+from shardwise.perf.evidence.beside_ops import OPERATIONS
 from shardwise.perf.gpu_scripts.gpu_sizes import Sizes
+from shardwise.perf.suite.libraries import Library
+from shardwise.perf.suite.operations.operation import Size, difference
 from shardwise.perf.suite.timing import graphs_of
 
 OURS = Library("shardwise", [shardwise.jagged, shardwise.kernels])
@@ -36,7 +37,7 @@ def jagged_correctness(device: str, sizes: Sizes) -> dict[str, Any]:
     """Every jagged op, and its backward, on ragged bags: against the CPU in each dtype, and the same bits each time."""
     found, refused = {}, []
     for size in (Size(1, sizes.checked_batch), Size(sizes.checked_tables, sizes.checked_batch)):
-        for case in CASES:
+        for case in OPERATIONS:
             for dtype, tolerance in TOLERANCES.items():
                 state = _cast(case.make(OURS, size), dtype)
                 if dtype is not torch.float32 and not _has_floats(state, dtype):
@@ -55,7 +56,7 @@ def jagged_correctness(device: str, sizes: Sizes) -> dict[str, Any]:
                 elif any(difference(_on_host(other), _on_host(got[0]), 0.0) for other in got[1:]):
                     found[name] = f"other bits in one of {sizes.race_repeats} runs"
     assert not found, found
-    return {"ops": len(CASES), "repeats": sizes.race_repeats, "refused_on_the_cpu_too": refused}
+    return {"ops": len(OPERATIONS), "repeats": sizes.race_repeats, "refused_on_the_cpu_too": refused}
 
 
 def _cast(state: Any, dtype: torch.dtype) -> Any:

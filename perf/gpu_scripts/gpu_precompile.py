@@ -35,7 +35,6 @@ from shardwise.kernels._op import triton
 from shardwise.perf.counts.fake_cuda import Pretend, pretended
 from shardwise.perf.counts.launches import CUDA, Counted
 from shardwise.perf.gpu_scripts import gpu_kernels, gpu_ops, gpu_yardsticks
-from shardwise.perf.gpu_scripts.gpu_quantized import quantized_correctness
 from shardwise.perf.gpu_scripts.gpu_shapes import (
     SHAPES,
     Shape,
@@ -206,7 +205,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], object]]]:
     sizes, place = replace(GPU, race_repeats=1), str(CUDA)
     for dtype in gpu_kernels.DTYPES:
         yield f"correctness {dtype}", partial(gpu_kernels.correctness, place, sizes, dtype)
-    yield "quantized_correctness", partial(quantized_correctness, place, sizes)
+    yield "quantized_correctness", partial(gpu_kernels.quantized_correctness, place, sizes)
     yield "jagged_correctness", partial(gpu_ops.jagged_correctness, place, sizes)
 
 

@@ -1,7 +1,4 @@
-"""The part of gpu_check.py that holds the ops on quantized rows on a GPU against their references.
-
-Results must be the references' in every bit: they round each product and sum by itself, as the CPU does.
-"""
+"""Batches of ids over quantized tables, for checks and measurements of their lookups, made on the device."""
 
 from __future__ import annotations
 
@@ -15,17 +12,12 @@ from torch import Tensor
 from shardwise.kernels import (
     ROW_FORMATS,
     Feature,
-    dequantize_rows,
     pack_features,
     quantize_rows,
     quantized_pooled_lookup,
     quantized_sequence_lookup,
 )
-from shardwise.kernels.quantized.pooled_lookup import quantized_pooled_lookup_ref
-from shardwise.kernels.quantized.rows import dequantize_rows_ref, quantize_rows_ref
-from shardwise.kernels.quantized.sequence_lookup import quantized_sequence_lookup_ref
 from shardwise.kernels.row_formats import TABLE_BOUNDARY
-from shardwise.perf.gpu_scripts.gpu_sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -75,31 +67,3 @@ def make(
     offsets = torch.arange(tables * batch + 1, device=device) * length
     packed = pack_features(features, device, boundary=TABLE_BOUNDARY)
     return Batch(format, payload, torch.cat(parts), ids, offsets, weights, packed, [dim] * tables)
-
-
-def quantized_correctness(device: str, sizes: Sizes) -> dict[str, Any]:
-    """Every op and format against its reference, which runs on the CPU: in every bit."""
-    compared = 0
-    for format, kind in ROW_FORMATS.items():
-        for dim in (7, *sizes.dims):
-            for scale_dtype in kind.scale_dtypes or (torch.float16,):
-                rows = torch.randn(50, dim, generator=torch.Generator().manual_seed(dim)) * 0.01
-                expected, got = (
-                    quantize_rows_ref(rows, format, scale_dtype),
-                    quantize_rows(rows.to(device), format, scale_dtype),
-                )
-                back = dequantize_rows(*got, dim, format).cpu()
-                same = [torch.equal(one.cpu(), other) for one, other in zip(got, expected, strict=True)]
-                same.append(torch.equal(back, dequantize_rows_ref(*expected, dim, format)))
-                assert all(same), (
-                    f"payload, scales, values of {format}, D={dim}, {scale_dtype} are the reference's: {same}"
-                )
-            there = make(device, format, 2, 40, dim, sizes.checked_batch, 5, weighted=True)
-            here = there.to("cpu")
-            same = [
-                torch.equal(there.pooled().cpu(), here.pooled(quantized_pooled_lookup_ref)),
-                torch.equal(there.sequence().cpu(), here.sequence(quantized_sequence_lookup_ref)),
-            ]
-            assert all(same), f"pooled and in sequence, {format}, D={dim}: {same}"
-            compared += 2 + 3 * max(1, len(kind.scale_dtypes))
-    return {"compared": compared}

@@ -7,19 +7,36 @@ and every peer in turn, one call each, so that what disturbs the machine disturb
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Call = Callable[[], object]
 # seconds (or bytes, where the case says so) of each of so many rounds, by who: "shardwise" and the peers
 Series = Mapping[str, Sequence[float]]
 
+
+@dataclass(frozen=True)
+class Fresh:
+    """A call on a state of its own, which is made anew for each call and outside of its time."""
+
+    make: Callable[[], Call]
+
+    def __call__(self) -> object:
+        return self.make()()
+
+
+def with_states(calls: Iterable[Call]) -> list[Call]:
+    """The calls with their states made."""
+    return [call.make() if isinstance(call, Fresh) else call for call in calls]
+
+
 OURS = "shardwise"
 # torch.nn.EmbeddingBag, torch.optim, plain torch: always there; the others where they are importable
 PEERS = ("torch", "fbgemm", "torchrec")
 DEVICES = ("cpu", "cuda")
-# cpu: in under 10 minutes on two cores; cuda: in 5 on a GPU; full: what memory allows; ebc: TorchRec's own benchmark
-SUITES = ("cpu", "cuda", "full", "ebc")
+# cpu: in under 10 minutes on two cores; cuda: in 5 on a GPU; full: what memory allows; ebc: TorchRec's own benchmark;
+# operations: each of the jagged types and ops by itself at six sizes
+SUITES = ("cpu", "cuda", "full", "ebc", "operations")
 
 
 @dataclass(frozen=True)
@@ -66,7 +83,7 @@ class Case:
     Attributes:
         name: unique, the op, then its workload and what is special: "pooled_lookup, fbgemm default".
         group: what it belongs to in the report: "lookup", "update", "quantized", "jagged", "keyed", "module",
-            "sharded", "planner", "package".
+            "sharded", "planner", "package", "operations".
         make: sets it up.
         suites: which of SUITES it belongs to.
         devices: where it can run.

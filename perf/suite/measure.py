@@ -28,8 +28,10 @@ from shardwise.perf.suite.case import (
     PEERS,
     Call,
     Case,
+    Fresh,
     Ready,
     Setting,
+    with_states,
 )
 from shardwise.perf.suite.peers import release
 from shardwise.perf.suite.record import (
@@ -54,6 +56,8 @@ SELDOM, EVERY = 8.0, 4
 KEPT_ON, KEPT_S = "cuda", 1.0
 # laps that the comparison needs undisturbed, and extra laps to get them
 CALM_LAPS, EXTRA_LAPS = 3, 3
+# states of the calls of a turn are made in at most so long
+STATES_S = 10e-3
 COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 
 
@@ -285,13 +289,13 @@ class Side:
 
     def of(self, number: int) -> list[Call]:
         """The calls of a round: all sides begin a round with the same input."""
-        return [self.calls[(number + place) % len(self.calls)] for place in range(self.times)]
+        return with_states(self.calls[(number + place) % len(self.calls)] for place in range(self.times))
 
 
 def prepared(sides: Mapping[str, Sequence[Call]], budget: Budget, slow: bool) -> dict[str, Side]:
     """Warm all sides up and settle how many calls make a turn of each."""
     took = {who: _warmed(calls, budget.seconds, slow) for who, calls in sides.items()}
-    times = {who: _times(seconds, budget.turn_s, len(sides[who])) for who, seconds in took.items()}
+    times = {who: _times(seconds, budget.turn_s, sides[who]) for who, seconds in took.items()}
     turns = {who: times[who] * seconds for who, seconds in took.items()}
     found = {}
     for who, calls in sides.items():
@@ -301,9 +305,11 @@ def prepared(sides: Mapping[str, Sequence[Call]], budget: Budget, slow: bool) ->
     return found
 
 
-def _times(seconds: float, turn_s: float, inputs: int) -> int:
+def _times(seconds: float, turn_s: float, calls: Sequence[Call]) -> int:
     """Calls of a turn: one, or so many that each input has as many, because inputs differ."""
-    wanted = min(1000.0, turn_s / max(seconds, 1e-9))
+    wanted, inputs = min(1000.0, turn_s / max(seconds, 1e-9)), len(calls)
+    if isinstance(calls[0], Fresh):
+        wanted = min(wanted, STATES_S / max(turn([calls[0].make]).seconds, 1e-9))
     return 1 if wanted < 1.5 else -(-round(wanted) // inputs) * inputs
 
 
@@ -311,10 +317,10 @@ def _warmed(calls: Sequence[Call], limit_s: float, slow: bool) -> float:
     """Seconds of a call, once each has been made: compilers, allocators and page faults come first."""
     begin, seconds = time.perf_counter(), 0.0
     for call in calls[:1] if slow else calls:
-        seconds = turn([call]).seconds
+        seconds = turn(with_states([call])).seconds
         if time.perf_counter() - begin > limit_s:
             return seconds
-    return seconds if slow else min(turn([call]).seconds for call in calls)
+    return seconds if slow else min(turn(with_states([call])).seconds for call in calls)
 
 
 def rounds_within(sides: Mapping[str, Side], budget: Budget, slow: bool) -> int:

@@ -6,11 +6,8 @@ none of them has the better pages. Letters as in batches.py.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ from shardwise.kernels import RULES
 from shardwise.kernels.features import DIM, FIRST_ROW, ROWS
 from shardwise.perf.suite.batches import Batch
 from shardwise.perf.suite.case import Call, Setting, in_a_line
+from shardwise.perf.suite.libraries import fbgemm
 
 # how far apart two results may be, in units of the largest number of one of them
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -36,24 +34,6 @@ _FBGEMM_CPU_RULES = ("sgd", "adagrad", "rowwise_adagrad")
 _FBGEMM_TYPES = {torch.float32: "FP32", torch.float16: "FP16"}
 _FBGEMM_POOLING = {"sum": "SUM", "mean": "MEAN", "sequence": "NONE"}
 EPS, LR = 1e-6, 0.01
-
-
-@cache
-def fbgemm() -> SimpleNamespace:
-    """The names of FBGEMM that are used here.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    importlib.import_module("fbgemm_gpu")
-    common = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-    training = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-    configs = importlib.import_module("fbgemm_gpu.split_embedding_configs")
-    return SimpleNamespace(
-        EmbeddingLocation=common.EmbeddingLocation, PoolingMode=common.PoolingMode,
-        ComputeDevice=training.ComputeDevice, Tables=training.SplitTableBatchedEmbeddingBagsCodegen,
-        EmbOptimType=configs.EmbOptimType, SparseType=configs.SparseType,
-    )  # fmt: skip
 
 
 def peer_calls(
@@ -90,6 +70,13 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None
     assert off <= tolerance, f"{what}: off by {off:.2e} of the largest, {tolerance:g} is allowed"
 
 
+def assert_peers(got: Tensor, peers: Mapping[str, Sequence[Call]], tolerance: float) -> None:
+    """Raise AssertionError unless the first call of each peer gives that, too."""
+    for name, calls in peers.items():
+        found: Any = calls[0]()
+        assert_close(got, found.float(), tolerance, name)
+
+
 def table_memory(elements: int, dtype: torch.dtype, device: str) -> Tensor:
     """Rows of numbers between -1 and 1, which cases share one after another where they are not too many."""
     nbytes = elements * dtype.itemsize
@@ -124,10 +111,14 @@ def fbgemm_tables(batch: Batch, *, rule: str = "sgd", start: float = 0.0) -> Any
     location = peer.EmbeddingLocation.DEVICE if cuda else peer.EmbeddingLocation.HOST
     compute = peer.ComputeDevice.CUDA if cuda else peer.ComputeDevice.CPU
     more: dict[str, Any] = {}
-    if not cuda and "preallocated_host_buffers" in inspect.signature(peer.Tables.__init__).parameters:
+    if (
+        not cuda
+        and "preallocated_host_buffers"
+        in inspect.signature(peer.SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
+    ):
         # it would fill as much memory with zeros first
         more["preallocated_host_buffers"] = {"weights": batch.weights.data}
-    tables = peer.Tables(
+    tables = peer.SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, dim, location, compute) for rows, dim in batch.features[:, [ROWS, DIM]].tolist()],
         optimizer=peer.EmbOptimType[_FBGEMM_RULES[rule]], learning_rate=LR, eps=EPS, stochastic_rounding=False,
         weights_precision=peer.SparseType[_FBGEMM_TYPES[batch.weights.dtype]],

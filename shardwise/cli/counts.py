@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._version import in_checkout
+
 if TYPE_CHECKING:
     import click
 
@@ -35,6 +37,8 @@ def add_counts(perf: click.Group) -> None:
         of the path that CUDA takes; collectives and bytes sent of two gloo processes. Numbers depend on the versions of
         Python and torch, and are compared with the baseline of the same versions alone.
         """
+        if (check or update) and baseline is None and not in_checkout():
+            raise click.UsageError("the baseline is that of a checkout of shardwise: go there, or name a --baseline")
         try:
             status = _counts(re.compile(only), check, update, parts, json_file, baseline)
         except re.error as error:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from .._version import __version__, how_to_install
+from .._version import __version__, how_to_install, in_checkout
 
 if TYPE_CHECKING:
     import click
@@ -83,6 +83,8 @@ def commands() -> click.Group:
             raise click.UsageError(
                 "--record is for a check of all kernels, not with --target, --kernel or --candidates"
             )
+        if record and not in_checkout():
+            raise click.UsageError("--record writes into a checkout of shardwise: run it there")
         try:
             # also before a check of some minutes that ends with writing it
             table = checked.read_table() if changed or record else {}

@@ -7,12 +7,7 @@ import json
 from checkout import ROOT
 from snippets import wrong_snippets
 
-from shardwise.perf.evidence.pipeline_overlap import (
-    PICTURE,
-    RESULT,
-    hidden,
-    picture,
-)
+from shardwise.perf.evidence.pipeline_overlap import PICTURE, RESULT, hidden, picture
 
 PAGE = ROOT / "docs" / "pipelines.md"
 

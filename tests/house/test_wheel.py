@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
+from shardwise.perf.suite.cases import package
 FOLDERS = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
 LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 
@@ -134,12 +137,75 @@ def test_the_wheel_holds_every_folder_and_nothing_else(wheel: Path) -> None:
         *(f"shardwise/{path.relative_to(ROOT)}" for path in (ROOT / "kernels" / "tuned").glob("*.json")),
         "shardwise/py.typed",
     }
-    assert set(names) == sources
+    assert set(names) == {name for name in sources if not name.removeprefix("shardwise/").startswith(package.LEFT_OUT)}
+
+
+# rooms of a checkout, and files of theirs that still lie in front of their doors
+LEFT_OUT = re.compile(r"shardwise/perf/(evidence/|gpu_scripts/|gpu_\w+\.py|nccl_\w+\.py|soak\w*\.py|matrix\.py)")
+# the library alone takes 1.13 MB of it
+MOST_BYTES = 1_400_000
 
 
 def test_the_wheel_is_small_and_pure_python(wheel: Path) -> None:
-    assert wheel.stat().st_size < 1_500_000
+    with zipfile.ZipFile(wheel) as archive:
+        # an entry, its header and its line of the directory
+        leaving = sum(
+            entry.compress_size + 2 * len(entry.filename) + 76 + 46
+            for entry in archive.infolist()
+            if LEFT_OUT.match(entry.filename)
+        )
+    assert wheel.stat().st_size - leaving < MOST_BYTES
     assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_the_wheel_leaves_the_rooms_out_that_are_named_alike(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert not [name for name in names if name.startswith(tuple(f"shardwise/{room}" for room in package.LEFT_OUT))]
+    assert f"LEFT_OUT = {tuple(room.strip('/').replace('/', '.') for room in package.LEFT_OUT)}".replace("'", '"') in (
+        ROOT / "setup.py"
+    ).read_text(encoding="utf-8")
+
+
+# what needs nothing but the wheel, and what says that it needs a checkout
+COMMANDS: list[tuple[list[str], int, str]] = [
+    *(([*words, "--help"], 0, "Usage: ") for words in (
+        ["kernels", "check"], ["kernels", "registers"], ["kernels", "run"], ["kernels", "autotune"], ["perf", "run"],
+        ["perf", "compare"], ["perf", "report"], ["perf", "counts"], ["plan"], ["ckpt"], ["export"], ["migrate"],
+    )),
+    (["kernels", "autotune", "--dry-run", "--device", "cpu", "--small"], 0, ""),
+    (["perf", "run", "--list"], 0, "lookup: pooled_lookup, fbgemm default"),
+    (["perf", "run", "--small", "--only", "KJT to_dict|wheel size", "--json", "a.json"], 0, "wheel size"),
+    (["perf", "report", "a.json", "--html", "a.html"], 0, "wheel size"),
+    (["perf", "compare", "a.json", "a.json", "--at-least", "1000"], 0, ""),
+    (["perf", "counts", "--only", "KJT split"], 0, "KJT split"),
+    (["perf", "counts", "--only", "KJT split", "--check"], 2, "is that of a checkout of shardwise"),
+    (["perf", "counts", "--only", "KJT split", "--update"], 2, "is that of a checkout of shardwise"),
+    (["kernels", "check", "--record"], 2, "writes into a checkout of shardwise"),
+]  # fmt: skip
+RUN_THEM = """
+import json, sys
+from click.testing import CliRunner
+from shardwise.cli.main import commands
+found = []
+for words in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(commands(), words)
+    found.append((done.exit_code, done.output + repr(done.exception)))
+print("\\n" + json.dumps(found))
+"""
+
+
+def test_every_command_of_an_installed_wheel_works_or_asks_for_a_checkout(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_THEM, json.dumps([words for words, _, _ in COMMANDS])],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for (words, status, text), (found, output) in zip(COMMANDS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        assert found == status and text in output, (words, found, output[-2000:])
 
 
 def test_the_unpacked_wheel_imports_from_itself(wheel: Path, tmp_path: Path) -> None:

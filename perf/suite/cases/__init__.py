@@ -8,6 +8,7 @@ from shardwise.perf.suite.cases import (
     keyed,
     lookup,
     modules,
+    operations,
     package,
     planner,
     quantized,
@@ -17,6 +18,6 @@ from shardwise.perf.suite.cases import (
 
 CASES: tuple[Case, ...] = tuple(
     case
-    for module in (lookup, update, quantized, jagged, keyed, modules, sharded, planner, package)
+    for module in (lookup, update, quantized, jagged, keyed, modules, sharded, planner, package, operations)
     for case in module.CASES
 )

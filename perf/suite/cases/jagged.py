@@ -40,13 +40,6 @@ from shardwise.kernels.jagged import (
 )
 from shardwise.kernels.jagged.segments import move_segments_ref
 from shardwise.perf.evidence import beside_ops
-from shardwise.perf.evidence.beside import Case as Operation
-from shardwise.perf.evidence.beside import (
-    Library,
-    Size,
-    contents,
-    difference,
-)
 from shardwise.perf.evidence.beside_inputs import (
     IDS,
     batch,
@@ -72,11 +65,22 @@ from shardwise.perf.suite.cases.lookup import (
     FULL,
     INPUTS,
 )
-from shardwise.perf.suite.declared.buckets import block_bucketize_bytes
-from shardwise.perf.suite.declared.dense import to_jagged_bytes, to_padded_bytes
-from shardwise.perf.suite.declared.segments import move_segments_bytes, segment_sum_bytes
-from shardwise.perf.suite.declared.select import jagged_index_select_bytes
-from shardwise.perf.suite.peers import fbgemm, peer_calls
+from shardwise.perf.suite.declared.segments import (
+    block_bucketize_bytes,
+    jagged_index_select_bytes,
+    move_segments_bytes,
+    segment_sum_bytes,
+    to_jagged_bytes,
+    to_padded_bytes,
+)
+from shardwise.perf.suite.libraries import Library, fbgemm
+from shardwise.perf.suite.operations.operation import (
+    Operation,
+    Size,
+    contents,
+    difference,
+)
+from shardwise.perf.suite.peers import peer_calls
 
 # what is timed, on a CPU and on a GPU, and what the references, some of them loops over bags, are given
 TIMED = {"cpu": Size(26, 1024), "cuda": Size(26, 8192)}
@@ -412,7 +416,7 @@ def _make(setting: Setting, operation: Operation) -> Ready:
     return Ready(_calls(OURS), check, moved, floor, peers, graph=not waits, notes={"size": str(size), **trouble})
 
 
-_OPERATIONS = [*beside_ops.CASES, *_longer(), *_further(), *_calibrations()]
+_OPERATIONS = [*beside_ops.OPERATIONS, *_longer(), *_further(), *_calibrations()]
 _BOTH_WAYS = "forward and backward"
 # options of an op that change little, and gradients: not in the short suites
 _FULL = (", sequence", ", positions", ", weighted", "bags of bags", _BOTH_WAYS)

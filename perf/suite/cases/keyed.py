@@ -8,19 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.perf.evidence import beside_types
-from shardwise.perf.evidence.beside import (
-    Library,
-    Size,
-    contents,
-    difference,
-)
 from shardwise.perf.evidence.beside_inputs import (
     batch,
     columns,
@@ -28,7 +22,6 @@ from shardwise.perf.evidence.beside_inputs import (
     groups,
     pieces,
 )
-from shardwise.perf.evidence.beside_torchrec import load_ours, load_peer
 from shardwise.perf.suite.case import (
     Call,
     Case,
@@ -36,12 +29,14 @@ from shardwise.perf.suite.case import (
     Setting,
 )
 from shardwise.perf.suite.cases.lookup import CUDA, EVERY, INPUTS
+from shardwise.perf.suite.libraries import ours, torchrec
+from shardwise.perf.suite.operations.operation import Size, contents, difference
 from shardwise.perf.suite.peers import peer_calls
 
 SIZES = (Size(26, 64), Size(26, 8192))
 SMALL = Size(3, 4)
 FLOOR = "tensors: every input and every output once"
-_CALLS = {operation.name: operation.call for operation in beside_types.CASES}
+_CALLS = {operation.name: operation.call for operation in beside_types.OPERATIONS}
 
 
 @dataclass(frozen=True)
@@ -129,16 +124,6 @@ def _bags(result: Any) -> list[tuple[Tensor, Tensor]]:
     return list(zip(torch.split(result.values(), counts), of_keys, strict=True))
 
 
-@lru_cache
-def _ours() -> Library:
-    return load_ours()
-
-
-@lru_cache
-def _theirs() -> Library:
-    return load_peer()[0]
-
-
 def _nbytes(result: Any) -> int:
     if isinstance(result, Tensor):
         return result.nbytes
@@ -155,10 +140,10 @@ def _of_batch(setting: Setting, operation: Operation, size: Size) -> Ready:
     def calls(lib: Any) -> Sequence[Call]:
         return [partial(run, lib, t) for t in inputs]
 
-    peers, trouble = peer_calls(setting, {"torchrec": lambda: calls(_theirs())})
+    peers, trouble = peer_calls(setting, {"torchrec": lambda: calls(torchrec())})
 
     def check() -> None:
-        mine = run(_ours(), inputs[0])
+        mine = run(ours(), inputs[0])
         known = {prefix + key: (values, lengths) for key, values, _, lengths in pieces(size) for prefix in ("", "g")}
         found = [(values.cpu(), lengths.cpu()) for values, lengths in _bags(mine)]
         assert len(found) == len(operation.keys(inputs[0].keys)), f"{operation.name}: {len(found)} keys"
@@ -168,7 +153,7 @@ def _of_batch(setting: Setting, operation: Operation, size: Size) -> Ready:
             unlike = difference(contents(mine), contents(others[0]()))
             assert not unlike, f"{operation.name}, {name}: {unlike}"
 
-    return Ready(calls(_ours()), check, peers=peers, graph=False, notes={"size": str(size), **trouble})
+    return Ready(calls(ours()), check, peers=peers, graph=False, notes={"size": str(size), **trouble})
 
 
 def _regroup(setting: Setting, name: str, size: Size, both_ways: bool = False) -> Ready:
@@ -197,11 +182,11 @@ def _regroup(setting: Setting, name: str, size: Size, both_ways: bool = False) -
         return torch.autograd.grad(out, t.columns, [x.detach() for x in out]) if both_ways else out
 
     peers, trouble = peer_calls(
-        setting, {"torchrec": lambda: calls(_theirs()), "torch": lambda: [partial(plain, t) for t in inputs]}
+        setting, {"torchrec": lambda: calls(torchrec()), "torch": lambda: [partial(plain, t) for t in inputs]}
     )
 
     def check() -> None:
-        mine = contents(calls(_ours())[0]())
+        mine = contents(calls(ours())[0]())
         listed = list(mine.values()) if isinstance(mine, dict) else mine
         # each column is copied, and a gradient is a copy or, of keys in one group, the gradient itself
         unlike = difference(listed, contents(plain(inputs[0])))
@@ -212,7 +197,7 @@ def _regroup(setting: Setting, name: str, size: Size, both_ways: bool = False) -
             assert not unlike, f"{name}, {peer}: {unlike}"
 
     moved = 2 * _nbytes(inputs[0].columns) * (2 if both_ways else 1)
-    return Ready(calls(_ours()), check, moved, FLOOR, peers, notes={"size": str(size), **trouble})
+    return Ready(calls(ours()), check, moved, FLOOR, peers, notes={"size": str(size), **trouble})
 
 
 def _to_device(setting: Setting, size: Size) -> Ready:
@@ -225,17 +210,17 @@ def _to_device(setting: Setting, size: Size) -> Ready:
         made = [t.kjt(lib).pin_memory() if pinned else t.kjt(lib) for t in inputs]
         return [partial(kjt.to, device, non_blocking=True) for kjt in made]
 
-    peers, trouble = peer_calls(setting, {"torchrec": lambda: calls(_theirs())})
+    peers, trouble = peer_calls(setting, {"torchrec": lambda: calls(torchrec())})
 
     def check() -> None:
-        moved: Any = calls(_ours())[0]()
+        moved: Any = calls(ours())[0]()
         assert moved.values().device.type == device.type
         assert torch.equal(moved.values().cpu(), inputs[0].values)
         assert torch.equal(moved.lengths().cpu(), inputs[0].lengths)
 
     moved = _nbytes([inputs[0].values, inputs[0].lengths])
     return Ready(
-        calls(_ours()), check, moved, "ids and lengths once", peers, graph=False, notes={"size": str(size), **trouble}
+        calls(ours()), check, moved, "ids and lengths once", peers, graph=False, notes={"size": str(size), **trouble}
     )  # fmt: skip
 
 

@@ -26,11 +26,11 @@ from shardwise.perf.suite.case import (
     Setting,
 )
 from shardwise.perf.suite.declared.lookup import check_ids_bytes, sequence_lookup_bytes
+from shardwise.perf.suite.libraries import fbgemm
 from shardwise.perf.suite.peers import (
     TOLERANCES,
     assert_close,
     bags_of,
-    fbgemm,
     fbgemm_tables,
     peer_calls,
     table_memory,

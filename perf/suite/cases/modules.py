@@ -8,25 +8,31 @@ KeyedJaggedTensor anew from the same tensors.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.perf.evidence import module_quantized
-from shardwise.perf.evidence.module_checks import assert_forwards, assert_steps
+import shardwise
+from shardwise.inference import quantize_inference_model
 from shardwise.perf.evidence.module_sides import (
     PEERS,
     Batch,
     Setup,
+    assert_forwards,
+    assert_steps,
     batches_of,
+    configs_of,
+    expected_output,
+    fill,
     fit,
     forward_bytes,
     forward_of,
+    keyed,
     sides_of,
     step_bytes,
     step_of,
@@ -38,6 +44,8 @@ from shardwise.perf.suite.case import (
     Ready,
     Setting,
 )
+from shardwise.perf.suite.libraries import torchrec
+from shardwise.perf.suite.peers import assert_close
 from shardwise.perf.suite.workloads import (
     EBC,
     FBGEMM_DEFAULT,
@@ -67,6 +75,11 @@ STEP_FLOOR = (
     "ids: a row for each id forward, a gradient row for each id backward, touched rows and states twice, 96 bytes an id"
     " of the sort"
 )
+
+# of a row, whose values lie in a range of LARGEST: what the nearest of 256 levels may be off, and rounding of the scale
+LARGEST, STEPS = 0.1, 0.75
+QUANTIZED_FLOOR = "ids: a row of bytes with scale and bias for each id, ids, lengths and the output once"
+LookUp = Callable[[Batch], Tensor]
 
 
 @dataclass(frozen=True)
@@ -170,6 +183,93 @@ def _trained(workload: Workload, suites: frozenset[str], *, slow: bool = False) 
     ]  # fmt: skip
 
 
+def make_quantized(setting: Setting, *, workload: Workload, batches: int = BATCHES) -> Ready:
+    """The forward of collections quantized to int8."""
+    # quantized one table after the other, beside the float tables of one side
+    peers = (
+        sorted(setting.peers & QUANTIZED_PEERS.keys())
+        if setting.device == "cpu"
+        else sorted(setting.peers & {"torchrec"})
+    )
+    cut = tiny(workload) if setting.small else fit(workload, setting.memory_bytes, 2 + len(peers) // 2)
+    setup = Setup(cut, device=setting.device, rule="")
+    inputs = batches_of(setup, 2 if setting.small else batches)
+    floats = _float_tables(setup)
+    expected = expected_output(setup, floats, inputs[0])
+    sides = {OURS: _ours(setup, floats), **{name: QUANTIZED_PEERS[name](setup, floats) for name in peers}}
+    del floats
+
+    def check() -> None:
+        most = max(float(offsets.diff().max()) for _, offsets in inputs[0].by_table)
+        tolerance = STEPS * most * LARGEST / 255 / float(expected.abs().max())
+        for who, look_up in sides.items():
+            assert_close(look_up(inputs[0]), expected, tolerance, f"output of {who}")
+
+    def call(who: str, n: int) -> Tensor:
+        return sides[who](inputs[n])
+
+    moved = sum(_bytes(cut, one) for one in inputs) / len(inputs)
+    calls = {who: [partial(call, who, n) for n in range(len(inputs))] for who in sides}
+    return Ready(
+        calls=calls.pop(OURS), check=check, bytes_moved=moved, floor=QUANTIZED_FLOOR,
+        peers=calls, graph=False, close=sides.clear, notes={"cut": cut.cut},
+    )  # fmt: skip
+
+
+def _bytes(work: Workload, batch: Batch) -> float:
+    # with fp16 scale and bias
+    rows = batch.ids.shape[0] * (work.dim + 4)
+    return rows + work.batch * len(work.rows) * work.dim * 4 + batch.ids.nbytes + batch.lengths.nbytes
+
+
+def _float_tables(setup: Setup) -> list[Tensor]:
+    tables = [torch.empty(rows, setup.workload.dim, device=setup.device) for rows in setup.workload.rows]
+    fill(tables)
+    return tables
+
+
+def _quantized(setup: Setup, floats: Sequence[Tensor], library: Any, quantize: Any) -> LookUp:
+    """A float collection of the library through its `quantize_inference_model`."""
+    collection = library.EmbeddingBagCollection(tables=configs_of(library, setup), device=torch.device(setup.device))
+    with torch.no_grad():
+        for t, table in enumerate(floats):
+            collection.embedding_bags[f"t{t}"].weight.copy_(table)
+    made = quantize(nn.Sequential(collection), quantization_dtype=torch.qint8)
+    look_up = keyed(setup, library, made)
+
+    @torch.no_grad()
+    def forward(batch: Batch) -> Tensor:
+        return look_up(batch)
+
+    return forward
+
+
+def _ours(setup: Setup, floats: Sequence[Tensor]) -> LookUp:
+    return _quantized(setup, floats, shardwise, quantize_inference_model)
+
+
+def _torchrec(setup: Setup, floats: Sequence[Tensor]) -> LookUp:
+    return _quantized(setup, floats, torchrec(), torchrec().quantize_inference_model)
+
+
+def _torch(setup: Setup, floats: Sequence[Tensor]) -> LookUp:
+    """What torch.ao's quantized EmbeddingBag calls, a table at a time; scales are fp32."""
+    ops: Any = torch.ops.quantized
+    packed = [ops.embedding_bag_byte_prepack(table) for table in floats]
+
+    def look_up(batch: Batch) -> Tensor:
+        found = [
+            ops.embedding_bag_byte_rowwise_offsets(rows, ids, offsets, False, 0, False, None, None, True)
+            for rows, (ids, offsets) in zip(packed, batch.by_table, strict=True)
+        ]
+        return torch.cat(found, dim=1)
+
+    return look_up
+
+
+QUANTIZED_PEERS: dict[str, Callable[[Setup, Sequence[Tensor]], LookUp]] = {"torch": _torch, "torchrec": _torchrec}
+
+
 CASES: Sequence[Case] = (
     *(
         Case(f"EBC step, {EBC[shrink].name}", "module",
@@ -196,7 +296,7 @@ CASES: Sequence[Case] = (
     ),
     *_trained(PRODUCTION, LARGE, slow=True),
     Case(f"quantized EBC forward, {FBGEMM_DEFAULT.name}, int8", "module",
-         partial(module_quantized.make, workload=FBGEMM_DEFAULT)),
+         partial(make_quantized, workload=FBGEMM_DEFAULT)),
     Case(f"EC step, {SEQUENCE.name}", "module",
          partial(make, kind=_Kind(Setup(SEQUENCE, rule="sgd", pooled=False), summed=True))),
 )  # fmt: skip

@@ -30,6 +30,8 @@ PACKAGE = Path(shardwise.__file__).resolve().parent
 LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 SECONDS = 300.0
 _BUILD = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
+# rooms of a checkout that stay out of a wheel, as setup.py has it
+LEFT_OUT = ("perf/evidence/", "perf/gpu_scripts/")
 # what a peer may be installed as
 DISTRIBUTIONS: Mapping[str, Sequence[str]] = {"fbgemm": ("fbgemm-gpu", "fbgemm-gpu-cpu"), "torchrec": ("torchrec",)}
 
@@ -128,7 +130,8 @@ def installed_files() -> Sequence[Path]:
     """Files of this shardwise that a wheel has, through the links of a checkout."""
     found = [Path(folder) / name for folder, _, names in os.walk(PACKAGE, followlinks=True) for name in names]
     kinds, tuned = (".py", ".typed"), PACKAGE / "kernels" / "tuned"
-    return [path for path in found if path.suffix in kinds or (path.suffix == ".json" and path.parent == tuned)]
+    packed = [path for path in found if path.suffix in kinds or (path.suffix == ".json" and path.parent == tuned)]
+    return [path for path in packed if not path.relative_to(PACKAGE).as_posix().startswith(LEFT_OUT)]
 
 
 def make_installed(setting: Setting) -> Ready:

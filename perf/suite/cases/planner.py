@@ -5,7 +5,6 @@ Tables are on meta, cards are of 80 GiB, and each side prices and searches as it
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,19 +13,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-import shardwise
-from shardwise.perf.evidence.planner_sets import generated
 from shardwise.perf.suite.case import (
     Call,
     Case,
     Ready,
     Setting,
 )
+from shardwise.perf.suite.libraries import Library, ours, torchrec
 from shardwise.perf.suite.workloads import CRITEO_ROWS
+from shardwise.planner.tables import Feature, Table
 
 GIB = 1 << 30
+OPTIMIZER = "RowWiseAdagrad"
 
 
 @dataclass(frozen=True)
@@ -53,56 +54,42 @@ def like_production() -> Problem:
     return Problem(tables, 16, bearable=False)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """The classes of a library that planning needs, by TorchRec's names."""
-
-    collection: Any
-    config: Any
-    planner: Any
-    topology: Any
-    constraints: Any
-    sharders: Callable[[], list[Any]]
-
-
-def _ours() -> _Side:
-    return _Side(
-        shardwise.EmbeddingBagCollection, shardwise.EmbeddingBagConfig, shardwise.EmbeddingShardingPlanner,
-        shardwise.Topology, shardwise.ParameterConstraints, shardwise.get_default_sharders,
-    )  # fmt: skip
+def generated(count: int, seed: int = 0) -> list[Table]:
+    """`count` tables as production models have them: many small ones, a few huge, lengths from 1 to some hundreds."""
+    draw = np.random.default_rng(seed)
+    rows = np.exp(draw.normal(11.5, 2.6, count)).clip(4, 2e8).astype(int)
+    dims = draw.choice([16, 32, 64, 96, 128, 192, 256], count, p=[0.1, 0.15, 0.3, 0.1, 0.25, 0.05, 0.05])
+    lengths = np.exp(draw.normal(1.2, 1.4, count)).clip(1, 500).round(1)
+    return [
+        Table(
+            f"table_{n}", int(rows[n]), int(dims[n]), features=(Feature(f"feature_{n}", float(lengths[n])),),
+            optimizer=OPTIMIZER,
+        )
+        for n in range(count)
+    ]  # fmt: skip
 
 
-def _theirs() -> _Side:
-    torchrec = importlib.import_module("torchrec")
-    planners = importlib.import_module("torchrec.distributed.planner")
-    types = importlib.import_module("torchrec.distributed.planner.types")
-    sharders = importlib.import_module("torchrec.distributed.sharding_plan").get_default_sharders
-    return _Side(
-        torchrec.EmbeddingBagCollection, torchrec.EmbeddingBagConfig, planners.EmbeddingShardingPlanner,
-        types.Topology, types.ParameterConstraints, sharders,
-    )  # fmt: skip
-
-
-def _planning(side: _Side, problem: Problem) -> Callable[[], Any]:
+def _planning(library: Library, problem: Problem) -> Callable[[], Any]:
     """Plan with a planner that is made anew, as a program does that plans once."""
     configs = [
-        side.config(name=f"t{t}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{t}"])
+        library.EmbeddingBagConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{t}"])
         for t, (rows, dim, _) in enumerate(problem.tables)
     ]
-    model = torch.nn.ModuleDict({"bags": side.collection(tables=configs, device=torch.device("meta"))})
+    model = torch.nn.ModuleDict({"bags": library.EmbeddingBagCollection(tables=configs, device=torch.device("meta"))})
     constraints = {
-        f"t{t}": side.constraints(pooling_factors=[length]) for t, (_, _, length) in enumerate(problem.tables)
+        f"t{t}": library.ParameterConstraints(pooling_factors=[length])
+        for t, (_, _, length) in enumerate(problem.tables)
     }
 
     def plan() -> Any:
-        topology = side.topology(
+        topology = library.Topology(
             problem.ranks, "cuda", hbm_cap=80 * GIB, local_world_size=min(8, problem.ranks)
         )  # fmt: skip
-        planner = side.planner(
+        planner = library.EmbeddingShardingPlanner(
             topology=topology, batch_size=problem.batch, constraints=constraints, debug=False
         )  # fmt: skip
         with _quiet():
-            return planner.plan(model, side.sharders())
+            return planner.plan(model, library.get_default_sharders())
 
     return plan
 
@@ -141,9 +128,9 @@ def make(setting: Setting, *, problem: Callable[[], Problem]) -> Ready:
     asked = problem()
     if setting.small:
         asked = Problem([(min(rows, 1000), dim, length) for rows, dim, length in asked.tables[:4]], 2, asked.bearable)
-    planning: dict[str, Call] = {"shardwise": _planning(_ours(), asked)}
+    planning: dict[str, Call] = {"shardwise": _planning(ours(), asked)}
     if asked.bearable and "torchrec" in setting.peers:
-        planning["torchrec"] = _planning(_theirs(), asked)
+        planning["torchrec"] = _planning(torchrec(), asked)
 
     def check_all() -> None:
         for who, plan in planning.items():

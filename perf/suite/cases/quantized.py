@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,13 +19,13 @@ from shardwise.kernels import (
     pack_features,
     quantize_pooled,
     quantize_rows,
+    row_format,
 )
 from shardwise.kernels.quantized.pooled import SCALES
 from shardwise.kernels.quantized.pooled_lookup import quantized_pooled_lookup_ref
 from shardwise.kernels.quantized.rows import dequantize_rows_ref, quantize_rows_ref
 from shardwise.kernels.quantized.sequence_lookup import quantized_sequence_lookup_ref
 from shardwise.kernels.row_formats import TABLE_BOUNDARY
-from shardwise.perf.evidence.quant_sides import inference_tables, load_fbgemm, stored
 from shardwise.perf.gpu_scripts.gpu_quantized import Batch
 from shardwise.perf.suite.batches import bags_of_first
 from shardwise.perf.suite.case import (
@@ -42,8 +42,9 @@ from shardwise.perf.suite.cases.lookup import (
     INPUTS,
     mean,
 )
-from shardwise.perf.suite.declared.quantized import quantized_pooled_lookup_bytes, quantized_sequence_lookup_bytes
-from shardwise.perf.suite.peers import assert_close, peer_calls
+from shardwise.perf.suite.declared.lookup import quantized_pooled_lookup_bytes, quantized_sequence_lookup_bytes
+from shardwise.perf.suite.libraries import fbgemm
+from shardwise.perf.suite.peers import assert_close, assert_peers, peer_calls
 from shardwise.perf.suite.workloads import (
     FBGEMM_DEFAULT,
     PRODUCTION,
@@ -51,7 +52,7 @@ from shardwise.perf.suite.workloads import (
     draw,
     sized,
 )
-from shardwise.quant import FUSED_8BIT, FUSED_NBIT, INFERENCE, fuse_rows
+from shardwise.quant import FUSED_8BIT, FUSED_NBIT, INFERENCE, FusedLayout, fuse_rows, split_rows
 
 # rows that differ; a table repeats them, from another one on than the table before
 _DISTINCT = 10_007
@@ -69,7 +70,86 @@ _TORCH = {
 }
 _PREPACK = {"int8": "byte", "int4": "4bit", "int2": "2bit"}
 
+_SPARSE_TYPES = {"int8": "INT8", "int4": "INT4", "int2": "INT2", "fp16": "FP16", "fp32": "FP32"}
+_OUTPUTS = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
+
 Planes = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A way to store rows that both sides have: FBGEMM's ops to quantize and back, and the layout of its rows."""
+
+    name: str
+    format: str
+    layout: FusedLayout
+    quantize: Callable[[Tensor], Tensor]
+    dequantize: Callable[[Tensor], Tensor]
+
+    def dim(self, wanted: int) -> int:
+        """The next dim that FBGEMM takes: rows of halves are whole halves."""
+        step = 16 // row_format(self.format).bits if self.layout is FUSED_NBIT else 1
+        return -(-wanted // step) * step
+
+    def theirs(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Payload and scales as FBGEMM's op makes them."""
+        fused = self.quantize(values)
+        return split_rows(fused, dim=values.shape[1], format=self.format, layout=self.layout)
+
+    def ours(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Payload and scales as we make them."""
+        return quantize_rows(values, self.format, self.layout.scale_dtype)
+
+    def values(self, planes: tuple[Tensor, Tensor], dim: int) -> tuple[Tensor, Tensor]:
+        """What our op and theirs make of the same quantized rows."""
+        fused = fuse_rows(*planes, dim=dim, format=self.format, layout=self.layout)
+        return dequantize_rows(*planes, dim, self.format), self.dequantize(fused)
+
+
+def stored() -> list[Stored]:
+    """All of them; FBGEMM must have been imported."""
+    ops = torch.ops.fbgemm
+
+    def halves(format: str) -> Stored:
+        bits = row_format(format).bits
+        return Stored(
+            f"{format}, fp16 scales", format, FUSED_NBIT,
+            lambda x: ops.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(x, bits),
+            lambda q: ops.FusedNBitRowwiseQuantizedSBHalfToFloat(q, bits),
+        )  # fmt: skip
+
+    return [
+        Stored(
+            "int8, fp32 scales", "int8", FUSED_8BIT,
+            lambda x: ops.FloatToFused8BitRowwiseQuantized(x), lambda q: ops.Fused8BitRowwiseQuantizedToFloat(q),
+        ),
+        *(halves(format) for format in FUSED_NBIT.formats),
+    ]  # fmt: skip
+
+
+def inference_tables(
+    peer: Any,
+    format: str,
+    mode: str,
+    tables: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    planes: Iterable[tuple[Tensor, Tensor]],
+    device: str = "cpu",
+) -> Any:
+    """FBGEMM's inference tables that hold these payloads and scales, in the order of the tables (rows, dim)."""
+    kind = peer.SparseType[_SPARSE_TYPES[format]]
+    modes = {"sum": peer.PoolingMode.SUM, "mean": peer.PoolingMode.MEAN, "sequence": peer.PoolingMode.NONE}
+    place = peer.EmbeddingLocation.HOST if device == "cpu" else peer.EmbeddingLocation.DEVICE
+    tbe = peer.IntNBitTableBatchedEmbeddingBagsCodegen(
+        [(f"t{t}", *shape, kind, place) for t, shape in enumerate(tables)],
+        pooling_mode=modes[mode], output_dtype=peer.SparseType[_OUTPUTS[dtype]],
+        device=device, row_alignment=INFERENCE.alignment,
+    )  # fmt: skip
+    tbe.initialize_weights()
+    homes = tbe.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)
+    for (home, *_), (_, dim), both in zip(homes, tables, planes, strict=True):
+        home.copy_(fuse_rows(*both, dim=dim, format=format, layout=INFERENCE))
+    return tbe
 
 
 def _batches(setting: Setting, workload: Workload, format: str) -> tuple[list[Batch], Planes, dict[str, object]]:
@@ -112,7 +192,7 @@ def _fbgemm(batches: Sequence[Batch], planes: Planes, mode: str) -> Sequence[Cal
         raise NotImplementedError(f"FBGEMM's inference tables have no {first.format} as ours")
     tables = [(payload.shape[0], dim) for (payload, _), dim in zip(planes, first.dims, strict=True)]
     device = first.payload.device.type
-    tbe = inference_tables(load_fbgemm(), first.format, mode, tables, torch.float32, planes, device)
+    tbe = inference_tables(fbgemm(), first.format, mode, tables, torch.float32, planes, device)
     # it takes ids and offsets of 32 bits
     where = [(b.indices.int(), b.offsets.int()) for b in batches]
     return [partial(tbe, *each) for each in where]
@@ -142,47 +222,34 @@ def _torch(batches: Sequence[Batch], planes: Planes) -> Sequence[Call]:
     return [partial(run, part) for part in parts]
 
 
-def _pooled(setting: Setting, workload: Workload, format: str) -> Ready:
+def _lookup(setting: Setting, workload: Workload, format: str, *, sequence: bool = False) -> Ready:
     batches, planes, notes = _batches(setting, workload, format)
-    first = batches[0]
+    first, mode = batches[0], "sequence" if sequence else "sum"
+    builders: dict[str, Callable[[], Sequence[Call]]] = {"fbgemm": lambda: _fbgemm(batches, planes, mode)}
     peers, trouble = peer_calls(
-        setting, {"fbgemm": lambda: _fbgemm(batches, planes, "sum"), "torch": lambda: _torch(batches, planes)}
+        setting, builders if sequence else builders | {"torch": lambda: _torch(batches, planes)}
     )
 
     def check() -> None:
         kept, offsets = bags_of_first(first.offsets, len(first.dims), CHECKED)
         some = replace(first, indices=first.indices[kept], offsets=offsets)
-        mine = first.pooled()
         # products and sums are rounded one by one: the reference's bits
-        assert torch.equal(mine[:CHECKED], some.pooled(quantized_pooled_lookup_ref)), "the reference"
-        for name, calls in peers.items():
-            found: Any = calls[0]()
-            assert_close(mine, found, _TOLERANCE, name)
+        if sequence:
+            mine = first.sequence()
+            assert torch.equal(mine[kept], some.sequence(quantized_sequence_lookup_ref)), "the reference"
+        else:
+            mine = first.pooled()
+            assert torch.equal(mine[:CHECKED], some.pooled(quantized_pooled_lookup_ref)), "the reference"
+        assert_peers(mine, peers, _TOLERANCE)
 
+    where = [(ROW_FORMATS[format], b.scales, b.indices, b.offsets) for b in batches]
     moved = mean([
-        quantized_pooled_lookup_bytes(ROW_FORMATS[format], b.scales, b.indices, b.offsets, None, b.features).bytes_moved
-        for b in batches
+        (quantized_sequence_lookup_bytes(*args, b.features) if sequence
+         else quantized_pooled_lookup_bytes(*args, None, b.features)).bytes_moved
+        for args, b in zip(where, batches, strict=True)
     ])  # fmt: skip
-    return Ready([b.pooled for b in batches], check, moved, FLOOR, peers, notes=notes | trouble)
-
-
-def _sequence(setting: Setting, workload: Workload, format: str) -> Ready:
-    batches, planes, notes = _batches(setting, workload, format)
-    first = batches[0]
-    peers, trouble = peer_calls(setting, {"fbgemm": lambda: _fbgemm(batches, planes, "sequence")})
-
-    def check() -> None:
-        kept, offsets = bags_of_first(first.offsets, len(first.dims), CHECKED)
-        some = replace(first, indices=first.indices[kept], offsets=offsets)
-        mine = first.sequence()
-        assert torch.equal(mine[kept], some.sequence(quantized_sequence_lookup_ref)), "the reference"
-        for name, calls in peers.items():
-            found: Any = calls[0]()
-            assert_close(mine, found, _TOLERANCE, name)
-
-    where = [(ROW_FORMATS[format], b.scales, b.indices, b.offsets, b.features) for b in batches]
-    moved = mean([quantized_sequence_lookup_bytes(*args).bytes_moved for args in where])
-    return Ready([b.sequence for b in batches], check, moved, FLOOR, peers, notes=notes | trouble)
+    calls: list[Call] = [b.sequence if sequence else b.pooled for b in batches]
+    return Ready(calls, check, moved, FLOOR, peers, notes=notes | trouble)
 
 
 def _numbers(setting: Setting) -> tuple[list[Tensor], int, int]:
@@ -192,7 +259,7 @@ def _numbers(setting: Setting) -> tuple[list[Tensor], int, int]:
 
 
 def _ops_of(format: str) -> Any:
-    load_fbgemm()
+    fbgemm()
     found = next((how for how in stored() if how.format == format), None)
     if found is None:
         raise NotImplementedError(f"FBGEMM does not quantize to {format} as we do")
@@ -247,9 +314,7 @@ def _dequantize(setting: Setting, format: str) -> Ready:
         payload, scales = planes[0]
         want = dequantize_rows_ref(payload.cpu(), scales.cpu(), dim, format)
         assert torch.equal(mine.cpu(), want), "the reference"
-        for name, calls in peers.items():
-            found: Any = calls[0]()
-            assert_close(mine, found, 1e-5, name)
+        assert_peers(mine, peers, 1e-5)
 
     moved = rows * (4 * dim + kind.bytes_moved(dim, planes[0][1].dtype))
     calls = [partial(dequantize_rows, *both, dim, format) for both in planes]
@@ -302,7 +367,7 @@ CASES: Sequence[Case] = (
     *(
         Case(
             f"quantized_pooled_lookup, {format}, {workload.name}", "quantized",
-            partial(_pooled, workload=workload, format=format),
+            partial(_lookup, workload=workload, format=format),
             EVERY if workload == FBGEMM_DEFAULT and format in ("int8", "int4") else CUDA,
         )
         for format in ("int8", "int4", "int2", "fp8")
@@ -310,7 +375,7 @@ CASES: Sequence[Case] = (
     ),
     Case(
         "quantized_sequence_lookup, int8, fbgemm default", "quantized",
-        partial(_sequence, workload=FBGEMM_DEFAULT, format="int8"),
+        partial(_lookup, workload=FBGEMM_DEFAULT, format="int8", sequence=True),
     ),
     *(
         Case(

@@ -13,7 +13,6 @@ from shardwise.kernels import RULES, check_ids, new_guard
 from shardwise.kernels.update.update import fused_update_ref
 from shardwise.perf.suite.batches import (
     Batch,
-    Optimizer,
     compacted,
     distinct_rows,
     first_samples,
@@ -107,86 +106,46 @@ def _elements(rule: str, setting: Setting) -> float:
     return RULES[rule].kinds.count("element") * (1 + len(setting.peers & {"torch", "fbgemm"}))
 
 
-def _fbgemm_outputs(batches: Sequence[Batch], rule: str) -> list[Tensor]:
-    tables = fbgemm_tables(batches[0], rule=rule, start=_start(rule))
-    return [tables(b.indices, b.offsets) for b in batches]
+def _make(setting: Setting, workload: Workload, rule: str, *, whole: bool) -> Ready:
+    """The backward with its update, where peers go back again and again through a forward that was done before.
 
-
-def _update(setting: Setting, workload: Workload, rule: str) -> Ready:
-    """The backward with its update; peers go back again and again through a forward that was done before."""
-    batches, notes = batches_of(setting, workload, _elements(rule, setting))
-    state, tolerance = optimizer(rule, batches[0], lr=LR, start=_start(rule)), TOLERANCES[workload.dtype]
-
-    def theirs() -> Sequence[Call]:
-        outputs = _fbgemm_outputs(batches, rule)
-        return [
-            partial(torch.autograd.backward, out, b.grad, retain_graph=True)
-            for out, b in zip(outputs, batches, strict=True)
-        ]
-
-    def of_torch() -> Sequence[Call]:
-        bags = bags_of(batches[0])
-        step = torch_optimizer(rule, bags, start=_start(rule))
-
-        def back(out: Tensor, grad: Tensor) -> None:
-            torch.autograd.backward(out, grad.to(out.dtype), retain_graph=True)
-            step.step()
-            step.zero_grad()
-
-        return [partial(back, torch_lookup(bags, b)(), b.grad) for b in batches]
-
-    return _ready(setting, batches, rule, [partial(state.update, b) for b in batches], theirs, of_torch, tolerance,
-                  mean([update_bytes(b, rule) for b in batches]), FLOOR, notes)  # fmt: skip
-
-
-def _step(setting: Setting, workload: Workload, rule: str) -> Ready:
-    """Checks of ids, lookup, backward and update: what a training step does with the tables."""
+    `whole`: checks of ids and the lookup too: what a training step does with the tables.
+    """
     batches, notes = batches_of(setting, workload, _elements(rule, setting))
     state, tolerance = optimizer(rule, batches[0], lr=LR, start=_start(rule)), TOLERANCES[workload.dtype]
     names, guard = [f"f{f}" for f in range(len(batches[0].dims))], new_guard(setting.device)
 
-    def ours(b: Batch, by: Optimizer) -> None:
+    def ours(b: Batch) -> None:
         check_ids(b.indices, b.offsets, b.features, guard, names=names)
         b.lookup()
-        by.update(b)
+        state.update(b)
+
+    def back(out: Tensor, b: Batch) -> None:
+        torch.autograd.backward(out, b.grad.to(out.dtype), retain_graph=not whole)
+
+    def of_peer(forwards: Sequence[Callable[[], Tensor]], after: Call = lambda: None) -> Sequence[Call]:
+        def run(forward: Callable[[], Tensor], b: Batch) -> None:
+            back(forward(), b)
+            after()
+
+        made = forwards if whole else [partial(_itself, forward()) for forward in forwards]
+        return [partial(run, forward, b) for forward, b in zip(made, batches, strict=True)]
 
     def theirs() -> Sequence[Call]:
         tables = fbgemm_tables(batches[0], rule=rule, start=_start(rule))
-
-        def run(b: Batch) -> None:
-            torch.autograd.backward(tables(b.indices, b.offsets), b.grad)
-
-        return [partial(run, b) for b in batches]
+        return of_peer([partial(tables, b.indices, b.offsets) for b in batches])
 
     def of_torch() -> Sequence[Call]:
         bags = bags_of(batches[0])
         step = torch_optimizer(rule, bags, start=_start(rule))
 
-        def run(look_up: Callable[[], Tensor], grad: Tensor) -> None:
-            out = look_up()
-            torch.autograd.backward(out, grad.to(out.dtype))
+        def after() -> None:
             step.step()
             step.zero_grad()
 
-        return [partial(run, torch_lookup(bags, b), b.grad) for b in batches]
+        return of_peer([torch_lookup(bags, b) for b in batches], after)
 
-    moved = mean([lookup_bytes(b) + update_bytes(b, rule) for b in batches])
-    return _ready(setting, batches, rule, [partial(ours, b, state) for b in batches], theirs, of_torch, tolerance,
-                  moved, f"ids in the lookup; {FLOOR}", notes)  # fmt: skip
-
-
-def _ready(
-    setting: Setting,
-    batches: Sequence[Batch],
-    rule: str,
-    calls: Sequence[Call],
-    theirs: Callable[[], Sequence[Call]],
-    of_torch: Callable[[], Sequence[Call]],
-    tolerance: float,
-    moved: float,
-    floor: str,
-    notes: dict[str, object],
-) -> Ready:
+    calls = [partial(ours if whole else state.update, b) for b in batches]
     # no call before they are compared: rows and states must be as at the first step
     peers, trouble = peer_calls(setting, {"fbgemm": theirs, "torch": of_torch}, call=False)
     notes |= trouble
@@ -196,7 +155,12 @@ def _ready(
         divides = bool(RULES[rule].kinds) and not RULES[rule].accumulator
         _assert_same_rows(batches[0], calls[0], peers, notes, max(tolerance, _APART) if divides else tolerance)
 
-    return Ready(calls, check, moved, floor, peers, notes=notes)
+    moved = mean([update_bytes(b, rule) + (lookup_bytes(b) if whole else 0) for b in batches])
+    return Ready(calls, check, moved, f"ids in the lookup; {FLOOR}" if whole else FLOOR, peers, notes=notes)
+
+
+def _itself(out: Tensor) -> Tensor:
+    return out
 
 
 _ON_CPU = (EBC[128], DCNV2, HOT)
@@ -208,14 +172,15 @@ CASES: Sequence[Case] = (
     *(
         Case(
             f"fused_update, {rule}, {FBGEMM_DEFAULT.name}", "update",
-            partial(_update, workload=FBGEMM_DEFAULT, rule=rule),
+            partial(_make, workload=FBGEMM_DEFAULT, rule=rule, whole=False),
             EVERY if rule in ("sgd", "rowwise_adagrad", "adam") else CUDA, slow=rule in _SLOW,
         )
         for rule in _RULES
     ),
     *(
         Case(
-            f"fused_update, {rule}, {workload.name}", "update", partial(_update, workload=workload, rule=rule),
+            f"fused_update, {rule}, {workload.name}", "update",
+            partial(_make, workload=workload, rule=rule, whole=False),
             EVERY if rule == "rowwise_adagrad" and workload in _ON_CPU
             else FULL if workload in (EBC[64], EBC[32]) else CUDA,
         )
@@ -225,7 +190,8 @@ CASES: Sequence[Case] = (
     ),
     *(
         Case(
-            f"lookup and update, {rule}, {workload.name}", "update", partial(_step, workload=workload, rule=rule),
+            f"lookup and update, {rule}, {workload.name}", "update",
+            partial(_make, workload=workload, rule=rule, whole=True),
             CUDA if workload == PRODUCTION or rule == "adam" else EVERY, slow=rule in _SLOW,
         )
         for workload, rules in (

@@ -13,6 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from shardwise.kernels import RowFormat
 from shardwise.kernels.features import BASE, COLUMN, DIM, FIRST_ROW, batch_size, locate_ids
 from shardwise.kernels.transpose import CHUNK
 
@@ -146,3 +147,51 @@ def _columns(features: Tensor, sector: int) -> list[int]:
 def _in_sectors(nbytes: int, sector: int, *multiples: int) -> int:
     """Bytes of the sectors that `nbytes` touch at the worst, at an address that these numbers' multiples make up."""
     return -(-(nbytes + sector - gcd(sector, *multiples)) // sector) * sector
+
+
+def quantized_pooled_lookup_bytes(
+    kind: RowFormat,
+    scales: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_id_weights: Tensor | None,
+    features: Tensor,
+    output_dtype: torch.dtype = torch.float32,
+    *,
+    sector: int = 1,
+) -> Traffic:
+    """Of `quantized_pooled_lookup`: a row and its scales for each id, the index once, the output once."""
+    reads = _rows_read(kind, scales, indices, offsets, features, sector)
+    reads |= {"I": indices.nbytes, "O": offsets.nbytes, "P": 0 if per_id_weights is None else per_id_weights.nbytes}
+    size, stride = output_dtype.itemsize, output_dtype.itemsize * int(features[:, DIM].sum())
+    row = sum(
+        _in_sectors(size * dim, sector, stride, size * column) for column, dim in features[:, [COLUMN, DIM]].tolist()
+    )
+    return Traffic(reads, {"Y": batch_size(offsets, len(features)) * row})
+
+
+def quantized_sequence_lookup_bytes(
+    kind: RowFormat,
+    scales: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    output_dtype: torch.dtype = torch.float32,
+    *,
+    sector: int = 1,
+) -> Traffic:
+    """Of `quantized_sequence_lookup`: a row and its scales for each id and where they begin; the search is left out."""
+    n, row = indices.shape[0], int(features[0, DIM]) * output_dtype.itemsize
+    reads = _rows_read(kind, scales, indices, offsets, features, sector)
+    reads |= {"I": indices.nbytes, "at": 16 * n}
+    return Traffic(reads, {"at": 16 * n, "Y": n * _in_sectors(row, sector, row)})
+
+
+def _rows_read(
+    kind: RowFormat, scales: Tensor, indices: Tensor, offsets: Tensor, features: Tensor, sector: int
+) -> dict[str, int]:
+    per_feature = _ids_per_feature(offsets, features)
+    widths = [kind.row_bytes(dim) for dim in features[:, DIM].tolist()]
+    rows = sum(n * _in_sectors(width, sector, width) for n, width in zip(per_feature, widths, strict=True))
+    parts = kind.parts * scales.itemsize
+    return {"Q": rows, "S": indices.shape[0] * _in_sectors(parts, sector, parts) if parts else 0}

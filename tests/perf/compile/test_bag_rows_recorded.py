@@ -18,18 +18,18 @@ from shardwise.perf.compile import compiled
 from shardwise.perf.compile.cases import Case
 from shardwise.perf.compile.checks import broken_promises
 from shardwise.perf.compile.recorded import Launch, races, recorded
-from shardwise.perf.suite.declared import bmm as declared_bmm
+from shardwise.perf.suite.declared import segments as declared_segments
 from shardwise.perf.suite.declared.lookup import Traffic
 
 interpreted = pytest.mark.interpreted
 BAGS = Bags("recorded", lengths=(5, 0, 13, 2, 20, 1), rest=3, left=8, right=16, tables=2, vector=9)
 # tile: rows of a program of `jagged_dense_bmm` at this many rows a bag
 DECLARED: dict[str, Callable[..., Traffic]] = {
-    "dense_bmm": lambda x, offsets, dense, _: declared_bmm.jagged_dense_bmm_bytes(x, offsets, dense, tile=16),
-    "jagged_bmm": lambda x, y, offsets, _: declared_bmm.jagged_jagged_bmm_bytes(x, y, offsets),
-    "softmax": lambda values, offsets, _: declared_bmm.jagged_softmax_bytes(values, offsets),
-    "vector_product": declared_bmm.jagged_vector_product_bytes,
-    "unary": lambda weight, _, offsets, ids: declared_bmm.batched_unary_embeddings_bytes(weight, offsets, ids),
+    "dense_bmm": lambda x, offsets, dense, _: declared_segments.jagged_dense_bmm_bytes(x, offsets, dense, tile=16),
+    "jagged_bmm": lambda x, y, offsets, _: declared_segments.jagged_jagged_bmm_bytes(x, y, offsets),
+    "softmax": lambda values, offsets, _: declared_segments.jagged_softmax_bytes(values, offsets),
+    "vector_product": declared_segments.jagged_vector_product_bytes,
+    "unary": lambda weight, _, offsets, ids: declared_segments.batched_unary_embeddings_bytes(weight, offsets, ids),
 }
 
 

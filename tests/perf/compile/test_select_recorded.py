@@ -29,7 +29,7 @@ from shardwise.perf.compile.recorded import (
     races,
     recorded,
 )
-from shardwise.perf.suite.declared import select as declared
+from shardwise.perf.suite.declared import segments as declared
 from shardwise.perf.suite.declared.lookup import Traffic
 
 interpreted = pytest.mark.interpreted

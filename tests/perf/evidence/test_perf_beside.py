@@ -13,42 +13,32 @@ import pytest
 import torch
 
 from shardwise.kernels.cpu import update_driver as cpu_compiled
-from shardwise.perf.evidence import (
-    beside,
-    beside_inputs,
-    beside_ops,
-    beside_torchrec,
-    beside_types,
+from shardwise.perf.evidence import __main__ as evidence
+from shardwise.perf.evidence import beside_inputs, beside_ops, beside_sharding, beside_torchrec, beside_types
+from shardwise.perf.evidence.beside_torchrec import Bounds, Row, geometric_mean, report, rows_of, table, verdict
+from shardwise.perf.suite import libraries
+from shardwise.perf.suite.case import (
+    OURS,
+    Fresh,
+    Setting,
+    with_states,
 )
-from shardwise.perf.evidence.beside import (
-    Case,
-    Library,
+from shardwise.perf.suite.cases import operations
+from shardwise.perf.suite.libraries import Library, ours, without_numba
+from shardwise.perf.suite.measure import Budget
+from shardwise.perf.suite.operations.operation import (
+    Operation,
     Raised,
-    Row,
     Size,
-    compare,
     contents,
     difference,
-    missing,
 )
-from shardwise.perf.evidence.beside_torchrec import (
-    Bounds,
-    Section,
-    geometric_mean,
-    load_ours,
-    report,
-    verdict,
-    without_numba,
-)
+from shardwise.perf.suite.record import Lap, Record
 
-SIZE = Size(2, 3)
-CASE = Case("doubled", lambda lib, size: torch.ones(*size), lambda lib, x: lib.double(x))
+SIZE = Size(1, 64)
+OPERATION = Operation("doubled", lambda lib, size: torch.ones(*size), lambda lib, x: lib.double(x))
 TYPES = Bounds(mean=0.8, each=1.3)
-
-
-@pytest.fixture(autouse=True)
-def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "CASE_S", 0.02)
+BRIEFLY = Budget(laps=1, rounds=9, seconds=0.02)
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -77,34 +67,48 @@ def library(label: str, does: Callable[..., Any] | None) -> Library:
     return Library(label, [SimpleNamespace(**({} if does is None else {"double": does}))], peer=label == "theirs")
 
 
-def row(ratio: float, ours_us: float = 100.0, found: str = "", size: Size = SIZE) -> Row:
-    return Row("doubled", size, found, ours_us, ours_us / ratio, (ratio, ratio, ratio))
+def row(ratio: float, ours_us: float = 100.0, wrong: str = "", size: Size = SIZE) -> Row:
+    return Row("doubled", size, wrong, ours_us, ours_us / ratio, (ratio, ratio, ratio))
+
+
+@pytest.fixture
+def one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite has nothing but OPERATION at SIZE."""
+    cases = tuple(case for case in operations.CASES if case.name.startswith("fresh KJT keys, 1 x 64"))
+    make = operations.make
+    monkeypatch.setattr(
+        operations, "CASES",
+        [SimpleNamespace(**{**vars(case), "name": operations.name_of(OPERATION, SIZE), "slow": False,
+                            "make": lambda setting: make(setting, operation=OPERATION, size=SIZE)}) for case in cases],
+    )  # fmt: skip
+    monkeypatch.setattr(beside_torchrec, "OPERATIONS", {"types": [OPERATION]})
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "said", "good"),
+    ("mine", "theirs", "said", "good"),
     [
         (double, slow, "equal", True),
-        (slow, double, "SLOWER at 2 x 3", False),
-        (triple, slow, "DIFFERENT at 2 x 3: off by 5.0e-01 of the largest", False),
-        (half_precision, slow, "DIFFERENT at 2 x 3: ours float16 [2, 3], theirs float32 [2, 3]", False),
+        (slow, double, "SLOWER at 1 x 64", False),
+        (triple, slow, "DIFFERENT at 1 x 64: off by 5.0e-01 of the largest", False),
+        (half_precision, slow, "DIFFERENT at 1 x 64: ours float16 [1, 64], theirs float32 [1, 64]", False),
         (None, double, "MISSING AttributeError: ours has no attribute double", False),
-        (refuse, double, "DIFFERENT at 2 x 3: only ours raises ValueError: no ones", False),
-        (double, refuse, "DIFFERENT at 2 x 3: only theirs raises ValueError: no ones", False),
-        (refuse, refuse, "both raise", True),
+        (refuse, double, "DIFFERENT at 1 x 64: only ours raises ValueError: no ones", False),
+        (double, refuse, "DIFFERENT at 1 x 64: only theirs raises ValueError: no ones", False),
+        # an operation that has to raise says so, and gives that as its result
+        (refuse, refuse, "DIFFERENT at 1 x 64: raises ValueError: no ones", False),
         # an operation that is not there may not hide behind one that raises
         (None, refuse, "MISSING AttributeError: ours has no attribute double", False),
     ],
 )
 def test_plants_are_found(
-    ours: Callable[..., Any] | None, theirs: Callable[..., Any], said: str, good: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(beside_torchrec, "SIZES", [SIZE])
-    printed: list[str] = []
-    section = Section("Plants", [CASE], TYPES)
-    text, found = report([section], library("ours", ours), library("theirs", theirs), say=printed.append)
+    mine: Callable[..., Any] | None, theirs: Callable[..., Any], said: str, good: bool, one_operation: None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(operations, "ours", lambda: library("ours", mine))
+    monkeypatch.setattr(operations, "torchrec", lambda: library("theirs", theirs))
+    text, found = report(["types"], compiled=True, budget=BRIEFLY)
     lines = [line for line in text.splitlines() if line.startswith("| doubled |")]
-    assert len(lines) == len(printed) == 1
+    assert len(lines) == len(capsys.readouterr().err.splitlines()) == 1
     # whatever the plant's time was
     assert re.sub(r" \(\d+\.\d+\) at", " at", lines[0]).endswith(f"| {said} |")
     assert found is good
@@ -114,39 +118,45 @@ def test_plants_are_found(
     ("rows", "bounds", "said"),
     [
         ([row(1.2)], TYPES, "equal"),
-        ([row(1.4)], TYPES, "SLOWER (1.40) at 2 x 3"),
+        ([row(1.4)], TYPES, "SLOWER (1.40) at 1 x 64"),
         ([row(1.4, ours_us=19.0)], TYPES, "equal"),
         ([row(0.1), row(1.4, size=Size(4, 5))], TYPES, "SLOWER (1.40) at 4 x 5"),
         ([row(0.5), row(1.5, size=Size(4, 5))], Bounds(operation=1.0), "equal"),
-        ([row(0.8), row(1.5, size=Size(4, 5))], Bounds(operation=1.0), "SLOWER (1.10) at 2 x 3, 4 x 5"),
-        ([row(0.5, found="values")], TYPES, "different: known"),
+        ([row(0.8), row(1.5, size=Size(4, 5))], Bounds(operation=1.0), "SLOWER (1.10) at 1 x 64, 4 x 5"),
+        ([row(0.5, wrong="values")], TYPES, "different: known"),
         # a difference that is allowed does not make it allowed to be slow, nor to be missing
-        ([row(1.4, found="values")], TYPES, "SLOWER (1.40) at 2 x 3"),
+        ([row(1.4, wrong="values")], TYPES, "SLOWER (1.40) at 1 x 64"),
         ([Row("doubled", SIZE, "missing: it")], TYPES, "MISSING it"),
     ],
 )
-def test_verdicts(rows: list[Row], bounds: Bounds, said: str) -> None:
-    assert verdict(rows, bounds, {"doub.*": "known"}) == said
+def test_verdicts(rows: list[Row], bounds: Bounds, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "DIFFERENT", {"doub.*": "known"})
+    assert verdict(rows, bounds) == said
 
 
-def test_a_reason_holds_for_whole_names_only() -> None:
-    assert verdict([row(0.5, found="values")], TYPES, {"double": "known"}).startswith("DIFFERENT at 2 x 3: values")
+def test_a_reason_holds_for_whole_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "DIFFERENT", {"double": "known"})
+    assert verdict([row(0.5, wrong="values")], TYPES).startswith("DIFFERENT at 1 x 64: values")
 
 
-def test_the_mean_of_everything_has_a_bound_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside_torchrec, "run", lambda *_: [row(1.0, size=Size(1, 64)), row(1.0, size=Size(26, 64))])
-    one = library("ours", double)
+def test_the_mean_of_everything_has_a_bound_too() -> None:
+    rows = {"doubled": [row(1.0, size=Size(1, 64)), row(1.0, size=Size(26, 64))]}
     for bound, good in ((0.9, False), (1.1, True)):
-        assert report([Section("Plants", [CASE], Bounds(mean=bound))], one, one)[1] is good
+        assert table("Plants", rows, Bounds(mean=bound))[1] is good
     assert geometric_mean([row(0.5), row(2.0), Row("untimed", SIZE)]) == pytest.approx(1.0)
 
 
 def test_comparing_nothing_is_not_good() -> None:
-    one = library("ours", double)
-    assert report([Section("Plants", [CASE], TYPES)], one, one, only="tripled") == (
-        "No operation matches 'tripled'.\n",
-        False,
-    )
+    assert report(["types"], compiled=True, only="tripled") == ("No operation matches 'tripled'.\n", False)
+
+
+def test_rows_come_from_the_records_of_a_run() -> None:
+    name = operations.name_of(OPERATION, SIZE)
+    lap = Lap({OURS: [2e-6, 4e-6, 6e-6], "torchrec": [1e-6, 4e-6, 4e-6]})
+    (of_run,) = rows_of([OPERATION], {name: Record(name, "operations", (lap,))}, {})["doubled"]
+    assert of_run == Row("doubled", SIZE, "", 4.0, 4.0, (1.25, 1.5, 1.75)) and of_run.timed
+    (failed,) = rows_of([OPERATION], {}, {name: "AssertionError: missing: it"})["doubled"]
+    assert failed.wrong == "missing: it" and not failed.timed
 
 
 def test_differences_say_where() -> None:
@@ -162,24 +172,60 @@ def test_differences_say_where() -> None:
     assert difference([Raised(ValueError("a"))], [1]) == "[0]: ours raises ValueError: a, theirs 1"
 
 
-def test_each_call_has_a_state_of_its_own() -> None:
+def test_each_call_has_a_state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[list[int]] = []
 
     def make(lib: Any, size: Size) -> list[int]:
         made.append([])
         return made[-1]
 
-    case = Case("appended", make, lambda lib, state: state.append(1))
-    compare(case, library("ours", double), library("theirs", double), SIZE)
-    assert {len(state) for state in made} == {1}
+    operation = Operation("appended", make, lambda lib, state: state.append(1))
+    monkeypatch.setattr(operations, "ours", lambda: library("ours", double))
+    (call,) = operations.make(Setting(), operation=operation, size=SIZE).calls
+    assert isinstance(call, Fresh)
+    before = len(made)
+    for ready in with_states([call] * 3):
+        # states are there before the first call
+        assert len(made) == before + 3
+        ready()
+    assert {len(state) for state in made[before:]} == {1}
 
 
-def test_without_torchrec_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in evidence.KNOWN if name not in ("planner_heldout", "pipeline_overlap")]
+)
+def test_without_the_peers_one_line_says_so(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    assert beside_torchrec.main([]) == 2
+    monkeypatch.setattr(evidence.logging, "disable", lambda level: None)
+    for load in (libraries.torchrec, libraries.fbgemm):
+        load.cache_clear()
+    assert evidence.main([name, *(["times"] if name == "planner_plans" else [])]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and "needs TorchRec" in err and "docs/beside_torchrec.md" in err
+    assert not out.startswith("shardwise") and err.count("\n") == 1
+    assert f"evidence {name} needs a peer" in err and "docs/beside_torchrec.md" in err
+
+
+def test_every_document_has_the_mark_of_its_evidence_once() -> None:
+    for name, (module, document) in evidence.KNOWN.items():
+        assert importlib.util.find_spec(f"shardwise.perf.evidence.{module}") is not None
+        if document:
+            assert (evidence.ROOT / document).read_text(encoding="utf-8").count(f"{evidence.mark(name)}\n") == 1, (
+                document
+            )
+
+
+def test_unknown_evidence_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        evidence.main(["nothing"])
+    assert "there is no evidence 'nothing'; there is operations, sharding" in capsys.readouterr().err
+
+
+def test_every_stage_of_a_step_is_a_function_that_there_is() -> None:
+    """The stages of the comparison of sharded steps named a method that had gone, and its table could not be made."""
+    with beside_sharding.stage_times() as found:
+        assert found == {}
 
 
 def test_ours_can_do_without_numba() -> None:
@@ -191,33 +237,29 @@ def test_ours_can_do_without_numba() -> None:
 
 
 def test_names_of_cases_are_distinct() -> None:
-    for cases in (beside_types.CASES, beside_ops.CASES):
-        names = [case.name for case in cases]
+    for listed in (beside_types.OPERATIONS, beside_ops.OPERATIONS):
+        names = [operation.name for operation in listed]
         assert sorted(set(names)) == sorted(names)
 
 
-# without weights, without inverse indices; and, until dist_init takes TorchRec's order bag by bag, uneven batches
-RAISING = {
-    *("KJT weights", "KJT inverse_indices"),
-    *(f"KJT dist_init of {ranks} ranks, uneven batches" for ranks in (2, 4)),
-}
+# until dist_init takes TorchRec's order bag by bag
+RAISING = {f"KJT dist_init of {ranks} ranks, uneven batches" for ranks in (2, 4)}
 
 
 @pytest.mark.parametrize("size", [Size(1, 8), Size(3, 8)], ids=str)
 def test_our_side_of_every_case_runs_and_is_the_same_twice(size: Size) -> None:
-    ours = load_ours()
-    for case in [*beside_types.CASES, *beside_ops.CASES]:
-        if not case.fits(size) or case.needs_cuda:
+    for operation in [*beside_types.OPERATIONS, *beside_ops.OPERATIONS]:
+        if not operation.fits(size) or operation.needs_cuda:
             continue
-        once, again = (beside._run(case, ours, size) for _ in range(2))
+        once, again = (operation.result(ours(), size) for _ in range(2))
         if isinstance(once, Raised):
-            assert missing(once.error) or case.name in RAISING, f"{case.name}: {once}"
+            assert once.missing or operation.name in RAISING, f"{operation.name}: {once}"
         else:
-            assert difference(once, again) == "", case.name
+            assert difference(once, again) == "", operation.name
 
 
 def test_contents_of_our_types_are_read_out() -> None:
-    kjt = beside_inputs.kjt(load_ours(), SIZE, weighted=True)
+    kjt = beside_inputs.kjt(ours(), Size(2, 3), weighted=True)
     found = contents([kjt, kjt["f1"]])
     assert found[0]["keys"] == ["f0", "f1"] and found[0]["stride"] == 3 and len(found[0]["lengths"]) == 6
     assert torch.equal(found[1]["values"], kjt["f1"].values()) and len(found[1]["offsets"]) == 4

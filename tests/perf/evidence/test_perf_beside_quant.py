@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,16 +9,16 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import dequantize_rows, quantize_rows
-from shardwise.perf.evidence import beside_quant
 from shardwise.perf.evidence.beside_quant import (
     DTYPES,
     MODEL_DTYPES,
+    ROWS,
     beyond_rounding,
     compare_rows,
     lookup,
     same_bits,
 )
-from shardwise.perf.evidence.quant_sides import ROWS, Stored
+from shardwise.perf.suite.cases.quantized import Stored
 from shardwise.quant import FUSED_8BIT, fuse_rows, split_rows
 
 
@@ -86,11 +85,3 @@ def test_our_side_of_the_lookups_is_what_its_rows_say(format: str) -> None:
         mine = out[: len(first)] if mode == "sequence" else out[0, : first.shape[1]]
         assert torch.allclose(mine, wanted, atol=1e-5)
         assert [case.ours(dtype).dtype for dtype in DTYPES.values()] == list(DTYPES.values())
-
-
-def test_without_torchrec_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
-    monkeypatch.setattr(beside_quant.logging, "disable", lambda level: None)
-    assert beside_quant.main([]) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and "needs TorchRec" in err and "docs/beside_torchrec.md" in err

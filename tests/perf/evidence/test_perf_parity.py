@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from checkout import ROOT
 
-from shardwise.perf.evidence import parity
-from shardwise.perf.evidence.parity import (
-    CASES,
-    STEPS,
-    Case,
-    Trace,
-    differences,
-    train_shardwise,
-    verdict,
-)
+from shardwise.perf.evidence.__main__ import mark
+from shardwise.perf.evidence.parity import CASES, STEPS, Case, Trace, differences, train_shardwise, verdict
 
 PAGE = ROOT / "docs" / "parity.md"
 
@@ -55,13 +46,6 @@ def test_sides_that_have_other_tensors_are_not_compared() -> None:
         differences(ours, theirs)
 
 
-def test_without_fbgemm_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
-    assert parity.main([]) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and "needs FBGEMM" in err and "docs/parity.md" in err
-
-
 def test_names_of_cases_are_distinct() -> None:
     names = [case.name for case in CASES]
     assert sorted(set(names)) == sorted(names)
@@ -76,8 +60,8 @@ def test_our_side_gives_the_same_bits_twice_and_another_pooling_is_seen(case: Ca
 
 
 def test_the_committed_table_has_every_case_within_its_bounds() -> None:
-    _, mark, printed = PAGE.read_text().partition(parity.MARK)
-    assert mark
+    _, found, printed = PAGE.read_text().partition(mark("parity"))
+    assert found
     verdicts = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[-1] for line in printed.splitlines()}
     for case in CASES:
         assert verdicts[case.name].removesuffix(" |") in ("within", "same bits"), case.name

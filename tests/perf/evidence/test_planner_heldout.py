@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.perf.evidence.planner_heldout import (
-    PLANS_EACH,
-    judged,
-    page,
-    plans_of,
-    workloads,
-)
+from shardwise.perf.evidence.planner_heldout import PLANS_EACH, judged, page, plans_of, workloads
 from shardwise.planner.constants_measured import CARDS
 from shardwise.sharding.calibration.calibrate_cases import cases
 

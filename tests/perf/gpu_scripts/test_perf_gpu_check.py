@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from checkout import ROOT
 
-from shardwise.perf.gpu_scripts import gpu_check, gpu_kernels, gpu_sanitize
+from shardwise.perf.gpu_scripts import gpu_check, gpu_kernels
 from shardwise.perf.gpu_scripts.gpu_shapes import SHAPES
 
 
@@ -138,12 +138,12 @@ def test_what_a_sanitizer_finds_fails_its_section(errors: int, tmp_path: Path, m
     program.write_text(SANITIZER.format(python=sys.executable, errors=errors))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(gpu_sanitize, "TOOLS", {"memcheck": ("pinned_table",)})
+    monkeypatch.setattr(gpu_check, "TOOLS", {"memcheck": ("pinned_table",)})
     if errors:
         with pytest.raises(AssertionError, match="memcheck: status 9"):
-            gpu_sanitize.sanitizer("cpu", gpu_check.SMALL)
+            gpu_check.sanitizer("cpu", gpu_check.SMALL)
     else:
-        said = gpu_sanitize.sanitizer("cpu", gpu_check.SMALL)
+        said = gpu_check.sanitizer("cpu", gpu_check.SMALL)
         assert said["memcheck"] == "ERROR SUMMARY: 0 errors"
 
 
@@ -153,14 +153,14 @@ def test_what_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> No
     child = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
     command, told = [sys.executable, "-c", program, child, str(tmp_path / "pid")], tmp_path / "pid"
     with pytest.raises(subprocess.TimeoutExpired):
-        gpu_sanitize.run_within(5, command, os.environ)
+        gpu_check.run_within(5, command, os.environ)
     number, end = int(told.read_text()), time.monotonic() + 30
     while Path(f"/proc/{number}/cmdline").exists() and Path(f"/proc/{number}/cmdline").read_bytes():
         assert time.monotonic() < end, "it still runs"
         time.sleep(0.05)
-    assert gpu_sanitize.run_within(60, [sys.executable, "-c", "print(7); exit(3)"], os.environ) == (3, "7\n")
+    assert gpu_check.run_within(60, [sys.executable, "-c", "print(7); exit(3)"], os.environ) == (3, "7\n")
 
 
 def test_a_machine_without_a_sanitizer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sanitize.shutil, "which", lambda *_, **__: None)
-    assert "not on this machine" in gpu_sanitize.sanitizer("cpu", gpu_check.SMALL)["note"]
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: None)
+    assert "not on this machine" in gpu_check.sanitizer("cpu", gpu_check.SMALL)["note"]

@@ -16,13 +16,13 @@ from shardwise.kernels import configs
 from shardwise.perf.counts.fake_cuda import Pretend
 from shardwise.perf.gpu_scripts import (
     gpu_ab,
+    gpu_check,
     gpu_precompile,
     gpu_profile,
-    gpu_suite,
     gpu_yardsticks,
 )
 from shardwise.perf.gpu_scripts.gpu_ab import Compared, Row, verdicts
-from shardwise.perf.gpu_scripts.gpu_predictions import PREDICTIONS, card_of, compared
+from shardwise.perf.gpu_scripts.gpu_page import PREDICTIONS, card_of, compared
 from shardwise.perf.gpu_scripts.gpu_profile import (
     HOPPER,
     Span,
@@ -161,13 +161,13 @@ def test_a_chain_goes_through_all_its_lines_and_ends_where_it_began(device: str)
 
 
 def test_the_tuner_begins_with_updates_and_with_what_no_variant_compared() -> None:
-    jobs = gpu_suite.ordered(jobs_of(workloads_of([128, 64], [20, 1], small=False), ["fp32", "fp16", "int8"]))
+    jobs = gpu_check.ordered(jobs_of(workloads_of([128, 64], [20, 1], small=False), ["fp32", "fp16", "int8"]))
     first = [(job.key.kernel, job.key.dtype, job.key.dim) for job in jobs]
     assert first[0] == ("update rowwise_adagrad", "fp16", 128) or first[0][0].startswith("update ")
     kinds = [(kernel, dtype) for kernel, dtype, _ in first]
     count = len(set(kinds))
     # one shape of each before a second of any
-    assert len(set(kinds[:count])) == count and kinds[count - 1][0] in gpu_suite.COMPARED
+    assert len(set(kinds[:count])) == count and kinds[count - 1][0] in gpu_check.TUNED_BY_AB
 
 
 @pytest.mark.compiled

@@ -17,7 +17,6 @@ from shardwise.kernels import pooled_lookup
 from shardwise.kernels.features import FIELDS, FIRST_ROW, MEAN, ROWS
 from shardwise.kernels.rule import Rule
 from shardwise.kernels.update import rules
-from shardwise.perf.evidence.beside import Library
 from shardwise.perf.suite import peers, workloads
 from shardwise.perf.suite.batches import (
     Batch,
@@ -42,6 +41,7 @@ from shardwise.perf.suite.cases import (
     quantized,
     update,
 )
+from shardwise.perf.suite.libraries import Library
 from shardwise.perf.suite.peers import (
     assert_close,
     bags_of,

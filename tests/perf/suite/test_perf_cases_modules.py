@@ -16,17 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.perf.evidence import module_quantized
-from shardwise.perf.evidence.module_checks import assert_forwards, assert_steps
 from shardwise.perf.evidence.module_sides import (
     RULES,
     Setup,
+    assert_forwards,
+    assert_steps,
     batches_of,
     fill,
     sides_of,
     torch_side,
 )
-from shardwise.perf.evidence.sharded_ranks import Asked, RankError, Ranks
 from shardwise.perf.suite.case import (
     OURS,
     Case,
@@ -39,6 +38,7 @@ from shardwise.perf.suite.cases import (
     planner,
     sharded,
 )
+from shardwise.perf.suite.cases.sharded import Asked, RankError, Ranks
 from shardwise.perf.suite.workloads import EBC, tiny
 
 SMALL = Setting(small=True)
@@ -146,7 +146,7 @@ def test_plans_are_checked_and_made_anew_in_each_call(case: Case) -> None:
 
 def test_a_plan_that_leaves_rows_out_is_found() -> None:
     problem = planner.Problem([(100, 64, 1.0)] * 3, 2, bearable=True)
-    plan: Any = planner._planning(planner._ours(), problem)()
+    plan: Any = planner._planning(planner.ours(), problem)()
     planner.check(problem, plan, "ours")
     with pytest.raises(AssertionError, match="planned"):
         planner.check(replace(problem, tables=[(100, 64, 1.0)] * 4), plan, "ours")
@@ -193,9 +193,9 @@ def test_the_installed_size_is_that_of_all_folders() -> None:
 
 def test_a_quantized_table_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(setup: Setup, floats: Any) -> Any:
-        return module_quantized._torch(setup, [table.roll(1, 0) for table in floats])
+        return modules._torch(setup, [table.roll(1, 0) for table in floats])
 
-    monkeypatch.setitem(module_quantized.PEERS, "torch", spoil)
-    made = module_quantized.make(SMALL, workload=EBC[128])
+    monkeypatch.setitem(modules.QUANTIZED_PEERS, "torch", spoil)
+    made = modules.make_quantized(SMALL, workload=EBC[128])
     with pytest.raises(AssertionError, match="output of torch"):
         made.check()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.perf.evidence.planner_instances import Module, Weight
+from shardwise.perf.evidence.planner_cases import Module, Weight
 from shardwise.planner.torchrec.proposers import EmbeddingOffloadScaleupProposer
 from shardwise.planner.torchrec.types import (
     Enumerator,

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from checkout import golden
 
-from shardwise.perf.evidence.beside_planner_parts import PARTITIONERS, PROPOSERS
-from shardwise.perf.evidence.planner_instances import (
+from shardwise.perf.evidence.planner_cases import (
     MIB,
+    PARTITIONERS,
+    PROPOSERS,
     Instance,
     Module,
     Weight,

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 from checkout import golden
 
-from shardwise.perf.evidence.beside_planner_parts import PROPOSERS
-from shardwise.perf.evidence.planner_instances import (
-    Instance,
-    Module,
-    Weight,
-    instance,
-)
+from shardwise.perf.evidence.planner_cases import PROPOSERS, Instance, Module, Weight, instance
 from shardwise.planner.torchrec import (
     partitioners,
     perf_models,

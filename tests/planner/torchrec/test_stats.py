@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.perf.evidence.planner_instances import Module, Weight
+from shardwise.perf.evidence.planner_cases import Module, Weight
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.torchrec.stats import EmbeddingStats, NoopEmbeddingStats, round_to_one_sigfig
 from shardwise.planner.torchrec.stats_totals import (

@@ -14,8 +14,8 @@ import pytest
 import torch
 from checkout import golden
 
-from shardwise.perf.evidence.beside_planner import our_library
 from shardwise.perf.evidence.planner_cases import estimate, random_cases
+from shardwise.perf.suite.libraries import PLANNER, ours
 from shardwise.planner.torchrec import estimators as shard_estimators
 from shardwise.planner.torchrec import types
 from shardwise.planner.torchrec.estimators import EmbeddingOffloadStats
@@ -32,7 +32,7 @@ CASES = random_cases(len(GOLDEN))
 )
 def test_estimates_are_torchrecs(case: dict[str, Any], expected: tuple[int, list[float], list[int]]) -> None:
     count, perf, storage = expected
-    _, perfs, storages = estimate(case, our_library())
+    _, perfs, storages = estimate(case, ours(PLANNER))
     assert len(perfs) == count and storages[0] == tuple(storage)
     np.testing.assert_allclose(perfs[0], perf, rtol=1e-12)
 
@@ -46,9 +46,9 @@ def test_inference_has_no_backward_no_states_and_no_batches() -> None:
         "usage": "BASE",
         "virtual": False,
     }
-    _, perfs, storages = estimate({**trained, "sharding_type": "table_wise", "device": "cuda"}, our_library())
+    _, perfs, storages = estimate({**trained, "sharding_type": "table_wise", "device": "cuda"}, ours(PLANNER))
     _, quiet, bare = estimate(
-        {**trained, "sharding_type": "table_wise", "device": "cuda", "inference": True}, our_library()
+        {**trained, "sharding_type": "table_wise", "device": "cuda", "inference": True}, ours(PLANNER)
     )
     assert quiet[0][:2] == perfs[0][:2] and quiet[0][2:4] == (0, 0) and perfs[0][2] > 0
     element = 2 if trained["half"] else 4
@@ -57,7 +57,7 @@ def test_inference_has_no_backward_no_states_and_no_batches() -> None:
 
 def test_estimates_do_not_share_what_partitioners_change() -> None:
     case = {**CASES[0], "sharding_type": "row_wise", "kernel": "fused", "device": "cuda", "world": 4, "local": 4}
-    option, _, _ = estimate({**case, "pod": None, "rows": 4000}, our_library())
+    option, _, _ = estimate({**case, "pod": None, "rows": 4000}, ours(PLANNER))
     option.shards[0].storage.hbm += 1
     option.shards[0].perf.fwd_compute += 1
     assert option.shards[0].storage != option.shards[1].storage and option.shards[0].perf != option.shards[1].perf
@@ -66,7 +66,7 @@ def test_estimates_do_not_share_what_partitioners_change() -> None:
 def test_storages_from_numbers_alone_are_those_of_the_estimator() -> None:
     case = next(c for c in CASES if c["sharding_type"] == "row_wise")
     case = {**case, "kernel": "fused", "device": "cuda", "virtual": False, "pod": None, "half_output": False}
-    option, _, storages = estimate(case, our_library())
+    option, _, storages = estimate(case, ours(PLANNER))
     found = shard_estimators.calculate_shard_storages(
         types.SharderData({}, {}, types.StorageUsageType[case["usage"]]), "row_wise", option.tensor, "cuda", "fused",
         [shard.size for shard in option.shards], case["batch_sizes"] or [case["batch_size"]] * option.num_inputs,
@@ -86,7 +86,7 @@ def test_storages_from_numbers_alone_are_those_of_the_estimator() -> None:
 )
 def test_what_cannot_be_estimated_is_an_error_that_names_the_table(changed: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        estimate({**CASES[0], **changed}, our_library())
+        estimate({**CASES[0], **changed}, ours(PLANNER))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_prefetched_bytes_are_what_misses_the_cache() -> None:
         **CASES[0], "sharding_type": "table_wise", "kernel": "fused_uvm_caching", "device": "cuda", "rows": 1000,
         "columns": 64, "half": False, "load_factor": 0.35, "histogram": [6, 3, 0, 1],
     }  # fmt: skip
-    _, perfs, _ = estimate(case, our_library())
+    _, perfs, _ = estimate(case, ours(PLANNER))
     missed = EmbeddingOffloadStats(0.5, 12345, np.array([6, 3, 0, 1]), 1000).expected_miss_rate(0.35) * 12345
     assert perfs[0][5] == pytest.approx(missed * 64 * 4 / (32 * 1024**3 / 1000))
 

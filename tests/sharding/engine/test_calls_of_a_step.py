@@ -10,8 +10,9 @@ from poison import ALLOCATORS
 from ranks import run_ranks
 
 from shardwise.perf.counts.calls import listed
-from shardwise.perf.evidence.sharded_sides import Shape, ours
-from shardwise.perf.evidence.sharded_turns import Stepper, calls_of_forward, collectives_of_step
+from shardwise.perf.evidence.beside_sharding import calls_of_forward, collectives_of_step
+from shardwise.perf.evidence.sharded_sides import Shape, Stepper
+from shardwise.perf.suite.libraries import ours
 
 pytestmark = pytest.mark.ranks
 

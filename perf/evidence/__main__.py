@@ -1,0 +1,90 @@
+"""Run comparisons with the peers and keep what they print: `python -m shardwise.perf.evidence [NAME ...] [--write]`.
+
+Without a name all are run that have a document. `NAME --help` lists the options of one. Exit status 1: something is not
+as it has to be; 2: a peer is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.perf.evidence.report import ROOT, Report
+
+# name -> module of this folder, and the document that keeps what is printed, below its mark
+KNOWN = {
+    "operations": ("beside_torchrec", "docs/beside_torchrec.md"),
+    "sharding": ("beside_sharding", "docs/beside_torchrec_sharding.md"),
+    "checkpoint": ("beside_checkpoint", "docs/checkpoints_convert.md"),
+    "quant": ("beside_quant", "docs/beside_fbgemm_quant.md"),
+    "parity": ("parity", "docs/parity.md"),
+    # writes the whole document by itself
+    "planner_heldout": ("planner_heldout", ""),
+    "pipeline_overlap": ("pipeline_overlap", ""),
+    "managed_collision": ("beside_managed_collision", ""),
+    "planner": ("beside_planner", ""),
+    "planner_plans": ("beside_planner_plans", ""),
+}
+
+
+def mark(name: str) -> str:
+    """The line below which a document keeps what is printed."""
+    return f"<!-- below: as `make evidence NAME={name}` printed it -->"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one in this process, or several one after the other."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    names = [word for word in given if word in KNOWN]
+    if len(names) == 1:
+        return _run(names[0], [word for word in given if word != names[0]])
+    parser = argparse.ArgumentParser(
+        prog="evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(KNOWN)}")
+    parser.add_argument("--write", action="store_true", help="keep what is printed in the documents")
+    options = parser.parse_args(given)
+    if unknown := [name for name in options.names if name not in KNOWN]:
+        parser.error(f"there is no evidence {unknown[0]!r}; there is {', '.join(KNOWN)}")
+    status = 0
+    for name in names or [name for name, (_, document) in KNOWN.items() if document]:
+        command = [sys.executable, "-m", "shardwise.perf.evidence", name, *(["--write"] if options.write else [])]
+        status = max(status, subprocess.call(command))
+    return status
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    module, document = KNOWN[name]
+    evidence: Any = importlib.import_module(f"shardwise.perf.evidence.{module}")
+    parser = argparse.ArgumentParser(
+        prog=f"evidence {name}", description=evidence.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help=f"keep what is printed in {document or 'its files'}")
+    getattr(evidence, "add_options", lambda parser: None)(parser)
+    options = parser.parse_args(arguments)
+    page = ROOT / document
+    if options.write and document and mark(name) not in page.read_text(encoding="utf-8"):
+        parser.error(f"{document} has no line {mark(name)}")
+    # of dtypes and modules that torch is about to drop
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        report: Report = evidence.run(options)
+    except ImportError as error:
+        print(f"evidence {name} needs a peer ({error}): docs/beside_torchrec.md tells how", file=sys.stderr)
+        return 2
+    print(report.text)
+    if options.write and document:
+        before = page.read_text(encoding="utf-8").partition(mark(name))[0]
+        page.write_text(f"{before}{mark(name)}\n\n{report.text}", encoding="utf-8")
+    return 0 if report.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
