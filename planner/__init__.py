@@ -19,11 +19,6 @@ if TYPE_CHECKING:
         PlannerError,
         PlannerErrorType,
     )
-    from .hardware import (
-        CustomTopologyData,
-        Perf,
-        Storage,
-    )
     from .plan.advice import NoRoomError, Suggestion
     from .plan.files import read_constraints, read_tables
     from .plan.plan_files import load_planned, save_planned
@@ -38,17 +33,10 @@ if TYPE_CHECKING:
         Table,
     )
     from .topology import (
+        CustomTopologyData,
+        Perf,
+        Storage,
         Topology,
-    )
-    from .torchrec.components import (
-        Enumerator,
-        Partitioner,
-        PerfModel,
-        PlanLoader,
-        Proposer,
-        ShardEstimator,
-        Stats,
-        StorageReservation,
     )
     from .torchrec.enumerators import EmbeddingEnumerator
     from .torchrec.estimators import EmbeddingOffloadStats, EmbeddingPerfEstimator, EmbeddingStorageEstimator
@@ -76,6 +64,16 @@ if TYPE_CHECKING:
     )
     from .torchrec.stats import EmbeddingStats, NoopEmbeddingStats
     from .torchrec.topology_factory import TopologyFactory
+    from .torchrec.types import (
+        Enumerator,
+        Partitioner,
+        PerfModel,
+        PlanLoader,
+        Proposer,
+        ShardEstimator,
+        Stats,
+        StorageReservation,
+    )
 
 __all__ = [
     "CostModel",
@@ -140,7 +138,7 @@ __all__ = [
 
 _HOME = {
     "CostModel": "cost.model",
-    "CustomTopologyData": "hardware",
+    "CustomTopologyData": "topology",
     "DynamicProgrammingProposer": "torchrec.proposers",
     "EmbeddingEnumerator": "torchrec.enumerators",
     "EmbeddingOffloadScaleupProposer": "torchrec.proposers",
@@ -148,7 +146,7 @@ _HOME = {
     "EmbeddingPerfEstimator": "torchrec.estimators",
     "EmbeddingStats": "torchrec.stats",
     "EmbeddingStorageEstimator": "torchrec.estimators",
-    "Enumerator": "torchrec.components",
+    "Enumerator": "torchrec.types",
     "Feature": "tables",
     "FixedAbsoluteStorageReservation": "torchrec.reservations",
     "FixedPercentageStorageReservation": "torchrec.reservations",
@@ -165,24 +163,24 @@ _HOME = {
     "NoopStorageModel": "torchrec.perf_models",
     "ParameterConstraints": "constraints",
     "PartitionByType": "torchrec.sharding_option",
-    "Partitioner": "torchrec.components",
-    "Perf": "hardware",
-    "PerfModel": "torchrec.components",
+    "Partitioner": "torchrec.types",
+    "Perf": "topology",
+    "PerfModel": "torchrec.types",
     "PipelineType": "torchrec.sharding_option",
-    "PlanLoader": "torchrec.components",
+    "PlanLoader": "torchrec.types",
     "Planned": "plan.planned",
     "PlannerError": "errors",
     "PlannerErrorType": "errors",
-    "Proposer": "torchrec.components",
+    "Proposer": "torchrec.types",
     "Shard": "torchrec.sharding_option",
-    "ShardEstimator": "torchrec.components",
+    "ShardEstimator": "torchrec.types",
     "ShardingOption": "torchrec.sharding_option",
     "ShardwiseCost": "cost.shardwise",
     "Skew": "tables",
     "SortBy": "torchrec.partitioners",
-    "Stats": "torchrec.components",
-    "Storage": "hardware",
-    "StorageReservation": "torchrec.components",
+    "Stats": "torchrec.types",
+    "Storage": "topology",
+    "StorageReservation": "torchrec.types",
     "Suggestion": "plan.advice",
     "Table": "tables",
     "Topology": "topology",

@@ -1,13 +1,27 @@
-"""What a user allows for a table: `ParameterConstraints` by TorchRec's name and fields, and ours behind them."""
+"""What a user allows for a table, and what that does to tables and ranks before anything is priced.
+
+`ParameterConstraints` has TorchRec's name and fields, and ours behind them. A constraint holds for the tables of its
+name, in every module alike; the one named "*" for all that have none.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from shardwise.embeddings.config import DataType
+from shardwise.planner.layout import (
+    CAPABILITIES,
+    SERVED_SETTINGS,
+    TRAINED_SETTINGS,
+    check_settings,
+)
 
-from .tables import Skew
+from .errors import PlannerError, PlannerErrorType
+from .tables import Feature, Skew, Table
 
 # by value, as `sharding.plan.plan` has them
 SHARDING_TYPES = (
@@ -56,3 +70,169 @@ class ParameterConstraints:
     not_on: list[int] | None = field(default=None, kw_only=True)
     same_rank: str | None = field(default=None, kw_only=True)
     skew: Skew | None = field(default=None, kw_only=True)
+
+
+ANY = "*"
+
+
+def constraint_of(constraints: Mapping[str, ParameterConstraints], name: str) -> ParameterConstraints | None:
+    """The constraint for a table, or None."""
+    return constraints.get(name, constraints.get(ANY))
+
+
+def check_constraints(
+    constraints: Mapping[str, ParameterConstraints], names: Iterable[str], world_size: int | None = None
+) -> None:
+    """Check that constraints speak of tables, sharding types, kernels and ranks that there are.
+
+    Raises:
+        PlannerError: one does not; the text names the table, the value and the nearest that there is.
+    """
+    known = list(dict.fromkeys(names))
+    for name, constraint in constraints.items():
+        if name != ANY and name not in known:
+            raise _wrong(f"constraints name table {name!r}, which the model does not have{nearest(name, known)}")
+        for what, values, allowed, kind in (
+            ("sharding_types", constraint.sharding_types, SHARDING_TYPES, PlannerErrorType.INPUT_VALIDATION),
+            ("compute_kernels", constraint.compute_kernels, COMPUTE_KERNELS, PlannerErrorType.INVALID_COMPUTE_KERNEL),
+        ):
+            for value in values or ():
+                if value not in allowed:
+                    raise _wrong(f"table {name!r}: {what} has {value!r}{nearest(value, allowed)}", kind)
+        if constraint.min_partition is not None and constraint.min_partition < 1:
+            raise _wrong(f"table {name!r}: min_partition must be positive, got {constraint.min_partition}")
+        for what, ranks in (("ranks", constraint.ranks), ("not_on", constraint.not_on)):
+            for rank in ranks or ():
+                if rank < 0 or (world_size is not None and rank >= world_size):
+                    has = "are 0 and more" if world_size is None else f"are 0 to {world_size - 1}"
+                    raise _wrong(f"table {name!r}: {what} has rank {rank}: ranks {has}")
+
+
+def check_settings_of(
+    constraints: Mapping[str, ParameterConstraints], tables: Iterable[Table], compute_device: str
+) -> None:
+    """Check that a plan can do what constraints say of tables beside where they go; warn of what has no effect.
+
+    Raises:
+        PlannerError: a setting that sharding with the plan would refuse; names table, setting and where it is set
+            instead. Or a `device_group` that is no device.
+    """
+    without: dict[tuple[str, str], list[str]] = {}
+    for table in tables:
+        constraint = constraint_of(constraints, table.name)
+        if constraint is None:
+            continue
+        try:
+            idle = check_settings(table.name, constraint, SERVED_SETTINGS if table.served else TRAINED_SETTINGS)
+        except ValueError as error:
+            raise _wrong(str(error)) from error
+        if constraint.device_group not in (None, *CAPABILITIES):
+            raise _wrong(
+                f"table {table.name!r}: device_group must be one of {', '.join(CAPABILITIES)}, got"
+                f" {constraint.device_group!r}"
+            )
+        if constraint.device_group not in (None, compute_device):
+            idle["device_group"] = f"this plan is for {compute_device}, and leaves them to another"
+        features = [feature.name for feature in table.features]
+        if constraint.feature_names not in (None, features):
+            idle["feature_names"] = "a table's features, and their order, are those of its config"
+        for what, reason in idle.items():
+            without.setdefault((what, reason), []).append(table.name)
+    for (what, reason), names in without.items():
+        shown = f"{', '.join(map(repr, names[:8]))}{', ...' if len(names) > 8 else ''}"
+        effect = "leaves them out" if what == "device_group" else "has no effect"
+        warnings.warn(f"the constraint {what} of tables {shown} {effect}: {reason}", stacklevel=3)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that is unknown."""
+    every = list(known)
+    close = get_close_matches(name, every, n=1, cutoff=0.5)
+    if close:
+        return f": did you mean {close[0]!r}?"
+    return f": there are {', '.join(every[:12])}{', ...' if len(every) > 12 else ''}" if every else ""
+
+
+def described(table: Table, constraint: ParameterConstraints | None) -> Table:
+    """The table with what its constraint says of its ids; pooling factors of [1.0], the default, say nothing.
+
+    Raises:
+        PlannerError: a list has not one number for each feature of the table.
+    """
+    if constraint is None:
+        return table
+    features = _features(table, constraint)
+    weighted = table.weighted or constraint.is_weighted
+    skew = table.skew if constraint.skew is None else constraint.skew
+    if (features, weighted, skew) == (table.features, table.weighted, table.skew):
+        return table
+    return replace(table, features=features, weighted=weighted, skew=skew)
+
+
+def _features(table: Table, constraint: ParameterConstraints) -> tuple[Feature, ...]:
+    said = {
+        "pooling_factor": constraint.pooling_factors if constraint.pooling_factors != [1.0] else None,
+        "num_poolings": constraint.num_poolings,
+        "batch_size": constraint.batch_sizes,
+    }
+    features = table.features or tuple(map(Feature, constraint.feature_names or [table.name]))
+    for what, values in said.items():
+        if values is None:
+            continue
+        if len(values) != len(features):
+            raise _wrong(
+                f"table {table.name!r}: {what}s must have one number for each of its {len(features)} features"
+                f" ({', '.join(f.name for f in features)}), got {values}"
+            )
+        changes: list[Any] = [{what: value} for value in values]
+        features = tuple(replace(f, **change) for f, change in zip(features, changes, strict=True))
+    return features
+
+
+def allowed_ranks(name: str, constraint: ParameterConstraints | None, world_size: int) -> tuple[int, ...] | None:
+    """The ranks that may hold a part of a table, in order; None if all may.
+
+    Raises:
+        PlannerError: none may.
+    """
+    if constraint is None or (constraint.ranks is None and not constraint.not_on):
+        return None
+    only = range(world_size) if constraint.ranks is None else constraint.ranks
+    left = tuple(sorted(set(only) - set(constraint.not_on or ())))
+    if not left:
+        said = said_by(constraint, "ranks", "not_on")
+        raise PlannerError(f"table {name!r}: {said} leave no rank", PlannerErrorType.STRICT_CONSTRAINTS)
+    return None if len(left) == world_size else left
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tables that must share a rank (`label` is their `same_rank`), or one that need not (None)."""
+
+    tables: tuple[Table, ...]
+    label: str | None
+
+
+def groups(tables: Sequence[Table], constraints: Mapping[str, ParameterConstraints]) -> list[Group]:
+    """The tables by `same_rank`, each group where its first table stands."""
+    together: dict[tuple[str | None, str], list[Table]] = {}
+    for table in tables:
+        constraint = constraint_of(constraints, table.name)
+        label = None if constraint is None else constraint.same_rank
+        together.setdefault((label, table.path if label is None else ""), []).append(table)
+    return [Group(tuple(mine), label) for (label, _), mine in together.items()]
+
+
+def said_by(constraint: ParameterConstraints, *names: str) -> str:
+    """The fields of a constraint that say something, or those of `names` that do, as they would be written."""
+    default = ParameterConstraints()
+    shown = [
+        f"{field.name}={getattr(constraint, field.name)!r}"
+        for field in fields(constraint)
+        if (not names or field.name in names) and getattr(constraint, field.name) != getattr(default, field.name)
+    ]
+    return ", ".join(shown)
+
+
+def _wrong(message: str, kind: PlannerErrorType = PlannerErrorType.INPUT_VALIDATION) -> PlannerError:
+    return PlannerError(message, kind)

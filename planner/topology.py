@@ -1,19 +1,19 @@
-"""The machines of a plan: how many ranks, how much memory each, how fast they read and talk."""
+"""The machines of a plan: how many ranks, how much memory each, how fast they read and talk.
+
+By TorchRec's names, with its defaults: time, storage, devices and the links between them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from operator import attrgetter
+from typing import Any
 
 from .constants_measured import CARDS
-from .hardware import (
-    BasicCommsBandwidths,
-    CustomTopologyData,
-    DeviceHardware,
-    GeneralizedCommsBandwidth,
-    Perf,
-    Storage,
-)
-from .hashes import hash_sha256_to_int
 from .torchrec.constants import (
     BWD_COMPUTE_MULTIPLIER,
     CROSS_NODE_BANDWIDTH,
@@ -28,10 +28,168 @@ from .torchrec.constants import (
     WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
 )
 
+
+@dataclass(unsafe_hash=True)
+class Perf:
+    """Milliseconds a step, of one shard or of a rank."""
+
+    fwd_compute: float
+    fwd_comms: float
+    bwd_compute: float
+    bwd_comms: float
+    input_dist_comms: float = 0.0
+    prefetch_compute: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it but `input_dist_comms`, as TorchRec counts."""
+        return self.fwd_compute + self.bwd_compute + self.fwd_comms + self.bwd_comms + self.prefetch_compute
+
+    def __add__(self, other: Perf) -> Perf:
+        return Perf(
+            self.fwd_compute + other.fwd_compute,
+            self.fwd_comms + other.fwd_comms,
+            self.bwd_compute + other.bwd_compute,
+            self.bwd_comms + other.bwd_comms,
+            self.input_dist_comms + other.input_dist_comms,
+            self.prefetch_compute + other.prefetch_compute,
+        )
+
+
+@dataclass(order=True, unsafe_hash=True)
+class Storage:
+    """Bytes in the memory of the device, in that of the host, and on disk."""
+
+    hbm: int
+    ddr: int
+    ssd: int = 0
+
+    def __add__(self, other: Storage) -> Storage:
+        return Storage(self.hbm + other.hbm, self.ddr + other.ddr, self.ssd + other.ssd)
+
+    def __sub__(self, other: Storage) -> Storage:
+        return Storage(self.hbm - other.hbm, self.ddr - other.ddr, self.ssd - other.ssd)
+
+    def fits_in(self, other: Storage) -> bool:
+        """Not more than `other` anywhere."""
+        return self.hbm <= other.hbm and self.ddr <= other.ddr and self.ssd <= other.ssd
+
+
+@dataclass(unsafe_hash=True)
+class DeviceHardware:
+    """A rank: the storage it has left and the time of what it was given; reservations and partitioners change both."""
+
+    rank: int
+    storage: Storage
+    perf: Perf
+
+
+class CustomTopologyData:
+    """Ranks with different memory: bytes of each, by "hbm_cap", "ddr_cap" and "ssd_cap".
+
+    Raises:
+        ValueError: another key, or not one number for each rank.
+    """
+
+    supported_fields = ["ddr_cap", "hbm_cap", "ssd_cap"]
+
+    def __init__(self, data: Mapping[str, list[int]], world_size: int) -> None:
+        for key, caps in data.items():
+            self._require_known(key)
+            if len(caps) != world_size:
+                raise ValueError(f"{key!r} has {len(caps)} numbers for a world of {world_size}: give one a rank")
+        self._data = dict(data)
+        self._world_size = world_size
+
+    def get_data(self, key: str) -> list[int]:
+        """Bytes of each rank.
+
+        Raises:
+            KeyError: they were not given.
+        """
+        self._require_known(key)
+        return self._data[key]
+
+    def has_data(self, key: str) -> bool:
+        """Were they given?"""
+        return key in self._data
+
+    def _require_known(self, key: str) -> None:
+        if key not in self.supported_fields:
+            raise ValueError(f"{key!r} is not one of {self.supported_fields}")
+
+
+class CollectiveType(Enum):
+    """Kinds of exchange."""
+
+    ALL_TO_ALL = "all_to_all"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    ALL_REDUCE = "all_reduce"
+
+
+class GeneralizedCommsBandwidth(ABC):
+    """How fast ranks exchange, bytes per millisecond."""
+
+    @abstractmethod
+    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
+        """Of an exchange between `world_size` ranks, `local_world_size` to a host."""
+
+    @property
+    @abstractmethod
+    def intra_host_bw(self) -> float:
+        """Between ranks of a host."""
+
+    @property
+    @abstractmethod
+    def inter_host_bw(self) -> float:
+        """Between hosts."""
+
+
+class BasicCommsBandwidths(GeneralizedCommsBandwidth):
+    """Two speeds: within a host and between hosts."""
+
+    def __init__(
+        self, inter_host_bw: float = CROSS_NODE_BANDWIDTH, intra_host_bw: float = INTRA_NODE_BANDWIDTH
+    ) -> None:
+        self.name = "BasicCommsBandwidths"
+        self._inter_host_bw, self._intra_host_bw = inter_host_bw, intra_host_bw
+
+    @property
+    def intra_host_bw(self) -> float:
+        return self._intra_host_bw
+
+    @property
+    def inter_host_bw(self) -> float:
+        return self._inter_host_bw
+
+    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
+        """The slower link if the exchange leaves a host; an all-reduce always does, with a card for each rank."""
+        if collective_type == CollectiveType.ALL_REDUCE:
+            return self.inter_host_bw * local_world_size
+        return self.intra_host_bw if world_size <= local_world_size else self.inter_host_bw
+
+    def __str__(self) -> str:
+        return f"{self.name}: inter_host_bw={self.inter_host_bw}, intra_host_bw={self.intra_host_bw}"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BasicCommsBandwidths):
+            return NotImplemented
+        return (self._inter_host_bw, self._intra_host_bw) == (other._inter_host_bw, other._intra_host_bw)
+
+    def __hash__(self) -> int:
+        return hash((self._inter_host_bw, self._intra_host_bw))
+
+
 GIB = 1024**3
 COMPUTE_DEVICES = ("cpu", "cuda", "mtia")
 # GiB of device memory that a process finds on a card, rounded down
 CARD_HBM_GIB = {name: int(card.memory_gib) for name, card in CARDS.items() if name != "cpu"}
+
+
+def _given(attribute: str, doc: str) -> Any:
+    """What a topology was made with: it is read, never set."""
+    return property(attrgetter(attribute), doc=doc)
 
 
 class Topology:
@@ -55,6 +213,28 @@ class Topology:
     Raises:
         ValueError: an argument that describes no machine; the text says which and what it may be.
     """
+
+    devices: list[DeviceHardware] = _given("_devices", "The ranks; a reservation takes from their storage.")
+    compute_device: str = _given("_compute_device", "Where tables are looked up.")
+    world_size: int = _given("_world_size", "Ranks.")
+    local_world_size: int = _given("_local_world_size", "Ranks of a host.")
+    hbm_mem_bw: float = _given("_hbm_mem_bw", "Of device memory, bytes per millisecond.")
+    ddr_mem_bw: float = _given("_ddr_mem_bw", "Of host memory, bytes per millisecond.")
+    ssd_mem_bw: float = _given("_ssd_mem_bw", "Of disk, bytes per millisecond.")
+    hbm_to_ddr_mem_bw: float = _given("_hbm_to_ddr_mem_bw", "Between device and host, bytes per millisecond.")
+    comms_bandwidths: GeneralizedCommsBandwidth = _given("_comms_bandwidths", "Between ranks, by kind of exchange.")
+    bwd_compute_multiplier: float = _given("_bwd_compute_multiplier", "Backward over forward.")
+    weighted_feature_bwd_compute_multiplier: float = _given(
+        "_weighted_feature_bwd_compute_multiplier", "Backward of a weighted table over that of another."
+    )
+    uneven_sharding_perf_multiplier: float = _given(
+        "_uneven_sharding_perf_multiplier", "Uneven row shards over even ones."
+    )
+    custom_topology_data: CustomTopologyData | None = _given(
+        "_custom_topology_data", "Memory of each rank as it was given, where ranks differ."
+    )
+    intra_host_bw: float = _given("_comms_bandwidths.intra_host_bw", "Between ranks of a host, bytes per millisecond.")
+    inter_host_bw: float = _given("_comms_bandwidths.inter_host_bw", "Between hosts, bytes per millisecond.")
 
     def __init__(
         self,
@@ -129,11 +309,6 @@ class Topology:
         self.card = card
 
     @property
-    def devices(self) -> list[DeviceHardware]:
-        """The ranks; a reservation takes from their storage."""
-        return self._devices
-
-    @property
     def hbm(self) -> list[int]:
         """Bytes of device memory that each rank has left [W]."""
         return [device.storage.hbm for device in self._devices]
@@ -144,21 +319,6 @@ class Topology:
         return [device.storage.ddr for device in self._devices]
 
     @property
-    def compute_device(self) -> str:
-        """Where tables are looked up."""
-        return self._compute_device
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return self._world_size
-
-    @property
-    def local_world_size(self) -> int:
-        """Ranks of a host."""
-        return self._local_world_size
-
-    @property
     def hosts(self) -> int:
         """Hosts."""
         return self._world_size // self._local_world_size
@@ -167,61 +327,6 @@ class Topology:
     def intra_group_size(self) -> int:
         """Ranks that a fast link joins: those of a pod, or of a host where there are no pods."""
         return self._local_world_size * (1 if self._pod_size is None else self._pod_size)
-
-    @property
-    def hbm_mem_bw(self) -> float:
-        """Of device memory, bytes per millisecond."""
-        return self._hbm_mem_bw
-
-    @property
-    def ddr_mem_bw(self) -> float:
-        """Of host memory, bytes per millisecond."""
-        return self._ddr_mem_bw
-
-    @property
-    def ssd_mem_bw(self) -> float:
-        """Of disk, bytes per millisecond."""
-        return self._ssd_mem_bw
-
-    @property
-    def hbm_to_ddr_mem_bw(self) -> float:
-        """Between device and host, bytes per millisecond."""
-        return self._hbm_to_ddr_mem_bw
-
-    @property
-    def intra_host_bw(self) -> float:
-        """Between ranks of a host, bytes per millisecond."""
-        return self._comms_bandwidths.intra_host_bw
-
-    @property
-    def inter_host_bw(self) -> float:
-        """Between hosts, bytes per millisecond."""
-        return self._comms_bandwidths.inter_host_bw
-
-    @property
-    def comms_bandwidths(self) -> GeneralizedCommsBandwidth:
-        """Between ranks, by kind of exchange."""
-        return self._comms_bandwidths
-
-    @property
-    def bwd_compute_multiplier(self) -> float:
-        """Backward over forward."""
-        return self._bwd_compute_multiplier
-
-    @property
-    def weighted_feature_bwd_compute_multiplier(self) -> float:
-        """Backward of a weighted table over that of another."""
-        return self._weighted_feature_bwd_compute_multiplier
-
-    @property
-    def uneven_sharding_perf_multiplier(self) -> float:
-        """Uneven row shards over even ones."""
-        return self._uneven_sharding_perf_multiplier
-
-    @property
-    def custom_topology_data(self) -> CustomTopologyData | None:
-        """Memory of each rank as it was given, where ranks differ."""
-        return self._custom_topology_data
 
     def __repr__(self) -> str:
         many = f"{self.hosts} hosts of {self._local_world_size}" if self.hosts > 1 else "one host"
@@ -274,3 +379,24 @@ def _caps(name: str, cap: int | None, default: int, given: CustomTopologyData | 
 def _range_gib(caps: Sequence[int]) -> str:
     low, high = min(caps) / GIB, max(caps) / GIB
     return f"{low:.4g} GiB" if low == high else f"{low:.4g} to {high:.4g} GiB"
+
+
+def placement(compute_device: str, rank: int, local_size: int) -> str:
+    """Rank and device as plans write them, "rank:9/cuda:1"."""
+    device = f"{compute_device}:{rank % local_size}" if compute_device in ("cuda", "mtia") else compute_device
+    return f"rank:{rank}/{device}"
+
+
+def hash_sha256_str(hashable_list: Sequence[Any]) -> str:
+    """SHA-256 of a list as it prints, in hexadecimal digits."""
+    return hashlib.sha256(str(list(hashable_list)).encode()).hexdigest()
+
+
+def hash_sha256_to_int(hashable_list: Sequence[Any]) -> int:
+    """SHA-256 of a list as it prints."""
+    return int(hash_sha256_str(hashable_list), 16)
+
+
+def round_to_nearest(x: int, unit: int) -> int:
+    """The multiple of `unit` next to `x`."""
+    return round(x / unit) * unit

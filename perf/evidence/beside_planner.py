@@ -373,7 +373,11 @@ def parts(lib: Any, instances: int) -> tuple[list[str], bool]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=5000, help="random options")
     parser.add_argument("--instances", type=int, default=100, help="random planning problems")
-    parser.add_argument("--golden", type=Path, help="write what TorchRec proposes, and print its estimates, as tests/support/golden has them")
+    parser.add_argument(
+        "--golden",
+        type=Path,
+        help="write what TorchRec proposes, and print its estimates, as tests/support/golden has them",
+    )
 
 
 def run(options: argparse.Namespace) -> Report:

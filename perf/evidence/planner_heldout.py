@@ -33,8 +33,12 @@ from shardwise.planner.cost.shardwise import ShardwiseCost
 from shardwise.planner.plan.planning import plan_tables
 from shardwise.planner.tables import Feature, Skew, Table
 from shardwise.planner.topology import Topology
-from shardwise.sharding.calibration.calibrate import fit, measure, rank_ms
-from shardwise.sharding.calibration.calibrate_cases import way_of
+from shardwise.sharding.calibration.calibrate import (
+    fit,
+    measure,
+    rank_ms,
+    way_of,
+)
 from shardwise.sharding.calibration.trial import Placed, Step, timed
 
 WORLD, PLANS_EACH, ROUNDS, WARM_UP, APART = 2, 5, 15, 3, 1.5
@@ -68,7 +72,7 @@ def _table(
 
 
 def workloads() -> list[Workload]:
-    """None of them is one of `calibrate_cases`, nor are their rows, widths or lengths."""
+    """None of them is one of `calibrate.cases`, nor are their rows, widths or lengths."""
     clicks = [_table(f"c{n}", int(60 * 1.9**n), 48, [1]) for n in range(13)]
     bags = [_table(f"b{n}", 9000 * (n + 1), 40, [3 + 5 * n], "Adagrad") for n in range(6)]
     both = [_table(f"p{n}", 35_000, 80, [6, 2]) for n in range(3)]
@@ -224,7 +228,7 @@ def page(found: dict[str, Any]) -> str:
         f" {found['shardwise']}, torch {found['torch']}: {WORLD} gloo ranks of one thread each on {found['cpus']} cores"
         f" (load average {found['load'][0]:.1f} before, {found['load'][1]:.1f} after). Times are medians of {ROUNDS}"
         " steps of the slower rank, plans taking turns. Constants were measured just before, on the workloads of"
-        " `sharding/calibration/calibrate_cases.py`; the plans below are of other tables, widths, lengths and batches.",
+        " `sharding/calibration/calibrate.py`; the plans below are of other tables, widths, lengths and batches.",
         "",
         f"- Predictions span {says['predictions_span']:.1f} x; Spearman's correlation is {says['spearman']:.3f}"
         f" (95 % bootstrap interval {low:.3f} to {high:.3f}).",

@@ -1,16 +1,20 @@
-"""What a cost model is: the time and memory of one way to cut one table.
+"""What a cost model is: the time and memory of one way to cut one table; and the models by name, for `cost="..."`.
 
 `shardwise.py` has ours, `torchrec.py` TorchRec's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+from ..constants_measured import CARDS, Constants
 from ..constraints import ParameterConstraints
 from ..search.problem import Choice
 from ..tables import Table
+from ..topology import Topology
+from .shardwise import ShardwiseCost
+from .torchrec import TorchRecCost
 from .ways import Way
 
 
@@ -33,3 +37,44 @@ class CostModel(Protocol):
     def base_ms(self, tables: Sequence[Table]) -> float:
         """Milliseconds that every rank spends in a step for these tables whatever the plan."""
         ...
+
+
+COSTS = ("shardwise", "torchrec")
+
+
+def cost_model(
+    cost: str | CostModel,
+    topology: Topology,
+    batch_size: int,
+    *,
+    constants: Constants | None = None,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+) -> CostModel:
+    """The cost model of this name for these machines and samples of one rank; a model is returned as it is.
+
+    Args:
+        constants: for "shardwise", measured on the user's machine; by default what is known of the topology's card.
+        constraints: for "torchrec", which reads caches and output types there.
+
+    Raises:
+        ValueError: there is no such name.
+    """
+    if not isinstance(cost, str):
+        return cost
+    if cost not in COSTS:
+        raise ValueError(f"cost {cost!r} is not one of {', '.join(COSTS)}; a cost model of your own is fine too")
+    if cost == "torchrec":
+        return TorchRecCost(topology, batch_size, constraints=constraints)
+    known = constants or constants_of(topology.card)
+    return ShardwiseCost(topology, batch_size) if known is None else ShardwiseCost(topology, batch_size, known)
+
+
+def cost_from(name: str, topology: Topology, batch_size: int, constants: Mapping[str, Any] | None) -> CostModel:
+    """The cost model that a plan was made with, from what its file says. Raises as `cost_model`."""
+    return cost_model(name, topology, batch_size, constants=None if constants is None else Constants(**constants))
+
+
+def constants_of(card: str | None) -> Constants | None:
+    """What is known of a card; None for one of which nobody said how fast it is."""
+    found = None if card is None else CARDS.get(card)
+    return None if found is None else found.constants

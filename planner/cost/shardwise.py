@@ -8,7 +8,7 @@ plan is `base_ms`; what holders of a table do is `price`.
 Per step, for one block of w columns at place s of its span (all constants: `constants_measured.py`):
 
     N = W n        ids of all ranks, n of them from each;   N_s = N * share of row range s
-    U_s            different rows among them (`skew.py`);   G = W b  bags of all ranks
+    U_s            different rows among them (`shares`);   G = W b  bags of all ranks
     e, q           bytes of an element and of the optimizer's state of a row of w columns
     input_comms    N_s ids of 4 bytes (8 above 2^31 rows, 4 more with weights) and G lengths, from other ranks
     fwd_compute    N_s id_ns + G bag_ns + U_s w e / row_gb_s + (N_s - U_s) w e / again_gb_s + 4 G w / copy_gb_s
@@ -30,6 +30,10 @@ that hold it, times W / S, so that the work of all ranks together is right.
 
 A served table (`Table.served`) is looked up by one process, which has the batch: n ids, not W n, travel to a device and
 results back to the first. Of row ranges the rows of the table travel instead, and are pooled there. No backward.
+
+Bytes: rows and states are exact but for alignment (64 bytes for each group of tables that share a buffer). What a step
+needs besides is an estimate of the peak, that of the backward: ids of all ranks as they came and in order with their
+offsets, the gradient of their results, the sort.
 """
 
 from __future__ import annotations
@@ -38,18 +42,140 @@ import dataclasses
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ..constants_measured import CARDS, Constants
 from ..constraints import ParameterConstraints
-from ..search.problem import PARTS, Choice, Floats
-from ..tables import Table
+from ..search.problem import (
+    PARTS,
+    Choice,
+    Floats,
+    Ints,
+)
+from ..tables import Skew, Table
 from ..topology import Topology
-from .memory import block_bytes, state_bytes
-from .skew import shares
 from .ways import Way, ways_of
+
+# How many different ids a batch has, and which share of them a range of rows gets, for ids drawn by a power law. The
+# k-th most frequent of R ids has probability p_k proportional to (k + shift)^-alpha (Zipf; `tables.Skew`). Of N
+# independent draws the expected number of different ids is sum over k of 1 - (1 - p_k)^N, each id being missed by all
+# draws with probability (1 - p_k)^N; for alpha 0 that is R (1 - (1 - 1/R)^N). The sum is taken over blocks of ids: the
+# first ones each by itself, then blocks that grow by 3 %, in which all ids count as their mean; the mass of a block is
+# the integral of the density from half an id before its first to half an id after its last.
+#
+# ids that are a block each, and how much longer each block is than the one before
+_ALONE, _GROWTH = 256, 1.03
+
+
+@lru_cache(maxsize=4096)
+def distinct_ids(rows: int, draws: float, skew: Skew) -> float:
+    """Different ids expected among `draws` of `rows`."""
+    if rows == 0 or draws <= 0:
+        return 0.0
+    if skew.alpha == 0:
+        return float(_seen(np.array([1.0 / rows]), draws)[0] * rows)
+    counts, mass = _blocks(rows, skew)
+    return float((counts * _seen(mass / counts, draws)).sum())
+
+
+@lru_cache(maxsize=4096)
+def shares(rows: int, draws: float, skew: Skew, parts: tuple[int, ...]) -> tuple[Floats, Floats]:
+    """The share of lookups that each part of the rows gets, and different ids expected in each, [parts].
+
+    Where ids are not sorted by frequency a part gets its share of the rows.
+    """
+    of_rows = np.array(parts, np.float64) / max(rows, 1)
+    if skew.alpha == 0 or not skew.sorted_ids:
+        return of_rows, of_rows * distinct_ids(rows, draws, skew)
+    edges = np.cumsum([0, *parts])
+    lookups, found = np.zeros(len(parts)), np.zeros(len(parts))
+    counts, mass = _blocks(rows, skew, tuple(edges[1:-1].tolist()))
+    part = np.searchsorted(edges, np.cumsum(counts) - counts / 2, side="right") - 1
+    np.add.at(lookups, part, mass)
+    np.add.at(found, part, counts * _seen(mass / counts, draws))
+    return lookups, found
+
+
+def _seen(probability: Floats, draws: float) -> Floats:
+    """1 - (1 - p)^N, exact for small p too."""
+    with np.errstate(divide="ignore"):
+        result: Floats = -np.expm1(draws * np.log1p(-np.minimum(probability, 1.0)))
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _blocks(rows: int, skew: Skew, borders: tuple[int, ...] = ()) -> tuple[Floats, Floats]:
+    """Ids of each block and the probability of all of them together; blocks do not cross `borders`."""
+    alone = min(rows, _ALONE)
+    steps = np.ceil(alone * _GROWTH ** np.arange(1, 1 + max(0, np.log(rows / alone) / np.log(_GROWTH))))
+    edges = np.unique(np.concatenate([np.arange(alone + 1), steps[steps < rows], [rows], borders]))
+    below = edges + 0.5 + skew.shift
+    power = 1 - skew.alpha
+    area = np.diff(np.log(below)) if power == 0 else np.diff(below**power) / power
+    # where the density is steep an id alone is exact by its own formula
+    counts = np.diff(edges)
+    single = counts == 1
+    area[single] = (edges[1:][single] + skew.shift) ** -skew.alpha
+    result: tuple[Floats, Floats] = counts, area / area.sum()
+    return result
+
+
+# optimizer class -> states of an element, and of a row: fp32 numbers (`kernels/update/rules.py`)
+STATES: dict[str, tuple[int, int]] = {
+    "SGD": (0, 0), "RowWiseAdagrad": (0, 1), "Adagrad": (1, 0), "Adam": (2, 0), "AdamW": (2, 0), "SparseAdam": (2, 0),
+    "LAMB": (2, 0), "LarsSGD": (1, 0), "PartialRowWiseAdam": (1, 1), "PartialRowWiseLAMB": (1, 1), "FTRL": (2, 0),
+}  # fmt: skip
+# one whose rule is not known
+_UNKNOWN = (2, 0)
+
+
+def state_bytes(optimizer: str | None, width: int) -> int:
+    """Bytes of the optimizer's state of one row of `width` columns; a table without one trains by SGD."""
+    of_element, of_row = STATES.get(optimizer or "SGD", _UNKNOWN)
+    return 4 * (of_element * width + of_row)
+
+
+def block_bytes(table: Table, way: Way, width: int, world_size: int, batch_size: int) -> Ints:
+    """Bytes at each place of a block's span [S]."""
+    rows = np.array(way.rows, np.int64)
+    # 4-bit rows fill whole bytes
+    held = (rows * int(8 * width * table.element_bytes) + 7) // 8
+    if table.served:
+        held += rows * table.scale_bytes + served_bytes(table, way, width, batch_size)
+        # the one copy of a replicated table is where the outputs are
+        return held * (np.arange(way.span) == 0) if way.replica else held
+    held += rows * state_bytes(table.optimizer, width)
+    if way.replica and table.optimizer is None:
+        # the dense gradient, and the bucket that it is reduced in
+        return held + 2 * 4 * table.num_embeddings * width
+    return held + step_bytes(table, way, width, world_size, batch_size)
+
+
+def served_bytes(table: Table, way: Way, width: int, batch_size: int) -> Ints:
+    """Bytes at each place that a lookup needs besides rows: ids, and what comes out or, of row ranges, rows."""
+    ids = table.ids(batch_size)
+    share = 1.0 if way.replica else shares(table.num_embeddings, ids, table.skew, way.rows)[0]
+    cut = way.span > 1 and not way.replica
+    row = width * table.element_bytes + table.scale_bytes if cut else 4.0 * width
+    results = ids * share if cut or not table.pooled else table.bags(batch_size)
+    return np.broadcast_to(np.ceil(ids * share * 8 + results * row), (way.span,)).astype(np.int64)
+
+
+def step_bytes(table: Table, way: Way, width: int, world_size: int, batch_size: int) -> Ints:
+    """Bytes at each place that a step needs besides rows and states."""
+    ids, bags = world_size * table.ids(batch_size), world_size * table.bags(batch_size)
+    share = 1.0 if way.replica else shares(table.num_embeddings, ids, table.skew, way.rows)[0]
+    # as they came and in order as int32; sort keys, places and bags of each
+    of_ids = ids * share * (2 * 4 + 16 + 8 * table.weighted)
+    results = bags if table.pooled else ids * share
+    # lengths and offsets; the gradient as it came, and as the update reads it. Rows are also moved into other orders
+    copies = 2 if table.pooled else 5
+    total = np.ceil(of_ids + bags * 12 + copies * 4 * results * width)
+    return np.broadcast_to(total, (way.span,)).astype(np.int64)
+
 
 # results and their gradients travel as fp32
 _RESULT = 4

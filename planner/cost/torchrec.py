@@ -11,21 +11,26 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..constraints import ParameterConstraints
-from ..hardware import Perf
 from ..search.problem import PARTS, Choice
 from ..tables import Feature, Table
-from ..topology import Topology
+from ..topology import Perf, Topology
 from ..torchrec.constants import KV_CACHING_RATIO, UVM_CACHING_RATIO, kernel_bw_lookup
-from ..torchrec.estimators import element_bytes, l1_bytes
-from ..torchrec.formulas import Lookups, lookups_of_batch, shard_perf
-from ..torchrec.memory import Keeping, shard_storage
-from ..torchrec.offered_options import (
+from ..torchrec.enumerators import (
     allowed_kernels,
     allowed_types,
     compute_kernels,
     cuts,
     row_shares,
     sharding_types,
+)
+from ..torchrec.estimators import (
+    Keeping,
+    Lookups,
+    element_bytes,
+    l1_bytes,
+    lookups_of_batch,
+    shard_perf,
+    shard_storage,
 )
 from ..torchrec.sharding_option import PipelineType
 from .ways import Way

@@ -15,13 +15,13 @@ import numpy as np
 
 from shardwise.embeddings.config import DataType
 
-from ..constraints_applied import constraint_of
+from ..constraints import constraint_of
 from ..errors import PlannerError, PlannerErrorType
 from ..search.problem import DoesNotFitError, Problem
 from ..tables import Table
 from ..topology import CARD_HBM_GIB, GIB
 from . import whatif
-from .request import Request
+from .planned import Request
 
 # how many times a search is asked, in all and for one kind of change, and how many tables are named
 MOST_TRIES, TRIES_OF_A_KIND, HEAVIEST = 32, 6, 5
@@ -276,7 +276,7 @@ def _more_devices(request: Request, weighed: _Weighed) -> _Candidates:
     least = max(1, -(-weighed.short_bytes // max(1, weighed.each_bytes * step)))
     for more in dict.fromkeys((least, least + 1, least + 2, 2 * least + 2, 4 * least + 4)):
         size = world + more * step
-        text = f"{_number(more)} more {what}{'s' * (more > 1)} ({size} ranks instead of {world})"
+        text = f"{'one' if more == 1 else more} more {what}{'s' * (more > 1)} ({size} ranks instead of {world})"
         yield text, _bind(whatif.with_world, request, size)
 
 
@@ -296,10 +296,6 @@ def _bigger_cards(request: Request) -> _Candidates:
 
 def _bind(change: Callable[..., Request], *args: object, **more: object) -> Callable[[], Request]:
     return lambda: change(*args, **more)
-
-
-def _number(count: int) -> str:
-    return "one" if count == 1 else str(count)
 
 
 def _overloads(error: DoesNotFitError, problem: Problem) -> list[Overload]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from ..search.problem import (
     Ints,
     chosen,
 )
-from .planned import Planned
+
+if TYPE_CHECKING:
+    from .planned import Planned
 
 
 @dataclass(frozen=True)

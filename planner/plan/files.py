@@ -30,8 +30,7 @@ from shardwise._version import how_to_install
 from shardwise.embeddings.config import DataType
 from shardwise.untrusted import parse_json, read_regular
 
-from ..constraints import ParameterConstraints
-from ..constraints_applied import ANY, nearest
+from ..constraints import ANY, ParameterConstraints, nearest
 from ..tables import (
     ELEMENT_BYTES,
     Feature,
@@ -241,34 +240,30 @@ def _called(said: Any, number: int) -> str:
     return repr(name) if isinstance(name, str) else f"number {number + 1}"
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"must be a text, got {value!r}")
-    return value
+def _reader(is_good: Callable[[Any], bool], what: str) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not is_good(value):
+            raise ValueError(f"must be {what}, got {value!r}")
+        return value
+
+    return read
 
 
-def _truth(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, got {value!r}")
-    return value
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _positive(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"must be a positive whole number, got {value!r}")
-    return value
-
-
-def _rank(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"must be ranks, numbers from 0, got {value!r}")
-    return value
+_text = _reader(lambda value: isinstance(value, str) and bool(value), "a text")
+_truth = _reader(lambda value: isinstance(value, bool), "true or false")
+_positive = _reader(lambda value: _is_whole(value) and value >= 1, "a positive whole number")
+_rank = _reader(lambda value: _is_whole(value) and value >= 0, "ranks, numbers from 0")
+_number = _reader(
+    lambda value: (_is_whole(value) or isinstance(value, float)) and 0 <= value < float("inf"), "a number of 0 or more"
+)
 
 
 def _amount(value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise ValueError(f"must be a number of 0 or more, got {value!r}")
-    return float(value)
+    return float(_number(value))
 
 
 def _list_of(read: Callable[[Any], T]) -> Callable[[Any], list[T]]:

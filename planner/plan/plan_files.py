@@ -15,9 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cost.costs import cost_from
-from ..cost.model import CostModel
-from ..hardware import BasicCommsBandwidths, CustomTopologyData
+from ..cost.model import CostModel, cost_from
 from ..report.explanation import explain
 from ..search.problem import (
     Assignment,
@@ -25,12 +23,15 @@ from ..search.problem import (
     Solution,
     chosen,
 )
-from ..topology import Topology
-from ..torchrec.utils import placement
+from ..topology import (
+    BasicCommsBandwidths,
+    CustomTopologyData,
+    Topology,
+    placement,
+)
 from .files import constraint_to, constraints_from, read_data, table_from, table_to
-from .planned import Planned
+from .planned import Planned, Request
 from .planning import problem_of
-from .request import Request
 
 FORMAT, VERSION = "shardwise-plan", 1
 _SPEEDS = (

@@ -1,17 +1,22 @@
 """A plan with all that is known about it: where tables go, why, what each rank does and holds, how far from optimal.
 
-`Planned` is what the search returns; `sharding` makes TorchRec's `ShardingPlan` of it, `explain` and `report` show it.
+`Request` is all that decides a plan, kept together so that it can be asked again with a change (whatif.py has the
+changes). `Planned` is what the search returns; `sharding` makes TorchRec's `ShardingPlan` of it, `explain` and `report`
+show it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
 from shardwise.planner.layout import Shard
 
+from ..constraints import ParameterConstraints
+from ..cost.model import CostModel
+from ..report.explanation import explain
 from ..search.problem import (
     Choice,
     Loads,
@@ -23,7 +28,35 @@ from ..search.problem import (
 from ..search.solve import certify
 from ..tables import Table
 from ..topology import Topology
-from .request import Request
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What `plan_tables` was asked.
+
+    Args:
+        topology: with the memory that tables may use.
+        batch_size: of one rank.
+        reserved: bytes of device memory [W] that are kept from tables and gone from `topology`; () for none.
+        settings: what else decided the result, in words.
+    """
+
+    tables: tuple[Table, ...]
+    topology: Topology
+    batch_size: int
+    cost: CostModel
+    constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict)
+    reserved: tuple[int, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+def shards_of(table: str, columns: Sequence[int], rows: Sequence[int], starts: Sequence[int]) -> list[Shard]:
+    """The shards of a table between these borders of columns and rows; block k begins at rank `starts[k]`."""
+    return [
+        Shard(table, start + place, (rows[place], rows[place + 1]), (columns[k], columns[k + 1]))
+        for k, start in enumerate(starts)
+        for place in range(len(rows) - 1)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +96,6 @@ class Planned:
         return loads(self.problem, self.solution.assignment)
 
     def __str__(self) -> str:
-        from ..report.explanation import explain
-
         return explain(self)
 
     def placed(self) -> Iterator[tuple[Table, Choice, tuple[int, ...]]]:
@@ -85,9 +116,4 @@ class Planned:
         edges = [min(rows, block * place) for place in range(choice.span + 1)]
         # a choice for several tables that share a rank has one block: all columns of each
         widths = choice.widths if choice.blocks > 1 else (table.embedding_dim,)
-        columns = list(accumulate(widths, initial=0))
-        return [
-            Shard(table.name, start + place, (edges[place], edges[place + 1]), (columns[k], columns[k + 1]))
-            for k, start in enumerate(starts)
-            for place in range(choice.span)
-        ]
+        return shards_of(table.name, list(accumulate(widths, initial=0)), edges, starts)

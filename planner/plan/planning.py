@@ -12,9 +12,9 @@ import numpy as np
 
 from shardwise.planner.layout import CAPABILITIES, SERVING
 
-from ..constraints import ParameterConstraints
-from ..constraints_applied import (
+from ..constraints import (
     Group,
+    ParameterConstraints,
     allowed_ranks,
     check_constraints,
     check_settings_of,
@@ -23,8 +23,7 @@ from ..constraints_applied import (
     groups,
     said_by,
 )
-from ..cost.costs import cost_model
-from ..cost.model import CostModel
+from ..cost.model import CostModel, cost_model
 from ..errors import PlannerError, PlannerErrorType
 from ..search.problem import (
     Assignment,
@@ -39,8 +38,7 @@ from ..search.solve import solve
 from ..tables import Table
 from ..topology import Topology
 from .advice import no_room
-from .planned import Planned
-from .request import Request
+from .planned import Planned, Request
 from .whatif import without_constraints
 
 TABLE_WISE = "table_wise"

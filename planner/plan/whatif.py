@@ -11,16 +11,18 @@ from typing import Any
 
 from shardwise.embeddings.config import DataType
 
-from ..constraints import ParameterConstraints
-from ..constraints_applied import constraint_of, nearest
-from ..cost.costs import constants_of, cost_model
-from ..cost.model import CostModel
+from ..constraints import ParameterConstraints, constraint_of, nearest
+from ..cost.model import CostModel, constants_of, cost_model
 from ..cost.shardwise import ShardwiseCost
 from ..errors import PlannerError, PlannerErrorType
-from ..hardware import CustomTopologyData
 from ..tables import Table
-from ..topology import CARD_HBM_GIB, GIB, Topology
-from .request import Request
+from ..topology import (
+    CARD_HBM_GIB,
+    GIB,
+    CustomTopologyData,
+    Topology,
+)
+from .planned import Request
 
 
 def with_data_type(request: Request, data_type: DataType, *, names: Collection[str] | None = None) -> Request:

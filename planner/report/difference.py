@@ -7,7 +7,7 @@ from typing import Any
 
 from ..plan.planned import Planned
 from ..search.problem import Choice
-from .wording import counted, gib, ms, ranks
+from .explanation import counted, gib, ms, ranks
 
 # steps and memories nearer than this share are the same
 SAME = 1e-9
@@ -27,12 +27,13 @@ class Placement:
     def __str__(self) -> str:
         told = f"{self.sharding_type} {self.compute_kernel}"
         if len(self.widths) > 1:
-            told += f" ({' + '.join(map(str, self.widths))} columns)" if len(self.widths) <= 4 else self._many()
+            told += (
+                f" ({' + '.join(map(str, self.widths))} columns)"
+                if len(self.widths) <= 4
+                else (f" ({len(self.widths)} blocks of {min(self.widths)} to {max(self.widths)} columns)")
+            )
         held = [rank for block in self.ranks for rank in block]
         return f"{told} on {ranks(held)}"
-
-    def _many(self) -> str:
-        return f" ({len(self.widths)} blocks of {min(self.widths)} to {max(self.widths)} columns)"
 
 
 @dataclass(frozen=True)

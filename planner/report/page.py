@@ -13,24 +13,15 @@ import numpy as np
 from ..plan.alternatives import Alternative, alternatives, slowest_ranks
 from ..plan.planned import Planned
 from ..search.problem import Choice
-from .explanation import facts, headline
-from .ranks import by_table, rank_numbers, time_by_part
-from .style import (
-    document,
-    look,
-    numbers,
-    patterns,
-    soft,
-    style_sheet,
-    swatch,
-)
-from .wording import (
+from .explanation import (
     Row,
     best_of_each,
     bytes_of,
     comms_ms,
     cut,
+    facts,
     gib,
+    headline,
     listed,
     lookups,
     ms,
@@ -42,6 +33,16 @@ from .wording import (
     verdict,
     way,
     where,
+)
+from .ranks import by_table, rank_numbers, time_by_part
+from .style import (
+    document,
+    look,
+    numbers,
+    patterns,
+    soft,
+    style_sheet,
+    swatch,
 )
 
 # of more items than this, those with least work are told without their alternatives

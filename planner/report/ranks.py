@@ -10,6 +10,7 @@ from ..plan.alternatives import Piece, pieces
 from ..plan.planned import Planned
 from ..search.problem import PARTS, Floats
 from ..topology import GIB
+from .explanation import PART_NAMES, STRATEGIES, Row, counted, gib, ms, size
 from .figures import (
     Block,
     Chart,
@@ -24,7 +25,6 @@ from .style import (
     numbers,
     soft,
 )
-from .wording import PART_NAMES, STRATEGIES, Row, counted, gib, ms, size
 
 # at the bottom of a column stand the tables that are on all ranks, so that they make level bands
 FROM_BELOW = (

@@ -76,15 +76,15 @@ class Packing:
             none = np.zeros(space.ranks, bool)
             self.closed = np.stack([none if c is None else c for c in closed])
         self.target = 0.0
-        self.aim(target_ms)
+        self.set_target(target_ms)
 
-    def aim(self, target_ms: float) -> None:
+    def set_target(self, target_ms: float) -> None:
         """Change the target."""
         self.room[0] += self.target - target_ms
         self.target = target_ms
-        self.weigh_all()
+        self.update_pressure()
 
-    def weigh_all(self) -> None:
+    def update_pressure(self) -> None:
         self.here = self._pressure(np.maximum(self.room, 0))
         self.total = float(self.here.sum())
         busy = self.room[0] * (BUSY_WEIGHT / max(self.target, 1e-300))
@@ -108,7 +108,7 @@ class Packing:
         """No rank is over its memory."""
         return bool((self.room[1:] <= 0).all())
 
-    def rises(self, use: Floats, span: int) -> Floats:
+    def delta(self, use: Floats, span: int) -> Floats:
         """How much the pressure would rise by blocks `use` [R, Q, S] in each slot: [Q, n]."""
         if span == 1:
             over = self.room[:, None, :] + use
@@ -116,23 +116,23 @@ class Packing:
         n = self.space.ranks // span
         over = self.room[:, None, : n * span].reshape(-1, 1, n, span) + use[:, :, None, :]
         there = self._pressure(np.maximum(over, 0, out=over)).sum(axis=-1)
-        rises: Floats = there - self.here[: n * span].reshape(n, span).sum(axis=-1)
-        return rises
+        deltas: Floats = there - self.here[: n * span].reshape(n, span).sum(axis=-1)
+        return deltas
 
-    def weigh(self, i: int) -> tuple[float, int]:
+    def evaluate(self, i: int) -> tuple[float, int]:
         """The least rise of pressure by placing a missing item, and the number of the choice that brings it."""
         best, number = np.inf, -1
         for group in self.space.groups[i]:
-            rises = self.rises(group.use, group.span)
+            deltas = self.delta(group.use, group.span)
             if group.closed is not None:
-                rises[:, group.closed] = np.inf
-            least = _least(rises, group, self.space)
+                deltas[:, group.closed] = np.inf
+            least = _least(deltas, group, self.space)
             if group.span > 1 and int(group.counts.max()) > 1:
                 # few places: all blocks on the same ranks may be the only way
-                rises = self.rises(group.use * group.counts[:, None], group.span)
+                deltas = self.delta(group.use * group.counts[:, None], group.span)
                 if group.closed is not None:
-                    rises[:, group.closed] = np.inf
-                least = np.minimum(least, rises.min(axis=1))
+                    deltas[:, group.closed] = np.inf
+                least = np.minimum(least, deltas.min(axis=1))
             least += self.cost(i)[group.numbers]
             row = int(least.argmin())
             if least[row] < best or number < 0:
@@ -144,7 +144,7 @@ class Packing:
         costs: Floats = self.space.work[i] + self.prices @ self.space.memory[:, i]
         return costs * (WORK_WEIGHT / max(self.target, 1e-300))
 
-    def put(self, i: int, number: int) -> None:
+    def insert(self, i: int, number: int) -> None:
         """Place a missing item by a choice, every block where the pressure rises least, the largest first."""
         blocks = self.space.of(i, number)
         group = next(g for g in self.space.groups[i] if number in g.numbers)
@@ -152,13 +152,15 @@ class Packing:
         uniform = blocks.shape[1] == 1 or bool((blocks == blocks[:, :1]).all())
         single = blocks.shape[1] == 1 or (group.span == 1 and blocks.shape[1] <= self.space.ranks)
         if uniform and single and not choice.one_host:
-            rises = self.rises(blocks[:, :1], group.span)[0] + self._busy(group.span)
+            deltas = self.delta(blocks[:, :1], group.span)[0] + self._busy(group.span)
             if group.closed is not None:
-                rises[group.closed] = np.inf
+                deltas[group.closed] = np.inf
             count = blocks.shape[1]
-            where = [int(rises.argmin())] if count == 1 else np.sort(np.argpartition(rises, count - 1)[:count]).tolist()
-            if np.isfinite(rises[where]).all():
-                self.lay(i, number, tuple(slot * group.span for slot in where))
+            where = (
+                [int(deltas.argmin())] if count == 1 else np.sort(np.argpartition(deltas, count - 1)[:count]).tolist()
+            )
+            if np.isfinite(deltas[where]).all():
+                self.place(i, number, tuple(slot * group.span for slot in where))
                 return
         host = hosts(group.span, self.space.problem)
         best = np.inf
@@ -174,24 +176,24 @@ class Packing:
             self.here, self.busy = here, busy
             risen, found = 0.0, [0] * blocks.shape[1]
             for k in np.argsort(-blocks[0].max(axis=-1), kind="stable"):
-                rises = self.rises(blocks[:, k : k + 1], group.span)[0]
-                rises[shut] = np.inf
-                slot = int((rises + self._busy(group.span)).argmin())
-                risen += float(rises[slot])
+                deltas = self.delta(blocks[:, k : k + 1], group.span)[0]
+                deltas[shut] = np.inf
+                slot = int((deltas + self._busy(group.span)).argmin())
+                risen += float(deltas[slot])
                 found[k] = slot * group.span
                 self.room[:, found[k] : found[k] + group.span] += blocks[:, k]
-                self.weigh_all()
+                self.update_pressure()
             if risen < best or not starts:
                 best, starts = risen, found
         self.room[:] = kept
-        self.weigh_all()
-        self.lay(i, number, tuple(starts))
+        self.update_pressure()
+        self.place(i, number, tuple(starts))
 
     def _busy(self, span: int) -> Floats:
         n = self.space.ranks // span
         return np.asarray(self.busy[: n * span].reshape(n, span).sum(axis=1))
 
-    def lay(self, i: int, number: int, starts: tuple[int, ...]) -> None:
+    def place(self, i: int, number: int, starts: tuple[int, ...]) -> None:
         """Place a missing item so."""
         blocks = self.space.of(i, number)
         self._add(blocks, starts, 1)
@@ -201,9 +203,9 @@ class Packing:
             self.at[where] = starts
             self.use[:, where] = blocks[:, :, 0]
             self.bound[where] = self.space.problem.items[i].choices[number].one_host
-        self.weigh_all()
+        self.update_pressure()
 
-    def take(self, i: int) -> None:
+    def remove(self, i: int) -> None:
         """Remove an item."""
         number = self.chosen[i]
         blocks = self.space.of(i, number)
@@ -211,7 +213,7 @@ class Packing:
         if blocks.shape[2] == 1:
             self.at[self.first[i] : self.first[i + 1]] = -1
         self.chosen[i], self.starts[i], self.spans[i] = -1, (), 0
-        self.weigh_all()
+        self.update_pressure()
 
     def _add(self, blocks: Floats, starts: tuple[int, ...], sign: int) -> None:
         for k, start in enumerate(starts):
@@ -233,13 +235,13 @@ class Packing:
             return 0.0, -1, -1
         use = self.use[:, mine]
         gains = self.here[rank] - self._pressure(np.maximum(self.room[:, rank, None] - use, 0))
-        rises = self.rises(use[:, :, None], 1) - gains[:, None]
-        rises[:, rank] = np.inf
+        deltas = self.delta(use[:, :, None], 1) - gains[:, None]
+        deltas[:, rank] = np.inf
         if self.closed is not None:
-            rises[self.closed[self.owner[mine]]] = np.inf
-        best = int(rises.argmin())
+            deltas[self.closed[self.owner[mine]]] = np.inf
+        best = int(deltas.argmin())
         row, there = divmod(best, self.space.ranks)
-        return float(rises[row, there]), int(mine[row]), there
+        return float(deltas[row, there]), int(mine[row]), there
 
     def best_swap(self, rank: int) -> tuple[float, int, int]:
         """The swap of a block on `rank` with one elsewhere that lowers pressure most: rise, block, block."""
@@ -250,16 +252,16 @@ class Packing:
         there = self.at[others]
         more = self.use[:, None, others] - self.use[:, mine, None]
         over = self.room[:, rank, None, None] + more
-        rises = self._pressure(np.maximum(over, 0, out=over))
+        deltas = self._pressure(np.maximum(over, 0, out=over))
         over = self.room[:, None, there] - more
-        rises += self._pressure(np.maximum(over, 0, out=over))
-        rises -= self.here[there] + self.here[rank]
+        deltas += self._pressure(np.maximum(over, 0, out=over))
+        deltas -= self.here[there] + self.here[rank]
         if self.closed is not None:
-            rises[self.closed[self.owner[mine]][:, there]] = np.inf
-            rises[:, self.closed[self.owner[others], rank]] = np.inf
-        best = int(rises.argmin())
+            deltas[self.closed[self.owner[mine]][:, there]] = np.inf
+            deltas[:, self.closed[self.owner[others], rank]] = np.inf
+        best = int(deltas.argmin())
         row, column = divmod(best, len(others))
-        return float(rises[row, column]), int(mine[row]), int(others[column])
+        return float(deltas[row, column]), int(mine[row]), int(others[column])
 
     def items_on(self, rank: int) -> list[int]:
         """Items of which a block lies on `rank`, but not on all ranks."""
@@ -269,7 +271,7 @@ class Packing:
                 found[i] = None
         return list(found)
 
-    def keep(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         """To come back to."""
         arrays = (self.room.copy(), self.at.copy(), self.use.copy(), self.bound.copy(), self.spans.copy())
         return Snapshot(self.target, *arrays, self.chosen.copy(), self.starts.copy())
@@ -279,7 +281,7 @@ class Packing:
         self.room[:], self.at[:], self.use[:], self.bound[:] = kept.room, kept.at, kept.use, kept.bound
         self.room[0] += kept.target - self.target
         self.spans[:], self.chosen[:], self.starts[:] = kept.spans, kept.chosen, kept.starts
-        self.weigh_all()
+        self.update_pressure()
 
     def assignment(self) -> Assignment:
         """Of all items."""
@@ -287,16 +289,16 @@ class Packing:
         return Assignment(tuple(self.chosen), tuple(self.starts))
 
 
-def _least(rises: Floats, group: Group, space: Space) -> Floats:
+def _least(deltas: Floats, group: Group, space: Space) -> Floats:
     """The sum of the least rises of as many slots as each choice takes [Q]."""
     if int(group.counts.max()) == 1:
-        least: Floats = rises.min(axis=1)
+        least: Floats = deltas.min(axis=1)
         return least
-    rows = np.arange(len(rises))
-    least = np.sort(rises, axis=1).cumsum(axis=1)[rows, group.counts - 1]
+    rows = np.arange(len(deltas))
+    least = np.sort(deltas, axis=1).cumsum(axis=1)[rows, group.counts - 1]
     if group.one_host:
         host = hosts(group.span, space.problem)
         for row in group.one_host:
-            by_host = [np.sort(rises[row, host == h])[: group.counts[row]].sum() for h in range(int(host[-1]) + 1)]
+            by_host = [np.sort(deltas[row, host == h])[: group.counts[row]].sum() for h in range(int(host[-1]) + 1)]
             least[row] = min(by_host)
     return least

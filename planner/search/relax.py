@@ -1,10 +1,11 @@
-"""The cheapest relaxation of a problem: how fast a plan could be if tables were sand.
+"""The fractional relaxation of a problem: a mix of choices for each item, wherever there is room.
 
-For a target of z milliseconds only those choices are usable whose every block fits under z somewhere. Of these the
-least total work is taken, one choice or a mix of choices for each item, within the memory of all ranks together. If
-even that is more than all ranks can do in z, no plan reaches z. The smallest z that survives is a proven bound. With
-limits of memory the least work is a linear program; its dual has a price for a byte of each memory, and any price gives
-a valid bound, so nothing here rests on a solver's tolerance.
+It says how fast a plan could be if tables were sand, and is the cheapest bound. For a target of z milliseconds only
+those choices are usable whose every block fits under z somewhere. Of these the least total work is taken, one choice or
+a mix of choices for each item, within the memory of all ranks together. If even that is more than all ranks can do in
+z, no plan reaches z. The smallest z that survives is a proven bound. With limits of memory the least work is a linear
+program; its dual has a price for a byte of each memory, and any price gives a valid bound, so nothing here rests on a
+solver's tolerance.
 
 The same argument holds for any part of the ranks, with what an item must do inside that part; parts are worth asking
 about where items may use some ranks only, or ranks differ in memory.

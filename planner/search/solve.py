@@ -13,10 +13,10 @@ import numpy as np
 
 from .bound import lower_bound, prove_infeasible
 from .exact import solve_exactly
-from .problem import Assignment, DoesNotFitError, Floats, Problem, Solution, faults, loads
+from .problem import Assignment, DoesNotFitError, Problem, Solution, faults, loads
 from .relax import Relaxed, relax
 from .search import Search, late
-from .space import Space, read
+from .space import read
 
 # a plan so little slower than a bound is as good as optimal: the model that prices it is not that exact
 ENOUGH = 1e-3
@@ -60,7 +60,8 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
     if np.isinf(relaxed.bound_ms):
         raise _does_not_fit(problem, relaxed)
     space = read(problem)
-    search = Search(space, relaxed.bound_ms, _prices(space, relaxed))
+    worth = {"hbm": relaxed.ms_per_hbm_byte, "ddr": relaxed.ms_per_ddr_byte}
+    search = Search(space, relaxed.bound_ms, np.array([worth[memory] for memory in space.memories]))
     search.begin(deadline)
     search.go_on(STEPS[0], relaxed.bound_ms * (1 + ENOUGH), deadline)
     at_once = deadline is None and search.fits
@@ -101,9 +102,7 @@ def certify(problem: Problem, solution: Solution) -> Solution:
     if _is_open(known, None):
         known = _bounded(problem, known, relaxed, FIRST_NODES)
     if _is_open(known, None):
-        bound = lower_bound(problem, upper_ms=known.time_ms, relaxed=relaxed, gap=ENOUGH)
-        if bound.ms > known.bound_ms:
-            known = replace(known, bound_ms=bound.ms, bound_from=bound.reason)
+        known = _by_weights(problem, known, relaxed)
     if _is_open(known, None):
         known = _bounded(problem, known, relaxed, NODES)
     bound_ms = min(known.bound_ms, solution.time_ms)
@@ -130,9 +129,7 @@ def _quickly(problem: Problem, search: Search, relaxed: Relaxed) -> Known:
     )  # fmt: skip
     if not _is_open(known, None):
         return known
-    bound = lower_bound(problem, upper_ms=known.time_ms, relaxed=relaxed, gap=ENOUGH, work=0)
-    if bound.ms > known.bound_ms:
-        known = replace(known, bound_ms=bound.ms, bound_from=bound.reason)
+    known = _by_weights(problem, known, relaxed, work=0)
     for nodes, variables in ((NODES, FEW_VARIABLES), (ROOT, SOME_VARIABLES)):
         if _is_open(known, None):
             known = _exactly(problem, known, relaxed, None, nodes, variables)
@@ -159,10 +156,14 @@ def _known(problem: Problem, search: Search, relaxed: Relaxed, deadline: float |
         return known
     if best is None:
         return replace(known, proven=prove_infeasible(problem) is not None)
-    bound = lower_bound(problem, upper_ms=time_ms, relaxed=relaxed, gap=ENOUGH)
-    if bound.ms > known.bound_ms:
-        known = replace(known, bound_ms=bound.ms, bound_from=bound.reason)
+    known = _by_weights(problem, known, relaxed)
     return replace(known, proven=time_ms <= known.bound_ms * (1 + EXACT))
+
+
+def _by_weights(problem: Problem, known: Known, relaxed: Relaxed, work: float = 150) -> Known:
+    """What is known after the bounds by weights."""
+    bound = lower_bound(problem, upper_ms=known.time_ms, relaxed=relaxed, gap=ENOUGH, work=work)
+    return replace(known, bound_ms=bound.ms, bound_from=bound.reason) if bound.ms > known.bound_ms else known
 
 
 def _enough_ms(known: Known, deadline: float | None) -> float:
@@ -195,11 +196,6 @@ def _exactly(
     if exact.bound_ms > known.bound_ms:
         return Known(best, time_ms, exact.bound_ms, "mixed-integer program", exact.proven)
     return replace(known, assignment=best, time_ms=time_ms, proven=exact.proven)
-
-
-def _prices(space: Space, relaxed: Relaxed) -> Floats:
-    named = {"hbm": relaxed.ms_per_hbm_byte, "ddr": relaxed.ms_per_ddr_byte}
-    return np.array([named[memory] for memory in space.memories])
 
 
 def _does_not_fit(problem: Problem, relaxed: Relaxed) -> DoesNotFitError:

@@ -17,8 +17,10 @@ from enum import Enum
 from functools import partial
 
 from ..errors import PlannerError, PlannerErrorType
+from ..topology import DeviceHardware, Storage, Topology
 from .perf_models import NoopPerfModel
-from .types import DeviceHardware, PartitionByType, Partitioner, Shard, ShardingOption, Storage, Topology
+from .sharding_option import PartitionByType, Shard, ShardingOption
+from .types import Partitioner
 from .utils import bytes_to_gb, mb_to_bytes, reset_shard_rank
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .types import PerfModel, ShardingOption, Topology
+from ..topology import Topology
+from .sharding_option import ShardingOption
+from .types import PerfModel
 
 
 class NoopPerfModel(PerfModel):

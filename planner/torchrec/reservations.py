@@ -18,10 +18,9 @@ from typing import Any
 
 from ..constraints import ParameterConstraints
 from ..errors import PlannerError, PlannerErrorType
-from ..hardware import Storage
-from ..topology import Topology
-from .components import StorageReservation
+from ..topology import Storage, Topology
 from .constants import BIGINT_DTYPE, POOLING_FACTOR
+from .types import StorageReservation
 from .utils import gb_to_bytes, storage_repr_in_gb
 
 # TorchRec's: two batches in a pipeline, each in ten copies
@@ -215,18 +214,22 @@ class FixedAbsoluteStorageReservation(FixedPercentageStorageReservation):
 
 
 class _Guess(_Reservation):
-    """TorchRec's kind: dense parameters some times over, and copies of a batch of ids."""
+    """TorchRec's kind: a share, dense parameters some times over or as estimated, and copies of a batch of ids."""
 
-    def _take_inputs(self, topology: Topology, inputs: Inputs, copies: int) -> None:
-        self._kjt_storage = _ids_storage(topology, inputs, copies)
-        _take(topology, self._kjt_storage)
+    # copies of a batch of ids
+    _copies = 1
 
-    def _take_dense(
-        self, topology: Topology, module: Any, inputs: Inputs, multiplier: float, estimate: int | None
-    ) -> None:
-        size = estimate or _dense_bytes(module, inputs.modules, multiplier)
-        self._dense_storage = _on(topology.compute_device, size)
-        _take(topology, self._dense_storage)
+    def __init__(self, percentage: float, parameter_multiplier: float, dense_tensor_estimate: int | None) -> None:
+        super().__init__(percentage)
+        self._parameter_multiplier, self._dense_tensor_estimate = parameter_multiplier, dense_tensor_estimate
+
+    def _keep(self, reserved: Topology, module: Any, inputs: Inputs) -> None:
+        _take_share(reserved, self._percentage)
+        size = self._dense_tensor_estimate or _dense_bytes(module, inputs.modules, self._parameter_multiplier)
+        self._dense_storage = _on(reserved.compute_device, size)
+        self._kjt_storage = _ids_storage(reserved, inputs, self._copies)
+        _take(reserved, self._dense_storage)
+        _take(reserved, self._kjt_storage)
 
     def __str__(self) -> str:
         return (
@@ -247,7 +250,7 @@ class HeuristicalStorageReservation(_Guess):
         ValueError: the share is not between 0 and 1.
     """
 
-    _requires_rest = True
+    _requires_rest, _copies = True, _TORCHREC_BATCHES
 
     def __init__(
         self,
@@ -255,14 +258,7 @@ class HeuristicalStorageReservation(_Guess):
         parameter_multiplier: float = 6.0,
         dense_tensor_estimate: int | None = None,
     ) -> None:
-        super().__init__(percentage)
-        self._parameter_multiplier = parameter_multiplier
-        self._dense_tensor_estimate = dense_tensor_estimate
-
-    def _keep(self, reserved: Topology, module: Any, inputs: Inputs) -> None:
-        _take_share(reserved, self._percentage)
-        self._take_dense(reserved, module, inputs, self._parameter_multiplier, self._dense_tensor_estimate)
-        self._take_inputs(reserved, inputs, _TORCHREC_BATCHES)
+        super().__init__(percentage, parameter_multiplier, dense_tensor_estimate)
 
 
 class InferenceStorageReservation(_Guess):
@@ -277,13 +273,7 @@ class InferenceStorageReservation(_Guess):
     """
 
     def __init__(self, percentage: float, dense_tensor_estimate: int | None = None) -> None:
-        super().__init__(percentage)
-        self._dense_tensor_estimate = dense_tensor_estimate
-
-    def _keep(self, reserved: Topology, module: Any, inputs: Inputs) -> None:
-        _take_share(reserved, self._percentage)
-        self._take_dense(reserved, module, inputs, 1, self._dense_tensor_estimate)
-        self._take_inputs(reserved, inputs, 1)
+        super().__init__(percentage, 1, dense_tensor_estimate)
 
 
 class ModelStorageReservation(_Reservation):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ..hardware import Perf, Storage
+from ..topology import Perf, Storage
 
 
 class PartitionByType(Enum):

@@ -7,8 +7,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..hardware import GeneralizedCommsBandwidth
-from ..topology import COMPUTE_DEVICES, GIB, Topology
+from ..topology import (
+    COMPUTE_DEVICES,
+    GIB,
+    GeneralizedCommsBandwidth,
+    Topology,
+)
 from .constants import BWD_COMPUTE_MULTIPLIER, WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER
 
 # share by which the user's memory may differ from that of the hardware before a warning says so

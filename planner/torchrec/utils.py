@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..constraints import ParameterConstraints
-from ..hardware import Storage
+from ..topology import Storage
+from ..topology import placement as placement
 from .constants import NUM_POOLINGS
 from .sharding_option import SharderData, SharderDataMap, ShardingOption, StorageUsageType
 
@@ -42,12 +43,6 @@ def mb_to_bytes(mb: float) -> int:
 def prod(iterable: Iterable[int]) -> int:
     """Product."""
     return math.prod(iterable)
-
-
-def placement(compute_device: str, rank: int, local_size: int) -> str:
-    """Rank and device as plans write them, "rank:9/cuda:1"."""
-    device = f"{compute_device}:{rank % local_size}" if compute_device in ("cuda", "mtia") else compute_device
-    return f"rank:{rank}/{device}"
 
 
 def storage_repr_in_gb(storage: Storage | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from shardwise.embeddings import (
 )
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.planner.cost.ways import Way
+from shardwise.planner.plan.planned import shards_of
 from shardwise.planner.tables import Skew, Table
 
 from ...planner.layout import Shard
@@ -60,14 +62,8 @@ class Placed:
         name, way, columns = self.table.name, self.way, (0, self.table.embedding_dim)
         if way.replica:
             return [Shard(name, rank, (0, way.rows[0]), columns, replica=True) for rank in range(world_size)]
-        found, left = [], 0
-        for width, start in zip(way.widths, self.starts, strict=True):
-            low = 0
-            for place, rows in enumerate(way.rows):
-                found.append(Shard(name, start + place, (low, low + rows), (left, left + width)))
-                low += rows
-            left += width
-        return found
+        left, low = (list(accumulate(sizes, initial=0)) for sizes in (way.widths, way.rows))
+        return shards_of(name, left, low, self.starts)
 
     def parameter_sharding(self, env: ShardingEnv, device_type: str) -> ParameterSharding:
         """The same as plans have it."""

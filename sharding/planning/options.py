@@ -11,14 +11,13 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.errors import PlannerError, PlannerErrorType
-from shardwise.planner.hardware import Perf, Storage
 from shardwise.planner.plan.planned import Planned
 from shardwise.planner.search.problem import PARTS, Choice
 from shardwise.planner.tables import Table
-from shardwise.planner.topology import Topology
-from shardwise.planner.torchrec.components import PlanLoader
+from shardwise.planner.topology import Perf, Storage, Topology
 from shardwise.planner.torchrec.enumerators import get_partition_by_type
 from shardwise.planner.torchrec.sharding_option import Shard, ShardingOption
+from shardwise.planner.torchrec.types import PlanLoader
 
 from ..modules.generators import placement
 from ..modules.placement import find_modules

@@ -18,21 +18,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.constraints_applied import ANY, check_settings_of, constraint_of, nearest
-from shardwise.planner.cost.costs import cost_model
-from shardwise.planner.cost.model import CostModel
+from shardwise.planner.constraints import ANY, ParameterConstraints, check_settings_of, constraint_of, nearest
+from shardwise.planner.cost.model import CostModel, cost_model
 from shardwise.planner.errors import PlannerError, PlannerErrorType
-from shardwise.planner.hashes import hash_planner_context_inputs, hash_planner_context_inputs_str
 from shardwise.planner.plan.plan_files import planned_to_json
-from shardwise.planner.plan.planned import Planned
+from shardwise.planner.plan.planned import Planned, Request
 from shardwise.planner.plan.planning import plan_or_advise
-from shardwise.planner.plan.request import Request
 from shardwise.planner.report.explanation import explain
 from shardwise.planner.search.problem import DoesNotFitError
 from shardwise.planner.search.solve import solve
 from shardwise.planner.topology import Topology
-from shardwise.planner.torchrec.components import (
+from shardwise.planner.torchrec.constants import BATCH_SIZE
+from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator
+from shardwise.planner.torchrec.options import (
+    no_plan_error,
+    placed_options,
+    problem_of,
+    propose_plans,
+)
+from shardwise.planner.torchrec.partitioners import GreedyPerfPartitioner
+from shardwise.planner.torchrec.perf_models import NoopPerfModel
+from shardwise.planner.torchrec.proposers import GreedyProposer, GridSearchProposer, UniformProposer
+from shardwise.planner.torchrec.reservations import HeuristicalStorageReservation, ModelStorageReservation
+from shardwise.planner.torchrec.sharding_option import ShardingOption
+from shardwise.planner.torchrec.stats import EmbeddingStats
+from shardwise.planner.torchrec.types import (
     Enumerator,
     Partitioner,
     PerfModel,
@@ -41,17 +51,9 @@ from shardwise.planner.torchrec.components import (
     Proposer,
     Stats,
     StorageReservation,
+    hash_planner_context_inputs,
+    hash_planner_context_inputs_str,
 )
-from shardwise.planner.torchrec.constants import BATCH_SIZE
-from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator
-from shardwise.planner.torchrec.options import placed_options, problem_of
-from shardwise.planner.torchrec.partitioners import GreedyPerfPartitioner
-from shardwise.planner.torchrec.perf_models import NoopPerfModel
-from shardwise.planner.torchrec.proposers import GreedyProposer, GridSearchProposer, UniformProposer
-from shardwise.planner.torchrec.proposing import no_plan_error, propose_plans
-from shardwise.planner.torchrec.reservations import HeuristicalStorageReservation, ModelStorageReservation
-from shardwise.planner.torchrec.sharding_option import ShardingOption
-from shardwise.planner.torchrec.stats import EmbeddingStats
 
 from ...planner.layout import SERVED_SETTINGS, TRAINED_SETTINGS, check_settings
 from ..comms.env import ShardingEnv

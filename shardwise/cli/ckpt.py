@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import click
+import click
 
+from .output import one_line, print_json, wide_console
+
+if TYPE_CHECKING:
     from ..checkpoint import Manifest, Stored, TableFacts
 
 _MIB = 2**20
@@ -21,8 +21,6 @@ _MIB = 2**20
 
 def add_ckpt(commands: click.Group) -> None:
     """Give a group of commands the group `ckpt`."""
-    import click
-
     as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
     there = click.Path(exists=True, path_type=Path)
 
@@ -40,11 +38,11 @@ def add_ckpt(commands: click.Group) -> None:
         """
         from ..checkpoint import read_manifest
 
-        with _told():
+        with one_line(ValueError, OSError):
             found = _at(path)
             manifest = read_manifest(found)
         if as_json:
-            _print_json(_shown(found, manifest))
+            print_json(_shown(found, manifest))
         else:
             _show(found, manifest)
 
@@ -56,10 +54,12 @@ def add_ckpt(commands: click.Group) -> None:
 
         Ends with status 1, and a line for each thing that is wrong.
         """
-        with _told():
-            problems = {str(one): _problems(one) for one in _all(path)}
+        from ..checkpoint import verify as problems_of
+
+        with one_line(ValueError, OSError):
+            problems = {str(one): problems_of(one) for one in _all(path)}
         if as_json:
-            _print_json({one: {"good": not found, "problems": found} for one, found in problems.items()})
+            print_json({one: {"good": not found, "problems": found} for one, found in problems.items()})
         else:
             for one, found in problems.items():
                 for line in found or [f"{one}: good"]:
@@ -78,11 +78,11 @@ def add_ckpt(commands: click.Group) -> None:
         """
         from ..checkpoint import diff
 
-        with _told():
+        with one_line(ValueError, OSError):
             found = diff(_at(a), _at(b))
         same = found.same_content if any_plan else not found
         if as_json:
-            _print_json({"same": same, "same_content": found.same_content, **found.as_json()})
+            print_json({"same": same, "same_content": found.same_content, **found.as_json()})
         else:
             for line in found.lines() or ["no difference"]:
                 click.echo(line)
@@ -105,7 +105,7 @@ def add_ckpt(commands: click.Group) -> None:
         """Write the checkpoint at SOURCE into the folder TARGET, cut for other ranks; loading fits any plan without."""
         from ..checkpoint import reshard
 
-        with _told():
+        with one_line(ValueError, OSError):
             made = reshard(_at(source), target, world_size=world_size, plan=plan, resplit=resplit)
         _made(made, as_json)
 
@@ -118,26 +118,13 @@ def add_ckpt(commands: click.Group) -> None:
         """Write the checkpoint at PATH as one safetensors file TARGET of whole tensors."""
         from ..checkpoint import export
 
-        with _told():
+        with one_line(ValueError, OSError):
             made = export(_at(path), target, states=states)
         _made(made, as_json)
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """What goes wrong in here is one line, not a traceback."""
-    import click
-
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-
-
 def _at(path: Path) -> Path:
     """The step folder that is meant; says so on stderr where it was chosen."""
-    import click
-
     from ..sharding.checkpoint.offline import checkpoint_at
 
     found = checkpoint_at(path)
@@ -160,25 +147,11 @@ def _all(path: Path) -> Sequence[Path]:
     return found or [path]
 
 
-def _problems(path: Path) -> list[str]:
-    from ..checkpoint import verify
-
-    return verify(path)
-
-
 def _made(path: Path, as_json: bool) -> None:
-    import click
-
     if as_json:
-        _print_json({"path": str(path)})
+        print_json({"path": str(path)})
     else:
         click.echo(str(path))
-
-
-def _print_json(data: Any) -> None:
-    import click
-
-    click.echo(json.dumps(data, indent=2))
 
 
 def _shown(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -203,7 +176,6 @@ def _shown(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _show(path: Path, manifest: Manifest) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("table", "rows x columns", "dtype", "optimizer", "updates", "states", "shards", box=None)
@@ -217,9 +189,7 @@ def _show(path: Path, manifest: Manifest) -> None:
     dense = _dense(manifest)
     elements = sum(math.prod(one.shape) for one in dense)
     whole = sum(one.bytes for one in manifest.files)
-    # a line of the table is a line of the output, on a narrow terminal and in a file
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, 160)
+    console = wide_console(160, soft_wrap=True)
     console.print(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
     console.print(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     console.print(table)

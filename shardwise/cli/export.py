@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -13,8 +12,11 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import click
+
+from .output import one_line, table_of, wide_console
+
 if TYPE_CHECKING:
-    import click
     import torch
     from torch import nn
 
@@ -43,8 +45,6 @@ class _Made(NamedTuple):
 
 def add_export(commands: click.Group) -> None:
     """Give a group of commands the command `export`."""
-    import click
-
     there = click.Path(exists=True, path_type=Path)
 
     @commands.command()
@@ -77,7 +77,7 @@ def add_export(commands: click.Group) -> None:
         """
         from ..inference.folder import require_free
 
-        with _told():
+        with one_line(ValueError, TypeError, OSError, RuntimeError, LookupError):
             require_free(folder.absolute(), force=force)
             dtypes = _per_table(exceptions)
             _print(folder, *_export(folder, factory, checkpoint, (dtype, dtypes, output_dtype), aoti, force))
@@ -133,8 +133,6 @@ def _checkpoint(path: Path | None) -> tuple[Manifest | None, dict[str, torch.Ten
     """The manifest and the whole weights of a checkpoint, if there is one."""
     if path is None:
         return None, None
-    import click
-
     from ..checkpoint import full_state_dict, read_manifest
     from ..sharding.checkpoint.offline import checkpoint_at
 
@@ -250,34 +248,15 @@ def _torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, _DTYPES[name])  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """What goes wrong in here is one line, not a traceback."""
-    import click
-
-    try:
-        yield
-    except (ValueError, TypeError, OSError, RuntimeError, LookupError) as error:
-        # the text of a KeyError is in quotes
-        text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        raise click.ClickException(str(text)) from error
-
-
 def _print(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> None:
-    from rich.console import Console
     from rich.filesize import decimal
-    from rich.table import Table
 
-    table = Table("table", "rows x columns", "rows are", box=None, pad_edge=False)
-    for column in ("before", "now", "smaller"):
-        table.add_column(column, justify="right")
+    table = table_of("table", "rows x columns", "rows are", right=("before", "now", "smaller"))
     was = {one.name: before.get(one.name, one.fp32_bytes) for one in facts.tables}
     for one in facts.tables:
         table.add_row(one.name, f"{one.rows} x {one.dim}", one.format, *_sizes(was[one.name], one.bytes))
     table.add_row("all tables", "", "", *_sizes(sum(was.values()), sum(one.bytes for one in facts.tables)))
-    console = Console(highlight=False, soft_wrap=True)
-    # a line of the table is a line of the output, on a narrow terminal and in a file
-    console.width = max(console.width, 120)
+    console = wide_console(120, soft_wrap=True)
     console.print(table)
     console.print(f"{folder}: {', '.join(f'{file.name} {decimal(file.bytes)}' for file in facts.files)}")
     console.print(f"takes {_inputs(facts)}; gives {', '.join(one.name for one in facts.outputs)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -13,11 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from .._version import how_to_install
+from .output import print_json
 
 if TYPE_CHECKING:
-    import click
-
     from ..migration.names import Finding
     from ..migration.source import Unreadable, Use
 
@@ -46,7 +46,6 @@ class _Report:
 
 def add_migrate(commands: click.Group) -> None:
     """Give a group of commands the command `migrate`."""
-    import click
 
     @commands.command()
     @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
@@ -64,9 +63,10 @@ def add_migrate(commands: click.Group) -> None:
         if find_spec("libcst") is None:
             raise click.ClickException(f"migrate reads programs with libcst: {how_to_install('migrate')}")
         report = _read([*_programs(paths)], write)
-        report.problems.extend(f"{path}: no .py or .ipynb file below it" for path in paths if _is_bare(path))
+        bare = [path for path in paths if path.is_dir() and next(_below(path), None) is None]
+        report.problems.extend(f"{path}: no .py or .ipynb file below it" for path in bare)
         if as_json:
-            click.echo(json.dumps(_as_json(report), indent=2))
+            print_json(_as_json(report))
         else:
             _print(report)
         sys.exit(1 if report.problems or any(one.status == "missing" for one in report.findings()) else 0)
@@ -87,10 +87,6 @@ def _below(folder: Path) -> Iterator[Path]:
         inside = (name for name in sorted(folders) if not name.startswith("."))
         folders[:] = [name for name in inside if not (Path(place) / name / "pyvenv.cfg").is_file()]
         yield from (Path(place) / name for name in sorted(files) if name.endswith((".py", ".ipynb")))
-
-
-def _is_bare(path: Path) -> bool:
-    return path.is_dir() and next(_below(path), None) is None
 
 
 def _read(files: Sequence[Path], write: bool) -> _Report:
@@ -154,8 +150,6 @@ def _as_json(report: _Report) -> dict[str, Any]:
 
 
 def _print(report: _Report) -> None:
-    import click
-
     findings = report.findings()
     lines = [("TorchRec", "status", "here", "where")]
     lines += [(one.name, one.status, _here(one), _where(report.places[one.name])) for one in findings]

@@ -1,17 +1,24 @@
-"""`shardwise perf`: the regression suite and its comparisons. Needs the extra `perf`."""
+"""`shardwise perf`: the regression suite and its comparisons, and exact counts of what a step calls and moves.
+
+Needs the extra `perf`.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import click
+import click
 
+from .._version import in_checkout
+from .output import table_of, wide_console
+
+if TYPE_CHECKING:
+    from ..perf.counts.baseline import Found
     from ..perf.suite.case import Case, Setting
     from ..perf.suite.measure import Budget, Measured
     from ..perf.suite.storage import Stored
@@ -19,10 +26,6 @@ if TYPE_CHECKING:
 
 def add_perf(commands: click.Group) -> None:
     """Give a group of commands the group `perf`."""
-    import click
-
-    from .counts import add_counts
-
     file = click.Path(exists=True, dir_okay=False, path_type=Path)
     target = click.Path(dir_okay=False, path_type=Path)
 
@@ -130,7 +133,31 @@ def add_perf(commands: click.Group) -> None:
         if html is not None:
             html.write_text(page(stored), encoding="utf-8")
 
-    add_counts(perf)
+    @perf.command()
+    @click.option("--only", default="", metavar="REGEX", help="Only steps whose name this is found in.")
+    @click.option("--check", is_flag=True, help="End with status 1 if a count rose above the baseline.")
+    @click.option("--update", is_flag=True, help="Write what was counted into the baseline.")
+    @click.option("--parts", is_flag=True, help="Also print what each count is made up of.")
+    @click.option("--json", "json_file", type=target, help="Write what was counted into this file, as a baseline.")
+    @click.option("--baseline", type=target, help="Default: perf/counts/counts.json of the repository.")
+    def counts(
+        only: str, check: bool, update: bool, parts: bool, json_file: Path | None, baseline: Path | None
+    ) -> None:
+        """Count what steps call, allocate, launch, send and wait for, exactly and without a GPU.
+
+        Python calls and allocations are of the CPU path, with numba and on torch alone; kernels, copies and host syncs
+        of the path that CUDA takes; collectives and bytes sent of two gloo processes. Numbers depend on the versions of
+        Python and torch, and are compared with the baseline of the same versions alone.
+        """
+        if (check or update) and baseline is None and not in_checkout():
+            raise click.UsageError("the baseline is that of a checkout of shardwise: go there, or name a --baseline")
+        try:
+            status = _counts(re.compile(only), check, update, parts, json_file, baseline)
+        except re.error as error:
+            raise click.UsageError(f"--only is no regular expression: {error}") from None
+        except (ValueError, RuntimeError, OSError) as error:
+            raise click.ClickException(str(error)) from None
+        click.get_current_context().exit(status)
 
 
 def _run(
@@ -139,7 +166,6 @@ def _run(
     memory_gib: float | None,
 ) -> int:  # fmt: skip
     """Measure, write and print; the status of the process."""
-    import click
     import torch
 
     from ..perf.suite import machine, storage
@@ -199,13 +225,9 @@ def _with_progress(cases: Sequence[Case], setting: Setting, budget: Budget) -> M
 
 
 def _show(stored: Sequence[Stored]) -> None:
-    from rich.console import Console
-
     from ..perf.suite.report import heading, remarks, table
 
-    console = Console(highlight=False)
-    # a line of the table is a line of the output, on a narrow terminal and in a file
-    console.width = max(console.width, 200)
+    console = wide_console(200)
     for one in stored:
         console.print(heading(one), markup=False, soft_wrap=True)
     console.print(table(stored))
@@ -215,8 +237,6 @@ def _show(stored: Sequence[Stored]) -> None:
 
 
 def _loaded(paths: Sequence[Path]) -> list[Stored]:
-    import click
-
     from ..perf.suite.storage import load
 
     try:
@@ -227,8 +247,6 @@ def _loaded(paths: Sequence[Path]) -> list[Stored]:
 
 def _writable(path: Path) -> None:
     """Told now, not after minutes of measuring."""
-    import click
-
     from ..perf.suite.storage import check_writable
 
     try:
@@ -239,17 +257,92 @@ def _writable(path: Path) -> None:
 
 def _finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
     """Ranges of click let nan pass, which is less than nothing."""
-    import click
-
     if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"{value} is no number of this kind")
     return value
 
 
 def _checked(expression: str) -> None:
-    import click
-
     try:
         re.compile(expression)
     except re.error as error:
         raise click.UsageError(f"{expression!r} is no regular expression: {error}") from None
+
+
+def _counts(
+    only: re.Pattern[str], check: bool, update: bool, parts: bool, json_file: Path | None, baseline: Path | None
+) -> int:
+    """Count, print and compare; the status of the process."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from ..perf.counts.baseline import (
+        BASELINE,
+        changes,
+        read,
+        versions,
+        write,
+    )
+    from ..perf.counts.counted_ranks import STEPS as OF_RANKS
+    from ..perf.counts.counted_ranks import counts_of_ranks
+    from ..perf.counts.counted_steps import STEPS
+    from ..perf.counts.steps import counts_of, missing
+
+    path, here = baseline or BASELINE, versions()
+    # what is wrong with the file is said before anything is counted
+    kept = read(path) if path.exists() or (check and not update) else {}
+    names = [step.name for step in (*STEPS, *OF_RANKS)]
+    chosen = [name for name in names if only.search(name)]
+    if not chosen:
+        raise ValueError(f"no step has {only.pattern!r} in its name; there are: {'; '.join(names)}")
+    alone = [step for step in STEPS if step.name in chosen]
+    found = {
+        step.name: counts_of(step) for step in track(alone, "counting", console=Console(stderr=True), transient=True)
+    }
+    if len(alone) < len(chosen):
+        found |= counts_of_ranks(chosen)
+    before = kept.get(here, {})
+    _print_counts(before, found, parts)
+    for why in missing():
+        print(why)
+    if json_file is not None:
+        write(json_file, {here: found})
+    differences = changes(before, found)
+    if update:
+        write(path, {**kept, here: {**before, **found}})
+        print(f"{path} holds {len(found)} steps of {here}")
+        return 0
+    if here not in kept:
+        print(f"nothing to compare with: the baseline has no counts of {here}" + (
+            f", only of {'; '.join(sorted(kept))}" if kept else ""))  # fmt: skip
+        return 1 if check else 0
+    rose = [one for one in differences if one.rose]
+    for one in differences:
+        if one.rose or (one.before is None):
+            print(one)
+    if any(one.fell for one in differences):
+        print("counts fell: `shardwise perf counts --update` keeps that")
+    if not rose:
+        print(f"no count rose above the baseline of {here}")
+    return 1 if rose and check else 0
+
+
+def _print_counts(before: Found, found: Found, parts: bool) -> None:
+    table = table_of("step", "count", right=("baseline", "now", "change"))
+    for step, counts in found.items():
+        for name, count in counts.items():
+            old = before.get(step, {}).get(name)
+            change = "" if old is None or old.total == count.total else f"{count.total - old.total:+,}"
+            table.add_row(step, name, "" if old is None else f"{old.total:,}", f"{count.total:,}", change)
+            if parts:
+                known: Mapping[str, int] = {} if old is None else old.parts
+                for part in sorted({*count.parts, *known}):
+                    table.add_row("", f"  {part}", *_count_cells(None if old is None else known, count.parts, part))
+    wide_console(140).print(table)
+
+
+def _count_cells(before: Mapping[str, int] | None, now: Mapping[str, int], part: str) -> tuple[str, str, str]:
+    if before is None:
+        return "", f"{now.get(part, 0):,}", ""
+    change = now.get(part, 0) - before.get(part, 0)
+    return f"{before.get(part, 0):,}", f"{now.get(part, 0):,}", f"{change:+,}" if change else ""

@@ -3,31 +3,87 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    import click
+import click
 
-    from ..planner.cost.model import CostModel
-    from ..planner.plan.planned import Planned
-    from ..planner.plan.request import Request
-    from ..planner.topology import Topology
+from ..embeddings.config import DataType
+from ..planner.constants_measured import Constants
+from ..planner.constraints import check_settings_of
+from ..planner.cost.model import COSTS, CostModel, cost_model
+from ..planner.errors import PlannerError
+from ..planner.plan import whatif
+from ..planner.plan.advice import NoRoomError
+from ..planner.plan.files import data_type_from, read_constraints, read_tables
+from ..planner.plan.plan_files import (
+    CutDifference,
+    is_whole,
+    load_planned,
+    planned_from_json,
+    planned_to_json,
+    read_plan,
+    save_planned,
+)
+from ..planner.plan.planned import Planned, Request
+from ..planner.plan.planning import plan_or_advise, warn_of_kernels
+from ..planner.plan.whatif import resized_topology
+from ..planner.report.difference import diff as difference_of
+from ..planner.report.explanation import explain
+from ..planner.report.page import report
+from ..planner.topology import CARD_HBM_GIB, Topology
+from .output import (
+    Wrong,
+    one_line,
+    print_json,
+    progress,
+)
 
-Command = Callable[..., Any]
+# what files and arguments that are no good raise
+WRONG = (ValueError, OSError, PlannerError)
+_UNITS = {
+    "": 1, "b": 1, "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def size(text: str) -> int:
+    """Bytes: of "80GiB" (1024^3 each), "80GB" (10^9 each), "85899345920"."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or found[2].lower() not in _UNITS:
+        raise click.BadParameter(f"{text!r} is no size: write 80GiB (of 1024^3 bytes), 80GB (of 10^9), or bytes")
+    return round(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def share(text: str) -> float | int:
+    """A part of memory: of "15%" the float 0.15, of a size its bytes as an int."""
+    if not text.strip().endswith("%"):
+        return size(text)
+    try:
+        part = float(text.strip()[:-1]) / 100
+    except ValueError:
+        part = -1.0
+    if not 0 <= part < 1:
+        raise click.BadParameter(f"{text!r} is no part of memory: write 15%, or a size like 10GiB")
+    return part
+
+
+def dtype(text: str) -> tuple[DataType, str | None]:
+    """An element type for all tables ("fp16"), or for one ("fp16:item_id")."""
+    kind, _, table = text.partition(":")
+    try:
+        return data_type_from(kind), table or None
+    except ValueError as error:
+        raise click.BadParameter(f"a dtype {error}") from error
 
 
 def add_plan(commands: click.Group) -> None:
     """Give a group of commands the group `plan`."""
-    import click
-
-    from ..planner.cost.costs import COSTS
-    from ..planner.topology import CARD_HBM_GIB
-    from .plan_options import dtype, share, size
 
     file = click.Path(exists=True, dir_okay=False, path_type=Path)
     target = click.Path(dir_okay=False, writable=True, path_type=Path)
@@ -75,7 +131,7 @@ def add_plan(commands: click.Group) -> None:
         if ctx.invoked_subcommand is not None:
             return
         limit = asked.pop("seconds")
-        with _told():
+        with one_line(*WRONG, told_as=Wrong):
             request = _request(**asked)
         _give(_planned(request, limit, as_json), out, html, as_json)
 
@@ -86,9 +142,8 @@ def add_plan(commands: click.Group) -> None:
     @as_html
     def explain(path: Path, count: int | None, as_json: bool, html: Path | None) -> None:
         """Why the plan in the file PLAN is as it is: each table and its alternatives, each rank's time and memory."""
-        from ..planner.plan.plan_files import is_whole, load_planned, read_plan
 
-        with _told():
+        with one_line(*WRONG, told_as=Wrong):
             text = read_plan(path).get("about", {}).get("explanation")
             if text and not is_whole(read_plan(path)) and not (as_json or html):
                 # a plan that TorchRec's search made has words, and nothing to make more of
@@ -102,7 +157,7 @@ def add_plan(commands: click.Group) -> None:
     @as_json
     def diff(a: Path, b: Path, as_json: bool) -> None:
         """What changes from the plan in file A to that in file B; ends with status 1 if anything does."""
-        with _told():
+        with one_line(*WRONG, told_as=Wrong):
             found = _difference(a, b)
         click.echo(json.dumps(found.as_dict(), indent=1) if as_json else str(found))
         sys.exit(1 if found else 0)
@@ -125,18 +180,16 @@ def add_plan(commands: click.Group) -> None:
         path: Path, seconds: float | None, out: Path | None, as_json: bool, html: Path | None, **changes: Any
     ) -> None:
         """Plan again what the file PLAN was made from, with a change, and show both."""
-        from ..planner.plan.plan_files import load_planned
-        from ..planner.report.difference import diff
 
-        with _told():
+        with one_line(*WRONG, told_as=Wrong):
             before = load_planned(path)
             assert before.request is not None
             request = _changed(before.request, **changes)
         after = _planned(request, seconds, as_json)
-        found = diff(before, after)
+        found = difference_of(before, after)
         _write(after, out, html)
         if as_json:
-            click.echo(json.dumps({"before": _summary(before), "after": _summary(after), **found.as_dict()}, indent=1))
+            print_json({"before": _summary(before), "after": _summary(after), **found.as_dict()}, 1)
         else:
             click.echo(_beside(before, after))
             click.echo(f"\n{found}")
@@ -153,20 +206,7 @@ def add_plan(commands: click.Group) -> None:
         _calibrate(world_size, device, seconds, threads, out, as_json)
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """What is wrong with files and arguments is one line and status 2, not a traceback."""
-    from ..planner.errors import PlannerError
-
-    try:
-        yield
-    except (ValueError, OSError, PlannerError) as error:
-        _wrong(str(error))
-
-
 def _wrong(message: str) -> NoReturn:
-    from .plan_options import Wrong
-
     raise Wrong(message)
 
 
@@ -187,11 +227,6 @@ def _request(
     reserve: float | int,
 ) -> Request:
     """What the arguments ask for."""
-    from ..planner.constants_measured import Constants
-    from ..planner.constraints_applied import check_settings_of
-    from ..planner.cost.costs import cost_model
-    from ..planner.plan.files import read_constraints, read_tables
-    from ..planner.plan.request import Request
 
     if tables is None or world_size is None:
         _wrong("say what to plan: --tables FILE --world-size N (or a command: shardwise plan --help)")
@@ -231,8 +266,6 @@ def _topology(
     device: str, world: int, hosts: int, hbm: int | None, ddr: int | None, card: str | None, reserve: float | int
 ) -> tuple[Topology, tuple[int, ...]]:
     """What tables may use, and what is kept from them."""
-    from ..planner.plan.whatif import resized_topology
-    from ..planner.topology import Topology
 
     whole = Topology(world, device, hbm, ddr, local_world_size=world // hosts, card=card)
     kept = tuple(round(one * reserve) if isinstance(reserve, float) else reserve for one in whole.hbm)
@@ -262,7 +295,6 @@ def _changed(
     batch_size: int | None,
 ) -> Request:
     """The request with the changes that were asked for, which its settings then tell."""
-    from ..planner.plan import whatif
 
     old, told = request.topology, []
     if world_size is not None or hosts is not None:
@@ -299,38 +331,28 @@ def _changed(
 
 def _planned(request: Request, seconds: float | None, as_json: bool) -> Planned:
     """The plan; what does not fit ends the process with status 1."""
-    import click
 
-    from ..planner.plan.advice import NoRoomError
-    from ..planner.plan.planning import plan_or_advise, warn_of_kernels
-
-    with _told():
+    with one_line(*WRONG, told_as=Wrong):
         try:
             planned = plan_or_advise(request, seconds=seconds)
             warn_of_kernels(planned)
             return planned
         except NoRoomError as error:
             if as_json:
-                click.echo(json.dumps(error.as_dict(), indent=1))
+                print_json(error.as_dict(), 1)
             raise click.ClickException(str(error)) from error
 
 
 def _give(planned: Planned, out: Path | None, html: Path | None, as_json: bool, count: int | None = None) -> None:
     """Print a plan and write the files that were asked for."""
-    import click
-
-    from ..planner.plan.plan_files import planned_to_json
-    from ..planner.report.explanation import explain
 
     _write(planned, out, html)
     click.echo(json.dumps(planned_to_json(planned), indent=1) if as_json else explain(planned, tables=count))
 
 
 def _write(planned: Planned, out: Path | None, html: Path | None) -> None:
-    from ..planner.plan.plan_files import save_planned
-    from ..planner.report.page import report
 
-    with _told():
+    with one_line(*WRONG, told_as=Wrong):
         if out is not None:
             save_planned(planned, out)
         if html is not None:
@@ -339,39 +361,26 @@ def _write(planned: Planned, out: Path | None, html: Path | None) -> None:
 
 def _difference(a: Path, b: Path) -> Any:
     """Between two files: all that is known of both, or where one is without that, where shards lie."""
-    from ..planner.plan.plan_files import (
-        CutDifference,
-        is_whole,
-        planned_from_json,
-        read_plan,
-    )
-    from ..planner.report.difference import diff
 
     first, second = read_plan(a), read_plan(b)
     if is_whole(first) and is_whole(second):
-        return diff(planned_from_json(first, str(a)), planned_from_json(second, str(b)))
+        return difference_of(planned_from_json(first, str(a)), planned_from_json(second, str(b)))
     return CutDifference.between(first, second)
 
 
 def _calibrate(world_size: int, device: str, seconds: float, threads: int, out: Path, as_json: bool) -> None:
-    import click
-    from rich.console import Console
-    from rich.progress import Progress
-
     from ..sharding.calibration.calibrate import calibrate
 
-    with _told(), Progress(console=Console(stderr=True), auto_refresh=False) as shown:
-        task = shown.add_task("measuring")
-
-        def tell(done: int, of: int) -> None:
-            shown.update(task, completed=done, total=of, refresh=True)
-
+    with one_line(*WRONG, told_as=Wrong), progress("measuring") as tell:
         try:
-            found = calibrate(world_size, device, seconds=seconds, out=out, progress=tell, threads=threads)
+            found = calibrate(
+                world_size, device, seconds=seconds, out=out, threads=threads,
+                progress=lambda done, of: tell(completed=done, total=of),
+            )  # fmt: skip
         except RuntimeError as error:
             raise click.ClickException(str(error)) from error
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=1))
+        print_json(found.to_json(), 1)
         return
     for name, value in found.to_json().items():
         click.echo(f"{name:16}{value if isinstance(value, str) else format(value, '.4g')}")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import click
+import click
 
+from .output import progress, table_of, wide_console
+
+if TYPE_CHECKING:
     from ..perf.tune.tuner import File, Found
     from ..perf.tune.tuner_inputs import Job
 
@@ -20,7 +22,6 @@ _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 
 def add_autotune(kernels: click.Group) -> None:
     """Give a group of commands the command `autotune`."""
-    import click
 
     @kernels.command()
     @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
@@ -71,8 +72,6 @@ def add_autotune(kernels: click.Group) -> None:
 
 
 def _seconds(text: str) -> float:
-    import click
-
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip())
     if found is None or found[2] not in _UNITS or float(found[1]) <= 0:
         raise click.BadParameter(f"{text!r} is no time: write 300s or 5m", param_hint="--budget")
@@ -80,8 +79,6 @@ def _seconds(text: str) -> float:
 
 
 def _numbers(option: str, text: str | None) -> list[int]:
-    import click
-
     parts = [] if text is None else [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise click.BadParameter(f"{text!r} must be positive whole numbers like 64,128", param_hint=option)
@@ -89,8 +86,6 @@ def _numbers(option: str, text: str | None) -> list[int]:
 
 
 def _dtypes(text: str | None, device: str) -> list[str]:
-    import click
-
     from ..perf.tune.tuner_inputs import FLOATS, FORMATS
 
     if text is None:
@@ -108,8 +103,6 @@ def _dtypes(text: str | None, device: str) -> list[str]:
 def _workloads(
     device: str, path: Path | None, batch: int | None, dims: list[int], lengths: list[int], small: bool
 ) -> list[Any]:
-    import click
-
     from ..perf.tune import tuner_cpu, tuner_inputs
 
     if path is None:
@@ -132,8 +125,6 @@ def _tune_kernels(
     small: bool,
     together: bool,
 ) -> None:
-    import click
-
     from ..perf.tune import tuner_inputs
 
     jobs = [job for job in tuner_inputs.jobs_of(workloads, dtypes, together=together) if kernel in str(job)]
@@ -159,7 +150,7 @@ def _tune_kernels(
     file = _file(out, *configs.identity(place), small)
     jobs = [tuner_inputs.fitted_job(job, device) for job in jobs]
     repeats, rounds = (1, 1) if small else (20, ROUNDS)
-    with _progress(len(jobs)) as tell:
+    with _tuning(len(jobs)) as tell:
         found = tune_all(
             jobs, device, file=file, repeats=repeats, rounds=rounds, seconds=seconds, again=again, tell=tell
         )
@@ -176,7 +167,6 @@ def _tune_cpu(
     dry_run: bool,
     small: bool,
 ) -> None:
-    import click
     import torch
 
     from ..kernels import configs
@@ -198,14 +188,12 @@ def _tune_cpu(
             f"{len(chosen)} settings for {threads} threads, {turns} turns of each value; larger calls may have more"
         )
         return
-    with _progress(len(chosen)) as tell:
+    with _tuning(len(chosen)) as tell:
         found = tuner_cpu.tune_all(known, [*chosen], file=file, turns=turns, seconds=seconds, again=again, tell=tell)
         _report(found, file)
 
 
 def _list_jobs(jobs: list[Job]) -> None:
-    import click
-
     from ..perf.compile.tuning_space import candidates
     from ..perf.tune.tuner import SECONDS_A_CANDIDATE, told
 
@@ -219,8 +207,6 @@ def _list_jobs(jobs: list[Job]) -> None:
 
 def _file(out: Path | None, device: str, architecture: str, small: bool) -> File | None:
     """The file to write; None where nobody asked for one of a proof's numbers."""
-    import click
-
     from ..kernels import configs
     from ..perf.tune.tuner import File
 
@@ -236,31 +222,16 @@ def _file(out: Path | None, device: str, architecture: str, small: bool) -> File
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), auto_refresh=False) as shown:
-        task = shown.add_task("tuning", total=total)
-
-        def tell(done: int, what: str) -> None:
-            shown.update(task, completed=done, description=what or "tuned", refresh=True)
-
-        yield tell
+def _tuning(total: int) -> Iterator[Callable[[int, str], None]]:
+    with progress("tuning", total) as shown:
+        yield lambda done, what: shown(completed=done, description=what or "tuned")
 
 
 def _report(results: Iterable[Found], file: File | None) -> None:
     """Print what is found, also of a run that is interrupted, and where it went."""
-    import click
-    from rich.console import Console
-    from rich.table import Table
-
     from ..perf.tune.tuner import told
 
-    table = Table("entry", box=None, pad_edge=False)
-    for column in ("default us", "best us", "ratio"):
-        table.add_column(column, justify="right")
-    table.add_column("config")
+    table = table_of("entry", right=("default us", "best us", "ratio"), last=("config",))
     dropped: list[str] = []
     failed = 0
     ended = "the budget or the list"
@@ -274,9 +245,7 @@ def _report(results: Iterable[Found], file: File | None) -> None:
             table.add_row(one.what, f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.ratio:.2f}", told(one.config))
     except KeyboardInterrupt:
         ended = "Ctrl-C"
-    console = Console(highlight=False)
-    console.width = max(console.width, 120)
-    console.print(table)
+    wide_console(120).print(table)
     for sentence in dropped:
         click.echo(sentence)
     where = "nothing is kept of a proof: give --out" if file is None else f"written to {file.path}"

@@ -9,6 +9,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from .._version import __version__
 from .hints import advice
@@ -42,20 +43,48 @@ def install() -> None:
     serve("torchrec", theirs="torchrec")
     if "fbgemm_gpu" not in sys.modules and real_fbgemm() is None:
         serve("fbgemm_gpu", theirs="fbgemm_gpu")
-    from .fbgemm_ops import hint_at_ops
-
     hint_at_ops()
 
 
 def uninstall() -> None:
     """Undo `install()`: later imports find the real TorchRec, if there is one. What was imported stays as it is."""
-    if "shardwise.migration.fbgemm_ops" in sys.modules:
-        sys.modules["shardwise.migration.fbgemm_ops"].leave_ops_alone()
+    leave_ops_alone()
     for root in ("torchrec", "fbgemm_gpu"):
         Finder.roots.pop(root, None)
         for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:
             if isinstance(sys.modules[name], Mirror):
                 del sys.modules[name]
+
+
+def hint_at_ops() -> None:
+    """Have `torch.ops.fbgemm.X` raise AttributeError with what to use; ops that are registered are found first."""
+    import torch
+    from torch._ops import _OpNamespace
+
+    class Hinting(_OpNamespace):
+        """torch's namespace of the ops of FBGEMM, with our words for those that are not registered."""
+
+        # torch names the ops after the module of this class
+        __module__ = _OpNamespace.__module__
+
+        def __getattr__(self, op_name: str) -> Any:
+            try:
+                return super().__getattr__(op_name)
+            except AttributeError as error:
+                if op_name.startswith("__"):
+                    raise
+                raise AttributeError(advice(f"torch.ops.fbgemm.{op_name}")) from error
+
+    torch.ops.fbgemm.__class__ = Hinting
+
+
+def leave_ops_alone() -> None:
+    """Undo `hint_at_ops`."""
+    if "torch._ops" in sys.modules:
+        import torch
+        from torch._ops import _OpNamespace
+
+        torch.ops.fbgemm.__class__ = _OpNamespace
 
 
 def serve(root: str, *, theirs: str) -> None:

@@ -17,7 +17,7 @@ import click
 from click.testing import CliRunner, Result
 
 from shardwise.cli import main as cli
-from shardwise.cli.plan_options import dtype, share, size
+from shardwise.cli.plan import dtype, share, size
 from shardwise.embeddings.config import DataType
 from shardwise.planner.constants_measured import CARDS
 from shardwise.planner.plan.plan_files import load_planned

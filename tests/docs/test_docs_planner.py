@@ -11,7 +11,7 @@ from checkout import ROOT
 from snippets import wrong_snippets
 
 from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.report.wording import PART_NAMES
+from shardwise.planner.report.explanation import PART_NAMES
 from shardwise.planner.search.problem import PARTS
 
 DOCS = ROOT / "docs"

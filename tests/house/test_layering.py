@@ -53,7 +53,7 @@ COLLECTIVES = {
     *("reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "isend", "irecv"),
 }
 # the commands that run it; nothing else imports perf
-COMMANDS_OF_PERF = tuple(f"shardwise/cli/{name}.py" for name in ("perf", "counts", "tune", "kernels_run"))
+COMMANDS_OF_PERF = tuple(f"shardwise/cli/{name}.py" for name in ("perf", "tune", "kernels"))
 # perf drives the facade as users do, and its commands load it when they are called
 LAZY_PAIRS = {("perf", "shardwise")}
 # room -> the rooms of the same folder that it may import; a room is a folder, and the face of a top folder (which may
@@ -292,7 +292,9 @@ def test_rooms_import_as_the_table_allows() -> None:
 def test_the_table_of_rooms_has_no_arrow_too_many() -> None:
     arrows = imported_files(product())
     used = {(room_of(path), room_of(target)) for path, targets in arrows.items() for target in targets}
-    assert [f"{room} -> {other}" for room, others in ROOMS.items() for other in others if (room, other) not in used] == []
+    assert [
+        f"{room} -> {other}" for room, others in ROOMS.items() for other in others if (room, other) not in used
+    ] == []
 
 
 def test_no_two_rooms_and_no_two_folders_import_each_other() -> None:

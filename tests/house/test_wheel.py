@@ -17,6 +17,7 @@ import pytest
 from checkout import ROOT
 
 from shardwise.perf.suite.cases import package
+
 FOLDERS = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
 LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 

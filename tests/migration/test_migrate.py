@@ -8,8 +8,8 @@ import pytest
 from checkout import ROOT
 
 import shardwise
-from shardwise.migration.differences import DIFFERENCES
 from shardwise.migration.names import (
+    DIFFERENCES,
     Row,
     finding,
     home_of,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from checkout import SHARED
 
-from shardwise.migration.fbgemm_ops import hint_at_ops, leave_ops_alone
 from shardwise.migration.hints import OPS, advice, op_hint
+from shardwise.migration.mirror import hint_at_ops, leave_ops_alone
 from shardwise.migration.names import finding
 
 # FBGEMM's ops for users, where a checkout has the list beside it

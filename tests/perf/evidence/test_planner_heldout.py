@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.perf.evidence.planner_heldout import PLANS_EACH, judged, page, plans_of, workloads
 from shardwise.planner.constants_measured import CARDS
-from shardwise.sharding.calibration.calibrate_cases import cases
+from shardwise.sharding.calibration.calibrate import cases
 
 
 def _plans(measured: list[float]) -> list[dict[str, Any]]:

@@ -18,14 +18,16 @@ from shardwise.planner.search.problem import PARTS
 from shardwise.planner.tables import Skew
 from shardwise.planner.topology import Topology
 from shardwise.sharding.calibration.calibrate import (
+    NOTHING,
+    Case,
     Measured,
     calibrate,
+    cases,
     fit,
     least_squares,
     measure,
     rank_ms,
 )
-from shardwise.sharding.calibration.calibrate_cases import NOTHING, Case, cases
 from shardwise.sharding.calibration.trial import batches_of, draw
 
 WORLD = 2

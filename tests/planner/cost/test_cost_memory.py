@@ -13,10 +13,10 @@ from ranks import run_ranks
 
 from shardwise import DataType, ShardingEnv
 from shardwise.kernels import rule_named
-from shardwise.planner.cost.memory import STATES, block_bytes, step_bytes
+from shardwise.planner.cost.shardwise import STATES, block_bytes, step_bytes
 from shardwise.planner.tables import Feature, Table
 from shardwise.planner.topology import Topology
-from shardwise.sharding.calibration.calibrate_cases import way_of
+from shardwise.sharding.calibration.calibrate import way_of
 from shardwise.sharding.calibration.trial import Placed, Step
 
 B, WORLD = 512, 2

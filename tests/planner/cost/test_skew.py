@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardwise.planner.cost.skew import distinct_ids, shares
+from shardwise.planner.cost.shardwise import distinct_ids, shares
 from shardwise.planner.tables import Skew
 
 

@@ -16,8 +16,8 @@ from planner_plain_costs import any_solution, some_plan, some_tables
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.plan.alternatives import alternatives
 from shardwise.planner.plan.planned import Planned
-from shardwise.planner.report.explanation import explain
-from shardwise.planner.report.wording import (
+from shardwise.planner.report.explanation import (
+    explain,
     gib,
     ms,
     ranks,

@@ -16,11 +16,15 @@ from shardwise import planner
 from shardwise.planner.plan.alternatives import alternatives
 from shardwise.planner.plan.planned import Planned
 from shardwise.planner.report.difference import diff
-from shardwise.planner.report.explanation import explain
+from shardwise.planner.report.explanation import (
+    PART_NAMES,
+    explain,
+    gib,
+    ms,
+)
 from shardwise.planner.report.figures import Block, merged
 from shardwise.planner.report.page import report
 from shardwise.planner.report.style import COLOURS
-from shardwise.planner.report.wording import PART_NAMES, gib, ms
 from shardwise.planner.search.problem import PARTS
 from shardwise.planner.topology import GIB
 

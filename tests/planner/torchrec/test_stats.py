@@ -11,11 +11,13 @@ import pytest
 
 from shardwise.perf.evidence.planner_cases import Module, Weight
 from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.torchrec.stats import EmbeddingStats, NoopEmbeddingStats, round_to_one_sigfig
-from shardwise.planner.torchrec.stats_totals import (
+from shardwise.planner.torchrec.stats import (
+    EmbeddingStats,
+    NoopEmbeddingStats,
     critical_path,
     imbalance,
     optimizer_bytes,
+    round_to_one_sigfig,
     shard_io_bytes,
 )
 from shardwise.planner.torchrec.types import (

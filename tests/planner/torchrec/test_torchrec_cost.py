@@ -23,7 +23,7 @@ from shardwise.planner.cost.torchrec import TorchRecCost
 from shardwise.planner.plan.planning import plan_tables
 from shardwise.planner.search.problem import Assignment, faults, loads
 from shardwise.planner.tables import Feature, Table
-from shardwise.planner.torchrec import offered_options as torchrec_options
+from shardwise.planner.torchrec import enumerators
 from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator, get_partition_by_type
 from shardwise.planner.torchrec.estimators import EmbeddingOffloadStats
 from shardwise.planner.torchrec.options import placed_options, problem_of
@@ -46,20 +46,20 @@ class BagSharder(EmbeddingBagCollectionSharder):
     """Offers what TorchRec's offers."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return torchrec_options.sharding_types(True, compute_device_type)
+        return enumerators.sharding_types(True, compute_device_type)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return torchrec_options.compute_kernels(sharding_type, compute_device_type)
+        return enumerators.compute_kernels(sharding_type, compute_device_type)
 
 
 class RowSharder(EmbeddingCollectionSharder):
     """Offers what TorchRec's offers."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return torchrec_options.sharding_types(False, compute_device_type)
+        return enumerators.sharding_types(False, compute_device_type)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return torchrec_options.compute_kernels(sharding_type, compute_device_type)
+        return enumerators.compute_kernels(sharding_type, compute_device_type)
 
 
 def model() -> nn.Module:
@@ -189,7 +189,7 @@ def test_the_same_module_is_not_enumerated_twice_and_copies_are_given() -> None:
     [(512, None, 128), (384, None, 128), (320, None, 160), (128, None, 128), (96, 32, 32), (100, 20, 20), (6, 2, 6)],
 )
 def test_column_shards_are_the_narrowest_that_may_be(columns: int, min_partition: int | None, width: int) -> None:
-    assert torchrec_options.column_width(columns, min_partition) == width
+    assert enumerators.column_width(columns, min_partition) == width
 
 
 @pytest.mark.parametrize(
@@ -203,14 +203,14 @@ def test_column_shards_are_the_narrowest_that_may_be(columns: int, min_partition
     ],
 )
 def test_rows_are_cut_as_torchrec_cuts_them(arguments: tuple[Any, ...], parts: list[int]) -> None:
-    assert torchrec_options.row_cuts(*arguments) == parts
+    assert enumerators.row_cuts(*arguments) == parts
 
 
 def test_unknown_types_and_uncuttable_buckets_are_refused() -> None:
     with pytest.raises(ValueError, match="'diagonal' is not one of table_wise"):
         get_partition_by_type("diagonal")
     with pytest.raises(ValueError, match="10 rows in 3 buckets"):
-        torchrec_options.row_cuts(10, 2, buckets=3)
+        enumerators.row_cuts(10, 2, buckets=3)
 
 
 def test_more_column_widths_are_more_ways() -> None:

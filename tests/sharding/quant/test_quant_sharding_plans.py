@@ -20,7 +20,7 @@ from shardwise import (
 )
 from shardwise.inference import quantize_inference_model, shard_quant_model
 from shardwise.inference.sharded import DEFAULT_SHARDERS
-from shardwise.planner.cost.memory import block_bytes, served_bytes
+from shardwise.planner.cost.shardwise import block_bytes, served_bytes
 from shardwise.planner.cost.ways import Way
 from shardwise.planner.errors import PlannerError
 from shardwise.planner.topology import Topology
