@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -81,6 +83,7 @@ def main() -> None:
     if arguments.check or not chosen:
         print(f"{len(chosen) - len(lost)} of {len(chosen)} can be planted")
         sys.exit(1 if lost or not chosen else 0)
+    _import_ahead()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(*_LEFT_OUT))
@@ -160,39 +163,48 @@ def selection(tree: Path, defect: Defect) -> list[str]:
 
 
 def run(tree: Path, defect: Defect, chosen: Sequence[str]) -> tuple[int, str]:
-    """pytest's status and output; a status of its own where it took too long."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    environment.pop("TRITON_INTERPRET", None)
-    marks: list[str] = []
-    if defect.phase != "torch":
-        marks = ["-m", defect.phase]
+    """pytest's status and output; -1 where it took too long."""
+    marks = [] if defect.phase == "torch" else ["-m", defect.phase]
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", "-rfE", "--tb=short", "-n", "0", *marks, *chosen]
+    variables = {"PYTHONPATH": str(tree), "COLUMNS": "1000"}
     if defect.phase == "interpreted":
-        environment["TRITON_INTERPRET"] = "1"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:randomly",
-        "-rfE",
-        *marks,
-    ]
-    try:
-        done = subprocess.run(
-            [*command, "--tb=short", "-n", "0", *chosen],
-            cwd=tree,
-            env={**environment, "COLUMNS": "1000"},
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return -1, f"no end after {_LIMIT_S} s"
-    return done.returncode, done.stdout + done.stderr
+        variables["TRITON_INTERPRET"] = "1"
+    # triton reads what it is to be as it is imported, and torch's compiler imports it
+    context: Any = multiprocessing.get_context("spawn" if defect.phase == "interpreted" else "fork")
+    with tempfile.NamedTemporaryFile() as output:
+        process = context.Process(target=_pytest, args=(tree, arguments, variables, output.name))
+        process.start()
+        process.join(_LIMIT_S)
+        status = -1 if process.exitcode is None else process.exitcode
+        if process.is_alive():
+            # its ranks and programs too
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+        return status, Path(output.name).read_text(errors="replace")
+
+
+def _pytest(tree: Path, arguments: list[str], variables: dict[str, str], output: str) -> None:
+    """In a fork of this process, which has imported torch: that is most of what a short test takes."""
+    os.setsid()
+    sys.stdout = sys.stderr = open(output, "w", encoding="utf-8")  # noqa: SIM115
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
+    os.chdir(tree)
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.update(variables)
+    import pytest
+
+    sys.path[:] = [str(tree), *(place for place in sys.path[1:] if Path(place).resolve() != ROOT)]
+    status = int(pytest.main(arguments))
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _import_ahead() -> None:
+    """What tests import besides shardwise."""
+    for name in ("torch", "torch._dynamo", "hypothesis", "numba", "numpy", "xdist"):
+        with suppress(ImportError):
+            import_module(name)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 Listed are `__all__` of every package of shardwise but perf, with the public methods of its classes; every import path
 that is served for TorchRec; the commands with their options; the schemas of `torch.ops.shardwise`. The module that
-defines a name stands in the list and is not compared, since files move.
+defines a name, and help texts, stand in the list and are not compared: files move, and texts name them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def public_names() -> Names:
 
 
 def differences(before: Names, now: Names) -> list[str]:
-    """A line for each name that went, changed or is new; the module of definition does not count."""
+    """A line for each name that went, changed or is new; neither the module of definition nor texts of help count."""
     lines = []
     for part in before.keys() | now.keys():
         old, new = before.get(part, {}), now.get(part, {})
@@ -56,7 +56,7 @@ def differences(before: Names, now: Names) -> list[str]:
         lines += [f"new      {part}: {name}" for name in new.keys() - old.keys()]
         for name in old.keys() & new.keys():
             facts = old[name].keys() | new[name].keys()
-            changed = sorted(fact for fact in facts - {"module"} if old[name].get(fact) != new[name].get(fact))
+            changed = sorted(fact for fact in facts - {"module", "help"} if old[name].get(fact) != new[name].get(fact))
             lines += [
                 f"changed  {part}: {name}: {fact}: {old[name].get(fact)} -> {new[name].get(fact)}" for fact in changed
             ]
@@ -141,7 +141,10 @@ def _commands() -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
 
     def walk(command: click.Command, path: str) -> None:
-        entries[path] = {"help": command.help, "options": sorted(_option(param) for param in command.params)}
+        entries[path] = {
+            "help": [command.help, *(getattr(param, "help", None) for param in command.params)],
+            "options": sorted(map(_option, command.params)),
+        }
         for name, below in getattr(command, "commands", {}).items():
             walk(below, f"{path} {name}")
 
@@ -153,7 +156,7 @@ def _option(param: Any) -> str:
     flags = " ".join(flag for flag in ("multiple", "required", "is_flag") if getattr(param, flag, False))
     # that of --jobs is the machine's
     default = "" if "--jobs" in param.opts else param.default
-    text = f"{param.param_type_name} {'/'.join(param.opts)} {param.type} {flags} {default} {getattr(param, 'help', '')}"
+    text = f"{param.param_type_name} {'/'.join(param.opts)} {param.type} {flags} {default}"
     return _VARYING.sub("", text)
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -37,6 +38,21 @@ GOOD = Report(40, 0, 0, 0, {("load", 16): 4, ("store", 16): 1}, (), (), 1.9, 2, 
 NEEDS_CASES = pytest.mark.skipif(
     not _op.HAS_TRITON or _op.INTERPRETED, reason="cases are noted from kernels that Triton could compile"
 )
+
+
+@cache
+def noted() -> tuple[list[Case], list[Case]]:
+    """What each command notes anew, for seconds."""
+    return _cases(), [*_tuned_cases()]
+
+
+_cases, _tuned_cases = launched.cases, candidates.tuned_cases
+
+
+@pytest.fixture(autouse=True)
+def _noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "cases", lambda: noted()[0])
+    monkeypatch.setattr(candidates, "tuned_cases", lambda: noted()[1])
 
 
 def run(*arguments: str) -> Result:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from test_example_scripts import run
+from forked import run_script
 
 
 def test_export_serves_and_reads_what_it_wrote() -> None:
-    said = run("examples/export.py").splitlines()
+    said = run_script("examples/export.py").splitlines()
     assert said[:3] == [
         "user: int8, 3.56x smaller than fp32", "clicked: int4, 6.40x smaller than fp32", "same bits: True",
     ]  # fmt: skip

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 
 from checkout import ROOT
+from forked import run_script
 
 from shardwise import models
 
-EXAMPLE = ROOT / "examples" / "models.py"
-
 
 def test_every_model_of_the_example_learns_and_every_part_runs() -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
-    found = re.findall(r"(\w+): loss (\S+) -> (\S+)", done.stdout)
+    printed = run_script("examples/models.py")
+    found = re.findall(r"(\w+): loss (\S+) -> (\S+)", printed)
     assert [name for name, *_ in found] == [
         "DLRM", "DLRM_DCN", "DLRM_Projection", "SimpleDeepFMNN", "DLRMWrapper", "SimpleDeepFMNNWrapper",
     ]  # fmt: skip
     assert all(float(last) < 0.9 * float(first) for _, first, last in found), found
-    said = done.stdout.splitlines()[len(found) :]
+    said = printed.splitlines()[len(found) :]
     assert [line.split(":")[1].strip() for line in said[:4]] == ["(5, 32)"] * 4
     assert said[4:] == [
         "interactions: 32 and 10 columns; pairs of 4: 6",

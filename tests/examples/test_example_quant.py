@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 
 from checkout import ROOT
+from forked import run_script
 
 from shardwise import quant
 
 
 def test_the_example_quantizes_moves_prunes_and_converts() -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "examples/quantize.py"], capture_output=True, text=True, env=env, timeout=300, cwd=ROOT
-    )
-    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
-    said = done.stdout
+    said = run_script("examples/quantize.py")
     assert "(user): QuantizedRows(5000 x 64, int4, float16 scales)" in said
     assert said.count("same") == said.count("same rows: True") + said.count("same again: True") == 2
     assert "through TorchRec's names: True" in said and "FUSED_NBIT [1000, 68] True" in said

@@ -28,6 +28,8 @@ from shardwise.sharding.engine.owner import Owner
 from shardwise.sharding.plan.plan import ShardingPlan
 
 ROWS, DIM = 12, 4
+# longer than any timeout_s, or Ctrl-C, that it is to outlast
+SLEEP_S = 8.0
 
 
 def raise_error() -> None:
@@ -50,7 +52,7 @@ def interrupt() -> None:
 
 def sleep() -> None:
     """A long evaluation on one rank."""
-    time.sleep(15)
+    time.sleep(SLEEP_S)
 
 
 ACTIONS: dict[str, Callable[[], None]] = {

@@ -95,15 +95,30 @@ def ids_of(cases: Sequence[Case]) -> list[str]:
 
 def per_device(cases: Sequence[Case], devices: Sequence[Any] = DEVICES) -> list[Any]:
     """(device, case) pairs; the interpreter is spared the slow cases."""
-    pairs = []
-    for device in devices:
-        name, marks = (device, ()) if isinstance(device, str) else (device.values[0], device.marks)
-        pairs += [
-            pytest.param(name, case, marks=marks, id=f"{name}-{case.name}")
-            for case in cases
-            if not (case.slow and name == "interpreted")
-        ]
-    return pairs
+    return [
+        pytest.param(name, case, marks=marks, id=f"{name}-{case.name}")
+        for name, marks in _named(devices)
+        for case in cases
+        if not (case.slow and name == "interpreted")
+    ]
+
+
+def per_rule(devices: Sequence[Any]) -> list[Any]:
+    """(device, rule) pairs; the interpreter takes rules that are not among KINDS in `make test-all` alone."""
+    return [
+        pytest.param(name, rule, marks=[*marks, *full_if(name == "interpreted" and rule not in KINDS)])
+        for name, marks in _named(devices)
+        for rule in RULES
+    ]
+
+
+def full_if(repeats: bool) -> list[pytest.MarkDecorator]:
+    """The mark of a case that repeats what another says of the same kernel."""
+    return [pytest.mark.full] if repeats else []
+
+
+def _named(devices: Sequence[Any]) -> list[tuple[str, Sequence[Any]]]:
+    return [(device, ()) if isinstance(device, str) else (device.values[0], device.marks) for device in devices]
 
 
 def torch_device(name: str) -> torch.device:
@@ -229,6 +244,8 @@ def _draw(how: str, rows: int, count: int, generator: torch.Generator) -> list[i
 
 # "gradient" is no optimizer: it writes the sums of a row's gradients
 RULES = [rule for rule in DEFINED if rule != "gradient"]
+# rules whose kernels differ in kind: without a state, with one a row, and with both kinds and sums over the row
+KINDS = ("sgd", "rowwise_adagrad", "partial_rowwise_lamb")
 # what tests use unless they say otherwise; each rule takes what it knows of these
 HYPER = {
     "lr": 0.1, "eps": 1e-6, "beta1": 0.9, "beta2": 0.99, "momentum": 0.5, "weight_decay": 0.125, "eta": 0.25,

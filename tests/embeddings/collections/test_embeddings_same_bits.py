@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_inputs import DEFINED, RULES, UPDATES, assert_same_bits, torch_device
+from kernel_inputs import DEFINED, RULES, UPDATES, assert_same_bits, per_rule, torch_device
 from torch import Tensor
 
 from shardwise import (
@@ -113,9 +113,14 @@ RUNS = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "dtype", "hot"), RUNS, ids=[f"{rule}-{dtype.value}-{hot}" for rule, dtype, hot in RUNS]
-)
-@pytest.mark.parametrize("device", UPDATES)
+    ("device", "rule", "dtype", "hot"),
+    [
+        pytest.param(
+            *pair.values, dtype, hot, marks=pair.marks, id=f"{pair.values[0]}-{pair.values[1]}-{dtype.value}-{hot}"
+        )
+        for pair in per_rule(UPDATES) for rule, dtype, hot in RUNS if rule == pair.values[1]
+    ],
+)  # fmt: skip
 def test_a_table_has_the_same_bits_behind_others_and_on_other_tiles(
     device: str, rule: str, dtype: DataType, hot: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

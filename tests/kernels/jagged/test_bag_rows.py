@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -179,9 +180,9 @@ def test_the_same_bits_twice_and_from_strided_tensors(device: str, op: str) -> N
             assert_same_bits(got, want)
 
 
-@EVERY_OP
-@pytest.mark.parametrize("device", ["cpu", "numba"])
-def test_large_batches_are_cut_into_blocks_and_shared_among_threads(device: str, op: str) -> None:
+@cache
+def large(op: str) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """Arguments of many bags, two of them long, and what the reference makes of them in fp64."""
     torch.manual_seed(3)
     lengths = torch.randint(0, 9, (1200,))
     lengths[[5, 700]] = torch.tensor([900, 2000])
@@ -190,7 +191,14 @@ def test_large_batches_are_cut_into_blocks_and_shared_among_threads(device: str,
     )
     arguments = OPS[op].inputs(case, torch.device("cpu"))
     wide = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments)
-    for got, want in zip(results(OPS[op].call, arguments), results(OPS[op].ref, wide), strict=True):
+    return arguments, results(OPS[op].ref, wide)
+
+
+@EVERY_OP
+@pytest.mark.parametrize("device", ["cpu", "numba"])
+def test_large_batches_are_cut_into_blocks_and_shared_among_threads(device: str, op: str) -> None:
+    arguments, expected = large(op)
+    for got, want in zip(results(OPS[op].call, arguments), expected, strict=True):
         assert_close(got, want.float(), 2e-5)
 
 

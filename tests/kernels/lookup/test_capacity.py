@@ -17,7 +17,6 @@ import torch
 from jagged_batches import draw, gradient_of, kjt, tables_of, upstream
 from kernel_inputs import (
     CASES,
-    RULES,
     UPDATES,
     Case,
     Inputs,
@@ -25,6 +24,7 @@ from kernel_inputs import (
     inputs,
     optimizer,
     per_device,
+    per_rule,
     torch_device,
     update_args,
 )
@@ -198,8 +198,7 @@ def rows_of(batch: Inputs) -> dict[str, Tensor]:
     return {"sequence": rows.to(batch.weights.device)}
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("device", "rule"), per_rule(UPDATES))
 def test_an_update_gives_the_same_bits_with_padding(device: str, rule: str) -> None:
     """The padding asks for one more level of sums, of which there is nothing to add."""
     tables = ((9, 8), (6, 3), (4, 8))

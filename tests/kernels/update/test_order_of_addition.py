@@ -23,6 +23,7 @@ from kernel_inputs import (
     inputs,
     optimizer,
     per_device,
+    per_rule,
     torch_device,
     update_args,
     upstream,
@@ -53,12 +54,6 @@ from shardwise.kernels.lookup import (
 )
 from shardwise.kernels.transpose import CHUNK, chunks_of, levels_for, transpose_index
 from shardwise.kernels.update import row_chunks, row_keys, update
-
-
-@pytest.fixture(params=RULES)
-def rule(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
 
 # A set of (row, gradient) pairs, each a bag of one id. The marked rows are hit 1, 31, ... times, in three levels.
 
@@ -132,7 +127,7 @@ def assert_same_rows(got: dict[int, Tensor], expected: dict[int, Tensor]) -> Non
         assert torch.equal(got[row], bits), f"row {row}, hit {HITS[row]} times"
 
 
-@pytest.mark.parametrize("device", UPDATES)
+@pytest.mark.parametrize(("device", "rule"), per_rule(UPDATES))
 def test_a_row_has_the_same_bits_alone_and_twice(device: str, rule: str) -> None:
     where, pairs = torch_device(device), marked_pairs()
     together = updated_rows(pairs, rule, where)
@@ -142,7 +137,7 @@ def test_a_row_has_the_same_bits_alone_and_twice(device: str, rule: str) -> None
         assert torch.equal(alone[row], together[row]), f"row {row}, hit {HITS[row]} times"
 
 
-@pytest.mark.parametrize("device", UPDATES)
+@pytest.mark.parametrize(("device", "rule"), per_rule(UPDATES))
 def test_a_row_has_the_same_bits_behind_other_tables(device: str, rule: str) -> None:
     where, pairs = torch_device(device), marked_pairs()
     expected = updated_rows(pairs, rule, where)
@@ -150,7 +145,7 @@ def test_a_row_has_the_same_bits_behind_other_tables(device: str, rule: str) -> 
         assert_same_rows(updated_rows(pairs, rule, where, tables_before), expected)
 
 
-@pytest.mark.parametrize("device", UPDATES)
+@pytest.mark.parametrize(("device", "rule"), per_rule(UPDATES))
 def test_a_row_has_the_same_bits_with_other_neighbours(device: str, rule: str) -> None:
     """Other rows before, between and behind, permuted, and 35 % of all ids on one other row."""
     where, pairs = torch_device(device), marked_pairs()
@@ -168,7 +163,7 @@ def test_a_row_has_the_same_bits_with_other_neighbours(device: str, rule: str) -
         assert_same_rows(updated_rows(mixed, rule, where), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize(("device", "rule"), per_rule(DEVICES[1:]))
 def test_a_row_has_the_same_bits_on_every_tile_and_grid(
     device: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +196,7 @@ def test_a_row_has_the_same_bits_however_a_launch_asks_for_memory(device: str, m
             assert_same_rows(updated_rows(pairs, "rowwise_adagrad", where), expected)
 
 
+@pytest.mark.parametrize("rule", RULES)
 def test_a_row_has_the_same_bits_in_every_block_of_the_torch_path(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where = torch_device("cpu")
     pairs = interleaved(marked_pairs(), other_pairs(100, seed=7), seed=9)

@@ -127,7 +127,7 @@ def assert_like_one_process(mix: Mix, ranks: Sequence[Waited], expected: Waited)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.full) for n in (1, 2)), 4])
 def test_every_strategy_gives_what_one_process_gives(world: int, rule: str) -> None:
     mixes = [mix_for(strategy, pooled=pooled) for strategy in STRATEGIES for pooled in (True, False)]
     # per-shard numbers are those of another model
@@ -137,7 +137,7 @@ def test_every_strategy_gives_what_one_process_gives(world: int, rule: str) -> N
         assert_like_one_process(mix, [one[n] for one in found], alone(mix, rule))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_random_mixes_give_what_one_process_gives(world: int) -> None:
     """With weights, uneven batches, empty ranks and features, and ids of several tables."""
     mixes = [mix_of(seed, pooled=seed % 2 == 0, row_states=("table",)) for seed in range(10)]

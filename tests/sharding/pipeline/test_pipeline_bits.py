@@ -40,7 +40,7 @@ def beside_a_plain_loop(kind: str, parts: str, steps: int, vbe: bool = False) ->
     )
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))])
 @pytest.mark.parametrize("parts", ["p", "s", "pws"], ids=["pooled", "sequence", "three collections"])
 def test_fifty_pipelined_steps_are_those_of_a_plain_loop(parts: str, world: int) -> None:
     for found in run_ranks(world, beside_a_plain_loop, "sparse_dist", parts, 50):

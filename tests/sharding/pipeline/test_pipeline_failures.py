@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from failing_model import Fault, Model, build, features_of
-from lone_ranks import Said, lone_ranks
+from lone_ranks import Said, start_lone_ranks
 from torch import Tensor
 
 from shardwise import KeyedJaggedTensor, PrefetchTrainPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
@@ -34,22 +34,24 @@ def train(kind: str, fault: Fault) -> None:
         pipeline.progress(batches)
 
 
-def fail(kind: str, fault: Fault) -> tuple[Said, Said]:
-    first, second = lone_ranks(2, train, kind, fault)
-    assert (first.error, first.ranks) == ("RankFailure", (1,)), first
-    return first, second
+def fail(*cases: tuple[str, Fault]) -> list[list[Said]]:
+    """What both ranks of each pipeline said. All wait at once."""
+    groups = [start_lone_ranks(2, train, kind, fault) for kind, fault in cases]
+    found = [group.said() for group in groups]
+    for first, _ in found:
+        assert (first.error, first.ranks) == ("RankFailure", (1,)), first
+    return found
 
 
-@pytest.mark.parametrize("kind", PIPELINES)
-def test_what_one_rank_raises_in_a_step_is_told(kind: str) -> None:
+def test_what_one_rank_raises_in_a_step_is_told() -> None:
     """Fault 34: the loss is the user's own code, which neither forward nor backward of the model sees."""
-    first, second = fail(kind, Fault("loss", "raise"))
-    assert "ZeroDivisionError: the loader's seventh batch" in first.text
-    assert second.error == "ZeroDivisionError"
+    for first, second in fail(*((kind, Fault("loss", "raise")) for kind in PIPELINES)):
+        assert "ZeroDivisionError: the loader's seventh batch" in first.text
+        assert second.error == "ZeroDivisionError"
 
 
-@pytest.mark.parametrize("place", ["input exchange", "backward"])
-def test_a_rank_killed_in_a_step_ends_its_peers(place: str) -> None:
+def test_a_rank_killed_in_a_step_ends_its_peers() -> None:
     """Fault 34: ids of the next batch are on their way meanwhile."""
-    _, second = fail("TrainPipelineSparseDist", Fault(place, "kill"))
-    assert second.killed
+    places = ("input exchange", "backward")
+    for _, second in fail(*(("TrainPipelineSparseDist", Fault(place, "kill")) for place in places)):
+        assert second.killed
