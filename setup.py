@@ -23,7 +23,8 @@ if missing:
 
 rooms = [name for folder in FOLDERS for name in (folder, *(f"{folder}.{part}" for part in find_packages(folder)))]
 inside = [name for name in rooms if not f"{name}.".startswith(tuple(f"{room}." for room in LEFT_OUT))]
+own = find_packages("shardwise", exclude=[name for folder in FOLDERS for name in (folder, f"{folder}.*")])
 setup(
-    packages=["shardwise", "shardwise.served", *(f"shardwise.{name}" for name in inside)],
+    packages=["shardwise", *(f"shardwise.{name}" for name in (*own, *inside))],
     package_dir={f"shardwise.{folder}": folder for folder in FOLDERS},
 )

@@ -34,7 +34,6 @@ from .optim.keyed_optimizer import (
     in_backward_optimizer_filter,
 )
 from .optim.optimizers import (
-    OptimizerSpec,
     RowWiseAdagrad,
     WeightDecayMode,
     apply_optimizer_in_backward,
@@ -60,7 +59,7 @@ from .tables.table_group import (
     RowStore,
     TableGroup,
 )
-from .tables.table_layout import LookupFeature, TableShape
+from .tables.table_layout import LookupFeature, OptimizerSpec, TableShape
 
 __all__ = [
     "FTRL",

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .program import Program, load_program
     from .quantize import quantize_embeddings, quantize_inference_model, set_pruning_data
     from .sharded import shard_quant_model
-    from .tables import Table, assign_weights_to_tbe, get_table_to_weights_from_tbe, read_tables
+    from .tables import Table, read_tables
+    from .weights import assign_weights_to_tbe, get_table_to_weights_from_tbe
 
 __all__ = [
     "BatchingMetadata",
@@ -47,7 +48,7 @@ _HOME = {
     "PredictModule": "predict",
     "Program": "program",
     "QualNameMetadata": "predict",
-    "Signature": "signature",
+    "Signature": "folder",
     "Table": "tables",
     "assign_weights_to_tbe": "weights",
     "export_model": "export",

@@ -7,14 +7,12 @@ Shapes: payload [R, row_bytes] uint8, scales [R, parts], remapping [ids] int32; 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
 
 from .folder import TABLES, ModelDamaged, TableFacts, check_file, read_facts
 
@@ -171,54 +169,3 @@ _NUMBERS: dict[str, Callable[[Bytes], Floats]] = {
     "bf16": _bf16,
     "fp32": lambda payload: payload.view("<f4").astype(np.float32),
 }
-
-
-@runtime_checkable
-class HoldsQuantizedTables(Protocol):
-    """A module with quantized tables, or with all parts of such: a quantized collection, sharded or not."""
-
-    def table_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Payload and scales of each table, as views where they lie in one piece."""
-        ...
-
-    def assign_table_weights(self, weights: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
-        """Copy in the payload and scales of every table."""
-
-
-def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Payload and scales of every quantized table of a model, by table name.
-
-    Raises:
-        ValueError: two collections have tables of the same name.
-    """
-    found: dict[str, tuple[Tensor, Tensor | None]] = {}
-    # a module used in several places is one
-    for module in dict.fromkeys(_holders(model)):
-        weights = module.table_weights()
-        if twice := sorted(set(weights) & set(found)):
-            raise ValueError(f"tables {twice} are in more than one collection: read each by its table_weights()")
-        found.update(weights)
-    return found
-
-
-def assign_weights_to_tbe(model: nn.Module, table_to_weight: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
-    """Copy rows into every quantized table of a model; tables on meta come to life where the rows are.
-
-    Tables of `table_to_weight` that the model does not have may be those of another model.
-
-    Raises:
-        KeyError: a table of the model is missing.
-        ValueError: payload or scales have another shape or dtype than the table; names it.
-    """
-    # a module used in several places is one
-    for module in dict.fromkeys(_holders(model)):
-        module.assign_table_weights(table_to_weight)
-
-
-def _holders(model: nn.Module) -> Iterator[HoldsQuantizedTables]:
-    """The outermost modules that hold quantized tables."""
-    if isinstance(model, HoldsQuantizedTables):
-        yield model
-    else:
-        for child in model.children():
-            yield from _holders(child)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 # bytes: tables of a payload begin on multiples of it, so that rows are aligned as far as their width lets them
 TABLE_BOUNDARY = 16
@@ -43,6 +44,8 @@ class RowFormat:
         return self.row_bytes(dim) + self.parts * (scale_dtype or self.scale_dtype).itemsize
 
 
+# of the values that rows without scales hold
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _HALF_OR_SINGLE = (torch.float16, torch.float32)
 
 # fp16 and bf16 rows are here so that one lookup serves every table of a quantized collection
@@ -69,3 +72,26 @@ def row_format(name: str) -> RowFormat:
     if name not in ROW_FORMATS:
         raise ValueError(f"no row format is named {name!r}; there are {', '.join(ROW_FORMATS)}")
     return ROW_FORMATS[name]
+
+
+def dequantize_rows_ref(
+    payload: Tensor, scales: Tensor, dim: int, format: str, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """W [R, D] of Q and S, computed in fp32."""
+    kind = row_format(format)
+    if not kind.parts:
+        rows: Tensor = payload.contiguous().view(DTYPES[format])
+        return rows[:, :dim].to(dtype, copy=True)
+    if kind.parts == 1:
+        return (payload.view(torch.float8_e4m3fn).float() * scales[:, :1].float()).to(dtype)
+    numbers = _unpack(payload, kind)[:, :dim].float()
+    return (numbers * scales[:, :1].float() + scales[:, 1:].float()).to(dtype)
+
+
+def _unpack(payload: Tensor, kind: RowFormat) -> Tensor:
+    """The inverse of `_pack`; columns of padding are still there."""
+    per_byte = 8 // kind.bits
+    if per_byte == 1:
+        return payload
+    places = [(payload >> (place * kind.bits)) & kind.levels for place in range(per_byte)]
+    return torch.stack(places, 2).view(payload.shape[0], payload.shape[1] * per_byte)

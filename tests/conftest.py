@@ -14,10 +14,11 @@ import torch
 
 # the compiler lists torch's functions when it is imported, which must not happen while they are poisoned
 import torch._dynamo
+from loops_cache import keep_loops
 from poison import poisoned
 from tiers import FOLDERS, TIERS, phase_of, tier_of
 
-from shardwise.kernels.cpu import update_driver as cpu_compiled
+from shardwise.kernels.cpu import update as cpu_update
 
 pytest_plugins = ["durations"]
 
@@ -28,6 +29,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TESTS = Path(__file__).parent
+LOOPS = keep_loops()
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +52,14 @@ def _cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if device == "numba":
         pytest.importorskip("numba")
     elif device == "cpu":
-        monkeypatch.setattr(cpu_compiled, "update", lambda *args: False)
+        monkeypatch.setattr(cpu_update, "update", lambda *args: False)
+
+
+def pytest_report_header() -> str:
+    """Whether a compiler's cache is empty: such a run takes longer."""
+    triton = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    kept = sum(1 for _ in triton.iterdir()) if triton.exists() else 0
+    return "\n".join([*([LOOPS] if LOOPS else []), f"kernels of Triton: {kept} kept in {triton}"])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,17 +26,12 @@ from ..config import (
     table_dtype,
 )
 from ..optim.fused_optimizer import FusedOptimizer
-from ..optim.optimizers import (
-    OptimizerSpec,
-    mark_optimizer,
-    optimizer_of,
-    optimizer_spec,
-)
+from ..optim.optimizers import mark_optimizer, optimizer_of, optimizer_spec
 from ..policy import DEFAULT_POLICY, LookupPolicy
 from ..tables.grouped import Found, look_up_groups, plan_columns
 from ..tables.row_sums import Accumulation
 from ..tables.table_group import TableGroup
-from ..tables.table_layout import LookupFeature, TableShape
+from ..tables.table_layout import LookupFeature, OptimizerSpec, TableShape
 
 
 class TableCollection(nn.Module):

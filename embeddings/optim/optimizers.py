@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.kernels import Rule, rule_named
 
+from ..tables.table_layout import OptimizerSpec
 from .rule_optimizer import RuleOptimizer, step_each
 
 if TYPE_CHECKING:
@@ -32,36 +32,6 @@ class WeightDecayMode(Enum):
 
 
 _DECAYS = {WeightDecayMode.NONE: "none", WeightDecayMode.L2: "l2", WeightDecayMode.DECOUPLE: "decoupled"}
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """A fused rule and its settings; tables with equal specs share a flat buffer and an update launch.
-
-    `others` are the rule's hyper-parameters besides lr, by name. Gradients are cut to +-`max_gradient`; rows of fp16
-    and bf16 are rounded stochastically, by random numbers of `seed`, the step, and the table's row and column.
-    """
-
-    rule: str
-    lr: float = 0.01
-    others: tuple[tuple[str, float], ...] = ()
-    weight_decay: float = 0.0
-    decay: str = "none"
-    initial_accumulator_value: float = 0.0
-    max_gradient: float | None = None
-    stochastic_rounding: bool = True
-    seed: int = 0
-
-    def hyper(self, device: torch.device) -> Tensor:
-        """The rule's hyper-parameters and the weight decay as the fp64 device tensor that kernels read; lr is first."""
-        rule, given = rule_named(self.rule), {**dict(self.others), "lr": self.lr}
-        numbers = [given.get(name, default) for name, default in rule.hyper.items()]
-        return torch.tensor([*numbers, self.weight_decay], dtype=torch.float64, device=device)
-
-    def seed_on(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """The seed [1] int64 where rows of `dtype` are rounded stochastically, else None."""
-        rounded = self.stochastic_rounding and dtype in (torch.float16, torch.bfloat16)
-        return torch.tensor([self.seed], dtype=torch.int64, device=device) if rounded else None
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):

@@ -33,12 +33,11 @@ from shardwise.kernels import (
 )
 from shardwise.kernels.cpu.huge_pages import in_huge_pages
 
-from ..optim.optimizers import OptimizerSpec
 from ..policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .id_check import GuardedIdCheck
 from .lookup_autograd import IndexAhead, LookupWithUpdate, flat_of_parameters
 from .row_sums import Accumulation, RowSums, add_sums, apply_sums, sum_rows
-from .table_layout import LookupFeature, TableShape, cuts_of, lay_out, require_tables
+from .table_layout import LookupFeature, OptimizerSpec, TableShape, cuts_of, lay_out, require_tables
 
 
 class NoFreeSlots(RuntimeError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.kernels import Segment, origin_of
+from shardwise.kernels import Segment, origin_of, rule_named
 from shardwise.kernels.memory import MANY, require_memory
 
 # 64 bytes of fp16: every segment begins on a boundary that serves the widest load
@@ -42,6 +42,36 @@ class TableShape:
     def resident(self) -> int:
         """Rows on the device."""
         return self.rows if self.slots is None else self.slots
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """A fused rule and its settings; tables with equal specs share a flat buffer and an update launch.
+
+    `others` are the rule's hyper-parameters besides lr, by name. Gradients are cut to +-`max_gradient`; rows of fp16
+    and bf16 are rounded stochastically, by random numbers of `seed`, the step, and the table's row and column.
+    """
+
+    rule: str
+    lr: float = 0.01
+    others: tuple[tuple[str, float], ...] = ()
+    weight_decay: float = 0.0
+    decay: str = "none"
+    initial_accumulator_value: float = 0.0
+    max_gradient: float | None = None
+    stochastic_rounding: bool = True
+    seed: int = 0
+
+    def hyper(self, device: torch.device) -> Tensor:
+        """The rule's hyper-parameters and the weight decay as the fp64 device tensor that kernels read; lr is first."""
+        rule, given = rule_named(self.rule), {**dict(self.others), "lr": self.lr}
+        numbers = [given.get(name, default) for name, default in rule.hyper.items()]
+        return torch.tensor([*numbers, self.weight_decay], dtype=torch.float64, device=device)
+
+    def seed_on(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """The seed [1] int64 where rows of `dtype` are rounded stochastically, else None."""
+        rounded = self.stochastic_rounding and dtype in (torch.float16, torch.bfloat16)
+        return torch.tensor([self.seed], dtype=torch.int64, device=device) if rounded else None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The loops of the CPU's update, compiled by numba when this file is imported (update_driver.py, at the first update).
+"""The loops of the CPU's update, compiled by numba when this file is imported (update.py, at the first update).
 
 Letters as in update/update.py: W, I [N] int64, O [F*B + 1] int64, P [N] per-id weights, FT [F, 8], G the gradient; N, B, F, D,
 C = columns of a pooled G. What a loop works on it reads from its job, some int64 whose places are named below: numbers,

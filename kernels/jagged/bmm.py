@@ -30,16 +30,19 @@ from .._op import (
     tl,
     triton,
 )
-from ..cpu.bmm import dense_bmm_cpu, jagged_bmm_cpu
+from ..cpu.products import (
+    accumulator,
+    dense_bmm_cpu,
+    jagged_bmm_cpu,
+    limit_of,
+    require_offsets,
+)
 from ..features import row_alignment
 from .rows import (
-    accumulator,
     adds_in_fp32,
     check_bags,
     check_like,
     function_of,
-    limit_of,
-    require_offsets,
 )
 
 _TILE = 16 if INTERPRETED else 64

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cpu.lookup import offsets_are_good
-
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -56,32 +54,9 @@ def check_like(op: str, name: str, found: Tensor, like: str, expected: Tensor) -
         raise ValueError(f"{op}: {name} must be on {expected.device} as {like}, got {found.device}")
 
 
-def require_offsets(op: str, offsets: Tensor, rows: int, what: str = "rows", *, name: str = "offsets") -> None:
-    """Raise ValueError unless offsets go from 0 to at most `rows` without a fall. Waits for a device."""
-    if offsets_are_good(offsets, rows, padded=True):
-        return
-    numbers = offsets.tolist()
-    if numbers[0] != 0:
-        raise ValueError(f"{op}: {name} must begin with 0, got {numbers[0]}")
-    for b, (begin, end) in enumerate(zip(numbers, numbers[1:], strict=False)):
-        if end < begin:
-            raise ValueError(f"{op}: {name} must not decrease, but {name}[{b}] = {begin}, {name}[{b + 1}] = {end}")
-    raise ValueError(f"{op}: the last of {name} must be at most {rows}, the number of {what}, got {numbers[-1]}")
-
-
 def adds_in_fp32(values: Tensor) -> bool:
     """Whether rows are added up in fp32, as the Triton kernels do; fp64 runs on torch, which waits for a device."""
     return values.dtype != torch.float64
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What rows of this dtype are added up in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def limit_of(max_length: int | None, rows: int) -> int:
-    """Rows of a bag that take part, at most."""
-    return rows if max_length is None else min(max_length, rows)
 
 
 def function_of(

@@ -25,15 +25,14 @@ from .._op import (
     tl,
     triton,
 )
-from ..cpu.products import softmax_cpu, softmax_gradient_cpu
-from ..features import row_alignment
-from .rows import (
+from ..cpu.products import (
     accumulator,
-    adds_in_fp32,
-    check_bags,
-    function_of,
     limit_of,
+    softmax_cpu,
+    softmax_gradient_cpu,
 )
+from ..features import row_alignment
+from .rows import adds_in_fp32, check_bags, function_of
 
 # elements of a tile, at two warps
 _TILE = 1024

@@ -25,7 +25,7 @@ from .._op import (
     tl,
     triton,
 )
-from ..cpu.products import unary_gradient_cpu, unary_lookup_cpu
+from ..cpu.products import accumulator, unary_gradient_cpu, unary_lookup_cpu
 from ..features import bag_of_position
 from ..memory import require_sortable
 from ..transpose import (
@@ -36,7 +36,6 @@ from ..transpose import (
 )
 from .rows import (
     FLOATS,
-    accumulator,
     adds_in_fp32,
     check_offsets,
     function_of,

@@ -26,10 +26,14 @@ from .._op import (
     tl,
     triton,
 )
-from ..cpu.products import vector_product_by_rows_cpu, vector_product_by_vectors_cpu, vector_product_cpu
+from ..cpu.products import (
+    accumulator,
+    vector_product_by_rows_cpu,
+    vector_product_by_vectors_cpu,
+    vector_product_cpu,
+)
 from ..features import row_alignment
 from .rows import (
-    accumulator,
     adds_in_fp32,
     check_bags,
     check_like,

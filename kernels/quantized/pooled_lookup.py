@@ -43,9 +43,13 @@ from ..features import (
 )
 from ..features import row_alignment as alignment
 from ..launch_plans import PLANS, Plan, plan_launches
-from ..row_formats import RowFormat, row_format
+from ..row_formats import (
+    DTYPES,
+    RowFormat,
+    dequantize_rows_ref,
+    row_format,
+)
 from .row_numbers import UNFUSED, paired, row_scales, row_values
-from .rows import DTYPES, dequantize_rows_ref
 
 # of a thread; with fewer, ptxas loads a row where it is added and not while others are on their way
 _REGISTERS = 80

@@ -29,16 +29,19 @@ from .._op import (
     tl,
     triton,
 )
-from ..cpu import quantize as cpu_quantize
-from ..row_formats import RowFormat, row_format
+from ..cpu import quantized_lookup as cpu_quantized
+from ..row_formats import (
+    DTYPES,
+    RowFormat,
+    dequantize_rows_ref,
+    row_format,
+)
 from .row_numbers import UNFUSED, paired, row_scales, row_values
 
 # the largest number of e4m3
 FP8_MAX = 448.0
 # what FBGEMM adds to the range of a fused 8-bit row before it divides by it
 _EPSILON = 1e-8
-# of the values that rows without scales hold
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # elements of a tile
 _TILE = 256 if INTERPRETED else 1024
 # elements that the torch path makes fp32 at a time
@@ -90,20 +93,6 @@ def _scales_of(low: Tensor, high: Tensor, kind: RowFormat, dtype: torch.dtype) -
     return scale, bias, torch.where(degenerate, torch.ones_like(inverse), inverse)
 
 
-def dequantize_rows_ref(
-    payload: Tensor, scales: Tensor, dim: int, format: str, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """W [R, D] of Q and S, computed in fp32."""
-    kind = row_format(format)
-    if not kind.parts:
-        rows: Tensor = payload.contiguous().view(DTYPES[format])
-        return rows[:, :dim].to(dtype, copy=True)
-    if kind.parts == 1:
-        return (payload.view(torch.float8_e4m3fn).float() * scales[:, :1].float()).to(dtype)
-    numbers = _unpack(payload, kind)[:, :dim].float()
-    return (numbers * scales[:, :1].float() + scales[:, 1:].float()).to(dtype)
-
-
 def _half_towards(x: Tensor, sign: int) -> Tensor:
     """The fp16 number next to x that is not below it (sign 1), or not above it (-1)."""
     half = x.to(torch.float16)
@@ -123,15 +112,6 @@ def _pack(numbers: Tensor, kind: RowFormat) -> Tensor:
     for place in range(per_byte):
         packed |= padded[:, place::per_byte] << (place * kind.bits)
     return packed
-
-
-def _unpack(payload: Tensor, kind: RowFormat) -> Tensor:
-    """The inverse of `_pack`; columns of padding are still there."""
-    per_byte = 8 // kind.bits
-    if per_byte == 1:
-        return payload
-    places = [(payload >> (place * kind.bits)) & kind.levels for place in range(per_byte)]
-    return torch.stack(places, 2).view(payload.shape[0], payload.shape[1] * per_byte)
 
 
 @triton.jit
@@ -334,7 +314,7 @@ def _made(weights: Tensor, kind: RowFormat, scale_dtype: torch.dtype) -> tuple[T
     if not kind.parts:
         payload.view(DTYPES[kind.name]).copy_(weights)
     elif not runs_kernel(weights):
-        finite = None if weights.is_cuda else cpu_quantize.quantize(weights, kind, payload, scales)
+        finite = None if weights.is_cuda else cpu_quantized.quantize(weights, kind, payload, scales)
         if finite is not None:
             return payload, scales, finite
         by_torch = _quantize_block if weights.is_cpu and kind.parts == 2 and dim else _quantize_block_ref
@@ -387,7 +367,7 @@ def _dequantize_rows(payload: Tensor, scales: Tensor, dim: int, format: str, dty
     kind, rows = row_format(format), payload.shape[0]
     weights = torch.empty(rows, dim, dtype=dtype, device=payload.device)
     if not kind.parts or not runs_kernel(payload):
-        if payload.is_cuda or not cpu_quantize.dequantize(payload, scales, kind, weights):
+        if payload.is_cuda or not cpu_quantized.dequantize(payload, scales, kind, weights):
             for block in _blocks(rows, dim):
                 weights[block] = dequantize_rows_ref(payload[block], scales[block], dim, format, dtype)
     elif rows:

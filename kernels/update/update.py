@@ -26,7 +26,7 @@ from .._op import (
     runs_kernel,
     triton,
 )
-from ..cpu import update_driver as cpu_compiled
+from ..cpu import update as cpu_update
 from ..cpu.update import row_gradients, transpose_index_cpu
 from ..features import (
     FIRST_ROW,
@@ -201,7 +201,7 @@ def _fused_update(
     batch, parts = batch_size(offsets, len(dims)), unflatten_segments(segments)
     slots = None if ids is None else SlotIds(ids, indices, offsets)
     update = Step(weights, states, step, rule_named(rule), hyper, decay, seed, features, slots)
-    if cpu_compiled.update(
+    if cpu_update.update(
         weights, states, update.rule, update.numbers, update.decay, grad, indices, offsets, per_id_weights, features,
         dims, parts, pooling,
     ):  # fmt: skip

@@ -38,7 +38,7 @@ from shardwise.perf.evidence.planner_cases import (
 from shardwise.perf.evidence.report import Report
 from shardwise.perf.suite import libraries
 from shardwise.perf.suite.libraries import PLANNER, torchrec
-from shardwise.planner.torchrec import offered_options as torchrec_options
+from shardwise.planner.torchrec import enumerators as torchrec_options
 from shardwise.sharding import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
 ON_PURPOSE = {

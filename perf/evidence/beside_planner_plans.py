@@ -27,7 +27,7 @@ from torch import nn
 from shardwise.perf.evidence.report import ROOT, Report, grid
 from shardwise.perf.suite.cases.planner import OPTIMIZER, generated
 from shardwise.perf.suite.libraries import PLANNER, torchrec
-from shardwise.planner.cost.costs import constants_of
+from shardwise.planner.cost.model import constants_of
 from shardwise.planner.cost.torchrec import TorchRecCost
 from shardwise.planner.errors import PlannerError
 from shardwise.planner.plan.files import read_tables

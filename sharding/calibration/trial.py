@@ -27,10 +27,10 @@ from shardwise.embeddings import (
 )
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.planner.cost.ways import Way
+from shardwise.planner.layout import Shard
 from shardwise.planner.plan.planned import shards_of
 from shardwise.planner.tables import Skew, Table
 
-from ...planner.layout import Shard
 from ..comms.env import ShardingEnv
 from ..dmp.dmp import DistributedModelParallel
 from ..engine.collection import ShardedCollection

@@ -63,6 +63,9 @@ class ShardedCollection(nn.Module, Staged):
     Parameters keep the names of the unsharded module; a table of another rank is an empty parameter.
     """
 
+    # what a forward returns, made of the collection and a batch
+    _awaitable: type[Any]
+
     def __init__(
         self,
         module: Collection,
@@ -276,11 +279,16 @@ class ShardedCollection(nn.Module, Staged):
             return None
         return departure
 
-    def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[Any]:
-        """Look this rank's batch up, together with the other ranks. Raises as `begin`."""
+    def forward(self, features: KeyedJaggedTensor | Exception) -> Any:
+        """The lazy result of this rank's batch, looked up together with the other ranks. Raises as `begin`."""
         flight = self.begin(features)
         self.look_up(flight)
-        return self.lazily(flight)
+        return self._awaitable(self, flight)
+
+    def lazily(self, flight: InFlight) -> LazyAwaitable[Any]:
+        """The result of a batch, which waits for other ranks when it is used."""
+        result: LazyAwaitable[Any] = self._awaitable(self, flight)
+        return result
 
     def look_up(self, flight: InFlight) -> None:
         """Find the rows that were asked for and send them off; `finish` takes them. Does nothing the second time."""

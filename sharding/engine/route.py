@@ -327,7 +327,9 @@ def route(
     ids, weights = _numbers(ids, routes, weights, lenient)
     lengths = features.lengths().view(len(sizes), batch) if routes.pooled else _column(sizes, ids.device)
     if not sending.as_they_are:
-        ids, weights = _permuted(ids, weights, sizes, sending.picks)
+        tensors = [ids] if weights is None else [ids, weights]
+        ids, *others = permute_segments(tensors, sizes, sending.picks)
+        weights = others[0] if others else None
         lengths, sizes = lengths.index_select(0, sending.picks_there), [sizes[k] for k in sending.picks]
     lengths = lengths.to(torch.int32)
 
@@ -355,21 +357,13 @@ def route(
             assert found.weights is not None
             found.weights = torch.cat([found.weights, division.weights])
         if sending.order is not None:
-            found.ids, found.weights = _permuted(found.ids, found.weights, found.counts, sending.order)
+            tensors = [found.ids] if found.weights is None else [found.ids, found.weights]
+            found.ids, *others = permute_segments(tensors, found.counts, sending.order)
+            found.weights = others[0] if others else None
             found.lengths = found.lengths.index_select(0, sending.order_there)
             found.counts = [found.counts[segment] for segment in sending.order]
     found.ids_to_groups = sending.ids_to_groups(found.counts)
     return found
-
-
-def _permuted(
-    ids: Tensor, weights: Tensor | None, sizes: Sequence[int], order: Sequence[int]
-) -> tuple[Tensor, Tensor | None]:
-    """Segments of ids, and of weights if there are any, in another order."""
-    if weights is None:
-        return permute_segments([ids], sizes, order)[0], None
-    ids, weights = permute_segments([ids, weights], sizes, order)
-    return ids, weights
 
 
 def _numbers(ids: Tensor, routes: Routes, weights: Tensor | None, lenient: bool) -> tuple[Tensor, Tensor | None]:
@@ -408,7 +402,9 @@ def _route_divided(features: KeyedJaggedTensor, routes: Routes, sending: Sending
     counts, ids, lengths, weights = division.known, division.ids, division.lengths, division.weights
     order = sending.keys_order
     if order is not None:
-        ids, weights = _permuted(ids, weights, counts, order)
+        tensors = [ids] if weights is None else [ids, weights]
+        ids, *others = permute_segments(tensors, counts, order)
+        weights = others[0] if others else None
         lengths, counts = lengths.index_select(0, sending.keys_order_there), [counts[segment] for segment in order]
     streams = sending.first_stream[-1]
     end = sum(counts[:streams])

@@ -55,6 +55,8 @@ class EmbeddingCollectionAwaitable(InFlightAwaitable[dict[str, JaggedTensor]]):
 class ShardedEmbeddingBagCollection(ShardedCollection):
     """An `EmbeddingBagCollection` over several ranks: same inputs, same `KeyedTensor`, same parameter names."""
 
+    _awaitable = EmbeddingBagCollectionAwaitable
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         names = [name for names in self._names_by_table for name in names]
@@ -62,10 +64,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         logger.info("sharded: rank %d holds %d bytes of %d tables", self._env.rank, held, len(self._names_by_table))
         # checked once; each output has its own values
         self._output = KeyedTensor(names, self._routes.dims, torch.empty(0, sum(self._routes.dims), device="cpu"))
-
-    def lazily(self, flight: InFlight) -> LazyAwaitable[KeyedTensor]:
-        """The result of a batch, which waits for other ranks when it is used."""
-        return EmbeddingBagCollectionAwaitable(self, flight)
 
     def finish(self, flight: InFlight) -> KeyedTensor:
         """The result of a batch.
@@ -92,14 +90,12 @@ class ShardedFusedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 class ShardedEmbeddingCollection(ShardedCollection):
     """An `EmbeddingCollection` over several ranks: same inputs, same dict of `JaggedTensor`, same parameter names."""
 
+    _awaitable = EmbeddingCollectionAwaitable
+
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
         self._names = [name for names in self._names_by_table for name in names]
         self._need_indices = module.need_indices()
-
-    def lazily(self, flight: InFlight) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """The result of a batch, which waits for other ranks when it is used."""
-        return EmbeddingCollectionAwaitable(self, flight)
 
     def finish(self, flight: InFlight) -> dict[str, JaggedTensor]:
         """The result of a batch. Raises as `ShardedEmbeddingBagCollection.finish`."""

@@ -34,7 +34,9 @@ def add_perf(commands: click.Group) -> None:
         """Measure shardwise on this machine, and compare what was measured."""
 
     @perf.command()
-    @click.option("--suite", "suites", multiple=True, metavar="NAME", help="cpu, cuda, full or ebc; may repeat.")
+    @click.option(
+        "--suite", "suites", multiple=True, metavar="NAME", help="cpu, cuda, full, ebc, operations; may repeat."
+    )
     @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
     @click.option("--only", default="", metavar="REGEX", help="Only cases with this in 'group: name'.")
     @click.option("--small", is_flag=True, help="Tiny sizes: a proof that all of it runs.")

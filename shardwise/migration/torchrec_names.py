@@ -365,7 +365,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "quantize_embeddings quantize_feature quantize_inference_model set_pruning_data "
             "trim_torch_package_prefix_from_typename DEFAULT_QUANTIZATION_DTYPE DEFAULT_QUANT_MAPPING"
         ),
-        "shardwise.inference.tables": "assign_weights_to_tbe get_table_to_weights_from_tbe",
+        "shardwise.inference.weights": "assign_weights_to_tbe get_table_to_weights_from_tbe",
         "shardwise.inference": "BatchingMetadata PredictFactory PredictModule QualNameMetadata quantize_dense",
         "shardwise.inference.sharded": "shard_quant_model DEFAULT_FUSED_PARAMS DEFAULT_SHARDERS",
     },

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 
 from shardwise import __version__
 from shardwise._version import how_to_install
+from shardwise.cli import kernels as cli_kernels
 from shardwise.cli import main as cli
 from shardwise.kernels import _op
 from shardwise.perf.compile import (
@@ -151,7 +152,9 @@ def test_a_whole_check_records_what_passed(monkeypatch: pytest.MonkeyPatch) -> N
     assert run("kernels", "check", "--record").exit_code == 1 and written.pop() == set()
     # what `_check` returns breaks a promise
     everything = {checked.group(case) for case in (*launched.cases(), *candidates.tuned_cases())}
-    monkeypatch.setattr(cli, "_check", lambda cases, *_: [case for case in cases if case.name.startswith("update sgd")])
+    monkeypatch.setattr(
+        cli_kernels, "_check", lambda cases, *_: [case for case in cases if case.name.startswith("update sgd")]
+    )
     assert run("kernels", "check", "--record").exit_code == 1
     assert written.pop() == everything - {"update sgd"} and "gather" in everything
     monkeypatch.setattr(checked, "changed", lambda cases, table, version: [])
@@ -171,7 +174,7 @@ def test_a_damaged_table_ends_a_check_before_it_begins(monkeypatch: pytest.Monke
 
     read = checked.read_table
     monkeypatch.setattr(checked, "read_table", damaged)
-    monkeypatch.setattr(cli, "_check", lambda *asked: pytest.fail("nothing was to be compiled"))
+    monkeypatch.setattr(cli_kernels, "_check", lambda *asked: pytest.fail("nothing was to be compiled"))
     for option in ("--record", "--changed"):
         result = run("kernels", "check", option)
         assert result.exit_code == 1 and "checked.json is no table of kernels" in result.output

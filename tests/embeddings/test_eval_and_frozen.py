@@ -17,8 +17,7 @@ from torch import Tensor
 
 from shardwise import DataType, EmbeddingBagCollection, KeyedJaggedTensor, RowWiseAdagrad, apply_optimizer_in_backward
 from shardwise.embeddings import EmbeddingBagConfig, TableGroup, TableShape
-from shardwise.embeddings.optim.optimizers import OptimizerSpec
-from shardwise.embeddings.tables.table_layout import LookupFeature
+from shardwise.embeddings.tables.table_layout import LookupFeature, OptimizerSpec
 from shardwise.planner.layout import TableOptions
 
 LEAVES = "looked up in eval"

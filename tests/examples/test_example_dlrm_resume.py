@@ -1,4 +1,7 @@
-"""The DLRM example loses nothing: killed and restarted, at the same or another number of ranks, with any pipeline."""
+"""The DLRM example loses nothing: killed and restarted, at the same or another number of ranks, with any pipeline.
+
+Takes most of a minute: each claim is a run of the example that stops, and one that goes on.
+"""
 
 from __future__ import annotations
 

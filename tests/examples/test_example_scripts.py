@@ -1,4 +1,7 @@
-"""The example scripts run as printed, and between them they show every public name."""
+"""The example scripts run as printed, and between them they show every public name.
+
+Takes half a minute: the scripts train.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,8 @@ import subprocess
 import sys
 
 import pytest
-from checkout import ROOT
+from checkout import ROOT, without_gloo
 from forked import run_script
-from programs import without_gloo
 
 import shardwise
 

@@ -9,7 +9,7 @@ import torch
 from kernel_inputs import UPDATES, Case, assert_same_bits, inputs, optimizer, torch_device, update_args, upstream
 
 from shardwise.kernels import fused_update, pooled_lookup
-from shardwise.kernels.cpu import update_driver as cpu_compiled
+from shardwise.kernels.cpu import update as cpu_update
 
 HOT = Case("hot", tables=((12, 8), (1, 8)), features=((0, False), (1, False)), batch=40, lengths=(0, 8))
 
@@ -29,8 +29,8 @@ def test_lookups_and_updates_have_their_bits_under_any_default_dtype(
 ) -> None:
     """Outputs and partial sums took the default dtype, and the compiled loops wrote past them."""
     # runs of one row that are summed in parts
-    monkeypatch.setattr(cpu_compiled, "_LONG", 40)
-    monkeypatch.setattr(cpu_compiled, "_ALONE", 0)
+    monkeypatch.setattr(cpu_update, "_LONG", 40)
+    monkeypatch.setattr(cpu_update, "_ALONE", 0)
     found = []
     for default in (torch.float32, dtype):
         torch.set_default_dtype(torch.float32)

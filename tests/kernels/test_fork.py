@@ -1,6 +1,8 @@
 """After a fork every op runs in the child as in its parent, forward and backward, and so do torch's own.
 
 Each test is a process of its own, whose child has a time limit: what stops, stops for ever.
+
+Takes most of a minute where numba has compiled nothing yet: all ops, in processes of their own.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,9 @@ def python_path() -> str:
 def golden(name: str) -> Any:
     """What golden/<name>.json has: numbers of another library's, or of an earlier version of ours."""
     return json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())
+
+
+def without_gloo(printed: str) -> str:
+    """Lines of a program and its ranks without gloo's (torch 2.9), which it writes in pieces that mix."""
+    own = [line for line in printed.splitlines(keepends=True) if "connected peer ranks is" not in line]
+    return re.sub(r"^(\[Gloo\] Rank )+", "", "".join(own), flags=re.MULTILINE)

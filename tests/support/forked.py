@@ -11,6 +11,7 @@ import runpy
 import socket
 import sys
 import tempfile
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -28,16 +29,22 @@ def run_script(script: str, *argv: str, ranks: int = 1) -> str:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        out.touch()
+        err.touch()
         processes = [context.Process(target=_be, args=(folder, script, argv, n, ranks, port)) for n in range(ranks)]
         for process in processes:
             process.start()
         count(0.0, ranks)
+        running = list(processes)
+        # the others may wait for one that failed for ever
+        while running and not any(one.exitcode for one in processes) and wait([p.sentinel for p in running], SECONDS):
+            running = [one for one in running if one.exitcode is None]
         for process in processes:
-            process.join(SECONDS)
             # what hangs is seen by its exit code
             process.kill()
             process.join()
-        printed, errors = (Path(folder, name).read_text() for name in ("out", "err"))
+        printed, errors = out.read_text(), err.read_text()
     assert [process.exitcode for process in processes] == [0] * ranks, errors
     assert "Warning" not in errors, errors
     return without_gloo(printed)
@@ -47,7 +54,7 @@ def _be(folder: str, script: str, argv: tuple[str, ...], rank: int, ranks: int, 
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
         stream.flush()
         # ranks share a file, in which each appends whole lines
-        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_APPEND), stream.fileno())
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if ranks > 1:
         sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}

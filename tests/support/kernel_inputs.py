@@ -6,7 +6,7 @@ kernels in the interpreter (TRITON_INTERPRET=1, `-m interpreted`), `cuda` on a G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch import Tensor
 from shardwise.kernels import RULES as DEFINED
 from shardwise.kernels import Feature, Segment, flatten_segments, new_guard, pack_features
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
+
+# jagged values as lists of lists
+Nested = list[Any]
 
 DEVICES = [
     "cpu",
@@ -105,10 +108,16 @@ def per_device(cases: Sequence[Case], devices: Sequence[Any] = DEVICES) -> list[
 
 def per_rule(devices: Sequence[Any]) -> list[Any]:
     """(device, rule) pairs; the interpreter takes rules that are not among KINDS in `make test-all` alone."""
+    return crossed(devices, RULES, lambda rule: rule not in KINDS)
+
+
+def crossed(devices: Sequence[Any], names: Iterable[Any], repeats: Callable[..., bool]) -> list[Any]:
+    """(device, name) pairs, or with tuples more; those that say nothing new of a kernel are full in the interpreter."""
+    each = [one if isinstance(one, tuple) else (one,) for one in names]
     return [
-        pytest.param(name, rule, marks=[*marks, *full_if(name == "interpreted" and rule not in KINDS)])
-        for name, marks in _named(devices)
-        for rule in RULES
+        pytest.param(device, *name, marks=[*marks, *full_if(device == "interpreted" and repeats(*name))])
+        for device, marks in _named(devices)
+        for name in each
     ]
 
 
@@ -322,3 +331,104 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
     """Equal in every bit."""
     assert got.dtype == expected.dtype
     assert torch.equal(got.detach().cpu(), expected.detach().cpu())
+
+
+@dataclass(frozen=True)
+class Case:
+    """Lengths of the bags of each jagged dim, extents of the dense, what is in a value, and values in no bag."""
+
+    name: str
+    lengths: tuple[tuple[int, ...], ...]
+    extents: tuple[int, ...]
+    row: tuple[int, ...] = (3,)
+    past: int = 0
+    ends: torch.dtype = torch.int64
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths[-1]) + self.past
+
+    def offsets(self, device: torch.device | str = "cpu") -> list[Tensor]:
+        return [offsets_of(lengths, self.ends).to(device) for lengths in self.lengths]
+
+    def values(self, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
+        return self._draw((self.total, *self.row), seed).to(device)
+
+    def dense(self, device: torch.device | str = "cpu", seed: int = 1) -> Tensor:
+        return self._draw((len(self.lengths[0]), *self.extents, *self.row), seed).to(device)
+
+    def _draw(self, shape: Sequence[int], seed: int) -> Tensor:
+        # small whole numbers: each sum and product of two is exact in every dtype
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(-9, 10, list(shape), generator=generator).to(self.dtype)
+
+
+CASES = [
+    Case("cut and filled", ((3, 0, 2, 5),), (4,)),
+    Case("none cut", ((3, 0, 2, 5),), (6,)),
+    Case("numbers", ((3, 0, 2, 5),), (4,), row=()),
+    Case("numbers, none cut", ((3, 1, 2),), (3,), row=()),
+    Case("past the last offset", ((3, 0, 2),), (2,), past=3),
+    Case("numbers past the last offset", ((3, 0, 2),), (2,), row=(), past=2),
+    Case("int32 offsets", ((1, 4, 2),), (3,), row=(4,), ends=torch.int32),
+    Case("no bags", ((),), (3,)),
+    Case("empty bags", ((0, 0),), (3,)),
+    Case("extent 0", ((2, 1),), (0,)),
+    Case("dim 0", ((2, 1),), (2,), row=(0,)),
+    Case("two dims in a value", ((2, 1),), (2,), row=(2, 3)),
+    Case("dim 128", ((2, 1),), (2,), row=(128,)),
+    Case("2 jagged dims", ((2, 0, 3), (1, 2, 0, 3, 1)), (2, 2)),
+    Case("2 jagged dims of numbers", ((2, 0, 3), (1, 2, 0, 3, 1)), (2, 2), row=(), past=1),
+    Case("2 jagged dims, none cut", ((2, 1), (1, 2, 3)), (2, 3), row=(4,)),
+    Case("2 jagged dims, no inner bags", ((0, 0), ()), (2, 2)),
+    Case("inner extent 0", ((2, 1), (1, 1, 1)), (0, 2)),
+    Case("3 jagged dims", ((2, 1), (1, 2, 1), (2, 1, 0, 3)), (2, 2, 2), row=(2,), ends=torch.int32),
+    Case("5 jagged dims", ((2, 1), (1, 2, 1), (1, 1, 1, 1), (1, 0, 2, 1), (2, 1, 0, 3)), (2, 2, 1, 2, 2), row=(2,)),
+    Case("fp64", ((3, 1),), (2,), dtype=torch.float64),
+    Case("fp16", ((3, 1),), (2,), row=(6,), dtype=torch.float16),
+    Case("bf16", ((3, 1),), (2,), row=(8,), dtype=torch.bfloat16),
+    Case("int64", ((3, 1),), (2,), row=(), dtype=torch.int64),
+    Case("int32", ((3, 1),), (2,), dtype=torch.int32),
+    Case("int8", ((3, 1),), (2,), dtype=torch.int8),
+]
+
+
+def offsets_of(lengths: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends]).to(dtype)
+
+
+def nested(values: Sequence[Any], lengths: Sequence[Sequence[int]]) -> Nested:
+    """Values as lists in lists: a list for each bag of each jagged dim."""
+    things = list(values)
+    for counts in reversed(lengths):
+        rest = iter(things)
+        things = [[next(rest) for _ in range(count)] for count in counts]
+    return things
+
+
+def padded(bags: Nested, extents: Sequence[int], filling: Any) -> Nested:
+    """Lists of equal length: each bag cut, or filled up."""
+    if not extents:
+        return bags
+    most, *inner = extents
+
+    def empty(sizes: Sequence[int]) -> Any:
+        return [empty(sizes[1:]) for _ in range(sizes[0])] if sizes else filling
+
+    return [
+        [padded([thing], inner, filling)[0] for thing in bag[:most]] + [empty(inner)] * max(0, most - len(bag))
+        for bag in bags
+    ]
+
+
+def held(dense: Any, bags: Any, levels: int, nothing: Any) -> list[Any]:
+    """What nested lists of equal length hold for each value of the bags, in order; `nothing` for what they do not."""
+    if levels == 0:
+        return [nothing if dense is None else dense]
+    inside = [] if dense is None else dense
+    found: list[Any] = []
+    for i, bag in enumerate(bags):
+        found += held(inside[i] if i < len(inside) else None, bag, levels - 1, nothing)
+    return found

@@ -12,6 +12,7 @@ import gc
 import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed.tensor  # noqa: F401
+from loops_cache import keep_loops
 
 import shardwise.sharding.dmp.dmp
 import shardwise.sharding.modules.managed_collision
@@ -21,6 +22,7 @@ import shardwise.sharding.quant  # noqa: F401
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
+keep_loops()
 with contextlib.suppress(ImportError):
     import numba
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,3 +47,17 @@ def expect_held(run: Run, weights: dict[str, Tensor], states: dict[str, Tensor])
         part = whole if state == "step" else whole[rows]
         if value.numel():
             assert torch.equal(value, part[:, cols] if part.dim() == 2 else part), key
+
+
+def local_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Each value's live part on this rank: of a cut one its rows, several column blocks side by side, or none [0]."""
+    return {name: local_part(value) for name, value in state.items()}
+
+
+def local_part(value: Any) -> Tensor:
+    """One value of `local_tensors`."""
+    if hasattr(value, "local_shards"):
+        shards = [shard.tensor for shard in value.local_shards()]
+        return torch.cat(shards, dim=shards[0].dim() - 1) if len(shards) > 1 else (*shards, torch.empty(0))[0]
+    local: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return local

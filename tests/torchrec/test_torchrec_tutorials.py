@@ -1,6 +1,8 @@
 """TorchRec's four tutorial programs run as they are through `python -m shardwise.torchrec`, and print what they should.
 
 The programs compare their own answers with rows picked by hand; a wrong row ends them.
+
+Takes most of a minute: the programs start two processes each, as users do, which import torch.
 """
 
 from __future__ import annotations
@@ -13,8 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
-from programs import without_gloo
+from checkout import ROOT, without_gloo
 
 PROGRAMS = Path(__file__).with_name("tutorials")
 LARGE, SMALL = ["large_table_0", "large_table_1"], ["small_table_0", "small_table_1"]

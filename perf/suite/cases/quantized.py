@@ -23,9 +23,9 @@ from shardwise.kernels import (
 )
 from shardwise.kernels.quantized.pooled import SCALES
 from shardwise.kernels.quantized.pooled_lookup import quantized_pooled_lookup_ref
-from shardwise.kernels.quantized.rows import dequantize_rows_ref, quantize_rows_ref
+from shardwise.kernels.quantized.rows import quantize_rows_ref
 from shardwise.kernels.quantized.sequence_lookup import quantized_sequence_lookup_ref
-from shardwise.kernels.row_formats import TABLE_BOUNDARY
+from shardwise.kernels.row_formats import TABLE_BOUNDARY, dequantize_rows_ref
 from shardwise.perf.gpu_scripts.gpu_quantized import Batch
 from shardwise.perf.suite.batches import bags_of_first
 from shardwise.perf.suite.case import (

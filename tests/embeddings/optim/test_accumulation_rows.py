@@ -32,7 +32,7 @@ from shardwise.embeddings import (
     TableShape,
     apply_optimizer_in_backward,
 )
-from shardwise.embeddings.optim.optimizers import OptimizerSpec
+from shardwise.embeddings.tables.table_layout import OptimizerSpec
 
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),

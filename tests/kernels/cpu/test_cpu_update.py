@@ -53,9 +53,6 @@ from shardwise.kernels.cpu import (
 from shardwise.kernels.cpu import (
     update as cpu_update,
 )
-from shardwise.kernels.cpu import (
-    update_driver as cpu_compiled,
-)
 from shardwise.kernels.lookup import pooled as pooled_module
 from shardwise.kernels.lookup.bounds import check_ids_ref
 from shardwise.kernels.lookup.pooled import pooled_lookup_ref
@@ -73,8 +70,8 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Divide even small work among so many threads, and rows of more than 64 ids too."""
 
     def divide(threads: int) -> None:
-        monkeypatch.setattr(cpu_compiled, "_ALONE", -1)
-        monkeypatch.setattr(cpu_compiled, "_LONG", 64)
+        monkeypatch.setattr(cpu_update, "_ALONE", -1)
+        monkeypatch.setattr(cpu_update, "_LONG", 64)
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
 
     return divide
@@ -89,12 +86,12 @@ def trained(batch: Inputs, rule: str, steps: int = 2, **settings: Any) -> tuple[
 
 
 class Counted:
-    """`cpu_compiled.update`, and whether it did the work."""
+    """`cpu_update.update`, and whether it did the work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: list[bool] = []
-        self.update = cpu_compiled.update
-        monkeypatch.setattr(cpu_compiled, "update", self)
+        self.update = cpu_update.update
+        monkeypatch.setattr(cpu_update, "update", self)
 
     def __call__(self, *args: Any) -> bool:
         self.answers.append(self.update(*args))
@@ -112,7 +109,7 @@ def test_compiled_loops_do_every_rule_as_the_torch_path_does(
         weights, state = trained(batch, rule, decay=decay)
         assert counted.answers and all(counted.answers)
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_compiled, "update", lambda *args: False)
+            patch.setattr(cpu_update, "update", lambda *args: False)
             expected, twin = trained(batch, rule, decay=decay)
         for mine, theirs in zip((weights, *state.states), (expected, *twin.states), strict=True):
             if rule_named(rule).is_exact:
@@ -152,7 +149,7 @@ def test_the_sums_of_a_hot_row_have_the_bits_of_the_torch_path(
         in_pieces(2)
         compiled, _ = trained(batch, "gradient", 1)
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_compiled, "update", lambda *args: False)
+            patch.setattr(cpu_update, "update", lambda *args: False)
             expected, _ = trained(batch, "gradient", 1)
         assert_same_bits(compiled, expected)
 
@@ -436,4 +433,4 @@ def test_the_number_of_rules_that_numba_compiles_is_all_of_them() -> None:
     pytest.importorskip("numba")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert [rule for rule in RULES if cpu_compiled._update_loop(rule_named(rule)) is None] == []
+        assert [rule for rule in RULES if cpu_update._update_loop(rule_named(rule)) is None] == []

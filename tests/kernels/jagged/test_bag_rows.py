@@ -1,4 +1,7 @@
-"""Products, softmax, pooling by weights and unary lookups of bags of rows: beside lists, references, and themselves."""
+"""Products, softmax, pooling by weights and unary lookups of bags of rows: beside lists, references, and themselves.
+
+Takes half a minute: 50 drawn batches an op and path, and references that loop over bags.
+"""
 
 from __future__ import annotations
 

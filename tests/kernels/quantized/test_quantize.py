@@ -15,7 +15,7 @@ from shardwise.kernels import (
     quantize_rows,
     row_format,
 )
-from shardwise.kernels.cpu import quantize as cpu_quantize
+from shardwise.kernels.cpu import quantized_lookup as cpu_quantized
 from shardwise.kernels.quantized.rows import (
     _dequantize_rows,
     _quantize_rows,
@@ -106,10 +106,10 @@ def test_any_rows_have_the_reference_bits_on_the_cpu(
 ) -> None:
     """Past the check that refuses rows which are not finite: what is made of those is the same too."""
     if path == "torch":
-        monkeypatch.setattr(cpu_quantize, "_quantizing", lambda: None)
-        monkeypatch.setattr(cpu_quantize, "_looking_up", lambda: None)
-    monkeypatch.setattr(cpu_quantize, "ALONE", 64)
-    monkeypatch.setattr(cpu_quantize, "_BLOCK_ELEMENTS", 256)
+        monkeypatch.setattr(cpu_quantized, "_quantizing", lambda: None)
+        monkeypatch.setattr(cpu_quantized, "_looking_up", lambda: None)
+    monkeypatch.setattr(cpu_quantized, "ALONE", 64)
+    monkeypatch.setattr(cpu_quantized, "_QUANTIZED_ELEMENTS", 256)
     dims = (1, 2, 3, 5, 15, 16, 17, 20, 31, 32, 33, 34, 47, 63, 64, 65, 66, 100, 128, 130, 515)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

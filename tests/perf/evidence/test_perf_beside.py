@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.kernels.cpu import update_driver as cpu_compiled
+from shardwise.kernels.cpu import update as cpu_update
 from shardwise.perf.evidence import __main__ as evidence
 from shardwise.perf.evidence import beside_inputs, beside_ops, beside_sharding, beside_torchrec, beside_types
 from shardwise.perf.evidence.beside_torchrec import Bounds, Row, geometric_mean, report, rows_of, table, verdict
@@ -231,9 +231,9 @@ def test_every_stage_of_a_step_is_a_function_that_there_is() -> None:
 def test_ours_can_do_without_numba() -> None:
     before = sys.modules.get("numba")
     with without_numba():
-        assert cpu_compiled._loops() is None
+        assert cpu_update._loops() is None
     assert sys.modules.get("numba") is before
-    assert (cpu_compiled._loops() is None) == (importlib.util.find_spec("numba") is None)
+    assert (cpu_update._loops() is None) == (importlib.util.find_spec("numba") is None)
 
 
 def test_names_of_cases_are_distinct() -> None:

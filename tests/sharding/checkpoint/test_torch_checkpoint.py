@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from local_tensors import local_tensors
 from ranks import run_ranks
 from sharding_mixes import Mix, TableCase, build, environment, shard, train_alone
-from sharding_steps import expect_outputs, train_on
+from sharding_steps import expect_outputs, local_tensors, train_on
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner

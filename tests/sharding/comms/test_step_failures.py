@@ -1,4 +1,8 @@
-"""A rank that fails, dies or stands still in a step: its peers raise, say who and where, and are left whole."""
+"""A rank that fails, dies or stands still in a step: its peers raise, say who and where, and are left whole.
+
+Takes most of a minute: a rank that is killed or stands still is waited for, 5 s of a roll call or a `timeout_s`; the
+machine is idle meanwhile.
+"""
 
 from __future__ import annotations
 

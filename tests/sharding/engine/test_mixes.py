@@ -6,6 +6,8 @@ where a rule with one number a row has one for each shard (row_state="shard"); a
 
 The whole product of mixes, collections, worlds and optimizers runs with SHARDWISE_ALL_MIXES=1 (some minutes); without
 it each random mix meets one optimizer in each world.
+
+Takes most of a minute: a mix is some steps of training on up to four processes, and there are hundreds.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_tensors import local_tensors
 from ranks import run_ranks
+from sharding_steps import local_tensors
 from torch import Tensor, nn
 
 import shardwise.sharding.comms.agreement

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_tensors import local_part
 from ranks import run_ranks
 from sharding_mixes import Mix, TableCase, batch_of, build, environment, shard, train, train_alone, upstream_of
-from sharding_steps import expect_outputs, train_on
+from sharding_steps import expect_outputs, local_part, train_on
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_tensors import local_part
 from ranks import run_ranks
 from sharding_mixes import Mix, TableCase, build, environment, shard
+from sharding_steps import local_part
 from test_sharded_state import STRATEGIES, mix_with, told, whole_of
 from torch import Tensor
 
