@@ -20,12 +20,12 @@ if TYPE_CHECKING:
         PlannerErrorType,
     )
     from .plan.advice import NoRoomError, Suggestion
+    from .plan.explanation import explain
     from .plan.files import read_constraints, read_tables
     from .plan.plan_files import load_planned, save_planned
     from .plan.planned import Planned
     from .plan.planning import plan_tables
     from .report.difference import diff
-    from .report.explanation import explain
     from .report.page import report
     from .tables import (
         Feature,
@@ -188,7 +188,7 @@ _HOME = {
     "TorchRecCost": "cost.torchrec",
     "UniformProposer": "torchrec.proposers",
     "diff": "report.difference",
-    "explain": "report.explanation",
+    "explain": "plan.explanation",
     "load_planned": "plan.plan_files",
     "plan_tables": "plan.planning",
     "read_constraints": "plan.files",

@@ -13,8 +13,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from .constants_measured import CARDS
-from .torchrec.constants import (
+from .constants import (
     BWD_COMPUTE_MULTIPLIER,
     CROSS_NODE_BANDWIDTH,
     DDR_CAP,
@@ -27,6 +26,7 @@ from .torchrec.constants import (
     SSD_MEM_BW,
     WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
 )
+from .constants_measured import CARDS
 
 
 @dataclass(unsafe_hash=True)

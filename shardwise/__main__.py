@@ -1,5 +1,5 @@
 """`python -m shardwise` is the command `shardwise`."""
 
-from .cli.main import main
+from .cli import main
 
 main()

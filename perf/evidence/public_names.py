@@ -136,7 +136,7 @@ def _torchrec() -> dict[str, dict[str, Any]]:
 def _commands() -> dict[str, dict[str, Any]]:
     import click
 
-    from shardwise.cli.main import commands
+    from shardwise.cli import commands
 
     entries: dict[str, dict[str, Any]] = {}
 

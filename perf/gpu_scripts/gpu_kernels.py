@@ -30,9 +30,9 @@ from shardwise.kernels.quantized.pooled_lookup import quantized_pooled_lookup_re
 from shardwise.kernels.quantized.rows import dequantize_rows_ref, quantize_rows_ref
 from shardwise.kernels.quantized.sequence_lookup import quantized_sequence_lookup_ref
 from shardwise.kernels.update import update
-from shardwise.perf.gpu_scripts.gpu_quantized import make as quantized_batch
 from shardwise.perf.gpu_scripts.gpu_sizes import Sizes
 from shardwise.perf.suite.batches import Batch, make, optimizer
+from shardwise.perf.suite.cases.quantized_batches import make as quantized_batch
 
 RULES = [rule for rule in DEFINED if rule != "gradient"]
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # largest relative error of a tensor

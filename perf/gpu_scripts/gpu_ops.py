@@ -22,9 +22,9 @@ from shardwise import (
     RowWiseAdagrad,
     apply_optimizer_in_backward,
 )
-from shardwise.perf.evidence.beside_ops import OPERATIONS
 from shardwise.perf.gpu_scripts.gpu_sizes import Sizes
 from shardwise.perf.suite.libraries import Library
+from shardwise.perf.suite.operations.jagged_ops import OPERATIONS
 from shardwise.perf.suite.operations.operation import Size, difference
 from shardwise.perf.suite.timing import graphs_of
 

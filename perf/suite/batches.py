@@ -23,7 +23,7 @@ from shardwise.kernels import (
     pooled_lookup,
 )
 from shardwise.kernels.features import FIRST_ROW, MEAN
-from shardwise.perf.suite.declared.lookup import fused_update_bytes, pooled_lookup_bytes
+from shardwise.perf.suite.declared import fused_update_bytes, pooled_lookup_bytes
 from shardwise.perf.suite.workloads import Workload, draw, draw_ids
 
 

@@ -29,8 +29,8 @@ from shardwise.kernels._op import next_power_of_2
 from shardwise.kernels.configs import DTYPES, Key, length_class, triton_version
 from shardwise.kernels.quantized.pooled_lookup import unit_count
 from shardwise.perf.compile.tuning_space import KERNELS, QUANTIZED
-from shardwise.perf.gpu_scripts import gpu_quantized
 from shardwise.perf.suite.batches import Batch, of_workload, optimizer
+from shardwise.perf.suite.cases import quantized_batches as gpu_quantized
 from shardwise.perf.suite.workloads import (
     Workload,
     equal,

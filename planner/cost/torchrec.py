@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..constants import KV_CACHING_RATIO, UVM_CACHING_RATIO, kernel_bw_lookup
 from ..constraints import ParameterConstraints
 from ..search.problem import PARTS, Choice
 from ..tables import Feature, Table
 from ..topology import Perf, Topology
-from ..torchrec.constants import KV_CACHING_RATIO, UVM_CACHING_RATIO, kernel_bw_lookup
 from ..torchrec.enumerators import (
     allowed_kernels,
     allowed_types,

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ..cost.model import CostModel, cost_from
-from ..report.explanation import explain
 from ..search.problem import (
     Assignment,
     Problem,
@@ -29,6 +28,7 @@ from ..topology import (
     Topology,
     placement,
 )
+from .explanation import explain
 from .files import constraint_to, constraints_from, read_data, table_from, table_to
 from .planned import Planned, Request
 from .planning import problem_of

@@ -16,7 +16,6 @@ from shardwise.planner.layout import Shard
 
 from ..constraints import ParameterConstraints
 from ..cost.model import CostModel
-from ..report.explanation import explain
 from ..search.problem import (
     Choice,
     Loads,
@@ -28,6 +27,7 @@ from ..search.problem import (
 from ..search.solve import certify
 from ..tables import Table
 from ..topology import Topology
+from .explanation import explain
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..plan.explanation import (
+    counted,
+    gib,
+    ms,
+    ranks,
+)
 from ..plan.planned import Planned
 from ..search.problem import Choice
-from .explanation import counted, gib, ms, ranks
 
 # steps and memories nearer than this share are the same
 SAME = 1e-9

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from ..plan.explanation import counted, ms
 from ..search.problem import Floats
-from .explanation import counted, ms
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP = 1030, 250, 46, 84, 26
 # below the columns, with and without the names of hosts

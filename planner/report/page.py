@@ -11,9 +11,7 @@ from html import escape
 import numpy as np
 
 from ..plan.alternatives import Alternative, alternatives, slowest_ranks
-from ..plan.planned import Planned
-from ..search.problem import Choice
-from .explanation import (
+from ..plan.explanation import (
     Row,
     best_of_each,
     bytes_of,
@@ -34,6 +32,8 @@ from .explanation import (
     way,
     where,
 )
+from ..plan.planned import Planned
+from ..search.problem import Choice
 from .ranks import by_table, rank_numbers, time_by_part
 from .style import (
     document,

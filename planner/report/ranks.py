@@ -7,10 +7,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..plan.alternatives import Piece, pieces
+from ..plan.explanation import (
+    PART_NAMES,
+    STRATEGIES,
+    Row,
+    counted,
+    gib,
+    ms,
+    size,
+)
 from ..plan.planned import Planned
 from ..search.problem import PARTS, Floats
 from ..topology import GIB
-from .explanation import PART_NAMES, STRATEGIES, Row, counted, gib, ms, size
 from .figures import (
     Block,
     Chart,

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from ..constants import MIN_CW_DIM, POOLING_FACTOR
 from ..constraints import ParameterConstraints
 from ..topology import Topology
-from .constants import MIN_CW_DIM, POOLING_FACTOR
 from .estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from .sharding_option import PartitionByType, Shard, SharderDataMap, ShardingOption
 from .types import Enumerator, ShardEstimator

@@ -19,15 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..constraints import ParameterConstraints
-from ..tables import ELEMENT_BYTES
-from ..topology import (
-    CollectiveType,
-    Perf,
-    Storage,
-    Topology,
-)
-from .constants import (
+from ..constants import (
     BATCHED_COPY_PERF_FACTOR,
     BIGINT_DTYPE,
     DP_ELEMENTWISE_KERNELS_PERF_FACTOR,
@@ -38,6 +30,14 @@ from .constants import (
     UVM_CACHING_RATIO,
     WEIGHTED_KERNEL_MULTIPLIER,
     kernel_bw_lookup,
+)
+from ..constraints import ParameterConstraints
+from ..tables import ELEMENT_BYTES
+from ..topology import (
+    CollectiveType,
+    Perf,
+    Storage,
+    Topology,
 )
 from .sharding_option import (
     CacheStatistics,

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..constants import BIGINT_DTYPE, POOLING_FACTOR
 from ..constraints import ParameterConstraints
 from ..errors import PlannerError, PlannerErrorType
 from ..topology import Storage, Topology
-from .constants import BIGINT_DTYPE, POOLING_FACTOR
 from .types import StorageReservation
 from .utils import gb_to_bytes, storage_repr_in_gb
 

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..constants import BWD_COMPUTE_MULTIPLIER, WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER
 from ..topology import (
     COMPUTE_DEVICES,
     GIB,
     GeneralizedCommsBandwidth,
     Topology,
 )
-from .constants import BWD_COMPUTE_MULTIPLIER, WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER
 
 # share by which the user's memory may differ from that of the hardware before a warning says so
 _CAP_TOLERANCE = 0.05

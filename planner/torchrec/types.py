@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..constants import BATCH_SIZE, HUNDRED_GB
 from ..constraints import ParameterConstraints
 from ..errors import PlannerError, PlannerErrorType
 from ..topology import (
@@ -26,7 +27,6 @@ from ..topology import (
     hash_sha256_to_int,
     round_to_nearest,
 )
-from .constants import BATCH_SIZE, HUNDRED_GB
 from .sharding_option import (
     CacheStatistics,
     PartitionByType,

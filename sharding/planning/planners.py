@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.planner.constants import BATCH_SIZE
 from shardwise.planner.constraints import ANY, ParameterConstraints, check_settings_of, constraint_of, nearest
 from shardwise.planner.cost.model import CostModel, cost_model
 from shardwise.planner.errors import PlannerError, PlannerErrorType
+from shardwise.planner.plan.explanation import explain
 from shardwise.planner.plan.plan_files import planned_to_json
 from shardwise.planner.plan.planned import Planned, Request
 from shardwise.planner.plan.planning import plan_or_advise
-from shardwise.planner.report.explanation import explain
 from shardwise.planner.search.problem import DoesNotFitError
 from shardwise.planner.search.solve import solve
 from shardwise.planner.topology import Topology
-from shardwise.planner.torchrec.constants import BATCH_SIZE
 from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator
 from shardwise.planner.torchrec.options import (
     no_plan_error,

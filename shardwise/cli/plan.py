@@ -19,6 +19,7 @@ from ..planner.cost.model import COSTS, CostModel, cost_model
 from ..planner.errors import PlannerError
 from ..planner.plan import whatif
 from ..planner.plan.advice import NoRoomError
+from ..planner.plan.explanation import explain
 from ..planner.plan.files import data_type_from, read_constraints, read_tables
 from ..planner.plan.plan_files import (
     CutDifference,
@@ -33,7 +34,6 @@ from ..planner.plan.planned import Planned, Request
 from ..planner.plan.planning import plan_or_advise, warn_of_kernels
 from ..planner.plan.whatif import resized_topology
 from ..planner.report.difference import diff as difference_of
-from ..planner.report.explanation import explain
 from ..planner.report.page import report
 from ..planner.topology import CARD_HBM_GIB, Topology
 from .output import (

@@ -144,7 +144,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.planner.utils": "bytes_to_gb sharder_name",
     },
     "torchrec.distributed.planner.constants": {
-        "shardwise.planner.torchrec.constants": (
+        "shardwise.planner.constants": (
             "kernel_bw_lookup BATCH_SIZE CROSS_NODE_BANDWIDTH DDR_MEM_BW HBM_MEM_BW HBM_TO_DDR_MEM_BW "
             "INTRA_NODE_BANDWIDTH"
         ),

@@ -17,10 +17,9 @@ pytest.importorskip("rich")
 
 from click.testing import CliRunner, Result
 
-from shardwise import __version__
+from shardwise import __version__, cli
 from shardwise._version import how_to_install
 from shardwise.cli import kernels as cli_kernels
-from shardwise.cli import main as cli
 from shardwise.kernels import _op
 from shardwise.perf.compile import (
     cases as launched,

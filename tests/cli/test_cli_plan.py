@@ -16,12 +16,12 @@ pytest.importorskip("rich")
 import click
 from click.testing import CliRunner, Result
 
-from shardwise.cli import main as cli
+from shardwise import cli
 from shardwise.cli.plan import dtype, share, size
 from shardwise.embeddings.config import DataType
 from shardwise.planner.constants_measured import CARDS
+from shardwise.planner.plan.explanation import explain
 from shardwise.planner.plan.plan_files import load_planned
-from shardwise.planner.report.explanation import explain
 
 TABLES = [
     {"name": "user", "num_embeddings": 4_000_000, "embedding_dim": 128, "pooling_factor": 2},

@@ -21,7 +21,7 @@ def test_every_snippet_gives_what_stands_beside_it() -> None:
 def test_every_command_and_its_options_are_there() -> None:
     pytest.importorskip("click")
     pytest.importorskip("rich")
-    from shardwise.cli import main as cli
+    from shardwise import cli
 
     ckpt: Any = cli.commands().commands["ckpt"]
     told = dict(re.findall(r"^\| `shardwise ckpt (\w+) (.*?)` \|", PAGE.read_text(), re.MULTILINE))

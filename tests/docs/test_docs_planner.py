@@ -11,7 +11,7 @@ from checkout import ROOT
 from snippets import wrong_snippets
 
 from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.report.explanation import PART_NAMES
+from shardwise.planner.plan.explanation import PART_NAMES
 from shardwise.planner.search.problem import PARTS
 
 DOCS = ROOT / "docs"
@@ -40,7 +40,7 @@ def test_fields_of_constraints_that_are_named_are_there() -> None:
 def test_every_command_and_its_options_are_there() -> None:
     pytest.importorskip("click")
     pytest.importorskip("rich")
-    from shardwise.cli import main as cli
+    from shardwise import cli
 
     plan: Any = cli.commands().commands["plan"]
     shown = re.findall(r"^shardwise plan ?(\w*) (.*)$", PAGE.read_text(), re.MULTILINE)

@@ -26,7 +26,7 @@ def test_every_snippet_gives_what_stands_beside_it() -> None:
 def test_commands_and_their_options_are_there() -> None:
     pytest.importorskip("click")
     pytest.importorskip("rich")
-    from shardwise.cli import main as cli
+    from shardwise import cli
 
     kernels: Any = cli.commands().commands["kernels"]
     options = {option for one in kernels.commands["autotune"].params for option in one.opts}

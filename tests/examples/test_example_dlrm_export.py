@@ -94,7 +94,7 @@ def test_a_checkpoint_exports_to_the_same_files(trained: tuple[dict[str, Any], P
     pytest.importorskip("rich")
     from click.testing import CliRunner
 
-    from shardwise.cli import main as cli
+    from shardwise import cli
 
     _, folder = trained
     factory = ROOT / "examples" / "dlrm" / "serving.py"

@@ -164,7 +164,7 @@ def test_imports_stay_within_the_layers(folder: str) -> None:
         ("models/a.py", "from shardwise.kernels.lookup.pooled import pooled"),
         ("data/a.py", "from ..sharding import dmp"),
         ("data/a.py", "import pandas"),
-        ("shardwise/cli/main.py", "from . import perf"),
+        ("shardwise/cli/__init__.py", "from . import perf"),
         ("models/a.py", "from shardwise.perf import cases"),
         ("shardwise/cli/plan.py", "from .perf import cases"),
     ],

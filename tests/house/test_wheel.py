@@ -187,7 +187,7 @@ COMMANDS: list[tuple[list[str], int, str]] = [
 RUN_THEM = """
 import json, sys
 from click.testing import CliRunner
-from shardwise.cli.main import commands
+from shardwise.cli import commands
 found = []
 for words in json.loads(sys.argv[1]):
     done = CliRunner().invoke(commands(), words)

@@ -17,9 +17,8 @@ from click.testing import CliRunner, Result
 from inference_models import CASES, DENSE, FEATURES, dlrm
 from test_inference_predict import Factory
 
-from shardwise import checkpoint
+from shardwise import checkpoint, cli
 from shardwise.checkpoint import Manifest
-from shardwise.cli import main as cli
 from shardwise.inference import Signature, load_program, quantize_inference_model, read_tables
 from shardwise.inference.folder import read_facts
 

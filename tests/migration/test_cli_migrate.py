@@ -17,8 +17,8 @@ pytest.importorskip("libcst")
 
 from click.testing import CliRunner, Result
 
+from shardwise import cli
 from shardwise._version import how_to_install
-from shardwise.cli import main as cli
 
 GOOD = "from torchrec.optim import SGD  # the rule\nimport torchrec\n\nprint(torchrec.Pipelineable)\n"
 LACKING = "from torchrec.distributed.planner import Topologie\nimport torchrec.distributed.planner as p\np.Topology\n"

@@ -190,7 +190,7 @@ def test_files_of_constraints_meet_the_same_words(tmp_path: Path, what: str, val
     pytest.importorskip("rich")
     from click.testing import CliRunner
 
-    from shardwise.cli import main as cli
+    from shardwise import cli
 
     (tmp_path / "tables.json").write_text(json.dumps([{"name": "t", "num_embeddings": 10, "embedding_dim": 8}]))
     (tmp_path / "rules.json").write_text(json.dumps({"*": {what: value}}))

@@ -15,6 +15,7 @@ from shardwise.embeddings.config import DataType
 from shardwise.planner.constants_measured import CARDS
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.cost.shardwise import ShardwiseCost
+from shardwise.planner.plan.explanation import explain
 from shardwise.planner.plan.files import (
     constraint_to,
     constraints_from,
@@ -40,7 +41,6 @@ from shardwise.planner.plan.whatif import (
     with_world,
 )
 from shardwise.planner.report.difference import diff
-from shardwise.planner.report.explanation import explain
 from shardwise.planner.tables import Feature, Skew, Table
 from shardwise.planner.topology import GIB, BasicCommsBandwidths, Topology
 

@@ -39,20 +39,6 @@ from shardwise.kernels.jagged import (
     regroup as regrouping,
 )
 from shardwise.kernels.jagged.segments import move_segments_ref
-from shardwise.perf.evidence import beside_ops
-from shardwise.perf.evidence.beside_inputs import (
-    IDS,
-    batch,
-    columns,
-    dims,
-    rows_of,
-)
-from shardwise.perf.evidence.beside_ops import (
-    BUCKETS,
-    TOLERANCE,
-    D,
-    _op,
-)
 from shardwise.perf.suite.case import (
     Call,
     Case,
@@ -65,7 +51,7 @@ from shardwise.perf.suite.cases.lookup import (
     FULL,
     INPUTS,
 )
-from shardwise.perf.suite.declared.segments import (
+from shardwise.perf.suite.declared_jagged import (
     block_bucketize_bytes,
     jagged_index_select_bytes,
     move_segments_bytes,
@@ -74,6 +60,20 @@ from shardwise.perf.suite.declared.segments import (
     to_padded_bytes,
 )
 from shardwise.perf.suite.libraries import Library, fbgemm
+from shardwise.perf.suite.operations import jagged_ops as beside_ops
+from shardwise.perf.suite.operations.inputs import (
+    IDS,
+    batch,
+    columns,
+    dims,
+    rows_of,
+)
+from shardwise.perf.suite.operations.jagged_ops import (
+    BUCKETS,
+    TOLERANCE,
+    D,
+    _op,
+)
 from shardwise.perf.suite.operations.operation import (
     Operation,
     Size,

@@ -14,14 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.perf.evidence import beside_types
-from shardwise.perf.evidence.beside_inputs import (
-    batch,
-    columns,
-    dims,
-    groups,
-    pieces,
-)
 from shardwise.perf.suite.case import (
     Call,
     Case,
@@ -30,6 +22,14 @@ from shardwise.perf.suite.case import (
 )
 from shardwise.perf.suite.cases.lookup import CUDA, EVERY, INPUTS
 from shardwise.perf.suite.libraries import ours, torchrec
+from shardwise.perf.suite.operations import jagged_types as beside_types
+from shardwise.perf.suite.operations.inputs import (
+    batch,
+    columns,
+    dims,
+    groups,
+    pieces,
+)
 from shardwise.perf.suite.operations.operation import Size, contents, difference
 from shardwise.perf.suite.peers import peer_calls
 

@@ -25,7 +25,7 @@ from shardwise.perf.suite.case import (
     Ready,
     Setting,
 )
-from shardwise.perf.suite.declared.lookup import check_ids_bytes, sequence_lookup_bytes
+from shardwise.perf.suite.declared import check_ids_bytes, sequence_lookup_bytes
 from shardwise.perf.suite.libraries import fbgemm
 from shardwise.perf.suite.peers import (
     TOLERANCES,

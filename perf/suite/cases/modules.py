@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.inference import quantize_inference_model
-from shardwise.perf.evidence.module_sides import (
+from shardwise.perf.suite.case import (
+    OURS,
+    Case,
+    Ready,
+    Setting,
+)
+from shardwise.perf.suite.cases.module_sides import (
     PEERS,
     Batch,
     Setup,
@@ -37,12 +43,6 @@ from shardwise.perf.evidence.module_sides import (
     step_bytes,
     step_of,
     unfused_side,
-)
-from shardwise.perf.suite.case import (
-    OURS,
-    Case,
-    Ready,
-    Setting,
 )
 from shardwise.perf.suite.libraries import torchrec
 from shardwise.perf.suite.peers import assert_close

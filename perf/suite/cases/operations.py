@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from shardwise.perf.evidence import beside_ops, beside_types
 from shardwise.perf.suite.case import (
     Call,
     Case,
@@ -21,6 +20,8 @@ from shardwise.perf.suite.case import (
     Setting,
 )
 from shardwise.perf.suite.libraries import Library, ours, torchrec
+from shardwise.perf.suite.operations import jagged_ops as beside_ops
+from shardwise.perf.suite.operations import jagged_types as beside_types
 from shardwise.perf.suite.operations.operation import (
     Operation,
     Raised,

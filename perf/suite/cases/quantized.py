@@ -26,7 +26,6 @@ from shardwise.kernels.quantized.pooled_lookup import quantized_pooled_lookup_re
 from shardwise.kernels.quantized.rows import quantize_rows_ref
 from shardwise.kernels.quantized.sequence_lookup import quantized_sequence_lookup_ref
 from shardwise.kernels.row_formats import TABLE_BOUNDARY, dequantize_rows_ref
-from shardwise.perf.gpu_scripts.gpu_quantized import Batch
 from shardwise.perf.suite.batches import bags_of_first
 from shardwise.perf.suite.case import (
     Call,
@@ -42,7 +41,8 @@ from shardwise.perf.suite.cases.lookup import (
     INPUTS,
     mean,
 )
-from shardwise.perf.suite.declared.lookup import quantized_pooled_lookup_bytes, quantized_sequence_lookup_bytes
+from shardwise.perf.suite.cases.quantized_batches import Batch
+from shardwise.perf.suite.declared import quantized_pooled_lookup_bytes, quantized_sequence_lookup_bytes
 from shardwise.perf.suite.libraries import fbgemm
 from shardwise.perf.suite.peers import assert_close, assert_peers, peer_calls
 from shardwise.perf.suite.workloads import (

@@ -25,8 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.perf.evidence.module_sides import TOLERANCE
-from shardwise.perf.evidence.sharded_sides import (
+from shardwise.perf.suite.case import (
+    OURS,
+    Case,
+    Ready,
+    Series,
+    Setting,
+)
+from shardwise.perf.suite.cases.module_sides import TOLERANCE
+from shardwise.perf.suite.cases.sharded_sides import (
     Shape,
     Stepper,
     batch_of,
@@ -34,13 +41,6 @@ from shardwise.perf.evidence.sharded_sides import (
     sharded_of,
     turns,
     weights_of,
-)
-from shardwise.perf.suite.case import (
-    OURS,
-    Case,
-    Ready,
-    Series,
-    Setting,
 )
 from shardwise.perf.suite.libraries import Library, ours, torchrec
 from shardwise.perf.suite.peers import assert_close

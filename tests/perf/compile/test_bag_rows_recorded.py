@@ -18,8 +18,8 @@ from shardwise.perf.compile import compiled
 from shardwise.perf.compile.cases import Case
 from shardwise.perf.compile.checks import broken_promises
 from shardwise.perf.compile.recorded import Launch, races, recorded
-from shardwise.perf.suite.declared import segments as declared_segments
-from shardwise.perf.suite.declared.lookup import Traffic
+from shardwise.perf.suite import declared_jagged as declared_segments
+from shardwise.perf.suite.declared import Traffic
 
 interpreted = pytest.mark.interpreted
 BAGS = Bags("recorded", lengths=(5, 0, 13, 2, 20, 1), rest=3, left=8, right=16, tables=2, vector=9)

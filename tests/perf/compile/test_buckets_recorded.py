@@ -23,8 +23,8 @@ from shardwise.perf.compile.recorded import (
     recorded,
     sectors,
 )
-from shardwise.perf.suite.declared.lookup import Traffic
-from shardwise.perf.suite.declared.segments import block_bucketize_bytes, histogram_binning_bytes, jagged_unique_bytes
+from shardwise.perf.suite.declared import Traffic
+from shardwise.perf.suite.declared_jagged import block_bucketize_bytes, histogram_binning_bytes, jagged_unique_bytes
 
 pytestmark = pytest.mark.interpreted
 

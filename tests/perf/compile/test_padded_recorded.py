@@ -27,8 +27,8 @@ from shardwise.perf.compile.recorded import (
     recorded,
     sectors,
 )
-from shardwise.perf.suite.declared.lookup import Traffic
-from shardwise.perf.suite.declared.segments import to_jagged_bytes, to_padded_bytes
+from shardwise.perf.suite.declared import Traffic
+from shardwise.perf.suite.declared_jagged import to_jagged_bytes, to_padded_bytes
 
 NAMES = ("cut and filled", "numbers", "past the last offset", "dim 128", "3 jagged dims", "bf16")
 SOME = [case for case in CASES if case.name in NAMES]

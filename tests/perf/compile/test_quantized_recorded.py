@@ -31,7 +31,7 @@ from shardwise.perf.compile.recorded import (
     races,
     recorded,
 )
-from shardwise.perf.suite.declared import lookup as declared
+from shardwise.perf.suite import declared
 
 interpreted = pytest.mark.interpreted
 ALIKE = {"tables": ((9, 64), (5, 64)), "batch": 4}

@@ -49,8 +49,8 @@ from shardwise.perf.compile.recorded import (
     recorded,
     sectors,
 )
-from shardwise.perf.suite.declared import lookup as declared
-from shardwise.perf.suite.declared.lookup import Traffic
+from shardwise.perf.suite import declared
+from shardwise.perf.suite.declared import Traffic
 
 interpreted = pytest.mark.interpreted
 

@@ -22,8 +22,8 @@ from shardwise.perf.compile import cases as launched
 from shardwise.perf.compile import compiled
 from shardwise.perf.compile.checks import broken_promises
 from shardwise.perf.compile.recorded import SECTOR, races, recorded
-from shardwise.perf.suite.declared import segments as declared
-from shardwise.perf.suite.declared.lookup import Traffic
+from shardwise.perf.suite import declared_jagged as declared
+from shardwise.perf.suite.declared import Traffic
 
 OPS = torch.ops.shardwise
 

@@ -29,8 +29,8 @@ from shardwise.perf.compile.recorded import (
     races,
     recorded,
 )
-from shardwise.perf.suite.declared import segments as declared
-from shardwise.perf.suite.declared.lookup import Traffic
+from shardwise.perf.suite import declared_jagged as declared
+from shardwise.perf.suite.declared import Traffic
 
 interpreted = pytest.mark.interpreted
 OPS = torch.ops.shardwise

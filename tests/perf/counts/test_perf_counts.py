@@ -85,7 +85,7 @@ def rises(before: Counts, now: Counts) -> dict[str, Change]:
 def invoke(*args: str) -> tuple[int, str]:
     from click.testing import CliRunner
 
-    from shardwise.cli.main import commands
+    from shardwise.cli import commands
 
     result = CliRunner().invoke(commands(), ["perf", "counts", *args])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception

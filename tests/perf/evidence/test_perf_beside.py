@@ -14,8 +14,17 @@ import torch
 
 from shardwise.kernels.cpu import update as cpu_update
 from shardwise.perf.evidence import __main__ as evidence
-from shardwise.perf.evidence import beside_inputs, beside_ops, beside_sharding, beside_torchrec, beside_types
-from shardwise.perf.evidence.beside_torchrec import Bounds, Row, geometric_mean, report, rows_of, table, verdict
+from shardwise.perf.evidence import compare_sharding as beside_sharding
+from shardwise.perf.evidence import compare_torchrec as beside_torchrec
+from shardwise.perf.evidence.compare_torchrec import (
+    Bounds,
+    Row,
+    geometric_mean,
+    report,
+    rows_of,
+    table,
+    verdict,
+)
 from shardwise.perf.suite import libraries
 from shardwise.perf.suite.case import (
     OURS,
@@ -26,6 +35,9 @@ from shardwise.perf.suite.case import (
 from shardwise.perf.suite.cases import operations
 from shardwise.perf.suite.libraries import Library, ours, without_numba
 from shardwise.perf.suite.measure import Budget
+from shardwise.perf.suite.operations import inputs as beside_inputs
+from shardwise.perf.suite.operations import jagged_ops as beside_ops
+from shardwise.perf.suite.operations import jagged_types as beside_types
 from shardwise.perf.suite.operations.operation import (
     Operation,
     Raised,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import dequantize_rows, quantize_rows
-from shardwise.perf.evidence.beside_quant import (
+from shardwise.perf.evidence.compare_quant import (
     DTYPES,
     MODEL_DTYPES,
     ROWS,

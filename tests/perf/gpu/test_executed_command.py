@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 
 from click.testing import CliRunner, Result
 
-from shardwise.cli import main as cli
+from shardwise import cli
 from shardwise.kernels import _op
 from shardwise.perf.gpu.cases import runs
 from shardwise.perf.gpu.cases.tolerances import SAME

@@ -16,16 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.perf.evidence.module_sides import (
-    RULES,
-    Setup,
-    assert_forwards,
-    assert_steps,
-    batches_of,
-    fill,
-    sides_of,
-    torch_side,
-)
 from shardwise.perf.suite.case import (
     OURS,
     Case,
@@ -37,6 +27,16 @@ from shardwise.perf.suite.cases import (
     package,
     planner,
     sharded,
+)
+from shardwise.perf.suite.cases.module_sides import (
+    RULES,
+    Setup,
+    assert_forwards,
+    assert_steps,
+    batches_of,
+    fill,
+    sides_of,
+    torch_side,
 )
 from shardwise.perf.suite.cases.sharded import Asked, RankError, Ranks
 from shardwise.perf.suite.workloads import EBC, tiny

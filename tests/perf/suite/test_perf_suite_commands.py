@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from perf_fake_cases import CASES, case
 
 import shardwise.perf.suite.cases as suite
-from shardwise.cli import main as cli
+from shardwise import cli
 from shardwise.perf.suite import machine, measure
 from shardwise.perf.suite.case import Ready, Setting
 from shardwise.perf.suite.storage import TEST, load

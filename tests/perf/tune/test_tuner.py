@@ -16,7 +16,7 @@ pytest.importorskip("rich")
 from click.testing import CliRunner, Result
 from torch import Tensor
 
-from shardwise.cli import main as cli
+from shardwise import cli
 from shardwise.cli import tune as cli_tune
 from shardwise.kernels import _op, configs, use_configs
 from shardwise.perf.compile.tuning_space import KERNELS, QUANTIZED, candidates

@@ -15,8 +15,7 @@ from planner_plain_costs import any_solution, some_plan, some_tables
 
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.plan.alternatives import alternatives
-from shardwise.planner.plan.planned import Planned
-from shardwise.planner.report.explanation import (
+from shardwise.planner.plan.explanation import (
     explain,
     gib,
     ms,
@@ -24,6 +23,7 @@ from shardwise.planner.report.explanation import (
     share,
     size,
 )
+from shardwise.planner.plan.planned import Planned
 from shardwise.planner.search.problem import (
     PARTS,
     Assignment,
@@ -173,7 +173,7 @@ def test_wide_text_is_wrapped_to_the_width() -> None:
 
 SCRIPT = """
 from planner_plain_costs import some_plan, some_tables
-from shardwise.planner.report.explanation import explain
+from shardwise.planner.plan.explanation import explain
 print(explain(some_plan(some_tables(60), 16, local_size=8, hbm_gib=64)))
 """
 

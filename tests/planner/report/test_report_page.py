@@ -14,14 +14,14 @@ from planner_plain_costs import some_plan, some_tables
 
 from shardwise import planner
 from shardwise.planner.plan.alternatives import alternatives
-from shardwise.planner.plan.planned import Planned
-from shardwise.planner.report.difference import diff
-from shardwise.planner.report.explanation import (
+from shardwise.planner.plan.explanation import (
     PART_NAMES,
     explain,
     gib,
     ms,
 )
+from shardwise.planner.plan.planned import Planned
+from shardwise.planner.report.difference import diff
 from shardwise.planner.report.figures import Block, merged
 from shardwise.planner.report.page import report
 from shardwise.planner.report.style import COLOURS

@@ -1,6 +1,6 @@
 """TorchRec's estimates, number for number: what torchrec 1.8.0 says of random options.
 
-`python -m shardwise.perf.evidence.beside_planner golden` prints the numbers anew where torchrec is installed, and `... formulas`
+`python -m shardwise.perf.evidence.compare_planner golden` prints the numbers anew where torchrec is installed, and `... formulas`
 compares thousands of options.
 """
 

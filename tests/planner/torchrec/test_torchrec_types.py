@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.planner.torchrec import constants, types, utils
+from shardwise.planner import constants
+from shardwise.planner.torchrec import types, utils
 from shardwise.planner.torchrec.types import (
     BasicCommsBandwidths,
     CollectiveType,

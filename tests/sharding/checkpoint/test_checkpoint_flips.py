@@ -20,9 +20,9 @@ from shardwise import (
     RowWiseAdagrad,
     apply_optimizer_in_backward,
     checkpoint,
+    cli,
 )
 from shardwise.checkpoint import CheckpointDamaged
-from shardwise.cli import main as cli
 
 MANIFEST, FILE, STEP = "manifest.json", "rank-00000.safetensors", "step-000000000001"
 

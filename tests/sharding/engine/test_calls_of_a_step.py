@@ -1,4 +1,4 @@
-"""What a step of a sharded collection calls, counted as beside TorchRec (perf/evidence/beside_sharding.py)."""
+"""What a step of a sharded collection calls, counted as beside TorchRec (perf/evidence/compare_sharding.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from poison import ALLOCATORS
 from ranks import run_ranks
 
 from shardwise.perf.counts.calls import listed
-from shardwise.perf.evidence.beside_sharding import calls_of_forward, collectives_of_step
-from shardwise.perf.evidence.sharded_sides import Shape, Stepper
+from shardwise.perf.evidence.compare_sharding import calls_of_forward, collectives_of_step
+from shardwise.perf.suite.cases.sharded_sides import Shape, Stepper
 from shardwise.perf.suite.libraries import ours
 
 pytestmark = pytest.mark.ranks

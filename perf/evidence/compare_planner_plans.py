@@ -30,9 +30,9 @@ from shardwise.perf.suite.libraries import PLANNER, torchrec
 from shardwise.planner.cost.model import constants_of
 from shardwise.planner.cost.torchrec import TorchRecCost
 from shardwise.planner.errors import PlannerError
+from shardwise.planner.plan.explanation import facts
 from shardwise.planner.plan.files import read_tables
 from shardwise.planner.plan.planning import plan_tables
-from shardwise.planner.report.explanation import facts
 from shardwise.planner.search.problem import DoesNotFitError
 from shardwise.planner.search.solve import certify, solve
 from shardwise.planner.tables import Table

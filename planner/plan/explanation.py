@@ -13,13 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..plan.alternatives import (
-    Alternative,
-    Piece,
-    alternatives,
-    pieces,
-    slowest_ranks,
-)
 from ..search.problem import (
     PARTS,
     Choice,
@@ -28,9 +21,16 @@ from ..search.problem import (
 )
 from ..tables import Table
 from ..topology import GIB
+from .alternatives import (
+    Alternative,
+    Piece,
+    alternatives,
+    pieces,
+    slowest_ranks,
+)
 
 if TYPE_CHECKING:
-    from ..plan.planned import Planned
+    from .planned import Planned
 
 # the parts of a step as people call them, in the order in which they happen
 PART_NAMES = {

@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from shardwise.checkpoint import diff, from_dcp_trusted, latest, load, save, to_dcp
 from shardwise.perf.evidence.report import Report, Section, report_of
-from shardwise.perf.evidence.sharded_sides import (
+from shardwise.perf.suite import libraries
+from shardwise.perf.suite.cases.sharded_sides import (
     Shape,
     model_of,
     train,
     worst_difference,
 )
-from shardwise.perf.suite import libraries
 from shardwise.perf.suite.libraries import Library, ours, torchrec
 from shardwise.perf.suite.ranks import of_ranks, on_ranks
 

@@ -14,8 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..suite.operations.operation import Operation, Size
-from .beside_inputs import IDS, batch, columns, dims, rows_of
+from .inputs import (
+    IDS,
+    batch,
+    columns,
+    dims,
+    rows_of,
+)
+from .operation import Operation, Size
 
 # columns of rows, and of both sides of a product
 D, NARROW = 64, 16

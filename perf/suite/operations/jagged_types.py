@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..suite.operations.operation import Operation, Size
-from .beside_inputs import (
+from .inputs import (
     ROW,
     Make,
     batch,
@@ -31,6 +30,7 @@ from .beside_inputs import (
     samples,
     tensor_dict,
 )
+from .operation import Operation, Size
 
 CPU = torch.device("cpu")
 PLAIN: dict[str, Any] = {}

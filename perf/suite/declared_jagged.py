@@ -1,4 +1,4 @@
-"""The bytes that the jagged ops declare, as functions of a call; letters as in the kernels, `sector` as in lookup.py.
+"""The bytes that the jagged ops declare, as functions of a call; letters as in the kernels, `sector` as in declared.py.
 
 Searches, sorts, and offsets of inner dims are left out, which caches or torch serve. Where there is no `sector`, rows
 are whole sectors or neighbours of one another.
@@ -20,7 +20,7 @@ from shardwise.kernels.jagged.padded import (
 )
 from shardwise.kernels.jagged.regroup_plan import Runs
 
-from .lookup import Traffic, _in_sectors
+from .declared import Traffic, _in_sectors
 
 
 def move_segments_bytes(values: Sequence[Tensor], moved: int, *, sector: int = 1) -> Traffic:

@@ -32,9 +32,10 @@ from shardwise.perf.counts.calls import (
     of_folder,
     python_calls,
 )
-from shardwise.perf.evidence import sharded_sides
 from shardwise.perf.evidence.report import Report, Section, report_of
-from shardwise.perf.evidence.sharded_sides import (
+from shardwise.perf.suite import libraries
+from shardwise.perf.suite.cases import sharded_sides
+from shardwise.perf.suite.cases.sharded_sides import (
     STRATEGIES,
     Shape,
     Stepper,
@@ -42,7 +43,6 @@ from shardwise.perf.evidence.sharded_sides import (
     turns,
     worst_difference,
 )
-from shardwise.perf.suite import libraries
 from shardwise.perf.suite.libraries import ours, torchrec
 from shardwise.perf.suite.ranks import of_ranks, on_ranks
 from shardwise.sharding.comms import exchange, header

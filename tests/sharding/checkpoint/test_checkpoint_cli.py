@@ -17,8 +17,8 @@ from checkpoint_nets import net, train
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
+from shardwise import cli
 from shardwise.checkpoint import diff, full_state_dict, read_manifest, save
-from shardwise.cli import main as cli
 
 A, B = "ebc.embedding_bags.a.weight", "ebc.embedding_bags.b.weight"
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..suite.operations.operation import Size
+from .operation import Size
 
 IDS = 1_000_000
 # values of a jagged tensor are rows of so many floats where they are rows

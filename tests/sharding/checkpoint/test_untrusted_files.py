@@ -22,9 +22,8 @@ from checkpoint_cases import MIX, saved
 from click.testing import CliRunner
 from sharding_mixes import build
 
-from shardwise import ShardingPlan, checkpoint, untrusted
+from shardwise import ShardingPlan, checkpoint, cli, untrusted
 from shardwise.checkpoint import CheckpointDamaged
-from shardwise.cli import main as cli
 from shardwise.data import Criteo, MovieLens
 from shardwise.inference import ModelFacts, load_program, read_tables
 from shardwise.inference.folder import ModelDamaged, file_facts, read_facts, write_facts

@@ -1,1 +1,0 @@
-"""The bytes that each kernel declares, as functions of a call."""
