@@ -69,10 +69,9 @@ from .quantized.pooled_lookup import quantized_pooled_lookup
 from .quantized.rows import dequantize_rows, quantize_rows
 from .quantized.sequence_lookup import quantized_sequence_lookup
 from .row_formats import ROW_FORMATS, RowFormat, row_format
-from .rule import RULES, Rule, define_rule, rule_named
+from .rule import DECAYS, RULES, Rule, define_rule, rule_named
 from .update import rules as _built_in
 from .update.index_op import update_index
-from .update.step import DECAYS
 from .update.update import fused_update
 
 __all__ = [

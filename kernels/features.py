@@ -52,6 +52,19 @@ class Segment(NamedTuple):
     base: int
 
 
+class Lookup(NamedTuple):
+    """A batch and where its ids point: what a lookup reads beside rows, and the update of these rows after it."""
+
+    indices: Tensor  # [N]
+    offsets: Tensor  # [F * B + 1]
+    per_id_weights: Tensor | None  # [N]
+    features: Tensor  # [F, 8]
+    segments: Sequence[Segment] = ()  # what an update goes by
+    pooling: str = "sum"  # or "mean" or "sequence"; of sums, which bags are averaged stands in their features
+    dims: Sequence[int] = ()  # [F] columns of the output; an index of rows asks for none
+    ids: Tensor | None = None  # [N] what users sent, where the indices are slots that hold it
+
+
 def pack_features(
     features: Sequence[Feature], device: torch.device | str = "cpu", *, boundary: int | None = None
 ) -> Tensor:

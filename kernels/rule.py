@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from torch import Tensor
 
 from ._op import direct, loaded, tl, triton
 
+# how weight decay enters a step: not at all; g + decay * w; w - lr * decay * w
+DECAYS = ("none", "l2", "decoupled")
 # Parameters of a rule that are neither states nor hyper-parameters
 _ROW, _STEP = "row", "step"
 _serial = count()
@@ -230,6 +232,19 @@ class Rule:
         row = [None] if self.takes_row else []
         found = self.function(w, g, *states, *row, *numbers)
         return list(found) if self.states else [found]
+
+
+class Update(NamedTuple):
+    """One optimizer step: what it changes in place, its rule, and whether it is taken at all."""
+
+    weights: Tensor
+    states: Sequence[Tensor]
+    step: Tensor  # [1] int64, steps so far
+    guard: Tensor  # [3]: a batch with a fault is no step
+    rule: Rule
+    hyper: Tensor  # [H + 1] fp64, the last one the weight decay
+    decay: str  # of DECAYS
+    seed: Tensor | None  # by which rows are rounded to a dtype of 16 bits
 
 
 # name -> rule, of the rules defined so far

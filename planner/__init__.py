@@ -1,6 +1,7 @@
 """Where tables should go. Pure Python: no tensors, no processes; `sharding.planning` plans models with it.
 
-Names load at first use. TorchRec's names are also in modules of TorchRec's names: `planner.torchrec.types`, `planner.torchrec.proposers`.
+Names load at first use. TorchRec's names are also in modules of TorchRec's names: `planner.torchrec.types`,
+`planner.torchrec.proposers`.
 """
 
 from __future__ import annotations

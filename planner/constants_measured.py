@@ -1,4 +1,5 @@
-"""What a machine does in a step, as numbers with a unit and a source: the constants of the cost model of `cost/shardwise.py`.
+"""What a machine does in a step, as numbers with a unit and a source: the constants of the cost model of
+`cost/shardwise.py`.
 
 `shardwise plan calibrate` measures them and writes JSON that `Constants.load` reads. The presets here are not measured:
 they are peaks from vendors' data sheets times an efficiency that is stated with each, and overheads that are guesses.

@@ -72,8 +72,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if folders is None or collection_path == TESTS or TESTS not in collection_path.parents:
         return None
     places = [TESTS / folder for folder in folders]
-    if not places[0].exists():
-        return None
     on_the_way = any(place == collection_path or collection_path in place.parents for place in places)
     return None if on_the_way or any(place in collection_path.parents for place in places) else True
 

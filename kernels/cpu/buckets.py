@@ -1,13 +1,14 @@
 """Bucketing, deduplication and calibration on the CPU where numba is installed: buckets_loops.py on some threads.
 
-Results do not depend on the number of threads. Letters as in jagged/bucketize.py, jagged/unique.py and jagged/calibration.py.
+Results do not depend on the number of threads. Letters as in jagged/bucketize.py, jagged/unique.py and
+jagged/calibration.py.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,34 +37,36 @@ def like(loop: Any, tensor: Tensor | None) -> Any:
     return loop.LIKE_INT32 if tensor is None or tensor.dtype == torch.int32 else loop.LIKE_INT64
 
 
-def bucketize(
-    loop: Any,
-    lengths: Tensor,
-    ids: Tensor,
-    block_sizes: Tensor,
-    buckets: int,
-    weights: Tensor | None,
-    ends: Tensor | None,
-    totals: Tensor | None,
-    borders: Tensor | None,
-    keep_all: bool,
-    keep: Tensor | None,
-    new_lengths: Tensor,
-    new_ids: Tensor,
-    new_weights: Tensor,
-    positions: Tensor,
-    permute: Tensor,
-) -> int:
-    """Fill the outputs, those without elements excepted; all tensors contiguous, those of features int64.
+class Batch(NamedTuple):
+    """Ids that are divided among buckets, and by what: tensors of features are int64 [F]."""
+
+    lengths: Tensor  # [F * B]
+    ids: Tensor  # [N]
+    block_sizes: Tensor
+    num_buckets: int
+    weights: Tensor | None  # [N]
+    ends: Tensor | None  # last bags, of features that have batches of their own
+    totals: Tensor | None
+    borders: Tensor | None
+    keep_all: bool  # ids as they were
+    keep: Tensor | None
+
+
+def bucketize(loop: Any, batch: Batch, outputs: tuple[Tensor, ...]) -> int:
+    """Fill the outputs (weights, lengths, ids, positions, permutation), those without elements excepted.
+
+    All tensors are contiguous, those of features int64.
 
     Returns the number of ids, or what `count_buckets` does where it could not go on: then outputs mean nothing.
     """
+    lengths, ids, block_sizes, buckets, weights, ends, totals, borders, keep_all, keep = batch
+    new_weights, new_lengths, new_ids, positions, permute = outputs
     bags, n, features = lengths.shape[0], ids.shape[0], block_sizes.shape[0]
-    batch = bags // features if features else 0
+    samples = bags // features if features else 0
     source = (
         lengths.data_ptr(), bags, like(loop, lengths), ids.data_ptr(), n, like(loop, ids),
         block_sizes.data_ptr(), _address(totals), _address(borders), _address(ends),
-        features, batch, buckets,
+        features, samples, buckets,
     )  # fmt: skip
     if positions.shape[0] and not permute.shape[0]:
         permute = torch.empty_like(ids)
@@ -181,23 +184,27 @@ def _sortable(rows: int, n: int) -> bool:
     return rows.bit_length() + n.bit_length() <= 63
 
 
-def calibrate(
-    loop: Any,
-    logit: Tensor,
-    segment_value: Tensor | None,
-    segment_lengths: Tensor | None,
-    num_segments: int,
-    examples: Tensor,
-    positives: Tensor,
-    boundaries: Tensor | None,
-    num_bins: int,
-    shift: float,
-    lower: float,
-    step: float,
-    after: int,
-    weight: float,
-) -> tuple[Tensor, Tensor] | None:
+class Bins(NamedTuple):
+    """What predictions are calibrated by: counts of each bin of each segment, and how a prediction finds its bin."""
+
+    segment_value: Tensor | None
+    segment_lengths: Tensor | None
+    num_segments: int
+    examples: Tensor  # [(segments + 1) * bins]
+    positives: Tensor
+    boundaries: Tensor | None  # [bins - 1]; None: bins of one width
+    num_bins: int
+    shift: float  # of a logit: the logarithm of the weight of positives
+    lower: float
+    step: float
+    after: int  # examples of a bin from which on its rate is used
+    weight: float
+
+
+def calibrate(loop: Any, logit: Tensor, bins: Bins) -> tuple[Tensor, Tensor] | None:
     """Predictions and bins, all tensors contiguous but segments; None: something is wrong with the segments."""
+    segment_value, segment_lengths, num_segments, examples, positives, boundaries, num_bins, *numbers = bins
+    shift, lower, step, after, weight = map(float, numbers)
     n, dtype = logit.numel(), logit.dtype
     # halves are calibrated as fp32
     wide = logit if logit.itemsize > 2 else logit.float()
@@ -209,8 +216,8 @@ def calibrate(
         loop.calibrate, wide.data_ptr(), loop.LIKE_FLOAT64 if dtype == torch.float64 else loop.LIKE_FLOAT32,
         _address(value), 0 if value is None else value.shape[0], like(loop, value), _address(lengths),
         like(loop, lengths), num_segments,
-        examples.data_ptr(), positives.data_ptr(), _address(boundaries), num_bins, float(shift), float(lower),
-        float(step), float(after), float(weight),
+        examples.data_ptr(), positives.data_ptr(), _address(boundaries), num_bins, shift, lower,
+        step, after, weight,
     )  # fmt: skip
     out = (predictions.data_ptr(), bin_ids.data_ptr())
     if parts == 1:

@@ -19,6 +19,7 @@ from ..features import (
     BASE,
     MEAN,
     ROWS,
+    Lookup,
     batch_size,
     column_offsets,
     linear_rows,
@@ -61,17 +62,29 @@ def pooled_lookup_cpu(
         and offsets.dtype in _INDEX
     ):
         loop = getattr(loops, _LOOP_OF[weights.dtype])
-        return _by_loop(loop, weights, indices, offsets, per_id_weights, features, dims)
+        count, ids, width = len(dims), indices.shape[0], sum(dims)
+        samples = batch_size(offsets, count)
+        out = _new(samples, width)
+        # kept by these names as long as the loop has their addresses
+        indices, offsets, features = indices.contiguous(), offsets.contiguous(), features.contiguous()
+        scale = None if per_id_weights is None else per_id_weights.float().contiguous()
+        arguments = (
+            weights.data_ptr(), indices.data_ptr(), indices.itemsize, offsets.data_ptr(), offsets.itemsize,
+            0 if scale is None else scale.data_ptr(), features.data_ptr(), out.data_ptr(), count, samples, ids, width,
+        )  # fmt: skip
+        _in_parts(loop, arguments, ids * width > configs.cpu("lookup_alone", _ALONE) * count)
+        return out
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
     scale = None if per_id_weights is None else per_id_weights.float()
+    lookup = Lookup(indices, offsets, scale, features, dims=dims)
     if (
         batch
         and len(set(dims)) == 1
         and indices.shape[0] <= configs.cpu("lookup_short", _SHORT) * (offsets.shape[0] - 1)
     ):
-        return _by_samples(weights, indices, offsets, scale, features, dims[0])
+        return _by_samples(weights, lookup)
     out = _new(batch, columns[-1])
-    _by_features(out, weights, indices, offsets, scale, features, dims)
+    _by_features(out, weights, lookup)
     return out
 
 
@@ -81,29 +94,6 @@ def _block_elements() -> int:
 
 def _new(batch: int, columns: int) -> Tensor:
     return in_huge_pages(torch.empty(batch, columns, dtype=torch.float32, device="cpu"))
-
-
-def _by_loop(
-    loop: Callable[[], int],
-    weights: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    per_id_weights: Tensor | None,
-    features: Tensor,
-    dims: Sequence[int],
-) -> Tensor:
-    count, ids, columns = len(dims), indices.shape[0], sum(dims)
-    batch = batch_size(offsets, count)
-    out = _new(batch, columns)
-    # kept by these names as long as the loop has their addresses
-    indices, offsets, features = indices.contiguous(), offsets.contiguous(), features.contiguous()
-    scale = None if per_id_weights is None else per_id_weights.float().contiguous()
-    arguments = (
-        weights.data_ptr(), indices.data_ptr(), indices.itemsize, offsets.data_ptr(), offsets.itemsize,
-        0 if scale is None else scale.data_ptr(), features.data_ptr(), out.data_ptr(), count, batch, ids, columns,
-    )  # fmt: skip
-    _in_parts(loop, arguments, ids * columns > configs.cpu("lookup_alone", _ALONE) * count)
-    return out
 
 
 def _in_parts(loop: Callable[[], int], arguments: tuple[int, ...], many: bool) -> bool:
@@ -117,16 +107,15 @@ def _in_parts(loop: Callable[[], int], arguments: tuple[int, ...], many: bool) -
     return not job[2]
 
 
-def _by_samples(
-    weights: Tensor, indices: Tensor, offsets: Tensor, scale: Tensor | None, features: Tensor, dim: int
-) -> Tensor:
+def _by_samples(weights: Tensor, lookup: Lookup) -> Tensor:
     """Short bags of tables of one dim: the few ids are brought into the order of the output."""
+    offsets, features, dim = lookup.offsets, lookup.features, lookup.dims[0]
     count = features.shape[0]
     batch = batch_size(offsets, count)
     anchor = int(features[:, BASE].min())
     rows = int((features[:, BASE] - anchor + features[:, ROWS] * dim).max()) // dim
     lengths = offsets.diff().view(count, batch)
-    linear, bags, scale = _in_sample_order(indices, offsets, lengths, scale, features, anchor, dim)
+    linear, bags, scale = _in_sample_order(lookup, lengths, anchor)
     table, samples = table_rows(weights, anchor, rows, dim), max(1, _block_elements() // (count * dim))
     if batch * count * dim * 4 < HUGE_PAGE:
         out = bag_sums(table, linear, bags, scale).view(batch, count * dim)
@@ -143,10 +132,10 @@ def _by_samples(
     return out
 
 
-def _in_sample_order(
-    indices: Tensor, offsets: Tensor, lengths: Tensor, scale: Tensor | None, features: Tensor, anchor: int, dim: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _in_sample_order(lookup: Lookup, lengths: Tensor, anchor: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows of W from element `anchor`, bag offsets and weights, bag (b, f) at b * F + f; lengths [F, B]."""
+    indices, offsets, scale, features, *_ = lookup
+    dim = lookup.dims[0]
     count, batch = lengths.shape
     end = int(offsets[-1])
     if end == count * batch and bool((lengths == 1).all()):
@@ -174,16 +163,10 @@ def _without_bad(
     return ids[valid], bags, None if scale is None else scale[valid]
 
 
-def _by_features(
-    out: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale: Tensor | None,
-    features: Tensor,
-    dims: Sequence[int],
-) -> None:
+def _by_features(out: Tensor, weights: Tensor, lookup: Lookup) -> None:
     """Longer bags, or tables of several dims: the sums of a block are brought into the order of the output."""
+    indices, offsets, scale, features, *_ = lookup
+    dims = lookup.dims
     batch, columns = out.shape[0], column_offsets(dims)
     tables = features.tolist()
     bounds = offsets[::batch].tolist() if batch else []

@@ -1,7 +1,7 @@
 """The pooled lookup and the check of ids on the CPU, compiled by numba when they are first called.
 
-Letters as in lookup/pooled.py; tensors come as addresses. Loops release the GIL and never raise. The rows of a bag are added
-in the order of its ids, in fp32, as `embedding_bag` adds them; a sum stays in vector registers until it is whole.
+Letters as in lookup/pooled.py; tensors come as addresses. Loops release the GIL and never raise. The rows of a bag are
+added in the order of its ids, in fp32, as `embedding_bag` adds them; a sum stays in vector registers until it is whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loops that quantize fp32 rows, compiled by numba when they are first called.
 
 Tensors come as addresses of contiguous memory; `half` says that scales are fp16. A row is read once for its ends and
-once more, from the cache, for its numbers; each step rounds by itself, as quantized/rows.py has it: the reference's bits.
-Loops release the GIL and never raise. Letters as in quantized/rows.py.
+once more, from the cache, for its numbers; each step rounds by itself, as quantized/rows.py has it: the reference's
+bits. Loops release the GIL and never raise. Letters as in quantized/rows.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..features import (
     FIRST_ROW,
     MEAN,
     ROWS,
+    Lookup,
     batch_size,
     column_offsets,
 )
@@ -57,7 +58,7 @@ def quantized_pooled_lookup_cpu(
     out = in_huge_pages(torch.empty(batch, columns, dtype=torch.float32, device="cpu"))
     weights = None if per_id_weights is None else per_id_weights.float().contiguous()
     if loops is None:
-        _pooled_by_torch(out, payload, scales, indices, offsets, weights, features, dims, format)
+        _pooled_by_torch(out, _Table(payload, scales, format), Lookup(indices, offsets, weights, features, dims=dims))
     elif batch:
         # what the addresses are of must live until the loops are done
         kept = _Where(payload, scales, indices, offsets, features)
@@ -82,7 +83,7 @@ def quantized_sequence_lookup_cpu(
     batch, ids = batch_size(offsets, count), indices.shape[0]
     out = in_huge_pages(torch.empty(ids, dim, dtype=torch.float32, device="cpu"))
     if loops is None:
-        _sequence_by_torch(out, payload, scales, indices, offsets, features, dim, format)
+        _sequence_by_torch(out, _Table(payload, scales, format), Lookup(indices, offsets, None, features), dim)
     elif ids:
         kept = _Where(payload, scales, indices, offsets, features)
         numbers = (kept.features.data_ptr(), count, batch, out.data_ptr(), dim)
@@ -109,20 +110,20 @@ class _Where:
         )  # fmt: skip
 
 
-def _pooled_by_torch(
-    out: Tensor,
-    payload: Tensor,
-    scales: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
-    features: Tensor,
-    dims: Sequence[int],
-    format: str,
-) -> None:
+class _Table(NamedTuple):
+    """Rows of quantized tables."""
+
+    payload: Tensor
+    scales: Tensor
+    format: str
+
+
+def _pooled_by_torch(out: Tensor, table: _Table, lookup: Lookup) -> None:
+    indices, offsets, weights, features, *_ = lookup
+    dims = lookup.dims
     batch, columns = out.shape[0], column_offsets(dims)
     for f, dim in enumerate(dims):
-        values = _values_of(payload, scales, features[f].tolist(), dim, format)
+        values = _values_of(table, features[f].tolist(), dim)
         ends = offsets[f * batch : (f + 1) * batch + 1].long()
         rows = int(features[f, ROWS])
         for low, high in _blocks(ends, max(1, _BLOCK_ELEMENTS // dim)):
@@ -140,20 +141,12 @@ def _pooled_by_torch(
             out[low:high, columns[f] : columns[f] + dim] = sums
 
 
-def _sequence_by_torch(
-    out: Tensor,
-    payload: Tensor,
-    scales: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    features: Tensor,
-    dim: int,
-    format: str,
-) -> None:
+def _sequence_by_torch(out: Tensor, table: _Table, lookup: Lookup, dim: int) -> None:
+    indices, offsets, features = lookup.indices, lookup.offsets, lookup.features
     batch, step = batch_size(offsets, features.shape[0]), max(1, _BLOCK_ELEMENTS // dim)
     out.zero_()
     for f, feature in enumerate(features.tolist()):
-        values = _values_of(payload, scales, feature, dim, format)
+        values = _values_of(table, feature, dim)
         begin, end = int(offsets[f * batch]), int(offsets[(f + 1) * batch])
         for low in range(begin, end, step):
             ids = indices[low : min(low + step, end)].long()
@@ -161,10 +154,9 @@ def _sequence_by_torch(
             out[low : low + len(ids)][valid] = values(ids[valid])
 
 
-def _values_of(
-    payload: Tensor, scales: Tensor, feature: Sequence[int], dim: int, format: str
-) -> Callable[[Tensor], Tensor]:
+def _values_of(quantized: _Table, feature: Sequence[int], dim: int) -> Callable[[Tensor], Tensor]:
     """What gives the values [n, dim] of a feature's table at row ids [n]."""
+    payload, scales, format = quantized
     kind = row_format(format)
     width, base, rows, first = kind.row_bytes(dim), feature[BASE], feature[ROWS], feature[FIRST_ROW]
     table = payload[base : base + rows * width].view(rows, width)

@@ -22,12 +22,13 @@ from .. import configs
 from ..features import (
     FIRST_ROW,
     ROWS,
+    Lookup,
     Segment,
     batch_size,
     column_offsets,
     linear_rows,
 )
-from ..rule import Rule
+from ..rule import DECAYS, Rule, Update
 from ..transpose import (
     CHUNK,
     Transposed,
@@ -66,9 +67,8 @@ def row_gradients(
     grad: Tensor,
     scale: Tensor | None,
     segment: Segment,
-    dims: Sequence[int],
+    lookup: Lookup,
     batch: int,
-    pooled: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Distinct rows of the segment [u] and their summed gradients [u, dim], added in the contract's order.
 
@@ -80,8 +80,8 @@ def row_gradients(
         return
     keys = index.keys[low:high] - segment.first_row
     scale = None if scale is None else scale[low:high]
-    if pooled:
-        matrix, source = _gradient_matrix(index.bag[low:high], grad, segment.dim, dims, batch)
+    if lookup.pooling != "sequence":
+        matrix, source = _gradient_matrix(index.bag[low:high], grad, segment.dim, lookup.dims, batch)
     else:
         matrix, source = grad, index.position[low:high]
     while keys.shape[0]:
@@ -132,18 +132,6 @@ def _blocks_of_sums(
         yield rows[first:last], bag_sums(matrix, source[begin:end], of_ids, mine)
 
 
-def copy_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
-    """table[rows[u]] = values[u], rows distinct: table [R, D], values [U, D] of its dtype."""
-    wide, values = torch.complex128, values.contiguous()
-    per_wide = wide.itemsize // table.element_size()
-    aligned = not (table.data_ptr() | values.data_ptr()) % wide.itemsize
-    if not table.is_cuda and aligned and table.is_contiguous() and table.shape[1] % per_wide == 0:
-        # an element costs the CPU the same whatever its width
-        table, values = table.view(wide), values.view(wide)
-    # half the time of index_copy_ on the CPU
-    table.index_put_((rows,), values)
-
-
 def _gradient_matrix(bag: Tensor, grad: Tensor, dim: int, dims: Sequence[int], batch: int) -> tuple[Tensor, Tensor]:
     """G as rows of this dim, and the row of each bag: a view where all features have this dim."""
     samples = torch.arange(batch, device=bag.device)
@@ -187,25 +175,13 @@ def _update_loop(rule: Rule) -> int | None:
         return None
 
 
-def update(
-    weights: Tensor,
-    states: Sequence[Tensor],
-    rule: Rule,
-    numbers: Tensor,
-    decay: int,
-    grad: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    per_id_weights: Tensor | None,
-    features: Tensor,
-    dims: Sequence[int],
-    segments: Sequence[Segment],
-    pooling: str,
-) -> bool:
+def update(update: Update, numbers: Tensor, grad: Tensor, lookup: Lookup) -> bool:
     """One optimizer step on fp32 tables: the rows' sums in the order of transpose.py, the rule row by row.
 
     False: nothing was done, the torch path has to.
     """
+    weights, states, rule, decay = update.weights, update.states, update.rule, DECAYS.index(update.decay)
+    indices, offsets, per_id_weights, features, segments, pooling, dims, _ = lookup
     n, bags, count = indices.shape[0], offsets.shape[0] - 1, features.shape[0]
     # entries of the sort hold 32 bits each of a row and of an element of the gradient
     small = segments[-1].end_row < 2**31 and n < 2**31 and grad.numel() < 2**32
@@ -269,17 +245,18 @@ def update(
     divide(loop, where)
     runs = job[loops.RUNS]
     if runs:
-        for begin, end, f in room[found : found + 3 * runs].view(runs, 3).tolist():
-            _update_long(loop, job[:], int(room[begin]), begin, end, f, dims[f])
+        for run in room[found : found + 3 * runs].view(runs, 3).tolist():
+            _update_long(loop, job[:], int(room[run[0]]), run, dims[run[2]])
     return True
 
 
-def _update_long(loop: int, job: array[int], entry: int, begin: int, end: int, feature: int, dim: int) -> None:
-    """Update the row that entries begin ... end - 1 name, whose gradients all threads sum."""
+def _update_long(loop: int, job: array[int], entry: int, run: Sequence[int], dim: int) -> None:
+    """Update the row of a run (begin, end, feature), whose gradients all threads sum: entries begin ... end - 1."""
+    begin, end, feature = run
     loops, where, blocks = _loops(), job.buffer_info()[0], -(-(end - begin) // CHUNK**2)
     sums = torch.empty(blocks, dim, dtype=torch.float32, device="cpu")
-    run = torch.tensor([begin, end], device="cpu")
-    job[loops.FOUND], job[loops.BLOCKS] = run.data_ptr(), sums.data_ptr()
+    entries = torch.tensor([begin, end], device="cpu")
+    job[loops.FOUND], job[loops.BLOCKS] = entries.data_ptr(), sums.data_ptr()
     job[loops.TASKS], job[loops.WIDEST] = blocks, dim
     job[loops.UPDATING] = job[loops.WORKERS] = 0
     spread(loops.sum_blocks.address, where)

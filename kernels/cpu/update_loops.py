@@ -1,8 +1,9 @@
 """The loops of the CPU's update, compiled by numba when this file is imported (update.py, at the first update).
 
-Letters as in update/update.py: W, I [N] int64, O [F*B + 1] int64, P [N] per-id weights, FT [F, 8], G the gradient; N, B, F, D,
-C = columns of a pooled G. What a loop works on it reads from its job, some int64 whose places are named below: numbers,
-and addresses of flat arrays. All threads call a loop with the same job and take tasks from it until none is left.
+Letters as in update/update.py: W, I [N] int64, O [F*B + 1] int64, P [N] per-id weights, FT [F, 8], G the gradient; N,
+B, F, D, C = columns of a pooled G. What a loop works on it reads from its job, some int64 whose places are named below:
+numbers, and addresses of flat arrays. All threads call a loop with the same job and take tasks from it until none is
+left.
 
 An update sorts entries, one for each id: the row's number in its table in the upper half of 64 bits; in the lower half
 the element of G where the id's gradient row begins, or, where rows are scaled, the id's position. A bucket holds the

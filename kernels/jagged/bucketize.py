@@ -27,6 +27,7 @@ from .._op import (
     triton,
 )
 from ..cpu import buckets as cpu_buckets
+from ..cpu.buckets import Batch
 from ..lookup.bounds import require_ids
 from ..memory import MANY, require_memory, require_sortable
 
@@ -347,10 +348,8 @@ def _block_bucketize(
     if num_buckets > MANY // max(lengths.numel(), 1):
         require_memory(f"num_buckets {num_buckets}", (num_buckets, lengths.shape[0]), lengths.dtype, lengths.device)
     if not runs_kernel(ids):
-        return _block_bucketize_torch(
-            lengths, ids, block_sizes, num_buckets, weights, ends, totals, borders, keep_all, keep, with_positions,
-            with_permute,
-        )  # fmt: skip
+        batch = Batch(lengths, ids, block_sizes, num_buckets, weights, ends, totals, borders, keep_all, keep)
+        return _block_bucketize_torch(batch, with_positions, with_permute)
     require_sortable("block_bucketize", "ids", ids)
     n, bags, features, device = ids.shape[0], lengths.shape[0], block_sizes.shape[0], ids.device
     new_ids, new_weights, positions, permute = _outputs(ids, weights, with_positions, with_permute)
@@ -398,32 +397,17 @@ def _outputs(
     )
 
 
-def _block_bucketize_torch(
-    lengths: Tensor,
-    ids: Tensor,
-    block_sizes: Tensor,
-    num_buckets: int,
-    weights: Tensor | None,
-    ends: Tensor | None,
-    totals: Tensor | None,
-    borders: Tensor | None,
-    keep_all: bool,
-    keep: Tensor | None,
-    with_positions: bool,
-    with_permute: bool,
-) -> _Outputs:
+def _block_bucketize_torch(batch: Batch, with_positions: bool, with_permute: bool) -> _Outputs:
     """On the CPU one thread or more of compiled loops, or the reference with a sort of one byte an id."""
+    lengths, ids, block_sizes, num_buckets, weights, ends, totals, borders, keep_all, keep = batch
     loop = cpu_buckets.loops() if ids.is_cpu and ids.shape[0] < 2**31 and num_buckets < 2**31 else None
     if loop is not None:
         new_ids, new_weights, positions, permute = _outputs(ids, weights, with_positions, with_permute)
         new_lengths = torch.empty(num_buckets * lengths.shape[0], dtype=lengths.dtype, device="cpu")
-        found = cpu_buckets.bucketize(
-            loop, lengths, ids, block_sizes.long(), num_buckets, weights, ends, totals, borders, keep_all, keep,
-            new_lengths, new_ids, new_weights, positions, permute,
-        )  # fmt: skip
-        if found != ids.shape[0]:
+        outputs = new_weights, new_lengths, new_ids, positions, permute
+        if cpu_buckets.bucketize(loop, batch._replace(block_sizes=block_sizes.long()), outputs) != ids.shape[0]:
             raise_bad_values(lengths, ids, block_sizes)
-        return new_weights, new_lengths, new_ids, positions, permute
+        return outputs
     n, bags, features, device = ids.shape[0], lengths.shape[0], block_sizes.shape[0], ids.device
     if ids.is_cpu:
         raise_bad_values(lengths, ids, block_sizes)

@@ -27,6 +27,7 @@ from .._op import (
     triton,
 )
 from ..cpu import buckets as cpu_buckets
+from ..cpu.buckets import Bins
 
 # a number for each thread: what is read and written one after another then uses its sectors (perf/compile/sectors.py)
 _BLOCK = 64 if INTERPRETED else 128
@@ -167,10 +168,11 @@ def histogram_binning_calibration(
     """
     num_bins = bin_num_examples.numel()
     step = _step(lower_bound, upper_bound, num_bins)
-    return _calibrate(
-        logit, None, None, 0, bin_num_examples, bin_num_positives, None, num_bins, positive_weight, lower_bound, step,
+    bins = Bins(
+        None, None, 0, bin_num_examples, bin_num_positives, None, num_bins, 0.0, lower_bound, step,
         bin_ctr_in_use_after, bin_ctr_weight_value,
     )  # fmt: skip
+    return _calibrate(logit, bins, positive_weight)
 
 
 def histogram_binning_calibration_by_feature(
@@ -201,10 +203,11 @@ def histogram_binning_calibration_by_feature(
         TypeError: as there, and segments that are not integers.
     """
     step = _step(lower_bound, upper_bound, num_bins)
-    return _calibrate(
-        logit, segment_value, segment_lengths, num_segments, bin_num_examples, bin_num_positives, None, num_bins,
-        positive_weight, lower_bound, step, bin_ctr_in_use_after, bin_ctr_weight_value,
+    bins = Bins(
+        segment_value, segment_lengths, num_segments, bin_num_examples, bin_num_positives, None, num_bins, 0.0,
+        lower_bound, step, bin_ctr_in_use_after, bin_ctr_weight_value,
     )  # fmt: skip
+    return _calibrate(logit, bins, positive_weight)
 
 
 def generic_histogram_binning_calibration_by_feature(
@@ -229,11 +232,12 @@ def generic_histogram_binning_calibration_by_feature(
         raise ValueError(
             f"bin_boundaries must be floats of one dimension, got {bin_boundaries.dtype} {tuple(bin_boundaries.shape)}"
         )
-    return _calibrate(
-        logit, segment_value, segment_lengths, num_segments, bin_num_examples, bin_num_positives,
-        bin_boundaries.double(), bin_boundaries.shape[0] + 1, positive_weight, 0.0, 1.0, bin_ctr_in_use_after,
+    bins = Bins(
+        segment_value, segment_lengths, num_segments, bin_num_examples, bin_num_positives,
+        bin_boundaries.double(), bin_boundaries.shape[0] + 1, 0.0, 0.0, 1.0, bin_ctr_in_use_after,
         bin_ctr_weight_value,
     )  # fmt: skip
+    return _calibrate(logit, bins, positive_weight)
 
 
 def _step(lower: float, upper: float, bins: int) -> float:
@@ -244,48 +248,29 @@ def _step(lower: float, upper: float, bins: int) -> float:
     return (upper - lower) / bins
 
 
-def _calibrate(
-    logit: Tensor,
-    segment_value: Tensor | None,
-    segment_lengths: Tensor | None,
-    num_segments: int,
-    examples: Tensor,
-    positives: Tensor,
-    boundaries: Tensor | None,
-    num_bins: int,
-    positive_weight: float,
-    lower: float,
-    step: float,
-    after: int,
-    weight: float,
-) -> Calibrated:
+def _calibrate(logit: Tensor, bins: Bins, positive_weight: float) -> Calibrated:
     if logit.dtype not in _FLOATS:
         raise TypeError(f"logit must be a float, got {logit.dtype}")
     if not positive_weight > 0:
         raise ValueError(f"positive_weight must be positive, got {positive_weight}")
-    total = (num_segments + 1) * num_bins
-    for name, tensor in (("bin_num_examples", examples), ("bin_num_positives", positives)):
+    total = (bins.num_segments + 1) * bins.num_bins
+    for name, tensor in (("bin_num_examples", bins.examples), ("bin_num_positives", bins.positives)):
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must be floats, got {tensor.dtype}")
         if tensor.numel() != total:
             raise ValueError(
-                f"{name} must have {total} numbers, {num_bins} bins of {num_segments + 1} segments,"
+                f"{name} must have {total} numbers, {bins.num_bins} bins of {bins.num_segments + 1} segments,"
                 f" got {tensor.numel()}"
             )
         if tensor.device != logit.device:
             raise ValueError(f"{name} is on {tensor.device}, logit on {logit.device}")
-    if segment_value is not None and segment_lengths is not None:
-        _check_segments(logit, segment_value, segment_lengths)
+    if bins.segment_value is not None and bins.segment_lengths is not None:
+        _check_segments(logit, bins.segment_value, bins.segment_lengths)
     logit = logit.detach()
     call = _histogram_binning
-    if not direct(logit, examples, positives, segment_value, segment_lengths, boundaries):
+    if not direct(logit, bins.examples, bins.positives, bins.segment_value, bins.segment_lengths, bins.boundaries):
         call = torch.ops.shardwise.histogram_binning
-    return Calibrated(
-        *call(
-            logit, segment_value, segment_lengths, num_segments, examples, positives, boundaries, num_bins,
-            log(positive_weight), lower, step, after, weight,
-        )
-    )  # fmt: skip
+    return Calibrated(*call(logit, *bins._replace(shift=log(positive_weight))))
 
 
 def _check_segments(logit: Tensor, value: Tensor, lengths: Tensor) -> None:
@@ -324,7 +309,9 @@ def _histogram_binning(
         loop = cpu_buckets.loops() if logit.is_cpu else None
         if loop is not None:
             done = cpu_buckets.calibrate(
-                loop, logit, segment_value, segment_lengths, num_segments, examples, positives, boundaries, *numbers
+                loop,
+                logit,
+                Bins(segment_value, segment_lengths, num_segments, examples, positives, boundaries, *numbers),
             )
             if done is not None:
                 return done

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._op import register, runs_kernel
-from ..features import unflatten_segments
+from ..features import Lookup, unflatten_segments
 from .row_chunks import levels, room_of, row_chunks
 
 
@@ -50,10 +50,8 @@ def _update_index(
 ) -> list[Tensor]:
     if not runs_kernel(indices) or not indices.shape[0] or not segments:
         return []
-    return row_chunks(
-        indices, offsets, per_id_weights, features, unflatten_segments(segments), columns, pooling, None, None,
-        hashed=hashed, ids=ids,
-    ).tensors()  # fmt: skip
+    lookup = Lookup(indices, offsets, per_id_weights, features, unflatten_segments(segments), pooling, ids=ids)
+    return row_chunks(lookup, columns, None, None, hashed=hashed).tensors()
 
 
 def _fake_index(

@@ -33,7 +33,7 @@ from .._op import (
 from ..features import (
     COLUMN,
     MEAN,
-    Segment,
+    Lookup,
     batch_size,
     locate_ids,
 )
@@ -100,16 +100,9 @@ def levels(ids: int) -> int:
     return count + 1
 
 
-def row_chunks_ref(
-    indices: Tensor,
-    offsets: Tensor,
-    per_id_weights: Tensor | None,
-    features: Tensor,
-    segments: Sequence[Segment],
-    columns: int,
-    pooling: str,
-) -> tuple[list[Chunks], Tensor, Tensor | None]:
+def row_chunks_ref(lookup: Lookup, columns: int) -> tuple[list[Chunks], Tensor, Tensor | None]:
     """Chunks of each level, and source and scale of each id in row order; the last level's chunks are whole runs."""
+    indices, offsets, per_id_weights, features, segments, pooling, *_ = lookup
     index, batch = transpose_index(indices, offsets, features, segments), batch_size(offsets, features.shape[0])
     _, _, valid = locate_ids(indices, offsets, features)
     source, scale = index.position * columns, None
@@ -420,30 +413,22 @@ def _chunk_alone_kernel(  # type: ignore[no-untyped-def]
 
 
 def row_chunks(
-    indices: Tensor,
-    offsets: Tensor,
-    per_id_weights: Tensor | None,
-    features: Tensor,
-    segments: Sequence[Segment],
+    lookup: Lookup,
     columns: int,
-    pooling: str,
     guard: Tensor | None,
     step: Tensor | None,
     *,
     hashed: bool = False,
-    ids: Tensor | None = None,
 ) -> RowChunks:
     """Sort the ids of a batch by row and cut each row's into chunks; a step is counted unless the guard has a fault.
 
     Shapes: gradient rows begin `columns` elements after one another; guard [3], step [1] int64, or no step is counted.
-    Where a row lies in its whole table is left with its chunks if `hashed`; `ids` [N] are those whose slots `indices`
-    are, if they are.
+    Where a row lies in its whole table is left with its chunks if `hashed`.
     """
+    indices, segments = lookup.indices, lookup.segments
     require_sortable("the update of a lookup", "ids", indices)
     n, device, end_row = indices.shape[0], indices.device, segments[-1].end_row if segments else 0
-    by_id = row_keys(
-        indices, offsets, per_id_weights, features, segments, columns, pooling, guard, step, hashed=hashed, ids=ids
-    )
+    by_id = row_keys(lookup, columns, guard, step, hashed=hashed)
     from_source, from_scale = by_id.source, by_id.scale
     places, scaled = by_id.source if by_id.places is None else by_id.places, from_scale is not None
     depth, index = levels(n), index_type(n)

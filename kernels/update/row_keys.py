@@ -11,7 +11,6 @@ an id's bag among the offsets, of which neighbours share the most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from ..features import (
     MEAN,
     ORIGIN,
     ROWS,
-    Segment,
+    Lookup,
 )
 from ..lookup.bounds import OK
 from ..persistent_grid import persistent_programs
@@ -159,23 +158,18 @@ def _row_keys_kernel(  # type: ignore[no-untyped-def]
 
 
 def row_keys(
-    indices: Tensor,
-    offsets: Tensor,
-    per_id_weights: Tensor | None,
-    features: Tensor,
-    segments: Sequence[Segment],
+    lookup: Lookup,
     columns: int,
-    pooling: str,
     guard: Tensor | None,
     step: Tensor | None,
     *,
     hashed: bool = False,
-    ids: Tensor | None = None,
 ) -> RowKeys:
     """Keys, sources and factors of a batch's ids; arguments as of `row_chunks.row_chunks`.
 
     A step is counted if there are a guard and a step, unless the guard has a fault.
     """
+    indices, offsets, per_id_weights, features, segments, pooling, _, ids = lookup
     n, device, count = indices.shape[0], indices.device, features.shape[0]
     indices, offsets = indices.contiguous(), offsets.contiguous()
     bags, end_row = offsets.shape[0] - 1, segments[-1].end_row if segments else 0

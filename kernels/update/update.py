@@ -1,10 +1,11 @@
 """Backward of a lookup fused with the optimizer: a pooled lookup over the transposed index, the rule as epilogue.
 
 Shapes: W flat tables, S optimizer states (flat like W, or one number a row), G upstream gradient ([B, sum of dims]
-pooled, [N, D] sequence), I, O, P, FT as in lookup/pooled.py; hyper [H + 1] fp64 on the device: the rule's hyper-parameters and
-the weight decay, so that a captured graph follows a schedule. Duplicate ids are added first and applied once.
-Bytes moved: N * D * 4 (gradient rows) + 2 * U * D * itemsize(W) (+ states) for U touched rows, about 96 N for the sort,
-and 2 * D * 4 for each partial sum of a row that more than 32 ids hit: one for every 32 of them, and of those again.
+pooled, [N, D] sequence), I, O, P, FT as in lookup/pooled.py; hyper [H + 1] fp64 on the device: the rule's
+hyper-parameters and the weight decay, so that a captured graph follows a schedule. Duplicate ids are added first and
+applied once. Bytes moved: N * D * 4 (gradient rows) + 2 * U * D * itemsize(W) (+ states) for U touched rows, about 96 N
+for the sort, and 2 * D * 4 for each partial sum of a row that more than 32 ids hit: one for every 32 of them, and of
+those again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ..features import (
     FIRST_ROW,
     MEAN,
     ROWS,
+    Lookup,
     Segment,
     batch_size,
     column_offsets,
@@ -42,17 +44,22 @@ from ..features import (
 from ..launch_plans import source_alignment
 from ..lookup.bounds import OK, is_clean, new_guard
 from ..persistent_grid import persistent_programs, resident_programs
-from ..rule import Rule, rule_named
+from ..rule import (
+    DECAYS,
+    Rule,
+    Update,
+    rule_named,
+)
 from ..transpose import CHUNK, Transposed, transpose_index
 from .kernel import _update_kernel
 from .rounding import rounds
 from .row_chunks import HASH, ROW, SLOT, SOURCE, RowChunks, row_chunks
 from .row_keys import count_step
 from .step import (
-    DECAYS,
-    SlotIds,
-    Step,
+    Rounding,
+    apply,
     decay_factor,
+    numbers_of,
 )
 
 # registers of a thread at most, where its 4 elements are of one row, so that 8 programs of 4 warps fit, or of several
@@ -88,10 +95,11 @@ def fused_update_ref(
         return
     step += 1
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
-    slots = None if ids is None else SlotIds(ids, indices, offsets)
-    update = Step(weights, states, step, rule_named(rule), hyper, decay, seed, features, slots)
+    update = Update(weights, states, step, guard, rule_named(rule), hyper, decay, seed)
+    lookup = Lookup(indices, offsets, per_id_weights, features, unflatten_segments(segments), pooling, dims, ids)
+    numbers, rounding = numbers_of(update.rule, hyper, step, decay), _rounding(update, lookup)
     grad = grad.float() if max_gradient is None else grad.float().clamp(-max_gradient, max_gradient)
-    for segment in unflatten_segments(segments):
+    for segment in lookup.segments:
         dense = torch.zeros(segment.end_row - segment.first_row, segment.dim, device=grad.device)
         touched = torch.zeros(len(dense), dtype=torch.bool, device=grad.device)
         for f, (first_row, rows) in enumerate(features[:, [FIRST_ROW, ROWS]].tolist()):
@@ -108,7 +116,7 @@ def fused_update_ref(
                     dense[first_row - segment.first_row + row] += g / ((end - begin) if features[f, MEAN] else 1)
                     touched[first_row - segment.first_row + row] = True
         rows_hit = torch.nonzero(touched).squeeze(1)
-        update.apply(segment, [(rows_hit, dense[rows_hit])])
+        apply(update, segment, numbers, rounding, [(rows_hit, dense[rows_hit])])
 
 
 def fused_update(
@@ -186,31 +194,33 @@ def _fused_update(
     index: list[Tensor] | None = None,
 ) -> None:
     same_length(per_id_weights, indices)
+    update = Update(weights, states, step, guard, rule_named(rule), hyper, decay, seed)
+    lookup = Lookup(indices, offsets, per_id_weights, features, unflatten_segments(segments), pooling, dims, ids)
     if runs_kernel(weights):
-        _launch_update(
-            weights, states, step, grad, indices, offsets, per_id_weights, features, dims, unflatten_segments(segments),
-            rule_named(rule), hyper, guard, pooling, decay, max_gradient, seed, ids, index,
-        )  # fmt: skip
+        _launch_update(update, lookup, grad, max_gradient, index)
         return
     if not is_clean(guard):
         return
     step += 1
     if indices.shape[0] == 0 or not segments or grad.shape[0] == 0:
         return
-    grad = _cut(grad, max_gradient)
-    batch, parts = batch_size(offsets, len(dims)), unflatten_segments(segments)
-    slots = None if ids is None else SlotIds(ids, indices, offsets)
-    update = Step(weights, states, step, rule_named(rule), hyper, decay, seed, features, slots)
-    if cpu_update.update(
-        weights, states, update.rule, update.numbers, update.decay, grad, indices, offsets, per_id_weights, features,
-        dims, parts, pooling,
-    ):  # fmt: skip
+    grad = grad.contiguous() if max_gradient is None else _cut(grad, max_gradient)
+    numbers = numbers_of(update.rule, hyper, step, decay)
+    if cpu_update.update(update, numbers, grad, lookup):
         return
     transpose = transpose_index if weights.is_cuda else transpose_index_cpu
-    by_row = transpose(indices, offsets, features, parts)
-    scale = _scale_of_ids(by_row, offsets, per_id_weights, features, batch, pooling)
-    for segment in parts:
-        update.apply(segment, row_gradients(by_row, grad.float(), scale, segment, dims, batch, pooling != "sequence"))
+    by_row, rounding = transpose(indices, offsets, features, lookup.segments), _rounding(update, lookup)
+    batch = batch_size(offsets, len(dims))
+    scale = _scale_of_ids(by_row, lookup, batch)
+    for segment in lookup.segments:
+        sums = row_gradients(by_row, grad.float(), scale, segment, lookup, batch)
+        apply(update, segment, numbers, rounding, sums)
+
+
+def _rounding(update: Update, lookup: Lookup) -> Rounding | None:
+    if update.seed is None or update.weights.dtype == torch.float32:
+        return None
+    return Rounding(update.seed, update.step, lookup)
 
 
 def _cut(grad: Tensor, most: float | None) -> Tensor:
@@ -218,15 +228,13 @@ def _cut(grad: Tensor, most: float | None) -> Tensor:
     return (grad if most is None else grad.float().clamp(-most, most)).contiguous()
 
 
-def _scale_of_ids(
-    index: Transposed, offsets: Tensor, per_id_weights: Tensor | None, features: Tensor, batch: int, pooling: str
-) -> Tensor | None:
+def _scale_of_ids(index: Transposed, lookup: Lookup, batch: int) -> Tensor | None:
     """Factor of each id's gradient row, in row order: its weight, over its bag's length where bags are averaged."""
-    scale = None if per_id_weights is None else per_id_weights[index.position].float()
-    if pooling != "mean":
+    scale = None if lookup.per_id_weights is None else lookup.per_id_weights[index.position].float()
+    if lookup.pooling != "mean":
         return scale
-    averaged = features[index.bag // batch, MEAN]
-    lengths = torch.where(averaged != 0, offsets.diff()[index.bag], 1).clamp(min=1)
+    averaged = lookup.features[index.bag // batch, MEAN]
+    lengths = torch.where(averaged != 0, lookup.offsets.diff()[index.bag], 1).clamp(min=1)
     return 1 / lengths.float() if scale is None else scale / lengths
 
 
@@ -276,46 +284,23 @@ def _registers(chunks: int, columns: int, warps: int, align: int, fewer: bool) -
 
 
 def _launch_update(
-    weights: Tensor,
-    states: list[Tensor],
-    step: Tensor,
-    grad: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    per_id_weights: Tensor | None,
-    features: Tensor,
-    dims: list[int],
-    segments: list[Segment],
-    rule: Rule,
-    hyper: Tensor,
-    guard: Tensor,
-    pooling: str,
-    decay: str,
-    max_gradient: float | None,
-    seed: Tensor | None,
-    ids: Tensor | None,
-    index: list[Tensor] | None,
+    update: Update, lookup: Lookup, grad: Tensor, max_gradient: float | None, index: list[Tensor] | None
 ) -> None:
-    seed = None if weights.dtype == torch.float32 else seed
-    # a batch without a gradient is a step on no row
-    used = indices if grad.shape[0] and segments else indices[:0]
-    if index and used.shape[0]:
-        count_step(guard, step)
-        found = RowChunks.of_tensors(index)
+    seed = None if update.weights.dtype == torch.float32 else update.seed
+    if not grad.shape[0] or not lookup.segments:
+        # a batch without a gradient is a step on no row
+        lookup = lookup._replace(indices=lookup.indices[:0])
+    if index and lookup.indices.shape[0]:
+        count_step(update.guard, update.step)
+        chunks = RowChunks.of_tensors(index)
     else:
-        found = row_chunks(
-            used, offsets, per_id_weights, features, segments, grad.shape[1], pooling, guard, step,
-            hashed=seed is not None, ids=ids,
-        )  # fmt: skip
-    if used.shape[0] == 0:
+        chunks = row_chunks(lookup, grad.shape[1], update.guard, update.step, hashed=seed is not None)
+    if lookup.indices.shape[0] == 0:
         return
     grad = _cut(grad, max_gradient)
-    numbers = _kernel_numbers(rule, hyper, step, decay)
-    for segment in segments:
-        _launch_segment(
-            segment, weights, states, step, grad, found, dims if pooling != "sequence" else [segment.dim],
-            rule, numbers, guard, decay, seed, len(segments) == 1,
-        )  # fmt: skip
+    numbers = _kernel_numbers(update.rule, update.hyper, update.step, update.decay)
+    for segment in lookup.segments:
+        _launch_segment(segment, update._replace(seed=seed), numbers, grad, chunks, lookup)
 
 
 def _kernel_numbers(rule: Rule, hyper: Tensor, step: Tensor, decay: str) -> Tensor:
@@ -326,20 +311,11 @@ def _kernel_numbers(rule: Rule, hyper: Tensor, step: Tensor, decay: str) -> Tens
 
 
 def _launch_segment(
-    segment: Segment,
-    weights: Tensor,
-    states: list[Tensor],
-    step: Tensor,
-    grad: Tensor,
-    found: RowChunks,
-    dims: list[int],
-    rule: Rule,
-    numbers: Tensor,
-    guard: Tensor,
-    decay: str,
-    seed: Tensor | None,
-    alone: bool,
+    segment: Segment, update: Update, numbers: Tensor, grad: Tensor, found: RowChunks, lookup: Lookup
 ) -> None:
+    weights, states, step, guard, rule, _, decay, seed = update
+    dims = lookup.dims if lookup.pooling != "sequence" else [segment.dim]
+    alone = len(lookup.segments) == 1
     dim, scale = segment.dim, found.scale
     align, source_align = row_alignment(dim, 4), _source_alignment(grad, dims, dim)
     table = weights[segment.base :]

@@ -1,8 +1,8 @@
 """The operations of TorchRec's jagged types and of FBGEMM's jagged ops on both libraries: equal, different, slower?
 
-What is compared and timed are the cases of the suite "operations" (perf/suite/cases/operations.py), which `perf run --suite
-operations --peers` measures too. docs/beside_torchrec.md tells how and keeps what was printed. Not as it has to be: a
-result differs that DIFFERENT does not name, an operation is missing or a bound is broken.
+What is compared and timed are the cases of the suite "operations" (perf/suite/cases/operations.py), which `perf run
+--suite operations --peers` measures too. docs/beside_torchrec.md tells how and keeps what was printed. Not as it has to
+be: a result differs that DIFFERENT does not name, an operation is missing or a bound is broken.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Every public name with its signature, as JSON, and what a second list of them lacks: a move must lose none.
 
     python perf/evidence/public_names.py --write before.json
-    python perf/evidence/public_names.py --compare before.json      names that went or changed; status 1 if there are any
+    python perf/evidence/public_names.py --compare before.json      names that went or changed; status 1 if there are
+    any
 
 Listed are `__all__` of every package of shardwise but perf, with the public methods of its classes; every import path
 that is served for TorchRec; the commands with their options; the schemas of `torch.ops.shardwise`. The module that

@@ -1,4 +1,5 @@
-"""What each rank of `perf/evidence/soak.py` runs: the DLRM example with a logger that notes the time and process of each line.
+"""What each rank of `perf/evidence/soak.py` runs: the DLRM example with a logger that notes the time and process of
+each line.
 
     torchrun ... perf/evidence/soak_worker.py <events file> <seconds to pause at each line> <arguments of the example>
 

@@ -1,11 +1,11 @@
 """Check every op against its reference on a GPU and decide there what nothing else can; needs only torch and triton.
 
-Run by `perf/gpu_check.sh`, or as `PYTHONPATH=. python3 -m shardwise.perf.gpu_scripts.gpu_check --out FILE`. A section that fails
-is recorded in the JSON and the others go on; with --isolate each runs in a process of its own, because a CUDA fault
-spoils the process in which it happens. The JSON and a page of it are written after every section. What answers an open
-question comes first, so that ten minutes on a card are enough; `--keep --sections ...` does the rest in another call.
-`--device cpu --small` proves the script on a machine without a GPU. The tuner and the suite run here without click and
-rich, which a bare machine does not have; what they find is also written to files of its own, which
+Run by `perf/gpu_check.sh`, or as `PYTHONPATH=. python3 -m shardwise.perf.gpu_scripts.gpu_check --out FILE`. A section
+that fails is recorded in the JSON and the others go on; with --isolate each runs in a process of its own, because a
+CUDA fault spoils the process in which it happens. The JSON and a page of it are written after every section. What
+answers an open question comes first, so that ten minutes on a card are enough; `--keep --sections ...` does the rest in
+another call. `--device cpu --small` proves the script on a machine without a GPU. The tuner and the suite run here
+without click and rich, which a bare machine does not have; what they find is also written to files of its own, which
 `shardwise perf report` and lookups read. compute-sanitizer, where it is installed, runs small sections again: it finds
 what correct values do not show.
 
@@ -280,8 +280,11 @@ def gpu_tests(device: str, sizes: Sizes) -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None:
         return {"note": "pytest is not importable: the gpu tests did not run"}
     folder = Path(__file__).resolve().parents[2] / "tests"
-    files = [path for path in sorted(folder.glob("test_*.py")) if path.name.startswith("test_kernels_")
-             or "mark.gpu" in path.read_text(encoding="utf-8")]  # fmt: skip
+    files = [
+        path
+        for path in sorted(folder.rglob("test_*.py"))
+        if "kernels" in path.parts or "mark.gpu" in path.read_text(encoding="utf-8")
+    ]
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "--continue-on-collection-errors"]
     # a machine without hypothesis loses the files that import it, not the others
     command += ["-p", "no:cacheprovider", "--no-header", "--tb=line"]

@@ -27,8 +27,9 @@ from shardwise.kernels import RULES as DEFINED
 from shardwise.kernels.lookup import pooled, sequence
 from shardwise.kernels.lookup.bounds import OK
 from shardwise.kernels.quantized.pooled_lookup import quantized_pooled_lookup_ref
-from shardwise.kernels.quantized.rows import dequantize_rows_ref, quantize_rows_ref
+from shardwise.kernels.quantized.rows import quantize_rows_ref
 from shardwise.kernels.quantized.sequence_lookup import quantized_sequence_lookup_ref
+from shardwise.kernels.row_formats import dequantize_rows_ref
 from shardwise.kernels.update import update
 from shardwise.perf.gpu_scripts.gpu_sizes import Sizes
 from shardwise.perf.suite.batches import Batch, make, optimizer

@@ -2,8 +2,8 @@
 
     python -m shardwise.perf.gpu_scripts.gpu_precompile --out FOLDER
 
-The library's own launches run on tensors without values (counts/fake_cuda.py) with Triton's driver replaced by one that only
-names the target, so what is compiled is what will be asked for: nothing but the launch is left out. On the device
+The library's own launches run on tensors without values (counts/fake_cuda.py) with Triton's driver replaced by one that
+only names the target, so what is compiled is what will be asked for: nothing but the launch is left out. On the device
 `use(FOLDER)` makes it Triton's cache. Triton names an entry by a hash over its own shared library, which differs
 between builds for two versions of Python, and writes down absolute paths; both are mended here. Another version of
 Triton finds nothing in the folder and compiles. Needs triton, no GPU, no TRITON_INTERPRET.

@@ -1,7 +1,7 @@
 """A case of the regression suite: what is called, what shows that its result is right, and the bytes it declares.
 
-A case is made for a `Setting` and gives a `Ready`, which the runner (perf/suite/measure.py) checks first and then times: ours
-and every peer in turn, one call each, so that what disturbs the machine disturbs all of them.
+A case is made for a `Setting` and gives a `Ready`, which the runner (perf/suite/measure.py) checks first and then
+times: ours and every peer in turn, one call each, so that what disturbs the machine disturbs all of them.
 """
 
 from __future__ import annotations

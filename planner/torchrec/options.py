@@ -1,8 +1,8 @@
 """Two searches over sharding options, ours or TorchRec's own objects.
 
-Ours (`search/solve.py`) takes them as a `Problem`, and what it found becomes options again. TorchRec's runs where a user
-brings a proposer, a partitioner or a performance model: proposers choose an option for each table, a partitioner gives
-them ranks, a model rates the plan.
+Ours (`search/solve.py`) takes them as a `Problem`, and what it found becomes options again. TorchRec's runs where a
+user brings a proposer, a partitioner or a performance model: proposers choose an option for each table, a partitioner
+gives them ranks, a model rates the plan.
 """
 
 from __future__ import annotations

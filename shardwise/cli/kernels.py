@@ -48,9 +48,9 @@ def add_kernels(commands: click.Group) -> None:
 
         Prints a line for each case and target: registers of a thread, spilled bytes, bytes of shared memory, barriers,
         what a warp waits for in an iteration (as `kernels registers` says), and how many loads and stores of how many
-        bytes ("5x16"). Of some targets a part of all cases is compiled (perf/compile/compiled.py). Ends with status 1 and a
-        line for each promise that a case breaks: a spill, a failing compiler, a narrow access to aligned rows, a row
-        that is gathered late, and others (perf/compile/checks.py).
+        bytes ("5x16"). Of some targets a part of all cases is compiled (perf/compile/compiled.py). Ends with status 1
+        and a line for each promise that a case breaks: a spill, a failing compiler, a narrow access to aligned rows, a
+        row that is gathered late, and others (perf/compile/checks.py).
         """
         from ..kernels._op import HAS_TRITON, INTERPRETED, triton
         from ..perf.compile import checked

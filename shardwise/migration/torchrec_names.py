@@ -79,7 +79,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.embeddingbag": {
         "shardwise.sharding.modules.sharders": "EmbeddingBagCollectionSharder",
         "shardwise.sharding.modules.embedding_bag": "EmbeddingBagSharder ShardedEmbeddingBag",
-        "shardwise.sharding.modules.sharded_collections": "EmbeddingBagCollectionAwaitable ShardedEmbeddingBagCollection logger",
+        "shardwise.sharding.modules.sharded_collections": (
+            "EmbeddingBagCollectionAwaitable ShardedEmbeddingBagCollection logger"
+        ),
     },
     "torchrec.distributed.fbgemm_qcomm_codec": {
         "shardwise.sharding.comms.qcomms": "CommType QCommsConfig get_qcomm_codecs get_qcomm_codecs_registry",
@@ -128,7 +130,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.distributed.mc_modules": {
-        "shardwise.sharding.modules.managed_collision": "ManagedCollisionCollectionSharder ShardedManagedCollisionCollection",
+        "shardwise.sharding.modules.managed_collision": (
+            "ManagedCollisionCollectionSharder ShardedManagedCollisionCollection"
+        ),
         "shardwise.sharding.quant.managed_collision": "InferManagedCollisionCollectionSharder",
     },
     "torchrec.distributed.model_parallel": {
@@ -153,7 +157,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.planner.torchrec.enumerators": "EmbeddingEnumerator get_partition_by_type",
     },
     "torchrec.distributed.planner.partitioners": {
-        "shardwise.planner.torchrec.partitioners": "GreedyPerfPartitioner MemoryBalancedPartitioner ShardingOptionGroup SortBy",
+        "shardwise.planner.torchrec.partitioners": (
+            "GreedyPerfPartitioner MemoryBalancedPartitioner ShardingOptionGroup SortBy"
+        ),
     },
     "torchrec.distributed.planner.perf_models": {
         "shardwise.planner.torchrec.perf_models": "NoopPerfModel NoopStorageModel",
@@ -530,7 +536,9 @@ FBGEMM_NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.embeddings.optim.fbgemm_types": "EmbOptimType SparseType",
     },
     "fbgemm_gpu.split_table_batched_embeddings_ops_common": {
-        "shardwise.embeddings.optim.fbgemm_types": "CacheAlgorithm EmbeddingLocation MultiPassPrefetchConfig PoolingMode",
+        "shardwise.embeddings.optim.fbgemm_types": (
+            "CacheAlgorithm EmbeddingLocation MultiPassPrefetchConfig PoolingMode"
+        ),
         "shardwise.kernels.lookup.bounds": "BoundsCheckMode",
     },
     "fbgemm_gpu.split_table_batched_embeddings_ops_training": {

@@ -26,73 +26,76 @@ from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, 
 # file: tests
 TESTED: dict[int, dict[str, list[str]]] = {
     5: {
-        "test_faults_jagged": ["test_5_bags_are_counted_in_integers"],
-        "test_faults": ["test_5_ids_of_another_type"],
-        "test_sharding_faults": ["test_a_bad_batch_of_one_rank_raises_on_all_and_leaves_no_trace"],
+        "test_jagged_errors": ["test_5_bags_are_counted_in_integers"],
+        "test_module_errors": ["test_5_ids_of_another_type"],
+        "test_rank_errors": ["test_a_bad_batch_of_one_rank_raises_on_all_and_leaves_no_trace"],
     },
     **dict.fromkeys(
         (6, 7, 8, 9),
         {
-            "test_faults_jagged": [
+            "test_jagged_errors": [
                 "test_6_7_8_9_bags_that_do_not_fit_are_refused_by_whoever_reads_them",
                 "test_6_7_8_9_full_validation_refuses_at_construction",
                 "test_6_7_8_9_bags_of_one_key_are_refused",
             ],
-            "test_faults": ["test_6_7_8_offsets_out_of_order", "test_offsets_out_of_order_raise_in_every_mode"],
-            "test_faults_jagged_ranks": ["test_6_7_8_9_bags_of_a_rank_that_do_not_fit_raise_on_all_in_every_mode"],
-            "test_sharding_faults": ["test_a_bad_batch_of_one_rank_raises_on_all_and_leaves_no_trace"],
+            "test_module_errors": ["test_6_7_8_offsets_out_of_order", "test_offsets_out_of_order_raise_in_every_mode"],
+            "test_rank_errors_jagged": ["test_6_7_8_9_bags_of_a_rank_that_do_not_fit_raise_on_all_in_every_mode"],
+            "test_rank_errors": ["test_a_bad_batch_of_one_rank_raises_on_all_and_leaves_no_trace"],
         },
     ),
     **dict.fromkeys(
         (10, 11, 12),
         {
-            "test_faults_jagged": ["test_10_11_12_what_does_not_go_together_is_refused"],
-            "test_faults": ["test_9_10_11_12_batches_that_cannot_be_made", "test_11_missing_and_unknown_keys"],
-            "test_jagged_refusals": ["test_bad_input_is_refused_with_its_keys_and_numbers"],
-            "test_sharding_faults": ["test_wrong_weights_of_one_rank_raise_on_all"],
+            "test_jagged_errors": ["test_10_11_12_what_does_not_go_together_is_refused"],
+            "test_module_errors": ["test_9_10_11_12_batches_that_cannot_be_made", "test_11_missing_and_unknown_keys"],
+            "test_keyed_jagged_errors": ["test_bad_input_is_refused_with_its_keys_and_numbers"],
+            "test_rank_errors": ["test_wrong_weights_of_one_rank_raise_on_all"],
         },
     ),
     **dict.fromkeys(
         (14, 16, 17, 18),
         {
-            "test_faults_jagged": ["test_14_16_17_18_every_operation_takes_empty_batches"],
-            "test_faults": ["test_14_15_16_17_19_empty_is_an_ordinary_size", "test_18_no_tables_and_no_features"],
-            "test_sharding_faults": [
+            "test_jagged_errors": ["test_14_16_17_18_every_operation_takes_empty_batches"],
+            "test_module_errors": [
+                "test_14_15_16_17_19_empty_is_an_ordinary_size",
+                "test_18_no_tables_and_no_features",
+            ],
+            "test_rank_errors": [
                 "test_empty_and_uneven_batches_train_as_their_union",
                 "test_zero_tables_and_zero_features_are_ordinary_sizes",
             ],
         },
     ),
     15: {
-        "test_faults_jagged_ranks": ["test_15_17_sequences_of_a_rank_without_ids"],
+        "test_rank_errors_jagged": ["test_15_17_sequences_of_a_rank_without_ids"],
         "test_jagged_model_exchange": ["test_15_ranks_without_samples_are_ordinary_ranks"],
-        "test_sharding_faults": ["test_empty_and_uneven_batches_train_as_their_union"],
+        "test_rank_errors": ["test_empty_and_uneven_batches_train_as_their_union"],
     },
     22: {
-        "test_faults_jagged": [
+        "test_jagged_errors": [
             "test_22_keys_beyond_the_reach_of_int32",
             "test_22_lengths_whose_sum_wraps_to_the_number_of_values",
             "test_22_bags_beyond_the_reach_of_int32",
         ],
-        "test_faults_sizes": ["test_22_more_ids_than_int32_counts_are_looked_up"],
+        "test_huge_sizes": ["test_22_more_ids_than_int32_counts_are_looked_up"],
         "test_keyed_jagged_tensor": ["test_offsets_of_int32_lengths_widen_past_their_range"],
     },
     26: {
-        "test_faults_jagged": [
+        "test_jagged_errors": [
             "test_26_tensors_with_gaps_are_tensors",
             "test_26_collections_take_tensors_with_gaps",
             "test_26_tensors_of_several_devices",
             "test_26_a_batch_of_the_cpu_for_tables_on_a_gpu",
         ],
-        "test_faults": ["test_26_ids_on_another_device_than_the_tables"],
+        "test_module_errors": ["test_26_ids_on_another_device_than_the_tables"],
     },
     27: {
-        "test_faults_jagged_ranks": [
+        "test_rank_errors_jagged": [
             "test_27_the_order_of_keys_on_a_rank_changes_no_bit",
             "test_27_tables_in_another_order_on_a_rank_are_refused",
             "test_27_keys_that_only_one_rank_has",
         ],
-        "test_sharding_faults": ["test_features_in_another_order_on_one_rank_are_told_apart_by_name"],
+        "test_rank_errors": ["test_features_in_another_order_on_one_rank_are_told_apart_by_name"],
     },
 }
 EVERYWHERE = pytest.mark.parametrize("device", UPDATES)
@@ -126,7 +129,7 @@ def test_5_bags_are_counted_in_integers(name: str) -> None:
             make()
 
 
-# Bags of the ids of tests/errors/test_module_errors.py, by their numbers, and what is said of them. What is wrong within a key is
+# Bags of the ids of test_module_errors.py, by their numbers, and what is said of them. What is wrong within a key is
 # seen by who reads bags: a lookup, `validate="full"` and JaggedTensor, but not by who cuts and joins keys.
 START = "offsets must start at 0, got 1"
 MISFITS: dict[str, tuple[dict[str, list[int]], str]] = {

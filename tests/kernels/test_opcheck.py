@@ -151,7 +151,7 @@ def test_opcheck_of_a_batch_with_padding(device: str, name: str) -> None:
 def test_opcheck_covers_every_op() -> None:
     listed = {name.split()[0] for name in op_calls(torch.device("cpu"))}
     for name, ops in JAGGED.items():
-        source = file_of_tests(f"test_kernels_{name}.py").read_text()
+        source = file_of_tests(f"test_{name}.py").read_text()
         assert "library.opcheck(" in source
         assert [op for op in sorted(ops) if op not in source] == [], name
         listed |= ops

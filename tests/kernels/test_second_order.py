@@ -85,9 +85,9 @@ FUNCTIONS = {
     "lookup_autograd.LookupWithUpdate": "test_a_fused_lookup_is_not_differentiated_twice",
     "lookup_autograd.CutGradient": "test_a_cut_gradient_is_differentiated_where_it_is_not_cut",
     "lookup_autograd.Finish": "test_sharded_lookups_and_exchanges_are_not_differentiated_twice",
-    "trips._Start": "test_sharded_lookups_and_exchanges_are_not_differentiated_twice",
-    "trips._Finish": "test_sharded_lookups_and_exchanges_are_not_differentiated_twice",
-    "trips._Copies": "test_copies_for_all_ranks_are_differentiated_twice",
+    "async_collective._Start": "test_sharded_lookups_and_exchanges_are_not_differentiated_twice",
+    "async_collective._Finish": "test_sharded_lookups_and_exchanges_are_not_differentiated_twice",
+    "async_collective._Copies": "test_copies_for_all_ranks_are_differentiated_twice",
     "_op._Refused": "test_a_fused_lookup_is_not_differentiated_twice",
 }
 

@@ -15,8 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
-from checkout import ROOT
-from programs import without_gloo
+from checkout import ROOT, without_gloo
 from ranks import context, count, start_fork_server
 
 SECONDS = 300.0

@@ -300,7 +300,7 @@ def forward_bytes(setup: Setup, batch: Batch) -> float:
 
 
 def step_bytes(setup: Setup, batch: Batch) -> float:
-    """The forward's, and as kernels/update/update.py declares: gradient rows, touched rows and states twice, 96 an id."""
+    """The forward's, and as kernels/update declares: gradient rows, touched rows and states twice, 96 an id."""
     work, n = setup.workload, batch.ids.shape[0]
     distinct = sum(rows.shape[0] for rows in touched_rows(batch))
     a_row = work.dim * work.dtype.itemsize + (4 if setup.rule == "rowwise_adagrad" else 0)

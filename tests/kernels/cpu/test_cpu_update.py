@@ -56,6 +56,7 @@ from shardwise.kernels.cpu import (
 from shardwise.kernels.lookup import pooled as pooled_module
 from shardwise.kernels.lookup.bounds import check_ids_ref
 from shardwise.kernels.lookup.pooled import pooled_lookup_ref
+from shardwise.kernels.update import step as update_step
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="ops run the interpreted kernels")
 FP32 = [case for case in CASES if case.dtype == torch.float32 and not case.slow]
@@ -334,7 +335,7 @@ def test_rows_are_copied_bit_for_bit_whatever_their_width_and_place(dtype: torch
         flat, values = bits(40 * dim + 64), bits(13 * dim).view(13, dim)
         rows, expected = torch.randperm(40, generator=generator)[:13], flat.clone()
         expected.view(whole)[first : first + 40 * dim].view(40, dim)[rows] = values.view(whole)
-        cpu_update.copy_rows(flat[first : first + 40 * dim].view(40, dim), rows, values)
+        update_step.copy_rows(flat[first : first + 40 * dim].view(40, dim), rows, values)
         assert torch.equal(flat.view(whole), expected.view(whole)), (dim, first)
 
 

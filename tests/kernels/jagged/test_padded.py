@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import CASES, UPDATES, Case, assert_same_bits, held, nested, offsets_of, padded, torch_device
+from kernel_inputs import UPDATES, assert_same_bits, torch_device
+from padded_inputs import CASES, Case, held, nested, offsets_of, padded
 from torch import Tensor
 
 from shardwise.kernels import (

@@ -60,7 +60,7 @@ def on(path: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Batch, t
     """The batch of a case on the device of a path."""
     device = torch_device("cpu" if path == "torch" else path)
     if path == "torch":
-        monkeypatch.setattr(cpu_quantized, "_loops", lambda: None)
+        monkeypatch.setattr(cpu_quantized, "_looking_up", lambda: None)
     return batch(case).to(device), device
 
 
@@ -184,7 +184,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 def test_the_torch_path_works_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks end between bags, and a bag longer than a block is a block of its own."""
-    monkeypatch.setattr(cpu_quantized, "_loops", lambda: None)
+    monkeypatch.setattr(cpu_quantized, "_looking_up", lambda: None)
     monkeypatch.setattr(cpu_quantized, "_BLOCK_ELEMENTS", 32)
     there = batch(Case("", "int4", tables=((9, 8), (5, 8)), batch=7, longest=9, weighted=True))
     assert_same_bits(quantized_pooled_lookup(*there.pooled), quantized_pooled_lookup_ref(*there.pooled))

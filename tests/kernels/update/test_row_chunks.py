@@ -9,7 +9,7 @@ import torch
 from kernel_inputs import Case, Inputs, assert_same_bits, inputs, optimizer, torch_device, update_args, upstream
 
 from shardwise.kernels import fused_update, new_guard, persistent_grid
-from shardwise.kernels.features import FIRST_ROW
+from shardwise.kernels.features import FIRST_ROW, Lookup, unflatten_segments
 from shardwise.kernels.lookup import bounds
 from shardwise.kernels.transpose import CHUNK
 from shardwise.kernels.update import row_chunks
@@ -39,23 +39,19 @@ CASES = [
 
 def index_of(batch: Inputs) -> RowChunks:
     step = torch.zeros(1, dtype=torch.int64)
-    found = row_chunks.row_chunks(
-        batch.indices, batch.offsets, batch.per_id_weights, batch.features, segments_of(batch), 20, batch.pooling,
-        new_guard(), step, hashed=True,
-    )  # fmt: skip
+    found = row_chunks.row_chunks(lookup_of(batch), 20, new_guard(), step, hashed=True)
     assert step.item() == 1
     return found
 
 
-def segments_of(batch: Inputs) -> list[row_chunks.Segment]:
-    return [row_chunks.Segment(*numbers) for numbers in zip(*[iter(batch.segments)] * 4, strict=True)]
+def lookup_of(batch: Inputs) -> Lookup:
+    segments = unflatten_segments(batch.segments)
+    return Lookup(batch.indices, batch.offsets, batch.per_id_weights, batch.features, segments, batch.pooling)
 
 
 def assert_equals_reference(batch: Inputs) -> None:
     found = index_of(batch)
-    levels, source, scale = row_chunks.row_chunks_ref(
-        batch.indices, batch.offsets, batch.per_id_weights, batch.features, segments_of(batch), 20, batch.pooling
-    )
+    levels, source, scale = row_chunks.row_chunks_ref(lookup_of(batch), 20)
     used = len(source)
     assert found.source[:used].tolist() == source.tolist()
     assert (found.scale is None) == (scale is None)

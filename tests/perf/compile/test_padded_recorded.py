@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 import torch
-from kernel_inputs import CASES, Case, assert_same_bits, torch_device
+from kernel_inputs import assert_same_bits, torch_device
+from padded_inputs import CASES, Case
 from torch import Tensor
 
 from shardwise.kernels.jagged.padded import (

@@ -1,7 +1,7 @@
 """TorchRec's estimates, number for number: what torchrec 1.8.0 says of random options.
 
-`python -m shardwise.perf.evidence.compare_planner golden` prints the numbers anew where torchrec is installed, and `... formulas`
-compares thousands of options.
+`python -m shardwise.perf.evidence.compare_planner golden` prints the numbers anew where torchrec is installed, and `...
+formulas` compares thousands of options.
 """
 
 from __future__ import annotations
