@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from threading import RLock
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -80,9 +80,18 @@ def _later(fn: Any = None, **options: Any) -> Any:
     return _Kernel(fn, options) if fn is not None else lambda f: _Kernel(f, options)
 
 
-triton: Any
-tl: Any
-if INTERPRETED:
+if TYPE_CHECKING:
+
+    class _Anything(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class tl(metaclass=_Anything):
+        """To type checkers a class: what a variable holds is no annotation."""
+
+        constexpr: TypeAlias = Any
+
+    triton: Any = tl
+elif INTERPRETED:
     triton = importlib.import_module("triton")
     tl = importlib.import_module("triton.language")
 elif HAS_TRITON:

@@ -64,7 +64,7 @@ def pooled_lookup_cpu(
         loop = getattr(loops, _LOOP_OF[weights.dtype])
         count, ids, width = len(dims), indices.shape[0], sum(dims)
         samples = batch_size(offsets, count)
-        out = _new(samples, width)
+        out = in_huge_pages(torch.empty(samples, width, dtype=torch.float32, device="cpu"))
         # kept by these names as long as the loop has their addresses
         indices, offsets, features = indices.contiguous(), offsets.contiguous(), features.contiguous()
         scale = None if per_id_weights is None else per_id_weights.float().contiguous()
@@ -74,7 +74,7 @@ def pooled_lookup_cpu(
         )  # fmt: skip
         _in_parts(loop, arguments, ids * width > configs.cpu("lookup_alone", _ALONE) * count)
         return out
-    batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
+    batch = batch_size(offsets, len(dims))
     scale = None if per_id_weights is None else per_id_weights.float()
     lookup = Lookup(indices, offsets, scale, features, dims=dims)
     if (
@@ -83,7 +83,7 @@ def pooled_lookup_cpu(
         and indices.shape[0] <= configs.cpu("lookup_short", _SHORT) * (offsets.shape[0] - 1)
     ):
         return _by_samples(weights, lookup)
-    out = _new(batch, columns[-1])
+    out = in_huge_pages(torch.empty(batch, sum(dims), dtype=torch.float32, device="cpu"))
     _by_features(out, weights, lookup)
     return out
 
@@ -116,11 +116,11 @@ def _by_samples(weights: Tensor, lookup: Lookup) -> Tensor:
     rows = int((features[:, BASE] - anchor + features[:, ROWS] * dim).max()) // dim
     lengths = offsets.diff().view(count, batch)
     linear, bags, scale = _in_sample_order(lookup, lengths, anchor)
-    table, samples = table_rows(weights, anchor, rows, dim), max(1, _block_elements() // (count * dim))
+    table = table_rows(weights, anchor, rows, dim)
     if batch * count * dim * 4 < HUGE_PAGE:
         out = bag_sums(table, linear, bags, scale).view(batch, count * dim)
     else:
-        out = _new(batch, count * dim)
+        out, samples = _new(batch, count * dim), max(1, _block_elements() // (count * dim))
         for low in range(0, batch, samples):
             bounds = bags[low * count : (low + samples) * count + 1]
             begin, end = int(bounds[0]), int(bounds[-1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,11 +54,11 @@ def quantized_pooled_lookup_cpu(
     output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The reference's result."""
-    loops, batch, columns = _looking_up(), batch_size(offsets, len(dims)), column_offsets(dims)[-1]
+    loops, batch, columns = _looking_up(), batch_size(offsets, len(dims)), sum(dims)
     out = in_huge_pages(torch.empty(batch, columns, dtype=torch.float32, device="cpu"))
     weights = None if per_id_weights is None else per_id_weights.float().contiguous()
     if loops is None:
-        _pooled_by_torch(out, _Table(payload, scales, format), Lookup(indices, offsets, weights, features, dims=dims))
+        _pooled_by_torch(out, (payload, scales, format), Lookup(indices, offsets, weights, features, dims=dims))
     elif batch:
         # what the addresses are of must live until the loops are done
         kept = _Where(payload, scales, indices, offsets, features)
@@ -83,7 +83,7 @@ def quantized_sequence_lookup_cpu(
     batch, ids = batch_size(offsets, count), indices.shape[0]
     out = in_huge_pages(torch.empty(ids, dim, dtype=torch.float32, device="cpu"))
     if loops is None:
-        _sequence_by_torch(out, _Table(payload, scales, format), Lookup(indices, offsets, None, features), dim)
+        _sequence_by_torch(out, (payload, scales, format), Lookup(indices, offsets, None, features), dim)
     elif ids:
         kept = _Where(payload, scales, indices, offsets, features)
         numbers = (kept.features.data_ptr(), count, batch, out.data_ptr(), dim)
@@ -110,12 +110,8 @@ class _Where:
         )  # fmt: skip
 
 
-class _Table(NamedTuple):
-    """Rows of quantized tables."""
-
-    payload: Tensor
-    scales: Tensor
-    format: str
+# payload, scales and the name of their format
+_Table = tuple[Tensor, Tensor, str]
 
 
 def _pooled_by_torch(out: Tensor, table: _Table, lookup: Lookup) -> None:

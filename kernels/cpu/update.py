@@ -16,7 +16,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .. import configs
 from ..features import (
@@ -115,7 +114,9 @@ def _chunks(rows: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 def _offsets_of(sizes: Tensor) -> Tensor:
     """Where each of some parts begins, and the end of all."""
-    return pad(sizes.cumsum(0), (1, 0))
+    offsets = sizes.new_zeros(sizes.shape[0] + 1)
+    torch.cumsum(sizes, 0, out=offsets[1:])
+    return offsets
 
 
 def _blocks_of_sums(
@@ -186,7 +187,11 @@ def update(update: Update, numbers: Tensor, grad: Tensor, lookup: Lookup) -> boo
     # entries of the sort hold 32 bits each of a row and of an element of the gradient
     small = segments[-1].end_row < 2**31 and n < 2**31 and grad.numel() < 2**32
     loops = _loops()
-    if loops is None or not small or not all(_flat(flat) for flat in (weights, *states)):
+    if (
+        loops is None
+        or not small
+        or not all(flat.dtype == torch.float32 and flat.is_contiguous() for flat in (weights, *states))
+    ):
         return False
     loop = _update_loop(rule)
     if loop is None:
@@ -268,10 +273,6 @@ def _update_long(loop: int, job: array[int], entry: int, run: Sequence[int], dim
     job[loops.BUCKETS] = job[loops.TASKS] = job[loops.TOTAL] = job[loops.LONG] = 1
     job[loops.UPDATING] = job[loops.WORKERS] = 0
     call(loop, where)
-
-
-def _flat(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
 def _parts(elements: int, most: int, parts: int) -> int:

@@ -97,7 +97,8 @@ def fused_update_ref(
     batch, columns = batch_size(offsets, len(dims)), column_offsets(dims)
     update = Update(weights, states, step, guard, rule_named(rule), hyper, decay, seed)
     lookup = Lookup(indices, offsets, per_id_weights, features, unflatten_segments(segments), pooling, dims, ids)
-    numbers, rounding = numbers_of(update.rule, hyper, step, decay), _rounding(update, lookup)
+    numbers = numbers_of(update.rule, hyper, step, decay)
+    rounding = None if seed is None or weights.dtype == torch.float32 else Rounding(seed, step, lookup)
     grad = grad.float() if max_gradient is None else grad.float().clamp(-max_gradient, max_gradient)
     for segment in lookup.segments:
         dense = torch.zeros(segment.end_row - segment.first_row, segment.dim, device=grad.device)
@@ -209,18 +210,13 @@ def _fused_update(
     if cpu_update.update(update, numbers, grad, lookup):
         return
     transpose = transpose_index if weights.is_cuda else transpose_index_cpu
-    by_row, rounding = transpose(indices, offsets, features, lookup.segments), _rounding(update, lookup)
+    by_row = transpose(indices, offsets, features, lookup.segments)
+    rounding = None if seed is None or weights.dtype == torch.float32 else Rounding(seed, step, lookup)
     batch = batch_size(offsets, len(dims))
     scale = _scale_of_ids(by_row, lookup, batch)
     for segment in lookup.segments:
         sums = row_gradients(by_row, grad.float(), scale, segment, lookup, batch)
         apply(update, segment, numbers, rounding, sums)
-
-
-def _rounding(update: Update, lookup: Lookup) -> Rounding | None:
-    if update.seed is None or update.weights.dtype == torch.float32:
-        return None
-    return Rounding(update.seed, update.step, lookup)
 
 
 def _cut(grad: Tensor, most: float | None) -> Tensor:

@@ -18,6 +18,8 @@ from .torchrec_names import FBGEMM, TABLE
 # what `torchrec.__version__` says: the version whose names these are, and whose code it is
 SERVED_VERSION = f"1.8.0+shardwise.{__version__}"
 # files named torchrec.py and fbgemm_gpu.py, for processes that nobody could call install() in
+# what `shardwise.torchrec` has of its own, beside the names that it serves
+OWN_NAMES = ("TABLE", "install", "uninstall")
 STAND_INS = str(Path(__file__).parents[1] / "served")
 
 _NAMES = {**TABLE, **FBGEMM}

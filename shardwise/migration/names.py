@@ -14,9 +14,8 @@ from typing import Literal
 
 import shardwise
 
-from ..torchrec import __all__ as _OURS
 from .hints import advice
-from .mirror import MODULES
+from .mirror import MODULES, OWN_NAMES
 from .torchrec_names import FBGEMM, TABLE
 
 __all__ = ["DIFFERENCES", "MIRROR", "Finding", "Row", "finding", "home_of", "is_module", "mirrored", "name_at"]
@@ -89,7 +88,7 @@ def name_at(module: str, rest: Sequence[str]) -> str | None:
     end = module.count(".") + 1
     if parts[:2] == MIRROR.split("."):
         parts, end = parts[1:], max(end - 1, 1)
-        if parts[1:] and parts[1] in _OURS:
+        if parts[1:] and parts[1] in OWN_NAMES:
             return None
     if not any(f"{'.'.join(parts)}.".startswith(f"{root}.") for root in _ROOTS):
         return None

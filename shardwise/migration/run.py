@@ -49,7 +49,7 @@ def main() -> None:
     places = [STAND_INS]
     if _shardwise_found() != shardwise.__file__:
         # we were found by the working folder, where a child of the script would not look
-        places.append(str(Path(shardwise.__file__).parents[2]))
+        places.append(str(Path(shardwise.__file__).parents[1]))
     # a module's first entry is the working folder, which may be a checkout of TorchRec
     first = 0 if as_module else 1
     sys.path[first:first] = places

@@ -59,7 +59,42 @@ LAZY_PAIRS = {("perf", "shardwise")}
 # room -> the rooms of the same folder that it may import; a room is a folder, and the face of a top folder (which may
 # show all that lies below it, and which nothing below it imports) is one by itself
 ROOMS: dict[str, set[str]] = {
-    # ROOMS
+    "embeddings/collections": {"embeddings", "embeddings/optim", "embeddings/tables"},
+    "embeddings/managed_collision": {"embeddings", "embeddings/collections", "embeddings/tables"},
+    "embeddings/optim": {"embeddings", "embeddings/tables"},
+    "embeddings/quant": {"embeddings", "embeddings/collections", "embeddings/managed_collision", "embeddings/tables"},
+    "embeddings/tables": {"embeddings"},
+    "kernels/cpu": {"kernels"},
+    "kernels/jagged": {"kernels", "kernels/cpu", "kernels/lookup"},
+    "kernels/lookup": {"kernels", "kernels/cpu"},
+    "kernels/quantized": {"kernels", "kernels/cpu"},
+    "kernels/update": {"kernels", "kernels/cpu", "kernels/lookup"},
+    "perf": {"perf/suite", "perf/suite/cases"},
+    "perf/counts": {"perf/suite"},
+    "perf/evidence": {"perf/counts", "perf/suite", "perf/suite/cases", "perf/suite/operations"},
+    "perf/gpu/cases": {"perf/gpu", "perf/suite"},
+    "perf/gpu_scripts": {"perf/counts", "perf/suite", "perf/suite/cases", "perf/suite/operations", "perf/tune"},
+    "perf/suite/cases": {"perf/suite", "perf/suite/operations"},
+    "perf/tune": {"perf/compile", "perf/suite", "perf/suite/cases"},
+    "planner/cost": {"planner", "planner/search", "planner/torchrec"},
+    "planner/plan": {"planner", "planner/cost", "planner/search"},
+    "planner/report": {"planner", "planner/plan", "planner/search"},
+    "planner/torchrec": {"planner", "planner/search"},
+    "sharding/calibration": {"sharding/comms", "sharding/dmp", "sharding/engine", "sharding/modules", "sharding/plan"},
+    "sharding/checkpoint": {"sharding/comms", "sharding/dmp", "sharding/engine", "sharding/modules", "sharding/plan"},
+    "sharding/dmp": {"sharding/comms", "sharding/engine", "sharding/modules", "sharding/plan", "sharding/planning"},
+    "sharding/engine": {"sharding/comms", "sharding/plan"},
+    "sharding/modules": {"sharding/comms", "sharding/engine", "sharding/plan", "sharding/quant"},
+    "sharding/pipeline": {"sharding/comms", "sharding/dmp", "sharding/engine", "sharding/modules"},
+    "sharding/plan": {"sharding/comms"},
+    "sharding/planning": {"sharding/comms", "sharding/modules", "sharding/plan", "sharding/quant"},
+    "sharding/quant": {"sharding/comms", "sharding/plan"},
+    "sharding/torchrec": {"sharding/comms", "sharding/engine", "sharding/modules", "sharding/plan"},
+    "shardwise/__main__.py": {"shardwise/cli"},
+    "shardwise/cli": {"shardwise/checkpoint.py", "shardwise/migration"},
+    "shardwise/migration": {"shardwise/__init__.py"},
+    "shardwise/served": {"shardwise/migration"},
+    "shardwise/torchrec.py": {"shardwise/migration"},
 }
 ABSOLUTE = re.compile(r"(?<![\w.$}~])/(?:work|root|home|Users|tmp|opt|mnt)/")
 

@@ -15,6 +15,7 @@ from checkout import SHARED
 
 from shardwise import torchrec as names
 from shardwise.migration.hints import HINTS, advice
+from shardwise.migration.mirror import OWN_NAMES
 
 # a type of callables is not a class
 GenericAlias = type(Callable[[int], int])
@@ -237,3 +238,7 @@ space = {}
 exec("from torchrec.optim import *", space)
 assert space["RowWiseAdagrad"] is torchrec.optim.RowWiseAdagrad
 """)
+
+
+def test_own_names_of_the_mirror_are_those_of_its_root() -> None:
+    assert tuple(names.__all__) == OWN_NAMES
