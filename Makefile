@@ -68,7 +68,7 @@ test-long: .venv/.installed  ## the rest: what is marked long, for example 1,000
 	@$(TESTS) -m long
 
 durations: .venv/.installed  ## what the last run took: files over 20 s; ARGS="compare BEFORE AFTER" compares two of runs/durations
-	@$(BIN)/python tests/support/durations.py $(or $(ARGS),show)
+	@$(BIN)/python tests/durations.py $(or $(ARGS),show)
 
 # both cores, as a program has that runs alone
 perf: .venv/.installed  ## measure the CPU suite in under 10 minutes: table, runs/perf.json and runs/perf.html

@@ -552,7 +552,7 @@ class KeyedJaggedTensor(Bags):
 
     def dist_labels(self) -> list[str]:
         """What `dist_tensors` and `dist_splits` list, in their order."""
-        return _dist_labels(self.variable_stride_per_key(), self._weights is not None)
+        return dist_labels(self.variable_stride_per_key(), self._weights is not None)
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         """Where to cut each of `dist_tensors` so that piece i has the next `key_splits[i]` keys."""
@@ -596,7 +596,7 @@ class KeyedJaggedTensor(Bags):
         """
         needed = 3 if variable_stride_per_key else 2
         if len(tensors) not in (needed, needed + 1):
-            all_labels = ", ".join(_dist_labels(variable_stride_per_key, True))
+            all_labels = ", ".join(dist_labels(variable_stride_per_key, True))
             raise ValueError(f"dist_init needs {needed} or {needed + 1} tensors ({all_labels}), got {len(tensors)}")
         lengths, values = tensors[0], tensors[1]
         weights = tensors[-1] if len(tensors) > needed else None
@@ -796,7 +796,3 @@ def _empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None) -> Ke
     weights = None if kjt._weights is None else kjt._weights.new_empty(0)
     inverse: InverseIndices | None = None if kjt._inverse is None else ([], kjt._inverse[1][:0])
     return like(kjt, nothing, kjt._values.new_empty(0), weights, kjt.lengths().new_empty(0), [], True, inverse)
-
-
-def _dist_labels(variable: bool, weighted: bool) -> list[str]:
-    return ["lengths", "values", *["strides"] * variable, *["weights"] * weighted]

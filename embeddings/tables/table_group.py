@@ -31,7 +31,7 @@ from shardwise.kernels import (
     sequence_lookup,
     table_rows,
 )
-from shardwise.kernels.cpu.huge_pages import in_huge_pages
+from shardwise.kernels.huge_pages import in_huge_pages
 
 from ..policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .id_check import GuardedIdCheck

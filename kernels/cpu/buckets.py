@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import numba_loops
+from .. import numba_loops
 from .threads import run
 
 # ids that one thread moves before another can have been woken

@@ -475,7 +475,7 @@ def unique_tables(
     first_features = _view(first_features_at, last + 1, LIKE_INT64)
     found, start = int64(0), int64(offsets[first_features[first] * batch])
     # offsets go from 0 to n, and never back
-    if first == 0 and start != 0 or last == tables and offsets[bags] != n:
+    if (first == 0 and start != 0) or (last == tables and offsets[bags] != n):
         return BAD_LENGTHS
     for bag in range(first_features[first] * batch, first_features[last] * batch):
         if offsets[uint64(bag)] > offsets[uint64(bag + 1)]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .. import configs
+from .. import configs, numba_loops
 from ..features import (
     BASE,
     MEAN,
@@ -25,8 +25,7 @@ from ..features import (
     linear_rows,
     table_rows,
 )
-from . import numba_loops
-from .huge_pages import HUGE_PAGE, in_huge_pages
+from ..huge_pages import HUGE_PAGE, in_huge_pages
 from .threads import call, spread
 
 # sums of a block: 2 MB for each thread

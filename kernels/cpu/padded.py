@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .. import numba_loops
+from ..huge_pages import REUSED_BYTES, in_huge_pages
 from ..memory import MANY, require_memory
-from . import numba_loops
-from .huge_pages import REUSED_BYTES, in_huge_pages
 from .threads import run
 
 # bytes that one thread moves before another can have been woken

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from . import numba_loops
+from .. import numba_loops
 from .lookup import offsets_are_good
 from .threads import run
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import numba_loops
 from ..features import (
     BASE,
     FIRST_ROW,
@@ -23,9 +24,8 @@ from ..features import (
     batch_size,
     column_offsets,
 )
+from ..huge_pages import in_huge_pages
 from ..row_formats import RowFormat, dequantize_rows_ref, row_format
-from . import numba_loops
-from .huge_pages import in_huge_pages
 from .lookup import bag_sums
 from .threads import run
 

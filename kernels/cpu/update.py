@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .. import configs
+from .. import configs, numba_loops
 from ..features import (
     FIRST_ROW,
     ROWS,
@@ -35,7 +35,6 @@ from ..transpose import (
     run_begins,
     transpose_index,
 )
-from . import numba_loops
 from .lookup import bag_sums, offsets_are_good
 from .threads import call, spread
 

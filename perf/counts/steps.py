@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
+from shardwise.kernels import numba_loops
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
-from shardwise.kernels.cpu import numba_loops
 from shardwise.perf.counts.calls import allocations, collectives, python_calls
 from shardwise.perf.counts.counted_steps import Step
 from shardwise.perf.counts.launches import CUDA, Counted, pretended

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shardwise.kernels.cpu import numba_loops
+from shardwise.kernels import numba_loops
 from shardwise.perf.evidence.report import Report, grid, versions
 from shardwise.perf.suite import libraries
 from shardwise.perf.suite.case import OURS, Setting, chosen
@@ -223,7 +223,7 @@ def run(options: argparse.Namespace) -> Report:
     with ExitStack() as stack:
         if options.torch_alone:
             stack.enter_context(libraries.without_numba())
-        compiled = numba_loops.loops("cpu_loops") is not None
+        compiled = numba_loops.loops("update_loops") is not None
         text, good = report(options.sections, compiled, options.only)
     how = f"{options.threads} threads, ours {'with numba' if compiled else 'on torch alone'}"
     return Report(f"{versions()}; {how}, load of the machine {os.getloadavg()[1]:.1f}\n\n{text}", good)

@@ -111,7 +111,7 @@ def _arithmetic(name: str, modifiers: list[str], kind: str, _: int) -> Operation
         _require(name, modifiers, {*MODES, "ftz", "sat", "relu"})
         mode = next((m for m in modifiers if m in MODES), "rn")
         function = _float_function("fma" if name == "mad" else name, half, mode)
-        if "sat" in modifiers and half == "bf16" or "relu" in modifiers:
+        if ("sat" in modifiers and half == "bf16") or "relu" in modifiers:
             raise ValueError(f"{name} of {kind} with .sat or .relu is not supported")
         return Operation(_of_type(_with_modifiers(function, half, modifiers), kind), (kind,) * count, (kind,))
     if name in ("add", "sub"):

@@ -33,7 +33,7 @@ def conversion(opcode: str) -> Operation:
 
         return Operation(packed, (source, source), (target,))
     integer = next((_TO_INTEGER[m] for m in modifiers if m in _TO_INTEGER), None)
-    if source in FLOATS and target in FLOATS or target == "tf32":
+    if (source in FLOATS and target in FLOATS) or target == "tf32":
         convert = _float_to_float(target, source, mode, ftz, saturates, "relu" in modifiers)
         if integer is not None:
             rounds = integer

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 import shardwise.kernels
-from shardwise.kernels import _op, persistent_grid
+from shardwise.kernels import _op, numba_loops, persistent_grid
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED, load_kernels, triton
-from shardwise.kernels.cpu import numba_loops
 
 from . import Fault, Kernel, Launch, Memory
 from .barriers import Around, fixed_places, pairs_at
@@ -78,7 +77,7 @@ class Log:
         return [f"{launch.kernel}: {fault}" for launch in self.launches for fault in launch.faults]
 
     def of(self, kernel: str) -> list[Execution]:
-        """The launches of one kernel, named like "pooled.pooled_lookup"."""
+        """The launches of one kernel, named like "lookup.pooled.pooled_lookup"."""
         return [launch for launch in self.launches if launch.kernel == kernel]
 
 
@@ -126,20 +125,20 @@ def torch_alone() -> Iterator[None]:
 
 
 def kernels() -> dict[str, Any]:
-    """Every kernel of the library by its file and name, like "pooled.pooled_lookup"."""
+    """Every kernel of the library by its file and name, like "lookup.pooled.pooled_lookup"."""
     return {name_of(kernel): kernel for module in modules() for _, kernel in _kernels_in(module)}
 
 
 def name_of(kernel: Any) -> str:
     """The file and the short name of a kernel."""
-    return f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__[1 : -len('_kernel')]}"
+    return f"{kernel.__module__.removeprefix('shardwise.kernels.')}.{kernel.__name__[1 : -len('_kernel')]}"
 
 
 def modules() -> list[Any]:
     """The files of kernels/ whose ops choose a path or launch."""
     # loops that numba compiles are imported where they are used, and compile when they are imported
-    names = [info.name for info in pkgutil.iter_modules(shardwise.kernels.__path__) if not info.name.endswith("_loops")]
-    every = [importlib.import_module(f"shardwise.kernels.{name}") for name in names]
+    walked = pkgutil.walk_packages(shardwise.kernels.__path__, "shardwise.kernels.")
+    every = [importlib.import_module(info.name) for info in walked if not info.name.endswith("_loops")]
     load_kernels()
     return [m for m in every if m is not _op and (_kernels_in(m) or hasattr(m, "runs_kernel"))]
 

@@ -12,8 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from shardwise.kernels import _op
-from shardwise.kernels.cpu import numba_loops
+from shardwise.kernels import _op, numba_loops
 
 # modules of TorchRec; ours has those below shardwise.torchrec that it has a counterpart of
 TORCHREC = (

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shardwise import __version__
-from shardwise.kernels.cpu import numba_loops
+from shardwise.kernels import numba_loops
 
 PACKAGES = {"triton": "triton", "numba": "numba", "fbgemm": "fbgemm-gpu", "torchrec": "torchrec", "numpy": "numpy"}
 # of packages that come under several names

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.kernels.cpu.huge_pages import in_huge_pages
+from shardwise.kernels.huge_pages import in_huge_pages
 
 from .codecs import FP32, Codec, FormatCodec
 from .env import is_alone, number_in_environment

@@ -22,8 +22,7 @@ from shardwise.embeddings import (
 )
 from shardwise.embeddings.optim.optimizers import mark_optimizer, optimizer_of, optimizer_spec
 from shardwise.embeddings.tables.row_sums import Accumulation
-from shardwise.kernels import rule_named
-from shardwise.kernels.cpu import numba_loops
+from shardwise.kernels import numba_loops, rule_named
 
 from ...planner.layout import Shard, TableOptions
 from ..comms.agreement import MAY_DIFFER

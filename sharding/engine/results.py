@@ -25,7 +25,7 @@ from shardwise.kernels import (
     permute_1d,
     pooled_lookup,
 )
-from shardwise.kernels.cpu.huge_pages import in_huge_pages
+from shardwise.kernels.huge_pages import in_huge_pages
 
 from ..comms.exchange import Buffers
 from .route import Outbound

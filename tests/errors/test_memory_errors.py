@@ -27,8 +27,7 @@ from shardwise import (
 )
 from shardwise.embeddings.quant import QuantizedTable, QuantizedTables
 from shardwise.embeddings.tables.table_layout import LookupFeature
-from shardwise.kernels import memory
-from shardwise.kernels.cpu import numba_loops
+from shardwise.kernels import memory, numba_loops
 from shardwise.kernels.memory import require_memory
 
 HUGE = 10**15

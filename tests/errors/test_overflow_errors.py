@@ -18,7 +18,7 @@ from shardwise import (
     KeyedJaggedTensor,
     kernels,
 )
-from shardwise.kernels.cpu import numba_loops
+from shardwise.kernels import numba_loops
 
 # rows that there are, and what goes to 3 with every difference >= 0 in 64 bits
 ROWS, LARGEST = 3, 2**63 - 1

@@ -110,7 +110,7 @@ def violations(path: str, source: str) -> list[str]:
         top, _, part = name.partition(".")
         if top == "shardwise":
             allowed = OURS[folder] | {folder, *LEAVES}
-            if path.startswith(("sharding/dmp/dmp.py", "sharding/planning/")):
+            if path.startswith(("sharding/dmp/dmp.py", "sharding/planning/", "sharding/calibration/")):
                 allowed = allowed | {"planner"}
             if path in COMMANDS_OF_PERF:
                 allowed = allowed | {"perf"}
@@ -194,14 +194,14 @@ def test_imports_stay_within_the_layers(folder: str) -> None:
         ("planner/a.py", "from ..sharding import exchange"),
         ("planner/a.py", "from ..sharding.layouts import x"),
         ("planner/a.py", "from ..embeddings import EmbeddingBagCollection"),
-        ("sharding/plan/plan.py", "from ..planner import search"),
+        ("sharding/plan/plan.py", "from ...planner import search"),
         ("sharding/plan/plan.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
         ("models/a.py", "from shardwise.kernels.lookup.pooled import pooled"),
         ("data/a.py", "from ..sharding import dmp"),
         ("data/a.py", "import pandas"),
-        ("shardwise/cli/__init__.py", "from . import perf"),
+        ("shardwise/cli/__init__.py", "from .. import perf"),
         ("models/a.py", "from shardwise.perf import cases"),
-        ("shardwise/cli/plan.py", "from .perf import cases"),
+        ("shardwise/cli/plan.py", "from ..perf import suite"),
     ],
 )  # fmt: skip
 def test_the_checker_sees(path: str, source: str) -> None:
@@ -213,11 +213,11 @@ def test_the_checker_sees(path: str, source: str) -> None:
     [
         ("kernels/a.py", "import math\nimport triton.language as tl\nfrom torch import Tensor\nfrom . import _op"),
         ("kernels/cpu.py", "import numba\nimport numpy as np"),
-        ("planner/a.py", "from ..sharding.layout import Shard\nfrom ..sharding import layout"),
+        ("sharding/plan/plan.py", "from ...planner.layout import Shard\nfrom ...planner import layout"),
         ("planner/b.py", "import numpy as np\nfrom shardwise.embeddings.config import PoolingType"),
         ("sharding/dmp/dmp.py", "from ..planner import plan\nimport torch.distributed as dist\ndist.get_rank()"),
         ("sharding/comms/exchange.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
-        ("models/a.py", "from shardwise import EmbeddingBagCollection\nfrom shardwise.jagged import KeyedTensor"),
+        ("models/a.py", "from shardwise.embeddings import EmbeddingBagCollection\nfrom shardwise.jagged import KeyedTensor"),
         ("perf/a.py", "from shardwise.sharding import dmp\nimport torch.distributed"),
         ("shardwise/__init__.py", "from ._version import __version__\nfrom .jagged import JaggedTensor"),
         ("shardwise/cli/perf.py", "def f():\n    from .perf.cases import CASES"),
@@ -344,10 +344,10 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("kernels/lookup/pooled.py", "from ..cpu import lookup"),
+        ("kernels/cpu/lookup.py", "from ..lookup import pooled"),
         ("sharding/comms/env.py", "def f():\n    from ..engine import route"),
-        ("planner/cost/model.py", "from ..search import solve"),
-        ("planner/search/solve.py", "from ..torchrec import options"),
+        ("planner/search/solve.py", "from ..cost import shardwise"),
+        ("planner/search/problem.py", "from ..torchrec import options"),
         ("sharding/engine/collection.py", "if TYPE_CHECKING:\n    from ..torchrec import comm_ops"),
         ("perf/suite/case.py", "from ..evidence import parity"),
     ],
@@ -356,10 +356,7 @@ def test_a_planted_arrow_back_fails(path: str, line: str) -> None:
     sources = product()
     assert path in sources
     arrows = imported_files({**sources, path: f"{sources[path]}\n{line}\n"})
-    if line != "from ..cpu import lookup":
-        assert room_faults(arrows)
-    else:
-        assert not room_faults(arrows), "an arrow of the table"
+    assert room_faults(arrows) and two_way(arrows)
 
 
 def test_a_planted_circle_fails() -> None:

@@ -40,7 +40,7 @@ START_SECONDS = 120.0
 # how long the other ranks may take to report after the first failure
 GRACE_SECONDS = 0.2
 
-# worlds, processes that were started for them, and seconds, since tests/support/durations.py last asked
+# worlds, processes that were started for them, and seconds, since tests/durations.py last asked
 counted: Counter[str] = Counter()
 
 context = multiprocessing.get_context("forkserver")

@@ -21,8 +21,8 @@ from .case import Case
 from .tolerances import CALIBRATION, SAME
 
 INTEGERS = (torch.int64, torch.int32)
-BUCKETS = ("bucketize.bucket_of_id", "bucketize.place_in_buckets")
-UNIQUE = ("unique.unique_key", "unique.number_unique")
+BUCKETS = ("jagged.bucketize.bucket_of_id", "jagged.bucketize.place_in_buckets")
+UNIQUE = ("jagged.unique.unique_key", "jagged.unique.number_unique")
 LENGTHS = (3, 0, 1, 7, 0, 40)
 
 
@@ -121,7 +121,7 @@ def _calibrations() -> Iterator[Case]:
     for kind, form in product(kinds, ("plain", "by feature", "borders")):
         dtype = str(kind).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
         yield Case(
-            f"calibration, {form}, {dtype}", ("calibration.histogram_binning",), partial(_calibrate, kind, form),
+            f"calibration, {form}, {dtype}", ("jagged.calibration.histogram_binning",), partial(_calibrate, kind, form),
             CALIBRATION, quick=kind == torch.float32 and form == "by feature",
         )  # fmt: skip
 

@@ -74,24 +74,24 @@ def _both_ways(op: Callable[..., Any], leaves: Sequence[int], inputs: Callable[[
 def _orders() -> Iterator[Case]:
     for dtype, count in product(INTEGERS, (5, 1, 3000)):
         yield _case(
-            f"offsets of {count} lengths, {_name(dtype)}", "jagged.cumsum",
+            f"offsets of {count} lengths, {_name(dtype)}", "jagged.offsets.cumsum",
             partial(_sums_before, (count,), dtype),
             quick=count == 3000 and dtype == torch.int32,
         )  # fmt: skip
         yield _case(
-            f"inverse of an order of {count}, {_name(dtype)}", "jagged.invert",
+            f"inverse of an order of {count}, {_name(dtype)}", "jagged.offsets.invert",
             partial(_inverse, count, dtype),
             quick=count == 3000 and dtype == torch.int64,
         )  # fmt: skip
         ends = (0, 3, 3, *(LENGTHS[k % 7] for k in range(count)))
         yield _case(
-            f"places in {count + 3} bags, {_name(dtype)}", "segments.locate",
+            f"places in {count + 3} bags, {_name(dtype)}", "jagged.segments.locate",
             partial(_places, ends, dtype),
             quick=count == 5 and dtype == torch.int32,
         )  # fmt: skip
-    yield _case("offsets of 3 rows of lengths", "jagged.cumsum", partial(_sums_before, (3, 70), torch.int64))
+    yield _case("offsets of 3 rows of lengths", "jagged.offsets.cumsum", partial(_sums_before, (3, 70), torch.int64))
     for dtype in INTEGERS:
-        yield _case(f"sources of moved segments, {_name(dtype)}", "segments.locate", partial(_expand, dtype))
+        yield _case(f"sources of moved segments, {_name(dtype)}", "jagged.segments.locate", partial(_expand, dtype))
 
 
 def _sums_before(shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[Any]:
@@ -117,11 +117,13 @@ def _segments() -> Iterator[Case]:
     for dtype, index in (*((dtype, torch.int64) for dtype in numbers), (FLOATS[0], INTEGERS[1])):
         words = f"{_name(dtype)}, {_name(index)} offsets"
         yield _case(
-            f"moved values, {words}", "segments.move", partial(_move, (dtype,), (), index),
+            f"moved values, {words}", "jagged.segments.move", partial(_move, (dtype,), (), index),
             quick=dtype == torch.int16,
         )  # fmt: skip
     yield _case(
-        "moved values, ids and weights", "segments.move", partial(_move, (torch.int64, torch.float32), (), INTEGERS[0])
+        "moved values, ids and weights",
+        "jagged.segments.move",
+        partial(_move, (torch.int64, torch.float32), (), INTEGERS[0]),
     )
     for dim, dtype in (
         (20, torch.float32),
@@ -131,18 +133,18 @@ def _segments() -> Iterator[Case]:
         (5, torch.int64),
     ):
         yield _case(
-            f"moved rows, {_name(dtype)} D={dim}", "segments.locate sequence.gather",
+            f"moved rows, {_name(dtype)} D={dim}", "jagged.segments.locate lookup.sequence.gather",
             partial(_move, (dtype,), (dim,), INTEGERS[0]), quick=dim == 20,
         )  # fmt: skip
     columns: tuple[tuple[int, ...], ...] = ((), (1,), (20,), (128,))
     for shape, dtype in product(columns, (*FLOATS, torch.float64)):
         yield _case(
-            f"moved values and their gradient, {_name(dtype)} {shape}", "segments.collect",
+            f"moved values and their gradient, {_name(dtype)} {shape}", "jagged.segments.collect",
             partial(_both_ways, _permuted, (1,), partial(_values_and_order, shape, dtype)),
             SAME if dtype == torch.float64 else SUM, quick=shape == (20,) and dtype == torch.float16,
         )  # fmt: skip
     for shape, dtype in product((*columns, (3,), (1023,)), (*FLOATS, torch.float64)):
-        kernel = "jagged.segment_sum" if shape in ((), (1,)) else "jagged.segment_rows"
+        kernel = "jagged.offsets.segment_sum" if shape in ((), (1,)) else "jagged.offsets.segment_rows"
         yield _case(
             f"sums of segments and their gradient, {_name(dtype)} {shape}", kernel,
             partial(_both_ways, ops.segment_sum, (1,), partial(_values_in_segments, shape, dtype)), SUM,
@@ -150,11 +152,11 @@ def _segments() -> Iterator[Case]:
         )  # fmt: skip
     for dtype, index in product(INTEGERS, INTEGERS):
         yield _case(
-            f"sums of segments, {_name(dtype)}, {_name(index)} offsets", "jagged.segment_sum",
+            f"sums of segments, {_name(dtype)}, {_name(index)} offsets", "jagged.offsets.segment_sum",
             partial(_both_ways, ops.segment_sum, (), partial(_values_in_segments, (), dtype, index)),
         )  # fmt: skip
     yield _case(
-        "sums of segments of a batch of 3", "jagged.segment_sum",
+        "sums of segments of a batch of 3", "jagged.offsets.segment_sum",
         lambda: [ops.segment_sum(_offsets(), _eighths(3 * sum(LENGTHS)), batch_size=3)], SUM,
     )  # fmt: skip
 
@@ -200,17 +202,17 @@ def _padded() -> Iterator[Case]:
             filled = words != "empty bags"
             label = f"{words}, {_name(dtype)}"
             yield _case(
-                f"padded, {label}", "padded.to_padded" + " padded.to_jagged" * (there and filled),
+                f"padded, {label}", "jagged.padded.to_padded" + " jagged.padded.to_jagged" * (there and filled),
                 partial(_both_ways, _to_padded, (0,) if there else (), partial(_padded_inputs, shape, dtype, False)),
                 quick=words == "rows of 20" and dtype == torch.float32,
             )  # fmt: skip
             yield _case(
-                f"from padded, {label}", "padded.places padded.to_jagged" if filled else "",
+                f"from padded, {label}", "jagged.padded.places jagged.padded.to_jagged" if filled else "",
                 partial(_both_ways, _to_jagged, (0,) if there else (), partial(_padded_inputs, shape, dtype, True)),
                 quick=words == "numbers" and dtype == torch.float32,
             )  # fmt: skip
     yield _case(
-        "padded, int32 offsets", "padded.to_padded",
+        "padded, int32 offsets", "jagged.padded.to_padded",
         partial(
             _both_ways, _to_padded, (0,), partial(_padded_inputs, shapes["rows of 4"], FLOATS[0], False, INTEGERS[1])
         ),
@@ -219,7 +221,7 @@ def _padded() -> Iterator[Case]:
     for words, dtype in product(some, FLOATS):
         for name in ("jagged_dense_add", "jagged_dense_add_jagged", "jagged_dense_mul"):
             yield _case(
-                f"{name}, {words}, {_name(dtype)}", "padded.to_padded",
+                f"{name}, {words}, {_name(dtype)}", "jagged.padded.to_padded",
                 partial(_both_ways, partial(_with_dense, name), (0, 3), partial(_with_inputs, shapes[words], dtype)),
                 SUM, quick=words == "2 jagged dims" and dtype == torch.float32 and name.endswith("mul"),
             )  # fmt: skip
@@ -256,12 +258,12 @@ def _products() -> Iterator[Case]:
         quick = left == 20
         inputs = partial(_bmm_inputs, left, right, dtype)
         yield _case(
-            f"jagged times dense, {label}", "jagged_bmm.dense_bmm jagged_bmm.jagged_bmm",
+            f"jagged times dense, {label}", "jagged.bmm.dense_bmm jagged.bmm.jagged_bmm",
             partial(_both_ways, ops.jagged_dense_bmm, (0, 2), inputs), PRODUCT, quick=quick,
         )  # fmt: skip
         pairs = partial(_jagged_inputs, left, right, dtype)
         yield _case(
-            f"jagged times jagged, {label}", "jagged_bmm.jagged_bmm jagged_bmm.dense_bmm",
+            f"jagged times jagged, {label}", "jagged.bmm.jagged_bmm jagged.bmm.dense_bmm",
             partial(_both_ways, ops.jagged_jagged_bmm, (0, 1), pairs), PRODUCT, quick=quick and dtype == torch.float16,
         )  # fmt: skip
 
@@ -285,12 +287,12 @@ def _pooling() -> Iterator[Case]:
         label = f"D={dim} {_name(dtype)}"
         rows = partial(lambda dim, dtype: (_normal(sum(LENGTHS), dim, dtype=dtype), _offsets()), dim, dtype)
         yield _case(
-            f"softmax, {label}", "softmax.softmax softmax.softmax_gradient",
+            f"softmax, {label}", "jagged.softmax.softmax jagged.softmax.softmax_gradient",
             partial(_both_ways, ops.jagged_softmax, (0,), rows), EXPONENTIAL, quick=quick,
         )  # fmt: skip
         yield _case(
             f"vectors times bags, {label}",
-            "vector_product.vector_product vector_product.by_rows vector_product.by_vectors",
+            "jagged.vector_product.vector_product jagged.vector_product.by_rows jagged.vector_product.by_vectors",
             partial(_both_ways, ops.jagged_vector_product, (0, 1), partial(_vector_inputs, dim, dtype)), PRODUCT,
             quick=quick,
         )  # fmt: skip
@@ -301,7 +303,7 @@ def _pooling() -> Iterator[Case]:
     ):
         yield _case(
             f"unary tables, {_name(dtype)}, {_name(index)} ids, {hits} a bag",
-            "unary_embeddings.unary unary_embeddings.unary_chunk",
+            "jagged.unary_embeddings.unary jagged.unary_embeddings.unary_chunk",
             partial(_both_ways, ops.batched_unary_embeddings, (0,), partial(_unary_inputs, dtype, index, hits)), SUM,
             quick=hits == 45,
         )  # fmt: skip
@@ -332,20 +334,21 @@ def _selections() -> Iterator[Case]:
         ((), torch.float16, torch.int32),
     ):  # fmt: skip
         label = f"{_name(dtype)} {row or 'numbers'}, {_name(index)} indices"
-        files = "index_select.bags index_add.owners index_add.index_add"
+        files = "jagged.index_select.bags jagged.index_add.owners jagged.index_add.index_add"
         yield _case(
-            f"selected bags, {label}", files + (" index_select.sources" if row else " index_select.select"),
+            f"selected bags, {label}",
+            files + (" jagged.index_select.sources" if row else " jagged.index_select.select"),
             partial(_both_ways, _selected, (0,), partial(_select_inputs, row, dtype, index)), SUM,
             quick=row in ((), (20,)) and index == torch.int64,
         )  # fmt: skip
         yield _case(
-            f"added bags, {label}", "index_add.owners index_add.index_add",
+            f"added bags, {label}", "jagged.index_add.owners jagged.index_add.index_add",
             partial(_both_ways, _added, (0,), partial(_add_inputs, row, dtype, index)), SUM,
         )  # fmt: skip
     for weighted, index in product((False, True), INTEGERS):
         words = f"{'weighted, ' * weighted}{_name(index)} indices"
         yield _case(
-            f"selected samples of keys, {words}", "index_select.bags index_select.select",
+            f"selected samples of keys, {words}", "jagged.index_select.bags jagged.index_select.select",
             partial(_keyed, weighted, index), quick=weighted and index == torch.int64,
         )  # fmt: skip
 
@@ -390,12 +393,12 @@ def _columns() -> Iterator[Case]:
         for dtype in (*FLOATS, torch.float64):
             inputs = partial(_column_inputs, widths, dtype)
             yield _case(
-                f"regrouped columns, {words}, {_name(dtype)}", "regrouping.regroup",
+                f"regrouped columns, {words}, {_name(dtype)}", "jagged.regroup.regroup",
                 partial(_both_ways, partial(_regrouped, pieces), tuple(range(len(widths))), inputs), SUM,
                 quick=words == "a column in three places" and dtype == torch.float32,
             )  # fmt: skip
     yield _case(
-        "tables in another order", "regrouping.regroup",
+        "tables in another order", "jagged.regroup.regroup",
         partial(_both_ways, _other_order, (0,), lambda: [_eighths(9, 23)]), SUM,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ from .tolerances import DOT, SAME, WEIGHTED
 
 # tables of several classes of dim, rows on 16 bytes and not, features summed and averaged
 MIXED = Batch(((11, 8), (6, 3), (1, 16), (9, 8), (5, 20)), tuple((t, t % 2 == 1) for t in range(5)), bags=4)
-POOLED, SEQUENCE = ("pooled.pooled_lookup",), ("sequence.resolve", "sequence.gather")
+POOLED, SEQUENCE = ("lookup.pooled.pooled_lookup",), ("lookup.sequence.resolve", "lookup.sequence.gather")
 
 
 def cases() -> Iterator[Case]:
@@ -131,7 +131,7 @@ def _weight_gradients() -> Iterator[Case]:
     }
     for number, (words, batch) in enumerate(listed.items()):
         yield Case(
-            f"gradient of per-id weights, {words}", ("weight_gradient.weight_gradient",),
+            f"gradient of per-id weights, {words}", ("lookup.weight_gradient.weight_gradient",),
             partial(_weight_gradient, batch, per_id_weight_gradient), DOT, quick=number < 1,
             reference=partial(_weight_gradient, batch, None),
         )  # fmt: skip
@@ -160,7 +160,8 @@ def _checks() -> Iterator[Case]:
         ("an offset, for later updates", long, None, (900, 10**7), {"steps": True}),
     ):
         yield Case(
-            f"check of ids, {words}", ("bounds.check_ids",), partial(_check, batch, bad_id, bad_offset, **options),
+            f"check of ids, {words}", ("lookup.bounds.check_ids",),
+            partial(_check, batch, bad_id, bad_offset, **options),
             SAME, quick=words in ("no fault", "the last id of many, for later updates"),
             reference=partial(_check, batch, bad_id, bad_offset, **options, by_reference=True),
         )  # fmt: skip
@@ -172,7 +173,8 @@ def _checks() -> Iterator[Case]:
         ("fp32 of one element", torch.float32, 1, (0,)),
     ):
         yield Case(
-            f"check of a gradient, {words}", ("finite.check_gradient",), partial(_check_gradient, dtype, count, bad),
+            f"check of a gradient, {words}", ("lookup.finite.check_gradient",),
+            partial(_check_gradient, dtype, count, bad),
             SAME, quick="NaN" in words,
         )  # fmt: skip
 

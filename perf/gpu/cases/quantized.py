@@ -28,8 +28,8 @@ from shardwise.kernels.row_formats import TABLE_BOUNDARY, dequantize_rows_ref
 from .case import Case
 from .tolerances import SAME
 
-POOLED = ("quantized_lookup.quantized_pooled_lookup",)
-SEQUENCE = ("quantized_sequence.resolve_rows", "quantized_sequence.gather_values")
+POOLED = ("quantized.pooled_lookup.quantized_pooled_lookup",)
+SEQUENCE = ("quantized.sequence_lookup.resolve_rows", "quantized.sequence_lookup.gather_values")
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -61,7 +61,8 @@ def cases() -> Iterator[Case]:
             yield _lookup_case(f"{_name(scales)} scales", Tables(format, scales=scales))
     for dtype in (torch.float32, *HALVES):
         yield Case(
-            f"pooled rows as bytes and back, {_name(dtype)}", ("quantize.quantize_rows", "quantize.dequantize_rows"),
+            f"pooled rows as bytes and back, {_name(dtype)}",
+            ("quantized.rows.quantize_rows", "quantized.rows.dequantize_rows"),
             partial(_pooled_as_bytes, dtype), SAME,
         )  # fmt: skip
 
@@ -83,7 +84,7 @@ def _rows_case(
     quick: bool = False,
 ) -> Case:
     # rows without scales are cast by torch
-    made = ("quantize.quantize_rows", "quantize.dequantize_rows") if ROW_FORMATS[format].parts else ()
+    made = ("quantized.rows.quantize_rows", "quantized.rows.dequantize_rows") if ROW_FORMATS[format].parts else ()
     return Case(
         f"{format} rows there and back, {words}", made,
         partial(_there_and_back, format, dim, dtype, scales, (quantize_rows, dequantize_rows)), SAME,

@@ -25,7 +25,7 @@ _BY_NAME = {case.name: case for case in CASES}
 _QUICKEST, _LONGEST = 4, 3
 # barriers of a kernel that nothing reports, at most so many, and why they are left
 _LEFT = {
-    "jagged_bmm.dense_bmm": (
+    "jagged.bmm.dense_bmm": (
         3,
         "each thread copies to pieces of its own, before and behind it; the pairs that did not run are of a product"
         " without inner columns, for which another program is compiled",

@@ -23,13 +23,19 @@ from .batches import Batch
 from .case import Case
 from .tolerances import AVERAGED, RULE, RULE_BY_STEPS, SAME
 
-UPDATE = "update_kernel.update"
-INDEX = ("row_keys.row_keys", "row_chunks.chunk_alone")
+UPDATE = "update.kernel.update"
+INDEX = ("update.row_keys.row_keys", "update.row_chunks.chunk_alone")
 SMALL = (*INDEX, UPDATE)
 # an index of several blocks, and a step of several levels
-LARGE = ("row_keys.row_keys", "row_chunks.mark", "row_chunks.block_sums", "row_chunks.chunk", UPDATE)
+LARGE = (
+    "update.row_keys.row_keys",
+    "update.row_chunks.mark",
+    "update.row_chunks.block_sums",
+    "update.row_chunks.chunk",
+    UPDATE,
+)
 # an index that was made before, and a step that is counted by itself
-AHEAD = ("row_keys.count_step",)
+AHEAD = ("update.row_keys.count_step",)
 HALVES = (torch.float16, torch.bfloat16)
 HYPER = {
     "lr": 0.1, "eps": 1e-6, "beta1": 0.9, "beta2": 0.99, "momentum": 0.5, "nesterov": 0.0, "weight_decay": 0.125,

@@ -37,13 +37,11 @@ from torch import Tensor
 from shardwise.kernels import (
     define_rule,
     fused_update,
+    huge_pages,
     new_guard,
     rule_named,
 )
 from shardwise.kernels._op import INTERPRETED
-from shardwise.kernels.cpu import (
-    huge_pages,
-)
 from shardwise.kernels.cpu import (
     lookup as cpu_lookup,
 )

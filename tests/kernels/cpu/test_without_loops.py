@@ -82,7 +82,7 @@ def test_a_numba_that_does_not_import_is_said_once_and_torch_does_the_work(tmp_p
     (tmp_path / "numba").mkdir()
     (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less')")
     step = _STEP.replace('simplefilter("error")', 'simplefilter("always")')
-    step += "from shardwise.kernels.cpu.numba_loops import arithmetic, compiles\nprint(arithmetic()[0], compiles())\n"
+    step += "from shardwise.kernels.numba_loops import arithmetic, compiles\nprint(arithmetic()[0], compiles())\n"
     done = run(step, PYTHONPATH=os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["numba_loops False", "torch alone False"]

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from shardwise import KeyedJaggedTensor
 from shardwise.embeddings.tables.table_group import TableGroup
+from shardwise.kernels import numba_loops
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
-from shardwise.kernels.cpu import numba_loops
 from shardwise.perf.counts import (
     baseline as count_baseline,
 )
@@ -245,7 +245,7 @@ def test_without_numba_its_counts_are_left_out_and_said(baseline: str, monkeypat
     count_steps._forget()
     assert not any(name.endswith("numba") for name in found)
     assert any("numba is not installed" in why for why in missing)
-    assert numba_loops.loops("cpu_lookup_loops") is not None or find("numba") is None
+    assert numba_loops.loops("lookup_loops") is not None or find("numba") is None
 
 
 BAD: dict[str, tuple[str | None, str]] = {

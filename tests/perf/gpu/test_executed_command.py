@@ -34,8 +34,8 @@ def test_the_command_prints_a_line_a_kernel_and_writes_all_of_it(tmp_path: Path)
     assert any(line.startswith("sequence.gather ") and "same bits" in line for line in lines)
     assert lines[-1].startswith("2 cases, ") and lines[-1].endswith("no fault, every result as close as it must be")
     found = json.loads(file.read_text())
-    assert {*found["kernels"]} == {"sequence.resolve", "sequence.gather"} and found["wrong"] == []
-    gather = found["kernels"]["sequence.gather"]
+    assert {*found["kernels"]} == {"lookup.sequence.resolve", "lookup.sequence.gather"} and found["wrong"] == []
+    gather = found["kernels"]["lookup.sequence.gather"]
     assert gather["launches"] == gather["cases"] == 2 and gather["instructions"] > 100
     assert gather["differences"] == {"same bits": 0.0} and 0 < gather["sector_share"]["load W"] <= 1
     assert found["target"] == "sm_90" and found["versions"]["triton"] and "reason" in found["tolerances"]["same bits"]
@@ -55,8 +55,8 @@ def test_a_barrier_that_nothing_explains_ends_with_status_1(monkeypatch: pytest.
     name = "pooled lookup, fp16 D=128"
 
     def silent(*_: object) -> Iterator[runs.Missing]:
-        yield runs.Missing(Cut("pooled.pooled_lookup", "a", 0), redundant=True)
-        yield runs.Missing(Cut("pooled.pooled_lookup", "a", 1))
+        yield runs.Missing(Cut("lookup.pooled.pooled_lookup", "a", 0), redundant=True)
+        yield runs.Missing(Cut("lookup.pooled.pooled_lookup", "a", 1))
 
     monkeypatch.setattr(runs, "barriers_cut", silent)
     result = run("--kernel", name, "--barriers", "--jobs", "1")
@@ -71,7 +71,10 @@ def test_barriers_that_are_left_are_counted() -> None:
     left = [runs.Missing(Cut(kernel, "a", i), may_be=True) for i in range(runs._LEFT[kernel][0] + 1)]
     assert runs.unexplained(left[:-1]) == [] and all(one.sentence for one in left)
     assert runs.unexplained(left) == [left[-1].cut]
-    met, elsewhere = runs.Missing(Cut(kernel, "a", 0)), runs.Missing(Cut("pooled.pooled_lookup", "a", 0), may_be=True)
+    met, elsewhere = (
+        runs.Missing(Cut(kernel, "a", 0)),
+        runs.Missing(Cut("lookup.pooled.pooled_lookup", "a", 0), may_be=True),
+    )
     assert runs.unexplained([met, elsewhere]) == [met.cut, elsewhere.cut]
 
 

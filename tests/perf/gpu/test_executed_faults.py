@@ -44,7 +44,7 @@ def test_a_pointer_that_is_said_to_be_aligned_and_is_not_is_found(monkeypatch: p
     weights, true_address = Batch(shifted=True).weights(), Tensor.data_ptr
     monkeypatch.setattr(Tensor, "data_ptr", lambda self: true_address(self) // 16 * 16)
     faults = look_up(Batch(), weights=weights).faults
-    assert any("misaligned" in fault and "pooled.pooled_lookup" in fault for fault in faults), faults
+    assert any("misaligned" in fault and "lookup.pooled.pooled_lookup" in fault for fault in faults), faults
 
 
 def test_an_id_outside_of_a_table_whose_size_is_wrong_is_found() -> None:

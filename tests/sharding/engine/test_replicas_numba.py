@@ -17,8 +17,7 @@ from shardwise import (
     RowWiseAdagrad,
     apply_optimizer_in_backward,
 )
-from shardwise.kernels import _op
-from shardwise.kernels.cpu import numba_loops
+from shardwise.kernels import _op, numba_loops
 from shardwise.sharding import (
     DistributedModelParallel,
     ShardingPlan,

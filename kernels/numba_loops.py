@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import _op
+from . import _op
 
 
 def compiles() -> bool:
@@ -57,7 +57,7 @@ def loops(name: str) -> Any:
         with warnings.catch_warnings():
             # numba speaks of caches
             warnings.simplefilter("ignore")
-            return importlib.import_module(f".{name}", __package__)
+            return importlib.import_module(f".cpu.{name}", __package__)
     except Exception as error:
         warnings.warn(f"shardwise: numba does not work here, {name} runs on torch: {line(error)}", stacklevel=3)
         return None

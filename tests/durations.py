@@ -1,7 +1,7 @@
 """How long tests take: as a plugin of pytest it writes a JSON a run, as a command it shows one or compares two.
 
-    python tests/support/durations.py show [RUN]            files over 20 s, and those that do not say why
-    python tests/support/durations.py compare BEFORE AFTER  what became slower or faster, by file
+    python tests/durations.py show [RUN]            files over 20 s, and those that do not say why
+    python tests/durations.py compare BEFORE AFTER  what became slower or faster, by file
 
 RUN is a file of runs/durations/, by default the newest. A file over 20 s says why in its docstring ("Takes 40 s: ..."),
 or its tests are marked `long`. Seconds are of a test's setup, call and teardown together.
