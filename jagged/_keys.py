@@ -288,5 +288,6 @@ def starts_of(sizes: Iterable[int]) -> list[int]:
     """Running sum with a leading 0: [2, 3] -> [0, 2, 5]."""
     return list(accumulate(sizes, initial=0))
 
+
 def dist_labels(variable: bool, weighted: bool) -> list[str]:
     return ["lengths", "values", *["strides"] * variable, *["weights"] * weighted]

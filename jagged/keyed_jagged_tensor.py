@@ -34,6 +34,7 @@ from ._keys import (
     Keys,
     Order,
     Strides,
+    dist_labels,
     keys_of,
     starts_of,
     strides_of,

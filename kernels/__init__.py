@@ -5,7 +5,6 @@ Every op is a Triton kernel beside a torch twin; importing this package register
 
 from ._op import capturing
 from .configs import use_configs
-from .cpu.lookup import ids_are_good, offsets_are_good
 from .features import Feature, Segment, flatten_segments, origin_of, pack_features, table_rows
 from .jagged.bmm import jagged_dense_bmm, jagged_jagged_bmm
 from .jagged.bucketize import Bucketized, block_bucketize
@@ -54,7 +53,6 @@ from .jagged.vector_product import jagged_vector_product
 from .lookup.bounds import (
     BoundsCheckMode,
     check_ids,
-    ids_pass,
     is_clean,
     new_guard,
     raise_from_guard,
@@ -105,8 +103,6 @@ __all__ = [
     "generic_histogram_binning_calibration_by_feature",
     "histogram_binning_calibration",
     "histogram_binning_calibration_by_feature",
-    "ids_are_good",
-    "ids_pass",
     "invert_permute",
     "is_clean",
     "jagged_dense_add",
@@ -123,7 +119,6 @@ __all__ = [
     "jagged_vector_product",
     "keyed_jagged_index_select",
     "new_guard",
-    "offsets_are_good",
     "offsets_range",
     "offsets_to_lengths",
     "origin_of",

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from .plan.plan_files import load_planned, save_planned
     from .plan.planned import Planned
     from .plan.planning import plan_tables
-    from .report.difference import diff
-    from .report.page import report
+    from .reports.difference import diff
+    from .reports.page import report
     from .tables import (
         Feature,
         Skew,
@@ -188,13 +188,13 @@ _HOME = {
     "TopologyFactory": "torchrec.topology_factory",
     "TorchRecCost": "cost.torchrec",
     "UniformProposer": "torchrec.proposers",
-    "diff": "report.difference",
+    "diff": "reports.difference",
     "explain": "plan.explanation",
     "load_planned": "plan.plan_files",
     "plan_tables": "plan.planning",
     "read_constraints": "plan.files",
     "read_tables": "plan.files",
-    "report": "report.page",
+    "report": "reports.page",
     "save_planned": "plan.plan_files",
 }
 

@@ -242,6 +242,9 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "layout":
+        # the strategies, which lie with the planner
+        return import_module("..planner.layout", __name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOME[name]}", __name__), name)

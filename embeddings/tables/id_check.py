@@ -18,12 +18,12 @@ from shardwise.kernels import (
     BoundsCheckMode,
     capturing,
     check_ids,
-    ids_pass,
     is_clean,
     new_guard,
-    offsets_are_good,
     raise_from_guard,
 )
+from shardwise.kernels.cpu import offsets_are_good
+from shardwise.kernels.lookup import ids_pass
 
 from ..policy import GradientCheckMode, LookupPolicy
 

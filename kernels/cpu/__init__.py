@@ -1,1 +1,5 @@
 """What the ops run on the CPU: loops that numba compiles, and torch alone where numba is missing."""
+
+from .lookup import ids_are_good, offsets_are_good
+
+__all__ = ["ids_are_good", "offsets_are_good"]

@@ -222,7 +222,7 @@ def _caller() -> str:
     while frame.f_back is not None:
         path = Path(os.path.realpath(frame.f_code.co_filename))
         if path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in _FOLDERS:
-            return f"{path.parent.name}/{path.name} {frame.f_code.co_name}"
+            return f"{path.relative_to(_ROOT).as_posix()} {frame.f_code.co_name}"
         frame = frame.f_back
     return "the caller"
 

@@ -19,17 +19,17 @@ from shardwise.perf.evidence.report import ROOT, Report
 
 # name -> module of this folder, and the document that keeps what is printed, below its mark
 KNOWN = {
-    "operations": ("beside_torchrec", "docs/beside_torchrec.md"),
-    "sharding": ("beside_sharding", "docs/beside_torchrec_sharding.md"),
-    "checkpoint": ("beside_checkpoint", "docs/checkpoints_convert.md"),
-    "quant": ("beside_quant", "docs/beside_fbgemm_quant.md"),
+    "operations": ("compare_torchrec", "docs/beside_torchrec.md"),
+    "sharding": ("compare_sharding", "docs/beside_torchrec_sharding.md"),
+    "checkpoint": ("compare_checkpoint", "docs/checkpoints_convert.md"),
+    "quant": ("compare_quant", "docs/beside_fbgemm_quant.md"),
     "parity": ("parity", "docs/parity.md"),
     # writes the whole document by itself
     "planner_heldout": ("planner_heldout", ""),
     "pipeline_overlap": ("pipeline_overlap", ""),
-    "managed_collision": ("beside_managed_collision", ""),
-    "planner": ("beside_planner", ""),
-    "planner_plans": ("beside_planner_plans", ""),
+    "managed_collision": ("compare_managed_collision", ""),
+    "planner": ("compare_planner", ""),
+    "planner_plans": ("compare_planner_plans", ""),
 }
 
 

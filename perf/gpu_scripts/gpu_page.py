@@ -21,7 +21,7 @@ from typing import Any
 
 from shardwise.perf.gpu_scripts.gpu_ab import CONTROL, GAIN, LOSS
 from shardwise.perf.suite.report_html import colour, style_sheet
-from shardwise.planner.report.style import document, soft
+from shardwise.planner.reports.style import document, soft
 
 Range = tuple[float, float]
 

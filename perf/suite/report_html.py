@@ -23,7 +23,7 @@ from shardwise.perf.suite.report import (
     times,
 )
 from shardwise.perf.suite.storage import Stored
-from shardwise.planner.report.style import PAGE, document, soft
+from shardwise.planner.reports.style import PAGE, document, soft
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 420, 70, 24, 14, 44
 # of the chart of ratios: a bar, the gap between cases, the column of names

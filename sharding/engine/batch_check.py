@@ -7,7 +7,8 @@ import torch
 from shardwise.embeddings.tables.id_check import passes_unchecked
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged._segments import Beside
-from shardwise.kernels import BoundsCheckMode, check_ids, ids_are_good, new_guard, raise_from_guard, require_ids
+from shardwise.kernels import BoundsCheckMode, check_ids, new_guard, raise_from_guard, require_ids
+from shardwise.kernels.cpu import ids_are_good
 
 from .route import Division, Sending
 

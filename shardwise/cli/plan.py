@@ -33,8 +33,8 @@ from ..planner.plan.plan_files import (
 from ..planner.plan.planned import Planned, Request
 from ..planner.plan.planning import plan_or_advise, warn_of_kernels
 from ..planner.plan.whatif import resized_topology
-from ..planner.report.difference import diff as difference_of
-from ..planner.report.page import report
+from ..planner.reports.difference import diff as difference_of
+from ..planner.reports.page import report
 from ..planner.topology import CARD_HBM_GIB, Topology
 from .output import (
     Wrong,

@@ -40,7 +40,7 @@ from shardwise.planner.plan.whatif import (
     with_reserved,
     with_world,
 )
-from shardwise.planner.report.difference import diff
+from shardwise.planner.reports.difference import diff
 from shardwise.planner.tables import Feature, Skew, Table
 from shardwise.planner.topology import GIB, BasicCommsBandwidths, Topology
 

@@ -33,8 +33,7 @@ class Tolerance:
 class Case:
     """An op on one set of inputs.
 
-    `kernels` are those that the case is there for, like "lookup.pooled.pooled_lookup"; `run` makes the inputs, calls the
-    op
+    `kernels` are those that the case is there for ("lookup.pooled.pooled_lookup"); `run` makes the inputs, calls the
     op and returns all that it wrote: tensors, and what is compared as it is. `reference` stands in for `run` where the
     path of CPU tensors is no reference. `programs` is the size of persistent grids, small where loops shall go around;
     unless it `fuses`, the compiler rounds each product and sum by itself.

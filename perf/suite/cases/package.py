@@ -143,7 +143,7 @@ def make_installed(setting: Setting) -> Ready:
             sizes[who] = size
 
     def check() -> None:
-        if (PACKAGE / "kernels" / "pooled.py") not in {*installed_files()}:
+        if (PACKAGE / "kernels" / "lookup" / "pooled.py") not in {*installed_files()}:
             raise AssertionError("the kernels are not among the files of this shardwise")
 
     return Ready(check=check, rounds=partial(_constant, sizes), graph=False)

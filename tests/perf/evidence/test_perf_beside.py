@@ -14,8 +14,7 @@ import torch
 
 from shardwise.kernels.cpu import update as cpu_update
 from shardwise.perf.evidence import __main__ as evidence
-from shardwise.perf.evidence import compare_sharding as beside_sharding
-from shardwise.perf.evidence import compare_torchrec as beside_torchrec
+from shardwise.perf.evidence import compare_sharding, compare_torchrec
 from shardwise.perf.evidence.compare_torchrec import (
     Bounds,
     Row,
@@ -35,9 +34,7 @@ from shardwise.perf.suite.case import (
 from shardwise.perf.suite.cases import operations
 from shardwise.perf.suite.libraries import Library, ours, without_numba
 from shardwise.perf.suite.measure import Budget
-from shardwise.perf.suite.operations import inputs as beside_inputs
-from shardwise.perf.suite.operations import jagged_ops as beside_ops
-from shardwise.perf.suite.operations import jagged_types as beside_types
+from shardwise.perf.suite.operations import inputs, jagged_ops, jagged_types
 from shardwise.perf.suite.operations.operation import (
     Operation,
     Raised,
@@ -93,7 +90,7 @@ def one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
         [SimpleNamespace(**{**vars(case), "name": operations.name_of(OPERATION, SIZE), "slow": False,
                             "make": lambda setting: make(setting, operation=OPERATION, size=SIZE)}) for case in cases],
     )  # fmt: skip
-    monkeypatch.setattr(beside_torchrec, "OPERATIONS", {"types": [OPERATION]})
+    monkeypatch.setattr(compare_torchrec, "OPERATIONS", {"types": [OPERATION]})
 
 
 @pytest.mark.parametrize(
@@ -236,7 +233,7 @@ def test_unknown_evidence_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_stage_of_a_step_is_a_function_that_there_is() -> None:
     """The stages of the comparison of sharded steps named a method that had gone, and its table could not be made."""
-    with beside_sharding.stage_times() as found:
+    with compare_sharding.stage_times() as found:
         assert found == {}
 
 
@@ -249,7 +246,7 @@ def test_ours_can_do_without_numba() -> None:
 
 
 def test_names_of_cases_are_distinct() -> None:
-    for listed in (beside_types.OPERATIONS, beside_ops.OPERATIONS):
+    for listed in (jagged_types.OPERATIONS, jagged_ops.OPERATIONS):
         names = [operation.name for operation in listed]
         assert sorted(set(names)) == sorted(names)
 
@@ -260,7 +257,7 @@ RAISING = {f"KJT dist_init of {ranks} ranks, uneven batches" for ranks in (2, 4)
 
 @pytest.mark.parametrize("size", [Size(1, 8), Size(3, 8)], ids=str)
 def test_our_side_of_every_case_runs_and_is_the_same_twice(size: Size) -> None:
-    for operation in [*beside_types.OPERATIONS, *beside_ops.OPERATIONS]:
+    for operation in [*jagged_types.OPERATIONS, *jagged_ops.OPERATIONS]:
         if not operation.fits(size) or operation.needs_cuda:
             continue
         once, again = (operation.result(ours(), size) for _ in range(2))
@@ -271,7 +268,7 @@ def test_our_side_of_every_case_runs_and_is_the_same_twice(size: Size) -> None:
 
 
 def test_contents_of_our_types_are_read_out() -> None:
-    kjt = beside_inputs.kjt(ours(), Size(2, 3), weighted=True)
+    kjt = inputs.kjt(ours(), Size(2, 3), weighted=True)
     found = contents([kjt, kjt["f1"]])
     assert found[0]["keys"] == ["f0", "f1"] and found[0]["stride"] == 3 and len(found[0]["lengths"]) == 6
     assert torch.equal(found[1]["values"], kjt["f1"].values()) and len(found[1]["offsets"]) == 4

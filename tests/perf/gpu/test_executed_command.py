@@ -31,7 +31,7 @@ def test_the_command_prints_a_line_a_kernel_and_writes_all_of_it(tmp_path: Path)
     result = run("--kernel", "sequence lookup", "--jobs", "1", "--json", str(file))
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert any(line.startswith("sequence.gather ") and "same bits" in line for line in lines)
+    assert any(line.startswith("lookup.sequence.gather ") and "same bits" in line for line in lines)
     assert lines[-1].startswith("2 cases, ") and lines[-1].endswith("no fault, every result as close as it must be")
     found = json.loads(file.read_text())
     assert {*found["kernels"]} == {"lookup.sequence.resolve", "lookup.sequence.gather"} and found["wrong"] == []

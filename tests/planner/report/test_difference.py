@@ -10,7 +10,7 @@ from planner_plain_costs import any_solution, some_plan, some_tables
 
 from shardwise.planner.plan.explanation import gib, ms
 from shardwise.planner.plan.planned import Planned
-from shardwise.planner.report.difference import diff
+from shardwise.planner.reports.difference import diff
 from shardwise.planner.search.problem import Assignment, loads
 
 

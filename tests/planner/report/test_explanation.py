@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checkout import ROOT, TESTS
+from checkout import TESTS, python_path
 from planner_plain_costs import any_solution, some_plan, some_tables
 
 from shardwise.planner.constraints import ParameterConstraints
@@ -181,7 +181,7 @@ print(explain(some_plan(some_tables(60), 16, local_size=8, hbm_gib=64)))
 def test_the_text_does_not_depend_on_the_hash_seed() -> None:
     said = set()
     for seed in ("0", "1"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": python_path()}
         ran = subprocess.run(
             [sys.executable, "-c", SCRIPT], cwd=TESTS, env=environment, check=True, capture_output=True, text=True
         )

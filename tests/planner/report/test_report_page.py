@@ -21,10 +21,10 @@ from shardwise.planner.plan.explanation import (
     ms,
 )
 from shardwise.planner.plan.planned import Planned
-from shardwise.planner.report.difference import diff
-from shardwise.planner.report.figures import Block, merged
-from shardwise.planner.report.page import report
-from shardwise.planner.report.style import COLOURS
+from shardwise.planner.reports.difference import diff
+from shardwise.planner.reports.figures import Block, merged
+from shardwise.planner.reports.page import report
+from shardwise.planner.reports.style import COLOURS
 from shardwise.planner.search.problem import PARTS
 from shardwise.planner.topology import GIB
 
