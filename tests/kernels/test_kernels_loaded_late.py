@@ -12,7 +12,9 @@ from shardwise.kernels import _op
 PROGRAM = """
 import sys
 from shardwise import EmbeddingBagCollection
-from shardwise.kernels import _op, pooled, sequence, segments, rule_named
+from shardwise.kernels import _op, rule_named
+from shardwise.kernels.jagged import segments
+from shardwise.kernels.lookup import pooled, sequence
 assert "triton" not in sys.modules, "imported"
 early = segments._gather_kernel
 assert early.arg_names[0] == sequence._gather_kernel.arg_names[0]
