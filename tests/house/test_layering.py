@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -247,15 +248,20 @@ def room_of(path: str) -> str:
 def imported_files(sources: dict[str, str], *, typing: bool = True) -> dict[str, set[str]]:
     """Path -> paths of our own files that it imports, also lazily; `typing=False` leaves TYPE_CHECKING out."""
     modules = {_module(path): path for path in sources}
+    leaves = {f"shardwise/{leaf}.py" for leaf in LEAVES}
     arrows: dict[str, set[str]] = {}
     for path, source in sources.items():
-        tree = ast.parse(source)
-        if not typing:
-            _drop_type_checking(tree)
-        names = {name if name in modules else name.rpartition(".")[0] for _, name in _imports(path, tree)}
-        leaves = {f"shardwise/{leaf}.py" for leaf in LEAVES}
+        names = {name if name in modules else name.rpartition(".")[0] for name in _names_in(path, source, typing)}
         arrows[path] = {modules[name] for name in names & modules.keys()} - {path} - leaves
     return arrows
+
+
+@cache
+def _names_in(path: str, source: str, typing: bool) -> frozenset[str]:
+    tree = ast.parse(source)
+    if not typing:
+        _drop_type_checking(tree)
+    return frozenset(name for _, name in _imports(path, tree))
 
 
 def _module(path: str) -> str:
@@ -319,6 +325,7 @@ def cycles(arrows: dict[str, set[str]]) -> list[list[str]]:
     return circles
 
 
+@cache
 def product() -> dict[str, str]:
     return {path: (ROOT / path).read_text() for path in files() if path.split("/")[0] in (*FOLDERS, "shardwise")}
 
