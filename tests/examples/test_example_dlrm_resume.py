@@ -111,6 +111,7 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_did_not(
     assert lines(tmp_path) == written
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("pipeline", ["base", "sparse_dist", "prefetch"])
 def test_a_pipeline_resumes_to_the_same_bits(tmp_path: Path, undisturbed: Callable[..., Run], pipeline: str) -> None:
@@ -214,6 +215,7 @@ def test_a_line_cut_short_and_lines_beyond_the_checkpoint_are_left_out(tmp_path:
         assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:kept]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes of the ranks in /proc")
 def test_a_killed_rank_under_torchrun_ends_with_the_bits_of_the_undisturbed_run(

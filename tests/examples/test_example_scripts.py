@@ -41,6 +41,7 @@ def test_quickstart_says_what_it_did() -> None:
     assert "ignored: 0.0" in printed
 
 
+@pytest.mark.full
 def test_every_optimizer_of_the_example_learns() -> None:
     found = re.findall(r"(\w+)(?: \(a rule\))?: loss (\S+) -> (\S+)", run_script("examples/optimizers.py"))
     assert [name for name, _, _ in found][:2] == ["Lion", "SGD"] and len(found) == 9
@@ -69,6 +70,7 @@ def test_planning_plans_for_a_cluster_and_trains_here(ranks: int) -> None:
     assert printed.splitlines()[-1] == "trained a step by plan0.json: pooled (4, 384)"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @ranks_of_pairs
 def test_sharded_learns_its_labels(ranks: int) -> None:

@@ -202,6 +202,7 @@ async def _about(url: str) -> Any:
         return await response.json()
 
 
+@pytest.mark.full
 def test_a_signal_lets_it_answer_what_it_has_taken(folder: Path) -> None:
     with load_test.running(folder, "--max-wait-ms=1500") as (url, process):
 

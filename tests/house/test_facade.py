@@ -85,6 +85,7 @@ def test_shardwise_does_not_import_torch_by_itself() -> None:
     assert run("import sys, shardwise; print('torch' in sys.modules)").strip() == "False"
 
 
+@pytest.mark.full
 def test_a_step_imports_no_optional_library_but_triton_and_numba() -> None:
     out = run(f"import sys, torch; old = set(sys.modules)\n{LOOKUP}\nprint(*sorted(set(sys.modules) - old))")
     # what a C extension of torch or triton registers has no file and no package

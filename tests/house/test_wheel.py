@@ -65,6 +65,7 @@ def wheel_of(tree: Path) -> Path:
     return built
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("links", LINKS[1:])
 def test_a_checkout_without_links_gives_the_same_wheel(trees: dict[str, Path], links: str) -> None:
     """A checkout by git with core.symlinks=false has text files for links.
@@ -187,6 +188,7 @@ print("\\n" + json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_every_command_of_an_installed_wheel_works_or_asks_for_a_checkout(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")

@@ -181,7 +181,7 @@ def run_all(who: str, few: bool = False) -> None:
 @pytest.mark.parametrize(
     ("path", "openmp"),
     [
-        ("numba", "ends its threads"),
+        pytest.param("numba", "ends its threads", marks=pytest.mark.full),
         # the threads that end are torch's own
         pytest.param("torch alone", "ends its threads", marks=pytest.mark.full),
         ("numba", "keeps its threads"),

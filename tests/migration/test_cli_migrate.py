@@ -211,6 +211,7 @@ def test_without_libcst_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert result.stderr == f"Error: migrate reads programs with libcst: {how_to_install('migrate')}\n"
 
 
+@pytest.mark.full
 def test_rewritten_programs_print_what_the_unchanged_ones_do(tmp_path: Path) -> None:
     unchanged, rewritten = tmp_path / "unchanged", tmp_path / "rewritten"
     for folder in (unchanged, rewritten):

@@ -56,6 +56,7 @@ def test_a_script_and_its_children_are_served(tmp_path: Path, start: str) -> Non
     assert second == f"__mp_main__ {modules} ['{start}', '--epochs', '2']"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

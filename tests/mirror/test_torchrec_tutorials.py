@@ -79,7 +79,7 @@ def test_the_introduction_by_module_paths_trains_the_rows_it_looked_up(tmp_path:
         pytest.param(
             "COLUMN_WISE", "fused", {"large": ["[4096, 32]"] * 2, "small": ["[1024, 32]"] * 2}, marks=pytest.mark.full
         ),
-        ("DATA_PARALLEL", "dense", {}),
+        pytest.param("DATA_PARALLEL", "dense", {}, marks=pytest.mark.full),
     ],
 )
 def test_the_sharding_tutorial_prints_the_plan_of_each_type(

@@ -113,6 +113,7 @@ def small_counts() -> Counts:
     return counts()
 
 
+@pytest.mark.full
 def test_counts_are_the_same_twice() -> None:
     assert small_counts() == counts()
     assert counts("KJT permute") == counts("KJT permute")
@@ -151,6 +152,7 @@ PLANTED: dict[str, tuple[Callable[..., Any], str, int, str]] = {
 }
 
 
+@pytest.mark.full
 @needs_triton
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_is_planted_into_a_step_fails_the_check_by_name(
@@ -212,6 +214,7 @@ def sharded_counts(plant: bool) -> Counts:
         Exchange.rows = plain  # type: ignore[method-assign]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_collective_more_is_counted_and_so_are_its_bytes() -> None:
     (before, _), (now, _) = (run_ranks(2, sharded_counts, plant) for plant in (False, True))

@@ -52,6 +52,7 @@ def test_a_defect_is_caught_by_a_test_that_fails_and_the_tree_is_as_it_was(tree:
     assert "assert 6 == 3" in result["error"] and (tree / "kernels/a.py").read_text() == CODE
 
 
+@pytest.mark.full
 def test_neither_a_defect_that_is_no_program_nor_a_test_that_fails_anyway_counts(tree: Path) -> None:
     assert mutations.plant_and_test(tree, replace(DEFECT, new="return scale(x, 1)"))["status"] == "broken"
     assert mutations.plant_and_test(tree, replace(DEFECT, new="return scaled(x, 1.0)"))["status"] == "missed"
@@ -59,6 +60,7 @@ def test_neither_a_defect_that_is_no_program_nor_a_test_that_fails_anyway_counts
     assert mutations.plant_and_test(tree, DEFECT)["status"] == "fails without it"
 
 
+@pytest.mark.full
 def test_the_folder_is_run_where_files_of_tests_have_moved(tree: Path) -> None:
     gone = replace(DEFECT, tests=["tests/test_gone.py"], named="once")
     assert mutations.selection(tree, gone) == ["tests", "-k", "once"]

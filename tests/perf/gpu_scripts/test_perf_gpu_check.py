@@ -85,6 +85,7 @@ def test_no_section_starts_after_the_limit(tmp_path: Path) -> None:
     assert "--keep --sections suite" in report["sections"]["suite"]["error"]
 
 
+@pytest.mark.full
 def test_the_wrapper_isolates_sections_and_writes_under_out(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
     command = [str(ROOT / "perf" / "gpu_check.sh")]
@@ -132,6 +133,7 @@ sys.exit({errors} and 9 or status)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("errors", [0, 3])
 def test_what_a_sanitizer_finds_fails_its_section(errors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "compute-sanitizer"
@@ -147,6 +149,7 @@ def test_what_a_sanitizer_finds_fails_its_section(errors: int, tmp_path: Path, m
         assert said["memcheck"] == "ERROR SUMMARY: 0 errors"
 
 
+@pytest.mark.full
 def test_what_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
     # the child of the command tells its own number
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"

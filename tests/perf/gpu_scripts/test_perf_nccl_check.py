@@ -33,6 +33,7 @@ def require_ok(report: dict[str, Any], ranks: int) -> None:
     assert report["ok"] and report["ranks"] == ranks and report["backend"] == "gloo"
 
 
+@pytest.mark.full
 def test_one_process_alone_passes_every_section() -> None:
     report = nccl_check.one_card("cpu", FEW)
     require_ok(report, 1)

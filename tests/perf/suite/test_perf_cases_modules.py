@@ -112,6 +112,7 @@ def test_tables_are_freed_when_a_case_is_closed() -> None:
     assert len(held) == 2 and all(one() is None for one in held)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["mixed", "planned"])
 def test_ranks_stay_for_every_round_until_they_are_closed(strategy: str) -> None:

@@ -214,6 +214,7 @@ def test_cuda_without_a_device_is_refused() -> None:
     assert result.exit_code == 2 and "torch sees no CUDA device" in result.output
 
 
+@pytest.mark.full
 def test_pytest_runs_the_same_cases_under_the_same_names(measured: Path) -> None:
     pytest.importorskip("pytest_benchmark")
     out = measured.with_name("b.json")

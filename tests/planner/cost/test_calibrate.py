@@ -122,6 +122,7 @@ def test_all_ranks_measure_the_same_times_of_every_case() -> None:
     assert all(np.isfinite(getattr(constants, name)) for name in NUMBERS)
 
 
+@pytest.mark.full
 def test_processes_are_started_and_leave_a_file(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     out = tmp_path / "constants.json"

@@ -178,6 +178,7 @@ print(explain(some_plan(some_tables(60), 16, local_size=8, hbm_gib=64)))
 """
 
 
+@pytest.mark.full
 def test_the_text_does_not_depend_on_the_hash_seed() -> None:
     said = set()
     for seed in ("0", "1"):

@@ -201,6 +201,7 @@ def test_more_seconds_never_give_less() -> None:
     assert patient.time_ms <= hasty.time_ms
 
 
+@pytest.mark.full
 def test_every_process_finds_the_same_plan() -> None:
     """Hashes of strings differ between the processes, which sets and dictionaries keyed by them would show."""
     script = (

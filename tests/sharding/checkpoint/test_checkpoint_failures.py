@@ -221,6 +221,7 @@ def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_ten_kills_at_random_points_of_saves_lose_nothing(tmp_path: Path) -> None:
     """Fault 40, a sample; the script says what is looked at, and runs a hundred by itself."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}

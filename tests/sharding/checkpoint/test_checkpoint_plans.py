@@ -144,6 +144,7 @@ def load_all(given: list[Case], folder: str) -> list[list[list[Tensor]]]:
     return found
 
 
+@pytest.mark.full
 def test_sixty_changes_of_plan_and_world_size_go_on_bit_for_bit(tmp_path: Path) -> None:
     """All plans x {1, 2, 4} -> all plans x {1, 2, 4}, with the states of SGD, Adam and rowwise Adagrad."""
     for world in (1, 2, 4):

@@ -65,13 +65,14 @@ def test_a_killed_rank_ends_its_peers() -> None:
         assert "rank 1 ended, or does not answer" in found[0].text
 
 
+@pytest.mark.full
 def test_a_killed_rank_ends_all_of_four() -> None:
     places = ("look up", "backward", "before the last all-reduce")
     for found in fail(*(Fault(place, "kill", rank=2) for place in places), world_size=4):
         require_named(found, 2)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_an_exception_of_one_rank_is_told_to_all(world_size: int) -> None:
     for found in fail(*(Fault(place, "raise") for place in (*IN_FORWARD, *IN_BACKWARD)), world_size=world_size):
         assert (found[1].error, found[1].text) == ("ZeroDivisionError", "the loader's seventh batch")
@@ -111,6 +112,7 @@ def interrupted() -> float:
     return -1.0
 
 
+@pytest.mark.full
 def test_ctrl_c_on_a_rank_that_waits_for_another_is_served() -> None:
     """A wait in C++ lets no signal handler run: Ctrl-C came through when the other rank did, or never."""
     first, second = lone_ranks(2, interrupted)
@@ -118,6 +120,7 @@ def test_ctrl_c_on_a_rank_that_waits_for_another_is_served() -> None:
     assert (second.error, second.ranks) == ("RankFailure", (0,))
 
 
+@pytest.mark.full
 def test_a_rank_that_stands_still_is_named_after_timeout_s() -> None:
     """SIGSTOP: its connections stay open, so nothing but time tells."""
     for found in fail(Fault("input exchange", "stop"), Fault("backward", "stop"), timeout_s=6):
@@ -126,6 +129,7 @@ def test_a_rank_that_stands_still_is_named_after_timeout_s() -> None:
         assert "(timeout_s)" in found[0].text
 
 
+@pytest.mark.full
 def test_a_rank_that_is_late_is_named_with_what_it_does() -> None:
     (found,) = fail(Fault("loss", "sleep"), timeout_s=4)
     for said in found:
@@ -134,6 +138,7 @@ def test_a_rank_that_is_late_is_named_with_what_it_does() -> None:
     assert "I waited for 4 s (timeout_s)" in found[0].text
 
 
+@pytest.mark.full
 def test_a_rank_that_takes_the_store_with_it_is_named() -> None:
     """Without a launcher the store of the process group is kept by rank 0, which may be the one that fails."""
     faults = (Fault("backward", action, rank=0) for action in ("raise", "kill", "stop"))
@@ -141,6 +146,7 @@ def test_a_rank_that_takes_the_store_with_it_is_named() -> None:
         require_named(found, 0)
 
 
+@pytest.mark.full
 def test_tables_in_the_backward_and_the_forward_tell_without_a_block() -> None:
     faults = (Fault(place, action) for place in ("look up", "backward") for action in ("raise", "kill"))
     for found in fail(*faults, watched=False):

@@ -168,6 +168,7 @@ def same_bits(mixes: Sequence[Mix], rule: str) -> list[list[str]]:
     return different
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", RULES)
 def test_one_micro_batch_a_step_changes_the_bits_that_no_waiting_changes(rule: str) -> None:
     mixes = [mix_for(strategy, pooled=pooled) for strategy in STRATEGIES for pooled in (True, False)]

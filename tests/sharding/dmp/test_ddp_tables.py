@@ -170,6 +170,7 @@ def test_tables_with_an_optimizer_are_refused_where_the_wrapper_is_built() -> No
     assert said["fully_shard"].startswith("ValueError: table 't'") and "fully_shard" in said["fully_shard"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", ["import torch.distributed.optim", "pass"])
 def test_it_is_refused_whatever_else_was_imported_and_in_whatever_order(first: str) -> None:
     """Without the import DistributedDataParallel itself failed: "torch.distributed has no attribute optim"."""

@@ -123,6 +123,7 @@ def expect_equal(one: Run, other: Run) -> None:
     assert all(map(torch.equal, one.weight_gradients, other.weight_gradients))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [("pooled", "rowwise_adagrad"), ("learned weights", "adam"), ("sequence", "rowwise_adagrad")],
