@@ -23,7 +23,10 @@ def run(out: Path, *options: str) -> dict[str, Any]:
     return {"status": status, **json.loads(out.read_text())}
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("interpreted", marks=pytest.mark.interpreted)])
+INTERPRETED = pytest.param("interpreted", marks=[pytest.mark.interpreted, pytest.mark.full])
+
+
+@pytest.mark.parametrize("device", ["cpu", INTERPRETED])
 def test_every_section_is_ok(device: str, tmp_path: Path) -> None:
     # those of other tests; the suite and the A/B take the interpreter minutes
     others = {"compile", "gpu_tests", "nccl", *(() if device == "cpu" else ("suite", "ab", "profile"))}
