@@ -44,12 +44,12 @@ demo: .venv/.installed  ## train a DLRM on RANKS gloo processes: generated click
 # A file's tests stay together: what one of them sets up serves the others.
 TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-quick: .venv/.installed  ## two minutes: the torch path without processes of ranks, nothing that is marked full
+quick: .venv/.installed  ## a few minutes: the torch path without processes of ranks, nothing that is marked full
 	@$(TESTS) --tier quick
 
 # Triton reads TRITON_INTERPRET when a kernel is defined, so each way of running the kernels is a process of its own.
 test: TIER := test
-test: phases  ## what a contributor waits for, at most 8 minutes on 2 cores: every area, all four phases
+test: phases  ## what a contributor waits for, 9 to 10 minutes on 2 cores: every area, all four phases
 
 test-all: TIER := all
 test-all: phases  ## everything but gpu and long, at most 20 minutes in .ci/run, which runs it
