@@ -37,7 +37,7 @@ from ..rule import (
     sqrt,
     where,
 )
-from . import update_loops as cpu_loops
+from . import update_loops
 from .njit import f4
 from .update_loops import work
 from .vectors import compiled, prefetch, prefetch_row
@@ -73,7 +73,7 @@ _OF_ELEMENTS: dict[Any, Any] = {
 
 
 def update_of(rule: Rule) -> int:
-    """The address of `cpu_loops.update_buckets` with this rule, compiled.
+    """The address of `update_loops.update_buckets` with this rule, compiled.
 
     Raises:
         Exception: whatever numba or the split has against it: no source, helpers of its own, functions of torch.
@@ -83,10 +83,10 @@ def update_of(rule: Rule) -> int:
     # must be a function of another name
     numbers = sorted((name, repr(value)) for name, value in names.items() if isinstance(value, _OUTER))
     digest = sha256(f"{text}{numbers}{Path(__file__).read_text()}".encode()).hexdigest()[:16]
-    exec(compile(text, cpu_loops.__file__, "exec"), names)
-    loop, name = cpu_loops.update_buckets, f"update_buckets_{digest}"
+    exec(compile(text, update_loops.__file__, "exec"), names)
+    loop, name = update_loops.update_buckets, f"update_buckets_{digest}"
     made = {name: names[name] for name in ("_apply", "_prefetch_states", "_states")}
-    function = FunctionType(loop.__code__, {**vars(cpu_loops), **made, "_STATES": len(rule.states)}, name)
+    function = FunctionType(loop.__code__, {**vars(update_loops), **made, "_STATES": len(rule.states)}, name)
     function.__qualname__ = name
     return work(function).address  # type: ignore[no-any-return]
 

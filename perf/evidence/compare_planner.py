@@ -38,7 +38,7 @@ from shardwise.perf.evidence.planner_cases import (
 from shardwise.perf.evidence.report import Report
 from shardwise.perf.suite import libraries
 from shardwise.perf.suite.libraries import PLANNER, torchrec
-from shardwise.planner.torchrec import enumerators as torchrec_options
+from shardwise.planner.torchrec import enumerators
 from shardwise.sharding import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
 ON_PURPOSE = {
@@ -98,18 +98,18 @@ def formulas(count: int) -> tuple[str, bool]:
 
 class _Bags(EmbeddingBagCollectionSharder):
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return torchrec_options.sharding_types(True, compute_device_type)
+        return enumerators.sharding_types(True, compute_device_type)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return torchrec_options.compute_kernels(sharding_type, compute_device_type)
+        return enumerators.compute_kernels(sharding_type, compute_device_type)
 
 
 class _Rows(EmbeddingCollectionSharder):
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return torchrec_options.sharding_types(False, compute_device_type)
+        return enumerators.sharding_types(False, compute_device_type)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return torchrec_options.compute_kernels(sharding_type, compute_device_type)
+        return enumerators.compute_kernels(sharding_type, compute_device_type)
 
 
 def compare_options() -> Iterator[tuple[str, int, int, bool]]:

@@ -1,4 +1,4 @@
-"""Cases of the suite: the jagged ops, as beside_ops.py calls them, and those that FBGEMM has on GPUs only.
+"""Cases of the suite: the jagged ops, as jagged_ops.py calls them, and those that FBGEMM has on GPUs only.
 
 Sizes: keys x bags of each; short bags have 0 to 6 values, long ones 0 to 192. M is the longest bag, D the columns.
 """
@@ -60,7 +60,7 @@ from shardwise.perf.suite.declared_jagged import (
     to_padded_bytes,
 )
 from shardwise.perf.suite.libraries import Library, fbgemm
-from shardwise.perf.suite.operations import jagged_ops as beside_ops
+from shardwise.perf.suite.operations import jagged_ops
 from shardwise.perf.suite.operations.inputs import (
     IDS,
     batch,
@@ -244,7 +244,7 @@ def _halves(size: Size) -> Tensor:
 
 
 def _further() -> Iterator[Operation]:
-    """Ops that beside_ops.py leaves out, because FBGEMM has none or none on the CPU."""
+    """Ops that jagged_ops.py leaves out, because FBGEMM has none or none on the CPU."""
 
     def selected(size: Size) -> list[Any]:
         b, bags = batch(size), size.keys * size.batch
@@ -271,7 +271,7 @@ def _further() -> Iterator[Operation]:
         "offsets_to_lengths", lambda size: [batch(size).offsets], _none, lambda k, *a: k.offsets_to_lengths(*a)
     )
     yield from _op(
-        "unpack_segments", lambda size: [beside_ops._padded(size, D), batch(size).lengths],
+        "unpack_segments", lambda size: [jagged_ops._padded(size, D), batch(size).lengths],
         _none, lambda k, *a: k.unpack_segments(*a),
     )  # fmt: skip
     yield from _op(
@@ -416,7 +416,7 @@ def _make(setting: Setting, operation: Operation) -> Ready:
     return Ready(_calls(OURS), check, moved, floor, peers, graph=not waits, notes={"size": str(size), **trouble})
 
 
-_OPERATIONS = [*beside_ops.OPERATIONS, *_longer(), *_further(), *_calibrations()]
+_OPERATIONS = [*jagged_ops.OPERATIONS, *_longer(), *_further(), *_calibrations()]
 _BOTH_WAYS = "forward and backward"
 # options of an op that change little, and gradients: not in the short suites
 _FULL = (", sequence", ", positions", ", weighted", "bags of bags", _BOTH_WAYS)

@@ -22,7 +22,7 @@ from shardwise.perf.suite.case import (
 )
 from shardwise.perf.suite.cases.lookup import CUDA, EVERY, INPUTS
 from shardwise.perf.suite.libraries import ours, torchrec
-from shardwise.perf.suite.operations import jagged_types as beside_types
+from shardwise.perf.suite.operations import jagged_types
 from shardwise.perf.suite.operations.inputs import (
     batch,
     columns,
@@ -36,7 +36,7 @@ from shardwise.perf.suite.peers import peer_calls
 SIZES = (Size(26, 64), Size(26, 8192))
 SMALL = Size(3, 4)
 FLOOR = "tensors: every input and every output once"
-_CALLS = {operation.name: operation.call for operation in beside_types.OPERATIONS}
+_CALLS = {operation.name: operation.call for operation in jagged_types.OPERATIONS}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _tensors(size: Size, device: str) -> Tensors:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of beside_types.py: what it is given, and the keys of its result in order, "g" those of a second."""
+    """An operation of jagged_types.py: what it is given, and the keys of its result in order, "g" those of a second."""
 
     name: str
     state: Callable[[Any, Tensors], Any]
@@ -90,7 +90,7 @@ def _reversed(t: Tensors) -> list[int]:
 
 _OF_BATCHES = (
     Operation("KJT from_..._sync", lambda lib, t: (t.keys, t.values, t.lengths, None, {}), _itself),
-    Operation("KJT split in two", lambda lib, t: (t.kjt(lib), beside_types._halves(t.size)), _itself),
+    Operation("KJT split in two", lambda lib, t: (t.kjt(lib), jagged_types._halves(t.size)), _itself),
     Operation("KJT split by key", lambda lib, t: (t.kjt(lib), _each(t)), _itself),
     Operation("KJT permute, reversed", lambda lib, t: (t.kjt(lib), _reversed(t)), lambda keys: keys[::-1]),
     Operation(
@@ -167,7 +167,7 @@ def _regroup(setting: Setting, name: str, size: Size, both_ways: bool = False) -
     def calls(lib: Any) -> Sequence[Call]:
         if name != "KTRegroupAsDict":
             return [partial(_CALLS[name], lib, (t.kts(lib), wanted)) for t in inputs]
-        module = lib.KTRegroupAsDict(wanted, beside_types._names(wanted))
+        module = lib.KTRegroupAsDict(wanted, jagged_types._names(wanted))
         return [partial(module, t.kts(lib)) for t in inputs]
 
     def grouped(t: Tensors) -> list[Tensor]:

@@ -20,8 +20,7 @@ from shardwise.perf.suite.case import (
     Setting,
 )
 from shardwise.perf.suite.libraries import Library, ours, torchrec
-from shardwise.perf.suite.operations import jagged_ops as beside_ops
-from shardwise.perf.suite.operations import jagged_types as beside_types
+from shardwise.perf.suite.operations import jagged_ops, jagged_types
 from shardwise.perf.suite.operations.operation import (
     Operation,
     Raised,
@@ -82,7 +81,7 @@ def make(setting: Setting, *, operation: Operation, size: Size) -> Ready:
     return Ready(calls(mine), check, peers=peers, graph=False, notes={"different": why} if why else {})
 
 
-OPERATIONS: dict[str, Sequence[Operation]] = {"types": beside_types.OPERATIONS, "ops": beside_ops.OPERATIONS}
+OPERATIONS: dict[str, Sequence[Operation]] = {"types": jagged_types.OPERATIONS, "ops": jagged_ops.OPERATIONS}
 
 CASES: Sequence[Case] = tuple(
     Case(
