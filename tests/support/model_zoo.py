@@ -1,10 +1,10 @@
-"""Models for tests of pipelines: sharded collections of every kind beside data-parallel layers, and their batches."""
+"""The models of the tests: tables by rows of features, and a net of sharded collections beside data-parallel layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,24 @@ from shardwise import (
 from shardwise.sharding import column_wise, data_parallel, row_wise, table_wise
 
 DIM, ROWS = 8, 40
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def bag_tables(rows: Mapping[str, int], dim: int = DIM, **fields: Any) -> list[EmbeddingBagConfig]:
+    """A table "t<name>" for every feature; `fields` are the same in all."""
+    return [EmbeddingBagConfig(count, dim, f"t{name}", feature_names=[name], **fields) for name, count in rows.items()]
+
+
+def row_tables(rows: Mapping[str, int], dim: int = DIM, **fields: Any) -> list[EmbeddingConfig]:
+    """A table "t<name>" of sequences for every feature; `fields` are the same in all."""
+    return [EmbeddingConfig(count, dim, f"t{name}", feature_names=[name], **fields) for name, count in rows.items()]
+
+
+def fused(module: Module, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **kwargs: Any) -> Module:
+    """The module, its tables updated in backward; `lr` is 0.1 unless given."""
+    tables = [param for name, param in module.named_parameters() if "embedding" in name]
+    apply_optimizer_in_backward(optimizer, tables, {"lr": 0.1, **kwargs})
+    return module
 
 
 @dataclass

@@ -56,7 +56,7 @@ def plan() -> Any:
 
 def option() -> Any:
     lengths, shards = [1.0], [planner.Shard([8, 4], [0, 0], planner.Storage(1, 2), planner.Perf(1, 2, 3, 4), 0)]
-    return planner.ShardingOption("t", torch.empty(8, 4), ("", None), lengths, 4, "row_wise", "host", "fused", shards)
+    return planner.ShardingOption("t", torch.zeros(8, 4), ("", None), lengths, 4, "row_wise", "host", "fused", shards)
 
 
 # by module and class: how to make one

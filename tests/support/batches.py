@@ -1,4 +1,4 @@
-"""Batches as dicts of lists, and what the collections must make of them by `F.embedding_bag` on one table at a time."""
+"""The batches of the tests, by hand and random, and what collections must make of them by `F.embedding_bag`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
@@ -41,6 +42,44 @@ def draw(rows: Mapping[str, int], samples: int, *, longest: int = 4, seed: int =
         lengths = torch.randint(0, longest + 1, (samples,), generator=generator).tolist()
         bags[feature] = [torch.randint(0, count, (n,), generator=generator).tolist() for n in lengths]
     return bags
+
+
+def random_kjt(
+    rows: Mapping[str, int],
+    samples: int,
+    *,
+    seed: int = 0,
+    longest: int = 3,
+    weighted: bool = False,
+    of: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.int64,
+    device: torch.device | str = "cpu",
+) -> KeyedJaggedTensor:
+    """Bags of 0 to `longest` ids of features over tables of so many rows; `of` are the samples that are kept of it.
+
+    Shares of one seed make up its whole batch, weights too.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, longest + 1, (len(rows), samples), generator=generator)
+    flat = lengths.flatten().tolist()
+    counts = [count for count in rows.values() for _ in range(samples)]
+    ids = [torch.randint(0, count, (n,), generator=generator) for count, n in zip(counts, flat, strict=True)]
+    weights = torch.rand(sum(flat), generator=generator).split(flat)
+    chosen = range(samples) if of is None else of
+    kept = [k * samples + sample for k in range(len(rows)) for sample in chosen]
+    none = torch.zeros(0)
+    return KeyedJaggedTensor(
+        list(rows),
+        torch.cat([none.to(dtype), *(ids[bag].to(dtype) for bag in kept)]).to(device),
+        torch.cat([none, *(weights[bag] for bag in kept)]).to(device) if weighted else None,
+        lengths.flatten()[kept].to(device),
+    )
+
+
+def share(samples: int) -> range:
+    """This rank's samples of a batch that all ranks share, each as many as the next."""
+    each = samples // dist.get_world_size()
+    return range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
 
 
 def split_weights(bags: Bags, weights: Tensor) -> dict[str, Tensor]:
