@@ -16,9 +16,8 @@ pytest.importorskip("rich")
 import click
 from click.testing import CliRunner, Result
 
-from shardwise import cli
+from shardwise import DataType, cli
 from shardwise.cli.plan import dtype, share, size
-from shardwise.embeddings.config import DataType
 from shardwise.planner.constants_measured import CARDS
 from shardwise.planner.plan.explanation import explain
 from shardwise.planner.plan.plan_files import load_planned

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.data import Batch
-from shardwise.jagged import KeyedJaggedTensor
+from shardwise import Batch, KeyedJaggedTensor
 
 
 def batch() -> Batch:

@@ -14,15 +14,13 @@ import pytest
 from checkout import ROOT
 from snippets import steps, wrong_snippets
 
-from shardwise import jagged, kernels
+from shardwise import ParameterConstraints, ShardingType, jagged, kernels
 from shardwise.checkpoint import LoadPolicy
 from shardwise.kernels import configs
 from shardwise.perf.evidence import pipeline_overlap
 from shardwise.perf.evidence.soak import summary
-from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.plan.explanation import PART_NAMES
 from shardwise.planner.search.problem import PARTS
-from shardwise.sharding import ShardingType
 
 DOCS = ROOT / "docs"
 PICTURE = r"!\[.*?\]\(pictures/(.*?)\)"

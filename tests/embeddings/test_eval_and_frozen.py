@@ -15,8 +15,15 @@ from ranks import run_ranks
 from sharding_mixes import STRATEGIES, Mix, batch_of, build, by_lookup, environment, mix_for, shard
 from torch import Tensor
 
-from shardwise import DataType, EmbeddingBagCollection, KeyedJaggedTensor, RowWiseAdagrad, apply_optimizer_in_backward
-from shardwise.embeddings import EmbeddingBagConfig, TableGroup, TableShape
+from shardwise import (
+    DataType,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    apply_optimizer_in_backward,
+)
+from shardwise.embeddings import TableGroup, TableShape
 from shardwise.embeddings.tables.table_layout import LookupFeature, OptimizerSpec
 from shardwise.planner.layout import TableOptions
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import (
+    DLRM,
     Batch,
+    DLRMTrain,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -20,7 +22,6 @@ from shardwise import (
 )
 from shardwise.inference import Signature, quantize_inference_model
 from shardwise.inference.tracing import named_outputs
-from shardwise.models import DLRM, DLRMTrain
 
 FEATURES = ["a", "b", "c"]
 ROWS = 50

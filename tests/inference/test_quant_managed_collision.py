@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise import quant
-from shardwise.embeddings import (
+from shardwise import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    KeyedJaggedTensor,
+    ParameterConstraints,
     apply_optimizer_in_backward,
+    quant,
 )
 from shardwise.embeddings.managed_collision import (
     LFU_EvictionPolicy,
@@ -28,8 +30,6 @@ from shardwise.embeddings.managed_collision import (
 )
 from shardwise.inference.quantize import quantize_inference_model
 from shardwise.inference.sharded import shard_quant_model
-from shardwise.jagged import KeyedJaggedTensor
-from shardwise.planner.constraints import ParameterConstraints
 from shardwise.sharding.quant.managed_collision import (
     QuantManagedCollisionEmbeddingBagCollectionSharder,
     QuantManagedCollisionEmbeddingCollectionSharder,

@@ -18,14 +18,23 @@ from shardwise import (
     DataType,
     DistributedModelParallel,
     EmbeddingBagCollection,
+    EmbeddingBagCollectionSharder,
     EmbeddingBagConfig,
+    EmbeddingComputeKernel,
     FusedEmbeddingBagCollection,
     KeyedJaggedTensor,
+    ModuleSharder,
+    ParameterConstraints,
+    ParameterSharding,
     PoolingType,
     RowWiseAdagrad,
+    ShardingEnv,
     ShardingPlan,
+    ShardingType,
+    Topology,
     construct_module_sharding_plan,
     fuse_embedding_optimizer,
+    shard,
 )
 from shardwise.embeddings.config import EmbeddingTableConfig
 from shardwise.embeddings.optim.fbgemm_types import (
@@ -42,18 +51,10 @@ from shardwise.embeddings.tables.table_layout import TableBatchedEmbeddingSlice,
 from shardwise.inference.quantize import quantize_inference_model
 from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator
 from shardwise.planner.torchrec.estimators import EmbeddingStorageEstimator
-from shardwise.planner.torchrec.types import ParameterConstraints, Topology
-from shardwise.sharding import ShardingEnv, column_wise, data_parallel, row_wise, shard, table_wise
+from shardwise.sharding import column_wise, data_parallel, row_wise, table_wise
 from shardwise.sharding.dmp.unwrap import CopyableMixin
 from shardwise.sharding.modules.sharded_collections import ShardedFusedEmbeddingBagCollection
-from shardwise.sharding.modules.sharders import EmbeddingBagCollectionSharder
-from shardwise.sharding.plan.module_sharder import ModuleSharder
-from shardwise.sharding.plan.plan import (
-    CacheParams,
-    EmbeddingComputeKernel,
-    ParameterSharding,
-    ShardingType,
-)
+from shardwise.sharding.plan.plan import CacheParams
 from shardwise.sharding.torchrec.bucketize import get_bucket_metadata_from_shard_metadata
 from shardwise.sharding.torchrec.fused_params import (
     KeyValueParams,

@@ -12,16 +12,19 @@ import torch.nn.functional as F
 from checkout import REAL_DATA
 from torch import Tensor, nn
 
-from shardwise.data import Batch, ClickFeature, Clicks, MovieLens, Source
-from shardwise.embeddings import (
+from shardwise import (
+    DLRM,
+    Batch,
+    DLRMTrain,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    KeyedJaggedTensor,
     PoolingType,
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
 )
-from shardwise.jagged import KeyedJaggedTensor
-from shardwise.models import DLRM, DenseArch, DLRMTrain, InteractionArch, OverArch, SparseArch, auc, normalized_entropy
+from shardwise.data import ClickFeature, Clicks, MovieLens, Source
+from shardwise.models import DenseArch, InteractionArch, OverArch, SparseArch, auc, normalized_entropy
 
 DATA = REAL_DATA / "ml_latest_small"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="no ml_latest_small below $SHARDWISE_DATA or ../shared/data")

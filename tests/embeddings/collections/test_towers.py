@@ -14,17 +14,14 @@ from shardwise import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    EmbeddingTower,
+    EmbeddingTowerCollection,
+    FeatureProcessedEmbeddingBagCollection,
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
 )
-from shardwise.embeddings import (
-    EmbeddingTower,
-    EmbeddingTowerCollection,
-    FeatureProcessedEmbeddingBagCollection,
-    PositionWeightedModule,
-    tower_input_params,
-)
+from shardwise.embeddings import PositionWeightedModule, tower_input_params
 
 
 class Pooled(nn.Module):

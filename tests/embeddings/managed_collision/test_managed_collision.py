@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.embeddings import EmbeddingBagConfig
+from shardwise import EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
 from shardwise.embeddings.managed_collision import (
     DistanceLFU_EvictionPolicy,
     LFU_EvictionPolicy,
@@ -26,7 +26,6 @@ from shardwise.embeddings.managed_collision import (
     dynamic_threshold_filter,
     probabilistic_threshold_filter,
 )
-from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
 FREE = 2**63 - 1
 

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.embeddings import (
+from shardwise import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    KeyedJaggedTensor,
+    KeyedTensor,
     RowWiseAdagrad,
+    accumulate,
     apply_optimizer_in_backward,
 )
 from shardwise.embeddings.managed_collision import (
@@ -25,8 +28,6 @@ from shardwise.embeddings.managed_collision import (
     MCHManagedCollisionModule,
     fresh_rows,
 )
-from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
-from shardwise.sharding import accumulate
 
 ROWS, DIM = 6, 4
 

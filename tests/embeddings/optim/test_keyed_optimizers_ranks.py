@@ -18,21 +18,23 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from shardwise import DistributedModelParallel, ShardingPlan
-from shardwise.embeddings import (
+from shardwise import (
     CombinedOptimizer,
+    DistributedModelParallel,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     GradientClipping,
     GradientClippingOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
+    ShardingPlan,
     WarmupOptimizer,
     WarmupPolicy,
     WarmupStage,
     apply_optimizer_in_backward,
+    construct_module_sharding_plan,
 )
-from shardwise.sharding import construct_module_sharding_plan, table_wise
+from shardwise.sharding import table_wise
 
 pytestmark = pytest.mark.ranks
 
