@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from inference_models import CASES, DENSE, FEATURES, bags, dlrm
+from test_quant_managed_collision import batch_of, trained
 from torch import Tensor, nn
 
 from shardwise.inference import (
@@ -25,6 +27,7 @@ from shardwise.inference import (
     shard_quant_model,
 )
 from shardwise.inference.folder import facts_checksum, read_facts
+from shardwise.inference.tracing import named_outputs
 
 FRESH = """
 import sys, torch
@@ -281,3 +284,69 @@ def test_damage_is_named(folder: Path, tmp_path: Path, what: str, error: type[Ex
     damage(broken, what)
     with pytest.raises(error, match=message):
         load_program(broken)
+
+
+# it compiles C++
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_compiled_program_gives_the_bits_of_its_model(tmp_path: Path) -> None:
+    case = CASES["dlrm"]
+    model = case.model()
+    facts = export_model(model, tmp_path / "out", signature=case.signature, compiled=True)
+    assert [file.name for file in facts.files][-1] == "program.aoti.pt2"
+    program = load_program(tmp_path / "out", compiled=True)
+    for size in (0, 1, 2, 7):
+        batch = case.batch(size)
+        assert torch.equal(program(**batch)["output"], case.wanted(model, batch)["output"])
+    batch["values"][0] = 50
+    with pytest.raises(IndexError, match=r"feature 'a' \(table 'a'\), sample 0: id 50 is outside \[0, 50\)"):
+        program(**batch)
+
+
+def test_what_was_not_compiled_is_not_loaded(tmp_path: Path) -> None:
+    case = CASES["pooled"]
+    export_model(case.model(), tmp_path / "out", signature=case.signature)
+    with pytest.raises(ModelDamaged, match="lists no file 'program.aoti.pt2'"):
+        load_program(tmp_path / "out", compiled=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_gives_the_bits_of_its_model_at_any_batch_size(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = case.model()
+    facts = export_model(model, tmp_path / "out", signature=case.signature, call=case.call)
+    program = load_program(tmp_path / "out")
+    assert program.facts == facts
+    assert [output.name for output in facts.outputs] == case.outputs
+    for size in (0, 1, 2, 7):
+        batch = case.batch(size)
+        wanted, found = case.wanted(model, batch), program(**batch)
+        assert list(found) == case.outputs
+        for output in case.outputs:
+            torch.testing.assert_close(found[output], wanted[output], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+def test_ids_behind_maps_may_be_any(tmp_path: Path, pooled: bool) -> None:
+    model = quantize_inference_model(trained(pooled))
+    signature = Signature(["g", "f", "h"])
+    facts = export_model(model, tmp_path / "out", signature=signature, call=lambda model, ids, _: model(ids)[0])
+    assert [feature.ids for feature in facts.features] == [None, None, None]
+    assert all(table.mapped for table in facts.tables)
+    batch = batch_of(9)
+    found = load_program(tmp_path / "out")(batch.values(), batch.lengths())
+    wanted = named_outputs(model(batch)[0])
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["pooled", "sequence"])
+def test_a_traced_model_refuses_bad_ids(name: str) -> None:
+    """A compiler left the check of ids out, since what it wrote to was read by nobody: a bad id became a row of
+    zeros."""
+    case = CASES[name]
+    compiled: Any = torch.compile(case.model(), backend="aot_eager")
+    batch = case.batch(3)
+    case.wanted(compiled, batch)
+    batch["values"][0] = 1000
+    with pytest.raises(IndexError, match=r"id 1000 is outside \[0, 5"):
+        case.wanted(compiled, batch)

@@ -1,13 +1,16 @@
-"""TorchRec's import paths lead to our classes; what we lack is said by name."""
+"""TorchRec's import paths and arguments lead to ours, as many as are committed; what we lack is said by name."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ from checkout import SHARED
 
 from shardwise import torchrec as names
 from shardwise.migration.hints import HINTS, advice
-from shardwise.migration.mirror import OWN_NAMES
+from shardwise.migration.mirror import MODULES, OWN_NAMES
+from shardwise.torchrec import TABLE
 
 # a type of callables is not a class
 GenericAlias = type(Callable[[int], int])
@@ -242,3 +246,90 @@ assert space["RowWiseAdagrad"] is torchrec.optim.RowWiseAdagrad
 
 def test_own_names_of_the_mirror_are_those_of_its_root() -> None:
     assert tuple(names.__all__) == OWN_NAMES
+
+
+LISTED = Path(__file__).with_name("torchrec_names.txt")
+# the list that ours was made of, where a checkout has it beside it
+NAMES_LIST = SHARED / "reference" / "torchrec_names.md"
+AREAS = ("sparse", "modules", "distributed", "optim", "quant", "inference", "fx", "streamable", "types", "")
+# names of these areas that are there, of core and of common ones
+COMMITTED = {1: 152, 2: 61}
+
+
+def listed() -> list[tuple[int, str, str]]:
+    """Level, module and name; the name is empty where the module itself is imported."""
+    lines = [line.split() for line in LISTED.read_text().splitlines() if not line.startswith("#")]
+    return [(int(level), path, *rest, *([] if rest else [""]))[:3] for level, path, *rest in lines]  # type: ignore[misc]
+
+
+def area(path: str) -> str:
+    return f"{path}.".split(".")[1]
+
+
+def leads_somewhere(path: str, name: str) -> bool:
+    if not name:
+        return path in MODULES
+    if name not in TABLE.get(path, {}):
+        return False
+    getattr(import_module(path.replace("torchrec", "shardwise.torchrec", 1)), name)
+    return True
+
+
+def test_core_and_common_names_lead_somewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    have: Counter[int] = Counter()
+    total: Counter[int] = Counter()
+    lacking: set[str] = set()
+    for level, path, name in listed():
+        if area(path) in AREAS:
+            total[level] += 1
+            if leads_somewhere(path, name):
+                have[level] += 1
+            else:
+                lacking.add(f"{path}.{name}")
+    with capsys.disabled():
+        print(f"\nnames of TorchRec: core {have[1]} of {total[1]}, common {have[2]} of {total[2]}")
+    assert not lacking
+    assert {level: have[level] for level in COMMITTED} == COMMITTED
+
+
+def test_names_of_models_and_data_lead_somewhere() -> None:
+    others = [(path, name) for _, path, name in listed() if area(path) in ("models", "datasets")]
+    assert others and all(leads_somewhere(path, name) for path, name in others)
+
+
+@pytest.mark.skipif(not NAMES_LIST.is_file(), reason="the list of TorchRec's names is not here")
+def test_the_committed_list_is_the_reference() -> None:
+    wanted = []
+    for path, listing in re.findall(r"^- `([\w.]+)`: (.*)$", NAMES_LIST.read_text(), re.M):
+        for name, level in re.findall(r"(\(?\w+\)?) \((\d)\)", listing):
+            if int(level) <= 2:
+                wanted.append((int(level), path, "" if name == "(module)" else name))
+    assert listed() == wanted
+
+
+ARGUMENTS = Path(__file__).with_name("torchrec_arguments.txt")
+CALLS = [line.split() for line in ARGUMENTS.read_text().splitlines() if not line.startswith("#")]
+# last arguments that we do not take: given, they raise
+WITHOUT = {"sharded_module_order_overwrite", "use_gather_select", "use_gather_select_per_sharding", "maximize",
+           "extend_leaf_fqn"}  # fmt: skip
+# what only sharders construct; theirs are of another engine
+INTERNAL = {
+    *("ShardedEmbeddingTower", "ShardedEmbeddingTowerCollection", "ShardedEmbeddingBag", "FusedOptimizer"),
+    *("ShardedFeatureProcessedEmbeddingBagCollection", "ShardedQuantFeatureProcessedEmbeddingBagCollection"),
+    *("ShardedManagedCollisionEmbeddingCollection", "ShardedManagedCollisionEmbeddingBagCollection"),
+    "ShardedManagedCollisionCollection",
+}
+
+
+@pytest.mark.parametrize(("path", "name", "theirs"), [(p, n, a) for p, n, *a in CALLS], ids=[c[1] for c in CALLS])
+def test_arguments_are_torchrecs_in_their_order(path: str, name: str, theirs: list[str]) -> None:
+    home, _, ours = TABLE[path][name].partition(":")
+    parameters = inspect.signature(getattr(import_module(home), ours)).parameters.values()
+    if name in INTERNAL or any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return
+    while theirs and theirs[-1] in WITHOUT:
+        theirs = theirs[:-1]
+    by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert by_position[: len(theirs)] == theirs
+    required = [one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+    assert set(required) <= set(theirs), "an argument of ours has no default"

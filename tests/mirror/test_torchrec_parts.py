@@ -1,26 +1,33 @@
-"""Small names of TorchRec's, each used for what it is there for."""
+"""Small names and ops of TorchRec's, each used for what it is there for; graphs of torch.fx."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from checkout import SHARED
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
 from shardwise import (
+    DLRM,
     DataType,
     DistributedModelParallel,
     EmbeddingBagCollection,
     EmbeddingBagCollectionSharder,
     EmbeddingBagConfig,
+    EmbeddingCollection,
     EmbeddingComputeKernel,
+    EmbeddingConfig,
     FusedEmbeddingBagCollection,
     KeyedJaggedTensor,
     ModuleSharder,
@@ -49,9 +56,13 @@ from shardwise.embeddings.optim.fbgemm_types import (
 )
 from shardwise.embeddings.tables.table_layout import TableBatchedEmbeddingSlice, weights_bytes_in_emb_kernel
 from shardwise.inference.quantize import quantize_inference_model
+from shardwise.migration.hints import OPS, advice, op_hint
+from shardwise.migration.mirror import hint_at_ops, leave_ops_alone
+from shardwise.migration.names import finding
 from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator
 from shardwise.planner.torchrec.estimators import EmbeddingStorageEstimator
 from shardwise.sharding import column_wise, data_parallel, row_wise, table_wise
+from shardwise.sharding.dmp.tracing import Tracer, symbolic_trace
 from shardwise.sharding.dmp.unwrap import CopyableMixin
 from shardwise.sharding.modules.sharded_collections import ShardedFusedEmbeddingBagCollection
 from shardwise.sharding.plan.plan import CacheParams
@@ -344,3 +355,156 @@ else:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+# FBGEMM's ops for users, where a checkout has the list beside it
+REFERENCE = SHARED / "reference" / "fbgemm_ops.md"
+
+
+@pytest.fixture
+def hinting() -> Iterator[None]:
+    hint_at_ops()
+    yield
+    leave_ops_alone()
+
+
+@pytest.mark.parametrize(
+    ("op", "ours"),
+    [
+        ("permute_2D_sparse_data", "shardwise.kernels.permute_2d"),
+        ("permute_2D_sparse_data_input1D", "shardwise.kernels.permute_2d"),
+        ("asynchronous_complete_cumsum", "shardwise.kernels.complete_cumsum"),
+        ("split_embedding_codegen_lookup_sgd_function", "EmbeddingBagCollection with apply_optimizer_in_backward"),
+        ("FloatToFused8BitRowwiseQuantized", "quantize_rows and dequantize_rows"),
+        ("mystery", "nothing of ours does the same; ops of ours are functions of shardwise.kernels"),
+    ],
+)
+def test_an_op_that_nobody_registered_says_what_to_use(hinting: None, op: str, ours: str) -> None:
+    """Torch said "'_OpNamespace' 'fbgemm' object has no attribute ..." in a program without FBGEMM.
+
+    That is where two of three user programs with FBGEMM's ops stopped, with nothing to go on.
+    """
+    with pytest.raises(AttributeError, match=f"^torch.ops.fbgemm.{op} is not served; .*{re.escape(ours)}"):
+        getattr(torch.ops.fbgemm, op)
+    assert not hasattr(torch.ops.fbgemm, op)
+    found = finding(f"torch.ops.fbgemm.{op}.default")
+    assert found.status == "missing" and ours in found.hint
+
+
+def test_an_op_that_is_registered_wins(hinting: None) -> None:
+    library = torch.library.Library("fbgemm", "DEF")
+    library.define("jagged_softmax(Tensor values) -> Tensor")
+    library.impl("jagged_softmax", lambda values: values * 2, "CompositeImplicitAutograd")
+    two = torch.tensor([2.0])
+    assert torch.ops.fbgemm.jagged_softmax(two).item() == 4
+    assert torch.ops.fbgemm.jagged_softmax.default(two).item() == 4
+    assert torch.ops.fbgemm.jagged_softmax.__module__ == torch.ops.aten.add.__module__.replace("aten", "fbgemm")
+
+    def traced(values: torch.Tensor) -> torch.Tensor:
+        return torch.ops.fbgemm.jagged_softmax(values) + 1
+
+    assert torch.compile(traced, backend="eager", fullgraph=True)(two).item() == 5
+    assert torch.fx.symbolic_trace(traced)(two).item() == 5
+    leave_ops_alone()
+    assert torch.ops.fbgemm.jagged_softmax(two).item() == 4
+    with pytest.raises(AttributeError, match="object has no attribute 'mystery'"):
+        torch.ops.fbgemm.mystery  # noqa: B018
+
+
+@pytest.mark.parametrize("ours", OPS)
+def test_what_is_hinted_at_is_there(ours: str) -> None:
+    # the first dotted or capital name of the hint
+    names = re.findall(r"(?:shardwise\.)?(?:\w+\.)*(?:[A-Z]\w+|\w+_\w+)", ours)
+    assert names, ours
+    for name in names:
+        home, _, last = name.rpartition(".")
+        home = home or ("shardwise.kernels" if last == "dequantize_rows" else "shardwise")
+        assert hasattr(import_module(home), last), f"{home} has no {last}"
+
+
+@pytest.mark.skipif(not REFERENCE.is_file(), reason="the list of FBGEMM's ops is not here")
+def test_every_op_that_is_named_is_one_of_fbgemm() -> None:
+    known = set(re.findall(r"^fbgemm::(\w+)", REFERENCE.read_text(), re.MULTILINE))
+    exact = {op for ops in OPS.values() for op in ops.split() if not op.endswith("*")}
+    assert exact <= known
+    # of the others we have nothing, and say so
+    assert 60 < sum("nothing of ours" not in op_hint(op) for op in known) < len(known)
+
+
+def test_install_hints_and_uninstall_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import shardwise.torchrec
+
+    try:
+        shardwise.torchrec.install()
+        with pytest.raises(AttributeError, match="use shardwise.kernels.invert_permute"):
+            torch.ops.fbgemm.invert_permute  # noqa: B018
+    finally:
+        shardwise.torchrec.uninstall()
+    with pytest.raises(AttributeError, match="object has no attribute 'invert_permute'"):
+        torch.ops.fbgemm.invert_permute  # noqa: B018
+    assert advice("torch.ops.fbgemm").startswith("shardwise has no counterpart of torch.ops.fbgemm")
+
+
+def three_tables() -> EmbeddingBagCollection:
+    torch.manual_seed(0)
+    return EmbeddingBagCollection([EmbeddingBagConfig(10, 8, f"t{n}", feature_names=[f"f{n}"]) for n in range(3)])
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec = EmbeddingCollection([EmbeddingConfig(10, 8, "t", feature_names=["f0"])])
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.ec(features)["f0"].values() * 2
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc, self.over = three_tables(), nn.Linear(24, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.over(self.ebc(features).values())
+
+
+FEATURES = KeyedJaggedTensor(["f0", "f1", "f2"], torch.tensor([1, 2, 3, 4, 5, 6]), lengths=torch.ones(6).long())
+
+
+@pytest.mark.parametrize("make", [Mixed, Sequences, lambda: quantize_inference_model(Mixed())])
+def test_a_collection_is_one_node_and_the_graph_gives_what_the_model_gives(make: type[nn.Module]) -> None:
+    model = make()
+    traced = symbolic_trace(model)
+    assert any(node.op == "call_module" and node.target in ("ebc", "ec") for node in traced.graph.nodes)
+    assert torch.equal(traced(FEATURES), model(FEATURES))
+
+
+def test_dlrm_is_traced_down_to_its_tables() -> None:
+    model = DLRM(three_tables(), 4, [8, 8], [8, 1])
+    traced = symbolic_trace(model)
+    calls = {str(node.target) for node in traced.graph.nodes if node.op == "call_module"}
+    assert "sparse_arch.embedding_bag_collection" in calls and any("dense_arch.model" in call for call in calls)
+    dense = torch.randn(2, 4)
+    assert torch.equal(traced(dense, FEATURES), model(dense, FEATURES))
+
+
+def test_modules_named_by_class_or_by_path_are_one_node_as_well() -> None:
+    for named in ("Mixed", "inner"):
+        model = nn.Sequential()
+        model.add_module("inner", Mixed())
+        targets = [node.target for node in Tracer([named]).trace(model).nodes if node.op == "call_module"]
+        assert targets == ["inner"]
+
+
+def traced_when_sharded() -> tuple[bool, list[str]]:
+    model = DistributedModelParallel(Mixed())
+    traced = symbolic_trace(model)
+    same = torch.equal(traced(FEATURES), model(FEATURES))
+    return same, [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+
+
+def test_a_sharded_model_is_traced_through_its_wrapper() -> None:
+    for same, targets in run_ranks(2, traced_when_sharded):
+        assert same
+        assert [target.rpartition(".")[2] for target in targets] == ["ebc", "over"]
+        assert all(target.startswith("_dmp_wrapped_module.") for target in targets)

@@ -1,7 +1,9 @@
-"""DeepFM and the other DLRMs, from their parts' formulas; losses of the wrappers; mistakes at construction."""
+"""Layers and models against their formulas, written out sample by sample; gradients against finite differences."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from shardwise.models import (
     DLRM_DCN,
+    MLP,
+    CrossNet,
     DeepFM,
     DLRM_Projection,
     DLRMWrapper,
@@ -22,9 +26,16 @@ from shardwise.models import (
     FMInteractionArch,
     InteractionDCNArch,
     InteractionProjectionArch,
+    LazyModuleExtensionMixin,
+    LowRankCrossNet,
+    LowRankMixtureCrossNet,
+    Perceptron,
     SimpleDeepFMNN,
     SimpleDeepFMNNWrapper,
+    SwishLayerNorm,
+    VectorCrossNet,
     choose,
+    lazy_apply,
 )
 
 BATCH, DENSE, DIM = 4, 3, 2
@@ -167,3 +178,251 @@ def test_choose_counts() -> None:
 def test_dense_layers_go_where_they_are_told() -> None:
     model = DLRM_DCN(collection(), DENSE, [DIM], [5, 1], 1, 1, dense_device="meta")
     assert {p.device.type for n, p in model.named_parameters() if "embedding_bag" not in n} == {"meta"}
+
+
+def full_cross(net: CrossNet, x0: Tensor) -> Tensor:
+    x = x0
+    for w, b in zip(net.kernels, net.bias, strict=True):
+        x = x0 * (w @ x + b[:, 0]) + x
+    return x
+
+
+def low_rank(net: LowRankCrossNet, x0: Tensor) -> Tensor:
+    x = x0
+    for w, v, b in zip(net.W_kernels, net.V_kernels, net.bias, strict=True):
+        x = x0 * (w @ (v @ x) + b) + x
+    return x
+
+
+def vector_cross(net: VectorCrossNet, x0: Tensor) -> Tensor:
+    x = x0
+    for w, b in zip(net.kernels, net.bias, strict=True):
+        x = x0 * torch.dot(w[:, 0], x) + b[:, 0] + x
+    return x
+
+
+def mixture(net: LowRankMixtureCrossNet, x0: Tensor) -> Tensor:
+    x = x0
+    for u, v, c, b in zip(net.U_kernels, net.V_kernels, net.C_kernels, net.bias, strict=True):
+        g = net._activation
+        experts = [x0 * (u[k] @ g(c[k] @ g(v[k] @ x)) + b[:, 0]) for k in range(len(u))]
+        shares = [1.0] if net.gates is None else torch.cat([gate(x) for gate in net.gates]).softmax(0)
+        x = sum((share * expert for share, expert in zip(shares, experts, strict=True)), x)
+    return x
+
+
+# name -> network, its formula for one sample, and its parameters by name
+CROSSES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], dict[str, list[int]]]] = {
+    "full": (lambda: CrossNet(6, 2), full_cross, {"kernels.1": [6, 6], "bias.1": [6, 1]}),
+    "no layers": (lambda: CrossNet(6, 0), full_cross, {}),
+    "low rank": (
+        lambda: LowRankCrossNet(6, 3),
+        low_rank,
+        {"W_kernels.2": [6, 1], "V_kernels.2": [1, 6], "bias.2": [6]},
+    ),
+    "rank 4": (lambda: LowRankCrossNet(6, 1, 4), low_rank, {"W_kernels.0": [6, 4], "V_kernels.0": [4, 6]}),
+    "vector": (lambda: VectorCrossNet(6, 2), vector_cross, {"kernels.0": [6, 1], "bias.0": [6, 1]}),
+    "one expert": (lambda: LowRankMixtureCrossNet(6, 2), mixture, {"U_kernels.1": [1, 6, 1], "C_kernels.1": [1, 1, 1]}),
+    "experts": (
+        lambda: LowRankMixtureCrossNet(6, 2, num_experts=3, low_rank=2, activation=torch.tanh),
+        mixture,
+        {"U_kernels.1": [3, 6, 2], "V_kernels.0": [3, 2, 6], "C_kernels.1": [3, 2, 2], "gates.2.weight": [1, 6]},
+    ),
+}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    net = CROSSES[name][0]()
+    for parameter in net.parameters():
+        # biases begin at 0, where mistakes with them would not show
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return net
+
+
+@pytest.mark.parametrize("name", CROSSES)
+def test_layers_follow_their_formula(name: str) -> None:
+    net, x = made(name), torch.randn(5, 6)
+    wanted = torch.stack([CROSSES[name][1](net, row) for row in x])
+    torch.testing.assert_close(net(x), wanted)
+    assert net(x[:0]).shape == (0, 6)
+    shapes = {key: list(value.shape) for key, value in net.state_dict().items()}
+    assert CROSSES[name][2].items() <= shapes.items()
+
+
+@pytest.mark.parametrize("name", [name for name in CROSSES if name != "one expert"])
+def test_gradients_are_those_of_the_values(name: str) -> None:
+    net, x = made(name).double(), torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    names, parameters = [*dict(net.named_parameters())], [*net.parameters()]
+
+    def run(given: Tensor, *weights: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(net, dict(zip(names, weights, strict=True)), (given,))
+        return out
+
+    assert torch.autograd.gradcheck(run, (x, *parameters))
+
+
+def test_biases_begin_at_zero_and_impossible_sizes_are_refused() -> None:
+    assert not any(bias.any() for bias in LowRankCrossNet(4, 2).bias)
+    with pytest.raises(ValueError, match="LowRankCrossNet: low_rank must be at least 1, got 0"):
+        LowRankCrossNet(4, 2, 0)
+    with pytest.raises(ValueError, match="LowRankMixtureCrossNet: num_experts must be at least 1, got 0"):
+        LowRankMixtureCrossNet(4, 2, num_experts=0)
+
+
+def by_hand(layer: nn.Module, x: Tensor) -> Tensor:
+    state = layer.state_dict()
+    return x @ state["_linear.weight"].T + state.get("_linear.bias", torch.zeros(()))
+
+
+ACTIVATIONS: list[Any] = [
+    pytest.param(torch.relu, torch.relu, id="function"),
+    pytest.param("relu", torch.relu, id="relu"),
+    pytest.param("sigmoid", torch.sigmoid, id="sigmoid"),
+    pytest.param("swish_layernorm", lambda x: x * torch.sigmoid(nn.functional.layer_norm(x, x.shape[-1:])), id="swish"),
+    pytest.param(nn.Tanh(), torch.tanh, id="module"),
+    pytest.param(nn.Tanh, torch.tanh, id="module class"),
+    pytest.param(lambda: nn.LeakyReLU(0.3), lambda x: torch.where(x > 0, x, 0.3 * x), id="factory"),
+    pytest.param(lambda x: x**2, lambda x: x**2, id="lambda"),
+]
+
+
+@pytest.mark.parametrize(("activation", "formula"), ACTIVATIONS)
+@pytest.mark.parametrize("on_last", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_mlp_is_its_formula(activation: Any, formula: Callable[[Tensor], Tensor], on_last: bool, bias: bool) -> None:
+    mlp = MLP(3, [4, 5], bias=bias, activation=activation, activation_on_last=on_last)
+    x = torch.randn(7, 3)
+    y = by_hand(mlp._mlp[1], formula(by_hand(mlp._mlp[0], x)))
+    torch.testing.assert_close(mlp(x), formula(y) if on_last else y)
+
+
+def test_perceptron_is_its_formula() -> None:
+    perceptron = Perceptron(3, 4, activation=torch.sigmoid)
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(perceptron(x), torch.sigmoid(by_hand(perceptron, x)))
+    assert perceptron(torch.randn(2, 5, 3)).shape == (2, 5, 4)
+
+
+def test_swish_layer_norm_gates_with_the_sigmoid_of_the_norm() -> None:
+    swish = SwishLayerNorm(4)
+    x = torch.randn(3, 4)
+    swish.load_state_dict({"norm.0.weight": torch.tensor([1.0, 2.0, 3.0, 4.0]), "norm.0.bias": torch.zeros(4)})
+    normed = (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(swish(x), x * torch.sigmoid(normed * torch.tensor([1.0, 2.0, 3.0, 4.0])))
+    assert set(swish.state_dict()) == {"norm.0.weight", "norm.0.bias"}
+
+
+def test_state_keys_are_torchrecs() -> None:
+    assert list(MLP(3, [4, 5]).state_dict()) == [
+        "_mlp.0._linear.weight",
+        "_mlp.0._linear.bias",
+        "_mlp.1._linear.weight",
+        "_mlp.1._linear.bias",
+    ]
+    assert list(MLP(3, [4], bias=False, activation="swish_layernorm").state_dict()) == [
+        "_mlp.0._linear.weight",
+        "_mlp.0._activation_fn.norm.0.weight",
+        "_mlp.0._activation_fn.norm.0.bias",
+    ]
+
+
+def test_a_module_is_shared_by_the_layers_and_a_class_is_not() -> None:
+    one = nn.PReLU()
+    shared, own = MLP(2, [2, 2], activation=one), MLP(2, [2, 2], activation=nn.PReLU)
+    assert shared._mlp[0]._activation_fn is shared._mlp[1]._activation_fn is one
+    assert own._mlp[0]._activation_fn is not own._mlp[1]._activation_fn
+
+
+def test_no_layers_is_the_identity() -> None:
+    x = torch.randn(2, 3)
+    assert torch.equal(MLP(3, [])(x), x)
+
+
+def test_device_and_dtype_reach_every_layer() -> None:
+    mlp = MLP(3, [4, 5], activation="swish_layernorm", device="meta", dtype=torch.float64)
+    assert {parameter.device.type for parameter in mlp.parameters()} == {"meta"}
+    assert mlp.get_parameter("_mlp.1._linear.weight").dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: MLP(3, [4], activation="gelu"),
+            "unknown activation 'gelu', expected one of 'relu', 'sigmoid', 'swish",
+        ),
+        (lambda: MLP(3, [], activation="gelu"), "unknown activation 'gelu'"),
+        (lambda: MLP(3, [4, 0]), "out_size must be positive, got 0"),
+        (lambda: MLP(0, [4]), "in_size must be positive, got 0"),
+        (lambda: MLP(3, [4], activation=lambda: 3), "must return a module, got int"),  # type: ignore[arg-type,return-value]
+    ],
+)
+def test_settings_without_a_meaning_are_refused(make: Callable[[], MLP], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+class Scale(nn.Module):
+    """Multiplies each column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.UninitializedParameter()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.weight
+
+
+class LazyScale(LazyModuleExtensionMixin, Scale):  # type: ignore[misc]
+    """Learns from its first input how many columns there are."""
+
+    cls_to_become = Scale  # type: ignore[assignment]
+
+    def initialize_parameters(self, input: Tensor) -> None:
+        if isinstance(self.weight, nn.UninitializedParameter):
+            self.weight.materialize((input.shape[1],))
+            nn.init.ones_(self.weight)
+
+
+def three(module: nn.Module) -> None:
+    """Sets every scale to 3."""
+    if isinstance(module, Scale):
+        nn.init.constant_(module.weight, 3.0)
+
+
+def double(module: nn.Module) -> None:
+    """Doubles every scale."""
+    if isinstance(module, Scale):
+        module.weight.data.mul_(2)
+
+
+X = torch.ones(2, 4)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_functions_are_applied_after_the_first_forward_in_order_and_once(by_name: bool) -> None:
+    module = LazyScale()
+    assert lazy_apply(lazy_apply(module, three), double) is module
+    # the first forward is that of the parameters as they began
+    assert torch.equal(module(input=X) if by_name else module(X), X)
+    assert type(module) is Scale
+    for _ in range(2):
+        assert torch.equal(module(X), 6 * X)
+
+
+def test_apply_before_it_raises_and_after_it_works() -> None:
+    module = LazyScale()
+    with pytest.raises(RuntimeError, match="LazyScale has parameters without shapes: run a forward first"):
+        module.apply(three)
+    module(X)
+    assert torch.equal(module.apply(three)(X), 3 * X)
+
+
+def test_children_are_reached_and_copies_wait_for_their_own_forward() -> None:
+    net = lazy_apply(nn.Sequential(LazyScale(), nn.ReLU(), LazyScale()), three)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        other(X)
+        assert torch.equal(other(X), 9 * X)
+    net(X)
+    assert torch.equal(net(X), 9 * X)
