@@ -6,15 +6,15 @@ A table is a parameter and a view of its group's flat buffer at once; every test
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from jagged_batches import kjt, pooled, tables_of, weight
+from copies import by_pickle, by_torch_save, same
+from jagged_batches import gradient, kjt, pooled, tables_of, weight
 from kernel_inputs import assert_close
+from model_zoo import fused as in_backward
 from torch import Tensor, nn
 
 from shardwise import (
@@ -25,7 +25,6 @@ from shardwise import (
     EmbeddingConfig,
     FusedEmbeddingBagCollection,
     RowWiseAdagrad,
-    apply_optimizer_in_backward,
 )
 
 BAGS = {"f": [[1, 2], [], [4]], "g": [[0], [3, 3], [1]]}
@@ -39,12 +38,12 @@ def configs() -> list[EmbeddingBagConfig]:
     ]
 
 
-def bags() -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(configs())
+def bags(device: str = "cpu") -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(configs(), device=device)
 
 
-def fused(optimizer: Any = RowWiseAdagrad) -> FusedEmbeddingBagCollection:
-    return FusedEmbeddingBagCollection(configs(), optimizer, {"lr": 0.1})
+def fused(optimizer: Any = RowWiseAdagrad, device: str = "cpu") -> FusedEmbeddingBagCollection:
+    return FusedEmbeddingBagCollection(configs(), optimizer, {"lr": 0.1}, device=device)
 
 
 def assert_looks_up_its_parameters(ebc: EmbeddingBagCollection) -> None:
@@ -72,8 +71,7 @@ def test_names_in_the_state_dict() -> None:
 def test_a_state_dict_loads_into_the_buffer() -> None:
     one, other = bags(), bags()
     other.load_state_dict(one.state_dict())
-    for name, table in tables_of(one).items():
-        assert torch.equal(tables_of(other)[name], table)
+    assert same(tables_of(other), tables_of(one))
     assert_looks_up_its_parameters(other)
     with pytest.raises(RuntimeError, match="size mismatch"):
         other.load_state_dict({**one.state_dict(), "embedding_bags.a.weight": torch.zeros(4, 4)})
@@ -105,12 +103,8 @@ def test_assigned_tables_outlive_data_that_was_set_before(make: Callable[[], Emb
 
 
 def test_assignment_fills_a_collection_on_meta() -> None:
-    model = nn.Sequential(EmbeddingBagCollection(configs(), device="meta"))
-    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
-    source = bags()
-    model.load_state_dict({f"0.{name}": value for name, value in source.state_dict().items()}, assign=True)
-    ebc = model[0]
-    assert isinstance(ebc, EmbeddingBagCollection)
+    ebc, source = in_backward(bags(device="meta"), lr=1.0), bags()
+    nn.Sequential(ebc).load_state_dict({f"0.{name}": value for name, value in source.state_dict().items()}, assign=True)
     assert_looks_up_its_parameters(ebc)
     assert_close(ebc(kjt(BAGS)).values(), source(kjt(BAGS)).values())
     train(ebc)
@@ -118,9 +112,8 @@ def test_assignment_fills_a_collection_on_meta() -> None:
 
 
 def test_part_of_an_assignment_onto_meta_names_the_tables_left_over() -> None:
-    ebc = EmbeddingBagCollection(configs(), device="meta")
     with pytest.raises(ValueError, match=r"tables \['b', 'c'\] would stay on meta"):
-        ebc.load_state_dict({"embedding_bags.a.weight": torch.zeros(5, 4)}, strict=False, assign=True)
+        bags(device="meta").load_state_dict({"embedding_bags.a.weight": torch.zeros(5, 4)}, strict=False, assign=True)
 
 
 def test_data_set_from_outside_is_taken_into_the_buffer() -> None:
@@ -178,18 +171,13 @@ def test_tables_do_not_become_float64() -> None:
 def test_gradients_move_with_their_tables() -> None:
     ebc = bags()
     train(ebc)
-    expected = weight(ebc, "a").grad
-    assert expected is not None
-    ebc.half()
-    grad = weight(ebc, "a").grad
-    assert grad is not None and torch.equal(grad, expected.half())
+    expected = gradient(ebc, "a")
+    assert torch.equal(gradient(ebc.half(), "a"), expected.half())
 
 
-@pytest.mark.parametrize("make", ["plain", "fused"])
-def test_meta_then_to_empty_then_reset_parameters(make: str) -> None:
-    ebc = EmbeddingBagCollection(configs(), device="meta")
-    if make == "fused":
-        ebc = FusedEmbeddingBagCollection(configs(), RowWiseAdagrad, {"lr": 0.1}, device="meta")
+@pytest.mark.parametrize("make", [bags, fused])
+def test_meta_then_to_empty_then_reset_parameters(make: Callable[..., EmbeddingBagCollection]) -> None:
+    ebc = make(device="meta")
     optimizer = ebc.fused_optimizer()
     ebc.reset_parameters()
     assert all(param.is_meta for param in ebc.parameters())
@@ -199,21 +187,11 @@ def test_meta_then_to_empty_then_reset_parameters(make: str) -> None:
     assert all(0 < param.abs().max() <= 5**-0.5 for param in ebc.parameters())
     assert_looks_up_its_parameters(ebc)
     train(ebc)
-    if make == "fused":
+    if make is fused:
         # the optimizer made while the tables were on meta follows them
         assert optimizer is ebc.fused_optimizer()
         for values in optimizer.state_dict()["state"].values():
             assert all(value.device.type == "cpu" and value.sum() > 0 for value in values.values())
-
-
-def by_pickle(module: Any) -> Any:
-    return pickle.loads(pickle.dumps(module))
-
-
-def by_torch_save(module: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(module, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch_save])
@@ -228,13 +206,12 @@ def test_a_copy_goes_on_as_the_original_would_have(copied: Callable[[Any], Any],
     assert_looks_up_its_parameters(copy_of)
     before = tables_of(original)
     train(copy_of, 2)
-    assert all(torch.equal(tables_of(original)[name], table) for name, table in before.items())
+    assert same(tables_of(original), before)
     weight(original, "a").grad = None
     train(original, 2)
-    assert all(torch.equal(tables_of(copy_of)[name], table) for name, table in tables_of(original).items())
+    assert same(tables_of(copy_of), tables_of(original))
     if optimizer is None:
-        grad, expected = weight(copy_of, "a").grad, weight(original, "a").grad
-        assert grad is not None and expected is not None and torch.equal(grad, expected)
+        assert torch.equal(gradient(copy_of, "a"), gradient(original, "a"))
     else:
         assert copy_of.fused_optimizer() is not original.fused_optimizer()
 
@@ -242,8 +219,7 @@ def test_a_copy_goes_on_as_the_original_would_have(copied: Callable[[Any], Any],
 @COPIES
 def test_a_copy_made_before_the_first_batch_keeps_the_optimizer(copied: Callable[[Any], Any]) -> None:
     """Optimizers take effect at the first lookup; a copy made before that lost them and silently trained nothing."""
-    original = bags()
-    apply_optimizer_in_backward(torch.optim.SGD, original.parameters(), {"lr": 1.0})
+    original = in_backward(bags(), lr=1.0)
     copy_of, before = copied(original), tables_of(original)
     train(copy_of)
     assert weight(copy_of, "a").grad is None
@@ -290,17 +266,20 @@ def test_what_a_subclass_adds_moves_and_copies_too() -> None:
     assert torch.equal(copied.projection.weight, module.projection.weight)
 
 
-def test_a_frozen_table_is_not_trained_whatever_was_applied_to_it() -> None:
+def a_frozen() -> EmbeddingBagCollection:
     ebc = bags()
     weight(ebc, "a").requires_grad_(False)
-    apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 1.0})
+    return ebc
+
+
+def test_a_frozen_table_is_not_trained_whatever_was_applied_to_it() -> None:
+    ebc = in_backward(a_frozen(), lr=1.0)
     before = tables_of(ebc)
     train(ebc)
     assert torch.equal(tables_of(ebc)["a"], before["a"])
     assert_close(tables_of(ebc)["b"][0], before["b"][0] - 1)
     # and without any optimizer it gets no gradient
-    plain = bags()
-    weight(plain, "a").requires_grad_(False)
+    plain = a_frozen()
     train(plain)
     assert weight(plain, "a").grad is None and weight(plain, "b").grad is not None
 
@@ -326,9 +305,7 @@ def test_freezing_and_thawing_take_effect_at_the_next_lookup() -> None:
 
 
 def test_a_table_thawed_after_its_optimizer_was_applied_is_trained() -> None:
-    ebc = bags()
-    weight(ebc, "a").requires_grad_(False)
-    apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 1.0})
+    ebc = in_backward(a_frozen(), lr=1.0)
     train(ebc)
     before = tables_of(ebc)
     weight(ebc, "a").requires_grad_(True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from jagged_batches import kjt, tables_of, upstream
+from copies import by_pickle, same
+from jagged_batches import draw, kjt, tables_of, upstream
 from torch import Tensor, nn
 
 from shardwise.embeddings import (
@@ -32,6 +32,7 @@ from shardwise.embeddings import (
 )
 
 FACTORIES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.5),
     "adam": lambda p: torch.optim.Adam(p, lr=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5),
@@ -59,14 +60,6 @@ def train(module: nn.Linear, optimizer: torch.optim.Optimizer, steps: range) -> 
         optimizer.zero_grad()
         module(upstream(4, 3, seed=step)).square().sum().backward()
         optimizer.step()
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
@@ -217,7 +210,7 @@ def test_a_load_that_one_part_refuses_changes_no_part() -> None:
     assert same(combined.state_dict(), before)
 
 
-@pytest.mark.parametrize("pack", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("pack", [copy.deepcopy, by_pickle])
 def test_a_copied_optimizer_is_whole(pack: Any) -> None:
     """Its parameters' names were left behind: AttributeError at the first `state_dict` of the copy."""
     module = linear()
@@ -291,12 +284,14 @@ def test_steps_and_hyper_parameters_are_passed_on() -> None:
         CombinedOptimizer([wrap(linear())]).set_optimizer_step(3)
 
 
-def test_the_optimizer_of_no_table_is_an_ordinary_one() -> None:
-    empty = EmptyFusedOptimizer()
-    empty.step()
-    empty.zero_grad()
-    assert isinstance(empty, FusedOptimizer)
-    assert CombinedOptimizer([("x", empty)]).state_dict() == {"state": {}, "param_groups": ()}
+def test_an_optimizer_of_nothing_is_an_ordinary_one() -> None:
+    assert isinstance(EmptyFusedOptimizer(), FusedOptimizer)
+    for empty in (EmptyFusedOptimizer(), KeyedOptimizerWrapper({}, FACTORIES["sgd"])):
+        empty.zero_grad()
+        empty.step()
+        combined = CombinedOptimizer([("x", empty)])
+        combined.step()
+        assert combined.state_dict() == {"state": {}, "param_groups": ()}
 
 
 def test_modules_with_a_fused_optimizer_are_told_apart() -> None:
@@ -340,3 +335,91 @@ def test_fused_settings_go_with_every_class_that_torchrec_has_for_them(name: str
 
     cut = after(100.0, gradient_clipping=True, max_gradient=0.5)
     assert torch.equal(cut, after(0.5))
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_a_wrapped_optimizer_steps_schedules_and_resumes(kind: str) -> None:
+    """A fresh Adam has no state yet; loading one used to be refused, so a run could not be resumed."""
+    module, plain, resumed = linear(), linear(), linear()
+    wrapped, again = wrap(module, kind), wrap(resumed, kind)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(wrapped, 0.5)
+    bare = FACTORIES[kind](list(plain.parameters()))
+    train(module, wrapped, range(2))
+    train(plain, bare, range(2))
+    schedule.step()
+    bare.param_groups[0]["lr"] = 0.05
+    saved = copy.deepcopy((module.state_dict(), wrapped.state_dict()))
+    assert set(saved[1]["state"]) <= {"weight", "bias"}
+    train(plain, bare, range(2, 4))
+
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    train(resumed, again, range(2, 4))
+    assert same(resumed.state_dict(), plain.state_dict())
+    with pytest.raises(NotImplementedError, match="fixed"):
+        again.add_param_group({"params": []})
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with a state that is no tensor."""
+
+    @staticmethod
+    def of(params: Any) -> Counting:
+        return Counting(params, lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
+        return super().step(closure)
+
+
+def test_states_that_are_no_tensors_are_loaded_too() -> None:
+    module = linear()
+    wrapped = KeyedOptimizerWrapper(dict(module.named_parameters()), Counting.of)
+    train(module, wrapped, range(3))
+    saved = copy.deepcopy(wrapped.state_dict())
+    train(module, wrapped, range(2))
+    wrapped.load_state_dict(saved)
+    assert wrapped.state[module.weight]["seen"] == 3
+
+
+Whole = tuple[nn.Linear, FusedEmbeddingBagCollection, CombinedOptimizer]
+
+
+def combined() -> Whole:
+    module, ebc = linear(), fused(torch.optim.Adam)
+    return module, ebc, CombinedOptimizer([("sparse", ebc.fused_optimizer()), ("", wrap(module))])
+
+
+def train_both(whole: Whole, steps: range) -> None:
+    module, ebc, optimizer = whole
+    for step in steps:
+        ebc(kjt(draw({"f": 6}, 3, seed=step))).values().square().sum().backward()
+        train(module, optimizer, range(step, step + 1))
+
+
+def test_combined_optimizers_are_steered_saved_and_loaded_as_one() -> None:
+    whole, resumed = combined(), combined()
+    train_both(whole, range(2))
+    for group in whole[2].param_groups:
+        group["lr"] = 0.25
+    whole[2].step()
+    saved = copy.deepcopy([part.state_dict() for part in whole])
+    assert set(saved[2]["state"]) == {"sparse.embedding_bags.a.weight", "weight", "bias"}
+    train_both(whole, range(2, 4))
+    for part, state in zip(resumed, saved, strict=True):
+        part.load_state_dict(state)
+    train_both(resumed, range(2, 4))
+    assert same(resumed[0].state_dict(), whole[0].state_dict()) and same(tables_of(resumed[1]), tables_of(whole[1]))
+    assert set(whole[2].params) == set(saved[2]["state"])
+    assert [prefix for prefix, _ in whole[2].optimizers] == ["sparse", ""]
+    with pytest.raises(ValueError, match="unexpected \\['other'\\]"):
+        resumed[2].load_state_dict({"state": {**saved[2]["state"], "other": {}}})
+
+
+def test_combined_optimizers_must_not_share_a_name() -> None:
+    one, other = wrap(linear()), wrap(linear())
+    CombinedOptimizer([("x", one), ("y", other)])
+    with pytest.raises(ValueError, match="two combined optimizers hold a parameter named 'weight'"):
+        CombinedOptimizer([one, other])
