@@ -113,23 +113,25 @@ class Model:
 
 
 def batched(
-    steps: Callable[[Any, Model], Any], *, max_batch: int = 4, max_wait_ms: float = 1.0, max_queue: int = 8
-) -> tuple[Any, Model]:
-    """What `steps(batcher, model)` returns on a loop of its own, and the model."""
-    model = Model()
+    *, max_batch: int = 4, max_wait_ms: float = 1.0, max_queue: int = 8
+) -> Callable[[Callable[[Any, Model], Any]], Callable[[], None]]:
+    """Makes a test of what is written as steps with a batcher and its model, on a loop of its own."""
 
-    async def run() -> Any:
-        with ThreadPoolExecutor(1) as worker:
-            limits = batches.Limits(max_batch, max_wait_ms, max_queue)
-            batcher = batches.Batcher(model, worker, limits)
-            batcher.start()
-            try:
-                return await steps(batcher, model)
-            finally:
-                model.go.set()
-                await batcher.drain()
+    def made(steps: Callable[[Any, Model], Any]) -> Callable[[], None]:
+        async def run() -> None:
+            model = Model()
+            with ThreadPoolExecutor(1) as worker:
+                batcher = batches.Batcher(model, worker, batches.Limits(max_batch, max_wait_ms, max_queue))
+                batcher.start()
+                try:
+                    await asyncio.wait_for(steps(batcher, model), 30)
+                finally:
+                    model.go.set()
+                    await batcher.drain()
 
-    return asyncio.run(run()), model
+        return lambda: asyncio.run(run())
+
+    return made
 
 
 async def submitted(batcher: Any, *requests: Sequence[int]) -> list[asyncio.Task[list[int]]]:
@@ -145,96 +147,76 @@ async def begun(model: Model, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_requests_that_wait_together_are_one_batch_and_stay_whole() -> None:
-    async def steps(batcher: Any, model: Model) -> list[list[int]]:
-        first = await submitted(batcher, [1])
-        await begun(model, 1)
-        tasks = await submitted(batcher, [2, 3], [4], [5, 6], [7])
-        model.go.set()
-        return await asyncio.gather(*first, *tasks)
-
-    answers, model = batched(steps)
-    assert answers == [[10], [20, 30], [40], [50, 60], [70]]
+@batched()
+async def test_requests_that_wait_together_are_one_batch_and_stay_whole(batcher: Any, model: Model) -> None:
+    tasks = await submitted(batcher, [1])
+    await begun(model, 1)
+    tasks += await submitted(batcher, [2, 3], [4], [5, 6], [7])
+    model.go.set()
+    assert await asyncio.gather(*tasks) == [[10], [20, 30], [40], [50, 60], [70]]
     # two more would not fit
     assert model.batches == [[1], [2, 3, 4], [5, 6, 7]]
 
 
-def test_a_full_batch_does_not_wait() -> None:
-    async def steps(batcher: Any, model: Model) -> list[list[int]]:
-        model.go.set()
-        return await asyncio.wait_for(asyncio.gather(*await submitted(batcher, [1, 2], [3, 4])), 30)
-
-    answers, model = batched(steps, max_wait_ms=3_600_000)
-    assert answers == [[10, 20], [30, 40]] and model.batches == [[1, 2, 3, 4]]
+@batched(max_wait_ms=3_600_000)
+async def test_a_full_batch_does_not_wait(batcher: Any, model: Model) -> None:
+    model.go.set()
+    assert await asyncio.gather(*await submitted(batcher, [1, 2], [3, 4])) == [[10, 20], [30, 40]]
+    assert model.batches == [[1, 2, 3, 4]]
 
 
-def test_a_request_alone_runs_after_its_wait() -> None:
-    async def steps(batcher: Any, model: Model) -> list[int]:
-        model.go.set()
-        found: list[int] = await asyncio.wait_for(batcher.submit([1]), 30)
-        return found
-
-    assert batched(steps)[0] == [10]
+@batched()
+async def test_a_request_alone_runs_after_its_wait(batcher: Any, model: Model) -> None:
+    model.go.set()
+    assert await batcher.submit([1]) == [10]
 
 
-def test_a_full_queue_refuses_and_takes_again_when_it_has_room() -> None:
-    async def steps(batcher: Any, model: Model) -> list[int]:
-        tasks = await submitted(batcher, [0])
-        await begun(model, 1)
-        tasks += await submitted(batcher, [1, 2, 3], [4, 5, 6], [7])
-        with pytest.raises(batches.QueueFull, match="7 instances wait, of at most 8"):
-            await batcher.submit([8, 9])
-        tasks += await submitted(batcher, [8])
-        model.go.set()
-        await asyncio.gather(*tasks)
-        assert batcher.waiting == 0 and batcher.most_waiting == 8
-        found: list[int] = await batcher.submit([9, 10])
-        return found
-
-    assert batched(steps)[0] == [90, 100]
+@batched()
+async def test_a_full_queue_refuses_and_takes_again_when_it_has_room(batcher: Any, model: Model) -> None:
+    tasks = await submitted(batcher, [0])
+    await begun(model, 1)
+    tasks += await submitted(batcher, [1, 2, 3], [4, 5, 6], [7])
+    with pytest.raises(batches.QueueFull, match="7 instances wait, of at most 8"):
+        await batcher.submit([8, 9])
+    tasks += await submitted(batcher, [8])
+    model.go.set()
+    await asyncio.gather(*tasks)
+    assert batcher.waiting == 0 and batcher.most_waiting == 8
+    assert await batcher.submit([9, 10]) == [90, 100]
 
 
-def test_a_failing_batch_fails_alone() -> None:
-    async def steps(batcher: Any, model: Model) -> list[int]:
-        tasks = await submitted(batcher, [1], [-1])
-        model.go.set()
-        for failed in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(failed, batches.ModelFailed) and str(failed) == "ZeroDivisionError: minus one"
-        found: list[int] = await batcher.submit([2])
-        return found
-
-    assert batched(steps)[0] == [20]
+@batched()
+async def test_a_failing_batch_fails_alone(batcher: Any, model: Model) -> None:
+    tasks = await submitted(batcher, [1], [-1])
+    model.go.set()
+    for failed in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(failed, batches.ModelFailed) and str(failed) == "ZeroDivisionError: minus one"
+    assert await batcher.submit([2]) == [20]
 
 
-def test_a_request_that_is_given_up_leaves_the_queue() -> None:
-    async def steps(batcher: Any, model: Model) -> list[list[int]]:
-        first = await submitted(batcher, [0])
-        await begun(model, 1)
-        given_up, kept = await submitted(batcher, [1, 2], [3])
-        given_up.cancel()
-        first[0].cancel()
-        await asyncio.sleep(0)
-        assert batcher.waiting == 1
-        model.go.set()
-        return [await kept]
-
-    answers, model = batched(steps)
-    assert answers == [[30]] and model.batches == [[0], [3]]
+@batched()
+async def test_a_request_that_is_given_up_leaves_the_queue(batcher: Any, model: Model) -> None:
+    first = await submitted(batcher, [0])
+    await begun(model, 1)
+    given_up, kept = await submitted(batcher, [1, 2], [3])
+    given_up.cancel()
+    first[0].cancel()
+    await asyncio.sleep(0)
+    assert batcher.waiting == 1
+    model.go.set()
+    assert await kept == [30] and model.batches == [[0], [3]]
 
 
-def test_draining_answers_what_waits_and_takes_no_more() -> None:
-    async def steps(batcher: Any, model: Model) -> list[list[int]]:
-        tasks = await submitted(batcher, [1], [2])
-        drained = asyncio.ensure_future(batcher.drain())
-        await begun(model, 1)
-        with pytest.raises(batches.Closed):
-            await batcher.submit([3])
-        model.go.set()
-        await drained
-        return [task.result() for task in tasks]
-
-    answers, model = batched(steps, max_wait_ms=3_600_000)
-    assert answers == [[10], [20]] and model.batches == [[1, 2]]
+@batched(max_wait_ms=3_600_000)
+async def test_draining_answers_what_waits_and_takes_no_more(batcher: Any, model: Model) -> None:
+    tasks = await submitted(batcher, [1], [2])
+    drained = asyncio.ensure_future(batcher.drain())
+    await begun(model, 1)
+    with pytest.raises(batches.Closed):
+        await batcher.submit([3])
+    model.go.set()
+    await drained
+    assert [task.result() for task in tasks] == [[10], [20]] and model.batches == [[1, 2]]
 
 
 @pytest.mark.parametrize("limits", [(0, 1, 1), (1, -1, 1), (1, float("nan"), 1), (1, 1, 0)])

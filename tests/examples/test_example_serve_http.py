@@ -83,6 +83,15 @@ def served(
     return asyncio.run(run())
 
 
+def on_server(**given: Any) -> Callable[[Steps], Callable[[pytest.MonkeyPatch], None]]:
+    """Makes a test of the steps of a client; `given` as in `served`."""
+
+    def made(steps: Steps) -> Callable[[pytest.MonkeyPatch], None]:
+        return lambda monkeypatch: served(monkeypatch, steps, **given)
+
+    return made
+
+
 async def ask(session: aiohttp.ClientSession, user: int = 3) -> tuple[int, Any]:
     """Status and JSON of a request about a user."""
     body = {"instances": [{**GOOD, "features": {"user": [user]}}]}
@@ -96,67 +105,64 @@ async def waiting(one: Any, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_before_the_model_is_loaded_nothing_is_answered_but_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        async with session.get("/healthz") as response:
-            assert (response.status, await response.json()) == (503, {"status": "loading"})
-        status, told = await ask(session)
-        assert (status, told["error"]["code"]) == (503, "loading")
-        await one.run()
-        async with session.get("/healthz") as response:
-            assert (response.status, await response.json()) == (200, {"status": "ready"})
-        # the warm-up came first
-        assert model.calls == 2
-        assert await ask(session) == (200, {"predictions": [{"logit": 3.0}]})
-
-    served(monkeypatch, steps, ready=False)
-
-
-def test_a_failing_model_is_a_500_and_the_server_stays_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> list[tuple[int, Any]]:
-        return [await ask(session, user) for user in (FAILS, NOT_FINITE, 5)]
-
-    broken, not_finite, good = served(monkeypatch, steps)
-    assert broken == (500, {"error": {"code": "model_failed", "message": "RuntimeError: the model is broken"}})
-    assert not_finite == (500, {"error": {"code": "model_failed", "message": "an output is not finite"}})
-    assert good == (200, {"predictions": [{"logit": 5.0}]})
+@on_server(ready=False)
+async def test_before_the_model_is_loaded_nothing_is_answered_but_health(
+    session: aiohttp.ClientSession, one: Any, model: Model
+) -> None:
+    async with session.get("/healthz") as response:
+        assert (response.status, await response.json()) == (503, {"status": "loading"})
+    status, told = await ask(session)
+    assert (status, told["error"]["code"]) == (503, "loading")
+    await one.run()
+    async with session.get("/healthz") as response:
+        assert (response.status, await response.json()) == (200, {"status": "ready"})
+    # the warm-up came first
+    assert model.calls == 2
+    assert await ask(session) == (200, {"predictions": [{"logit": 3.0}]})
 
 
-def test_a_full_queue_is_a_503_until_it_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        model.go.clear()
-        first = asyncio.ensure_future(ask(session, 1))
-        while model.calls < 3:
-            await asyncio.sleep(0.001)
-        taken = [asyncio.ensure_future(ask(session, user)) for user in (2, 3)]
-        await waiting(one, 2)
-        status, told = await ask(session, 4)
-        assert (status, told["error"]["code"]) == (503, "queue_full")
-        model.go.set()
-        assert [await task for task in (first, *taken)] == [
-            (200, {"predictions": [{"logit": float(user)}]}) for user in (1, 2, 3)
-        ]
-        assert (await ask(session, 4))[0] == 200
-
-    served(monkeypatch, steps, max_batch=1, max_queue=2)
+@on_server()
+async def test_a_failing_model_is_a_500_and_the_server_stays_up(
+    session: aiohttp.ClientSession, one: Any, model: Model
+) -> None:
+    for user, said in ((FAILS, "RuntimeError: the model is broken"), (NOT_FINITE, "an output is not finite")):
+        assert await ask(session, user) == (500, {"error": {"code": "model_failed", "message": said}})
+    assert await ask(session, 5) == (200, {"predictions": [{"logit": 5.0}]})
 
 
-def test_a_client_that_goes_away_takes_its_request_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> int:
-        model.go.clear()
-        first = asyncio.ensure_future(ask(session, 1))
-        while model.calls < 3:
-            await asyncio.sleep(0.001)
-        gone = asyncio.ensure_future(ask(session, 2))
-        await waiting(one, 1)
-        gone.cancel()
-        await waiting(one, 0)
-        model.go.set()
-        assert (await first)[0] == 200
-        return model.calls
+@on_server(max_batch=1, max_queue=2)
+async def test_a_full_queue_is_a_503_until_it_has_room(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+    model.go.clear()
+    first = asyncio.ensure_future(ask(session, 1))
+    while model.calls < 3:
+        await asyncio.sleep(0.001)
+    taken = [asyncio.ensure_future(ask(session, user)) for user in (2, 3)]
+    await waiting(one, 2)
+    status, told = await ask(session, 4)
+    assert (status, told["error"]["code"]) == (503, "queue_full")
+    model.go.set()
+    assert [await task for task in (first, *taken)] == [
+        (200, {"predictions": [{"logit": float(user)}]}) for user in (1, 2, 3)
+    ]
+    assert (await ask(session, 4))[0] == 200
 
+
+@on_server()
+async def test_a_client_that_goes_away_takes_its_request_along(
+    session: aiohttp.ClientSession, one: Any, model: Model
+) -> None:
+    model.go.clear()
+    first = asyncio.ensure_future(ask(session, 1))
+    while model.calls < 3:
+        await asyncio.sleep(0.001)
+    gone = asyncio.ensure_future(ask(session, 2))
+    await waiting(one, 1)
+    gone.cancel()
+    await waiting(one, 0)
+    model.go.set()
+    assert (await first)[0] == 200
     # two of the warm-up and that of the first
-    assert served(monkeypatch, steps) == 3
+    assert model.calls == 3
 
 
 @pytest.fixture(scope="module")

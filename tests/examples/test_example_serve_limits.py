@@ -19,7 +19,7 @@ pytest.importorskip("aiohttp")
 
 import aiohttp
 from http_serving import GOOD, example
-from test_example_serve_http import Model, ask, served
+from test_example_serve_http import Model, ask, on_server, served
 
 connections, instances, server = map(example, ("connections", "instances", "server"))
 Limits = example("batches").Limits
@@ -67,84 +67,77 @@ def error_of(answer: bytes) -> tuple[bytes, str]:
     return head.split(b" ")[1], json.loads(body)["error"]["code"]
 
 
-def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_server(options=limits(header_seconds=0.5))
+async def test_half_a_head_is_not_waited_for(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
     """600 connections with half of a request's headers stayed open. A byte now and then does not lengthen the time."""
+    pairs = [await opened(session) for _ in range(40)]
+    for number, (_, writer) in enumerate(pairs):
+        writer.write(HEAD[: 1 + number])
+    # one that sends its headers a byte at a time
+    reader, writer = await opened(session)
 
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        pairs = [await opened(session) for _ in range(40)]
-        for number, (_, writer) in enumerate(pairs):
-            writer.write(HEAD[: 1 + number])
-        # one that sends its headers a byte at a time
-        reader, writer = await opened(session)
+    async def drip() -> None:
+        for byte in b"GET /healthz HTTP/1.1\r\nX: " + b"y" * 8000:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
 
-        async def drip() -> None:
-            for byte in b"GET /healthz HTTP/1.1\r\nX: " + b"y" * 8000:
-                writer.write(bytes([byte]))
-                await asyncio.sleep(0.02)
-
-        dripping = asyncio.ensure_future(drip())
-        answers = await asyncio.gather(*(rest(reader) for reader, _ in [*pairs, (reader, writer)]))
-        dripping.cancel()
-        assert {error_of(answer) for answer in answers} == {(b"408", "header_too_slow")}
-        for _, gone in [*pairs, (reader, writer)]:
-            gone.close()
-        assert (await ask(session))[0] == 200
-        async with session.get("/metrics") as response:
-            assert 'serve_connections_closed_total{reason="header_too_slow"} 41\n' in await response.text()
-
-    served(monkeypatch, steps, options=limits(header_seconds=0.5))
+    dripping = asyncio.ensure_future(drip())
+    answers = await asyncio.gather(*(rest(reader) for reader, _ in [*pairs, (reader, writer)]))
+    dripping.cancel()
+    assert {error_of(answer) for answer in answers} == {(b"408", "header_too_slow")}
+    for _, gone in [*pairs, (reader, writer)]:
+        gone.close()
+    assert (await ask(session))[0] == 200
+    async with session.get("/metrics") as response:
+        assert 'serve_connections_closed_total{reason="header_too_slow"} 41\n' in await response.text()
 
 
-def test_a_connection_that_does_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        silent, _ = await opened(session)
-        asked, writer = await opened(session)
-        writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        nothing, answer = await asyncio.gather(rest(silent), rest(asked))
-        # kept alive after its answer, and then closed
-        assert nothing == b"" and answer.startswith(b"HTTP/1.1 200") and b"ready" in answer
-        assert one.closed.by_labels["idle",] == 2 and len(one.connections) == 0
-
-    served(monkeypatch, steps, options=limits(idle_seconds=0.3))
+@on_server(options=limits(idle_seconds=0.3))
+async def test_a_connection_that_does_nothing_is_closed(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+    silent, _ = await opened(session)
+    asked, writer = await opened(session)
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+    nothing, answer = await asyncio.gather(rest(silent), rest(asked))
+    # kept alive after its answer, and then closed
+    assert nothing == b"" and answer.startswith(b"HTTP/1.1 200") and b"ready" in answer
+    assert one.closed.by_labels["idle",] == 2 and len(one.connections) == 0
 
 
-def test_half_a_body_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        bodies = {
-            "a length that never comes": b"Content-Length: 100\r\n\r\n{",
-            "no byte": b"Content-Length: 100\r\n\r\n",
-            "a chunk that does not end": b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
-            "no last chunk": b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"a":\r\n',
-        }
-        pairs = [await opened(session) for _ in bodies]
-        for (_, writer), body in zip(pairs, bodies.values(), strict=True):
-            writer.write(HEAD + body)
-        answers = await asyncio.gather(*(rest(reader) for reader, _ in pairs))
-        assert [error_of(answer) for answer in answers] == [(b"408", "body_too_slow")] * len(bodies)
-        await until(lambda: len(one.connections) == 0)
-        assert (await ask(session))[0] == 200
-
-    served(monkeypatch, steps, options=limits(body_seconds=0.3, header_seconds=1.0))
+@on_server(options=limits(body_seconds=0.3, header_seconds=1.0))
+async def test_half_a_body_is_not_waited_for(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+    bodies = {
+        "a length that never comes": b"Content-Length: 100\r\n\r\n{",
+        "no byte": b"Content-Length: 100\r\n\r\n",
+        "a chunk that does not end": b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
+        "no last chunk": b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"a":\r\n',
+    }
+    pairs = [await opened(session) for _ in bodies]
+    for (_, writer), body in zip(pairs, bodies.values(), strict=True):
+        writer.write(HEAD + body)
+    answers = await asyncio.gather(*(rest(reader) for reader, _ in pairs))
+    assert [error_of(answer) for answer in answers] == [(b"408", "body_too_slow")] * len(bodies)
+    await until(lambda: len(one.connections) == 0)
+    assert (await ask(session))[0] == 200
 
 
-def test_a_body_without_an_end_is_refused_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        reader, writer = await opened(session)
-        writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+@on_server(options=limits(header_seconds=1.0))
+async def test_a_body_without_an_end_is_refused_by_its_size(
+    session: aiohttp.ClientSession, one: Any, model: Model
+) -> None:
+    reader, writer = await opened(session)
+    writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
 
-        async def pour() -> None:
-            while True:
-                writer.write(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
-                await writer.drain()
+    async def pour() -> None:
+        while True:
+            writer.write(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
+            await writer.drain()
 
-        pouring = asyncio.ensure_future(pour())
-        answer = await rest(reader)
-        assert error_of(answer) == (b"413", "body_too_large")
-        with pytest.raises(ConnectionError):
-            await asyncio.wait_for(pouring, SECONDS)
-        assert (await ask(session))[0] == 200
-
-    served(monkeypatch, steps, options=limits(header_seconds=1.0))
+    pouring = asyncio.ensure_future(pour())
+    answer = await rest(reader)
+    assert error_of(answer) == (b"413", "body_too_large")
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(pouring, SECONDS)
+    assert (await ask(session))[0] == 200
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("br", bytes)])
@@ -166,114 +159,105 @@ def test_a_packed_body_is_refused_and_not_unpacked(
     served(monkeypatch, steps)
 
 
-def test_more_connections_than_there_may_be_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        pairs = [await opened(session) for _ in range(3)]
-        await until(lambda: len(one.connections) == 3)
-        for _ in range(5):
-            reader, _ = await opened(session)
-            answer = await rest(reader)
-            assert error_of(answer) == (b"503", "too_many_connections") and b"Retry-After: 1\r\n" in answer
-        assert len(one.connections) == 3 and one.closed.by_labels["too_many_connections",] == 5
-        pairs[0][1].close()
-        await until(lambda: len(one.connections) == 2)
-        assert (await ask(session))[0] == 200
+@on_server(options=limits(max_connections=3))
+async def test_more_connections_than_there_may_be_are_told_so(
+    session: aiohttp.ClientSession, one: Any, model: Model
+) -> None:
+    pairs = [await opened(session) for _ in range(3)]
+    await until(lambda: len(one.connections) == 3)
+    for _ in range(5):
+        reader, _ = await opened(session)
+        answer = await rest(reader)
+        assert error_of(answer) == (b"503", "too_many_connections") and b"Retry-After: 1\r\n" in answer
+    assert len(one.connections) == 3 and one.closed.by_labels["too_many_connections",] == 5
+    pairs[0][1].close()
+    await until(lambda: len(one.connections) == 2)
+    assert (await ask(session))[0] == 200
 
-    served(monkeypatch, steps, options=limits(max_connections=3))
 
-
-def test_a_client_that_takes_no_answers_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_server(options=limits(idle_seconds=0.5))
+async def test_a_client_that_takes_no_answers_is_let_go(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
     """Requests one after the other whose answers nobody reads: what waits to be sent is bounded, and then dropped."""
+    url = session._base_url
+    assert url is not None and url.host is not None and url.port is not None
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, (url.host, url.port))
 
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        url = session._base_url
-        assert url is not None and url.host is not None and url.port is not None
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(client, (url.host, url.port))
+        async def ask_on() -> None:
+            while True:
+                await asyncio.get_running_loop().sock_sendall(client, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
 
-            async def ask_on() -> None:
-                while True:
-                    await asyncio.get_running_loop().sock_sendall(
-                        client, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 50
-                    )
-
-            asking = asyncio.ensure_future(ask_on())
-            await until(lambda: len(one.connections) == 1)
-            await until(lambda: len(one.connections) == 0)
-            asking.cancel()
-            # before its socket is closed, whose number the next one gets
-            await asyncio.wait([asking])
-        assert one.closed.by_labels["idle",] == 1
-        assert (await ask(session))[0] == 200
-
-    served(monkeypatch, steps, options=limits(idle_seconds=0.5))
+        asking = asyncio.ensure_future(ask_on())
+        await until(lambda: len(one.connections) == 1)
+        await until(lambda: len(one.connections) == 0)
+        asking.cancel()
+        # before its socket is closed, whose number the next one gets
+        await asyncio.wait([asking])
+    assert one.closed.by_labels["idle",] == 1
+    assert (await ask(session))[0] == 200
 
 
-def test_a_request_that_waits_for_the_model_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        # a request on a connection of its own, so that no kept one is just being closed
-        headers = {"Connection": "close"}
-        model.go.clear()
-        asked = asyncio.ensure_future(session.post("/predict", json={"instances": [GOOD]}, headers=headers))
-        await until(lambda: model.calls == 3)
-        # longer than anything else may take
-        await asyncio.sleep(1.2)
-        model.go.set()
-        async with await asked as response:
-            assert response.status == 200
-        assert not one.closed.by_labels
-
-    served(monkeypatch, steps, options=limits(header_seconds=1.0, idle_seconds=1.0, body_seconds=1.0))
-
-
-def test_requests_on_one_connection_begin_its_times_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        reader, writer = await opened(session)
-        whole = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
-        # longer than a limit altogether, each in two parts and one more with it
-        for _ in range(5):
-            writer.write(whole[:9])
-            await asyncio.sleep(0.45)
-            writer.write(whole[9:] + whole)
-            for _ in range(2):
-                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), SECONDS)
-                assert head.startswith(b"HTTP/1.1 200")
-                await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
-        writer.close()
-        assert not one.closed.by_labels
-
-    served(monkeypatch, steps, options=limits(header_seconds=2.0, idle_seconds=2.0))
+@on_server(options=limits(header_seconds=1.0, idle_seconds=1.0, body_seconds=1.0))
+async def test_a_request_that_waits_for_the_model_is_not_timed(
+    session: aiohttp.ClientSession, one: Any, model: Model
+) -> None:
+    # a request on a connection of its own, so that no kept one is just being closed
+    headers = {"Connection": "close"}
+    model.go.clear()
+    asked = asyncio.ensure_future(session.post("/predict", json={"instances": [GOOD]}, headers=headers))
+    await until(lambda: model.calls == 3)
+    # longer than anything else may take
+    await asyncio.sleep(1.2)
+    model.go.set()
+    async with await asked as response:
+        assert response.status == 200
+    assert not one.closed.by_labels
 
 
-def test_a_request_of_a_mebibyte_of_repeated_keys_is_a_400_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_server(options=limits(header_seconds=2.0, idle_seconds=2.0))
+async def test_requests_on_one_connection_begin_its_times_anew(
+    session: aiohttp.ClientSession, one: Any, model: Model
+) -> None:
+    reader, writer = await opened(session)
+    whole = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+    # longer than a limit altogether, each in two parts and one more with it
+    for _ in range(5):
+        writer.write(whole[:9])
+        await asyncio.sleep(0.45)
+        writer.write(whole[9:] + whole)
+        for _ in range(2):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), SECONDS)
+            assert head.startswith(b"HTTP/1.1 200")
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+    writer.close()
+    assert not one.closed.by_labels
+
+
+@on_server()
+async def test_a_request_of_a_mebibyte_of_repeated_keys_is_a_400_like_any_other(
+    session: aiohttp.ClientSession, one: Any, model: Model
+) -> None:
     """It stopped the server for 93 s: 69 thousand keys, the last of them once more, each counted in a list of all."""
-
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        pairs = ",".join(f'"key {n}":0' for n in range(70_000))
-        body = f'{{{pairs},"key 69999":0}}'[: 2**20]
-        headers = {"Content-Type": "application/json"}
-        async with session.post("/predict", data=body, headers=headers) as response:
-            assert (response.status, (await response.json())["error"]["code"]) == (400, "repeated_key")
-        async with session.get("/healthz") as response:
-            assert response.status == 200
-
-    served(monkeypatch, steps)
+    pairs = ",".join(f'"key {n}":0' for n in range(70_000))
+    body = f'{{{pairs},"key 69999":0}}'[: 2**20]
+    headers = {"Content-Type": "application/json"}
+    async with session.post("/predict", data=body, headers=headers) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (400, "repeated_key")
+    async with session.get("/healthz") as response:
+        assert response.status == 200
 
 
-def test_a_body_of_any_depth_is_a_400(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_server()
+async def test_a_body_of_any_depth_is_a_400(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
     """973 to 976 deep it was a 500: RecursionError."""
-
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        codes = set()
-        for depth in [*range(900, 1000), 20_000]:
-            body = b'{"instances": ' + b"[" * depth + b"]" * depth + b"}"
-            async with session.post("/predict", data=body, headers={"Content-Type": "application/json"}) as response:
-                codes.add((response.status, (await response.json())["error"]["code"]))
-        assert codes == {(400, "not_an_object"), (400, "invalid_json")}
-
-    served(monkeypatch, steps)
+    codes = set()
+    for depth in [*range(900, 1000), 20_000]:
+        body = b'{"instances": ' + b"[" * depth + b"]" * depth + b"}"
+        async with session.post("/predict", data=body, headers={"Content-Type": "application/json"}) as response:
+            codes.add((response.status, (await response.json())["error"]["code"]))
+    assert codes == {(400, "not_an_object"), (400, "invalid_json")}
 
 
 def test_what_is_no_http_is_refused_and_not_logged(
@@ -399,10 +383,8 @@ def test_limits_that_make_no_sense_are_refused(argument: str, said: str, capsys:
     assert said in capsys.readouterr().err
 
 
-def test_a_server_says_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
-        async with session.get("/v1/model") as response:
-            told = (await response.json())["limits"]
-        assert (told["max_connections"], told["header_seconds"], told["max_ids"]) == (7, 600.0, 5)
-
-    served(monkeypatch, steps, options={**limits(max_connections=7), "max_ids": 5})
+@on_server(options={**limits(max_connections=7), "max_ids": 5})
+async def test_a_server_says_its_limits(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+    async with session.get("/v1/model") as response:
+        told = (await response.json())["limits"]
+    assert (told["max_connections"], told["header_seconds"], told["max_ids"]) == (7, 600.0, 5)
