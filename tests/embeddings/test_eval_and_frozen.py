@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from copies import same
+from jagged_batches import gradient_of, kjt, weight
 from ranks import run_ranks
 from sharding_mixes import STRATEGIES, Mix, batch_of, build, by_lookup, environment, mix_for, shard
 from torch import Tensor
 
 from shardwise import (
-    DataType,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     KeyedJaggedTensor,
@@ -52,35 +53,31 @@ def look_up(module: Any, batch: KeyedJaggedTensor, mix: Mix) -> Tensor:
     return torch.cat([rows.flatten() for rows in by_lookup(mix, module(batch))])
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+def looked_up(module: Any, mix: Mix) -> tuple[KeyedJaggedTensor, Tensor]:
+    """A batch, its per-id weights to be learned, and its rows."""
+    batch = batch_of(mix, 0)
+    if mix.weighted:
+        batch.weights().requires_grad_()
+    return batch, look_up(module, batch, mix)
 
 
 def expect_eval_trains_nothing(module: Any, mix: Mix) -> None:
     """Forward in eval(): outputs want a gradient, and nothing comes of it; the mode is that of the forward."""
-    batch, before = batch_of(mix, 0), state_of(module)
-    if mix.weighted:
-        batch.weights().requires_grad_()
-    module.eval()
-    out = look_up(module, batch, mix)
+    (batch, out), before = looked_up(module.eval(), mix), state_of(module)
     assert out.requires_grad
     module.train()
     with pytest.warns(UserWarning, match=LEAVES):
         out.sum().backward()
     assert same(before, state_of(module))
-    learned = batch.weights().grad if mix.weighted else None
     # the tables are as they were: training sees the same rows
-    again = batch_of(mix, 0)
-    if mix.weighted:
-        again.weights().requires_grad_()
-    trained = look_up(module, again, mix)
+    again, trained = looked_up(module, mix)
     assert torch.equal(trained, out)
     module.eval()
     trained.sum().backward()
     assert not same(before, state_of(module))
-    if learned is not None:
-        found = again.weights().grad
-        assert bool(learned.any()) and found is not None and torch.equal(learned, found)
+    if mix.weighted:
+        learned = gradient_of(batch.weights())
+        assert bool(learned.any()) and torch.equal(learned, gradient_of(again.weights()))
     module.train()
 
 
@@ -141,11 +138,8 @@ def sharded(number: int) -> None:
         mix = mixes(strategy)[number]
         model = shard(mix, build(mix, "rowwise_adagrad").eval(), environment())
         assert not model.training
-        model.train()
         before = state_of(model)
-        batch = batch_of(mix, 0)
-        model.eval()
-        out = look_up(model, batch, mix)
+        out = look_up(model.eval(), batch_of(mix, 0), mix)
         calls = model.collectives
         with quietly():
             out.sum().backward()
@@ -191,16 +185,13 @@ def sharded_weights() -> None:
         before = state_of(model)
         gradients = []
         for training in (False, True):
-            model.train(training)
-            batch = batch_of(mix, 0)
-            batch.weights().requires_grad_()
-            out = look_up(model, batch, mix)
+            batch, out = looked_up(model.train(training), mix)
             with quietly():
                 out.sum().backward()
-            gradients.append(batch.weights().grad)
+            gradients.append(gradient_of(batch.weights()))
             dist.barrier()
             assert training or same(before, state_of(model))
-        assert gradients[0] is not None and bool(gradients[0].any())
+        assert bool(gradients[0].any())
         assert torch.equal(*gradients)
 
 
@@ -234,17 +225,15 @@ def test_ranks_that_differ_in_train_and_eval_are_told() -> None:
 
 
 def test_gradients_of_eval_do_not_wait_for_a_step() -> None:
-    tables = [EmbeddingBagConfig(5, 4, "t", DataType.FP32, ["f"])]
-    ebc = EmbeddingBagCollection(tables)
+    ebc = EmbeddingBagCollection([EmbeddingBagConfig(5, 4, "t", feature_names=["f"])])
     apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
     ebc.fused_optimizer().accumulate_gradients()
-    before = ebc.get_parameter("embedding_bags.t.weight").clone()
-    batch = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([2]))
+    before = weight(ebc, "t").clone()
     with quietly():
-        ebc.eval()(batch).values().sum().backward()
+        ebc.eval()(kjt({"f": [[1, 2]]})).values().sum().backward()
     ebc.fused_optimizer().step()
     assert ebc.fused_optimizer().gradient_sums() == []
-    assert torch.equal(before, ebc.get_parameter("embedding_bags.t.weight"))
+    assert torch.equal(before, weight(ebc, "t"))
 
 
 class Counted:
@@ -278,7 +267,7 @@ def test_a_lookup_of_eval_holds_no_rows() -> None:
     assert store.leases == 1
     with quietly():
         out.sum().backward()
-    assert store.leases == 0 and weights.grad is not None and weights.grad.tolist() == [4.0, 4.0]
+    assert store.leases == 0 and gradient_of(weights).tolist() == [4.0, 4.0]
 
 
 def leases_of_sharded() -> list[list[int]]:
@@ -295,12 +284,9 @@ def leases_of_sharded() -> list[list[int]]:
         for learned in (False, mix.weighted):
             model.eval()
             for _ in range(3):
-                batch = batch_of(mix, 0)
+                out = looked_up(model, mix)[1] if learned else look_up(model, batch_of(mix, 0), mix)
                 if learned:
-                    batch.weights().requires_grad_()
-                out = look_up(model, batch, mix)
-                with quietly():
-                    if learned:
+                    with quietly():
                         out.sum().backward()
             counts.append([one.leases for one in made])
         model.train()
@@ -320,7 +306,7 @@ def test_a_sharded_lookup_of_eval_holds_no_rows() -> None:
 def test_ids_that_change_before_the_backward_are_seen_by_torch_alone(how: str, moved: list[int]) -> None:
     """As the docstring of `EmbeddingBagCollection` says: what numpy writes is not noticed."""
     ebc = EmbeddingBagCollection([EmbeddingBagConfig(6, 4, "t", feature_names=["f"])])
-    torch.nn.init.zeros_(ebc.get_parameter("embedding_bags.t.weight"))
+    torch.nn.init.zeros_(weight(ebc, "t"))
     apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 1.0})
     ids = torch.tensor([1, 2])
     out = ebc(KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([2]))).values()
@@ -332,4 +318,4 @@ def test_ids_that_change_before_the_backward_are_seen_by_torch_alone(how: str, m
         if how == "numpy":
             ids.numpy()[0] = 5
         out.sum().backward()
-    assert ebc.get_parameter("embedding_bags.t.weight")[:, 0].nonzero().flatten().tolist() == moved
+    assert weight(ebc, "t")[:, 0].nonzero().flatten().tolist() == moved
