@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jagged_batches import Bags, gradient_of, kjt, upstream
+from jagged_batches import Bags, gradient_of, kjt, upstream, weight
 from kernel_inputs import DEVICES, assert_close, torch_device
 from torch import Tensor, nn
 
@@ -50,11 +50,8 @@ def ebc(device: torch.device | str = "cpu", *, weighted: bool = True) -> Embeddi
 
 
 def processors(kind: str, device: torch.device | str = "cpu") -> Any:
-    made: Any
-    if kind == "dict":
-        made = {feature: PositionWeightedModule(n, device) for feature, n in LONGEST.items()}
-    else:
-        made = PositionWeightedModuleCollection(LONGEST, device)
+    single = {feature: PositionWeightedModule(n, device) for feature, n in LONGEST.items()}
+    made: Any = single if kind == "dict" else PositionWeightedModuleCollection(LONGEST, device)
     generator = torch.Generator().manual_seed(3)
     for param in sorted_parameters(made).values():
         param.data.copy_(torch.rand(param.shape, generator=generator))
@@ -63,9 +60,7 @@ def processors(kind: str, device: torch.device | str = "cpu") -> Any:
 
 def sorted_parameters(made: Any) -> dict[str, nn.Parameter]:
     """The weights of each feature."""
-    if isinstance(made, dict):
-        return {feature: made[feature].position_weight for feature in LONGEST}
-    return {feature: made.position_weights[feature] for feature in LONGEST}
+    return {f: made[f].position_weight if isinstance(made, dict) else made.position_weights[f] for f in LONGEST}
 
 
 def by_hand(weights: Mapping[str, Tensor], bags: Bags) -> Tensor:
@@ -137,9 +132,8 @@ def test_state_has_torchrecs_names() -> None:
 def test_a_bag_that_is_too_long_is_refused_by_name(kind: str) -> None:
     """Clamped, ids past the maximum would share the last weight and nobody would know."""
     module = FeatureProcessedEmbeddingBagCollection(ebc(), processors(kind))
-    bags = {**BAGS, "h": [[], [1], [2, 0, 1]]}
     with pytest.raises(IndexError, match="feature 'h', sample 2: 3 ids, but there are weights for 2 positions"):
-        module(kjt(bags))
+        module(kjt({**BAGS, "h": [[], [1], [2, 0, 1]]}))
 
 
 def test_a_bag_that_is_too_long_for_one_module_is_refused() -> None:
@@ -226,7 +220,7 @@ def test_a_processor_of_ones_own_may_change_values() -> None:
     first, second = module.split()
     assert first(kjt(BAGS))["f"].values().tolist() == [3, 2, 1, 4]
     assert torch.equal(second(first(kjt(BAGS))).values(), module(kjt(BAGS)).values())
-    table = table_a(module)
+    table = weight(module._embedding_bag_collection, "a")
     assert_close(module(kjt(BAGS))["f"][0], 2 * table[[1, 2, 3]].sum(0))
 
 
@@ -256,10 +250,9 @@ def test_a_feature_that_cannot_name_a_parameter_is_refused(name: str) -> None:
 
 
 def test_the_abstract_classes_cannot_be_made() -> None:
-    kinds: list[Any] = [FeatureProcessor, FeatureProcessorsCollection]
-    for kind in kinds:
+    for kind in (FeatureProcessor, FeatureProcessorsCollection):
         with pytest.raises(TypeError, match="abstract"):
-            kind()
+            kind()  # type: ignore[abstract]
 
 
 def test_copies_and_moves_keep_the_weights() -> None:
@@ -275,19 +268,12 @@ def test_tables_train_in_the_backward_and_weights_beside_them() -> None:
     made = processors("dict")
     module = FeatureProcessedEmbeddingBagCollection(ebc(), made)
     apply_optimizer_in_backward(RowWiseAdagrad, module._embedding_bag_collection.parameters(), {"lr": 0.1})
-    before = {name: value.clone() for name, value in module.state_dict().items()}
+    table = weight(module._embedding_bag_collection, "a").detach().clone()
     module(kjt(BAGS)).values().sum().backward()
-    assert not torch.equal(before["_embedding_bag_collection.embedding_bags.a.weight"], table_a(module))
+    assert not torch.equal(table, weight(module._embedding_bag_collection, "a"))
     # the gradient is that of the rows before their update
-    table = before["_embedding_bag_collection.embedding_bags.a.weight"]
     first = torch.stack([table[1], table[4], torch.zeros(4)]).sum()
     assert_close(gradient_of(made["f"].position_weight)[0], first)
-
-
-def table_a(module: FeatureProcessedEmbeddingBagCollection) -> Tensor:
-    weight = module._embedding_bag_collection.embedding_bags["a"].weight
-    assert isinstance(weight, Tensor)
-    return weight.detach()
 
 
 def test_one_graph_gives_what_eager_does() -> None:
@@ -296,9 +282,7 @@ def test_one_graph_gives_what_eager_does() -> None:
     batch = kjt(BAGS)
 
     def look_up(values: Tensor, lengths: Tensor) -> Tensor:
-        out = module(KeyedJaggedTensor(list(BAGS), values, lengths=lengths)).values()
-        assert isinstance(out, Tensor)
-        return out
+        return module(KeyedJaggedTensor(list(BAGS), values, lengths=lengths)).values()  # type: ignore[no-any-return]
 
     out = torch.compile(look_up, backend="aot_eager", fullgraph=True)(batch.values(), batch.lengths())
     assert torch.equal(out, module(batch).values())
@@ -309,11 +293,9 @@ def test_one_graph_gives_what_eager_does() -> None:
 LENGTHS = {"a": [2, 0, 3], "b": [1, 1, 0], "c": [0, 2, 1]}
 
 
-def older_batch(weights: Tensor | None = None, *, int32: bool = False) -> KeyedJaggedTensor:
-    ids, lengths = torch.arange(10), torch.tensor([n for bags in LENGTHS.values() for n in bags])
-    if int32:
-        lengths = lengths.int()
-    return KeyedJaggedTensor(keys=list(LENGTHS), values=ids, weights=weights, lengths=lengths)
+def older_batch(weights: Tensor | None = None, dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
+    lengths = torch.tensor([n for bags in LENGTHS.values() for n in bags], dtype=dtype)
+    return KeyedJaggedTensor(list(LENGTHS), torch.arange(10), weights, lengths)
 
 
 def positions(key: str) -> list[int]:
@@ -329,19 +311,13 @@ def state(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"position_weights.{key}": weight for key, weight in weights.items()}
 
 
-def older_gradient(module: nn.Module, key: str) -> Tensor:
-    grad = module.get_parameter(f"position_weights.{key}").grad
-    assert grad is not None
-    return grad
-
-
 @pytest.mark.parametrize("maximum", [{"a": 3, "b": 1, "c": 2}, {"c": 4, "a": 3}, {"b": 5}], ids=lambda m: "".join(m))
-@pytest.mark.parametrize("int32", [False, True])
-def test_a_batch_keeps_the_listed_features_and_their_weights_learn(maximum: dict[str, int], int32: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_batch_keeps_the_listed_features_and_their_weights_learn(maximum: dict[str, int], dtype: torch.dtype) -> None:
     weights, processor = filled(maximum), PositionWeightedProcessor(maximum)
     assert all(bool((w == 1).all()) for w in processor.state_dict().values())
     processor.load_state_dict(state(weights))
-    given = older_batch(int32=int32)
+    given = older_batch(dtype=dtype)
     out = processor(given)
     kept = [key for key in LENGTHS if key in maximum]
     assert out.keys() == kept
@@ -352,7 +328,7 @@ def test_a_batch_keeps_the_listed_features_and_their_weights_learn(maximum: dict
     out.weights().sum().backward()
     for key in maximum:
         counts = torch.tensor(positions(key)).bincount(minlength=maximum[key]).float()
-        assert torch.equal(older_gradient(processor, key), counts)
+        assert torch.equal(gradient_of(processor.get_parameter(f"position_weights.{key}")), counts)
 
 
 def test_given_weights_are_positions() -> None:
@@ -381,7 +357,7 @@ def test_a_dict_passes_with_the_listed_features_weighed() -> None:
     assert list(out) == list(given) and out["b"] is given["b"] and given["a"].weights_or_none() is None
     assert out["c"].weights().tolist() == [11, 12, 11] and torch.equal(out["c"].lengths(), given["c"].lengths())
     out["a"].weights().sum().backward()
-    assert older_gradient(module, "a").tolist() == [2, 2, 1]
+    assert gradient_of(module.get_parameter("position_weights.a")).tolist() == [2, 2, 1]
     module.reset_parameters()
     assert module(given)["a"].weights().tolist() == [1] * 5
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from jagged_batches import random_kjt, upstream
 from kernel_inputs import DEFINED, RULES, UPDATES, assert_same_bits, per_rule, torch_device
 from torch import Tensor
 
@@ -85,8 +86,7 @@ def train_mine(rule: str, dtype: DataType, hot: int, device: torch.device, *, be
     policy = LookupPolicy(BoundsCheckMode.IGNORE)
     module: Any = EmbeddingBagCollection(tables_beside(dtype, behind), device=device, policy=policy)
     with torch.no_grad():
-        weights = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(0))
-        module.embedding_bags["mine"].weight.copy_(weights)
+        module.embedding_bags["mine"].weight.copy_(upstream(ROWS, DIM, seed=0))
     kind: Any = type("Ruled", (RuleOptimizer,), {"rule": DEFINED[rule]})
     apply_optimizer_in_backward(kind, module.parameters(), {"lr": 0.1})
     found = []
@@ -94,8 +94,7 @@ def train_mine(rule: str, dtype: DataType, hot: int, device: torch.device, *, be
         out = module(batch_of(step, hot, behind).to(device))
         mine = out["f"]
         found.append(mine.detach().clone())
-        generator = torch.Generator().manual_seed(step)
-        grad = torch.randn(SAMPLES, DIM, generator=generator).to(device)
+        grad = upstream(SAMPLES, DIM, seed=step).to(device)
         # the other tables train too: their gradients are ones
         torch.autograd.backward([mine, out.values()[:, :-DIM]], [grad, torch.ones_like(out.values()[:, :-DIM])])
     found.append(module.embedding_bags["mine"].weight.detach().clone())
@@ -175,11 +174,7 @@ def trained(model: Collection, optimizer: type[torch.optim.Optimizer] = RowWiseA
 
 
 def batch_for(seed: int, device: torch.device, weighted: bool = False, samples: int = 9) -> KeyedJaggedTensor:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 4, (3 * samples,), generator=generator)
-    ids = torch.randint(0, 9, (int(lengths.sum()),), generator=generator)
-    weights = torch.rand(len(ids), generator=generator).to(device) if weighted else None
-    return KeyedJaggedTensor(["f", "g", "h"], ids.to(device), weights, lengths.to(device))
+    return random_kjt({"f": 9, "g": 9, "h": 9}, samples, seed=seed, weighted=weighted, device=device)
 
 
 def values(model: Collection, kjt: KeyedJaggedTensor) -> Tensor:
@@ -189,12 +184,11 @@ def values(model: Collection, kjt: KeyedJaggedTensor) -> Tensor:
 
 def step(model: Collection, kjt: KeyedJaggedTensor) -> None:
     out = values(model, kjt)
-    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out))
+    out.backward(upstream(*out.shape).to(out))
 
 
 def everything(model: Collection) -> list[Tensor]:
-    groups = model._groups
-    return [tensor for group in groups for tensor in (group.flat, *group.states, group.step)]
+    return [tensor for group in model._groups for tensor in (group.flat, *group.states, group.step)]
 
 
 def assert_same(one: Collection, other: Collection) -> None:
