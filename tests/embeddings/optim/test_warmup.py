@@ -166,6 +166,12 @@ class Model(nn.Module):
 STAGES = [S(P.LINEAR, 3, 0.1), S(P.STEP, 6, 0.5, decay_iters=2)]
 
 
+def scheduled(kind: Any, outer: Any = OptimizerWrapper) -> tuple[Model, OptimizerWrapper]:
+    """A model and its optimizer, whose rates are those of STAGES."""
+    model = Model(kind)
+    return model, outer(WarmupOptimizer(model.combined(kind), STAGES, lr=0.05))
+
+
 def one_hit(model: Model) -> float:
     """By how much a gradient of one moves row 1 of table a."""
     before = tables_of(model.ebc)["a"][1]
@@ -195,18 +201,11 @@ def test_tables_are_trained_at_the_scheduled_rate(drop: bool) -> None:
 )
 def test_a_resumed_schedule_has_the_bits_of_the_uninterrupted_one(kind: Any, outer: Any) -> None:
     """Around a CombinedOptimizer TorchRec does not save the schedule's place at all: it begins anew."""
-
-    def make() -> tuple[Model, KeyedOptimizer]:
-        model = Model(kind)
-        return model, outer(WarmupOptimizer(model.combined(kind), STAGES, lr=0.05))
-
-    whole, optimizer = make()
+    (whole, optimizer), (resumed, again) = scheduled(kind, outer), scheduled(kind, outer)
     whole.train_on(optimizer, range(4))
     saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
     assert saved[1]["state"]["__warmup"]["warmup"].tolist() == [4, 1]
     whole.train_on(optimizer, range(4, 8))
-
-    resumed, again = make()
     resumed.load_state_dict(saved[0])
     again.load_state_dict(saved[1])
     assert next(iter(again.param_groups))["lr"] == 0.05 * 0.25
@@ -217,20 +216,12 @@ def test_a_resumed_schedule_has_the_bits_of_the_uninterrupted_one(kind: Any, out
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_written_into_the_live_tensors_resumes_too(tmp_path: Path) -> None:
     """torch's reader fills the tensors of a state dict in place; what `init_state` has not made it cannot fill."""
-    kind = torch.optim.Adam
-
-    def make() -> tuple[Model, WarmupOptimizer]:
-        model = Model(kind)
-        return model, WarmupOptimizer(model.combined(kind), STAGES, lr=0.05)
-
-    whole, optimizer = make()
+    (whole, optimizer), (resumed, again) = scheduled(torch.optim.Adam), scheduled(torch.optim.Adam)
     whole.train_on(optimizer, range(4))
     checkpoint.save(
         {"model": whole.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True
     )
     whole.train_on(optimizer, range(4, 8))
-
-    resumed, again = make()
     again.init_state()
     state = {"model": resumed.state_dict(), "optim": again.state_dict()}
     checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)

@@ -9,8 +9,9 @@ import torch
 from jagged_batches import pooled
 from torch import Tensor
 
-from shardwise import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from shardwise import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType, quant
 from shardwise.embeddings.quant import QuantizedCollection
+from shardwise.inference import quantize_inference_model
 from shardwise.kernels import dequantize_rows
 
 TYPES = {
@@ -22,6 +23,7 @@ TYPES = {
     DataType.BF16: torch.bfloat16,
     DataType.FP32: torch.float32,
 }
+MIXED = {"a": torch.int8, "b": torch.quint4x2, "c": torch.float8_e4m3fn}
 # a table of each format, of several dims, two of them looked up by one feature
 BAGS = {"f": [[1, 2], [], [4]], "g": [[0], [3, 3], [1]], "h": [[2, 2, 5], [1], []]}
 
@@ -36,6 +38,17 @@ def configs(data_type: DataType = DataType.FP32) -> list[EmbeddingBagConfig]:
 
 def float_bags(is_weighted: bool = False) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(configs(), is_weighted)
+
+
+def quantized(collection: EmbeddingBagCollection, **settings: Any) -> quant.EmbeddingBagCollection:
+    made = quantize_inference_model(collection, **settings)
+    assert isinstance(made, quant.EmbeddingBagCollection)
+    return made
+
+
+def mixed(is_weighted: bool = False) -> quant.EmbeddingBagCollection:
+    """A table of int8, one of int4, one of fp8."""
+    return quantized(float_bags(is_weighted), per_table_weight_dtype=MIXED)
 
 
 def values_of(collection: QuantizedCollection) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from jagged_batches import draw, kjt, pooled
-from quantized_tables import BAGS, TYPES, assert_looks_up_its_buffers, float_bags, values_of
+from jagged_batches import draw, kjt, pooled, weight
+from quantized_tables import BAGS, TYPES, assert_looks_up_its_buffers, float_bags, mixed, quantized, values_of
 from torch import Tensor, nn
 
 from shardwise import (
@@ -40,24 +40,15 @@ STEP = {
     DataType.BF16: 2.0**-8,
     DataType.FP32: 0.0,
 }
-MIXED = {"a": torch.int8, "b": torch.quint4x2, "c": torch.float8_e4m3fn}
-
-
-def mixed(is_weighted: bool = False) -> quant.EmbeddingBagCollection:
-    made = quantize_inference_model(float_bags(is_weighted), per_table_weight_dtype=MIXED)
-    assert isinstance(made, quant.EmbeddingBagCollection)
-    return made
 
 
 @pytest.mark.parametrize("data_type", TYPES)
 def test_values_are_within_a_step_of_the_float_tables(data_type: DataType) -> None:
     ebc = float_bags()
-    made = quantize_inference_model(ebc, quantization_dtype=TYPES[data_type])
-    assert isinstance(made, quant.EmbeddingBagCollection)
+    made = quantized(ebc, quantization_dtype=TYPES[data_type])
     for config in made.embedding_bag_configs():
         assert config.data_type is data_type
-        rows = ebc.embedding_bags[config.name].weight
-        assert isinstance(rows, Tensor)
+        rows = weight(ebc, config.name)
         reach = rows.amax(1, keepdim=True) - rows.amin(1, keepdim=True)
         assert bool(((values_of(made)[config.name] - rows).abs() <= STEP[data_type] * reach).all())
     assert_looks_up_its_buffers(made, kjt(BAGS), BAGS)
@@ -78,7 +69,7 @@ def test_formats_and_dims_mix_in_one_collection(is_weighted: bool, dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_outputs_are_rounded_once(dtype: torch.dtype) -> None:
-    whole, made = mixed(), quantize_inference_model(float_bags(), output_dtype=dtype)
+    whole = mixed()
     made = quant.EmbeddingBagCollection(whole.embedding_bag_configs(), False, "cpu", dtype, whole.table_weights())
     assert made.output_dtype() == dtype and made(kjt(BAGS)).values().dtype == dtype
     assert torch.equal(made(kjt(BAGS)).values(), whole(kjt(BAGS)).values().to(dtype))
@@ -100,9 +91,7 @@ def test_outputs_of_bytes_carry_the_scales_of_each_row() -> None:
     ec = EmbeddingCollection([EmbeddingConfig(6, 8, "a", feature_names=["f"])], need_indices=True)
     rows = quantize_inference_model(ec, output_dtype=torch.uint8)(kjt(BAGS))["f"]
     assert rows.values().shape == (3, 16) and torch.equal(rows.weights(), torch.tensor([1, 2, 4]))
-    sharded, _ = shard_quant_model(
-        quantize_inference_model(ec, output_dtype=torch.uint8), 2, compute_device="cpu", sharding_device="cpu"
-    )
+    sharded, _ = shard_quant_model(quantize_inference_model(ec, output_dtype=torch.uint8), 2, "cpu", "cpu")
     assert torch.equal(sharded(kjt(BAGS))["f"].values(), rows.values())
     found = dequantize_pooled(rows.values(), [8])
     torch.testing.assert_close(found, quantize_inference_model(ec)(kjt(BAGS))["f"].values(), rtol=0, atol=4e-3)
@@ -195,8 +184,7 @@ def test_a_collection_without_tables_gives_no_columns() -> None:
 
 def test_outputs_have_no_gradient_and_tables_are_no_parameters() -> None:
     made = mixed(True)
-    weights = torch.rand(11, requires_grad=True)
-    out = made(kjt(BAGS, weights=weights)).values()
+    out = made(kjt(BAGS, weights=torch.rand(11, requires_grad=True))).values()
     assert not out.requires_grad and not list(made.parameters())
 
 

@@ -6,14 +6,14 @@ A table is buffers and views of its group's planes at once; every test ends with
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
+from copies import by_pickle, by_torch_save
 from jagged_batches import kjt
-from quantized_tables import BAGS, assert_looks_up_its_buffers, float_bags
+from quantized_tables import BAGS, MIXED, assert_looks_up_its_buffers, float_bags, mixed, quantized
 from torch import Tensor, nn
 
 from shardwise import DataType, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, quant
@@ -25,39 +25,20 @@ from shardwise.inference import (
     shard_quant_model,
 )
 
-MIXED = {"a": torch.int8, "b": torch.quint4x2, "c": torch.float8_e4m3fn}
-
 
 def bags(seed: int = 0) -> quant.EmbeddingBagCollection:
     torch.manual_seed(seed)
-    made = quantize_inference_model(float_bags(), per_table_weight_dtype=MIXED)
-    assert isinstance(made, quant.EmbeddingBagCollection)
-    return made
+    return mixed()
 
 
 def pruned() -> quant.EmbeddingBagCollection:
     ebc = set_pruning_data(float_bags(), {"a": 3, "c": torch.tensor([-1, 2, 0, -1, -1, 1, -1, -1])})
-    made = quantize_inference_model(ebc, per_table_weight_dtype=MIXED)
-    assert isinstance(made, quant.EmbeddingBagCollection)
-    return made
+    return quantized(ebc, per_table_weight_dtype=MIXED)
 
 
 def pooled(collection: nn.Module) -> Tensor:
     out: Tensor = collection(kjt(BAGS)).values()
     return out
-
-
-def through_pickle(module: quant.EmbeddingBagCollection) -> quant.EmbeddingBagCollection:
-    loaded: quant.EmbeddingBagCollection = pickle.loads(pickle.dumps(module))
-    return loaded
-
-
-def through_torch_save(module: quant.EmbeddingBagCollection) -> quant.EmbeddingBagCollection:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    loaded: quant.EmbeddingBagCollection = torch.load(file, weights_only=False)
-    return loaded
 
 
 def test_names_shapes_and_dtypes_in_the_state_dict() -> None:
@@ -111,14 +92,10 @@ def test_a_state_dict_of_rows_of_another_format_is_refused(sharded: bool) -> Non
         quantize_inference_model(nn.Sequential(float_bags()), quantization_dtype=dtype)
         for dtype in (torch.float16, torch.bfloat16)
     )
-    state = half.state_dict()
     if sharded:
         half, other = (shard_quant_model(model, 2, "cpu", "cpu")[0] for model in (half, other))
-        state = half.state_dict()
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    for given in (state, torch.load(file)):
+    state = half.state_dict()
+    for given in (state, by_torch_save(state, weights_only=True)):
         before = pooled(other)
         with pytest.raises(ValueError, match="table 'a': rows are bf16 here, those of the state dict fp16"):
             other.load_state_dict(given)
@@ -133,7 +110,7 @@ def test_part_of_an_assignment_onto_meta_names_the_tables_left_over() -> None:
         other.load_state_dict(state, strict=False, assign=True)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, through_pickle, through_torch_save])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, by_pickle, by_torch_save])
 @pytest.mark.parametrize("make", [bags, pruned])
 def test_copies_look_the_same_rows_up(
     make: Callable[[], quant.EmbeddingBagCollection],
@@ -208,9 +185,8 @@ def test_rows_bring_a_collection_on_meta_to_life() -> None:
 
 
 def test_half_tables_have_no_scales() -> None:
-    made = quantize_inference_model(float_bags(), quantization_dtype=torch.float16)
+    made, other = (quantize_inference_model(float_bags(), quantization_dtype=torch.float16) for _ in range(2))
     weights = get_table_to_weights_from_tbe(made)
     assert all(scales is None for _, scales in weights.values())
-    other = quantize_inference_model(float_bags(), quantization_dtype=torch.float16)
     assign_weights_to_tbe(other, weights)
     assert torch.equal(pooled(other), pooled(made))
