@@ -27,7 +27,16 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 
 # names by which a function starts processes
 STARTERS = frozenset(
-    ("run_ranks", "lone_ranks", "start_lone_ranks", "subprocess", "create_subprocess_exec", "Popen", "fork")
+    (
+        "run_ranks",
+        "run_python",
+        "lone_ranks",
+        "start_lone_ranks",
+        "subprocess",
+        "create_subprocess_exec",
+        "Popen",
+        "fork",
+    )
 )
 
 

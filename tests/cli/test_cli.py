@@ -9,8 +9,6 @@ pytest.importorskip("rich")
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
@@ -19,6 +17,7 @@ from typing import Any
 
 import click
 import pytest
+from checkout import run_python
 from click.testing import CliRunner, Result
 
 from shardwise import DataType, __version__, cli
@@ -207,10 +206,7 @@ def test_without_click_one_sentence_says_what_to_install(monkeypatch: pytest.Mon
 
 
 def test_the_module_runs_the_command() -> None:
-    command = [sys.executable, "-m", "shardwise", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"shardwise, version {__version__}\n"
+    assert run_python("-m", "shardwise", "--version").stdout == f"shardwise, version {__version__}\n"
 
 
 TABLES = [
@@ -454,17 +450,5 @@ def test_calibrate_writes_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_the_command_runs_as_a_process(tables: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "shardwise",
-        "plan",
-        "--tables",
-        str(tables),
-        "--world-size",
-        "2",
-        "--card",
-        "h100",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.startswith("Plan: 7 tables on 2 ranks"), done.stderr
+    done = run_python("-m", "shardwise", "plan", "--tables", tables, "--world-size", 2, "--card", "h100")
+    assert done.stdout.startswith("Plan: 7 tables on 2 ranks")

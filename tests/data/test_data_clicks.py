@@ -186,14 +186,6 @@ def test_parts_of_different_sizes_are_refused(dense: int, labels: int) -> None:
         Batch(torch.zeros(dense, 1), batch().sparse_features, torch.zeros(labels))
 
 
-def same_batch(a: Batch, b: Batch) -> bool:
-    pairs = [
-        (batch.dense_features, batch.labels, batch.sparse_features.values(), batch.sparse_features.lengths())
-        for batch in (a, b)
-    ]
-    return all(torch.equal(x, y) for x, y in zip(*pairs, strict=True))
-
-
 # arguments -> bounds of the lengths and of the ids of features x and y
 CASES: list[tuple[dict[str, Any], list[tuple[int, int]], list[int]]] = [
     ({}, [(0, 2), (0, 2)], [100, 100]),
@@ -218,17 +210,17 @@ def test_batches_keep_their_bounds(given: dict[str, Any], lengths: list[tuple[in
 def test_a_seed_gives_the_same_batches_and_made_ones_come_again() -> None:
     one, again = (RandomRecDataset(["x"], 4, manual_seed=3, num_generated_batches=2) for _ in range(2))
     first = list(islice(one, 5))
-    assert all(same_batch(a, b) for a, b in zip(first, islice(again, 5), strict=True))
-    assert first[0] is first[2] is first[4] and not same_batch(first[0], first[1])
+    assert all(same(a, b) for a, b in zip(first, islice(again, 5), strict=True))
+    assert first[0] is first[2] is first[4] and not same(first[0], first[1])
     # a second reading begins with the first batch
     assert next(iter(one)) is first[0]
     other = RandomRecDataset(["x"], 4, manual_seed=4)
-    assert not same_batch(next(iter(other)), first[0])
+    assert not same(next(iter(other)), first[0])
 
 
 def test_batches_can_be_made_anew_each_time() -> None:
     batches = list(RandomRecDataset(["x"], 4, manual_seed=3, num_generated_batches=-1, num_batches=3))
-    assert len(batches) == 3 and not same_batch(batches[0], batches[1]) and not same_batch(batches[0], batches[2])
+    assert len(batches) == 3 and not same(batches[0], batches[1]) and not same(batches[0], batches[2])
 
 
 def test_without_an_end_there_is_no_length() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -99,14 +100,32 @@ def test_output_comes_in_the_dtype_that_was_asked_for(dtype: torch.dtype) -> Non
     assert all(torch.equal(a, b) for a, b in zip(everything_of(narrow), everything_of(wide), strict=True))
 
 
-def test_a_policy_that_is_none_is_refused() -> None:
-    wrong: Any = "raise"
-    with pytest.raises(TypeError, match="gradient_check must be a GradientCheckMode"):
-        LookupPolicy(gradient_check=wrong)
-    with pytest.raises(ValueError, match="output_dtype must be float32, float16 or bfloat16, got torch.int8"):
-        LookupPolicy(output_dtype=torch.int8)
-    with pytest.raises(TypeError, match="policy must be a LookupPolicy, got 'raise'"):
-        EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "t", feature_names=["f"])], policy=wrong)
+WRONG: Any = "raise"
+PARAM = torch.nn.Parameter(torch.ones(2, 2))
+PARAM.grad = torch.ones(2, 2).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: LookupPolicy(gradient_check=WRONG), TypeError, "gradient_check must be a GradientCheckMode"),
+        (
+            lambda: LookupPolicy(output_dtype=torch.int8),
+            ValueError,
+            "output_dtype must be float32, float16 or bfloat16, got torch.int8",
+        ),
+        (lambda: EmbeddingBagCollection([], policy=WRONG), TypeError, "policy must be a LookupPolicy, got 'raise'"),
+        (lambda: LAMB([PARAM], speed=1.0), ValueError, "LAMB does not take speed: expected some of weight_decay, lr"),
+        (lambda: LAMB([PARAM], lr=-1), ValueError, "LAMB: lr must not be negative, got -1"),
+        (lambda: LAMB([PARAM]).step(), RuntimeError, "LAMB takes dense gradients"),
+    ],
+    ids=["mode", "dtype", "no policy", "no setting", "rate", "sparse"],
+)
+def test_policies_and_rules_refuse_what_they_do_not_know(
+    make: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make()
 
 
 class TwoTiers:
@@ -218,17 +237,6 @@ def test_twenty_fused_steps_equal_the_optimizer_of_any_parameter(
         optimizer.step()
     for mine, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
         assert_close(mine, theirs, 1e-5)
-
-
-def test_a_rule_optimizer_refuses_what_it_does_not_know() -> None:
-    param = torch.nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="LAMB does not take speed: expected some of weight_decay, lr"):
-        LAMB([param], speed=1.0)
-    with pytest.raises(ValueError, match="LAMB: lr must not be negative, got -1"):
-        LAMB([param], lr=-1)
-    param.grad = torch.ones(2, 2).to_sparse()
-    with pytest.raises(RuntimeError, match="LAMB takes dense gradients"):
-        LAMB([param]).step()
 
 
 class HostGuard(PendingCheck):

@@ -9,14 +9,13 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkout import ROOT
+from checkout import ROOT, run_python
 from ranks import run_ranks
 from torch import nn
 
@@ -291,9 +290,7 @@ def test_the_exported_model_is_served_without_the_training_parts(
         for batch in batches
     ]
     torch.save(inputs, tmp_path / "batches")
-    arguments = [str(folder / "model"), str(tmp_path / "batches"), str(tmp_path / "found")]
-    done = subprocess.run([sys.executable, "-c", FRESH, *arguments], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", FRESH, folder / "model", tmp_path / "batches", tmp_path / "found")
     assert done.stdout.split() == ["_version", "inference", "kernels", "untrusted"]
 
     found = torch.load(tmp_path / "found")

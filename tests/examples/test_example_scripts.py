@@ -5,13 +5,10 @@ Takes half a minute: the scripts train."""
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-from checkout import ROOT, without_gloo
+from checkout import ROOT, run_python, without_gloo
 from forked import run_script
 
 import shardwise
@@ -22,9 +19,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
 def run(*command: str) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    done = run_python(*command, folder=ROOT)
     assert "Warning" not in done.stderr, done.stderr
     return without_gloo(done.stdout)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,14 +70,9 @@ def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A checkpoint of the DLRM."""
-    checkpoint.save(tmp_path / "run", dlrm(), step=3, extra={"dense": DENSE}).wait()
-    return tmp_path / "run"
-
-
-def test_a_checkpoint_becomes_a_folder_that_serves(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_becomes_a_folder_that_serves(tmp_path: Path) -> None:
+    saved = tmp_path / "run"
+    checkpoint.save(saved, dlrm(), step=3, extra={"dense": DENSE}).wait()
     result = run(
         tmp_path / "out", "--model", f"{HERE}:of_the_checkpoint", "--checkpoint", saved, "--table-dtype", "b=int4"
     )
@@ -112,19 +105,9 @@ def test_a_model_without_a_checkpoint_is_exported(
     assert {table.format for table in read_facts(tmp_path / "out").tables} == formats
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "a_model_in_a_file.py"
-    path.write_text(
-        textwrap.dedent(f"""
-        from {HERE} import alone as make
-        number = 3
-    """)
-    )
-    yield path
-
-
-def test_a_factory_is_found_in_a_file(tmp_path: Path, file: Path) -> None:
+def test_a_factory_is_found_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "a_model_in_a_file.py"
+    file.write_text(f"from {HERE} import alone as make\nnumber = 3\n")
     result = run(tmp_path / "out", "--model", f"{file}:make")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "program.pt2").exists()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkout import run_python
 from inference_models import CASES, DENSE, FEATURES, bags, dlrm
 from test_quant_managed_collision import batch_of, trained
 from torch import Tensor, nn
@@ -62,9 +61,7 @@ def test_batches_without_ids_and_ids_in_int32_are_served(program: Program) -> No
 def test_a_fresh_process_serves_without_the_training_parts(folder: Path, tmp_path: Path) -> None:
     batch = CASES["dlrm"].batch(5)
     torch.save(batch, tmp_path / "batch")
-    command = [sys.executable, "-c", FRESH, str(folder), str(tmp_path / "batch"), str(tmp_path / "found")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", FRESH, folder, tmp_path / "batch", tmp_path / "found")
     assert "Warning" not in done.stderr, done.stderr
     assert done.stdout.split() == ["_version", "inference", "kernels", "untrusted"]
     wanted = CASES["dlrm"].wanted(CASES["dlrm"].model(), batch)

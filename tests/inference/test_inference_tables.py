@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from checkout import run_python
 from inference_models import CASES, FEATURES, bags
 from test_inference_export import damage
 
@@ -94,8 +93,7 @@ def test_torch_is_not_needed(exported: tuple[Any, Path]) -> None:
         "import sys; from shardwise.inference import read_tables;"
         f" print(read_tables({str(exported[1])!r})['a'].rows([3]).shape, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "(1, 8) False\n", done.stderr
+    assert run_python("-c", code).stdout == "(1, 8) False\n"
 
 
 @pytest.fixture(scope="module")

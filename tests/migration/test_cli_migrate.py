@@ -9,13 +9,11 @@ pytest.importorskip("libcst")
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkout import ROOT
+from checkout import run_python
 from click.testing import CliRunner, Result
 
 from shardwise import cli
@@ -231,11 +229,7 @@ def test_rewritten_programs_print_what_the_unchanged_ones_do(tmp_path: Path) -> 
 def printed_by(folder: Path, first: str) -> str:
     """What the programs of a folder print, one after the other in one process."""
     code = f"{first}\nimport runpy, sys\nfor file in sys.argv[1:]: print('---', file); runpy.run_path(file)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *(f"{name}.py" for name in PROGRAMS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-c", code, *(f"{name}.py" for name in PROGRAMS), folder=folder).stdout
 
 
 # what a cell of IPython's may have around Python

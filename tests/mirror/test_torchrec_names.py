@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkout import SHARED
+from checkout import SHARED, run_python
 
 from shardwise import torchrec as names
 from shardwise.migration.hints import HINTS, advice
@@ -99,14 +97,9 @@ def test_constants_of_datasets_have_upstreams_values() -> None:
             getattr(import_module(f"shardwise.torchrec.datasets.{module}"), "mystery")  # noqa: B009
 
 
-def in_a_fresh_process(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_install_serves_torchrec_itself() -> None:
-    in_a_fresh_process("""
+# a claim, and a program that holds it
+PROGRAMS = {
+    "install serves torchrec itself": """
 import shardwise.torchrec
 shardwise.torchrec.install()
 shardwise.torchrec.install()
@@ -117,31 +110,22 @@ from shardwise.jagged import KeyedJaggedTensor as ours
 assert torchrec.KeyedJaggedTensor is KeyedJaggedTensor is ours
 assert trec_optim is torchrec.optim
 assert "KeyedJaggedTensor" in dir(torchrec) and "optim" in dir(torchrec)
-""")
-
-
-def test_a_bare_import_reaches_the_model_parallel_class_by_attribute() -> None:
-    in_a_fresh_process("""
+""",
+    "a bare import reaches the model parallel class by attribute": """
 import shardwise.torchrec
 shardwise.torchrec.install()
 import torchrec
 from torchrec.distributed.model_parallel import DistributedModelParallel
 assert torchrec.distributed.DistributedModelParallel is DistributedModelParallel
-""")
-
-
-def test_a_name_that_is_a_function_and_a_module_stays_the_function() -> None:
-    in_a_fresh_process("""
+""",
+    "a name that is a function and a module stays the function": """
 import shardwise.torchrec
 shardwise.torchrec.install()
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 import torchrec
 assert torchrec.optim.apply_optimizer_in_backward is apply_optimizer_in_backward
-""")
-
-
-def test_install_refuses_to_mix_with_the_real_torchrec() -> None:
-    in_a_fresh_process("""
+""",
+    "install refuses to mix with the real torchrec": """
 import sys, types
 sys.modules["torchrec"] = types.ModuleType("torchrec")
 import shardwise.torchrec
@@ -151,16 +135,70 @@ except ImportError as error:
     assert "already imported" in str(error)
 else:
     raise SystemExit("install() replaced the real torchrec")
-""")
-
-
-def test_without_install_torchrec_is_left_alone() -> None:
-    in_a_fresh_process("""
+""",
+    "without install torchrec is left alone": """
 import shardwise.torchrec, importlib.util, sys
 assert "torchrec" not in sys.modules
 spec = importlib.util.find_spec("torchrec")
 assert spec is None or "shardwise" not in str(spec.origin)
-""")
+""",
+    "install refuses a submodule of the real torchrec": """
+import sys, types
+sys.modules["torchrec.sparse"] = types.ModuleType("torchrec.sparse")
+import shardwise.torchrec
+try:
+    shardwise.torchrec.install()
+except ImportError as error:
+    assert "already imported (torchrec.sparse)" in str(error), error
+else:
+    raise SystemExit("install() mixed with the real torchrec")
+""",
+    "uninstall gives the name back": """
+import shardwise.torchrec, sys
+shardwise.torchrec.install()
+from torchrec.sparse.jagged_tensor import JaggedTensor
+shardwise.torchrec.uninstall()
+assert not [name for name in sys.modules if name.split(".")[0] == "torchrec"]
+from shardwise.torchrec.sparse.jagged_tensor import JaggedTensor as still
+assert still is JaggedTensor
+""",
+    "attributes that scripts expect of a bare import are there": """
+import shardwise.torchrec
+shardwise.torchrec.install()
+import torchrec
+for path in ("distributed.DistributedModelParallel", "optim.RowWiseAdagrad", "modules.embedding_modules",
+             "sparse.jagged_tensor.KeyedJaggedTensor", "quant.EmbeddingBagCollection", "PoolingType.SUM",
+             "distributed.planner.EmbeddingShardingPlanner", "inference.modules.quantize_inference_model"):
+    value = torchrec
+    for part in path.split("."):
+        value = getattr(value, part)
+assert torchrec.__version__.startswith("1.8.0+shardwise.")
+space = {}
+exec("from torchrec.optim import *", space)
+assert space["RowWiseAdagrad"] is torchrec.optim.RowWiseAdagrad
+""",
+    "fbgemm's names are served where it is not installed": """
+import shardwise.torchrec
+shardwise.torchrec.install()
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    PoolingMode, BoundsCheckMode, CacheAlgorithm, MultiPassPrefetchConfig)
+import torchrec.distributed.types as types
+assert types.CacheAlgorithm is CacheAlgorithm and types.BoundsCheckMode is BoundsCheckMode
+try:
+    import fbgemm_gpu.tbe.ssd
+except ModuleNotFoundError as error:
+    assert "no counterpart of fbgemm_gpu.tbe; kernels are ops of torch.ops.shardwise" in str(error), error
+else:
+    raise SystemExit("served what we lack")
+""",
+}
+
+
+@pytest.mark.parametrize("claim", PROGRAMS)
+def test_in_a_fresh_process(claim: str) -> None:
+    run_python("-c", PROGRAMS[claim])
 
 
 @pytest.mark.parametrize(
@@ -198,50 +236,6 @@ def test_a_hint_is_about_something_that_we_lack() -> None:
     for name in HINTS:
         module, _, last = name.rpartition(".")
         assert last not in names.TABLE.get(module, {}), f"{name} is there"
-
-
-def test_install_refuses_a_submodule_of_the_real_torchrec() -> None:
-    in_a_fresh_process("""
-import sys, types
-sys.modules["torchrec.sparse"] = types.ModuleType("torchrec.sparse")
-import shardwise.torchrec
-try:
-    shardwise.torchrec.install()
-except ImportError as error:
-    assert "already imported (torchrec.sparse)" in str(error), error
-else:
-    raise SystemExit("install() mixed with the real torchrec")
-""")
-
-
-def test_uninstall_gives_the_name_back() -> None:
-    in_a_fresh_process("""
-import shardwise.torchrec, sys
-shardwise.torchrec.install()
-from torchrec.sparse.jagged_tensor import JaggedTensor
-shardwise.torchrec.uninstall()
-assert not [name for name in sys.modules if name.split(".")[0] == "torchrec"]
-from shardwise.torchrec.sparse.jagged_tensor import JaggedTensor as still
-assert still is JaggedTensor
-""")
-
-
-def test_attributes_that_scripts_expect_of_a_bare_import() -> None:
-    in_a_fresh_process("""
-import shardwise.torchrec
-shardwise.torchrec.install()
-import torchrec
-for path in ("distributed.DistributedModelParallel", "optim.RowWiseAdagrad", "modules.embedding_modules",
-             "sparse.jagged_tensor.KeyedJaggedTensor", "quant.EmbeddingBagCollection", "PoolingType.SUM",
-             "distributed.planner.EmbeddingShardingPlanner", "inference.modules.quantize_inference_model"):
-    value = torchrec
-    for part in path.split("."):
-        value = getattr(value, part)
-assert torchrec.__version__.startswith("1.8.0+shardwise.")
-space = {}
-exec("from torchrec.optim import *", space)
-assert space["RowWiseAdagrad"] is torchrec.optim.RowWiseAdagrad
-""")
 
 
 def test_own_names_of_the_mirror_are_those_of_its_root() -> None:

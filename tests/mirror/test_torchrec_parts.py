@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -334,27 +332,6 @@ def test_a_device_that_is_given_is_used_whatever_the_switch_says() -> None:
 
 def test_a_sharder_says_its_module_type_by_subscript() -> None:
     assert ModuleSharder[nn.Module] is not None
-
-
-def test_fbgemms_names_are_served_where_it_is_not_installed() -> None:
-    code = """
-import shardwise.torchrec
-shardwise.torchrec.install()
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
-    PoolingMode, BoundsCheckMode, CacheAlgorithm, MultiPassPrefetchConfig)
-import torchrec.distributed.types as types
-assert types.CacheAlgorithm is CacheAlgorithm and types.BoundsCheckMode is BoundsCheckMode
-try:
-    import fbgemm_gpu.tbe.ssd
-except ModuleNotFoundError as error:
-    assert "no counterpart of fbgemm_gpu.tbe; kernels are ops of torch.ops.shardwise" in str(error), error
-else:
-    raise SystemExit("served what we lack")
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
 
 
 # FBGEMM's ops for users, where a checkout has the list beside it

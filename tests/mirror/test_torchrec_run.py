@@ -4,15 +4,13 @@ Takes most of a minute: the programs start processes as users do, which import t
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from checkout import ROOT, without_gloo
+from checkout import ROOT, run_python, without_gloo
 
 SCRIPT = """
 import sys
@@ -37,15 +35,8 @@ if __name__ == "__main__":
 """
 
 
-def run(*arguments: object, folder: Path, input: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardwise.torchrec", *map(str, arguments)]
-    root = str(ROOT)
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=folder, env=env, input=input)
+def run(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "shardwise.torchrec", *arguments, folder=folder, status=None)
 
 
 @pytest.mark.parametrize("start", ["spawn", "forkserver"])
@@ -120,12 +111,7 @@ def test_a_command_that_names_nothing_says_so(arguments: list[str], message: str
 
 
 def test_the_example_of_a_migration_trains_quantizes_and_traces(tmp_path: Path) -> None:
-    root = ROOT
-    command = [sys.executable, str(root / "examples" / "migration.py")]
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path, env=env)
-    assert result.returncode == 0, result.stderr
-    graph, rows, missing = result.stdout.splitlines()
+    graph, rows, missing = run_python(ROOT / "examples" / "migration.py", folder=tmp_path).stdout.splitlines()
     assert graph == "graph: ['placeholder', 'call_module', 'output']" and rows == "same rows: True"
     assert missing.endswith("no counterpart of torchrec.optim.RowWiseAdaGrad; nearest: torchrec.optim.RowWiseAdagrad")
 
@@ -134,18 +120,14 @@ PROGRAMS = Path(__file__).with_name("tutorials")
 LARGE, SMALL = ["large_table_0", "large_table_1"], ["small_table_0", "small_table_1"]
 
 
-def free_port() -> int:
+def run_tutorial(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
-def run_tutorial(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "shardwise.torchrec", str(PROGRAMS / f"{program}.py"), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder, env=env)
-    assert result.returncode == 0, result.stderr
+        port = probe.getsockname()[1]
+    result = run_python(
+        "-m", "shardwise.torchrec", PROGRAMS / f"{program}.py", *arguments,
+        folder=folder, MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="",
+    )  # fmt: skip
     result.stdout = without_gloo(result.stdout)
     return result
 

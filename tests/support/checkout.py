@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,15 @@ def without_gloo(printed: str) -> str:
     """Lines of a program and its ranks without gloo's (torch 2.9), which it writes in pieces that mix."""
     own = [line for line in printed.splitlines(keepends=True) if "connected peer ranks is" not in line]
     return re.sub(r"^(\[Gloo\] Rank )+", "", "".join(own), flags=re.MULTILINE)
+
+
+def run_python(
+    *arguments: object, folder: Path | None = None, status: int | None = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments in a process that finds this checkout, and ends with `status` if that is given."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=env)
+    assert status is None or done.returncode == status, done.stderr
+    return done

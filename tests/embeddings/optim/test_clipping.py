@@ -32,6 +32,12 @@ def wrapped(grads: dict[str, Tensor | None]) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(params, lambda p: torch.optim.SGD(p, lr=1.0))
 
 
+def norm_of_a_step(optimizer: GradientClippingOptimizer) -> float:
+    optimizer.step()
+    assert optimizer.last_total_grad_norm is not None
+    return optimizer.last_total_grad_norm.item()
+
+
 def seen(optimizer: Any) -> dict[str, Tensor]:
     return {name: -param.detach() for name, param in optimizer.params.items()}
 
@@ -42,9 +48,7 @@ def test_the_norm_of_all_gradients_is_cut(norm_type: float | str, limit: float) 
     flat = torch.cat([grad.double().flatten() for grad in GRADS.values()])
     norm = torch.linalg.vector_norm(flat, float(norm_type)).item()
     optimizer = GradientClippingOptimizer(wrapped({**GRADS}), NORM, limit, norm_type)
-    optimizer.step()
-    assert optimizer.last_total_grad_norm is not None
-    assert optimizer.last_total_grad_norm.item() == pytest.approx(norm, rel=1e-6)
+    assert norm_of_a_step(optimizer) == pytest.approx(norm, rel=1e-6)
     for name, grad in seen(optimizer).items():
         torch.testing.assert_close(grad, GRADS[name] * min(1.0, limit / norm), rtol=1e-5, atol=0)
 
@@ -68,9 +72,7 @@ def test_every_number_is_cut() -> None:
 @pytest.mark.parametrize("clipping", [VALUE, NONE])
 def test_the_norm_can_be_tracked_without_cutting_it(clipping: GradientClipping) -> None:
     optimizer = GradientClippingOptimizer(wrapped({**GRADS}), clipping, 0.25, track_grad_norm=True)
-    optimizer.step()
-    assert optimizer.last_total_grad_norm is not None
-    assert optimizer.last_total_grad_norm.item() == pytest.approx(
+    assert norm_of_a_step(optimizer) == pytest.approx(
         math.sqrt(sum(grad.double().square().sum().item() for grad in GRADS.values())), rel=1e-6
     )
 
@@ -88,9 +90,7 @@ def test_missing_and_empty_gradients_count_for_nothing(norm_type: float | str, g
     """The infinity norm of an empty tensor is an error in torch."""
     grads: dict[str, Tensor | None] = {"a": torch.tensor([3.0, -4.0]), "none": None, "empty": torch.zeros(0, 3)}
     optimizer = GradientClippingOptimizer(wrapped(grads), NORM, 1.0, norm_type, global_norm)
-    optimizer.step()
-    assert optimizer.last_total_grad_norm is not None
-    assert optimizer.last_total_grad_norm.item() == (5.0 if norm_type == 2.0 else 4.0)
+    assert norm_of_a_step(optimizer) == (5.0 if norm_type == 2.0 else 4.0)
     nothing = GradientClippingOptimizer(wrapped({"none": None}), NORM, 1.0, norm_type, global_norm)
     nothing.step()
     assert nothing.last_total_grad_norm is None
@@ -162,8 +162,7 @@ def test_a_table_that_was_on_meta_once_does_not_switch_the_cut_off() -> None:
     dense = wrapped({"p": torch.tensor([3.0, 4.0])})
     optimizer = GradientClippingOptimizer(CombinedOptimizer([("ebc", ebc.fused_optimizer()), dense]), NORM, 1.0)
     ebc.to_empty(device="cpu")
-    optimizer.step()
-    assert optimizer.last_total_grad_norm is not None and optimizer.last_total_grad_norm.item() == 5.0
+    assert norm_of_a_step(optimizer) == 5.0
     torch.testing.assert_close(seen(dense)["p"], torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
 
 
@@ -175,20 +174,20 @@ def test_a_norm_over_mixed_dtypes() -> None:
     optimizer = GradientClippingOptimizer(
         KeyedOptimizerWrapper(params, lambda p: torch.optim.SGD(p, lr=1.0)), NORM, 1.0, 2.0
     )
-    optimizer.step()
-    assert optimizer.last_total_grad_norm is not None and optimizer.last_total_grad_norm.item() == 5.0
+    assert norm_of_a_step(optimizer) == 5.0
     assert params["whole"].item() == pytest.approx(-0.8) and params["half"].item() == pytest.approx(-0.6, rel=1e-2)
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
     inner = wrapped({**GRADS})
     spread: Any = {inner.params["a"]: [object()]}
-    with pytest.raises(ValueError, match="max_gradient must be finite and not negative, got -1"):
-        GradientClippingOptimizer(inner, NORM, -1.0)
-    with pytest.raises(ValueError, match="norm_type must be positive or 'inf', got 0"):
-        GradientClippingOptimizer(inner, NORM, 1.0, 0)
-    with pytest.raises(ValueError, match="param_to_pgs: give reduce_norm too"):
-        GradientClippingOptimizer(inner, NORM, 1.0, enable_global_grad_clip=True, param_to_pgs=spread)
+    for given, message in (
+        ({"max_gradient": -1.0}, "max_gradient must be finite and not negative, got -1"),
+        ({"norm_type": 0}, "norm_type must be positive or 'inf', got 0"),
+        ({"enable_global_grad_clip": True, "param_to_pgs": spread}, "param_to_pgs: give reduce_norm too"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GradientClippingOptimizer(inner, NORM, **{"max_gradient": 1.0, **given})
     # as in TorchRec it is read with the switch only
     GradientClippingOptimizer(inner, NORM, 1.0, param_to_pgs=spread).step()
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from jagged_batches import kjt, upstream
 from ranks import run_ranks
+from test_clipping import norm_of_a_step
 from torch import Tensor, nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -188,11 +189,8 @@ def clipped(norm_type: float, enable: bool) -> tuple[float, list[Tensor]]:
         KeyedOptimizerWrapper(params, lambda p: torch.optim.SGD(p, lr=0.0)),
         GradientClipping.NORM, 0.5, norm_type, enable, {spread: [dist.group.WORLD]}, reduce_norm=reduce_norm,
     )  # fmt: skip
-    optimizer.step()
-    norm = optimizer.last_total_grad_norm
-    assert norm is not None
-    local: Any = sharded.grad
-    return norm.item(), [local.to_local(), spread.grad, replicated.grad]
+    norm, local = norm_of_a_step(optimizer), sharded.grad
+    return norm, [local.to_local(), spread.grad, replicated.grad]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
@@ -220,10 +218,7 @@ def clipped_where_one_rank_has_no_gradient() -> float:
         KeyedOptimizerWrapper({"p": param}, lambda p: torch.optim.SGD(p, lr=0.0)),
         GradientClipping.NORM, 1.0, 2.0, True, {param: [dist.group.WORLD]}, reduce_norm=reduce_norm,
     )  # fmt: skip
-    optimizer.step()
-    norm = optimizer.last_total_grad_norm
-    assert norm is not None
-    return norm.item()
+    return norm_of_a_step(optimizer)
 
 
 def test_a_rank_without_gradients_still_takes_part() -> None:
@@ -239,10 +234,7 @@ def few_rows(norm_type: float) -> float:
     optimizer = GradientClippingOptimizer(
         CombinedOptimizer([inner]), GradientClipping.NORM, 1.0, norm_type, enable_global_grad_clip=True
     )
-    optimizer.step()
-    norm = optimizer.last_total_grad_norm
-    assert norm is not None
-    return norm.item()
+    return norm_of_a_step(optimizer)
 
 
 @pytest.mark.parametrize("norm_type, expected", [(2.0, 5.0), (math.inf, 4.0)])

@@ -123,18 +123,26 @@ def test_padding_of_a_capacity_is_nobodys() -> None:
     assert torch.equal(made(padded).values(), made(batch).values())
 
 
-def test_bad_input_is_refused_as_by_the_trained_collection() -> None:
-    made = mixed()
-    with pytest.raises(IndexError, match=r"feature 'g' \(table 'a'\), sample 1: id 6 is outside \[0, 6\)"):
-        made(kjt({**BAGS, "g": [[0], [6], []]}))
-    with pytest.raises(KeyError, match=r"features \['h'\] are not in the batch"):
-        made(kjt({"f": [[1]], "g": [[1]]}))
-    with pytest.raises(TypeError, match="takes a KeyedJaggedTensor, got Tensor"):
-        made(torch.zeros(3))
-    with pytest.raises(ValueError, match="must carry per-id weights"):
-        mixed(True)(kjt(BAGS))
-    with pytest.raises(TypeError, match="feature ids must be int32 or int64, got int16"):
-        made(kjt(BAGS, dtype=torch.int16))
+@pytest.mark.parametrize(
+    ("weighted", "batch", "error", "message"),
+    [
+        (
+            False, kjt({**BAGS, "g": [[0], [6], []]}), IndexError,
+            r"feature 'g' \(table 'a'\), sample 1: id 6 is outside \[0, 6\)",
+        ),
+        (False, kjt({"f": [[1]], "g": [[1]]}), KeyError, r"features \['h'\] are not in the batch"),
+        (False, torch.zeros(3), TypeError, "takes a KeyedJaggedTensor, got Tensor"),
+        (True, kjt(BAGS), ValueError, "must carry per-id weights"),
+        (False, kjt(BAGS, dtype=torch.int16), TypeError, "feature ids must be int32 or int64, got int16"),
+    ],
+    ids=["id", "feature", "no batch", "no weights", "dtype"],
+)  # fmt: skip
+def test_bad_input_is_refused_as_by_the_trained_collection(
+    weighted: bool, batch: Any, error: type[Exception], message: str
+) -> None:
+    made = mixed(weighted)
+    with pytest.raises(error, match=message):
+        made(batch)
 
 
 @pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE])

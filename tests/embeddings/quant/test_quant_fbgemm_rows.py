@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -96,23 +97,46 @@ def test_the_alignment_is_read_off_the_width() -> None:
     assert inference_layout(96, dim=64, format="int8").alignment == 32
 
 
-def test_rows_that_do_not_fit_are_refused_by_name() -> None:
-    rows = torch.zeros(2, 80, dtype=torch.uint8)
-    planes = quantize_rows(torch.randn(2, 64), "int8")
-    with pytest.raises(ValueError, match=r"item: int8 rows of dim 60 are uint8 \[R, 64\] as INFERENCE .* \[2, 80\]"):
-        split_rows(rows, dim=60, format="int8", layout=INFERENCE, table="item")
-    with pytest.raises(ValueError, match=r"item: .* got int32 \[2, 80\]"):
-        split_rows(rows.int(), dim=64, format="int8", layout=INFERENCE, table="item")
-    with pytest.raises(ValueError, match="item: FUSED_8BIT rows hold int8, not int4"):
-        split_rows(rows, dim=64, format="int4", layout=FUSED_8BIT, table="item")
-    with pytest.raises(ValueError, match="item: INFERENCE rows hold int8, int4, int2, fp16, fp32, not fp8"):
-        fuse_rows(*quantize_rows(torch.ones(2, 4), "fp8"), dim=4, format="fp8", layout=INFERENCE, table="item")
-    with pytest.raises(ValueError, match=r"FUSED_8BIT rows keep scales of torch.float32, got torch.float16"):
-        fuse_rows(*planes, dim=64, format="int8", layout=FUSED_8BIT)
-    with pytest.raises(ValueError, match=r"payload \[R, 63\] and scales \[R, 2\], got \[2, 64\] and \[2, 2\]"):
-        fuse_rows(*planes, dim=63, format="int8", layout=FUSED_NBIT)
-    with pytest.raises(ValueError, match=r"item: int4 .* 36 bytes, or 48 .* got 68; int8 rows are that wide"):
-        inference_layout(68, dim=64, format="int4", table="item")
+WIDE = torch.zeros(2, 80, dtype=torch.uint8)
+PLANES, FP8 = quantize_rows(torch.ones(2, 64), "int8"), quantize_rows(torch.ones(2, 4), "fp8")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: split_rows(WIDE, dim=60, format="int8", layout=INFERENCE, table="item"),
+            r"item: int8 rows of dim 60 are uint8 \[R, 64\] as INFERENCE .* \[2, 80\]",
+        ),
+        (
+            lambda: split_rows(WIDE.int(), dim=64, format="int8", layout=INFERENCE, table="item"),
+            r"item: .* got int32 \[2, 80\]",
+        ),
+        (
+            lambda: split_rows(WIDE, dim=64, format="int4", layout=FUSED_8BIT, table="item"),
+            "item: FUSED_8BIT rows hold int8, not int4",
+        ),
+        (
+            lambda: fuse_rows(*FP8, dim=4, format="fp8", layout=INFERENCE, table="item"),
+            "item: INFERENCE rows hold int8, int4, int2, fp16, fp32, not fp8",
+        ),
+        (
+            lambda: fuse_rows(*PLANES, dim=64, format="int8", layout=FUSED_8BIT),
+            "FUSED_8BIT rows keep scales of torch.float32, got torch.float16",
+        ),
+        (
+            lambda: fuse_rows(*PLANES, dim=63, format="int8", layout=FUSED_NBIT),
+            r"payload \[R, 63\] and scales \[R, 2\], got \[2, 64\] and \[2, 2\]",
+        ),
+        (
+            lambda: inference_layout(68, dim=64, format="int4", table="item"),
+            "item: int4 .* 36 bytes, or 48 .* got 68; int8 rows are that wide",
+        ),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_by_name(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 class Bits(Tensor):
