@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from shardwise import (
     KeyedJaggedTensor,
     PoolingType,
 )
-from shardwise.inference import Signature, quantize_inference_model
+from shardwise.inference import ModelFacts, Signature, export_model, quantize_inference_model
 from shardwise.inference.tracing import named_outputs
 
 FEATURES = ["a", "b", "c"]
@@ -84,6 +85,9 @@ class Case:
 
     def model(self) -> nn.Module:
         return quantize_inference_model(self.make(), per_table_weight_dtype=self.dtypes)
+
+    def export(self, folder: Path, **more: Any) -> ModelFacts:
+        return export_model(self.model(), folder, signature=self.signature, call=self.call, **more)
 
     def batch(self, size: int, *, longest: int = 3) -> dict[str, Tensor]:
         """Random inputs of the program."""

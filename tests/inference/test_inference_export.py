@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import run_python
+from copies import same
 from inference_models import CASES, DENSE, FEATURES, bags, dlrm
 from test_quant_managed_collision import batch_of, trained
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("sh
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported DLRM, for tests that do not change it."""
     path = tmp_path_factory.mktemp("served") / "dlrm"
-    export_model(CASES["dlrm"].model(), path, signature=CASES["dlrm"].signature)
+    CASES["dlrm"].export(path)
     return path
 
 
@@ -137,8 +138,7 @@ def test_bad_inputs_are_named(program: Program, change: dict[str, Any], error: t
 
 
 def test_a_failing_export_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES["pooled"]
-    export_model(case.model(), tmp_path / "out", signature=case.signature)
+    CASES["pooled"].export(tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
     def broken(*_: Any) -> None:
@@ -146,23 +146,22 @@ def test_a_failing_export_leaves_what_was_there(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("shardwise.inference.export.save_program", broken)
     with pytest.raises(OSError, match="no space left"):
-        export_model(case.model(), tmp_path / "out", signature=case.signature, force=True)
+        CASES["pooled"].export(tmp_path / "out", force=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_what_is_there_is_replaced_only_on_demand(tmp_path: Path) -> None:
     case = CASES["pooled"]
-    export_model(case.model(), tmp_path / "out", signature=case.signature)
+    case.export(tmp_path / "out")
     with pytest.raises(FileExistsError, match="holds a model: pass force=True"):
-        export_model(case.model(), tmp_path / "out", signature=case.signature)
-    other = CASES["two formats"]
-    export_model(other.model(), tmp_path / "out", signature=other.signature, force=True)
+        case.export(tmp_path / "out")
+    CASES["two formats"].export(tmp_path / "out", force=True)
     assert {table.format for table in read_facts(tmp_path / "out").tables} == {"int8", "int4"}
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.tex").touch()
     with pytest.raises(FileExistsError, match="thesis is there and is no exported model"):
-        export_model(case.model(), tmp_path / "thesis", signature=case.signature, force=True)
+        case.export(tmp_path / "thesis", force=True)
     assert (tmp_path / "thesis" / "chapter1.tex").exists()
 
 
@@ -223,9 +222,7 @@ def test_a_model_is_the_same_after_its_export(tmp_path: Path) -> None:
     batch, state = case.batch(4), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     wanted = case.wanted(model, batch)
     export_model(model, tmp_path / "out", signature=case.signature)
-    assert list(model.state_dict()) == list(state)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    assert all(torch.equal(one, wanted[name]) for name, one in case.wanted(model, batch).items())
+    assert same(model.state_dict(), state) and same(case.wanted(model, batch), wanted)
 
 
 def damage(folder: Path, what: str) -> None:
@@ -274,10 +271,7 @@ def damage(folder: Path, what: str) -> None:
     ],
 )
 def test_damage_is_named(folder: Path, tmp_path: Path, what: str, error: type[Exception], message: str) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for path in folder.iterdir():
-        (broken / path.name).write_bytes(path.read_bytes())
+    broken = shutil.copytree(folder, tmp_path / "broken")
     damage(broken, what)
     with pytest.raises(error, match=message):
         load_program(broken)
@@ -288,8 +282,7 @@ def test_damage_is_named(folder: Path, tmp_path: Path, what: str, error: type[Ex
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_compiled_program_gives_the_bits_of_its_model(tmp_path: Path) -> None:
     case = CASES["dlrm"]
-    model = case.model()
-    facts = export_model(model, tmp_path / "out", signature=case.signature, compiled=True)
+    model, facts = case.model(), case.export(tmp_path / "out", compiled=True)
     assert [file.name for file in facts.files][-1] == "program.aoti.pt2"
     program = load_program(tmp_path / "out", compiled=True)
     for size in (0, 1, 2, 7):
@@ -301,8 +294,7 @@ def test_a_compiled_program_gives_the_bits_of_its_model(tmp_path: Path) -> None:
 
 
 def test_what_was_not_compiled_is_not_loaded(tmp_path: Path) -> None:
-    case = CASES["pooled"]
-    export_model(case.model(), tmp_path / "out", signature=case.signature)
+    CASES["pooled"].export(tmp_path / "out")
     with pytest.raises(ModelDamaged, match="lists no file 'program.aoti.pt2'"):
         load_program(tmp_path / "out", compiled=True)
 
@@ -310,17 +302,15 @@ def test_what_was_not_compiled_is_not_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_gives_the_bits_of_its_model_at_any_batch_size(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    model = case.model()
-    facts = export_model(model, tmp_path / "out", signature=case.signature, call=case.call)
+    model, facts = case.model(), case.export(tmp_path / "out")
     program = load_program(tmp_path / "out")
     assert program.facts == facts
     assert [output.name for output in facts.outputs] == case.outputs
     for size in (0, 1, 2, 7):
         batch = case.batch(size)
-        wanted, found = case.wanted(model, batch), program(**batch)
+        found = program(**batch)
         assert list(found) == case.outputs
-        for output in case.outputs:
-            torch.testing.assert_close(found[output], wanted[output], rtol=0, atol=0)
+        torch.testing.assert_close(found, case.wanted(model, batch), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])

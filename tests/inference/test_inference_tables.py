@@ -99,7 +99,7 @@ def test_torch_is_not_needed(exported: tuple[Any, Path]) -> None:
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Table]:
     folder = tmp_path_factory.mktemp("tables") / "out"
-    export_model(CASES["sequence"].model(), folder, signature=Signature(FEATURES))
+    CASES["sequence"].export(folder)
     return read_tables(folder)
 
 
@@ -152,7 +152,7 @@ def test_offsets_of_another_dtype_name_their_table(exported: tuple[Any, Path]) -
     ],
 )
 def test_damage_is_named(tmp_path: Path, what: str, message: str) -> None:
-    export_model(CASES["pooled"].model(), tmp_path / "out", signature=Signature(FEATURES))
+    CASES["pooled"].export(tmp_path / "out")
     damage(tmp_path / "out", what)
     with pytest.raises(ModelDamaged, match=message):
         read_tables(tmp_path / "out")

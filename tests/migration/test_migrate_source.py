@@ -1,28 +1,15 @@
-"""Which names of TorchRec are found in a program's source, how its imports are rewritten, and what is said of each."""
+"""Which names of TorchRec are found in a program's source, and how its imports are rewritten."""
 
 from __future__ import annotations
+
+import codecs
+import textwrap
 
 import pytest
 
 pytest.importorskip("libcst")
 
-import codecs
-import re
-import textwrap
-
-import pytest
-from checkout import ROOT
-
-import shardwise
-from shardwise.migration.names import (
-    DIFFERENCES,
-    Row,
-    finding,
-    home_of,
-    name_at,
-)
 from shardwise.migration.source import Unreadable, Use, read_program
-from shardwise.migration.torchrec_names import FBGEMM, TABLE
 
 
 def rewritten(source: str) -> str:
@@ -249,126 +236,3 @@ def test_the_tutorials_imports_are_all_found() -> None:
         "from shardwise.torchrec.inference.modules import (",
     ]
     assert "    quantize_inference_model,\n    shard_quant_model,\n)" in rewritten(source)
-
-
-DIFFERENCES_MD = ROOT / "docs" / "differences.md"
-ROWS = [Row(section, begins) for section, table in DIFFERENCES.items() for begins in table]
-
-
-def rows_of(section: str) -> list[str]:
-    """The rows of a section of docs/differences.md."""
-    text = DIFFERENCES_MD.read_text()
-    found = re.search(rf"^### {re.escape(section)}\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found, f"docs/differences.md has no section {section!r}"
-    return [line.removeprefix("| ") for line in found[1].splitlines() if line.startswith("| ")]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=[row.begins for row in ROWS])
-def test_each_difference_is_one_row_of_the_page(row: Row) -> None:
-    assert len([line for line in rows_of(row.section) if line.startswith(row.begins)]) == 1
-
-
-def test_each_name_that_differs_is_one_that_we_have() -> None:
-    ours = {name for names in [*TABLE.values(), *FBGEMM.values()] for name in names}
-    ours |= {f"quant.{name}" for path, names in TABLE.items() if path.startswith("torchrec.quant") for name in names}
-    named = {name for table in DIFFERENCES.values() for names in table.values() for name in names.split()}
-    assert named <= ours
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("torchrec.EmbeddingBagCollection", "shardwise.EmbeddingBagCollection"),
-        ("torchrec.modules.embedding_modules.EmbeddingBagCollection", "shardwise.EmbeddingBagCollection"),
-        ("torchrec.distributed.model_parallel.DistributedModelParallel", "shardwise.DistributedModelParallel"),
-        ("torchrec.distributed.planner.types.Perf", "shardwise.planner.torchrec.types.Perf"),
-        ("torchrec.optim.SGD", "torch.optim.SGD"),
-        ("torchrec.distributed.planner", "shardwise.torchrec.distributed.planner"),
-        ("torchrec.quant.EmbeddingBagCollection", "shardwise.quant.EmbeddingBagCollection"),
-        ("fbgemm_gpu.split_embedding_configs.EmbOptimType", "shardwise.embeddings.optim.fbgemm_types.EmbOptimType"),
-    ],
-)
-def test_a_name_that_we_have_is_said_with_its_place(name: str, ours: str) -> None:
-    assert finding(name).ours == ours
-
-
-def test_every_entry_of_the_table_is_found() -> None:
-    for module, names in TABLE.items():
-        for name in names:
-            found = finding(f"{module}.{name}")
-            assert found.status != "missing" and found.ours, found
-
-
-def test_only_the_very_same_object_is_taken_from_the_facade() -> None:
-    homes = {name: home_of("torchrec.modules.embedding_modules", name) for name in ("EmbeddingCollection", "Mystery")}
-    assert homes == {
-        "EmbeddingCollection": "shardwise",
-        "Mystery": "shardwise.torchrec.modules.embedding_modules",
-    }
-    quantized = [module for module in TABLE if module.startswith("torchrec.quant")]
-    assert [home_of(module, "EmbeddingBagCollection") for module in quantized] == [
-        f"shardwise.{module}" for module in quantized
-    ]
-    for module, names in TABLE.items():
-        for name in names:
-            if home_of(module, name) == "shardwise":
-                assert name in shardwise.__all__
-
-
-def test_a_name_that_differs_is_linked_to_its_rows() -> None:
-    found = finding("torchrec.distributed.planner.Topology")
-    assert (found.status, found.ours) == ("differs", "shardwise.Topology")
-    assert [(row.link, row.begins) for row in found.differences] == [
-        ("docs/differences.md#sharding", "A `Topology` assumes 32 GiB")
-    ]
-    assert finding("torchrec.distributed.types.ShardingType").status == "mapped"
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("torchrec.sparse.jagged_tensor.KeyedJaggedTensors", "torchrec.sparse.jagged_tensor.KeyedJaggedTensor"),
-        # the right name at the wrong place
-        ("torchrec.distributed.planner.EmbeddingBagConfig", "torchrec.EmbeddingBagConfig"),
-        ("torchrec.metrics.throughput.ThroughputMetric", "torchmetrics"),
-        ("torchrec.modules.zzz.Quux", ""),
-        # FBGEMM's modules are not served, only names of them
-        ("fbgemm_gpu", "by name"),
-        ("fbgemm_gpu.split_embedding_configs", "by name"),
-    ],
-)
-def test_a_name_that_we_lack_is_said_with_what_is_near(name: str, hint: str) -> None:
-    found = finding(name)
-    assert (found.status, found.ours) == ("missing", "")
-    assert hint in found.hint and bool(hint) == bool(found.hint)
-
-
-@pytest.mark.parametrize(
-    ("module", "rest", "name"),
-    [
-        ("torchrec", "distributed planner Topology x", "torchrec.distributed.planner.Topology"),
-        ("torchrec.distributed.types", "ShardingType ROW_WISE value", "torchrec.distributed.types.ShardingType"),
-        ("torchrec", "distributed", "torchrec.distributed"),
-        # as an attribute it is the function, as a module it has one
-        ("torchrec", "optim apply_optimizer_in_backward __doc__", "torchrec.optim.apply_optimizer_in_backward"),
-        ("torchrec", "github mystery Thing method", "torchrec.github.mystery.Thing"),
-        ("torchrec", "distributed __file__", "torchrec.distributed"),
-        ("torchrec", "__version__", "torchrec"),
-        ("torchrec", "github mystery call", "torchrec.github.mystery.call"),
-        ("shardwise.torchrec.optim", "SGD", "torchrec.optim.SGD"),
-        ("shardwise", "torchrec optim SGD", "torchrec.optim.SGD"),
-        ("torch", "ops fbgemm jagged_to_padded_dense default", "torch.ops.fbgemm.jagged_to_padded_dense.default"),
-        ("fbgemm_gpu.split_embedding_configs", "Mystery X", "fbgemm_gpu.split_embedding_configs.Mystery"),
-        ("shardwise.torchrec", "install", None),
-        ("shardwise", "Topology", None),
-        ("torchrecs", "optim", None),
-        ("torch", "optim SGD", None),
-    ],
-)
-def test_a_chain_of_attributes_begins_with_a_name(module: str, rest: str, name: str | None) -> None:
-    assert name_at(module, rest.split()) == name
-
-
-def test_a_function_that_is_called_as_its_module_is_found_in_it() -> None:
-    module = "torchrec.optim.apply_optimizer_in_backward"
-    assert name_at(module, ["apply_optimizer_in_backward"]) == f"{module}.apply_optimizer_in_backward"

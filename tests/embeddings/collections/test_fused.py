@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -84,7 +84,7 @@ def train_densely(
     return params
 
 
-def assert_tables(ebc: nn.Module, expected: dict[str, Tensor]) -> None:
+def assert_tables(ebc: nn.Module, expected: Mapping[str, Tensor]) -> None:
     for name, table in tables_of(ebc).items():
         assert_close(table, expected[name], 1e-5)
 

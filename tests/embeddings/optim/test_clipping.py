@@ -181,6 +181,7 @@ def test_a_norm_over_mixed_dtypes() -> None:
 def test_settings_that_make_no_sense_are_refused() -> None:
     inner = wrapped({**GRADS})
     spread: Any = {inner.params["a"]: [object()]}
+    given: dict[str, Any]
     for given, message in (
         ({"max_gradient": -1.0}, "max_gradient must be finite and not negative, got -1"),
         ({"norm_type": 0}, "norm_type must be positive or 'inf', got 0"),

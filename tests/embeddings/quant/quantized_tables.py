@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from jagged_batches import pooled
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType, quant
 from shardwise.embeddings.quant import QuantizedCollection
@@ -40,7 +40,7 @@ def float_bags(is_weighted: bool = False) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(configs(), is_weighted)
 
 
-def quantized(collection: EmbeddingBagCollection, **settings: Any) -> quant.EmbeddingBagCollection:
+def quantized(collection: nn.Module, **settings: Any) -> quant.EmbeddingBagCollection:
     made = quantize_inference_model(collection, **settings)
     assert isinstance(made, quant.EmbeddingBagCollection)
     return made
