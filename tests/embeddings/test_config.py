@@ -167,26 +167,20 @@ def bag_config(**settings: Any) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(10, 4, "t", feature_names=["f"], **settings)
 
 
-def row_config() -> EmbeddingConfig:
-    return EmbeddingConfig(10, 4, "t", feature_names=["f"])
-
-
 def test_collections_are_what_their_interfaces_say() -> None:
-    fused = FusedEmbeddingBagCollection([bag_config()], RowWiseAdagrad, {"lr": 0.1})
-    for pooled in (EmbeddingBagCollection([bag_config()]), fused):
+    bags, rows = [bag_config()], [EmbeddingConfig(10, 4, "t", feature_names=["f"])]
+    for pooled in (EmbeddingBagCollection(bags), FusedEmbeddingBagCollection(bags, RowWiseAdagrad, {"lr": 0.1})):
         assert isinstance(pooled, EmbeddingBagCollectionInterface)
         assert not isinstance(pooled, EmbeddingCollectionInterface)
-    fused_rows = FusedEmbeddingCollection([row_config()], RowWiseAdagrad, {"lr": 0.1})
-    for rows in (EmbeddingCollection([row_config()]), fused_rows):
-        assert isinstance(rows, EmbeddingCollectionInterface)
-        assert not isinstance(rows, EmbeddingBagCollectionInterface)
+    for sequence in (EmbeddingCollection(rows), FusedEmbeddingCollection(rows, RowWiseAdagrad, {"lr": 0.1})):
+        assert isinstance(sequence, EmbeddingCollectionInterface)
+        assert not isinstance(sequence, EmbeddingBagCollectionInterface)
 
 
 def test_an_interface_alone_cannot_be_made() -> None:
-    kinds: list[Any] = [EmbeddingBagCollectionInterface, EmbeddingCollectionInterface]
-    for kind in kinds:
+    for kind in (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface):
         with pytest.raises(TypeError, match="abstract"):
-            kind()
+            kind()  # type: ignore[abstract]
 
 
 class Wrapped(EmbeddingBagCollectionInterface):
@@ -197,9 +191,7 @@ class Wrapped(EmbeddingBagCollectionInterface):
         self.inner = EmbeddingBagCollection([bag_config()], is_weighted=True)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        out = self.inner(features)
-        assert isinstance(out, KeyedTensor)
-        return out
+        return self.inner(features)  # type: ignore[no-any-return]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return self.inner.embedding_bag_configs()

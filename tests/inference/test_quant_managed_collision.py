@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import (
+    DataType,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -145,7 +146,7 @@ def test_pieces_on_devices_give_the_bits_of_the_whole(pooled: bool, kind: str) -
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    table = EmbeddingBagConfig(ROWS, DIM, "a", feature_names=["f"], data_type=quant_type())
+    table = EmbeddingBagConfig(ROWS, DIM, "a", feature_names=["f"], data_type=DataType.INT8)
     with pytest.raises(ValueError, match="takes a managed_collision_collection"):
         quant.QuantManagedCollisionEmbeddingBagCollection([table], False, "cpu")
     maps = trained(True)._managed_collision_collection
@@ -155,9 +156,3 @@ def test_what_does_not_fit_is_refused() -> None:
         quant.QuantManagedCollisionEmbeddingCollection.from_float(trained(True))
     assert QuantManagedCollisionEmbeddingCollectionSharder().module_type.__name__.startswith("QuantManaged")
     assert "row_wise" in QuantManagedCollisionEmbeddingBagCollectionSharder().sharding_types("cpu")
-
-
-def quant_type() -> Any:
-    from shardwise.embeddings import DataType
-
-    return DataType.INT8

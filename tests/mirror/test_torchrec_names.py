@@ -24,6 +24,9 @@ GenericAlias = type(Callable[[int], int])
 ENTRIES = [(path, name) for path, table in names.TABLE.items() for name in table]
 # TorchRec's own list of names, where a checkout has it beside it
 REFERENCE = SHARED / "reference"
+NEEDS_REFERENCE = pytest.mark.skipif(
+    not (REFERENCE / "torchrec_names.md").is_file(), reason="the list of TorchRec's names is not here"
+)
 # exported by upstream's __init__ files, which define nothing themselves
 EXPORTED = {
     "torchrec", "torchrec.distributed", "torchrec.distributed.planner", "torchrec.distributed.train_pipeline",
@@ -50,7 +53,7 @@ def test_the_entry_leads_to_our_name(path: str, name: str) -> None:
     assert value.__name__ == name or name in dir(module)
 
 
-@pytest.mark.skipif(not (REFERENCE / "torchrec_names.md").is_file(), reason="the list of TorchRec's names is not here")
+@NEEDS_REFERENCE
 def test_every_entry_is_a_name_of_torchrec() -> None:
     known: dict[str, set[str]] = {}
     for line in (REFERENCE / "torchrec_names.md").read_text().splitlines():
@@ -244,7 +247,6 @@ def test_own_names_of_the_mirror_are_those_of_its_root() -> None:
 
 LISTED = Path(__file__).with_name("torchrec_names.txt")
 # the list that ours was made of, where a checkout has it beside it
-NAMES_LIST = SHARED / "reference" / "torchrec_names.md"
 AREAS = ("sparse", "modules", "distributed", "optim", "quant", "inference", "fx", "streamable", "types", "")
 # names of these areas that are there, of core and of common ones
 COMMITTED = {1: 152, 2: 61}
@@ -291,10 +293,10 @@ def test_names_of_models_and_data_lead_somewhere() -> None:
     assert others and all(leads_somewhere(path, name) for path, name in others)
 
 
-@pytest.mark.skipif(not NAMES_LIST.is_file(), reason="the list of TorchRec's names is not here")
+@NEEDS_REFERENCE
 def test_the_committed_list_is_the_reference() -> None:
     wanted = []
-    for path, listing in re.findall(r"^- `([\w.]+)`: (.*)$", NAMES_LIST.read_text(), re.M):
+    for path, listing in re.findall(r"^- `([\w.]+)`: (.*)$", (REFERENCE / "torchrec_names.md").read_text(), re.M):
         for name, level in re.findall(r"(\(?\w+\)?) \((\d)\)", listing):
             if int(level) <= 2:
                 wanted.append((int(level), path, "" if name == "(module)" else name))

@@ -177,10 +177,8 @@ def rows(*sizes: int, dim: int = 4) -> list[ShardMetadata]:
 def test_buckets_of_rows_are_counted_by_shard() -> None:
     found = get_bucket_metadata_from_shard_metadata(rows(40, 20, 60), 6)
     assert (found.num_buckets_per_shard, found.bucket_offsets_per_shard, found.bucket_size) == (
-        [2, 1, 3],
-        [0, 2, 3],
-        20,
-    )
+        [2, 1, 3], [0, 2, 3], 20,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -208,9 +206,7 @@ def test_fused_parameters_of_a_table_win_over_the_sharders() -> None:
 
 
 def test_a_plans_settings_join_the_fused_parameters() -> None:
-    plan = construct_module_sharding_plan(
-        EmbeddingBagCollection(tables()), {"ta": row_wise(), "tb": data_parallel()}, world_size=2, local_size=2
-    )
+    plan = plan_of(ta=row_wise(), tb=data_parallel())
     one = plan["ta"]
     one.cache_params = CacheParams(
         load_factor=0.3, precision=DataType.FP16, multipass_prefetch_config=MultiPassPrefetchConfig(3)
@@ -259,17 +255,19 @@ def test_the_planner_prices_a_cache_by_its_size() -> None:
     assert hbm(KeyValueParams(max_l1_cache_size=1)) != hbm(KeyValueParams(max_l1_cache_size=2))
 
 
+def plan_of(*, rows: int = 8, **cuts: Any) -> Any:
+    """A plan of both tables for two ranks."""
+    ebc = EmbeddingBagCollection(tables(rows))
+    return construct_module_sharding_plan(ebc, cuts, local_size=2, world_size=2, device_type="cpu")
+
+
 def test_a_delta_has_what_is_placed_or_cut_otherwise() -> None:
-    ebc = EmbeddingBagCollection(tables(1024))
-
-    def plan(**cuts: Any) -> Any:
-        return construct_module_sharding_plan(ebc, cuts, local_size=2, world_size=2, device_type="cpu")
-
-    old = plan(ta=table_wise(0), tb=row_wise())
-    volume, delta = output_sharding_plan_delta_single(old, plan(ta=table_wise(1), tb=row_wise()), True)
+    old = plan_of(ta=table_wise(0), tb=row_wise(), rows=1024)
+    other = plan_of(ta=table_wise(1), tb=row_wise(), rows=1024)
+    volume, delta = output_sharding_plan_delta_single(old, other, True)
     assert list(delta) == ["ta"] and delta["ta"].ranks == [1] and volume == 1024 * 64 * 4 / 2**20
     # the same ranks, another cut: TorchRec would pass this over
-    _, delta = output_sharding_plan_delta_single(old, plan(ta=table_wise(0), tb=column_wise([0, 1])))
+    _, delta = output_sharding_plan_delta_single(old, plan_of(ta=table_wise(0), tb=column_wise([0, 1]), rows=1024))
     assert list(delta) == ["tb"] and delta["tb"].sharding_type == "column_wise"
     assert output_sharding_plans_delta({"": old}, {"": old}) == {"": (0.0, {})}
     with pytest.raises(ValueError, match=r"the plans have different tables: \['tb'\]"):
@@ -283,15 +281,10 @@ def resharded_by_a_delta() -> tuple[bool, float, list[int] | None]:
     model: Any = nn.Module()
     model.add_module("ebc", EmbeddingBagCollection(tables()))
     features = KeyedJaggedTensor(["f_ta", "f_tb"], torch.tensor([3, 4]), lengths=torch.ones(2).long())
-    where = {"ta": table_wise(0), "tb": table_wise(0)}
-    plan = construct_module_sharding_plan(model.ebc, where, local_size=2, world_size=2, device_type="cpu")
-    dmp = DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan}))
+    dmp = DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan_of(ta=table_wise(0), tb=table_wise(0))}))
     sharded = model.ebc
     before = sharded(features).values().detach().clone()
-    other = {"ta": table_wise(1), "tb": table_wise(0)}
-    aim = construct_module_sharding_plan(
-        EmbeddingBagCollection(tables()), other, local_size=2, world_size=2, device_type="cpu"
-    )
+    aim = plan_of(ta=table_wise(1), tb=table_wise(0))
     delta = output_sharding_plans_delta(dmp.plan.plan, {"ebc": aim}, True)
     volume = dmp.reshard(delta, "ebc")
     return torch.equal(sharded(features).values(), before), volume, dmp.plan.plan["ebc"]["ta"].ranks

@@ -88,21 +88,23 @@ def deepfm(model: Any, given: Input) -> Tensor:
     return torch.sigmoid(last(torch.cat([dense, deep, torch.as_tensor(pairs)[:, None]], dim=1)))
 
 
-def cross(model: Any, given: Input) -> Tensor:
+def dense_and_together(model: Any, given: Input) -> tuple[Tensor, Tensor]:
     dense = model.dense_arch(given.float_features)
-    together = torch.cat([dense, embedded(model, given).flatten(1)], dim=1)
-    out: Tensor = model.over_arch(model.inter_arch.crossnet(together))
-    return out
+    return dense, torch.cat([dense, embedded(model, given).flatten(1)], dim=1)
+
+
+def cross(model: Any, given: Input) -> Tensor:
+    _, together = dense_and_together(model, given)
+    return model.over_arch(model.inter_arch.crossnet(together))  # type: ignore[no-any-return]
 
 
 def projected(model: Any, given: Input) -> Tensor:
-    dense = model.dense_arch(given.float_features)
-    together = torch.cat([dense, embedded(model, given).flatten(1)], dim=1)
+    dense, together = dense_and_together(model, given)
     left, right = model.inter_arch.interaction_branch1(together), model.inter_arch.interaction_branch2(together)
     # rows of p vectors, columns of a [D, q] matrix
     products = [sum(left[:, i * DIM + d] * right[:, d * 3 + j] for d in range(DIM)) for i in range(2) for j in range(3)]
-    out: Tensor = model.over_arch(torch.cat([dense, torch.stack([torch.as_tensor(p) for p in products], 1)], dim=1))
-    return out
+    pairs = torch.stack([torch.as_tensor(p) for p in products], 1)
+    return model.over_arch(torch.cat([dense, pairs], dim=1))  # type: ignore[no-any-return]
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
