@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -51,19 +50,15 @@ def read(page: str) -> str:
     return (DOCS / f"{page}.md").read_text()
 
 
-@pytest.fixture
-def _configs() -> Iterator[None]:
-    """A page may set some."""
-    yield
-    configs.use_configs()
-
-
-@pytest.mark.usefixtures("_configs")
 @pytest.mark.parametrize("page", SAID)
 def test_every_snippet_gives_what_stands_beside_it(page: str) -> None:
     if page == "jagged":
         pytest.importorskip("pyarrow")
-    wrong, said = wrong_snippets(DOCS / f"{page}.md")
+    try:
+        wrong, said = wrong_snippets(DOCS / f"{page}.md")
+    finally:
+        # a page may set some
+        configs.use_configs()
     assert not wrong, "\n".join(wrong)
     assert said in SAID[page]
 

@@ -14,7 +14,6 @@ from forked import run_script
 import shardwise
 from shardwise import models, quant
 
-EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
@@ -129,7 +128,7 @@ def test_every_pipeline_makes_the_steps_of_a_plain_loop(ranks: int) -> None:
 def test_every_public_name_is_in_an_example() -> None:
     used = {
         alias.name
-        for path in EXAMPLES.rglob("*.py")
+        for path in (ROOT / "examples").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and node.module == "shardwise"
         for alias in node.names

@@ -27,7 +27,6 @@ from shardwise.inference import load_program
 
 batches, load_test, server, small_model = map(example, ("batches", "load_test", "server", "small_model"))
 
-BODY = {"instances": [GOOD]}
 FAILS, NOT_FINITE = 13, 14
 
 

@@ -26,7 +26,6 @@ from shardwise.inference.tracing import named_outputs
 
 FEATURES = ["a", "b", "c"]
 ROWS = 50
-DTYPES = {"b": torch.quint4x2}
 
 
 def bags(is_weighted: bool = False, rows: int = ROWS) -> EmbeddingBagCollection:
@@ -116,7 +115,7 @@ class Case:
 DENSE = ["age", "hour"]
 CASES = {
     "pooled": Case(bags, FEATURES),
-    "two formats": Case(bags, FEATURES, dtypes=DTYPES),
+    "two formats": Case(bags, FEATURES, dtypes={"b": torch.quint4x2}),
     "weighted": Case(lambda: bags(is_weighted=True), FEATURES, Signature(FEATURES, weighted=True)),
     "shared feature": Case(shared_feature, ["c", "b", "a@first", "a@third"]),
     "sequence": Case(rows, [f"{name}.{what}" for name in FEATURES for what in ("values", "lengths")]),

@@ -245,16 +245,21 @@ def test_own_names_of_the_mirror_are_those_of_its_root() -> None:
     assert tuple(names.__all__) == OWN_NAMES
 
 
-LISTED = Path(__file__).with_name("torchrec_names.txt")
 # the list that ours was made of, where a checkout has it beside it
 AREAS = ("sparse", "modules", "distributed", "optim", "quant", "inference", "fx", "streamable", "types", "")
 # names of these areas that are there, of core and of common ones
 COMMITTED = {1: 152, 2: 61}
 
 
+def lines_of(name: str) -> list[list[str]]:
+    """The words of each line of a list beside this file."""
+    text = Path(__file__).with_name(name).read_text()
+    return [line.split() for line in text.splitlines() if not line.startswith("#")]
+
+
 def listed() -> list[tuple[int, str, str]]:
     """Level, module and name; the name is empty where the module itself is imported."""
-    lines = [line.split() for line in LISTED.read_text().splitlines() if not line.startswith("#")]
+    lines = lines_of("torchrec_names.txt")
     return [(int(level), path, *rest, *([] if rest else [""]))[:3] for level, path, *rest in lines]  # type: ignore[misc]
 
 
@@ -303,8 +308,7 @@ def test_the_committed_list_is_the_reference() -> None:
     assert listed() == wanted
 
 
-ARGUMENTS = Path(__file__).with_name("torchrec_arguments.txt")
-CALLS = [line.split() for line in ARGUMENTS.read_text().splitlines() if not line.startswith("#")]
+CALLS = lines_of("torchrec_arguments.txt")
 # last arguments that we do not take: given, they raise
 WITHOUT = {"sharded_module_order_overwrite", "use_gather_select", "use_gather_select_per_sharding", "maximize",
            "extend_leaf_fqn"}  # fmt: skip

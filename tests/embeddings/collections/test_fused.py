@@ -283,13 +283,13 @@ class Model(nn.Module):
         super().__init__()
         self.pooled = EmbeddingBagCollection(configs(), policy=LookupPolicy(BoundsCheckMode.IGNORE))
         self.nested = nn.ModuleList(
-            [nn.Linear(2, 2), nn.ModuleDict({"rows": EmbeddingCollection([SEQUENCE], None, True)})]
+            [
+                nn.Linear(2, 2),
+                nn.ModuleDict({"rows": EmbeddingCollection([EmbeddingConfig(5, 4, "s", DataType.FP16)], None, True)}),
+            ]
         )
         self.again = self.pooled
         self.weighted = nn.Sequential(EmbeddingBagCollection(configs(), is_weighted=True))
-
-
-SEQUENCE = EmbeddingConfig(5, 4, "s", DataType.FP16)
 
 
 def test_fuse_embedding_optimizer_keeps_everything_but_the_training() -> None:

@@ -48,7 +48,6 @@ RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "ftrl": (FTRL, {"lr": 0.1, "l1": 0.01}),
     "cut": (torch.optim.SGD, {"lr": 0.1, "gradient_clipping": True, "max_gradient": 0.5}),
 }
-DTYPES = [DataType.FP32, DataType.FP16, DataType.BF16]
 ROWS = {"f": 9, "g": 9, "h": 5, "i": 40}
 
 
@@ -118,7 +117,7 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert not different
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DataType.FP32, DataType.FP16, DataType.BF16])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("make", [bag_collection, row_collection])
 def test_a_gradient_that_waited_changes_the_bits_that_it_would_have_changed_at_once(

@@ -26,10 +26,6 @@ from shardwise.quant import (
 )
 
 
-def as_bytes(*parts: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).view(1, -1)
-
-
 def packed(numbers: list[int], bits: int) -> bytes:
     """The first number in the lowest bits of its byte."""
     per_byte = 8 // bits
@@ -60,7 +56,7 @@ ROWS: dict[str, tuple[FusedLayout, str, list[int], tuple[bytes, ...]]] = {
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_by_hand_become_planes_and_come_back(name: str) -> None:
     layout, format, numbers, parts = ROWS[name]
-    rows, dim = as_bytes(*parts), len(numbers)
+    rows, dim = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).view(1, -1), len(numbers)
     payload, scales = split_rows(rows, dim=dim, format=format, layout=layout)
     assert payload.tolist() == [list(packed(numbers, ROW_FORMATS[format].bits))]
     assert scales.dtype == layout.scale_dtype and scales.tolist() == [[SCALE, BIAS]]
