@@ -81,6 +81,21 @@ def run_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout: float 
         count(time.monotonic() - start)
 
 
+def error_of(call: Callable[[], object]) -> str:
+    """What a call raises, as "Type: message", or "": for a rank to tell its test."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error.args[0] if error.args else ''}"
+    return ""
+
+
+def world_group() -> dist.ProcessGroup:
+    """The default group of a rank."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def count(seconds: float, processes: int = 0) -> None:
     """Add to `counted`: a world of ranks, or only the processes that one needed."""
     counted.update(worlds=int(seconds > 0), processes=processes)

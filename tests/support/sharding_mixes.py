@@ -7,13 +7,14 @@ sums of bags [B, dim], or rows of ids [n, dim] where nothing is pooled.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from batches import tables_of
 from torch import Tensor
 
 from shardwise import (
@@ -161,25 +162,26 @@ def shards_of(table: TableCase, world: int, local: int) -> list[Shard]:
     rng, name, rows, dim = random.Random(table.seed), table.name, table.rows, table.dim
     hosts = [list(range(host, host + local)) for host in range(0, world, local)]
     host = rng.choice(hosts)
-    if table.strategy == "data_parallel":
-        return layout.data_parallel(name, rows, dim, world)
-    if table.strategy == "table_wise":
-        return layout.table_wise(name, rows, dim, rng.randrange(world))
     if table.strategy == "row_wise":
-        ranks = list(range(world))
+        ranks, sizes = list(range(world)), None
         if rng.random() < 0.5:
             # uneven blocks on ranks in any order
             rng.shuffle(ranks)
             ends = sorted(rng.randint(0, rows) for _ in range(world - 1))
-            return layout.row_wise(name, rows, dim, ranks, [b - a for a, b in pairwise([0, *ends, rows])])
-        return layout.row_wise(name, rows, dim, ranks)
-    if table.strategy == "column_wise":
-        return layout.column_wise(name, rows, dim, [rng.randrange(world) for _ in range(dim // 4)], [4] * (dim // 4))
-    if table.strategy == "table_row_wise":
-        return layout.table_row_wise(name, rows, dim, host)
-    if table.strategy == "table_column_wise":
-        return layout.table_column_wise(name, rows, dim, [rng.choice(host) for _ in range(dim // 4)], [4] * (dim // 4))
-    return layout.grid(name, rows, dim, hosts, [dim // len(hosts)] * len(hosts))
+            sizes = [b - a for a, b in pairwise([0, *ends, rows])]
+        return layout.row_wise(name, rows, dim, ranks, sizes)
+    widths = [4] * (dim // 4)
+    ways: dict[str, Callable[[], list[Shard]]] = {
+        "data_parallel": lambda: layout.data_parallel(name, rows, dim, world),
+        "table_wise": lambda: layout.table_wise(name, rows, dim, rng.randrange(world)),
+        "column_wise": lambda: layout.column_wise(name, rows, dim, [rng.randrange(world) for _ in widths], widths),
+        "table_row_wise": lambda: layout.table_row_wise(name, rows, dim, host),
+        "table_column_wise": lambda: layout.table_column_wise(
+            name, rows, dim, [rng.choice(host) for _ in widths], widths
+        ),
+        "grid": lambda: layout.grid(name, rows, dim, hosts, [dim // len(hosts)] * len(hosts)),
+    }
+    return ways[table.strategy]()
 
 
 def build(mix: Mix, optimizer: str) -> Any:
@@ -293,12 +295,8 @@ def backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
 def train_alone(mix: Mix, optimizer: str, steps: int, *, learned: bool = False) -> Run:
     """One process on the batches of all ranks."""
     module = build(mix, optimizer)
-    batches = [batch_of(mix, step) for step in range(steps)]
-    given = [upstream_of(mix, batch, step) for step, batch in enumerate(batches)]
-    run = train(mix, module, list(zip(batches, given, strict=True)), learned)
-    names = [table.name for table in mix.tables]
-    run.weights = {name: module.state_dict()[f"{module._children_name}.{name}.weight"].clone() for name in names}
-    run.states = states_of(module)
+    run = train(mix, module, batches_of_rank(mix, range(steps), 0, 1), learned)
+    run.weights, run.states = tables_of(module), states_of(module)
     return run
 
 
@@ -385,18 +383,28 @@ def span_of(mix: Mix, rank: int, world: int) -> tuple[int, int]:
     return ends[rank], ends[rank + 1]
 
 
+def batches_of_rank(
+    mix: Mix, steps: Iterable[int], rank: int | None = None, world: int | None = None
+) -> list[tuple[KeyedJaggedTensor, list[Tensor]]]:
+    """A rank's samples of each step, and its rows of the upstream gradients of one process, times the ranks."""
+    rank, world = dist.get_rank() if rank is None else rank, world or dist.get_world_size()
+    begin, end = span_of(mix, rank, world)
+    found = []
+    for step in steps:
+        whole = batch_of(mix, step)
+        upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
+        found.append((samples_of(whole, begin, end), [given * world for given in upstream]))
+    return found
+
+
 def train_sharded(
     mix: Mix, optimizer: str, steps: int, env: ShardingEnv, *, learned: bool = False, dress: bool = False, **more: Any
 ) -> Run:
     """One rank of several: its upstream gradients are its rows of those of `train_alone`, times the ranks."""
     model = shard(mix, build(mix, optimizer), env, **more)
-    begin, end = span_of(mix, env.rank, env.world_size)
-    batches = []
-    for step in range(steps):
-        whole = batch_of(mix, step)
-        mine = samples_of(whole, begin, end)
-        upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
-        batches.append((dressed(mine, env.rank) if dress else mine, [given * env.world_size for given in upstream]))
+    batches = batches_of_rank(mix, range(steps))
+    if dress:
+        batches = [(dressed(mine, env.rank), upstream) for mine, upstream in batches]
     run = train(mix, model, batches, learned, lambda: model.collectives)
     run.weight_gradients = [gradient / env.world_size for gradient in run.weight_gradients]
     run.weights, run.states = held(model)
@@ -418,3 +426,18 @@ def address(key: str) -> tuple[str, slice, slice]:
     """Table, rows and columns of a key of `held`."""
     table, rows, cols = key.split("|")
     return table, slice(*map(int, rows.split(":"))), slice(*map(int, cols.split(":")))
+
+
+def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether these are the same names with the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def expect_same_runs(one: Run, other: Run) -> None:
+    """Two runs of a rank gave the same bits everywhere."""
+    for mine, theirs in zip(
+        [*one.outputs, one.weight_gradients], [*other.outputs, other.weight_gradients], strict=True
+    ):
+        assert len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+    assert same_tensors(one.weights, other.weights)
+    assert same_tensors(one.states, other.states)
