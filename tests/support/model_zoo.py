@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -41,7 +42,9 @@ def row_tables(rows: Mapping[str, int], dim: int = DIM, **fields: Any) -> list[E
 
 def fused(module: Module, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **kwargs: Any) -> Module:
     """The module, its tables updated in backward; `lr` is 0.1 unless given."""
-    tables = [param for name, param in module.named_parameters() if "embedding" in name]
+    tables = [
+        param for name, param in module.named_parameters() if re.search(r"embedding(_bag)?s\.[^.]+\.weight$", name)
+    ]
     apply_optimizer_in_backward(optimizer, tables, {"lr": 0.1, **kwargs})
     return module
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import error_of, run_ranks
+from sharding_mixes import same_tensors
 from sharding_steps import local_tensors
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from shardwise import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
     LookupPolicy,
     RowWiseAdagrad,
@@ -103,10 +105,6 @@ def of(keys: list[str], lengths: list[int], ids: int) -> Callable[[KeyedJaggedTe
     return lambda _: KeyedJaggedTensor(keys, torch.zeros(ids, dtype=torch.int64), None, torch.tensor(lengths))
 
 
-def by_offsets(offsets: list[int]) -> Callable[[KeyedJaggedTensor], Any]:
-    return lambda kjt: KeyedJaggedTensor(["f1", "f2", "f3", "f4"], kjt.values()[:4], offsets=torch.tensor(offsets))
-
-
 F2 = r"rank 1: feature 'f2' \(table 't2'\), sample 1: id"
 FAULTS: dict[str, tuple[Callable[[KeyedJaggedTensor], Any], str, str]] = {
     "id past the end": (with_id(30), "IndexError", rf"^{F2} 30 is outside \[0, 30\)$"),
@@ -121,7 +119,7 @@ FAULTS: dict[str, tuple[Callable[[KeyedJaggedTensor], Any], str, str]] = {
     "short ids": (cast(torch.int16), "TypeError", r"^rank 1: feature ids must be int32 or int64, got int16$"),
     "lengths that do not add up": (of(list(ROWS), [1, 1, 1, 2], 4), "ValueError", r"^rank 1: .*\b5\b.*\b4\b"),
     "offsets that decrease": (
-        by_offsets([0, 3, 2, 3, 4]),
+        lambda kjt: KeyedJaggedTensor(list(ROWS), kjt.values()[:4], offsets=torch.tensor([0, 3, 2, 3, 4])),
         "ValueError",
         r"^rank 1: feature 'f2' \(table 't2'\), sample 0: offsets must not decrease, got 3 and then 2",
     ),
@@ -139,7 +137,7 @@ def state_of(dmp: DistributedModelParallel) -> dict[str, Tensor]:
 
 def train(
     fault: str | None, bad_steps: tuple[int, ...], bad_ranks: tuple[int, ...]
-) -> tuple[list[tuple[str, str]], dict[str, Tensor]]:
+) -> tuple[list[str], dict[str, Tensor]]:
     """Five good steps and, before some of them, one in which some ranks' batch is bad."""
     dmp = build()
     optimizer = torch.optim.SGD([p for n, p in dmp.named_parameters() if "dense" in n or "t4" in n], lr=0.1)
@@ -148,40 +146,42 @@ def train(
         optimizer.zero_grad()
         if fault is not None and step in bad_steps:
             before, kjt = state_of(dmp), batch_of(50 + step)
-            try:
-                dmp(FAULTS[fault][0](kjt) if dist.get_rank() in bad_ranks else kjt)
-            except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-                errors.append((type(error).__name__, str(error.args[0])))
-            after = state_of(dmp)
-            assert all(torch.equal(value, after[name]) for name, value in before.items())
+            bad = FAULTS[fault][0](kjt) if dist.get_rank() in bad_ranks else kjt
+            errors.append(error_of(lambda bad=bad: dmp(bad)))  # type: ignore[misc]
+            assert same_tensors(before, state_of(dmp))
         dmp(batch_of(step)).backward()
         optimizer.step()
     return errors, state_of(dmp)
 
 
+def train_with_each() -> dict[str | None, tuple[list[str], dict[str, Tensor]]]:
+    return {fault: train(fault, (0, 3), (1,)) for fault in (None, *FAULTS)}
+
+
 @pytest.fixture(scope="module")
-def good_states() -> list[dict[str, Tensor]]:
-    return [state for _, state in run_ranks(2, train, None, (), ())]
+def trained() -> list[dict[str | None, tuple[list[str], dict[str, Tensor]]]]:
+    return run_ranks(2, train_with_each)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_batch_of_one_rank_raises_on_all_and_leaves_no_trace(
-    fault: str, good_states: list[dict[str, Tensor]]
+    fault: str, trained: list[dict[str | None, tuple[list[str], dict[str, Tensor]]]]
 ) -> None:
     _, kind, message = FAULTS[fault]
-    for (errors, state), wanted in zip(run_ranks(2, train, fault, (0, 3), (1,)), good_states, strict=True):
-        assert [found for found, _ in errors] == [kind, kind]
-        for _, text in errors:
-            assert re.search(message, text), text
-        assert all(torch.equal(value, state[name]) for name, value in wanted.items())
+    for of_rank in trained:
+        errors, state = of_rank[fault]
+        assert len(errors) == 2
+        for text in errors:
+            assert re.search(f"^{kind}: {message.removeprefix('^')}", text), text
+        assert same_tensors(state, of_rank[None][1])
 
 
 def test_the_first_of_several_bad_ranks_is_named_on_all() -> None:
     for errors, _ in run_ranks(3, train, "id past the end", (1,), (1, 2)):
-        assert errors == [("IndexError", "rank 1: feature 'f2' (table 't2'), sample 1: id 30 is outside [0, 30)")]
+        assert errors == ["IndexError: rank 1: feature 'f2' (table 't2'), sample 1: id 30 is outside [0, 30)"]
 
 
-def missing_weights() -> str:
+def missing_weights() -> None:
     dmp = build(weighted=True)
     good = batch_of(0)
     bad = KeyedJaggedTensor(good.keys(), good.values(), lengths=good.lengths())
@@ -193,32 +193,30 @@ def missing_weights() -> str:
     ):
         with pytest.raises(kind, match=message):
             dmp(kjt if dist.get_rank() == 1 else batch_of(0))
-    return str(float(dmp(batch_of(1)).detach()))
+    dmp(batch_of(1))
 
 
 def test_wrong_weights_of_one_rank_raise_on_all() -> None:
     run_ranks(2, missing_weights)
 
 
-def without_gradients(step_of_fault: int) -> list[str]:
-    dmp, messages = build(), []
-    for step in range(5):
-        update = not (step == step_of_fault and dist.get_rank() == 1)
-        try:
-            with torch.set_grad_enabled(update):
-                loss = dmp(batch_of(step))
-        except RuntimeError as error:
-            messages.append(str(error))
-        else:
-            loss.backward()
-    return messages
+def without_gradients() -> list[list[str]]:
+    """What is raised where rank 1 has no gradients in one of five steps: of the first, the second and the last."""
+    found: list[list[str]] = []
+    for step_of_fault in (0, 1, 4):
+        dmp = build()
+        found.append([])
+        for step in range(5):
+            with torch.set_grad_enabled(not (step == step_of_fault and dist.get_rank() == 1)):
+                message = error_of(lambda dmp=dmp, step=step: dmp(batch_of(step)).backward())  # type: ignore[misc]
+            found[-1] += [message] if message else []
+    return found
 
 
-@pytest.mark.parametrize("step", [0, 1, 4])
-def test_a_rank_without_gradients_among_others_is_refused(step: int) -> None:
-    first, second = run_ranks(2, without_gradients, step)
-    assert first == ["ranks [1] differ from this one in whether gradients are enabled"]
-    assert second == ["ranks [0] differ from this one in whether gradients are enabled"]
+def test_a_rank_without_gradients_among_others_is_refused() -> None:
+    for rank, found in enumerate(run_ranks(2, without_gradients)):
+        said = f"RuntimeError: ranks [{1 - rank}] differ from this one in whether gradients are enabled"
+        assert found == [[said]] * 3
 
 
 def other_rows(model: Net) -> ShardingPlan:
@@ -286,71 +284,64 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Net], ShardingPlan], str, str]] = {
 def dense_in_backward() -> str:
     model = Net(EmbeddingBagCollection(tables()))
     apply_optimizer_in_backward(torch.optim.SGD, model.dense.parameters(), {"lr": 0.1})
-    with pytest.raises(ValueError, match="dense parameters") as error:
-        DistributedModelParallel(model, plan=plan_for(model.ebc))
-    return str(error.value)
+    return error_of(lambda: DistributedModelParallel(model, plan=plan_for(model.ebc)))
 
 
 def test_a_dense_layer_cannot_step_before_its_gradient_is_averaged() -> None:
     """The first forward failed with "module 'torch.distributed' has no attribute 'optim'", from inside DDP."""
     for message in run_ranks(2, dense_in_backward):
-        assert "rank 0: dense parameters ['dense.weight', 'dense.bias'] have an optimizer in the backward" in message
+        said = "ValueError: rank 0: dense parameters ['dense.weight', 'dense.bias'] have an optimizer in the backward"
+        assert message.startswith(said)
 
 
-def disagree(name: str) -> tuple[str, str]:
-    model, found = Net(EmbeddingBagCollection(tables())), ("nothing", "")
-    try:
-        make = DISAGREEMENTS[name][0] if dist.get_rank() == 1 else lambda model: plan_for(model.ebc)
-        DistributedModelParallel(model, plan=make(model))
-    except (RuntimeError, ValueError) as error:
-        found = type(error).__name__, str(error)
-    shardwise.sharding.comms.agreement.__version__ = shardwise.__version__  # type: ignore[attr-defined]
-    # no rank is left in a collective that the others never join
-    dmp = build()
-    dmp(batch_of(0)).backward()
+def disagree() -> dict[str, str]:
+    found = {}
+    for name, (make, _, _) in DISAGREEMENTS.items():
+        model = Net(EmbeddingBagCollection(tables()))
+        plan: Any = make if dist.get_rank() == 1 else lambda model: plan_for(model.ebc)
+        found[name] = error_of(lambda model=model, plan=plan: DistributedModelParallel(model, plan=plan(model)))  # type: ignore[misc]
+        shardwise.sharding.comms.agreement.__version__ = shardwise.__version__  # type: ignore[attr-defined]
+        # no rank is left in a collective that the others never join
+        dmp = build()
+        dmp(batch_of(0)).backward()
     return found
 
 
+@pytest.fixture(scope="module")
+def disagreements() -> list[dict[str, str]]:
+    return run_ranks(2, disagree)
+
+
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_ranks_that_would_shard_differently_all_refuse_at_construction(name: str) -> None:
+def test_ranks_that_would_shard_differently_all_refuse_at_construction(
+    name: str, disagreements: list[dict[str, str]]
+) -> None:
     """A rank whose plan did not fit raised alone, and the others waited for it until the group's timeout."""
     _, kind, message = DISAGREEMENTS[name]
-    for found, text in run_ranks(2, disagree, name):
-        assert found == kind
-        assert re.search(message, text), text
+    for found in disagreements:
+        assert re.search(f"^{kind}: .*{message}", found[name]), found[name]
 
 
 def uneven(samples: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     dmp = build()
+    # of the seed of build
+    torch.manual_seed(3)
     alone = Net(EmbeddingBagCollection(tables()))
-    alone.load_state_dict(whole_state(dmp))
     optimizers = [torch.optim.SGD([p for n, p in m.named_parameters() if "dense" in n], lr=0.1) for m in (dmp, alone)]
     for step in range(3):
         dmp(batch_of(step, samples[rank])).backward()
         # the mean over ranks of a sum over samples
-        union = union_of([batch_of(step, n, rank=r) for r, n in enumerate(samples)])
-        (alone(union) / world).backward()
+        parts = [batch_of(step, n, rank=r) for r, n in enumerate(samples)]
+        ids, lengths = (
+            torch.cat([get(kjt[key]) for key in ROWS for kjt in parts])
+            for get in (JaggedTensor.values, JaggedTensor.lengths)
+        )
+        (alone(KeyedJaggedTensor(list(ROWS), ids, lengths=lengths)) / world).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     return state_of(dmp), dict(alone.state_dict())
-
-
-def union_of(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    ids = torch.cat([kjt[key].values() for key in ROWS for kjt in batches])
-    return KeyedJaggedTensor(
-        list(ROWS), ids, lengths=torch.cat([kjt[key].lengths() for key in ROWS for kjt in batches])
-    )
-
-
-def whole_state(dmp: DistributedModelParallel) -> dict[str, Tensor]:
-    whole: dict[str, Tensor] = {}
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, local_tensors(dmp.state_dict()))
-    for part in parts:
-        whole.update({name: value for name, value in part.items() if value.numel()})
-    return whole
 
 
 @pytest.mark.parametrize("samples", [(4, 0), (0, 0), (5, 1)])
@@ -394,20 +385,20 @@ def test_features_in_another_order_on_one_rank_are_told_apart_by_name() -> None:
         assert torch.equal(found, alone(batch_of(0, rank=rank)).values())
 
 
-def lookup(mode: BoundsCheckMode, dtype: torch.dtype) -> tuple[Tensor, list[str]]:
-    torch.manual_seed(3)
-    world = dist.get_world_size()
-    model = EmbeddingBagCollection(tables(), policy=LookupPolicy(mode))
-    plan = plan_for(model).plan["ebc"] if world > 1 else None
-    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    dmp = DistributedModelParallel(model, plan=None if plan is None else ShardingPlan({"": plan}))
-    kjt = batch_of(0)
+def with_outside_ids(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     for position, bad in ((3, -1), (9, 2**32 + 3), (12, 9), (23, 7)):
         kjt = with_id(bad, position)(kjt)
-    kjt = KeyedJaggedTensor(kjt.keys(), kjt.values().to(dtype), lengths=kjt.lengths())
+    return kjt
+
+
+def lookup(mode: BoundsCheckMode) -> tuple[Tensor, list[str]]:
+    torch.manual_seed(3)
+    model = EmbeddingBagCollection(tables(), policy=LookupPolicy(mode))
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    dmp = DistributedModelParallel(model, plan=ShardingPlan({"": plan_for(model).plan["ebc"]}))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        values = dmp(kjt).values()
+        values = dmp(with_outside_ids(batch_of(0))).values()
         values.sum().backward()
     return values.detach(), [str(warning.message) for warning in caught]
 
@@ -416,11 +407,8 @@ def lookup(mode: BoundsCheckMode, dtype: torch.dtype) -> tuple[Tensor, list[str]
 def test_ids_that_may_be_outside_count_as_no_id_on_every_rank(mode: BoundsCheckMode) -> None:
     torch.manual_seed(3)
     alone = EmbeddingBagCollection(tables(), policy=LookupPolicy(BoundsCheckMode.IGNORE))
-    for rank, (found, messages) in enumerate(run_ranks(2, lookup, mode, torch.int64)):
-        kjt = batch_of(0, rank=rank)
-        for position, bad in ((3, -1), (9, 2**32 + 3), (12, 9), (23, 7)):
-            kjt = with_id(bad, position)(kjt)
-        assert torch.equal(found, alone(kjt).values())
+    for rank, (found, messages) in enumerate(run_ranks(2, lookup, mode)):
+        assert torch.equal(found, alone(with_outside_ids(batch_of(0, rank=rank))).values())
         assert len([m for m in messages if "counts as no id" in m]) == (mode is BoundsCheckMode.WARNING)
 
 
