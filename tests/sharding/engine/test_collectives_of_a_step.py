@@ -14,16 +14,14 @@ from sharding_mixes import (
     TableCase,
     backward,
     batch_of,
+    batches_of_rank,
     build,
     by_lookup,
     environment,
     mix_for,
     mix_of,
-    rows_of_rank,
-    samples_of,
     shard,
     span_of,
-    upstream_of,
 )
 
 from shardwise.planner.layout import TableOptions
@@ -60,12 +58,9 @@ def costs(cases: Sequence[Case]) -> list[Cost]:
     for case in cases:
         env, mix = environments[case.local], case.mix
         model = shard(mix, build(mix, case.optimizer), env)
-        begin, end = span_of(mix, env.rank, env.world_size)
         batches = [e - b for b, e in (span_of(mix, r, env.world_size) for r in range(env.world_size))]
         cost = Cost([], [], [], [])
-        for step in range(3):
-            whole = batch_of(mix, step)
-            mine = samples_of(whole, begin, end)
+        for step, (mine, upstream) in enumerate(batches_of_rank(mix, range(3))):
             if case.learned:
                 mine.weights().requires_grad_()
             counts = [model.collectives]
@@ -73,11 +68,12 @@ def costs(cases: Sequence[Case]) -> list[Cost]:
             with torch.set_grad_enabled(case.update):
                 outputs = by_lookup(mix, model(mine))
             counts.append(model.collectives)
-            backward(outputs, rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end))
+            backward(outputs, upstream)
             counts.append(model.collectives)
             cost.forward.append(counts[1] - counts[0])
             cost.back.append(counts[2] - counts[1])
             cost.sent.append(model._exchange.sent + (model._local.sent if model._local else 0) - sent)
+            whole = batch_of(mix, step)
             mean = {k: n / max(1, mix.samples) for k, n in zip(whole.keys(), whole.length_per_key(), strict=True)}
             traffic = predicted_bytes(model._routes, env.rank, batches, mean, update=case.update)
             if not case.learned:
@@ -139,20 +135,22 @@ def test_collectives_do_not_depend_on_the_number_of_tables_and_strategies(
         assert cost.back == [back] * 3
 
 
+def expect_predicted_bytes(ranks: Sequence[Cost], case: Case) -> None:
+    for step in range(3):
+        predicted = sum(cost.predicted[step] for cost in ranks)
+        assert sum(cost.sent[step] for cost in ranks) == pytest.approx(predicted, rel=1e-9), case
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("one number a row")])
 def test_all_ranks_together_send_as_many_bytes_as_the_plan_predicts(name: str, measured: dict[str, list[Cost]]) -> None:
-    for step in range(3):
-        sent = sum(cost.sent[step] for cost in measured[name])
-        assert sent == pytest.approx(sum(cost.predicted[step] for cost in measured[name]), rel=1e-9)
+    expect_predicted_bytes(measured[name], CASES[name][0])
 
 
 def test_random_mixes_send_as_many_bytes_as_their_plans_predict() -> None:
     cases = [Case(mix_of(seed, pooled=seed % 2 == 0), local) for seed in range(10) for local in (2, 4)]
     ranks = run_ranks(4, costs, cases)
-    for n in range(len(cases)):
-        for step in range(3):
-            sent = sum(found[n].sent[step] for found in ranks)
-            assert sent == pytest.approx(sum(found[n].predicted[step] for found in ranks), rel=1e-9), cases[n]
+    for n, case in enumerate(cases):
+        expect_predicted_bytes([found[n] for found in ranks], case)
 
 
 def test_one_rank_sends_nothing() -> None:

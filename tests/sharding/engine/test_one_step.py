@@ -17,6 +17,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from batches import kjt, tables_of
 from ranks import run_ranks
 from sharding_mixes import (
     RULES,
@@ -29,6 +30,7 @@ from sharding_mixes import (
     build,
     environment,
     held,
+    same_tensors,
     samples_of,
     shard,
     shards_of,
@@ -160,9 +162,7 @@ def alone(case: Case, world: int) -> Run:
     """One process."""
     module = build(case.mix, case.rule)
     run = train(case.mix, module, batches_of(case, world)[0], case.learned)
-    names = [table.name for table in case.mix.tables]
-    run.weights = {name: module.state_dict()[f"{module._children_name}.{name}.weight"].clone() for name in names}
-    run.states = states_of(module)
+    run.weights, run.states = tables_of(module), states_of(module)
     return run
 
 
@@ -253,8 +253,7 @@ def one_bag(strategy: str, reduction: str) -> Tensor:
     module = build(mix, "sgd")
     torch.nn.init.zeros_(module.embedding_bags["t"].weight)
     model = shard(mix, module, environment())
-    out = model(KeyedJaggedTensor(["f"], torch.tensor([0, 5, 2, 7]), lengths=torch.tensor([4])))
-    out.values().backward(torch.full((1, 4), 2.0))
+    model(kjt({"f": [[0, 5, 2, 7]]})).values().backward(torch.full((1, 4), 2.0))
     whole = torch.zeros(8, 4)
     for key, value in held(model)[0].items():
         _, rows, cols = address(key)
@@ -331,7 +330,7 @@ def infinite(check: str) -> list[Tensor]:
     torch.nn.init.zeros_(module.embedding_bags["t"].weight)
     module._policy = LookupPolicy(BoundsCheckMode.FATAL, gradient_check=GradientCheckMode[check])
     model = shard(mix, module, environment())
-    out = model(KeyedJaggedTensor(["f"], torch.tensor([0, 5]), lengths=torch.tensor([2])))
+    out = model(kjt({"f": [[0, 5]]}))
     try:
         out.values().backward(torch.full((1, 4), float("inf")))
     except FloatingPointError:
@@ -369,9 +368,7 @@ def test_a_resumed_model_rounds_on_as_the_uninterrupted_one(rule: str) -> None:
     )
     case = Case(Mix(tables, settings=()), rule)
     for model, fresh in run_ranks(2, resumed, case):
-        assert model.keys() == fresh.keys()
-        for key, value in model.items():
-            assert torch.equal(value, fresh[key]), key
+        assert same_tensors(model, fresh)
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from sharding_mixes import (
     OPTIMIZERS,
     STRATEGIES,
@@ -32,20 +32,18 @@ from sharding_mixes import (
     TableCase,
     backward,
     batch_of,
+    batches_of_rank,
     build,
     by_lookup,
     environment,
     held,
     mix_for,
-    rows_of_rank,
-    samples_of,
+    same_tensors,
     shard,
-    span_of,
     train_sharded,
-    upstream_of,
 )
 
-from shardwise import KeyedJaggedTensor, ShardingEnv
+from shardwise import KeyedJaggedTensor
 from shardwise.planner.layout import Shard, TableOptions
 from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection
 
@@ -72,25 +70,20 @@ def with_bad_ids(pooled: bool) -> list[tuple[str, list[str], str]]:
     for strategy in STRATEGIES:
         mix, optimizer = mix_for(strategy, pooled=pooled), next(optimizers)
         model, said = shard(mix, build(mix, optimizer), env), []
-        begin, end = span_of(mix, env.rank, env.world_size)
-        first, last = span_of(mix, BAD_RANK, env.world_size)
-        wanted = []
-        for step, value in enumerate(BAD):
-            whole = batch_of(mix, step)
-            mine, (theirs, sample) = samples_of(whole, begin, end), spoiled(samples_of(whole, first, last), value)
-            wanted.append(f"rank 2: feature 'f2' (table 't1'), sample {sample}: id {value} is outside [0, 41)")
+        steps, wanted = range(len(BAD)), []
+        batches = zip(BAD, batches_of_rank(mix, steps), batches_of_rank(mix, steps, BAD_RANK), strict=True)
+        for value, (mine, upstream), (theirs, _) in batches:
+            bad, sample = spoiled(theirs, value)
+            wanted.append(
+                f"IndexError: rank 2: feature 'f2' (table 't1'), sample {sample}: id {value} is outside [0, 41)"
+            )
             before = held(model)
-            with pytest.raises(IndexError) as caught:
-                model(theirs if env.rank == BAD_RANK else mine)
-            said.append(str(caught.value))
-            for one, other in zip(before, held(model), strict=True):
-                assert all(torch.equal(value, other[key]) for key, value in one.items())
-            outputs = by_lookup(mix, model(mine))
-            upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
-            backward(outputs, [given * env.world_size for given in upstream])
+            given = bad if env.rank == BAD_RANK else mine
+            said.append(error_of(lambda model=model, given=given: model(given)))  # type: ignore[misc]
+            assert all(map(same_tensors, before, held(model)))
+            backward(by_lookup(mix, model(mine)), upstream)
         good = train_sharded(mix, optimizer, len(BAD), env)
-        for one, other in zip((good.weights, good.states), held(model), strict=True):
-            assert all(torch.equal(value, other[key]) for key, value in one.items())
+        assert all(map(same_tensors, (good.weights, good.states), held(model)))
         found.append((strategy, said, "\n".join(wanted)))
     return found
 
@@ -124,12 +117,12 @@ TABLE = TableCase("t", 20, 8, ("f",), "row_wise", seed=3)
 
 def cut(*shards: tuple[int, tuple[int, int], tuple[int, int]], local: int = 2, **more: Any) -> Any:
     """A collection of one table, placed so on its rank."""
-    assert dist.group.WORLD is not None
-    env = ShardingEnv.from_process_group(dist.group.WORLD, local_world_size=local)
     plan = [Shard("t", rank, rows, cols) for rank, rows, cols in shards]
     module = build(Mix((TABLE,)), "rowwise_adagrad")
     default: Any = (torch.optim.SGD, {"lr": 0.1})
-    return ShardedEmbeddingBagCollection(module, plan, env, torch.device("cpu"), default_optimizer=default, **more)
+    return ShardedEmbeddingBagCollection(
+        module, plan, environment(local), torch.device("cpu"), default_optimizer=default, **more
+    )
 
 
 class Named:
@@ -192,11 +185,7 @@ def disagree() -> list[str]:
     """What this rank says to each disagreement; a good collection after it works."""
     found = []
     for of_first, of_second, _ in DISAGREEMENTS.values():
-        try:
-            (of_second if dist.get_rank() else of_first)()
-            found.append("nothing")
-        except (RuntimeError, ValueError) as error:
-            found.append(f"{type(error).__name__}: {error}")
+        found.append(error_of(of_second if dist.get_rank() else of_first))
         kjt = batch_of(replace(Mix((TABLE,)), batches=(3,)), dist.get_rank())
         cut(*ROWS)(kjt).values().sum().backward()
     return found
