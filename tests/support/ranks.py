@@ -81,10 +81,10 @@ def run_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout: float 
         count(time.monotonic() - start)
 
 
-def error_of(call: Callable[[], object]) -> str:
+def error_of(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
     """What a call raises, as "Type: message", or "": for a rank to tell its test."""
     try:
-        call()
+        call(*args, **kwargs)
     except Exception as error:
         return f"{type(error).__name__}: {error.args[0] if error.args else ''}"
     return ""

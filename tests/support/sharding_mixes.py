@@ -235,7 +235,7 @@ def samples_of(kjt: KeyedJaggedTensor, begin: int, end: int) -> KeyedJaggedTenso
     return KeyedJaggedTensor(kjt.keys(), torch.cat(ids), learned, torch.cat(lengths))
 
 
-def dressed(kjt: KeyedJaggedTensor, rank: int) -> KeyedJaggedTensor:
+def dressed(kjt: KeyedJaggedTensor, rank: int, *, padded: bool = True) -> KeyedJaggedTensor:
     """The same samples with keys in an order of the rank's own, one that nobody asks for, and room for more ids."""
     samples = kjt.stride()
     weights = None if kjt.weights_or_none() is None else torch.full((2 * samples,), float("nan"))
@@ -246,6 +246,8 @@ def dressed(kjt: KeyedJaggedTensor, rank: int) -> KeyedJaggedTensor:
     order = list(range(len(whole.keys())))
     random.Random(rank).shuffle(order)
     mixed, spare = whole.permute(order), 3 + rank
+    if not padded:
+        return mixed
     ids = torch.cat([mixed.values(), mixed.values().new_full((spare,), -5)])
     factors = mixed.weights_or_none()
     if factors is not None:
@@ -368,13 +370,13 @@ def environment(local: int | None = None) -> ShardingEnv:
     return ShardingEnv.from_process_group(dist.group.WORLD, local_world_size=local)
 
 
-def shard(mix: Mix, module: Any, env: ShardingEnv, **more: Any) -> Any:
+def shard(mix: Mix, module: Any, env: ShardingEnv, device: torch.device | str = "cpu", **more: Any) -> Any:
     """The collection sharded as its tables say."""
     shards = [shard for table in mix.tables for shard in shards_of(table, env.world_size, env.local_world_size)]
     kind: Any = ShardedEmbeddingBagCollection if mix.pooled else ShardedEmbeddingCollection
     options = {table.name: table.options for table in mix.tables}
     default = (torch.optim.SGD, {"lr": 0.01})
-    return kind(module, shards, env, torch.device("cpu"), default_optimizer=default, options=options, **more)
+    return kind(module, shards, env, torch.device(device), default_optimizer=default, options=options, **more)
 
 
 def span_of(mix: Mix, rank: int, world: int) -> tuple[int, int]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from lone_ranks import lone_ranks
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from torch import nn
 
 from shardwise import DistributedModelParallel, EmbeddingBagCollection, EmbeddingBagConfig
@@ -28,12 +30,11 @@ class Net(nn.Module):
         self.dense = nn.Linear(width, 1)
 
 
-def user(**others: object) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(**{"name": "user", "num_embeddings": 9, "embedding_dim": 16, **others})  # type: ignore[arg-type]
+def table(name: str, rows: int, **others: Any) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(**{"name": name, "num_embeddings": rows, "embedding_dim": 16, **others})
 
 
-def item(**others: object) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(**{"name": "item", "num_embeddings": 7, "embedding_dim": 16, **others})  # type: ignore[arg-type]
+user, item = partial(table, "user", 9), partial(table, "item", 7)
 
 
 # what rank 1 makes instead of Net(), and what all ranks say of it
@@ -70,19 +71,13 @@ CASES: dict[str, tuple[Callable[[], Net], str]] = {
 
 
 def disagree() -> list[str]:
-    found = []
-    for other, _ in CASES.values():
-        model = other() if dist.get_rank() else Net()
-        with pytest.raises(RuntimeError) as caught:
-            DistributedModelParallel(model)
-        found.append(str(caught.value))
-    version = "2.12.0" if dist.get_rank() else "2.13.0"
-    with patch.object(torch, "__version__", version), pytest.raises(RuntimeError) as caught:
-        DistributedModelParallel(Net())
-    found.append(str(caught.value))
-    with pytest.raises(RuntimeError) as caught:
-        DistributedModelParallel(Net(), init_data_parallel=dist.get_rank() == 1)
-    found.append(str(caught.value))
+    """What this rank says to each of CASES, to another version of torch, and to other arguments."""
+    rank = dist.get_rank()
+    models = [other() if rank else Net() for other, _ in CASES.values()]
+    found = [error_of(DistributedModelParallel, model) for model in models]
+    with patch.object(torch, "__version__", "2.12.0" if rank else "2.13.0"):
+        found.append(error_of(DistributedModelParallel, Net()))
+    found.append(error_of(DistributedModelParallel, Net(), init_data_parallel=rank == 1))
     # all ranks raised, so the group goes on
     DistributedModelParallel(Net())
     return found
@@ -96,7 +91,7 @@ def test_38_ranks_say_in_what_they_differ() -> None:
     ]
     for found in run_ranks(2, disagree):
         for text, said in zip(found, expected, strict=True):
-            assert text.startswith(f"ranks differ in what all must share: {said}"), text
+            assert text.startswith(f"RuntimeError: ranks differ in what all must share: {said}"), text
 
 
 def test_ranks_that_agree_stand_together() -> None:
@@ -126,12 +121,9 @@ def test_a_rank_that_constructs_nothing_is_waited_for_no_longer_than_timeout_s()
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
 def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
-    def refuse() -> None:
-        DistributedModelParallel(Net(), timeout_s=timeout_s)
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match="timeout_s must be positive"):
-            refuse()
+        said = error_of(DistributedModelParallel, Net(), timeout_s=timeout_s)
     finally:
         dist.destroy_process_group()
+    assert said.startswith("ValueError") and "timeout_s must be positive" in said

@@ -210,7 +210,7 @@ def refused_maps() -> list[str]:
     env, said = environment(), []
     for strategy in ("row_wise", "data_parallel"):
         mix = Mix((TableCase("t", 20, 8, ("f",), strategy),))
-        said.append(error_of(lambda mix=mix: shard(mix, build(mix, "sgd"), env, id_maps={"t": Dictionary()})))  # type: ignore[misc]
+        said.append(error_of(shard, mix, build(mix, "sgd"), env, id_maps={"t": Dictionary()}))
     return said
 
 

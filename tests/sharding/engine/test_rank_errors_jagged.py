@@ -135,7 +135,7 @@ def refused(kind: str) -> list[str]:
     found = []
     for features, _ in TABLE_ORDERS.values():
         module = collection(kind, features if dist.get_rank() == 1 else None)
-        found.append(error_of(lambda module=module: sharded(module)))  # type: ignore[misc]
+        found.append(error_of(sharded, module))
         sharded(collection(kind))(batch_of(0, dist.get_rank()))
     return found
 
@@ -154,7 +154,7 @@ def missing() -> list[tuple[str, Tensor]]:
     kjt = batch_of(0, dist.get_rank())
     for key in KEYS:
         less = kjt.permute([i for i, name in enumerate(KEYS) if name != key or dist.get_rank() == 0])
-        said = error_of(lambda less=less: dmp(less))  # type: ignore[misc]
+        said = error_of(dmp, less)
         assert all(map(torch.equal, before, local_tensors(dmp.state_dict()).values()))
         found.append((said, dmp(kjt).values().detach()))
     return found

@@ -79,7 +79,7 @@ def with_bad_ids(pooled: bool) -> list[tuple[str, list[str], str]]:
             )
             before = held(model)
             given = bad if env.rank == BAD_RANK else mine
-            said.append(error_of(lambda model=model, given=given: model(given)))  # type: ignore[misc]
+            said.append(error_of(model, given))
             assert all(map(same_tensors, before, held(model)))
             backward(by_lookup(mix, model(mine)), upstream)
         good = train_sharded(mix, optimizer, len(BAD), env)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from batches import random_kjt, upstream
+from model_zoo import bag_tables, fused
 from ranks import run_ranks
 
-from shardwise import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    KeyedJaggedTensor,
-    RowWiseAdagrad,
-    apply_optimizer_in_backward,
-)
+from shardwise import EmbeddingBagCollection, RowWiseAdagrad
 from shardwise.kernels import _op, numba_loops
 from shardwise.sharding import (
     DistributedModelParallel,
@@ -28,11 +23,9 @@ from shardwise.sharding import (
 
 pytestmark = pytest.mark.ranks
 ROWS, STEPS = 60, 20
-OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
-    "rowwise": (RowWiseAdagrad, {"lr": 0.1}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
-    "Adam": (torch.optim.Adam, {"lr": 0.1}),
-}
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "rowwise": RowWiseAdagrad, "Adagrad": torch.optim.Adagrad, "Adam": torch.optim.Adam,
+}  # fmt: skip
 
 
 def trained(optimizer: str, how: str, processors: tuple[str, str] | None = None) -> tuple[torch.Tensor, list[str]]:
@@ -45,22 +38,16 @@ def trained(optimizer: str, how: str, processors: tuple[str, str] | None = None)
             numba_loops.arithmetic = lambda: ("numba 1", processors[rank])
         numba_loops.loops.cache_clear()
         torch.manual_seed(0)
-        table = EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=16, feature_names=["f"])
-        ebc = EmbeddingBagCollection([table])
-        kind, settings = OPTIMIZERS[optimizer]
-        apply_optimizer_in_backward(kind, ebc.parameters(), settings)
-        strategy = {"t": data_parallel() if how == "replicated" else table_wise(rank=0)}
+        ebc = fused(EmbeddingBagCollection(bag_tables({"f": ROWS}, 16)), OPTIMIZERS[optimizer])
+        strategy = {"tf": data_parallel() if how == "replicated" else table_wise(rank=0)}
         plan = ShardingPlan({"": construct_module_sharding_plan(ebc, strategy, world_size=2)})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = DistributedModelParallel(ebc, plan=plan)
-        generator = torch.Generator().manual_seed(rank)
-        for _ in range(STEPS):
-            lengths = torch.randint(0, 6, (30,), generator=generator)
-            ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
-            out = model(KeyedJaggedTensor(["f"], ids, lengths=lengths)).values()
-            (out * torch.randn(out.shape, generator=generator)).sum().backward()
-        weights = model.module.state_dict()["embedding_bags.t.weight"]
+        for step in range(STEPS):
+            out = model(random_kjt({"f": ROWS}, 30, seed=2 * step + rank, longest=5)).values()
+            (out * upstream(*out.shape, seed=2 * step + rank)).sum().backward()
+        weights = model.module.state_dict()["embedding_bags.tf.weight"]
         return weights if isinstance(weights, torch.Tensor) and how == "replicated" else torch.zeros(1), [
             str(one.message) for one in caught if "drift" in str(one.message)
         ]
@@ -81,7 +68,9 @@ def test_replicas_of_exact_rules_keep_their_bits_with_numba_and_without(optimize
 def test_replicas_of_a_rule_with_sums_over_a_row_need_the_same_numba_on_all_ranks() -> None:
     """The loops and torch add up a row in other orders: nobody was told, and replicas drifted."""
     pytest.importorskip("numba")
-    with pytest.raises(RuntimeError, match="replicated table 't' .rowwise_adagrad.*SHARDWISE_NUMBA=0 on all") as raised:
+    with pytest.raises(
+        RuntimeError, match="replicated table 'tf' .rowwise_adagrad.*SHARDWISE_NUMBA=0 on all"
+    ) as raised:
         run_ranks(2, trained, "rowwise", "replicated")
     assert "rank 0 has numba " in str(raised.value) and "rank 1 has torch alone" in str(raised.value)
 
@@ -94,4 +83,4 @@ def test_a_table_of_one_owner_may_be_updated_with_numba_beside_ranks_without() -
 def test_replicas_on_other_processors_are_warned_of_and_go_on() -> None:
     found = run_ranks(2, trained, "rowwise", "replicated", ("znver5", "haswell"))
     for _, said in found:
-        assert len(said) == 1 and "rank 0 has znver5, rank 1 has haswell" in said[0] and "'t'" in said[0]
+        assert len(said) == 1 and "rank 0 has znver5, rank 1 has haswell" in said[0] and "'tf'" in said[0]

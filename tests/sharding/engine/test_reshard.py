@@ -131,7 +131,7 @@ def resplit(plan: str) -> tuple[str, Any, Any]:
         "whole": table_wise("t", 4, 8, 1),
         "rows": row_wise("t", 4, 8, [1, 0]),
     }
-    told = error_of(lambda: model.reshard(cuts[plan]))
+    told = error_of(model.reshard, cuts[plan])
     unchanged = held(model)[1]
     model.reshard(cuts[plan], resplit="mean")
     return told, unchanged, held(model)[1]
@@ -300,11 +300,11 @@ def counts() -> tuple[str, str]:
     model = shard(mix, build(mix, "adam"), environment())
     if dist.get_rank() == 1:
         model.fused_optimizer.set_optimizer_step(5)
-    together = error_of(lambda: go_over(model, other))
+    together = error_of(go_over, model, other)
     # replicated tables without an optimizer are trained by their gradient
     dense = sharded(EmbeddingBagCollection([table("t", "f", 4)]), data_parallel("t", 4, 8, 2))
     dense.reshard(data_parallel("t", 4, 8, 2))
-    return together, error_of(lambda: dense.reshard(table_wise("t", 4, 8, 0)))
+    return together, error_of(dense.reshard, table_wise("t", 4, 8, 0))
 
 
 def test_tables_that_would_count_updates_together_must_agree_on_them() -> None:

@@ -138,7 +138,7 @@ def cannot_move(_: None) -> list[str]:
         state = sharded(mix, dtensors)
         if dist.get_rank() == 1:
             state = {name: value for name, value in {**state, **bad}.items() if value is not None}
-        found.append(error_of(lambda state=state: state_dict_to_device(state, world_group(), "cpu")))  # type: ignore[misc]
+        found.append(error_of(state_dict_to_device, state, world_group(), "cpu"))
     return found
 
 
