@@ -1,12 +1,18 @@
-"""What a step costs: collectives, whatever the number of tables and strategies, and bytes, as a plan predicts them."""
+"""What a step costs: collectives, whatever the number of tables and strategies, bytes as a plan predicts, and calls.
+
+The last are counted as beside TorchRec (perf/evidence/compare_sharding.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
+from unittest.mock import patch
 
 import pytest
 import torch
+from poison import ALLOCATORS
 from ranks import run_ranks
 from sharding_mixes import (
     STRATEGIES,
@@ -24,6 +30,10 @@ from sharding_mixes import (
     span_of,
 )
 
+from shardwise.perf.counts.calls import listed
+from shardwise.perf.evidence.compare_sharding import calls_of_forward, collectives_of_step
+from shardwise.perf.suite.cases.sharded_sides import Shape, Stepper
+from shardwise.perf.suite.libraries import ours
 from shardwise.planner.layout import TableOptions
 from shardwise.sharding.engine.traffic import predicted_bytes
 
@@ -156,3 +166,24 @@ def test_random_mixes_send_as_many_bytes_as_their_plans_predict() -> None:
 def test_one_rank_sends_nothing() -> None:
     (found,) = run_ranks(1, costs, [Case(replace(case.mix, batches=(3,)), 1) for case, _, _ in CASES.values()])
     assert all(cost.forward == cost.back == cost.sent == [0, 0, 0] for cost in found)
+
+
+SMALL = Shape(26, 50, 8, 16, 1)
+
+
+def _counts(strategy: str) -> tuple[dict[str, int], int, int, list[str]]:
+    stepper = Stepper(ours(), SMALL, strategy, "rowwise_adagrad")
+    with ExitStack() as stack:
+        for owner, name in ALLOCATORS:
+            # poison calls functions of its own
+            stack.enter_context(patch.object(owner, name, getattr(owner, name).__wrapped__))
+        called = dict(collectives_of_step(stepper))
+        everything, own = calls_of_forward(stepper)
+    return called, everything.total(), own.total(), listed(own, 20)
+
+
+def test_a_third_forward_calls_at_most_300_functions_of_python_and_150_of_our_own() -> None:
+    for called, everything, own, most in run_ranks(2, _counts, "table_wise"):
+        assert called == {"all_to_all_single": 4}
+        assert everything <= 300, most
+        assert own <= 150, most

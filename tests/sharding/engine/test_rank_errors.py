@@ -20,14 +20,12 @@ from sharding_mixes import same_tensors
 from sharding_steps import local_tensors
 from torch import Tensor, nn
 
-import shardwise.sharding.comms.agreement
 from shardwise import (
     BoundsCheckMode,
     DistributedModelParallel,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
-    EmbeddingConfig,
     JaggedTensor,
     KeyedJaggedTensor,
     LookupPolicy,
@@ -36,7 +34,7 @@ from shardwise import (
     ShardingPlan,
     apply_optimizer_in_backward,
 )
-from shardwise.sharding import EmbeddingModuleShardingPlan, construct_module_sharding_plan, data_parallel, table_wise
+from shardwise.sharding import construct_module_sharding_plan, data_parallel, table_wise
 
 pytestmark = pytest.mark.ranks
 
@@ -219,68 +217,6 @@ def test_a_rank_without_gradients_among_others_is_refused() -> None:
         assert found == [[said]] * 3
 
 
-def other_rows(model: Net) -> ShardingPlan:
-    model.ebc = EmbeddingBagCollection(tables(f1=41))
-    return plan_for(model.ebc)
-
-
-def other_optimizer(model: Net) -> ShardingPlan:
-    model.ebc.embedding_bags["t1"].weight._optimizer_kwargs[0]["lr"] = 0.2  # type: ignore[index, union-attr]
-    return plan_for(model.ebc)
-
-
-def unknown_optimizer(model: Net) -> ShardingPlan:
-    model.ebc.embedding_bags["t1"].weight._optimizer_classes[0] = torch.optim.LBFGS  # type: ignore[index, union-attr]
-    return plan_for(model.ebc)
-
-
-def another_collection(model: Net) -> ShardingPlan:
-    model.more = EmbeddingCollection([EmbeddingConfig(9, 4, "u")])
-    plan = plan_for(model.ebc)
-    plan.plan["more"] = construct_module_sharding_plan(model.more, {"u": table_wise(0)}, world_size=2)
-    return plan
-
-
-def other_version(model: Net) -> ShardingPlan:
-    shardwise.sharding.comms.agreement.__version__ = "0.0.1"  # type: ignore[attr-defined]
-    return plan_for(model.ebc)
-
-
-DISAGREEMENTS: dict[str, tuple[Callable[[Net], ShardingPlan], str, str]] = {
-    "another place": (
-        lambda model: plan_for(model.ebc, t1=1),
-        "RuntimeError",
-        r"place of table 't1' of module 'ebc': rank 0 has .* on rank 0, rank 1 has .* on rank 1$",
-    ),
-    "other rows": (
-        other_rows,
-        "RuntimeError",
-        r"num_embeddings of table 't1' of module 'ebc': rank 0 has 40, rank 1 has 41; ",
-    ),
-    "another learning rate": (
-        other_optimizer,
-        "RuntimeError",
-        r"share: lr of optimizer of table 't1': rank 0 has 0\.1, rank 1 has 0\.2$",
-    ),
-    "another collection": (
-        another_collection,
-        "RuntimeError",
-        r"share: modules with tables: rank 0 has \['ebc'\], rank 1 has \['ebc', 'more'\]$",
-    ),
-    "another version of shardwise": (
-        other_version,
-        "RuntimeError",
-        r"share: version of shardwise: rank 0 has .*, rank 1 has 0\.0\.1$",
-    ),
-    "an optimizer without a rule": (unknown_optimizer, "ValueError", "rank 1: table 't1': LBFGS has no fused rule"),
-    "a plan for another model": (
-        lambda _: ShardingPlan({"nowhere": EmbeddingModuleShardingPlan()}),
-        "ValueError",
-        r"rank 1: the plan names modules \['nowhere'\], the model has \['ebc'\]",
-    ),
-}
-
-
 def dense_in_backward() -> str:
     model = Net(EmbeddingBagCollection(tables()))
     apply_optimizer_in_backward(torch.optim.SGD, model.dense.parameters(), {"lr": 0.1})
@@ -292,34 +228,6 @@ def test_a_dense_layer_cannot_step_before_its_gradient_is_averaged() -> None:
     for message in run_ranks(2, dense_in_backward):
         said = "ValueError: rank 0: dense parameters ['dense.weight', 'dense.bias'] have an optimizer in the backward"
         assert message.startswith(said)
-
-
-def disagree() -> dict[str, str]:
-    found = {}
-    for name, (make, _, _) in DISAGREEMENTS.items():
-        model = Net(EmbeddingBagCollection(tables()))
-        plan: Any = make if dist.get_rank() == 1 else lambda model: plan_for(model.ebc)
-        found[name] = error_of(lambda model=model, plan=plan: DistributedModelParallel(model, plan=plan(model)))  # type: ignore[misc]
-        shardwise.sharding.comms.agreement.__version__ = shardwise.__version__  # type: ignore[attr-defined]
-        # no rank is left in a collective that the others never join
-        dmp = build()
-        dmp(batch_of(0)).backward()
-    return found
-
-
-@pytest.fixture(scope="module")
-def disagreements() -> list[dict[str, str]]:
-    return run_ranks(2, disagree)
-
-
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_ranks_that_would_shard_differently_all_refuse_at_construction(
-    name: str, disagreements: list[dict[str, str]]
-) -> None:
-    """A rank whose plan did not fit raised alone, and the others waited for it until the group's timeout."""
-    _, kind, message = DISAGREEMENTS[name]
-    for found in disagreements:
-        assert re.search(f"^{kind}: .*{message}", found[name]), found[name]
 
 
 def uneven(samples: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
