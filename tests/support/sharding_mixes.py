@@ -6,12 +6,14 @@ sums of bags [B, dim], or rows of ids [n, dim] where nothing is pooled.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import oracle
 import torch
 import torch.distributed as dist
 from batches import tables_of
@@ -56,6 +58,13 @@ RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "partial_rowwise_lamb": (PartialRowWiseLAMB, {"lr": 0.05}),
     "lars_sgd": (LarsSGD, {"lr": 0.5, "momentum": 0.5}),
     "ftrl": (FTRL, {"lr": 0.1, "l1": 0.01}),
+}
+# of the float64 model
+HYPER = {
+    "sgd": {"lr": 0.1},
+    "adagrad": {"lr": 0.1, "eps": 1e-10},
+    "rowwise_adagrad": {"lr": 0.1, "eps": 1e-8},
+    "adam": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
 }
 STRATEGIES = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid")
 
@@ -330,6 +339,46 @@ def train_strips(mix: Mix, optimizer: str, steps: int, table: TableCase, cuts: S
     # one number a row and strip: [R, strips]
     whole.states = {name: torch.stack([strip.states[name] for strip in strips], dim=1) for name in whole.states}
     return whole
+
+
+def modelled(
+    mix: Mix,
+    rule: str,
+    batches: Sequence[tuple[KeyedJaggedTensor, Sequence[Tensor]]],
+    table: TableCase,
+    cuts: Sequence[tuple[int, int]],
+    *,
+    most: float = math.inf,
+    decay: str = "none",
+    **hyper: float,
+) -> Run:
+    """One table by the float64 model, each of its strips of columns with states of its own.
+
+    Upstream gradients are cut at `most` first.
+    """
+    weight = tables_of(build(mix, rule))[table.name]
+    places = [n for n, (one, _) in enumerate(mix.lookups) if one == table]
+    dense = [oracle.Dense(weight[:, low:high], rule, {**HYPER[rule], **hyper}, decay) for low, high in cuts]
+    asked = [(0, table.mean)] * len(places)
+    run = Run([], {}, {}, [])
+    for batch, upstream in batches:
+        jagged = [batch[feature] for feature in table.features]
+        sizes = [one.lengths().tolist() for one in jagged]
+        bags = [[bag.tolist() for bag in one.values().split(n)] for one, n in zip(jagged, sizes, strict=True)]
+        scales = None
+        if mix.weighted:
+            scales = [[bag.tolist() for bag in one.weights().split(n)] for one, n in zip(jagged, sizes, strict=True)]
+        pieces = [oracle.pooled([one.table], asked, bags, scales) for one in dense]
+        each = [torch.split(piece, high - low, dim=1) for piece, (low, high) in zip(pieces, cuts, strict=True)]
+        run.outputs.append([torch.cat(columns, dim=1) for columns in zip(*each, strict=True)])
+        for one, (low, high) in zip(dense, cuts, strict=True):
+            given = torch.cat([upstream[n][:, low:high] for n in places], dim=1).clamp(-most, most)
+            (gradient,), (touched,) = oracle.gradients([one.table], asked, bags, given, scales)
+            one.step(gradient, touched)
+    run.weights = {table.name: torch.cat([one.table for one in dense], dim=1)}
+    for number, name in enumerate(dense[0].states, start=1):
+        run.states[f"{table.name}/momentum{number}"] = torch.cat([one.states[name] for one in dense], dim=1)
+    return run
 
 
 def train(
