@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from batches import kjt as kjt_of
+from model_zoo import fused
 from ranks import error_of, run_ranks
 from sharding_mixes import same_tensors
 from sharding_steps import local_tensors
@@ -42,28 +44,26 @@ ROWS = {"f1": 40, "f2": 30, "f3": 9, "f4": 7}
 INT64_MIN = torch.iinfo(torch.int64).min
 
 
-def tables(**rows: int) -> list[EmbeddingBagConfig]:
+def tables() -> list[EmbeddingBagConfig]:
     """Tables t1 .. t4, each looked up by its feature."""
-    sizes = {**ROWS, **rows}
-    return [EmbeddingBagConfig(sizes[f], 4, f"t{f[1]}", feature_names=[f]) for f in sizes]
+    return [EmbeddingBagConfig(rows, 4, f"t{f[1]}", feature_names=[f]) for f, rows in ROWS.items()]
 
 
-def plan_for(collection: Any, **ranks: int) -> ShardingPlan:
+def plan_for(collection: Any, path: str = "ebc") -> ShardingPlan:
     """t1 and t2 on a rank each, the others on every rank."""
     where: dict[str, Any] = {"t1": table_wise(0), "t2": table_wise(1), "t3": data_parallel(), "t4": data_parallel()}
-    where.update({table: table_wise(rank) for table, rank in ranks.items()})
-    return ShardingPlan({"ebc": construct_module_sharding_plan(collection, where, world_size=dist.get_world_size())})
+    return ShardingPlan({path: construct_module_sharding_plan(collection, where, world_size=dist.get_world_size())})
 
 
 class Net(nn.Module):
     """A weighted or plain collection and a dense layer; `t4` trains by its gradient."""
 
-    def __init__(self, collection: EmbeddingBagCollection) -> None:
+    def __init__(self, weighted: bool = False) -> None:
         super().__init__()
-        self.ebc = collection
-        for name, param in collection.named_parameters():
-            if "t4" not in name:
-                apply_optimizer_in_backward(RowWiseAdagrad, [param], {"lr": 0.1})
+        torch.manual_seed(3)
+        self.ebc = EmbeddingBagCollection(tables(), weighted)
+        fused_tables = [param for name, param in self.ebc.named_parameters() if "t4" not in name]
+        apply_optimizer_in_backward(RowWiseAdagrad, fused_tables, {"lr": 0.1})
         self.dense = nn.Linear(16, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
@@ -71,9 +71,8 @@ class Net(nn.Module):
         return self.dense(self.ebc(features).values()).square().sum() / 6
 
 
-def build(*, weighted: bool = False, **rows: int) -> DistributedModelParallel:
-    torch.manual_seed(3)
-    model = Net(EmbeddingBagCollection(tables(**rows), is_weighted=weighted))
+def build(*, weighted: bool = False) -> DistributedModelParallel:
+    model = Net(weighted)
     return DistributedModelParallel(model, plan=plan_for(model.ebc))
 
 
@@ -84,19 +83,17 @@ def batch_of(step: int, samples: int = 3, *, rank: int | None = None) -> KeyedJa
     return KeyedJaggedTensor(list(ROWS), ids, torch.rand(len(ids), generator=generator), lengths.flatten())
 
 
+def with_values(kjt: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(kjt.keys(), values, kjt.weights(), kjt.lengths())
+
+
 def with_id(value: int, position: int = 9) -> Callable[[KeyedJaggedTensor], Any]:
     """One id replaced; position 9 is f2's fourth, in sample 1."""
-
-    def spoil(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        ids = kjt.values().clone()
-        ids[position] = value
-        return KeyedJaggedTensor(kjt.keys(), ids, kjt.weights(), kjt.lengths())
-
-    return spoil
+    return lambda kjt: with_values(kjt, kjt.values().index_fill(0, torch.tensor([position]), value))
 
 
 def cast(dtype: torch.dtype) -> Callable[[KeyedJaggedTensor], Any]:
-    return lambda kjt: KeyedJaggedTensor(kjt.keys(), kjt.values().to(dtype), kjt.weights(), kjt.lengths())
+    return lambda kjt: with_values(kjt, kjt.values().to(dtype))
 
 
 def of(keys: list[str], lengths: list[int], ids: int) -> Callable[[KeyedJaggedTensor], Any]:
@@ -185,10 +182,8 @@ def missing_weights() -> None:
     bad = KeyedJaggedTensor(good.keys(), good.values(), lengths=good.lengths())
     learned = KeyedJaggedTensor(good.keys(), good.values(), good.weights().requires_grad_(), good.lengths())
     differ = f"^ranks .{1 - dist.get_rank()}. differ from this one in whether per-id weights have gradients"
-    for kjt, kind, message in (
-        (bad, ValueError, "^rank 1: .*must carry per-id weights"),
-        (learned, RuntimeError, differ),
-    ):
+    missing = "^rank 1: .*must carry per-id weights"
+    for kjt, kind, message in ((bad, ValueError, missing), (learned, RuntimeError, differ)):
         with pytest.raises(kind, match=message):
             dmp(kjt if dist.get_rank() == 1 else batch_of(0))
     dmp(batch_of(1))
@@ -218,7 +213,7 @@ def test_a_rank_without_gradients_among_others_is_refused() -> None:
 
 
 def dense_in_backward() -> str:
-    model = Net(EmbeddingBagCollection(tables()))
+    model = Net()
     apply_optimizer_in_backward(torch.optim.SGD, model.dense.parameters(), {"lr": 0.1})
     return error_of(DistributedModelParallel, model, plan=plan_for(model.ebc))
 
@@ -233,9 +228,7 @@ def test_a_dense_layer_cannot_step_before_its_gradient_is_averaged() -> None:
 def uneven(samples: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     dmp = build()
-    # of the seed of build
-    torch.manual_seed(3)
-    alone = Net(EmbeddingBagCollection(tables()))
+    alone = Net()
     optimizers = [torch.optim.SGD([p for n, p in m.named_parameters() if "dense" in n], lr=0.1) for m in (dmp, alone)]
     for step in range(3):
         dmp(batch_of(step, samples[rank])).backward()
@@ -278,17 +271,14 @@ def test_zero_tables_and_zero_features_are_ordinary_sizes() -> None:
 def reordered() -> Tensor:
     dmp, kjt = build(), batch_of(0)
     if dist.get_rank() == 1:
-        extra = KeyedJaggedTensor(
-            ["x"], torch.zeros(3, dtype=torch.int64), torch.ones(3), torch.ones(3, dtype=torch.int64)
-        )
+        extra = kjt_of({"x": [[0]] * 3}, weights=torch.ones(3))
         kjt = KeyedJaggedTensor.concat([extra, kjt.permute([3, 1, 0, 2])])
     module: Any = dmp.module
     return module.ebc(kjt).values().detach()
 
 
 def test_features_in_another_order_on_one_rank_are_told_apart_by_name() -> None:
-    torch.manual_seed(3)
-    alone = EmbeddingBagCollection(tables())
+    alone = Net().ebc
     for rank, found in enumerate(run_ranks(2, reordered)):
         assert torch.equal(found, alone(batch_of(0, rank=rank)).values())
 
@@ -301,9 +291,8 @@ def with_outside_ids(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 def lookup(mode: BoundsCheckMode) -> tuple[Tensor, list[str]]:
     torch.manual_seed(3)
-    model = EmbeddingBagCollection(tables(), policy=LookupPolicy(mode))
-    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    dmp = DistributedModelParallel(model, plan=ShardingPlan({"": plan_for(model).plan["ebc"]}))
+    model = fused(EmbeddingBagCollection(tables(), policy=LookupPolicy(mode)))
+    dmp = DistributedModelParallel(model, plan=plan_for(model, ""))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         values = dmp(with_outside_ids(batch_of(0))).values()
@@ -322,9 +311,7 @@ def test_ids_that_may_be_outside_count_as_no_id_on_every_rank(mode: BoundsCheckM
 
 def test_float_ids_are_refused_even_where_bounds_are_not_checked() -> None:
     """Ids travel as int32, so a float id was cut to another row when nothing looked at it before."""
-    torch.manual_seed(3)
-    model = EmbeddingBagCollection(tables(), policy=LookupPolicy(BoundsCheckMode.IGNORE))
-    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    model = fused(EmbeddingBagCollection(tables(), policy=LookupPolicy(BoundsCheckMode.IGNORE)))
     dmp = DistributedModelParallel(model, env=ShardingEnv.from_local(1, 0))
     kjt = KeyedJaggedTensor(list(ROWS), torch.full((4,), 1.7), lengths=torch.ones(4, dtype=torch.int64))
     with pytest.raises(TypeError, match="feature ids must be int32 or int64, got float32"):

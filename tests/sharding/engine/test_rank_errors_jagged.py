@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from batches import kjt as kjt_of
 from batches import random_kjt
 from ranks import error_of, run_ranks
 from sharding_steps import local_tensors
@@ -48,14 +49,13 @@ ORDERS = {
 def collection(
     kind: str, features: dict[str, list[str]] | None = None, mode: BoundsCheckMode = BoundsCheckMode.FATAL
 ) -> Any:
-    config: Any = EmbeddingConfig if kind == "rows" else EmbeddingBagConfig
     torch.manual_seed(3)
-    named = (features or FEATURES).items()
-    configs = [config(ROWS, 4, name, feature_names=list(own)) for name, own in named]
-    policy = LookupPolicy(mode)
+    named, policy = (features or FEATURES).items(), LookupPolicy(mode)
     if kind == "rows":
-        return EmbeddingCollection(configs, policy=policy)
-    return EmbeddingBagCollection(configs, is_weighted=kind == "weighted bags", policy=policy)
+        rows = [EmbeddingConfig(ROWS, 4, name, feature_names=list(own)) for name, own in named]
+        return EmbeddingCollection(rows, policy=policy)
+    bags = [EmbeddingBagConfig(ROWS, 4, name, feature_names=list(own)) for name, own in named]
+    return EmbeddingBagCollection(bags, is_weighted=kind == "weighted bags", policy=policy)
 
 
 def sharded(module: Any) -> DistributedModelParallel:
@@ -74,9 +74,9 @@ def in_order(kjt: KeyedJaggedTensor, keys: list[str]) -> KeyedJaggedTensor:
     """The batch with its keys in another order; keys that it has not get an id that no table has."""
     unknown = [key for key in keys if key not in KEYS]
     if unknown:
-        count = kjt.stride() * len(unknown)
-        bad = torch.full((count,), 10**6)
-        others = KeyedJaggedTensor(unknown, bad, torch.ones(count), torch.ones(count, dtype=torch.int64))
+        others = kjt_of(
+            dict.fromkeys(unknown, [[10**6]] * kjt.stride()), weights=torch.ones(kjt.stride() * len(unknown))
+        )
         kjt = KeyedJaggedTensor.concat([kjt, others])
     return kjt.permute([kjt.keys().index(key) for key in keys])
 

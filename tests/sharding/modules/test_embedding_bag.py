@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from batches import gradient_of
 from ranks import error_of, run_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -130,15 +131,13 @@ def check_learned_weights() -> None:
     alone = make("sum", "weights").bags
     sharded = shard(make("sum", "weights").bags, row_wise(), world, dist.group.WORLD)
     ids, offsets, weights = inputs(rank, "weights", 0)
-    mine, theirs = weights.clone().requires_grad_(), weights.clone().requires_grad_()
+    mine, theirs = (weights.clone().requires_grad_() for _ in range(2))
     out = sharded(ids, offsets, mine)
     # the awaitable passes for what it becomes
     assert isinstance(out, Tensor)
     (out * torch.arange(DIM)).sum().backward()
     (alone(ids, offsets, theirs) * torch.arange(DIM)).sum().backward()
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    assert_close(mine.grad, theirs.grad)
+    assert_close(gradient_of(mine), gradient_of(theirs))
 
 
 def shard(bags: nn.EmbeddingBag, cut: Any, world: int, pg: dist.ProcessGroup | None, **settings: Any) -> Any:
@@ -146,11 +145,6 @@ def shard(bags: nn.EmbeddingBag, cut: Any, world: int, pg: dist.ProcessGroup | N
     plan = construct_module_sharding_plan(bags, {"weight": cut}, sharder, world, world, "cpu")
     env = ShardingEnv.from_local(1, 0) if pg is None else ShardingEnv.from_process_group(pg)
     return sharder.shard(bags, plan, env)
-
-
-@pytest.mark.ranks
-def test_per_sample_weights_learn() -> None:
-    run_ranks(2, check_learned_weights)
 
 
 def check_other_plans() -> None:
@@ -171,8 +165,9 @@ def check_other_plans() -> None:
 
 
 @pytest.mark.ranks
-def test_it_goes_over_to_another_plan_and_needs_none() -> None:
-    run_ranks(2, check_other_plans)
+@pytest.mark.parametrize("check", [check_learned_weights, check_other_plans], ids=["weights learn", "other plans"])
+def test_it_learns_weights_and_goes_over_to_other_plans(check: Callable[[], None]) -> None:
+    run_ranks(2, check)
 
 
 def check_bad_batches() -> list[str]:
@@ -202,8 +197,8 @@ def test_a_bad_batch_of_one_rank_raises_on_all() -> None:
 
 
 def test_optimizer_states_are_those_of_the_parameter() -> None:
-    bags: Any = nn.EmbeddingBag(ROWS, DIM, mode="sum")
-    apply_optimizer_in_backward(RowWiseAdagrad, [bags.weight], {"lr": 0.1})
+    bags = nn.EmbeddingBag(ROWS, DIM, mode="sum")
+    apply_optimizer_in_backward(RowWiseAdagrad, bags.parameters(), {"lr": 0.1})
     sharded = shard(bags, row_wise(), 1, None)
     sharded(torch.tensor([[1, 2]])).sum().backward()
     assert list(sharded.fused_optimizer.params) == ["weight"]
