@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, product
 
 import pytest
 import torch
 import torch.distributed as dist
+from batches import gradient_of
 from ranks import error_of, run_ranks, world_group
 from torch import Tensor
 from torch.testing import assert_close
@@ -27,6 +29,7 @@ from shardwise.sharding.torchrec.dist_data import (
 from shardwise.sharding.torchrec.pooled_dist import SequenceEmbeddingsAllToAll
 
 WORLDS = [1, 2, 4]
+KINDS = ("even", "uneven", "variable", "empty")
 ROWS = 23
 # a bag of a sample: ids and weights
 Bag = tuple[list[int], list[float]]
@@ -79,24 +82,22 @@ def check_kjt(stagger: int) -> None:
     exchange = KJTAllToAll(pg, splits, stagger)
     in_row = world // stagger
     order = [column + in_row * row for column in range(in_row) for row in range(stagger)]
-    for kind in ("even", "uneven", "variable", "empty"):
-        for weighted in (False, True):
-            for dtype in (torch.int64, torch.int32):
-                bags = [bags_of(rank, k, stride_of(kind, rank, k)) for k in range(len(keys))]
-                variable = kind == "variable"
-                came = exchange(batch_of(keys, bags, weighted, variable, dtype)).wait().wait()
-                # of ranks in order
-                every = [[bag for r in order for bag in bags_of(r, k, stride_of(kind, r, k))] for k in mine]
-                wanted = batch_of([keys[k] for k in mine], every, weighted, variable, dtype)
-                assert came.values().dtype == dtype
-                if len(mine):
-                    assert kjt_is_equal(came, wanted) or (variable and same_bags(came, wanted)), (kind, weighted)
-                else:
-                    assert came.keys() == []
-                    assert came.values().numel() == 0
-                if variable and world > 1 and len(mine):
-                    strides = [[stride_of(kind, r, k) for r in order] for k in mine]
-                    assert came.stride_per_key_per_rank() == strides
+    for kind, weighted, dtype in product(KINDS, (False, True), (torch.int64, torch.int32)):
+        bags = [bags_of(rank, k, stride_of(kind, rank, k)) for k in range(len(keys))]
+        variable = kind == "variable"
+        came = exchange(batch_of(keys, bags, weighted, variable, dtype)).wait().wait()
+        # of ranks in order
+        every = [[bag for r in order for bag in bags_of(r, k, stride_of(kind, r, k))] for k in mine]
+        wanted = batch_of([keys[k] for k in mine], every, weighted, variable, dtype)
+        assert came.values().dtype == dtype
+        if len(mine):
+            assert kjt_is_equal(came, wanted) or (variable and same_bags(came, wanted)), (kind, weighted)
+        else:
+            assert came.keys() == []
+            assert came.values().numel() == 0
+        if variable and world > 1 and len(mine):
+            strides = [[stride_of(kind, r, k) for r in order] for k in mine]
+            assert came.stride_per_key_per_rank() == strides
 
 
 def same_bags(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
@@ -231,35 +232,30 @@ def check_row_wise(kind: str, weighted: bool) -> None:
         rows, here.lengths(), sent, received, permute,
         list(range(world)) if order is not None else [n for n, _ in strides], order,
     ).wait()  # fmt: skip
-    wanted = [tables[k][i] for k in range(2) for ids_, _ in bags_of(rank, k, strides[rank][k]) for i in ids_]
-    assert torch.equal(back, torch.stack(wanted) if wanted else torch.zeros(0, 3))
+    wanted = [tables[k][joined(bags_of(rank, k, strides[rank][k])).values()] for k in range(2)]
+    assert torch.equal(back, torch.cat(wanted))
     assert kind == "empty" or back.requires_grad
     (back * (rank + 1)).sum().backward()
     for k in range(2):
         counts = torch.zeros(ROWS)
         for r in range(world):
-            for ids_, _ in bags_of(r, k, strides[r][k]):
-                counts.index_add_(0, torch.tensor(ids_, dtype=torch.int64), torch.full((len(ids_),), r + 1.0))
-        grad = mine[k].grad
-        assert grad is not None
-        assert_close(grad, (counts / world)[rank * block : (rank + 1) * block, None].expand(-1, 3))
+            asked = joined(bags_of(r, k, strides[r][k])).values()
+            counts.index_add_(0, asked, torch.full((len(asked),), r + 1.0))
+        wanted_grad = (counts / world)[rank * block : (rank + 1) * block, None].expand(-1, 3)
+        assert_close(gradient_of(mine[k]), wanted_grad)
 
 
 def bags_order(strides: list[list[int]], world: int) -> Tensor:
     """(rank, key) bags, key after key."""
-    begins, at = {}, 0
-    for r in range(world):
-        for k in range(2):
-            begins[r, k] = at
-            at += strides[r][k]
+    sizes = [strides[r][k] for r in range(world) for k in range(2)]
+    begins = dict(zip(product(range(world), range(2)), accumulate(sizes, initial=0), strict=False))
     order = [begins[r, k] + b for k in range(2) for r in range(world) for b in range(strides[r][k])]
     return torch.tensor(order, dtype=torch.int32)
 
 
 def check_row_wise_kinds() -> None:
-    for kind in ("even", "uneven", "variable", "empty"):
-        for weighted in (False, True):
-            check_row_wise(kind, weighted)
+    for kind, weighted in product(KINDS, (False, True)):
+        check_row_wise(kind, weighted)
 
 
 @pytest.mark.ranks
@@ -329,19 +325,20 @@ def test_a_batch_is_cut_for_the_devices_of_one_process() -> None:
         KJTOneToAll([1] * 99, 99, "cuda")
 
 
+def numbers(tensor: Tensor | None) -> list[int]:
+    assert tensor is not None
+    return tensor.tolist()
+
+
 def test_recat_is_key_after_key_in_the_order_of_the_ranks() -> None:
     for keys, ranks, stagger, wanted in (
         (2, 4, 1, [0, 2, 4, 6, 1, 3, 5, 7]),
         (2, 4, 2, [0, 4, 2, 6, 1, 5, 3, 7]),
         (1, 2, 1, [0, 1]),
     ):
-        found = recat(keys, ranks, stagger)
-        assert found is not None
-        assert found.tolist() == wanted
+        assert numbers(recat(keys, ranks, stagger)) == wanted
     assert recat(0, 4) is None
-    bags = recat(2, 2, stride_per_rank=[1, 2])
-    assert bags is not None
-    assert bags.tolist() == [0, 2, 3, 1, 4, 5]
+    assert numbers(recat(2, 2, stride_per_rank=[1, 2])) == [0, 2, 3, 1, 4, 5]
 
 
 def check_refusals() -> None:
