@@ -273,10 +273,8 @@ def by_lookup(mix: Mix, output: Any) -> list[Tensor]:
 
 def upstream_of(mix: Mix, batch: KeyedJaggedTensor, step: int) -> list[Tensor]:
     """A gradient for every row of the whole world's output."""
-    generator, counts = (
-        torch.Generator().manual_seed(step),
-        dict(zip(batch.keys(), batch.length_per_key(), strict=True)),
-    )
+    generator = torch.Generator().manual_seed(step)
+    counts = dict(zip(batch.keys(), batch.length_per_key(), strict=True))
     return [
         torch.randn(mix.samples if mix.pooled else counts[feature], table.dim, generator=generator)
         for table, feature in mix.lookups

@@ -67,16 +67,17 @@ def test_hosts_can_be_an_axis_of_a_mesh() -> None:
         assert (by_mesh - wanted).abs().max() <= 1e-6
 
 
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    assert group is not None
+    return dist.get_process_group_ranks(group)
+
+
 def part_of_mesh() -> tuple[list[int], list[int], int, str, str]:
     cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replica", "host", "local"))
     env = ShardingEnv.from_mesh(cube["host", "local"])
-    assert env.process_group is not None
-    local = env.local_group()
-    assert local is not None
     swapped = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("host", "local"))
     axes, order = (error_of(ShardingEnv.from_mesh, mesh) for mesh in (cube, swapped))
-    ranks = dist.get_process_group_ranks(env.process_group), dist.get_process_group_ranks(local)
-    return *ranks, env.rank, axes, order
+    return *map(ranks_of, (env.process_group, env.local_group())), env.rank, axes, order
 
 
 def test_an_env_can_be_part_of_a_larger_mesh() -> None:
@@ -96,10 +97,8 @@ def hosts_inside(inter_host: bool) -> tuple[Tensor, list[int]]:
         use_inter_host_allreduce=inter_host,
     )  # fmt: skip
     assert dmp._sharded[""]._routes.has_host_sums
-    local = dmp._env.local_group()
-    assert local is not None
     dmp.sync()
-    return dmp(batch_of(dist.get_rank())).values().detach(), dist.get_process_group_ranks(local)
+    return dmp(batch_of(dist.get_rank())).values().detach(), ranks_of(dmp._env.local_group())
 
 
 @pytest.mark.parametrize("inter_host", [False, True])

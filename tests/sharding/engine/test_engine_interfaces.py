@@ -158,10 +158,8 @@ MAPPED = Mix(
 
 def with_any_ids(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """The features that are mapped name users by hashes."""
-    values = []
-    for key in kjt.keys():  # noqa: SIM118
-        ids = kjt[key].values()
-        values.append(ids * (2**40 + 7) if key in ("f0", "f1", "f2") else ids)
+    hashed = ("f0", "f1", "f2")
+    values = [kjt[key].values() * (2**40 + 7 if key in hashed else 1) for key in kjt.keys()]  # noqa: SIM118
     return KeyedJaggedTensor(kjt.keys(), torch.cat(values), None, kjt.lengths())
 
 
@@ -183,9 +181,8 @@ def test_an_id_map_turns_any_ids_into_rows_on_the_ranks_that_hold_them(pooled: b
     for step in range(3):
         batch = batch_of(mix, step)
         values = {key: batch[key].values() for key in batch.keys()}  # noqa: SIM118
-        for table, features in (("t0", ("f0", "f1")), ("t1", ("f2",))):
-            for feature in features:
-                values[feature] = seen[table].translate(table, with_any_ids(batch)[feature].values(), torch.zeros(1))
+        for table, feature in (("t0", "f0"), ("t0", "f1"), ("t1", "f2")):
+            values[feature] = seen[table].translate(table, with_any_ids(batch)[feature].values(), torch.zeros(1))
         mapped = KeyedJaggedTensor(batch.keys(), torch.cat(list(values.values())), None, batch.lengths())
         outputs = by_lookup(mix, module(mapped))
         for rank, (found, *_) in enumerate(ranks):
@@ -229,7 +226,8 @@ def overlapping(mixes: Sequence[Mix]) -> list[Any]:
     env, found = environment(), []
     for mix in mixes:
         model = shard(mix, build(mix, "adam"), env, stores=Shuffled)
-        [group.store.shuffle(group) for group in model._held.all_groups()]
+        groups = model._held.all_groups()
+        [group.store.shuffle(group) for group in groups]
         mine, upstreams = zip(*batches_of_rank(mix, range(3)), strict=True)
         first, second = model.begin(mine[0]), model.begin(mine[1])
         model.look_up(first)
@@ -246,8 +244,8 @@ def overlapping(mixes: Sequence[Mix]) -> list[Any]:
             for now, then in zip([*outputs, third], kept, strict=True)
             for a, b in zip(now, then, strict=True)
         )
-        [group.store.shuffle(group, home=True) for group in model._held.all_groups()]
-        found.append((kept, same, *held(model), max(g.store.most for g in model._held.all_groups())))
+        [group.store.shuffle(group, home=True) for group in groups]
+        found.append((kept, same, *held(model), max(group.store.most for group in groups)))
     return found
 
 

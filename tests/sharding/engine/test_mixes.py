@@ -88,14 +88,7 @@ def train_all(jobs: Sequence[Job]) -> list[Run]:
     return runs
 
 
-@cache
-def alone(mix: Mix, optimizer: str, steps: int, learned: bool) -> Run:
-    return train_alone(mix, optimizer, steps, learned=learned)
-
-
-@cache
-def strips(mix: Mix, optimizer: str, steps: int, table: TableCase, cuts: tuple[tuple[int, int], ...]) -> Run:
-    return train_strips(mix, optimizer, steps, table, cuts)
+alone, strips = cache(train_alone), cache(train_strips)
 
 
 @cache
@@ -131,7 +124,7 @@ def differences(job: Job, world: int, runs: Sequence[Run]) -> list[str]:
     mix, local = job.mix, job.local or min(2, world)
     found, places = [], {table.name: n for n, table in enumerate(mix.tables)}
     promises = [promise_of(job, table, world, local) for table in mix.tables]
-    whole = alone(mix, job.optimizer, job.steps, job.learned)
+    whole = alone(mix, job.optimizer, job.steps, learned=job.learned)
     wanted, bounds = [], []
     for table, promise in zip(mix.tables, promises, strict=True):
         of_strips = promise.split and strips(mix, job.optimizer, job.steps, table, promise.split)
@@ -316,7 +309,7 @@ def test_gradients_of_weights_are_those_of_one_process(world: int) -> None:
     jobs = [Job(mix, ("sgd", "adam")[n % 2], steps=2, learned=True) for n, mix in enumerate(mixes)]
     ranks = run_ranks(world, train_all, jobs)
     for number, job in enumerate(jobs):
-        whole = alone(job.mix, job.optimizer, job.steps, True)
+        whole = alone(job.mix, job.optimizer, job.steps, learned=True)
         for step in range(job.steps):
             batch, gradient = batch_of(job.mix, step), whole.weight_gradients[step]
             wanted = KeyedJaggedTensor(batch.keys(), batch.values(), gradient, batch.lengths())
