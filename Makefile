@@ -41,8 +41,8 @@ dev: .venv/.dev  ## the same with ruff, mypy and pyright
 demo: .venv/.installed  ## train a DLRM on RANKS gloo processes: generated clicks, or the files in DATA
 	$(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) examples/dlrm/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-# A file's tests stay together: what one of them sets up serves the others.
-TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# A file's tests stay together: what one of them sets up serves the others. Long files come first (tests/durations.py).
+TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 quick: .venv/.installed  ## a few minutes: the torch path without processes of ranks, nothing that is marked full
 	@$(TESTS) --tier quick

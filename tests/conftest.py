@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-# the compiler lists torch's functions when it is imported, which must not happen while they are poisoned
+# before anything is poisoned
 import torch._dynamo
 from loops_cache import keep_loops
 from poison import poisoned

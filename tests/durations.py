@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,7 +55,7 @@ class Durations:
         """Write the run."""
         if not self.tests:
             return
-        folder = Path(os.environ.get("SHARDWISE_DURATIONS", self.root / "runs" / "durations"))
+        folder = folder_of(self.root)
         name = f"{datetime.now():%Y%m%d-%H%M%S}-{self.about['phase']}.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,9 +86,65 @@ class Durations:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Only the process that sees all reports records them."""
+    """Only the process that sees all reports records them; it tells its workers what an earlier run took."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(config), "shardwise-durations")
+        if config.pluginmanager.hasplugin("xdist"):
+            config.pluginmanager.register(Tells(earlier(config)), "shardwise-earlier")
+
+
+class Tells:
+    """What each worker of xdist is told: seconds of files, the same for all."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
+
+    def pytest_configure_node(self, node: Any) -> None:
+        """Give a worker what all of them sort by."""
+        node.workerinput["shardwise_seconds"] = self.seconds
+
+
+def folder_of(root: Path) -> Path:
+    """Where runs are written."""
+    return Path(os.environ.get("SHARDWISE_DURATIONS", root / "runs" / "durations"))
+
+
+def earlier(config: pytest.Config) -> dict[str, float]:
+    """Seconds of each file in the longest of the last runs of this phase."""
+    from tiers import phase_of
+
+    runs = []
+    for path in sorted(folder_of(config.rootpath).glob(f"*-{phase_of(config)}.json"))[-10:]:
+        try:
+            runs.append(json.loads(path.read_text())["files"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return max(runs, key=len, default={})
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order of a run with workers."""
+    from tiers import tier_of
+
+    longest_first(config, items, lambda item: tier_of(item) == "test")
+
+
+def longest_first(config: pytest.Config, items: list[pytest.Item], starts: Callable[[pytest.Item], bool]) -> None:
+    """Sort files by what they take, so that no worker ends with a long one alone: by an earlier run, else a guess."""
+    known = getattr(config, "workerinput", {}).get("shardwise_seconds")
+    if known is None:
+        return
+    guessed: Counter[str] = Counter()
+    for item in items:
+        # about what a test takes that starts processes, and what others take
+        guessed[file_of(item)] += 2.0 if starts(item) else 0.05  # type: ignore[assignment]
+    items.sort(key=lambda item: -known.get(file_of(item), guessed[file_of(item)]))
+
+
+def file_of(item: pytest.Item) -> str:
+    """The file of a test, as its id has it."""
+    return item.nodeid.split("::")[0]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from shardwise.embeddings.managed_collision import (
     ManagedCollisionEmbeddingCollection,
 )
 from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
-from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from .bag_collection import EmbeddingBagCollection
 from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection
@@ -76,6 +76,13 @@ class QuantManagedCollisionEmbeddingCollection(_BehindMaps, EmbeddingCollection)
         ValueError: there is no managed collision collection, or it has other tables.
     """
 
+    if TYPE_CHECKING:
+
+        def forward(  # type: ignore[override]
+            self, features: KeyedJaggedTensor
+        ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor]:
+            """That of the collection behind maps, which does not know the type."""
+
     _shown_name = "QuantManagedCollisionEmbeddingCollection"
 
     def __init__(
@@ -124,6 +131,13 @@ class QuantManagedCollisionEmbeddingBagCollection(_BehindMaps, EmbeddingBagColle
 
     Arguments and errors as `QuantManagedCollisionEmbeddingCollection`, with `is_weighted`.
     """
+
+    if TYPE_CHECKING:
+
+        def forward(  # type: ignore[override]
+            self, features: KeyedJaggedTensor
+        ) -> tuple[KeyedTensor, KeyedJaggedTensor]:
+            """That of the collection behind maps, which does not know the type."""
 
     _shown_name = "QuantManagedCollisionEmbeddingBagCollection"
 

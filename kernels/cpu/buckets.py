@@ -1,7 +1,7 @@
 """Bucketing, deduplication and calibration on the CPU where numba is installed: buckets_loops.py on some threads.
 
-Results do not depend on the number of threads. Letters as in jagged/bucketize.py, jagged/unique.py and
-jagged/calibration.py.
+Results do not depend on the number of threads. Letters as in ../jagged/bucketize.py, ../jagged/unique.py and
+../jagged/calibration.py.
 """
 
 from __future__ import annotations

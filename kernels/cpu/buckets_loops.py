@@ -3,7 +3,7 @@
 Tensors come as addresses and sizes: making a numpy array of a tensor costs more than a small batch does. An empty array
 (`like`) says of what type the elements at an address are. Loops release the GIL, never raise, and read and write only
 what the sizes say: they return a negative number where the input does not let them go on.
-Letters as in jagged/bucketize.py, jagged/unique.py and jagged/calibration.py.
+Letters as in ../jagged/bucketize.py, ../jagged/unique.py and ../jagged/calibration.py.
 """
 
 from __future__ import annotations

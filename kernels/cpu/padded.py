@@ -1,5 +1,5 @@
-"""Padded dense tensors on the CPU: the results of jagged/padded.py and jagged/elementwise.py by loops that numba
-compiles, or, where it is missing, by few torch ops. Letters and shapes as in jagged/padded.py; unlike there, bad
+"""Padded dense tensors on the CPU: the results of ../jagged/padded.py and ../jagged/elementwise.py by loops that numba
+compiles, or, where it is missing, by few torch ops. Letters and shapes as in ../jagged/padded.py; unlike there, bad
 offsets raise.
 """
 

@@ -1,7 +1,7 @@
 """Loops that move bags between jagged values and a padded dense, compiled by numba when this file is imported.
 
 Tensors come as addresses of contiguous memory: an address costs a call a tenth of what an array does. A value has
-`item` bytes, a leaf of the dense `most` places for values (letters as in jagged/padded.py). Bags are those that `ends`,
+`item` bytes, a leaf of the dense `most` places for values (letters of ../jagged/padded.py). Bags are those that `ends`,
 offsets of `of` bytes each, describe. With one jagged dim bag p is leaf p; with more, `begins` and `stops` (int64, 0 for
 one dim) hold the first bag of each parent and the end of its bags, and the parent has `columns` leaves. A loop does
 parents low ... high - 1 of `parents` and returns -1, or a bag whose bounds leave the `total` values, before it touches

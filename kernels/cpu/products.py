@@ -1,7 +1,7 @@
 """Products of bags of rows on the CPU: softmax, vector product and unary lookup by the loops of products_loops.py, or
 torch without numba; products with matrices by torch alone: bags are padded to one length and meet in torch.bmm.
 
-Letters as in jagged/softmax.py, jagged/vector_product.py, jagged/unary_embeddings.py and jagged/bmm.py. The loops look
+Letters as in ../jagged/softmax.py, vector_product.py, unary_embeddings.py and bmm.py there. The loops look
 at offsets and ids themselves before they follow them. A block is so few bags that their padded rows stay in a core's
 cache; bags much longer than the others of their block are multiplied one by one, so padding never makes more than a few
 times the work.

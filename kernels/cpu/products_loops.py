@@ -1,7 +1,7 @@
 """The loops of softmax, vector product and unary lookup on the CPU, compiled by numba when this file is imported.
 
-All arrays contiguous; values, gradients and results flat fp32, letters as in jagged/softmax.py,
-jagged/vector_product.py and jagged/unary_embeddings.py. A loop does bags [low, high) and looks at their offsets, and at
+All arrays contiguous; values, gradients and results flat fp32, letters as in ../jagged/softmax.py,
+vector_product.py and unary_embeddings.py there. A loop does bags [low, high) and looks at their offsets, and at
 ids, before it follows them: it returns -1, or the first bag or position that is wrong. Loops release the GIL and never
 raise. Sums are added in the order that is written here.
 """

@@ -1,7 +1,7 @@
 """The segment ops on the CPU where numba is installed (the extra `cpu`): the loops of segments_loops.py.
 
-Each function returns None where numba is missing; then the op runs on torch. Letters as in jagged/permute.py and
-jagged/offsets.py. Results do not depend on the number of threads.
+Each function returns None where numba is missing; then the op runs on torch. Letters as in ../jagged/permute.py and
+../jagged/offsets.py. Results do not depend on the number of threads.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python perf/evidence/mutations.py                             all of them, to perf/results/mutations.json
     python perf/evidence/mutations.py --only wire --only adam     those with one of these in their name or area
     python perf/evidence/mutations.py --left                      those that the results do not have yet
-    python perf/evidence/mutations.py --check                     whether each can still be planted; runs no test
+    python perf/evidence/mutations.py --check                     whether each can still be planted and has its tests
 
 A defect (mutations.toml beside this file) is a text that stands once in the product, and what it becomes. It is caught
 if its tests fail of an error that no mistake of the defect itself explains (an import, a syntax, an unknown name), and
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Plant defects one by one and see whether tests catch them.")
     parser.add_argument("--only", action="append", default=[], help="In a name or an area; may repeat.")
     parser.add_argument("--left", action="store_true", help="Only those that the results do not have.")
-    parser.add_argument("--check", action="store_true", help="Only whether each text stands in the tree once.")
+    parser.add_argument("--check", action="store_true", help="Only whether each can be planted and tested.")
     default = ROOT / "perf" / "results" / "mutations.json"
     parser.add_argument("--json", type=Path, default=default, help="Results; those of other defects stay.")
     arguments = parser.parse_args()
@@ -77,7 +77,10 @@ def main() -> None:
         if not arguments.only or any(word in f"{defect.area}: {defect.name}" for word in arguments.only)
         if not (arguments.left and defect.name in results)
     ]
-    lost = {defect.name: reason for defect in chosen if isinstance(reason := place(defect, sources(ROOT)), str)}
+    texts = sources(ROOT)
+    lost = {defect.name: reason for defect in chosen if isinstance(reason := place(defect, texts), str)}
+    if arguments.check:
+        lost |= {defect.name: reason for defect in chosen if (reason := without_tests(defect, ROOT))}
     for name, reason in lost.items():
         print(f"{name}: {reason}")
     if arguments.check or not chosen:
@@ -123,6 +126,18 @@ def place(defect: Defect, texts: dict[Path, str]) -> tuple[Path, int, int] | str
     if len(found) != 1:
         return f"its text stands {len(found)} times in the tree: correct mutations.toml"
     return found[0]
+
+
+def without_tests(defect: Defect, root: Path) -> str:
+    """Why its tests cannot be run: a file that is gone, or a name that none of their tests has."""
+    names: list[str] = []
+    for file in (test.split("::")[0] for test in defect.tests):
+        if not (root / file).is_file():
+            return f"{file} is gone: correct mutations.toml"
+        names += re.findall(r"^\s*def (test_\w+)", (root / file).read_text(encoding="utf-8"), re.MULTILINE)
+    asked = defect.named.split(" or ") if defect.named else []
+    gone = [one for one in asked if not any(one in name for name in names)]
+    return f"no test of it is called {' or '.join(gone)}: correct mutations.toml" if gone else ""
 
 
 def plant_and_test(tree: Path, defect: Defect) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from shardwise.kernels import configs
 from shardwise.kernels.configs import Config
-from shardwise.perf.compile.tuning_space import candidates
 from shardwise.perf.suite.case import in_a_line
 from shardwise.perf.suite.timing import graphs_of, times_us
+from shardwise.perf.tune.candidates import candidates
 from shardwise.perf.tune.tuner_inputs import (
     Call,
     Job,

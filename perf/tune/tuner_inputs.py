@@ -28,7 +28,6 @@ from shardwise.kernels import (
 from shardwise.kernels._op import next_power_of_2
 from shardwise.kernels.configs import DTYPES, Key, length_class, triton_version
 from shardwise.kernels.quantized.pooled_lookup import unit_count
-from shardwise.perf.compile.tuning_space import KERNELS, QUANTIZED
 from shardwise.perf.suite.batches import Batch, of_workload, optimizer
 from shardwise.perf.suite.cases import quantized_batches as gpu_quantized
 from shardwise.perf.suite.workloads import (
@@ -37,6 +36,7 @@ from shardwise.perf.suite.workloads import (
     fitted,
     tiny,
 )
+from shardwise.perf.tune.candidates import KERNELS, QUANTIZED
 from shardwise.untrusted import read_text
 
 # distinct batches that a measurement rotates through

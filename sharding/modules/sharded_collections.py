@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -57,6 +57,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     _awaitable = EmbeddingBagCollectionAwaitable
 
+    if TYPE_CHECKING:
+
+        def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[KeyedTensor]:
+            """That of `ShardedCollection`, which does not know the type."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         names = [name for names in self._names_by_table for name in names]
@@ -91,6 +96,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
     """An `EmbeddingCollection` over several ranks: same inputs, same dict of `JaggedTensor`, same parameter names."""
 
     _awaitable = EmbeddingCollectionAwaitable
+
+    if TYPE_CHECKING:
+
+        def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[dict[str, JaggedTensor]]:
+            """That of `ShardedCollection`, which does not know the type."""
 
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from shardwise.embeddings.quant import (
     QuantManagedCollisionEmbeddingBagCollection,
     QuantManagedCollisionEmbeddingCollection,
 )
-from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.planner.layout import SERVING
 from shardwise.sharding.plan.module_sharder import ModuleSharder
 from shardwise.sharding.plan.plan import ParameterSharding, ShardingType
@@ -84,9 +84,23 @@ class _BehindMaps(ShardedQuantizedCollection):
 class ShardedQuantManagedCollisionEmbeddingCollection(_BehindMaps, ShardedQuantEmbeddingCollection):
     """A quantized `EmbeddingCollection` behind maps, in pieces: (JaggedTensor by feature, remapped ids)."""
 
+    if TYPE_CHECKING:
+
+        def forward(  # type: ignore[override]
+            self, features: KeyedJaggedTensor
+        ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor]:
+            """That of the collection behind maps, which does not know the type."""
+
 
 class ShardedQuantManagedCollisionEmbeddingBagCollection(_BehindMaps, ShardedQuantEmbeddingBagCollection):
     """A quantized `EmbeddingBagCollection` behind maps, in pieces: (KeyedTensor, remapped ids)."""
+
+    if TYPE_CHECKING:
+
+        def forward(  # type: ignore[override]
+            self, features: KeyedJaggedTensor
+        ) -> tuple[KeyedTensor, KeyedJaggedTensor]:
+            """That of the collection behind maps, which does not know the type."""
 
 
 class _SharderBehindMaps(BaseQuantEmbeddingSharder[M]):

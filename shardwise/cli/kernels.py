@@ -1,8 +1,8 @@
 """`shardwise kernels`: the Triton kernels compiled, and executed, for GPUs that need not be present.
 
 `check` compiles every kernel and holds what comes out to what is promised; `registers` prints what typical kernels
-take; `run` executes what is compiled on this machine's CPU and holds it to its references; `autotune` times their
-configs (tune.py).
+take; `run` executes what is compiled on this machine's CPU and holds it to its references: these three work on a
+checkout, since a wheel leaves out what compiles and executes. `autotune` times their configs (tune.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._version import in_checkout
-from ..perf.compile.compiled import TARGETS
-from .output import progress, table_of, wide_console
+from .output import needs_checkout, progress, table_of, wide_console
 from .tune import add_autotune
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ def add_kernels(commands: click.Group) -> None:
         """About the Triton kernels."""
 
     @kernels.command()
-    @click.option("--target", "targets", multiple=True, type=click.Choice([*TARGETS]), help="Default: all of them.")
+    @click.option("--target", "targets", multiple=True, callback=_known, metavar="NAME", help="Default: all of them.")
     @click.option("--kernel", default="", metavar="TEXT", help="Only cases with this in their name.")
     @click.option("--candidates", is_flag=True, help="Also what the tuner may try at the main dims.")
     @click.option("--changed", is_flag=True, help="Only kernels that have not passed as they are now on this Triton.")
@@ -52,9 +50,11 @@ def add_kernels(commands: click.Group) -> None:
         and a line for each promise that a case breaks: a spill, a failing compiler, a narrow access to aligned rows, a
         row that is gathered late, and others (perf/compile/checks.py).
         """
+        needs_checkout("kernels check")
         from ..kernels._op import HAS_TRITON, INTERPRETED, triton
         from ..perf.compile import checked
         from ..perf.compile.cases import cases
+        from ..perf.compile.compiled import TARGETS
         from ..perf.compile.tuning_space import candidate_cases, tuned_cases
 
         if not HAS_TRITON:
@@ -65,8 +65,6 @@ def add_kernels(commands: click.Group) -> None:
             raise click.UsageError(
                 "--record is for a check of all kernels, not with --target, --kernel or --candidates"
             )
-        if record and not in_checkout():
-            raise click.UsageError("--record writes into a checkout of shardwise: run it there")
         try:
             # also before a check of some minutes that ends with writing it
             table = checked.read_table() if changed or record else {}
@@ -90,7 +88,7 @@ def add_kernels(commands: click.Group) -> None:
         sys.exit(1 if broken else 0)
 
     @kernels.command()
-    @click.option("--target", "targets", multiple=True, type=click.Choice([*TARGETS]), help="Default: four of them.")
+    @click.option("--target", "targets", multiple=True, callback=_known, metavar="NAME", help="Default: four of them.")
     @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes.", show_default=True)
     def registers(targets: tuple[str, ...], jobs: int) -> None:
         """Print what typical kernels take and wait for, compiled without a GPU, as a table of Markdown.
@@ -99,6 +97,7 @@ def add_kernels(commands: click.Group) -> None:
         barriers, and of the longest loop the latencies that one warp alone waits in an iteration and how often it waits
         for memory in turn (perf/compile/scoreboard.py; NVIDIA's only); loads and stores of 8 bytes and more.
         """
+        needs_checkout("kernels registers")
         from ..kernels._op import HAS_TRITON, INTERPRETED, triton
         from ..perf.compile.cases import cases
         from ..perf.compile.compiled import TYPICAL, WHOLE
@@ -136,6 +135,7 @@ def add_kernels(commands: click.Group) -> None:
         allowed, and the stream that uses least of the 32-byte sectors that it touches. Ends with status 1 where
         anything is wrong. The usual cases take a minute, --all a quarter of an hour on two cores.
         """
+        needs_checkout("kernels run")
         from ..kernels._op import HAS_TRITON, INTERPRETED
 
         if not HAS_TRITON:
@@ -163,6 +163,18 @@ def add_kernels(commands: click.Group) -> None:
         sys.exit(_report(found, runs.unexplained(cut)))
 
     add_autotune(kernels)
+
+
+def _known(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of targets; a wheel, which compiles for none, lacks their list."""
+    if not names:
+        return names
+    needs_checkout(f"kernels {context.info_name}")
+    from ..perf.compile.compiled import TARGETS
+
+    if unknown := [name for name in names if name not in TARGETS]:
+        raise click.BadParameter(f"{unknown[0]!r} is not one of {', '.join(map(repr, TARGETS))}.")
+    return names
 
 
 def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int) -> list[Case]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._version import in_checkout
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -18,6 +20,12 @@ class Wrong(click.ClickException):
     """A file or an argument that is no good: one line, and status 2."""
 
     exit_code = 2
+
+
+def needs_checkout(command: str) -> None:
+    """Refuse a command whose rooms a wheel leaves out."""
+    if not in_checkout():
+        raise click.UsageError(f"`shardwise {command}` works on a checkout of shardwise: run it there")
 
 
 @contextmanager

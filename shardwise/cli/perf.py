@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._version import in_checkout
-from .output import table_of, wide_console
+from .output import needs_checkout, table_of, wide_console
 
 if TYPE_CHECKING:
     from ..perf.counts.baseline import Found
@@ -151,8 +150,7 @@ def add_perf(commands: click.Group) -> None:
         of the path that CUDA takes; collectives and bytes sent of two gloo processes. Numbers depend on the versions of
         Python and torch, and are compared with the baseline of the same versions alone.
         """
-        if (check or update) and baseline is None and not in_checkout():
-            raise click.UsageError("the baseline is that of a checkout of shardwise: go there, or name a --baseline")
+        needs_checkout("perf counts")
         try:
             status = _counts(re.compile(only), check, update, parts, json_file, baseline)
         except re.error as error:

@@ -194,7 +194,7 @@ def _tune_cpu(
 
 
 def _list_jobs(jobs: list[Job]) -> None:
-    from ..perf.compile.tuning_space import candidates
+    from ..perf.tune.candidates import candidates
     from ..perf.tune.tuner import SECONDS_A_CANDIDATE, told
 
     count = 0

@@ -240,7 +240,7 @@ def test_22_more_ids_than_int32_counts_are_added_to_their_rows() -> None:
     assert_same_bits(weights, expected)
 
 
-# A table of more than 2^31 elements. (Its lookup is in kernels/lookup/test_lookup.py.)
+# A table of more than 2^31 elements. (Its lookup is in tests/kernels/lookup/test_lookup.py.)
 
 
 @pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "adam"])

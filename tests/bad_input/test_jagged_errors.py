@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import tables_of
 from checkout import file_of_tests
+from jagged_batches import tables_of
 from jagged_model import Batch, Form, build, check, concat, from_bags, pick
 from kernel_inputs import UPDATES, torch_device
 from test_huge_sizes import FAR, untouched

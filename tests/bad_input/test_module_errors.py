@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import kjt, pooled, tables_of
+from jagged_batches import kjt, pooled, tables_of
 from kernel_inputs import UPDATES, assert_close, torch_device
 from torch import Tensor, nn
 

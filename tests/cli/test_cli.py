@@ -27,9 +27,7 @@ from shardwise.perf.compile import (
 from shardwise.perf.compile import (
     checked,
     compiled,
-)
-from shardwise.perf.compile import (
-    tuning_space as candidates,
+    tuning_space,
 )
 from shardwise.perf.compile.cases import Case
 from shardwise.perf.compile.compiled import Report
@@ -46,13 +44,13 @@ def noted() -> tuple[list[Case], list[Case]]:
     return _cases(), [*_tuned_cases()]
 
 
-_cases, _tuned_cases = launched.cases, candidates.tuned_cases
+_cases, _tuned_cases = launched.cases, tuning_space.tuned_cases
 
 
 @pytest.fixture(autouse=True)
 def _noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launched, "cases", lambda: noted()[0])
-    monkeypatch.setattr(candidates, "tuned_cases", lambda: noted()[1])
+    monkeypatch.setattr(tuning_space, "tuned_cases", lambda: noted()[1])
 
 
 def run(*arguments: str) -> Result:
@@ -150,7 +148,7 @@ def test_a_whole_check_records_what_passed(monkeypatch: pytest.MonkeyPatch) -> N
     assert part.exit_code == 2 and "--record is for a check of all kernels" in part.output
     assert run("kernels", "check", "--record").exit_code == 1 and written.pop() == set()
     # what `_check` returns breaks a promise
-    everything = {checked.group(case) for case in (*launched.cases(), *candidates.tuned_cases())}
+    everything = {checked.group(case) for case in (*launched.cases(), *tuning_space.tuned_cases())}
     monkeypatch.setattr(
         cli_kernels, "_check", lambda cases, *_: [case for case in cases if case.name.startswith("update sgd")]
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import kjt, pooled, tables_of, weight
+from jagged_batches import kjt, pooled, tables_of, weight
 from kernel_inputs import assert_close
 from torch import Tensor, nn
 

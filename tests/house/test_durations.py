@@ -86,6 +86,56 @@ def test_what_starts_processes_is_found_in_what_it_calls(function: Callable[...,
     assert starts_processes(function) == starts
 
 
+class Run:
+    """As much of pytest's config as an order needs."""
+
+    def __init__(self, folder: Path, told: dict[str, float] | None) -> None:
+        self.rootpath = folder
+        self.workerinput = {} if told is None else {"shardwise_seconds": told}
+
+    def getoption(self, name: str, default: str) -> str:
+        return default
+
+
+class Item:
+    def __init__(self, nodeid: str) -> None:
+        self.nodeid = nodeid
+
+
+@pytest.mark.parametrize(
+    ("told", "order"),
+    [
+        ({"b": 3.0, "c": 0.1}, ["b::1", "b::2", "a::starts", "a::1", "c::1"]),
+        ({}, ["a::starts", "a::1", "b::1", "b::2", "c::1"]),
+        (None, ["c::1", "a::starts", "a::1", "b::1", "b::2"]),
+    ],
+    ids=["of an earlier run", "guessed", "without workers as collected"],
+)
+def test_files_that_take_long_come_first_and_stay_together(
+    tmp_path: Path, told: dict[str, float] | None, order: list[str]
+) -> None:
+    items: list[Any] = [Item(name) for name in ("c::1", "a::starts", "a::1", "b::1", "b::2")]
+    config: Any = Run(tmp_path, told)
+    durations.longest_first(config, items, lambda item: "starts" in item.nodeid)
+    assert [item.nodeid for item in items] == order
+
+
+def test_seconds_are_of_the_largest_of_the_last_runs_of_a_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_DURATIONS", str(tmp_path))
+    config: Any = Run(tmp_path, None)
+    assert durations.earlier(config) == {}
+    for name, files in {
+        "1-torch": {"a": 1, "b": 2},
+        "2-torch": {"a": 9},
+        "3-compiled": {"a": 1, "b": 2, "c": 3},
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"files": files}))
+    (tmp_path / "4-torch.json").write_text("{")
+    assert durations.earlier(config) == {"a": 1, "b": 2}
+
+
 def record(**files: float) -> dict[str, Any]:
     return {
         "files": files,

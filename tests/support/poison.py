@@ -21,15 +21,6 @@ ALLOCATORS = (
 )
 
 
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Poison what `torch.empty` and its siblings return to code of shardwise; other callers get what torch gives."""
-    with ExitStack() as stack:
-        for owner, name in ALLOCATORS:
-            stack.enter_context(patch.object(owner, name, _poisoning(getattr(owner, name))))
-        yield
-
-
 def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(allocate)
     def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
@@ -42,6 +33,20 @@ def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return tensor
 
     return allocate_poisoned
+
+
+# made once: after a reset the compiler lists torch's functions anew, these in place of torch's own, and will not trace
+# a wrapper of the next test that calls torch's own, which the list then lacks
+WRAPPERS = [(owner, name, _poisoning(getattr(owner, name))) for owner, name in ALLOCATORS]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Poison what `torch.empty` and its siblings return to code of shardwise; other callers get what torch gives."""
+    with ExitStack() as stack:
+        for owner, name, wrapper in WRAPPERS:
+            stack.enter_context(patch.object(owner, name, wrapper))
+        yield
 
 
 @torch.no_grad()

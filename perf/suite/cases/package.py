@@ -31,7 +31,7 @@ LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build",
 SECONDS = 300.0
 _BUILD = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
 # rooms of a checkout that stay out of a wheel, as setup.py has it
-LEFT_OUT = ("perf/evidence/", "perf/gpu_scripts/")
+LEFT_OUT = ("perf/compile/", "perf/counts/", "perf/evidence/", "perf/gpu/", "perf/gpu_scripts/")
 # what a peer may be installed as
 DISTRIBUTIONS: Mapping[str, Sequence[str]] = {"fbgemm": ("fbgemm-gpu", "fbgemm-gpu-cpu"), "torchrec": ("torchrec",)}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import draw, gradient, gradient_of, kjt, pooled, tables_of, upstream, weight
+from jagged_batches import draw, gradient, gradient_of, kjt, pooled, tables_of, upstream, weight
 from kernel_inputs import DEVICES, assert_close, torch_device
 from torch import Tensor
 

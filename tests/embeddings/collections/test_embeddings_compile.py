@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import tables_of
+from jagged_batches import tables_of
 from kernel_inputs import assert_close
 from torch import Tensor
 

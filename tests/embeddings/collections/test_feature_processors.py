@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Bags, gradient_of, kjt, upstream
+from jagged_batches import Bags, gradient_of, kjt, upstream
 from kernel_inputs import DEVICES, assert_close, torch_device
 from torch import Tensor, nn
 

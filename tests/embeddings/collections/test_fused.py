@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import draw, gradient, kjt, pooled, tables_of, upstream, weight
+from jagged_batches import draw, gradient, kjt, pooled, tables_of, upstream, weight
 from kernel_inputs import UPDATES, assert_close, torch_device
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import draw, gradient, gradient_of, kjt, tables_of, upstream
+from jagged_batches import draw, gradient, gradient_of, kjt, tables_of, upstream
 from kernel_inputs import DEVICES, assert_close, torch_device
 
 from shardwise import DataType, EmbeddingCollection, EmbeddingConfig

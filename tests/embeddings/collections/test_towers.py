@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import gradient_of, kjt, upstream
+from jagged_batches import gradient_of, kjt, upstream
 from torch import Tensor, nn
 
 from shardwise import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Bags, draw, gradient, kjt, tables_of, upstream
+from jagged_batches import Bags, draw, gradient, kjt, tables_of, upstream
 from kernel_inputs import DEVICES, assert_close, torch_device
 from torch import Tensor, nn
 

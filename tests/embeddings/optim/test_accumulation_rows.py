@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Bags, draw, kjt, tables_of, upstream, weight
+from jagged_batches import Bags, draw, kjt, tables_of, upstream, weight
 from torch import Tensor
 
 from shardwise.embeddings import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import kjt, tables_of, upstream
+from jagged_batches import kjt, tables_of, upstream
 from torch import Tensor, nn
 
 from shardwise.embeddings import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import kjt, upstream
+from jagged_batches import kjt, upstream
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed._shard import sharded_tensor

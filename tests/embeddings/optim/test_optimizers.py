@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import draw, kjt, tables_of, upstream
+from jagged_batches import draw, kjt, tables_of, upstream
 from kernel_inputs import assert_close
 from torch import Tensor, nn
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import upstream
+from jagged_batches import upstream
 from torch import Tensor, nn
 
 from shardwise.embeddings import KeyedOptimizer, KeyedOptimizerWrapper, SemisyncOptimizer, WarmupOptimizer

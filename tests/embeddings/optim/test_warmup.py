@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
-from batches import draw, kjt, tables_of, upstream
+from jagged_batches import draw, kjt, tables_of, upstream
 from torch import nn
 
 from shardwise.embeddings import (

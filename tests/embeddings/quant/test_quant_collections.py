@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from batches import draw, kjt, pooled
+from jagged_batches import draw, kjt, pooled
 from quantized_tables import BAGS, TYPES, assert_looks_up_its_buffers, float_bags, values_of
 from torch import Tensor, nn
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from batches import kjt
+from jagged_batches import kjt
 from quantized_tables import BAGS, assert_looks_up_its_buffers, float_bags
 from torch import Tensor, nn
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import kjt, weight
+from jagged_batches import kjt, weight
 from quantized_tables import BAGS, assert_looks_up_its_buffers, configs, float_bags, values_of
 from ranks import run_ranks
 from torch import Tensor, nn

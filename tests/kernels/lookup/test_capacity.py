@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import draw, gradient_of, kjt, tables_of, upstream
+from jagged_batches import draw, gradient_of, kjt, tables_of, upstream
 from kernel_inputs import (
     CASES,
     UPDATES,

@@ -18,12 +18,10 @@ from shardwise.perf.compile import (
 from shardwise.perf.compile import (
     checked,
     compiled,
+    tuning_space,
 )
 from shardwise.perf.compile import (
     checks as promises,
-)
-from shardwise.perf.compile import (
-    tuning_space as candidates,
 )
 from shardwise.perf.compile.cases import Case
 from shardwise.perf.compile.checked import changed, fingerprints, group
@@ -37,7 +35,7 @@ VERSION = "3.7.1"
 
 @cache
 def cases() -> tuple[Case, ...]:
-    return (*launched.cases(), *candidates.tuned_cases())
+    return (*launched.cases(), *tuning_space.tuned_cases())
 
 
 @pytest.mark.compiled
@@ -64,7 +62,7 @@ def test_a_rule_that_a_program_defines_is_no_case_of_the_whole_check() -> None:
     before = {case.name for case in cases()}
     rule = define_rule()(_step_of_ones_own)
     try:
-        assert {case.name for case in (*launched.cases(), *candidates.tuned_cases())} == before
+        assert {case.name for case in (*launched.cases(), *tuning_space.tuned_cases())} == before
     finally:
         del RULES[rule.name]
 

@@ -14,11 +14,11 @@ import pytest
 from shardwise.kernels import configs
 from shardwise.kernels.configs import Key
 from shardwise.perf.compile import cases as launched
-from shardwise.perf.compile import compiled
-from shardwise.perf.compile import tuning_space as candidates
+from shardwise.perf.compile import compiled, tuning_space
 from shardwise.perf.compile.cases import Case
 from shardwise.perf.compile.checks import broken_promises
 from shardwise.perf.compile.tuning_space import candidate_cases, cases_of
+from shardwise.perf.tune.candidates import KERNELS, candidates
 
 pytestmark = pytest.mark.compiled
 
@@ -59,13 +59,13 @@ def test_every_candidate_is_compiled_as_the_tuner_would_launch_it() -> None:
         assert blocks == [config.get("rows") or config["chunks"]], name
         if "warps" in config:
             assert case.num_warps == config["warps"], name
-    assert {case.kernel_name for case in known().values()} == {name.split()[0] for name in candidates.KERNELS}
+    assert {case.kernel_name for case in known().values()} == {name.split()[0] for name in KERNELS}
 
 
 @pytest.mark.parametrize(("rule", "dim", "target"), ORDERED)
 def test_candidates_of_an_update_add_up_columns_as_the_heuristic_does(rule: str, dim: int, target: str) -> None:
     key = Key(f"update {rule}", "fp32", dim, 1, "")
-    tried = [config for config in candidates.candidates(key.kernel, "fp32", dim) if "chunks" in config]
+    tried = [config for config in candidates(key.kernel, "fp32", dim) if "chunks" in config]
     cases = [case for config in ({}, *tried) for case in cases_of(key, config)]
     assert len(cases) == 1 + len(tried) > 2 and len({case.rows for case in cases}) == 1
     assert len({case.constants["BLOCK_C"] for case in cases}) == len(cases)
@@ -80,5 +80,5 @@ def test_an_entry_of_a_committed_file_that_spills_is_caught(tmp_path: Path, monk
     content = {"shardwise_tuned": 1, "device": "NVIDIA H200", "architecture": "sm_90", "entries": entries}
     (tmp_path / "nvidia_h200.json").write_text(json.dumps(content))
     monkeypatch.setattr(configs, "FOLDER", tmp_path)
-    (case,) = candidates.tuned_cases()
+    (case,) = tuning_space.tuned_cases()
     assert any(sentence.startswith("spills ") for sentence in broken(case, target="sm_90"))

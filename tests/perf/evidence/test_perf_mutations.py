@@ -67,9 +67,17 @@ def test_the_folder_is_run_where_files_of_tests_have_moved(tree: Path) -> None:
     assert mutations.plant_and_test(tree, gone)["status"] == "caught"
 
 
-def test_every_defect_says_what_it_breaks_and_which_tests_hold_it() -> None:
-    planted = mutations.defects()
+def test_files_and_names_of_tests_that_are_gone_are_told(tree: Path) -> None:
+    assert mutations.without_tests(replace(DEFECT, named="once"), tree) == ""
+    assert "test_gone.py is gone" in mutations.without_tests(replace(DEFECT, tests=["tests/test_gone.py"]), tree)
+    assert "is called twice" in mutations.without_tests(replace(DEFECT, named="once or twice"), tree)
+
+
+def test_every_defect_can_be_planted_and_says_what_it_breaks_and_which_tests_hold_it() -> None:
+    planted, texts = mutations.defects(), mutations.sources(mutations.ROOT)
     assert len({defect.name for defect in planted}) == len(planted) >= 36
     for defect in planted:
+        assert not isinstance(mutations.place(defect, texts), str), defect.name
+        assert mutations.without_tests(defect, mutations.ROOT) == "", defect.name
         assert defect.claim and defect.old != defect.new and defect.tests, defect.name
         assert defect.phase in ("torch", "interpreted", "compiled", "executed"), defect.name

@@ -19,9 +19,9 @@ from torch import Tensor
 from shardwise import cli
 from shardwise.cli import tune as cli_tune
 from shardwise.kernels import _op, configs, use_configs
-from shardwise.perf.compile.tuning_space import KERNELS, QUANTIZED, candidates
 from shardwise.perf.suite.workloads import Workload, equal
 from shardwise.perf.tune import tuner, tuner_cpu, tuner_inputs
+from shardwise.perf.tune.candidates import KERNELS, QUANTIZED, candidates
 from shardwise.perf.tune.tuner_inputs import jobs_of
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import Bags, draw, kjt, weight
+from jagged_batches import Bags, draw, kjt, weight
 from ranks import run_ranks
 from torch import Tensor, nn
 

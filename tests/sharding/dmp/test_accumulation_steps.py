@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import draw, kjt
+from jagged_batches import draw, kjt
 from ranks import run_ranks
 from torch import Tensor, nn
 
