@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from batches import random_kjt
+from jagged_batches import random_kjt
 from ranks import world_group
 from torch import Tensor, nn
 

@@ -16,7 +16,7 @@ from typing import Any
 import oracle
 import torch
 import torch.distributed as dist
-from batches import tables_of
+from jagged_batches import tables_of
 from torch import Tensor
 
 from shardwise import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import random_kjt
+from jagged_batches import random_kjt
 from model_zoo import bag_tables
 from ranks import error_of, run_ranks, world_group
 from torch import Tensor

@@ -9,9 +9,9 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from batches import kjt as keyed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jagged_batches import kjt as keyed
 from ranks import run_ranks
 from torch import Tensor
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import tables_of
+from jagged_batches import tables_of
 from ranks import error_of, run_ranks
 from sharding_mixes import (
     STRATEGIES,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import kjt, tables_of
+from jagged_batches import kjt, tables_of
 from ranks import run_ranks
 from sharding_mixes import (
     HYPER,

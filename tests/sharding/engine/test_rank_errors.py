@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import kjt as kjt_of
+from jagged_batches import kjt as kjt_of
 from model_zoo import fused
 from ranks import error_of, run_ranks
 from sharding_mixes import same_tensors

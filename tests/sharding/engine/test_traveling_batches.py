@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import random_kjt
+from jagged_batches import random_kjt
 from model_zoo import bag_tables, fused
 from ranks import error_of, run_ranks
 from sharding_mixes import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import gradient_of
+from jagged_batches import gradient_of
 from ranks import error_of, run_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from batches import gradient_of, random_kjt
+from jagged_batches import gradient_of, random_kjt
 from model_zoo import bag_tables, fused
 from ranks import error_of, run_ranks, world_group
 from torch import Tensor, nn

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import kjt
+from jagged_batches import kjt
 from torch import nn
 
 from shardwise import (

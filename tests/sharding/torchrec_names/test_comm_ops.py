@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batches import gradient_of, kjt
+from jagged_batches import gradient_of, kjt
 from model_zoo import bag_tables, fused
 from ranks import run_ranks, world_group
 from torch import Tensor, nn

@@ -8,7 +8,7 @@ from itertools import accumulate, product
 import pytest
 import torch
 import torch.distributed as dist
-from batches import gradient_of
+from jagged_batches import gradient_of
 from ranks import error_of, run_ranks, world_group
 from torch import Tensor
 from torch.testing import assert_close
