@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from lone_ranks import kill_me, stop_me
+from model_zoo import fused
 from torch import Tensor, nn
 
 from shardwise import (
@@ -21,7 +22,6 @@ from shardwise import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     KeyedJaggedTensor,
-    apply_optimizer_in_backward,
 )
 from shardwise.sharding import construct_module_sharding_plan, row_wise
 from shardwise.sharding.engine.owner import Owner
@@ -79,9 +79,7 @@ class Model(nn.Module):
 
     def __init__(self, fault: Fault) -> None:
         super().__init__()
-        self.tables = EmbeddingBagCollection(
-            [EmbeddingBagConfig(ROWS, DIM, name, feature_names=[name]) for name in ("user", "item")]
-        )
+        self.tables = fused(EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, name) for name in ("user", "item")]))
         self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(2 * DIM, 1)
         self.fault, self.step = fault, 0
 
@@ -108,12 +106,9 @@ def features_of(step: int, rank: int) -> KeyedJaggedTensor:
 def build(fault: Fault, *, timeout_s: float | None = 60) -> DistributedModelParallel:
     """The model, its tables cut by rows over all ranks."""
     torch.manual_seed(0)
-    model = Model(fault)
-    apply_optimizer_in_backward(torch.optim.SGD, model.tables.parameters(), {"lr": 0.1})
-    tables = construct_module_sharding_plan(
-        model.tables, {"user": row_wise(), "item": row_wise()}, world_size=dist.get_world_size(),
-        local_size=dist.get_world_size(),
-    )  # fmt: skip
+    model, world = Model(fault), dist.get_world_size()
+    where = dict.fromkeys(("user", "item"), row_wise())
+    tables = construct_module_sharding_plan(model.tables, where, world_size=world, local_size=world)
     return DistributedModelParallel(model, plan=ShardingPlan({"tables": tables}), timeout_s=timeout_s)
 
 

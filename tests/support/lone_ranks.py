@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import context, count, start_fork_server
+from ranks import context, count, start_fork_server, use_own_host
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,10 @@ def start_lone_ranks(
     return world
 
 
-def lone_ranks(
-    world_size: int,
-    fn: Callable[..., Any],
-    *args: Any,
-    store: str = "file",
-    stopped: int | None = None,
-    deadline: float = 60.0,
-) -> list[Said]:
+def lone_ranks(world_size: int, fn: Callable[..., Any], *args: Any, **settings: Any) -> list[Said]:
     """What each rank said, in rank order: `start_lone_ranks` and its answers."""
     start = time.monotonic()
-    said = start_lone_ranks(world_size, fn, *args, store=store, stopped=stopped, deadline=deadline).said()
+    said = start_lone_ranks(world_size, fn, *args, **settings).said()
     count(time.monotonic() - start)
     return said
 
@@ -139,9 +132,7 @@ def _be(
     sys.path[:] = path
     # tests that run in the background begin with Ctrl-C ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    use_own_host()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world_size)
     torch.manual_seed(0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from jagged_batches import random_kjt
+from ranks import world_group
 from torch import Tensor, nn
 
 from shardwise import (
@@ -26,6 +30,7 @@ from shardwise import (
 from shardwise.sharding import column_wise, data_parallel, row_wise, table_wise
 
 DIM, ROWS = 8, 40
+FEATURES = {f"f{n}": ROWS for n in range(4)}
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -41,7 +46,9 @@ def row_tables(rows: Mapping[str, int], dim: int = DIM, **fields: Any) -> list[E
 
 def fused(module: Module, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **kwargs: Any) -> Module:
     """The module, its tables updated in backward; `lr` is 0.1 unless given."""
-    tables = [param for name, param in module.named_parameters() if "embedding" in name]
+    tables = [
+        param for name, param in module.named_parameters() if re.search(r"embedding(_bag)?s\.[^.]+\.weight$", name)
+    ]
     apply_optimizer_in_backward(optimizer, tables, {"lr": 0.1, **kwargs})
     return module
 
@@ -93,67 +100,57 @@ class Net(nn.Module):
         return (out * out).sum() / 8, out
 
 
-def kjt_of(
-    features: int, samples: int, generator: torch.Generator, *, weighted: bool = False, longest: int = 3
-) -> KeyedJaggedTensor:
-    """Bags of up to `longest` ids."""
-    lengths = torch.randint(0, longest + 1, (features * samples,), generator=generator)
-    ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
-    weights = torch.rand(len(ids), generator=generator) if weighted else None
-    return KeyedJaggedTensor([f"f{n}" for n in range(features)], ids, weights, lengths)
-
-
 def compressed(kjt: KeyedJaggedTensor, generator: torch.Generator) -> KeyedJaggedTensor:
     """Some samples of each feature, and which of them each of twice as many samples is."""
-    strides = [kjt.stride() if n % 2 else max(1, kjt.stride() // 2) for n in range(len(kjt.keys()))]
-    ids, lengths, inverse = [], [], []
-    for key, stride in zip(kjt.keys(), strides, strict=True):
-        one = kjt[key].lengths()[:stride]
-        lengths.append(one)
-        ids.append(kjt[key].values()[: int(one.sum())])
-        inverse.append(torch.randint(0, stride, (2 * kjt.stride(),), generator=generator))
+    keys = kjt.keys()
+    strides = [kjt.stride() if n % 2 else max(1, kjt.stride() // 2) for n in range(len(keys))]
+    lengths = [kjt[key].lengths()[:stride] for key, stride in zip(keys, strides, strict=True)]
+    ids = [kjt[key].values()[: int(own.sum())] for key, own in zip(keys, lengths, strict=True)]
+    inverse = [torch.randint(0, stride, (2 * kjt.stride(),), generator=generator) for stride in strides]
     return KeyedJaggedTensor(
-        kjt.keys(), torch.cat(ids), None, torch.cat(lengths), stride_per_key_per_rank=[[s] for s in strides],
-        inverse_indices=(kjt.keys(), torch.stack(inverse)),
+        keys, torch.cat(ids), None, torch.cat(lengths), stride_per_key_per_rank=[[s] for s in strides],
+        inverse_indices=(keys, torch.stack(inverse)),
     )  # fmt: skip
 
 
 def batch_of(step: int, *, vbe: bool = False, rank: int | None = None) -> Batch:
     """The batch of this rank: of another size on every rank, sometimes empty."""
     rank = dist.get_rank() if rank is None else rank
-    generator = torch.Generator().manual_seed(1000 * rank + step)
+    seed = 1000 * rank + step
+    generator = torch.Generator().manual_seed(seed)
     samples = (step * 3 + rank * 5) % 7 + int(vbe)
     # in some steps no rank has an id
-    pooled = kjt_of(4, samples, generator, longest=0 if step % 11 == 3 else 3)
+    pooled = random_kjt(FEATURES, samples, seed=seed, longest=0 if step % 11 == 3 else 3)
     if vbe:
         pooled, samples = compressed(pooled, generator), 2 * samples
-    dense = torch.randn(samples, 4, generator=generator)
-    weighted, lists = kjt_of(3, samples, generator, weighted=True), kjt_of(3, samples, generator)
-    return Batch(dense, pooled, weighted, {"history": lists})
+    three = {name: FEATURES[name] for name in list(FEATURES)[:3]}
+    weighted = random_kjt(three, samples, seed=seed + 1, weighted=True)
+    lists = {"history": random_kjt(three, samples, seed=seed + 2)}
+    return Batch(torch.randn(samples, 4, generator=generator), pooled, weighted, lists)
+
+
+# of a net's collections
+RULES: dict[str, type[torch.optim.Optimizer]] = {
+    "pooled": RowWiseAdagrad, "weighted": torch.optim.Adam, "sequence": torch.optim.SGD,
+}  # fmt: skip
 
 
 def sharded(parts: str, module: nn.Module | None = None, **more: Any) -> DistributedModelParallel:
     """A model of these parts, its tables cut every way there is."""
     module = module or Net(parts)
-    world = dist.get_world_size()
-    for number, name in enumerate(("pooled", "weighted", "sequence")):
-        one = getattr(module, name, None)
-        if one is not None:
-            rule: Any = (RowWiseAdagrad, torch.optim.Adam, torch.optim.SGD)[number]
-            apply_optimizer_in_backward(rule, one.parameters(), {"lr": 0.1})
-    plan = ShardingPlan()
-    for number, name in enumerate(("pooled", "weighted", "sequence")):
-        one = getattr(module, name, None)
-        if one is None:
+    world, plan = dist.get_world_size(), ShardingPlan()
+    for number, (name, rule) in enumerate(RULES.items()):
+        if not hasattr(module, name):
             continue
+        collection = module.get_submodule(name)
+        apply_optimizer_in_backward(rule, collection.parameters(), {"lr": 0.1})
         cut = {"t0": table_wise(rank=number % world), "t1": row_wise(), "t2": data_parallel()}
         if name == "pooled":
             cut["t3"] = column_wise(ranks=[0, world - 1])
         plan.plan[name] = construct_module_sharding_plan(
-            one, cut, local_size=world, world_size=world, device_type="cpu"
+            collection, cut, local_size=world, world_size=world, device_type="cpu"
         )
-    assert dist.group.WORLD is not None
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    env = ShardingEnv.from_process_group(world_group())
     return DistributedModelParallel(module, env, "cpu", plan, **more)
 
 
@@ -169,8 +166,7 @@ def state_of(model: DistributedModelParallel) -> dict[str, Tensor]:
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Adagrad on the layers that are not sharded."""
-    inner: Any = model
-    params = [p for name, p in inner.named_parameters() if name.startswith(("dense", "over"))]
+    params = [p for name, p in model.named_parameters() if name.startswith(("dense", "over"))]
     return torch.optim.Adagrad(params, lr=0.05)
 
 
@@ -189,11 +185,10 @@ def plain_loop(model: nn.Module, batches: Iterator[Batch]) -> list[Tensor]:
 def drain(progress: Callable[[Iterator[Any]], Tensor], batches: Iterator[Any]) -> list[Tensor]:
     """Outputs of a pipeline until it stops."""
     outputs = []
-    while True:
-        try:
+    with suppress(StopIteration):
+        while True:
             outputs.append(progress(batches).detach().clone())
-        except StopIteration:
-            return outputs
+    return outputs
 
 
 def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:

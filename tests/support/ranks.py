@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -49,15 +50,9 @@ context.set_forkserver_preload(["rank_imports"])
 
 def start_fork_server() -> None:
     """Start it where it finds `rank_imports`: before Python 3.13 it has no path but that of its environment."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
-    try:
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
 
 
 class RankTraceback(Exception):
@@ -79,6 +74,21 @@ def run_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout: float 
         return _pool.run(world_size, fn, args, timeout)
     finally:
         count(time.monotonic() - start)
+
+
+def error_of(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
+    """What a call raises, as "Type: message", or "": for a rank to tell its test."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error.args[0] if error.args else ''}"
+    return ""
+
+
+def world_group() -> dist.ProcessGroup:
+    """The default group of a rank."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def count(seconds: float, processes: int = 0) -> None:
@@ -176,19 +186,17 @@ class RankPool:
         failures: dict[int, _Failure] = {}
         deadline = time.monotonic() + timeout
         while len(values) + len(failures) < len(ranks):
-            pending = {e.conn: rank for rank, e in enumerate(ranks) if rank not in values and rank not in failures}
+            pending: dict[Any, int] = {
+                e.conn: rank for rank, e in enumerate(ranks) if rank not in values and rank not in failures
+            }
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for conn in ready:
-                assert isinstance(conn, Connection)
-                rank = pending[conn]
+            for rank in (pending[conn] for conn in ready):
                 reply = _receive(ranks[rank])
                 if isinstance(reply, _Failure):
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-                    failures[rank] = reply
-                else:
-                    values[rank] = reply
+                (failures if isinstance(reply, _Failure) else values)[rank] = reply
         if failures:
             text = "\n".join(f"rank {rank} of {len(ranks)}:\n{failures[rank].text}" for rank in sorted(failures))
             # a dead process explains the errors of its peers, never the other way round
@@ -220,10 +228,7 @@ def _serve(conn: Connection, stacks: str) -> None:
     """What a rank's process does: answer calls until the pytest process is gone."""
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        torch.set_num_threads(1)
-        if any(name == "lo" for _, name in socket.if_nameindex()):
-            # all ranks are on this host, whatever its name resolves to
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        use_own_host()
         conn.send_bytes(b"")
         while True:
             try:
@@ -234,6 +239,13 @@ def _serve(conn: Connection, stacks: str) -> None:
                 return
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def use_own_host() -> None:
+    """All ranks are on this host, whatever its name resolves to, and each has a thread."""
+    torch.set_num_threads(1)
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _answer(call: _Call) -> bytes:

@@ -6,14 +6,17 @@ sums of bags [B, dim], or rows of ids [n, dim] where nothing is pooled.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import oracle
 import torch
 import torch.distributed as dist
+from jagged_batches import tables_of
 from torch import Tensor
 
 from shardwise import (
@@ -55,6 +58,13 @@ RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "partial_rowwise_lamb": (PartialRowWiseLAMB, {"lr": 0.05}),
     "lars_sgd": (LarsSGD, {"lr": 0.5, "momentum": 0.5}),
     "ftrl": (FTRL, {"lr": 0.1, "l1": 0.01}),
+}
+# of the float64 model
+HYPER = {
+    "sgd": {"lr": 0.1},
+    "adagrad": {"lr": 0.1, "eps": 1e-10},
+    "rowwise_adagrad": {"lr": 0.1, "eps": 1e-8},
+    "adam": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
 }
 STRATEGIES = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid")
 
@@ -161,25 +171,26 @@ def shards_of(table: TableCase, world: int, local: int) -> list[Shard]:
     rng, name, rows, dim = random.Random(table.seed), table.name, table.rows, table.dim
     hosts = [list(range(host, host + local)) for host in range(0, world, local)]
     host = rng.choice(hosts)
-    if table.strategy == "data_parallel":
-        return layout.data_parallel(name, rows, dim, world)
-    if table.strategy == "table_wise":
-        return layout.table_wise(name, rows, dim, rng.randrange(world))
     if table.strategy == "row_wise":
-        ranks = list(range(world))
+        ranks, sizes = list(range(world)), None
         if rng.random() < 0.5:
             # uneven blocks on ranks in any order
             rng.shuffle(ranks)
             ends = sorted(rng.randint(0, rows) for _ in range(world - 1))
-            return layout.row_wise(name, rows, dim, ranks, [b - a for a, b in pairwise([0, *ends, rows])])
-        return layout.row_wise(name, rows, dim, ranks)
-    if table.strategy == "column_wise":
-        return layout.column_wise(name, rows, dim, [rng.randrange(world) for _ in range(dim // 4)], [4] * (dim // 4))
-    if table.strategy == "table_row_wise":
-        return layout.table_row_wise(name, rows, dim, host)
-    if table.strategy == "table_column_wise":
-        return layout.table_column_wise(name, rows, dim, [rng.choice(host) for _ in range(dim // 4)], [4] * (dim // 4))
-    return layout.grid(name, rows, dim, hosts, [dim // len(hosts)] * len(hosts))
+            sizes = [b - a for a, b in pairwise([0, *ends, rows])]
+        return layout.row_wise(name, rows, dim, ranks, sizes)
+    widths = [4] * (dim // 4)
+    ways: dict[str, Callable[[], list[Shard]]] = {
+        "data_parallel": lambda: layout.data_parallel(name, rows, dim, world),
+        "table_wise": lambda: layout.table_wise(name, rows, dim, rng.randrange(world)),
+        "column_wise": lambda: layout.column_wise(name, rows, dim, [rng.randrange(world) for _ in widths], widths),
+        "table_row_wise": lambda: layout.table_row_wise(name, rows, dim, host),
+        "table_column_wise": lambda: layout.table_column_wise(
+            name, rows, dim, [rng.choice(host) for _ in widths], widths
+        ),
+        "grid": lambda: layout.grid(name, rows, dim, hosts, [dim // len(hosts)] * len(hosts)),
+    }
+    return ways[table.strategy]()
 
 
 def build(mix: Mix, optimizer: str) -> Any:
@@ -233,7 +244,7 @@ def samples_of(kjt: KeyedJaggedTensor, begin: int, end: int) -> KeyedJaggedTenso
     return KeyedJaggedTensor(kjt.keys(), torch.cat(ids), learned, torch.cat(lengths))
 
 
-def dressed(kjt: KeyedJaggedTensor, rank: int) -> KeyedJaggedTensor:
+def dressed(kjt: KeyedJaggedTensor, rank: int, *, padded: bool = True) -> KeyedJaggedTensor:
     """The same samples with keys in an order of the rank's own, one that nobody asks for, and room for more ids."""
     samples = kjt.stride()
     weights = None if kjt.weights_or_none() is None else torch.full((2 * samples,), float("nan"))
@@ -244,6 +255,8 @@ def dressed(kjt: KeyedJaggedTensor, rank: int) -> KeyedJaggedTensor:
     order = list(range(len(whole.keys())))
     random.Random(rank).shuffle(order)
     mixed, spare = whole.permute(order), 3 + rank
+    if not padded:
+        return mixed
     ids = torch.cat([mixed.values(), mixed.values().new_full((spare,), -5)])
     factors = mixed.weights_or_none()
     if factors is not None:
@@ -260,10 +273,8 @@ def by_lookup(mix: Mix, output: Any) -> list[Tensor]:
 
 def upstream_of(mix: Mix, batch: KeyedJaggedTensor, step: int) -> list[Tensor]:
     """A gradient for every row of the whole world's output."""
-    generator, counts = (
-        torch.Generator().manual_seed(step),
-        dict(zip(batch.keys(), batch.length_per_key(), strict=True)),
-    )
+    generator = torch.Generator().manual_seed(step)
+    counts = dict(zip(batch.keys(), batch.length_per_key(), strict=True))
     return [
         torch.randn(mix.samples if mix.pooled else counts[feature], table.dim, generator=generator)
         for table, feature in mix.lookups
@@ -293,12 +304,8 @@ def backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
 def train_alone(mix: Mix, optimizer: str, steps: int, *, learned: bool = False) -> Run:
     """One process on the batches of all ranks."""
     module = build(mix, optimizer)
-    batches = [batch_of(mix, step) for step in range(steps)]
-    given = [upstream_of(mix, batch, step) for step, batch in enumerate(batches)]
-    run = train(mix, module, list(zip(batches, given, strict=True)), learned)
-    names = [table.name for table in mix.tables]
-    run.weights = {name: module.state_dict()[f"{module._children_name}.{name}.weight"].clone() for name in names}
-    run.states = states_of(module)
+    run = train(mix, module, batches_of_rank(mix, range(steps), 0, 1), learned)
+    run.weights, run.states = tables_of(module), states_of(module)
     return run
 
 
@@ -330,6 +337,46 @@ def train_strips(mix: Mix, optimizer: str, steps: int, table: TableCase, cuts: S
     # one number a row and strip: [R, strips]
     whole.states = {name: torch.stack([strip.states[name] for strip in strips], dim=1) for name in whole.states}
     return whole
+
+
+def modelled(
+    mix: Mix,
+    rule: str,
+    batches: Sequence[tuple[KeyedJaggedTensor, Sequence[Tensor]]],
+    table: TableCase,
+    cuts: Sequence[tuple[int, int]],
+    *,
+    most: float = math.inf,
+    decay: str = "none",
+    **hyper: float,
+) -> Run:
+    """One table by the float64 model, each of its strips of columns with states of its own.
+
+    Upstream gradients are cut at `most` first.
+    """
+    weight = tables_of(build(mix, rule))[table.name]
+    places = [n for n, (one, _) in enumerate(mix.lookups) if one == table]
+    dense = [oracle.Dense(weight[:, low:high], rule, {**HYPER[rule], **hyper}, decay) for low, high in cuts]
+    asked = [(0, table.mean)] * len(places)
+    run = Run([], {}, {}, [])
+    for batch, upstream in batches:
+        jagged = [batch[feature] for feature in table.features]
+        sizes = [one.lengths().tolist() for one in jagged]
+        bags = [[bag.tolist() for bag in one.values().split(n)] for one, n in zip(jagged, sizes, strict=True)]
+        scales = None
+        if mix.weighted:
+            scales = [[bag.tolist() for bag in one.weights().split(n)] for one, n in zip(jagged, sizes, strict=True)]
+        pieces = [oracle.pooled([one.table], asked, bags, scales) for one in dense]
+        each = [torch.split(piece, high - low, dim=1) for piece, (low, high) in zip(pieces, cuts, strict=True)]
+        run.outputs.append([torch.cat(columns, dim=1) for columns in zip(*each, strict=True)])
+        for one, (low, high) in zip(dense, cuts, strict=True):
+            given = torch.cat([upstream[n][:, low:high] for n in places], dim=1).clamp(-most, most)
+            (gradient,), (touched,) = oracle.gradients([one.table], asked, bags, given, scales)
+            one.step(gradient, touched)
+    run.weights = {table.name: torch.cat([one.table for one in dense], dim=1)}
+    for number, name in enumerate(dense[0].states, start=1):
+        run.states[f"{table.name}/momentum{number}"] = torch.cat([one.states[name] for one in dense], dim=1)
+    return run
 
 
 def train(
@@ -370,13 +417,13 @@ def environment(local: int | None = None) -> ShardingEnv:
     return ShardingEnv.from_process_group(dist.group.WORLD, local_world_size=local)
 
 
-def shard(mix: Mix, module: Any, env: ShardingEnv, **more: Any) -> Any:
+def shard(mix: Mix, module: Any, env: ShardingEnv, device: torch.device | str = "cpu", **more: Any) -> Any:
     """The collection sharded as its tables say."""
     shards = [shard for table in mix.tables for shard in shards_of(table, env.world_size, env.local_world_size)]
     kind: Any = ShardedEmbeddingBagCollection if mix.pooled else ShardedEmbeddingCollection
     options = {table.name: table.options for table in mix.tables}
     default = (torch.optim.SGD, {"lr": 0.01})
-    return kind(module, shards, env, torch.device("cpu"), default_optimizer=default, options=options, **more)
+    return kind(module, shards, env, torch.device(device), default_optimizer=default, options=options, **more)
 
 
 def span_of(mix: Mix, rank: int, world: int) -> tuple[int, int]:
@@ -385,18 +432,28 @@ def span_of(mix: Mix, rank: int, world: int) -> tuple[int, int]:
     return ends[rank], ends[rank + 1]
 
 
+def batches_of_rank(
+    mix: Mix, steps: Iterable[int], rank: int | None = None, world: int | None = None
+) -> list[tuple[KeyedJaggedTensor, list[Tensor]]]:
+    """A rank's samples of each step, and its rows of the upstream gradients of one process, times the ranks."""
+    rank, world = dist.get_rank() if rank is None else rank, world or dist.get_world_size()
+    begin, end = span_of(mix, rank, world)
+    found = []
+    for step in steps:
+        whole = batch_of(mix, step)
+        upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
+        found.append((samples_of(whole, begin, end), [given * world for given in upstream]))
+    return found
+
+
 def train_sharded(
     mix: Mix, optimizer: str, steps: int, env: ShardingEnv, *, learned: bool = False, dress: bool = False, **more: Any
 ) -> Run:
     """One rank of several: its upstream gradients are its rows of those of `train_alone`, times the ranks."""
     model = shard(mix, build(mix, optimizer), env, **more)
-    begin, end = span_of(mix, env.rank, env.world_size)
-    batches = []
-    for step in range(steps):
-        whole = batch_of(mix, step)
-        mine = samples_of(whole, begin, end)
-        upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
-        batches.append((dressed(mine, env.rank) if dress else mine, [given * env.world_size for given in upstream]))
+    batches = batches_of_rank(mix, range(steps))
+    if dress:
+        batches = [(dressed(mine, env.rank), upstream) for mine, upstream in batches]
     run = train(mix, model, batches, learned, lambda: model.collectives)
     run.weight_gradients = [gradient / env.world_size for gradient in run.weight_gradients]
     run.weights, run.states = held(model)
@@ -418,3 +475,18 @@ def address(key: str) -> tuple[str, slice, slice]:
     """Table, rows and columns of a key of `held`."""
     table, rows, cols = key.split("|")
     return table, slice(*map(int, rows.split(":"))), slice(*map(int, cols.split(":")))
+
+
+def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether these are the same names with the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def expect_same_runs(one: Run, other: Run) -> None:
+    """Two runs of a rank gave the same bits everywhere."""
+    for mine, theirs in zip(
+        [*one.outputs, one.weight_gradients], [*other.outputs, other.weight_gradients], strict=True
+    ):
+        assert len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+    assert same_tensors(one.weights, other.weights)
+    assert same_tensors(one.states, other.states)

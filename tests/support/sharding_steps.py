@@ -6,21 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from sharding_mixes import Mix, Run, address, batch_of, rows_of_rank, samples_of, span_of, train, upstream_of
+from sharding_mixes import Mix, Run, address, batch_of, batches_of_rank, rows_of_rank, span_of, train
 from torch import Tensor
 
 
 def train_on(mix: Mix, model: Any, steps: Iterable[int]) -> list[list[Tensor]]:
     """This rank's outputs of these steps; its upstream gradients are its rows of those of one process, times ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    begin, end = span_of(mix, rank, world)
-    batches = []
-    for step in steps:
-        whole = batch_of(mix, step)
-        upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
-        batches.append((samples_of(whole, begin, end), [given * world for given in upstream]))
-    return train(mix, model, batches, False).outputs
+    return train(mix, model, batches_of_rank(mix, steps), False).outputs
 
 
 def expect_outputs(mix: Mix, run: Run, ranks: Sequence[Sequence[Sequence[Tensor]]], steps: Iterable[int]) -> None:

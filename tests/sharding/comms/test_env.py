@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from jagged_batches import random_kjt
+from model_zoo import bag_tables
+from ranks import error_of, run_ranks, world_group
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, ShardingEnv, ShardingPlan
+from shardwise import EmbeddingBagCollection, KeyedJaggedTensor, ShardingEnv, ShardingPlan
 from shardwise.sharding import (
     construct_module_sharding_plan,
     data_parallel,
@@ -38,19 +40,11 @@ WHERE: dict[str, Any] = {
 
 def bags() -> EmbeddingBagCollection:
     torch.manual_seed(3)
-    tables = [EmbeddingBagConfig(rows, 8, f"t{name}", feature_names=[name]) for name, rows in ROWS.items()]
-    return EmbeddingBagCollection(tables)
+    return EmbeddingBagCollection(bag_tables(ROWS))
 
 
 def batch_of(rank: int) -> KeyedJaggedTensor:
-    """Two samples."""
-    generator = torch.Generator().manual_seed(rank)
-    lengths = torch.randint(0, 4, (len(ROWS), 2), generator=generator)
-    ids = [
-        torch.randint(0, n, (int(row.sum()),), generator=generator)
-        for n, row in zip(ROWS.values(), lengths, strict=True)
-    ]
-    return KeyedJaggedTensor(list(ROWS), torch.cat(ids), lengths=lengths.flatten())
+    return random_kjt(ROWS, 2, seed=rank)
 
 
 def on_mesh() -> list[Tensor]:
@@ -73,25 +67,24 @@ def test_hosts_can_be_an_axis_of_a_mesh() -> None:
         assert (by_mesh - wanted).abs().max() <= 1e-6
 
 
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    assert group is not None
+    return dist.get_process_group_ranks(group)
+
+
 def part_of_mesh() -> tuple[list[int], list[int], int, str, str]:
     cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replica", "host", "local"))
     env = ShardingEnv.from_mesh(cube["host", "local"])
-    assert env.process_group is not None
-    local = env.local_group()
-    assert local is not None
-    messages = []
-    for mesh in (cube, DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("host", "local"))):
-        with pytest.raises(ValueError) as error:
-            ShardingEnv.from_mesh(mesh)
-        messages.append(str(error.value))
-    ranks = dist.get_process_group_ranks(env.process_group), dist.get_process_group_ranks(local)
-    return *ranks, env.rank, messages[0], messages[1]
+    swapped = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("host", "local"))
+    axes, order = (error_of(ShardingEnv.from_mesh, mesh) for mesh in (cube, swapped))
+    return *map(ranks_of, (env.process_group, env.local_group())), env.rank, axes, order
 
 
 def test_an_env_can_be_part_of_a_larger_mesh() -> None:
     for rank, (group, local, number, axes, order) in enumerate(run_ranks(4, part_of_mesh)):
         assert group == ([0, 1] if rank < 2 else [2, 3])
         assert (local, number) == ([rank], rank % 2)
+        assert axes.startswith("ValueError") and order.startswith("ValueError")
         assert "has the axes ('host', 'local'), got ('replica', 'host', 'local')" in axes
         assert "must list ranks as they rise" in order
 
@@ -99,17 +92,13 @@ def test_an_env_can_be_part_of_a_larger_mesh() -> None:
 def hosts_inside(inter_host: bool) -> tuple[Tensor, list[int]]:
     model = bags()
     of_module = construct_module_sharding_plan(model, WHERE, world_size=4, local_size=2, device_type="cpu")
-    assert dist.group.WORLD is not None
     dmp = DMPCollection(
-        model, "cpu", ShardingPlan({"": of_module}), WORLD, 4, dist.group.WORLD, node_group_size=2,
+        model, "cpu", ShardingPlan({"": of_module}), WORLD, 4, world_group(), node_group_size=2,
         use_inter_host_allreduce=inter_host,
     )  # fmt: skip
-    sharded = dmp._sharded[""]
-    assert sharded._routes.has_host_sums
-    local = dmp._env.local_group()
-    assert local is not None
+    assert dmp._sharded[""]._routes.has_host_sums
     dmp.sync()
-    return dmp(batch_of(dist.get_rank())).values().detach(), dist.get_process_group_ranks(local)
+    return dmp(batch_of(dist.get_rank())).values().detach(), ranks_of(dmp._env.local_group())
 
 
 @pytest.mark.parametrize("inter_host", [False, True])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jagged_batches import kjt as keyed
 from ranks import run_ranks
 from torch import Tensor
 
@@ -204,8 +205,6 @@ def test_a_process_alone_raises_its_own_exception() -> None:
 
 
 ROWS, DIM = 9, 4
-# where a table's shards may lie: on which rank, cut by rows at which row, cut by columns at which column, on every rank
-PLACES = st.sampled_from(["whole", "rows", "columns", "grid", "replica"])
 BAG = st.lists(st.integers(0, ROWS - 1), max_size=3)
 Bags = list[list[list[list[int]]]]
 
@@ -217,28 +216,24 @@ def worlds(draw: st.DrawFn) -> tuple[list[list[Shard]], Bags]:
     ranks = st.integers(0, world - 1)
     plans = []
     for n in range(draw(st.integers(0, 4))):
-        place, name = draw(PLACES), f"t{n}"
-        cut, at = draw(st.integers(0, ROWS)), [draw(ranks) for _ in range(4)]
-        if place == "replica":
-            plans.append(layout.data_parallel(name, ROWS, DIM, world))
-        elif place == "whole":
-            plans.append(layout.table_wise(name, ROWS, DIM, at[0]))
-        elif place == "columns":
-            plans.append(layout.column_wise(name, ROWS, DIM, at[:2], [1, 3]))
-        elif place == "rows":
-            plans.append(layout.row_wise(name, ROWS, DIM, at[:2], [cut, ROWS - cut]))
-        else:
-            plans.append(layout.grid(name, ROWS, DIM, [at[:2], at[2:]]))
+        name, cut, at = f"t{n}", draw(st.integers(0, ROWS)), [draw(ranks) for _ in range(4)]
+        ways = {
+            "replica": lambda t: layout.data_parallel(t, ROWS, DIM, world),
+            "whole": lambda t, at=at: layout.table_wise(t, ROWS, DIM, at[0]),
+            "columns": lambda t, at=at: layout.column_wise(t, ROWS, DIM, at[:2], [1, 3]),
+            "rows": lambda t, at=at, cut=cut: layout.row_wise(t, ROWS, DIM, at[:2], [cut, ROWS - cut]),
+            "grid": lambda t, at=at: layout.grid(t, ROWS, DIM, [at[:2], at[2:]]),
+        }
+        plans.append(ways[draw(st.sampled_from(sorted(ways)))](name))
     batches = [draw(st.integers(0, 3)) for _ in range(world)]
     return plans, [[[draw(BAG) for _ in range(batch)] for _ in plans] for batch in batches]
 
 
-def kjt_of(bags: list[list[list[int]]], batch: int, dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
-    ids = torch.tensor([i for one in bags for bag in one for i in bag], dtype=dtype)
-    lengths = torch.tensor([len(bag) for one in bags for bag in one], dtype=torch.int64)
-    # weights tell the ids apart
-    weights = torch.arange(len(ids), dtype=torch.float32)
-    return KeyedJaggedTensor([f"f{n}" for n in range(len(bags))], ids, weights, lengths, stride=batch)
+def kjt_of(bags: list[list[list[int]]], dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
+    """Weights tell the ids apart."""
+    count = sum(len(bag) for one in bags for bag in one)
+    weights = torch.arange(count, dtype=torch.float32)
+    return keyed({f"f{n}": one for n, one in enumerate(bags)}, weights=weights, dtype=dtype)
 
 
 def routes_of(plans: list[list[Shard]], world: int, **more: Any) -> Routes:
@@ -270,7 +265,7 @@ def test_ids_arrive_in_the_order_of_one_process(
     plans, bags = drawn
     world = len(bags)
     routes = routes_of(plans, world, pooled=pooled, weighted=True)
-    kjts = [kjt_of(one, len(one[0]) if one else 0) for one in bags]
+    kjts = [kjt_of(one) for one in bags]
     sending = Sending(routes, [f"f{n}" for n in range(len(plans))], update, CPU)
     sent = [route(kjt, routes, sending, kjt.weights(), lenient=False) for kjt in kjts]
     for rank in range(world):
@@ -307,8 +302,8 @@ def test_ids_travel_as_int32_where_every_row_number_fits(rows: int, dtype: torch
     """int32 ids of a table beyond 2^31 rows raised "value cannot be converted to type int without overflow"."""
     table = Table("t", rows, 1, torch.float32, OptimizerSpec("sgd"), ("f0",))
     routes = plan_routes([table], layout.table_wise("t", rows, 1, 0), 1)
-    kjt = kjt_of([[[0, 2**31 - 2], [7]]], 2, dtype)
-    outbound = route(kjt, routes, Sending(routes, ["f0"], True, CPU), None, lenient=False)
+    batch = kjt_of([[[0, 2**31 - 2], [7]]], dtype)
+    outbound = route(batch, routes, Sending(routes, ["f0"], True, CPU), None, lenient=False)
     assert outbound.ids.dtype == (torch.int32 if rows < 2**31 else torch.int64)
     assert outbound.ids.tolist() == [0, 2**31 - 2, 7]
     assert len(outbound.blocks()[0][0]) == (3 if rows < 2**31 else 6)
@@ -319,7 +314,7 @@ def test_an_id_beyond_int32_stays_outside_of_every_table(world: int) -> None:
     table = Table("t", 9, 1, torch.float32, OptimizerSpec("sgd"), ("f0",))
     routes = plan_routes([table], layout.row_wise("t", 9, 1, range(world)), world)
     sending = Sending(routes, ["f0"], True, CPU)
-    outbound = route(kjt_of([[[2**32 + 3, -(2**32) + 3, 9, -1]]], 1), routes, sending, None, lenient=True)
+    outbound = route(kjt_of([[[2**32 + 3, -(2**32) + 3, 9, -1]]]), routes, sending, None, lenient=True)
     assert outbound.ids.shape == (4,)
     assert not any(0 <= i < 9 for i in outbound.ids.tolist())
 
@@ -367,14 +362,9 @@ def test_nccl_carries_bytes_by_the_own_device_of_a_rank(
     monkeypatch: pytest.MonkeyPatch, backends: str, given: str | None, bound: str | None, current: int,
     local: str | None, by: str | None,
 ) -> None:  # fmt: skip
-    class Group:
-        bound_device_id = None if bound is None else torch.device(bound)
-
-    group: Any = Group()
+    group: Any = Mock(bound_device_id=None if bound is None else torch.device(bound))
     sent: list[Any] = []
-    found = {
-        "get_world_size": 4, "get_rank": 0, "get_backend_config": backends, "get_global_rank": 2,
-    }  # fmt: skip
+    found = {"get_world_size": 4, "get_rank": 0, "get_backend_config": backends, "get_global_rank": 2}
     for name, value in found.items():
         monkeypatch.setattr(dist, name, lambda *args, value=value: value)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda *args, device, **kwargs: sent.append(device))

@@ -1,12 +1,18 @@
-"""What a step costs: collectives, whatever the number of tables and strategies, and bytes, as a plan predicts them."""
+"""What a step costs: collectives, whatever the number of tables and strategies, bytes as a plan predicts, and calls.
+
+The last are counted as beside TorchRec (perf/evidence/compare_sharding.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
+from unittest.mock import patch
 
 import pytest
 import torch
+from poison import ALLOCATORS
 from ranks import run_ranks
 from sharding_mixes import (
     STRATEGIES,
@@ -14,18 +20,20 @@ from sharding_mixes import (
     TableCase,
     backward,
     batch_of,
+    batches_of_rank,
     build,
     by_lookup,
     environment,
     mix_for,
     mix_of,
-    rows_of_rank,
-    samples_of,
     shard,
     span_of,
-    upstream_of,
 )
 
+from shardwise.perf.counts.calls import listed
+from shardwise.perf.evidence.compare_sharding import calls_of_forward, collectives_of_step
+from shardwise.perf.suite.cases.sharded_sides import Shape, Stepper
+from shardwise.perf.suite.libraries import ours
 from shardwise.planner.layout import TableOptions
 from shardwise.sharding.engine.traffic import predicted_bytes
 
@@ -60,12 +68,9 @@ def costs(cases: Sequence[Case]) -> list[Cost]:
     for case in cases:
         env, mix = environments[case.local], case.mix
         model = shard(mix, build(mix, case.optimizer), env)
-        begin, end = span_of(mix, env.rank, env.world_size)
         batches = [e - b for b, e in (span_of(mix, r, env.world_size) for r in range(env.world_size))]
         cost = Cost([], [], [], [])
-        for step in range(3):
-            whole = batch_of(mix, step)
-            mine = samples_of(whole, begin, end)
+        for step, (mine, upstream) in enumerate(batches_of_rank(mix, range(3))):
             if case.learned:
                 mine.weights().requires_grad_()
             counts = [model.collectives]
@@ -73,11 +78,12 @@ def costs(cases: Sequence[Case]) -> list[Cost]:
             with torch.set_grad_enabled(case.update):
                 outputs = by_lookup(mix, model(mine))
             counts.append(model.collectives)
-            backward(outputs, rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end))
+            backward(outputs, upstream)
             counts.append(model.collectives)
             cost.forward.append(counts[1] - counts[0])
             cost.back.append(counts[2] - counts[1])
             cost.sent.append(model._exchange.sent + (model._local.sent if model._local else 0) - sent)
+            whole = batch_of(mix, step)
             mean = {k: n / max(1, mix.samples) for k, n in zip(whole.keys(), whole.length_per_key(), strict=True)}
             traffic = predicted_bytes(model._routes, env.rank, batches, mean, update=case.update)
             if not case.learned:
@@ -139,22 +145,45 @@ def test_collectives_do_not_depend_on_the_number_of_tables_and_strategies(
         assert cost.back == [back] * 3
 
 
+def expect_predicted_bytes(ranks: Sequence[Cost], case: Case) -> None:
+    for step in range(3):
+        predicted = sum(cost.predicted[step] for cost in ranks)
+        assert sum(cost.sent[step] for cost in ranks) == pytest.approx(predicted, rel=1e-9), case
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("one number a row")])
 def test_all_ranks_together_send_as_many_bytes_as_the_plan_predicts(name: str, measured: dict[str, list[Cost]]) -> None:
-    for step in range(3):
-        sent = sum(cost.sent[step] for cost in measured[name])
-        assert sent == pytest.approx(sum(cost.predicted[step] for cost in measured[name]), rel=1e-9)
+    expect_predicted_bytes(measured[name], CASES[name][0])
 
 
 def test_random_mixes_send_as_many_bytes_as_their_plans_predict() -> None:
     cases = [Case(mix_of(seed, pooled=seed % 2 == 0), local) for seed in range(10) for local in (2, 4)]
     ranks = run_ranks(4, costs, cases)
-    for n in range(len(cases)):
-        for step in range(3):
-            sent = sum(found[n].sent[step] for found in ranks)
-            assert sent == pytest.approx(sum(found[n].predicted[step] for found in ranks), rel=1e-9), cases[n]
+    for n, case in enumerate(cases):
+        expect_predicted_bytes([found[n] for found in ranks], case)
 
 
 def test_one_rank_sends_nothing() -> None:
     (found,) = run_ranks(1, costs, [Case(replace(case.mix, batches=(3,)), 1) for case, _, _ in CASES.values()])
     assert all(cost.forward == cost.back == cost.sent == [0, 0, 0] for cost in found)
+
+
+SMALL = Shape(26, 50, 8, 16, 1)
+
+
+def _counts(strategy: str) -> tuple[dict[str, int], int, int, list[str]]:
+    stepper = Stepper(ours(), SMALL, strategy, "rowwise_adagrad")
+    with ExitStack() as stack:
+        for owner, name in ALLOCATORS:
+            # poison calls functions of its own
+            stack.enter_context(patch.object(owner, name, getattr(owner, name).__wrapped__))
+        called = dict(collectives_of_step(stepper))
+        everything, own = calls_of_forward(stepper)
+    return called, everything.total(), own.total(), listed(own, 20)
+
+
+def test_a_third_forward_calls_at_most_300_functions_of_python_and_150_of_our_own() -> None:
+    for called, everything, own, most in run_ranks(2, _counts, "table_wise"):
+        assert called == {"all_to_all_single": 4}
+        assert everything <= 300, most
+        assert own <= 150, most

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -13,18 +13,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
+from sharding_mixes import Mix, TableCase, batches_of_rank, build, dressed, environment, shard, train
 from torch import Tensor
 
-from shardwise import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-    PoolingType,
-    ShardingEnv,
-)
-from shardwise.embeddings import LookupPolicy, OptimizerSpec
+from shardwise import KeyedJaggedTensor
+from shardwise.embeddings import OptimizerSpec
 from shardwise.kernels import BoundsCheckMode
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.perf.counts.launches import CUDA, Counted, pretended
@@ -39,7 +32,6 @@ from shardwise.sharding.engine.route import (
     route,
 )
 from shardwise.sharding.engine.routes import Routes, Table, plan_routes
-from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 CPU = torch.device("cpu")
 ROWS, DIM, WORLD, BATCH = 9, 4, 3, 2
@@ -138,76 +130,57 @@ def test_numbers_of_bags_are_found_by_lengths_that_fit_nothing() -> None:
         assert _of_bags(numbers, torch.tensor([1, 3]).to(CUDA), ids).cpu().tolist() == [5, 6, 6, 6]
 
 
-def trained(setting: dict[str, Any], device: torch.device) -> list[Tensor]:
-    """Outputs, gradients of weights and tables of some steps."""
-    world, pooled, weighted = dist.get_world_size(), setting.get("pooled", True), setting.get("weighted", False)
-    torch.manual_seed(5)
-    policy = LookupPolicy(bounds_check=setting.get("mode", BoundsCheckMode.FATAL))
-    tables = [(f"t{t}", [f"f{t}"] + ["f0"] * (t == 3 and setting.get("shared", False))) for t in range(5)]
-    module: Any
-    if pooled:
-        pooling = PoolingType.MEAN if setting.get("mean") else PoolingType.SUM
-        configs = [EmbeddingBagConfig(20, 8, name, feature_names=of, pooling=pooling) for name, of in tables]
-        module, kind = (
-            EmbeddingBagCollection(configs, is_weighted=weighted, policy=policy),
-            ShardedEmbeddingBagCollection,
-        )
-    else:
-        sequences = [EmbeddingConfig(20, 8, name, feature_names=of) for name, of in tables]
-        module = EmbeddingCollection(sequences, policy=policy)
-        kind = ShardedEmbeddingCollection
-    ways = [
-        lambda name: layout.row_wise(name, 20, 8, range(world)),
-        lambda name: layout.table_wise(name, 20, 8, world - 1),
-        lambda name: layout.row_wise(name, 20, 8, [0, world - 1], [7, 13]),
-        lambda name: layout.data_parallel(name, 20, 8, world),
-    ]
-    shards = [shard for t, (name, _) in enumerate(tables) for shard in ways[t % len(ways)](name)]
-    reduction = {name: TableOptions(reduction="ordered") for name, _ in tables} if setting.get("ordered") else {}
-    assert dist.group.WORLD is not None
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    model: Any = kind(
-        module, shards, env, device, default_optimizer=(torch.optim.SGD, {"lr": 0.1}), options=reduction,
-        dedup=setting.get("dedup", False),
-    )  # fmt: skip
-    generator, found = torch.Generator().manual_seed(dist.get_rank()), []
-    bad = "mode" in setting
-    for _ in range(2):
-        lengths = torch.randint(0, 4, (6 * 4,), generator=generator)
-        ids = torch.randint(-2 * bad, 20 + 2 * bad, (int(lengths.sum()),), generator=generator)
-        weights = torch.rand(len(ids), generator=generator).to(device).requires_grad_() if weighted else None
-        keys = ["f2", "nobody's", "f0", "f1", "f4", "f3"]
-        output = model(KeyedJaggedTensor(keys, ids.to(device), weights, lengths.to(device)))
-        rows = [output.values()] if pooled else [one.values() for one in output.values()]
-        torch.autograd.backward(rows, [torch.full_like(one, 0.1) for one in rows])
-        found += [one.detach().cpu() for one in rows]
-        if weights is not None:
-            assert weights.grad is not None
-            found.append(weights.grad.cpu())
-    return found + [parameter.detach().cpu() for parameter in model.parameters()]
+WAYS = (("row_wise", 2), ("table_wise", 5), ("row_wise", 1), ("data_parallel", 0), ("row_wise", 2))
 
 
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {},
-    {"weighted": True},
-    {"mean": True, "ordered": True},
-    {"mean": True, "ordered": True, "weighted": True},
-    {"mode": BoundsCheckMode.IGNORE},
-    {"pooled": False},
-    {"pooled": False, "dedup": True},
-    {"shared": True},
+def mix_of(options: TableOptions | None = None, shared: bool = False, mean: bool = False, **more: Any) -> Mix:
+    """Tables cut by rows, evenly and not, whole and replicated."""
+    features = [(f"f{n}", "f0") if n == 3 and shared else (f"f{n}",) for n in range(5)]
+    cases = zip(features, WAYS, strict=True)
+    tables = (
+        TableCase(f"t{n}", 20, 8, of, way, mean, options=options or TableOptions(), seed=seed)
+        for n, (of, (way, seed)) in enumerate(cases)
+    )
+    return Mix(tuple(tables), **more)
+
+
+ORDERED = TableOptions(reduction="ordered")
+# mixes, and whether ids travel once
+SETTINGS = (
+    (mix_of(), False),
+    (mix_of(weighted=True), False),
+    (mix_of(ORDERED, mean=True), False),
+    (mix_of(ORDERED, mean=True, weighted=True), False),
+    (mix_of(outside=True, bounds_check=BoundsCheckMode.IGNORE), False),
+    (mix_of(pooled=False), False),
+    (mix_of(pooled=False), True),
+    (mix_of(shared=True), False),
 )
+
+
+def trained(mix: Mix, dedup: bool, device: torch.device) -> list[Tensor]:
+    """Outputs, gradients of weights and tables of some steps, with a feature that nobody looks up.
+
+    Without padding: what has any is divided later.
+    """
+    model = shard(mix, build(mix, "sgd"), environment(), device, dedup=dedup)
+    batches = [
+        (dressed(kjt, dist.get_rank(), padded=False).to(device), [given.to(device) for given in upstream])
+        for kjt, upstream in batches_of_rank(mix, range(2))
+    ]
+    run = train(mix, model, batches, mix.weighted)
+    found = [*chain(*run.outputs), *run.weight_gradients, *model.parameters()]
+    return [one.detach().cpu() for one in found]
 
 
 def like_the_host() -> list[bool]:
     """Of each setting, whether the device that is not there, whose batches are divided ahead, has the host's bits."""
     found = []
     for setting in SETTINGS:
-        both = []
-        for device in (CPU, CUDA):
-            with pretended(Counted()) if device is CUDA else nullcontext():
-                both.append(trained(setting, device))
-        found.append(len(both[0]) == len(both[1]) and all(map(torch.equal, *both)))
+        here = trained(*setting, CPU)
+        with pretended(Counted()):
+            there = trained(*setting, CUDA)
+        found.append(len(here) == len(there) and all(map(torch.equal, here, there)))
     return found
 
 

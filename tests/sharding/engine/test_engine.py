@@ -1,266 +1,166 @@
-"""Sharded collections over real gloo ranks against one process that sees the whole batch."""
+"""Whole and replicated tables behind DistributedModelParallel against one process that sees the whole batch.
+
+And replicas on ranks whose updates run by other means: with numba and without.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from jagged_batches import random_kjt, upstream
+from model_zoo import bag_tables, fused
+from ranks import error_of, run_ranks
+from sharding_mixes import (
+    RULES,
+    Mix,
+    TableCase,
+    batch_of,
+    batches_of_rank,
+    build,
+    dressed,
+    environment,
+    rows_of_rank,
+    same_tensors,
+    shards_of,
+    span_of,
+    train,
+)
 from sharding_steps import local_tensors
 from torch import Tensor
 
-from shardwise import (
-    DataType,
-    DistributedModelParallel,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-    PoolingType,
-    RowWiseAdagrad,
-    ShardingPlan,
-    apply_optimizer_in_backward,
-)
+from shardwise import DataType, DistributedModelParallel, EmbeddingBagCollection, ShardingPlan
+from shardwise.kernels import _op, numba_loops
 from shardwise.sharding import construct_module_sharding_plan, data_parallel, table_wise
 
 pytestmark = pytest.mark.ranks
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rowwise_adagrad": RowWiseAdagrad,
-    "adam": torch.optim.Adam,
-}
-FEATURES = ("f1", "f2", "f3", "f4")
+STEPS = 3
+# seeds of rank 0, of a later one, and every rank
+FIRST, LAST, ALL = ("table_wise", 1), ("table_wise", 5), ("data_parallel", 0)
 
 
-@dataclass(frozen=True)
-class Case:
-    """Tables as (name, rows, dim, features, mean, dtype); where[t] is a rank, or None for every rank."""
-
-    tables: tuple[tuple[Any, ...], ...]
-    where: tuple[int | None, ...]
-    # samples of each rank; the last ranks get those of the list's end
-    batches: tuple[int, ...] = (3, 3, 3, 3)
-    weighted: bool = False
-    empty_features: tuple[str, ...] = field(default=())
-    # ids past each rank's last bag, of no table, with weights that are NaN
-    spare: int = 0
+def table(
+    name: str, rows: int, features: Sequence[str], where: tuple[str, int], dim: int = 8, mean: bool = False,
+    dtype: DataType = DataType.FP32,
+) -> TableCase:  # fmt: skip
+    return TableCase(name, rows, dim, tuple(features), where[0], mean, dtype, seed=where[1])
 
 
-T = DataType
-ALL_FOUR = (("a", 40, 8, ("f1",)), ("b", 30, 8, ("f2",)), ("c", 20, 8, ("f3", "f4")))
-THREE = (("a", 40, 8, ("f1",)), ("b", 30, 8, ("f2",)), ("c", 9, 8, ("f3",)))
+A, B = table("a", 40, ["f1"], LAST), table("b", 30, ["f2"], FIRST)
+THREE = Mix((A, B, table("c", 9, ["f3"], ALL)))
+FOUR = Mix((A, B, table("c", 20, ["f3", "f4"], ALL)))
 CASES = {
-    "table_wise": Case(ALL_FOUR, (0, 1, 0)),
-    "all on one rank": Case((("a", 40, 8, ("f1",)), ("b", 30, 8, ("f2",))), (1, 1)),
-    "mixed dims and pooling": Case(
-        (("a", 40, 8, ("f1",), True), ("b", 30, 3, ("f2",)), ("c", 20, 16, ("f3",), True), ("d", 9, 1, ("f4",))),
-        (1, 0, 1, 1),
-    ),
-    "shared features": Case((("a", 40, 8, ("f1", "f2")), ("b", 40, 8, ("f1",)), ("c", 40, 4, ("f2",))), (0, 1, 1)),
-    "replicated": Case((("a", 40, 8, ("f1",)), ("b", 30, 8, ("f2",)), ("c", 5, 8, ("f3",), True)), (None, 1, None)),
-    "mixed dtypes": Case((("a", 40, 8, ("f1",), False, T.FP16), ("b", 30, 8, ("f2",), False, T.BF16)), (0, 1)),
-    "weighted": Case(THREE, (1, 0, None), weighted=True),
-    "uneven batches": Case(THREE, (1, 0, None), (5, 2, 1, 3)),
-    "one empty rank": Case(THREE, (1, 0, None), (4, 0, 2, 0)),
-    "all ranks empty": Case(THREE, (1, 0, None), (0, 0, 0, 0)),
-    "empty features": Case(THREE, (1, 0, 1), empty_features=("f1", "f2", "f3")),
-    "capacity": Case(ALL_FOUR, (1, 0, None), spare=3),
-    "capacity and weights": Case(ALL_FOUR, (1, 0, None), (4, 0, 2, 0), weighted=True, spare=3),
-    "one row": Case((("a", 1, 8, ("f1",)), ("b", 1, 8, ("f2",))), (1, None)),
+    "table_wise": Mix((A, B, table("c", 20, ["f3", "f4"], LAST))),
+    "all on one rank": Mix((A, replace(B, seed=A.seed))),
+    "mixed dims and pooling": Mix((
+        table("a", 40, ["f1"], LAST, 8, True), table("b", 30, ["f2"], FIRST, 3),
+        table("c", 20, ["f3"], LAST, 16, True), table("d", 9, ["f4"], LAST, 1),
+    )),
+    "shared features": Mix((
+        table("a", 40, ["f1", "f2"], FIRST), table("b", 40, ["f1"], LAST), table("c", 40, ["f2"], LAST, 4),
+    )),
+    "replicated": Mix((replace(A, strategy="data_parallel"), B, table("c", 5, ["f3"], ALL, 8, True))),
+    "mixed dtypes": Mix((replace(A, dtype=DataType.FP16), replace(B, dtype=DataType.BF16)), settings=()),
+    "weighted": replace(THREE, weighted=True),
+    "uneven batches": replace(THREE, batches=(5, 2, 1, 3)),
+    "one empty rank": replace(THREE, batches=(4, 0, 2, 0)),
+    "all ranks empty": replace(THREE, batches=(0, 0, 0, 0)),
+    "empty features": replace(THREE, empty_features=("f1", "f2", "f3")),
+    # ids past each rank's last bag, of no table, with weights that are NaN
+    "capacity": FOUR,
+    "capacity and weights": replace(FOUR, batches=(4, 0, 2, 0), weighted=True),
+    "one row": Mix((replace(A, rows=1), table("b", 1, ["f2"], ALL))),
 }  # fmt: skip
 
 
-def build(case: Case, *, sequence: bool = False, meta: bool = False) -> Any:
-    torch.manual_seed(3)
-    tables = []
-    for name, rows, dim, features, *rest in case.tables:
-        mean, dtype = [*rest, False, T.FP32][0], [*rest, T.FP32][1] if len(rest) > 1 else T.FP32
-        if sequence:
-            tables.append(EmbeddingConfig(rows, 8, name, dtype, list(features)))
-        else:
-            pooling = PoolingType.MEAN if mean else PoolingType.SUM
-            tables.append(EmbeddingBagConfig(rows, dim, name, dtype, list(features), pooling=pooling))
-    device = "meta" if meta else "cpu"
-    return EmbeddingCollection(tables, device) if sequence else EmbeddingBagCollection(tables, case.weighted, device)
+@dataclass(frozen=True)
+class Job:
+    """A case that is trained by a rule."""
+
+    name: str
+    rule: str
+    pooled: bool = True
+
+    @property
+    def mix(self) -> Mix:
+        mix = CASES[self.name]
+        return mix if self.pooled else replace(mix, pooled=False, tables=tuple(replace(t, dim=8) for t in mix.tables))
 
 
-def batch_of(case: Case, samples: int, step: int) -> KeyedJaggedTensor:
-    """Samples of the whole world at one step; a rank takes its slice."""
-    generator = torch.Generator().manual_seed(100 + step)
-    lengths = torch.randint(0, 4, (len(FEATURES), samples), generator=generator)
-    for feature in case.empty_features:
-        lengths[FEATURES.index(feature)] = 0
-    rows: dict[str, int] = {}
-    for _, table_rows, _, features, *_ in case.tables:
-        rows.update({feature: min(rows.get(feature, table_rows), table_rows) for feature in features})
-    values = [
-        torch.randint(0, rows.get(f, 50), (int(lengths[k].sum()),), generator=generator) for k, f in enumerate(FEATURES)
-    ]
-    ids = torch.cat(values)
-    weights = torch.rand(len(ids), generator=generator)
-    return KeyedJaggedTensor(list(FEATURES), ids, weights, lengths.flatten())
-
-
-def samples_of(kjt: KeyedJaggedTensor, begin: int, end: int) -> KeyedJaggedTensor:
-    ids, weights, lengths = [], [], []
-    for key in FEATURES:
-        one = kjt[key]
-        offsets = one.offsets().tolist() if kjt.stride() else [0]
-        ids.append(one.values()[offsets[begin] : offsets[end]])
-        weights.append(one.weights()[offsets[begin] : offsets[end]])
-        lengths.append(one.lengths()[begin:end])
-    return KeyedJaggedTensor(list(FEATURES), torch.cat(ids), torch.cat(weights), torch.cat(lengths))
-
-
-def with_spare(kjt: KeyedJaggedTensor, spare: int) -> KeyedJaggedTensor:
-    ids = torch.cat([kjt.values(), kjt.values().new_full((spare,), 2**62)])
-    weights = torch.cat([kjt.weights(), kjt.weights().new_full((spare,), float("nan"))])
-    return KeyedJaggedTensor(kjt.keys(), ids, weights, kjt.lengths(), capacity=len(ids))
-
-
-def plan_for(case: Case, module: Any, world: int) -> ShardingPlan:
-    generators = {
-        table[0]: data_parallel() if where is None else table_wise(where % world)
-        for table, where in zip(case.tables, case.where, strict=True)
+def sharded(mix: Mix, rule: str) -> DistributedModelParallel:
+    env, module = environment(), build(mix, rule)
+    where = {
+        t.name: data_parallel()
+        if t.strategy == "data_parallel"
+        else table_wise(shards_of(t, env.world_size, env.local_world_size)[0].rank)
+        for t in mix.tables
     }
-    return ShardingPlan({"": construct_module_sharding_plan(module, generators, world_size=world)})
-
-
-def flat(output: Any) -> Tensor:
-    """Pooled output as it is; sequence output as one matrix of rows, lookup by lookup."""
-    return torch.cat([jagged.values() for jagged in output.values()]) if isinstance(output, dict) else output.values()
-
-
-def train_alone(case: Case, optimizer: str, *, sequence: bool, steps: int) -> tuple[list[Any], dict[str, Tensor]]:
-    """One process on the whole batch: outputs of each step, weights and states at the end."""
-    module = build(case, sequence=sequence)
-    apply_optimizer_in_backward(OPTIMIZERS[optimizer], module.parameters(), {"lr": 0.1})
-    outputs = []
-    for step in range(steps):
-        output = module(batch_of(case, sum(case.batches), step))
-        outputs.append(output)
-        upstream_of(output, step).backward()
-    return outputs, final_state(module)
-
-
-def upstream_of(output: Any, step: int) -> Tensor:
-    """A loss whose gradient is fixed by (step, row): every row of the output has its own upstream gradient."""
-    values = flat(output)
-    generator = torch.Generator().manual_seed(step)
-    return (values * torch.randn(values.shape, generator=generator)).sum()
+    plan = construct_module_sharding_plan(module, where, world_size=env.world_size)
+    return DistributedModelParallel(module, plan=ShardingPlan({"": plan}))
 
 
 def final_state(module: Any) -> dict[str, Tensor]:
     """Weights and optimizer states that this process holds, by name."""
-    state = {
-        name: param.detach().clone() for name, param in local_tensors(module.state_dict()).items() if param.numel()
-    }
+    weights = local_tensors(module.state_dict())
+    state = {name: value.detach().clone() for name, value in weights.items() if value.numel()}
     fused = module.fused_optimizer if isinstance(module, DistributedModelParallel) else module.fused_optimizer()
     for name, states in fused.state_dict()["state"].items():
         state.update({f"{name}/{key}": value.clone() for key, value in local_tensors(states).items()})
     return state
 
 
-def train_sharded(
-    case: Case, optimizer: str, sequence: bool, steps: int
-) -> tuple[list[Tensor], dict[str, Tensor], int]:
-    """One rank of several; its upstream gradients are its rows of those of `train_alone`, times the ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    module = build(case, sequence=sequence)
-    apply_optimizer_in_backward(OPTIMIZERS[optimizer], module.parameters(), {"lr": 0.1})
-    alone = build(case, sequence=sequence)
-    model = DistributedModelParallel(module, plan=plan_for(case, module, world))
-    batches = [sum(case.batches[r::world]) for r in range(world)]
-    begin, total = sum(batches[:rank]), sum(batches)
-    outputs = []
-    for step in range(steps):
-        whole = batch_of(case, total, step)
-        mine = samples_of(whole, begin, begin + batches[rank])
-        if case.spare:
-            mine = with_spare(mine, case.spare)
-        output = model(mine)
-        outputs.append(flat(output).detach().clone())
-        shape_of_whole = flat(alone(whole))
-        upstream = torch.randn(shape_of_whole.shape, generator=torch.Generator().manual_seed(step))
-        values = flat(output)
-        mine_of_whole = rows_of_rank(alone(whole), begin, begin + batches[rank], upstream)
-        (values * mine_of_whole * world).sum().backward()
-    return outputs, final_state(model), model._sharded[""].collectives
+def train_all(jobs: Sequence[Job]) -> list[tuple[list[list[Tensor]], dict[str, Tensor], int]]:
+    """One rank's outputs of each job, its state at the end, and the collectives of construction."""
+    found, rank = [], environment().rank
+    for job in jobs:
+        model, batches = sharded(job.mix, job.rule), batches_of_rank(job.mix, range(STEPS))
+        if "capacity" in job.name:
+            batches = [(dressed(mine, rank), upstream) for mine, upstream in batches]
+        calls = model._sharded[""].collectives
+        found.append((train(job.mix, model, batches, False).outputs, final_state(model), calls))
+    return found
 
 
-def rows_of_rank(whole: Any, begin: int, end: int, upstream: Tensor) -> Tensor:
-    """The rows of `upstream` (laid out like `flat(whole)`) that belong to samples [begin, end)."""
-    if not isinstance(whole, dict):
-        return upstream[begin:end]
-    pieces, at = [], 0
-    for jagged in whole.values():
-        offsets = jagged.offsets().tolist()
-        first, last = (offsets[begin], offsets[end]) if len(offsets) > end else (0, 0)
-        pieces.append(upstream[at + first : at + last])
-        at += jagged.values().shape[0]
-    return torch.cat(pieces)
-
-
-def expect_equal(case: Case, optimizer: str, world: int, *, sequence: bool) -> None:
-    steps = 3
-    wanted_outputs, wanted = train_alone(case, optimizer, sequence=sequence, steps=steps)
-    ranks = run_ranks(world, train_sharded, case, optimizer, sequence, steps)
-    batches = [sum(case.batches[r::world]) for r in range(world)]
-    for step in range(steps):
-        whole = wanted_outputs[step]
-        for rank, (outputs, _, _) in enumerate(ranks):
-            begin = sum(batches[:rank])
-            assert torch.equal(outputs[step], rows_of_rank(whole, begin, begin + batches[rank], flat(whole).detach()))
-    held: dict[str, Tensor] = {}
-    for _, state, _ in ranks:
-        for name, value in state.items():
-            assert torch.equal(held.setdefault(name, value), value), f"replicas of {name} differ"
-    assert held.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(held[name], value), f"{name} differs by {(held[name] - value).abs().max()}"
+def expect_bits_of_one_process(jobs: Sequence[Job], world: int) -> None:
+    for n, runs in enumerate(zip(*run_ranks(world, train_all, jobs), strict=True)):
+        mix, held = jobs[n].mix, dict[str, Tensor]()
+        module = build(mix, jobs[n].rule)
+        wanted = train(mix, module, batches_of_rank(mix, range(STEPS), 0, 1), False).outputs
+        replicas = sum(one.strategy == "data_parallel" for one in mix.tables)
+        for rank, (outputs, state, calls) in enumerate(runs):
+            for step, mine in enumerate(outputs):
+                whole = rows_of_rank(mix, batch_of(mix, step), wanted[step], *span_of(mix, rank, world))
+                assert all(map(torch.equal, mine, whole)), (jobs[n], rank, step)
+            for name, value in state.items():
+                assert torch.equal(held.setdefault(name, value), value), f"{jobs[n]}: replicas of {name} differ"
+            # one to compare plans, one broadcast for each replicated table; a rank alone calls none
+            assert calls == (1 + replicas if world > 1 else 0), jobs[n]
+        assert same_tensors(held, final_state(module)), jobs[n]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_pooled_training_has_the_bits_of_one_process(name: str, world: int) -> None:
-    expect_equal(CASES[name], "rowwise_adagrad", world, sequence=False)
+def test_whole_and_replicated_tables_have_the_bits_of_one_process(world: int) -> None:
+    bags = [Job(name, "rowwise_adagrad") for name in CASES]
+    rows = [Job(name, "adagrad", pooled=False) for name, mix in CASES.items() if not mix.weighted]
+    expect_bits_of_one_process([*bags, *rows], world)
 
 
-@pytest.mark.parametrize("optimizer", [o for o in OPTIMIZERS if o != "rowwise_adagrad"])
-def test_every_optimizer_has_the_bits_of_one_process(optimizer: str) -> None:
-    expect_equal(CASES["replicated"], optimizer, 2, sequence=False)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.weighted])
-def test_sequence_training_has_the_bits_of_one_process(name: str, world: int) -> None:
-    expect_equal(CASES[name], "adagrad", world, sequence=True)
-
-
-def test_a_step_costs_four_collectives_whatever_the_number_of_tables() -> None:
-    few = CASES["table_wise"]
-    many = Case(tuple((f"t{n}", 9, 8, ("f1",)) for n in range(40)), tuple(None if n % 5 == 0 else n for n in range(40)))
-    for case, replicas in ((few, 0), (many, 8)):
-        for _, _, calls in run_ranks(2, train_sharded, case, "sgd", False, 5):
-            # at construction: one to compare plans, one broadcast for each replicated table
-            assert calls - 1 - replicas == 4 * 5
+def test_every_optimizer_has_the_bits_of_one_process() -> None:
+    expect_bits_of_one_process([Job("replicated", rule) for rule in ("sgd", "adagrad", "adam")], 2)
 
 
 def train_with_a_frozen_table() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    case = CASES["replicated"]
-    module = build(case)
-    apply_optimizer_in_backward(torch.optim.Adagrad, module.parameters(), {"lr": 0.1})
-    model = DistributedModelParallel(module, plan=plan_for(case, module, dist.get_world_size()))
-    model.get_parameter("_dmp_wrapped_module.embedding_bags.a.weight").requires_grad_(False)
-    model.get_parameter("_dmp_wrapped_module.embedding_bags.b.weight").requires_grad_(False)
+    model = sharded(CASES["replicated"], "adagrad")
+    for name in "ab":
+        model.get_parameter(f"_dmp_wrapped_module.embedding_bags.{name}.weight").requires_grad_(False)
     before = final_state(model)
-    model(batch_of(case, 3, dist.get_rank())).values().sum().backward()
+    model(batches_of_rank(CASES["replicated"], [0])[0][0]).values().sum().backward()
     return before, final_state(model)
 
 
@@ -272,43 +172,88 @@ def test_tables_frozen_after_sharding_stay_as_they_are() -> None:
 
 
 def two_in_flight() -> tuple[list[Tensor], bool]:
-    case, rank = CASES["replicated"], dist.get_rank()
-    module = build(case)
-    apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    model = DistributedModelParallel(module, plan=plan_for(case, module, dist.get_world_size()))
-    engine: Any = model.module
-    mine = [samples_of(batch_of(case, 6, step), 3 * rank, 3 * rank + 3) for step in range(2)]
-    flights = [engine.begin(batch) for batch in mine]
+    engine: Any = sharded(CASES["replicated"], "sgd").module
+    flights = [engine.begin(batch) for batch, _ in batches_of_rank(CASES["replicated"], range(2))]
     values = [engine.finish(flight).values().detach() for flight in flights]
     with torch.no_grad():
-        third = engine.begin(mine[0])
+        third = engine.begin(batches_of_rank(CASES["replicated"], [0])[0][0])
     return values, engine.finish(third).values().requires_grad
 
 
 def test_two_batches_can_be_in_flight_and_one_begun_without_gradients_has_none() -> None:
-    case = CASES["replicated"]
-    module = build(case)
+    mix = CASES["replicated"]
     ranks = run_ranks(2, two_in_flight)
     for step in range(2):
-        wanted = module(batch_of(case, 6, step)).values()
+        wanted = build(mix, "sgd")(batch_of(mix, step)).values()
         assert torch.equal(torch.cat([values[step] for values, _ in ranks]), wanted)
     assert not any(requires_grad for _, requires_grad in ranks)
 
 
 def call_in_own_order() -> str:
-    case, rank = CASES["table_wise"], dist.get_rank()
-    twins = []
-    for _ in range(2):
-        module = build(case)
-        apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-        twins.append(DistributedModelParallel(module, plan=plan_for(case, module, 2)))
-    batch = batch_of(case, 3, 0)
-    with pytest.raises(RuntimeError) as caught:
-        [model(batch) for model in (twins if rank == 0 else reversed(twins))]
-    return str(caught.value)
+    mix, rank = CASES["table_wise"], environment().rank
+    twins = [sharded(mix, "sgd") for _ in range(2)]
+    return error_of(lambda: [model(batch_of(mix, 0)) for model in (reversed(twins) if rank else twins)])
 
 
 def test_ranks_that_call_equal_collections_in_different_orders_find_out() -> None:
     """Equal plans have equal fingerprints, so the ranks mixed the rows of two collections without a word."""
     for rank, message in enumerate(run_ranks(2, call_in_own_order)):
-        assert f"ranks [{1 - rank}] differ from this one" in message and "order of lookups" in message
+        assert f"RuntimeError: ranks [{1 - rank}] differ from this one" in message and "order of lookups" in message
+
+
+def trained(optimizer: str, how: str, processors: tuple[str, str] | None = None) -> tuple[torch.Tensor, list[str]]:
+    """A table after some steps on ranks of which the second has no compiled loops, and what was warned of."""
+    rank, usual = dist.get_rank(), (_op.NUMBA, numba_loops.arithmetic)
+    try:
+        if processors is None:
+            _op.NUMBA = rank == 0
+        else:
+            numba_loops.arithmetic = lambda: ("numba 1", processors[rank])
+        numba_loops.loops.cache_clear()
+        torch.manual_seed(0)
+        ebc = fused(EmbeddingBagCollection(bag_tables({"f": 60}, 16)), RULES[optimizer][0])
+        strategy = {"tf": data_parallel() if how == "replicated" else table_wise(rank=0)}
+        plan = ShardingPlan({"": construct_module_sharding_plan(ebc, strategy, world_size=2)})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = DistributedModelParallel(ebc, plan=plan)
+        for step in range(20):
+            out = model(random_kjt({"f": 60}, 30, seed=2 * step + rank, longest=5)).values()
+            (out * upstream(*out.shape, seed=2 * step + rank)).sum().backward()
+        weights = model.module.state_dict()["embedding_bags.tf.weight"]
+        return weights if isinstance(weights, torch.Tensor) and how == "replicated" else torch.zeros(1), [
+            str(one.message) for one in caught if "drift" in str(one.message)
+        ]
+    finally:
+        _op.NUMBA, numba_loops.arithmetic = usual
+        numba_loops.loops.cache_clear()
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_replicas_of_exact_rules_keep_their_bits_with_numba_and_without(optimizer: str) -> None:
+    """457 of 500 rows of two replicas differed after 20 steps: torch's square root was not rounded correctly."""
+    pytest.importorskip("numba")
+    (first, said), (second, _) = run_ranks(2, trained, optimizer, "replicated")
+    assert torch.equal(first, second) and not said
+    assert first.abs().max() > 0.5
+
+
+def test_replicas_of_a_rule_with_sums_over_a_row_need_the_same_numba_on_all_ranks() -> None:
+    """The loops and torch add up a row in other orders: nobody was told, and replicas drifted."""
+    pytest.importorskip("numba")
+    with pytest.raises(
+        RuntimeError, match="replicated table 'tf' .rowwise_adagrad.*SHARDWISE_NUMBA=0 on all"
+    ) as raised:
+        run_ranks(2, trained, "rowwise_adagrad", "replicated")
+    assert "rank 0 has numba " in str(raised.value) and "rank 1 has torch alone" in str(raised.value)
+
+
+def test_a_table_of_one_owner_may_be_updated_with_numba_beside_ranks_without() -> None:
+    pytest.importorskip("numba")
+    assert [said for _, said in run_ranks(2, trained, "rowwise_adagrad", "sharded")] == [[], []]
+
+
+def test_replicas_on_other_processors_are_warned_of_and_go_on() -> None:
+    found = run_ranks(2, trained, "rowwise_adagrad", "replicated", ("znver5", "haswell"))
+    for _, said in found:
+        assert len(said) == 1 and "rank 0 has znver5, rank 1 has haswell" in said[0] and "'tf'" in said[0]

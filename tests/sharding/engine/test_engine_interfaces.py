@@ -12,22 +12,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from jagged_batches import tables_of
+from ranks import error_of, run_ranks
 from sharding_mixes import (
     STRATEGIES,
     Mix,
     Run,
     TableCase,
+    address,
     backward,
     batch_of,
+    batches_of_rank,
     build,
     by_lookup,
     environment,
+    expect_same_runs,
     held,
     mix_for,
     mix_of,
     rows_of_rank,
-    samples_of,
     shard,
     span_of,
     train,
@@ -97,12 +100,7 @@ def behind_stores(mixes: Sequence[Mix], optimizer: str, learned: bool) -> list[t
         model = shard(mix, build(mix, optimizer), env, stores=Shuffled)
         groups = model._held.all_groups()
         [group.store.shuffle(group) for group in groups]
-        begin, end = span_of(mix, env.rank, env.world_size)
-        batches = []
-        for step in range(3):
-            whole = batch_of(mix, step)
-            upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
-            batches.append((samples_of(whole, begin, end), [given * env.world_size for given in upstream]))
+        batches = batches_of_rank(mix, range(3))
         run = train(mix, model, batches, learned)
         run.weight_gradients = [gradient / env.world_size for gradient in run.weight_gradients]
         with torch.no_grad():
@@ -111,16 +109,6 @@ def behind_stores(mixes: Sequence[Mix], optimizer: str, learned: bool) -> list[t
         run.weights, run.states = held(model)
         found.append((plain, run, [(g.store.resolved, len(g.store.leases)) for g in groups]))
     return found
-
-
-def expect_equal(one: Run, other: Run) -> None:
-    for mine, theirs in zip(one.outputs, other.outputs, strict=True):
-        assert all(map(torch.equal, mine, theirs))
-    for held_here, held_there in ((one.weights, other.weights), (one.states, other.states)):
-        assert held_here.keys() == held_there.keys()
-        for key, value in held_here.items():
-            assert torch.equal(value, held_there[key]), key
-    assert all(map(torch.equal, one.weight_gradients, other.weight_gradients))
 
 
 @pytest.mark.full
@@ -139,7 +127,7 @@ def test_rows_behind_a_store_train_to_the_same_bits(kind: str, optimizer: str) -
     mixes = [replace(mix, settings=()) for mix in mixes]
     for runs in run_ranks(4, behind_stores, mixes, optimizer, learned):
         for plain, shuffled, stores in runs:
-            expect_equal(plain, shuffled)
+            expect_same_runs(plain, shuffled)
             # every lease is released: after the update, or after a lookup without gradients
             assert all(leases == 0 for _, leases in stores)
         assert sum(resolved for _, _, stores in runs for resolved, _ in stores) > 4 * len(mixes)
@@ -170,10 +158,8 @@ MAPPED = Mix(
 
 def with_any_ids(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """The features that are mapped name users by hashes."""
-    values = []
-    for key in kjt.keys():  # noqa: SIM118
-        ids = kjt[key].values()
-        values.append(ids * (2**40 + 7) if key in ("f0", "f1", "f2") else ids)
+    hashed = ("f0", "f1", "f2")
+    values = [kjt[key].values() * (2**40 + 7 if key in hashed else 1) for key in kjt.keys()]  # noqa: SIM118
     return KeyedJaggedTensor(kjt.keys(), torch.cat(values), None, kjt.lengths())
 
 
@@ -182,13 +168,8 @@ def behind_maps(pooled: bool) -> tuple[list[list[Tensor]], dict[str, Tensor], di
     mix, env = replace(MAPPED, pooled=pooled), environment()
     maps = {"t0": Dictionary(), "t1": Dictionary()}
     model = shard(mix, build(mix, "adam"), env, id_maps=maps)
-    begin, end = span_of(mix, env.rank, env.world_size)
-    batches = []
-    for step in range(3):
-        whole = batch_of(mix, step)
-        upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
-        batches.append((with_any_ids(samples_of(whole, begin, end)), [given * env.world_size for given in upstream]))
-    run = train(mix, model, batches, False)
+    batches = batches_of_rank(mix, range(3))
+    run = train(mix, model, [(with_any_ids(mine), upstream) for mine, upstream in batches], False)
     return run.outputs, held(model)[0], {name: one.rows for name, one in maps.items()}, sorted(set(maps["t1"].steps))
 
 
@@ -200,9 +181,8 @@ def test_an_id_map_turns_any_ids_into_rows_on_the_ranks_that_hold_them(pooled: b
     for step in range(3):
         batch = batch_of(mix, step)
         values = {key: batch[key].values() for key in batch.keys()}  # noqa: SIM118
-        for table, features in (("t0", ("f0", "f1")), ("t1", ("f2",))):
-            for feature in features:
-                values[feature] = seen[table].translate(table, with_any_ids(batch)[feature].values(), torch.zeros(1))
+        for table, feature in (("t0", "f0"), ("t0", "f1"), ("t1", "f2")):
+            values[feature] = seen[table].translate(table, with_any_ids(batch)[feature].values(), torch.zeros(1))
         mapped = KeyedJaggedTensor(batch.keys(), torch.cat(list(values.values())), None, batch.lengths())
         outputs = by_lookup(mix, module(mapped))
         for rank, (found, *_) in enumerate(ranks):
@@ -211,12 +191,11 @@ def test_an_id_map_turns_any_ids_into_rows_on_the_ranks_that_hold_them(pooled: b
             for n, (mine, value) in enumerate(zip(found[step], expected, strict=True)):
                 assert torch.equal(mine, value) if n != 3 or not pooled else torch.allclose(mine, value, atol=1e-6)
         backward(outputs, upstream_of(mix, batch, step))
-    weights = {table.name: module.state_dict()[f"{module._children_name}.{table.name}.weight"] for table in mix.tables}
+    weights = tables_of(module)
     for _, shards, known, steps in ranks:
         for key, value in shards.items():
-            table, rows, cols = key.split("|")
-            (low, high), (left, right) = (map(int, part.split(":")) for part in (rows, cols))
-            assert torch.equal(value, weights[table][low:high, left:right])
+            table, rows, cols = address(key)
+            assert torch.equal(value, weights[table][rows, cols])
         # a map sees the ids of what its rank holds, and no others
         for name, rows_of in known.items():
             assert rows_of in ({}, seen[name].rows)
@@ -228,9 +207,7 @@ def refused_maps() -> list[str]:
     env, said = environment(), []
     for strategy in ("row_wise", "data_parallel"):
         mix = Mix((TableCase("t", 20, 8, ("f",), strategy),))
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            shard(mix, build(mix, "sgd"), env, id_maps={"t": Dictionary()})
-        said.append(str(caught.value))
+        said.append(error_of(shard, mix, build(mix, "sgd"), env, id_maps={"t": Dictionary()}))
     return said
 
 
@@ -238,8 +215,8 @@ def test_an_id_map_needs_a_table_whose_rows_are_on_one_rank() -> None:
     """Ids of any size were divided by the rows of row shards, and replicas looked ids up that nobody translated."""
     for rank, said in enumerate(run_ranks(2, refused_maps)):
         assert said == [
-            f"rank 0: table 't': an id map gives out rows of one rank, but {how}; cut the table by columns or leave it"
-            " whole"
+            f"ValueError: rank 0: table 't': an id map gives out rows of one rank, but {how}; cut the table by columns"
+            " or leave it whole"
             for how in ("the plan cuts them over several", "every rank holds them")
         ], rank
 
@@ -249,18 +226,16 @@ def overlapping(mixes: Sequence[Mix]) -> list[Any]:
     env, found = environment(), []
     for mix in mixes:
         model = shard(mix, build(mix, "adam"), env, stores=Shuffled)
-        [group.store.shuffle(group) for group in model._held.all_groups()]
-        begin, end = span_of(mix, env.rank, env.world_size)
-        wholes = [batch_of(mix, step) for step in range(3)]
-        mine = [samples_of(whole, begin, end) for whole in wholes]
+        groups = model._held.all_groups()
+        [group.store.shuffle(group) for group in groups]
+        mine, upstreams = zip(*batches_of_rank(mix, range(3)), strict=True)
         first, second = model.begin(mine[0]), model.begin(mine[1])
         model.look_up(first)
         model.look_up(second)
         outputs = [by_lookup(mix, model.finish(flight)) for flight in (first, second)]
         kept = [[value.detach().clone() for value in of_step] for of_step in outputs]
-        for step, of_step in enumerate(outputs):
-            upstream = rows_of_rank(mix, wholes[step], upstream_of(mix, wholes[step], step), begin, end)
-            backward(of_step, [given * env.world_size for given in upstream])
+        for of_step, upstream in zip(outputs, upstreams[:2], strict=True):
+            backward(of_step, upstream)
         third = by_lookup(mix, model(mine[2]))
         kept.append([value.detach().clone() for value in third])
         # memory of one step is not that of another
@@ -269,8 +244,8 @@ def overlapping(mixes: Sequence[Mix]) -> list[Any]:
             for now, then in zip([*outputs, third], kept, strict=True)
             for a, b in zip(now, then, strict=True)
         )
-        [group.store.shuffle(group, home=True) for group in model._held.all_groups()]
-        found.append((kept, same, *held(model), max(g.store.most for g in model._held.all_groups())))
+        [group.store.shuffle(group, home=True) for group in groups]
+        found.append((kept, same, *held(model), max(group.store.most for group in groups)))
     return found
 
 
@@ -287,6 +262,7 @@ def test_two_overlapping_steps_are_those_of_a_loop_that_overlaps_them(pooled: bo
         for step, of_step in enumerate(outputs):
             backward(of_step, upstream_of(mix, batches[step], step))
         outputs.append(by_lookup(mix, module(batches[2])))
+        weights_alone = tables_of(module)
         for rank, runs in enumerate(ranks):
             kept, same, weights, _, most = runs[number]
             assert same
@@ -300,9 +276,8 @@ def test_two_overlapping_steps_are_those_of_a_loop_that_overlaps_them(pooled: bo
                     if value.numel():
                         assert (value - wanted).abs().max() <= tolerance * wanted.abs().max()
             for key, value in weights.items():
-                table, rows, cols = key.split("|")
-                (low, high), (left, right) = (map(int, part.split(":")) for part in (rows, cols))
-                wanted = module.state_dict()[f"{module._children_name}.{table}.weight"][low:high, left:right]
+                table, rows, cols = address(key)
+                wanted = weights_alone[table][rows, cols]
                 if pooled and table == "t2":
                     # an average of partial sums, in bf16
                     assert value.numel() == 0 or (value - wanted).abs().max() <= 0.02
@@ -322,5 +297,5 @@ def test_a_mesh_of_two_hosts_of_two_ranks_is_a_world_of_four() -> None:
     mixes = [mix_for(strategy, pooled=True) for strategy in STRATEGIES]
     for runs in run_ranks(4, on_a_mesh, mixes):
         for one, other in runs:
-            expect_equal(one, other)
+            expect_same_runs(one, other)
             assert one.collectives == other.collectives

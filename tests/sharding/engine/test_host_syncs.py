@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from model_zoo import bag_tables
 from ranks import run_ranks
+from sharding_mixes import environment
 from torch import Tensor
 
-from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, ShardingEnv
+from shardwise import EmbeddingBagCollection, KeyedJaggedTensor, ShardingEnv
 from shardwise.embeddings import GradientCheckMode, LookupPolicy
 from shardwise.jagged._segments import Beside
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
@@ -54,6 +56,15 @@ def test_a_sharded_step_waits_twice_however_tables_are_cut() -> None:
         assert found == dict.fromkeys(WAYS, SIZES)
 
 
+def sharded(rows: dict[str, int], cut: Any, env: ShardingEnv, codecs: Any = None, **settings: Any) -> Any:
+    """Tables on the device that is not there."""
+    shards = [shard for name, count in rows.items() for shard in cut(f"t{name}", count)]
+    return ShardedEmbeddingBagCollection(
+        EmbeddingBagCollection(bag_tables(rows, 4), device=CUDA, **settings), shards, env, CUDA,
+        default_optimizer=(torch.optim.SGD, {"lr": 0.01}), codecs=codecs,
+    )  # fmt: skip
+
+
 def batch(lengths: list[int]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3]).to(CUDA), lengths=torch.tensor(lengths).to(CUDA))
 
@@ -72,7 +83,7 @@ def test_numbers_beside_sizes_come_in_one_copy_and_only_where_sizes_are_read() -
     assert (beside.numbers, later.numbers, bad.numbers) == ([7, 8], None, [9])
 
 
-BAD_ID = "feature 'b' (table 'u'), sample 0: id 3 is outside [0, 3)"
+BAD_ID = "feature 'b' (table 'tb'), sample 0: id 3 is outside [0, 3)"
 FITS, LONG = [1, 0, 2, 0], [1, 0, 2, 1]
 
 
@@ -101,13 +112,10 @@ def test_a_bad_batch_raises_before_its_ids_leave(
     def written(ids: Tensor, offsets: Tensor, features: Tensor, into: Any, **more: Any) -> None:
         into.host.copy_(torch.tensor(guard))
 
-    tables = [EmbeddingBagConfig(10, 4, "t", feature_names=["a"]), EmbeddingBagConfig(3, 4, "u", feature_names=["b"])]
-    shards = [shard for config in tables for shard in layout.table_wise(config.name, config.num_embeddings, 4, 0)]
     with pretended(seen := Counted()):
-        model = ShardedEmbeddingBagCollection(
-            EmbeddingBagCollection(tables, device=CUDA), shards, ShardingEnv.from_local(1, 0), CUDA,
-            default_optimizer=(torch.optim.SGD, {"lr": 0.01}),
-        )  # fmt: skip
+        model = sharded(
+            {"a": 10, "b": 3}, lambda name, rows: layout.table_wise(name, rows, 4, 0), ShardingEnv.from_local(1, 0)
+        )
         model(batch([2, 1, 0, 0]))
         monkeypatch.setattr(batch_check, "check_ids", written)
         kjt = batch(lengths)
@@ -145,16 +153,12 @@ def checked() -> list[list[str]]:
     """What a rank waits for forward, and in all: rows as fp16, then gradients that are looked at, with weights."""
     found = []
     codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
-    assert dist.group.WORLD is not None
     policies = (LookupPolicy(), codecs), (LookupPolicy(gradient_check=GradientCheckMode.RAISE), None)
     for policy, codec in policies:
-        tables = [EmbeddingBagConfig(10, 4, name, feature_names=[name]) for name in ("a", "b")]
-        shards = [shard for config in tables for shard in layout.row_wise(config.name, 10, 4, range(2))]
         with pretended(seen := Counted()):
-            model = ShardedEmbeddingBagCollection(
-                EmbeddingBagCollection(tables, is_weighted=True, device=CUDA, policy=policy), shards,
-                ShardingEnv.from_process_group(dist.group.WORLD), CUDA,
-                default_optimizer=(torch.optim.SGD, {"lr": 0.01}), codecs=codec,
+            model = sharded(
+                {"a": 10, "b": 10}, lambda name, rows: layout.row_wise(name, rows, 4, range(2)), environment(),
+                is_weighted=True, policy=policy, codecs=codec,
             )  # fmt: skip
             grad, weights = torch.ones(2, 8).to(CUDA), torch.ones(3).to(CUDA).requires_grad_()
             for _ in range(2):

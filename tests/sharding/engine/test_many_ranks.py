@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -57,6 +58,7 @@ ROWS = (
 )  # fmt: skip
 IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 NAMES = [f"cat_{n}" for n in range(len(ROWS))]
+HOTNESS = dict(zip(NAMES, map(float, IDS), strict=True))
 HOST = 8
 CPU = torch.device("cpu")
 
@@ -77,21 +79,16 @@ def strategies(world: int) -> list[tuple[str, Any]]:
 
 def shards_for(world: int, rows: Sequence[int], dim: int) -> list[Shard]:
     """By the strategies of `layout`."""
-    found: list[Shard] = []
-    for name, size, (kind, where) in zip(NAMES, rows, strategies(world), strict=True):
-        if kind == "row":
-            found += layout.row_wise(name, size, dim, range(world))
-        elif kind == "grid":
-            found += layout.grid(name, size, dim, [layout.ranks_of(host, HOST) for host in where])
-        elif kind == "host":
-            found += layout.table_row_wise(name, size, dim, layout.ranks_of(where, HOST))
-        elif kind == "columns":
-            found += layout.column_wise(name, size, dim, where)
-        elif kind == "replica":
-            found += layout.data_parallel(name, size, dim, world)
-        else:
-            found += layout.table_wise(name, size, dim, where)
-    return found
+    ways: dict[str, Any] = {
+        "row": lambda name, size, _: layout.row_wise(name, size, dim, range(world)),
+        "grid": lambda name, size, hosts: layout.grid(name, size, dim, [layout.ranks_of(host, HOST) for host in hosts]),
+        "host": lambda name, size, host: layout.table_row_wise(name, size, dim, layout.ranks_of(host, HOST)),
+        "columns": lambda name, size, ranks: layout.column_wise(name, size, dim, ranks),
+        "replica": lambda name, size, _: layout.data_parallel(name, size, dim, world),
+        "table": lambda name, size, rank: layout.table_wise(name, size, dim, rank),
+    }
+    placed = zip(NAMES, rows, strategies(world), strict=True)
+    return [shard for name, size, (kind, where) in placed for shard in ways[kind](name, size, where)]
 
 
 @pytest.fixture(params=[64, 512])
@@ -121,8 +118,7 @@ def test_a_plan_for_the_ranks_of_a_process_group_is_that_of_the_layout(world: in
     chosen = {name: makers[kind](where) for name, (kind, where) in zip(NAMES, strategies(world), strict=True)}
     plan = generators.construct_module_sharding_plan(module, chosen, local_size=HOST)
     found = [shard for n, name in enumerate(NAMES) for shard in shards_of(name, plan[name], ROWS[n], 128, world)]
-    key = repr
-    assert sorted(found, key=key) == sorted(shards_for(world, ROWS, 128), key=key)
+    assert sorted(found, key=repr) == sorted(shards_for(world, ROWS, 128), key=repr)
 
 
 @dataclass
@@ -140,12 +136,9 @@ class Routed:
 
 def targets(world: int) -> list[int]:
     """Ranks that are looked at: all of 64; of 512 those that hold most, their neighbours, the first and the last."""
-    held = {rank for kind, where in strategies(world) if kind in ("columns", "table") for rank in _listed(where)}
+    held = {rank for kind, ranks in strategies(world) if kind == "columns" for rank in ranks}
+    held |= {rank for kind, rank in strategies(world) if kind == "table"}
     return list(range(world)) if world == 64 else sorted({0, 1, 7, 8, 24, 39, world // 2, world - 1, *held})
-
-
-def _listed(where: Any) -> list[int]:
-    return where if isinstance(where, list) else [where]
 
 
 def made(shards: Sequence[Shard], world: int) -> tuple[Routes, Sending]:
@@ -245,11 +238,10 @@ def test_every_id_goes_to_each_rank_that_has_its_row_once(world: int) -> None:
 
 
 def test_bytes_between_ranks_are_those_that_the_plan_predicts(world: int) -> None:
-    found, hotness = routed(world), dict(zip(NAMES, map(float, IDS), strict=True))
-    first = found.sending.first_stream
+    found, first = routed(world), routed(world).sending.first_stream
     cut = {n for n, (kind, _) in enumerate(strategies(world)) if kind in ("row", "grid", "host")}
     sources = range(0, world, world // 16)
-    predicted = {rank: predicted_bytes(found.routes, rank, found.batches, hotness) for rank in sources}
+    predicted = {rank: predicted_bytes(found.routes, rank, found.batches, HOTNESS) for rank in sources}
     for rank in sources:
         out, ids = found.sent[rank], 0.0
         for target, (pair, block) in enumerate(zip(predicted[rank], found.blocks[rank], strict=True)):
@@ -269,10 +261,10 @@ def test_bytes_between_ranks_are_those_that_the_plan_predicts(world: int) -> Non
 
 
 def test_results_and_gradients_have_the_sizes_that_both_sides_expect(world: int) -> None:
-    found, hotness = routed(world), dict(zip(NAMES, map(float, IDS), strict=True))
+    found = routed(world)
     some = targets(world)[:: len(targets(world)) // 6]
     traffic: dict[int, list[Traffic]] = {
-        rank: predicted_bytes(found.routes, rank, found.batches, hotness) for rank in some
+        rank: predicted_bytes(found.routes, rank, found.batches, HOTNESS) for rank in some
     }
     sizes = {
         rank: Columns(found.routes, rank).gradients(torch.zeros(found.batches[rank], 26 * 128), Buffers())[1]
@@ -372,8 +364,9 @@ def small() -> EmbeddingBagCollection:
     torch.manual_seed(1)
     configs = [EmbeddingBagConfig(rows, 8, name, feature_names=[name]) for name, rows in zip(NAMES, SMALL, strict=True)]
     module = EmbeddingBagCollection(configs)
-    apply_optimizer_in_backward(RowWiseAdagrad, [module.embedding_bags["cat_0"].weight], {"lr": 0.1})  # type: ignore[list-item]
-    apply_optimizer_in_backward(torch.optim.SGD, list(module.parameters())[1:], {"lr": 0.1})
+    first, *others = module.parameters()
+    apply_optimizer_in_backward(RowWiseAdagrad, [first], {"lr": 0.1})
+    apply_optimizer_in_backward(torch.optim.SGD, others, {"lr": 0.1})
     return module
 
 
@@ -391,8 +384,7 @@ def step_of(rank: int, batches: Sequence[int], module: Any, world: Meeting, host
         values = model(batch_of(1000 * number + rank, batches[rank], SMALL)).values()
         outputs.append(values.detach().clone())
         values.backward(values.detach() * len(batches))
-    hotness = dict(zip(NAMES, map(float, IDS), strict=True))
-    traffic = predicted_bytes(model._routes, rank, batches, hotness)
+    traffic = predicted_bytes(model._routes, rank, batches, HOTNESS)
     predicted = sum(p.headers + p.ids + p.lengths + p.rows + p.gradients for p in traffic)
     return Step(log, outputs, model._exchange.sent - sent, 2 * predicted)
 
@@ -407,31 +399,29 @@ def test_64_ranks_in_step_call_the_same_collectives_and_find_what_one_process_do
     batches = [rank % 3 for rank in range(size)]
     everyone = Meeting(range(size))
     hosts = [Meeting(layout.ranks_of(host, HOST)) for host in range(size // HOST)]
-    found: dict[int, Step] = {}
-    failures: list[BaseException] = []
+    module = small()
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Step:
         try:
-            found[rank] = step_of(rank, batches, module, everyone, hosts[rank // HOST])
-        except BaseException as error:
-            failures.append(error)
+            return step_of(rank, batches, module, everyone, hosts[rank // HOST])
+        except BaseException:
             for meeting in (everyone, *hosts):
                 meeting.abort()
+            raise
 
-    module = small()
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if failures:
-        raise next((e for e in failures if not isinstance(e, threading.BrokenBarrierError)), failures[0])
+    with ThreadPoolExecutor(size) as pool:
+        steps = [pool.submit(run, rank) for rank in range(size)]
+    errors = [error for error in (step.exception() for step in steps) if error is not None]
+    # the others only say that it broke their meeting
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    found = [step.result() for step in steps]
     step = ["headers among 64", "ids among 64", "rows among 8", "rows among 64"]
     back = ["transposed", "rows among 64", "transposed", "rows among 8"]
-    for one in found.values():
+    for one in found:
         assert one.log[-16:] == (step + back) * 2
         assert one.log == found[0].log
-    assert sum(one.sent for one in found.values()) == pytest.approx(sum(one.predicted for one in found.values()))
+    assert sum(one.sent for one in found) == pytest.approx(sum(one.predicted for one in found))
     whole = small()
     begins = list(accumulate(batches, initial=0))
     for number in range(2):
@@ -440,7 +430,7 @@ def test_64_ranks_in_step_call_the_same_collectives_and_find_what_one_process_do
         values = whole(
             KeyedJaggedTensor(NAMES, ids, lengths=torch.tensor(IDS).repeat_interleave(sum(batches)))
         ).values()
-        for rank, one in found.items():
+        for rank, one in enumerate(found):
             expected = values[begins[rank] : begins[rank + 1]]
             assert (one.outputs[number] - expected).abs().sum() <= 1e-5 * expected.abs().sum()
         values.backward(values.detach())

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from ranks import run_ranks
@@ -30,10 +29,12 @@ from sharding_mixes import (
     TableCase,
     address,
     batch_of,
-    build,
+    batches_of_rank,
     environment,
+    expect_same_runs,
     mix_for,
     mix_of,
+    modelled,
     rows_of_rank,
     samples_of,
     shards_of,
@@ -41,7 +42,6 @@ from sharding_mixes import (
     train_alone,
     train_sharded,
     train_strips,
-    upstream_of,
 )
 from torch import Tensor
 
@@ -62,12 +62,6 @@ ROW_STATES = ("shard", "table")
 OF_ROWS = {"rowwise_adagrad"}
 # of the largest number of a tensor, where bits are not promised; tables of few bits round at every step
 TOLERANCE = {DataType.FP32: 1e-5, DataType.FP16: 5e-3, DataType.BF16: 4e-2}
-HYPER = {
-    "sgd": {"lr": 0.1},
-    "rowwise_adagrad": {"lr": 0.1, "eps": 1e-8},
-    "adam": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
-}
-STATES = {"sgd": [], "rowwise_adagrad": ["total"], "adam": ["m", "v"]}
 
 
 @dataclass(frozen=True)
@@ -84,11 +78,9 @@ class Job:
 
 def train_all(jobs: Sequence[Job]) -> list[Run]:
     """One rank's runs."""
-    environments: dict[int | None, Any] = {}
-    runs = []
+    environments, runs = {local: environment(local) for local in sorted({job.local or 0 for job in jobs})}, []
     for job in jobs:
-        env = environments.setdefault(job.local, None) or environment(job.local)
-        environments[job.local] = env
+        env = environments[job.local or 0]
         try:
             runs.append(train_sharded(job.mix, job.optimizer, job.steps, env, learned=job.learned, dress=job.dress))
         except Exception as error:
@@ -96,47 +88,12 @@ def train_all(jobs: Sequence[Job]) -> list[Run]:
     return runs
 
 
-@cache
-def alone(mix: Mix, optimizer: str, steps: int, learned: bool) -> Run:
-    return train_alone(mix, optimizer, steps, learned=learned)
+alone, strips = cache(train_alone), cache(train_strips)
 
 
 @cache
-def strips(mix: Mix, optimizer: str, steps: int, table: TableCase, cuts: tuple[tuple[int, int], ...]) -> Run:
-    return train_strips(mix, optimizer, steps, table, cuts)
-
-
-@cache
-def modelled(mix: Mix, optimizer: str, steps: int, table: TableCase, cuts: tuple[tuple[int, int], ...]) -> Run:
-    """One table by the float64 model, each of its strips of columns with states of its own."""
-    first = build(mix, optimizer)
-    weight = first.state_dict()[f"{first._children_name}.{table.name}.weight"]
-    places = [n for n, (one, _) in enumerate(mix.lookups) if one == table]
-    dense = [oracle.Dense(weight[:, low:high], optimizer, HYPER[optimizer]) for low, high in cuts]
-    asked = [(0, table.mean)] * len(places)
-    run = Run([], {}, {}, [])
-    for step in range(steps):
-        batch = batch_of(mix, step)
-        upstream = upstream_of(mix, batch, step)
-        bags, scales = [], []
-        for feature in table.features:
-            sizes = batch[feature].lengths().tolist()
-            bags.append([bag.tolist() for bag in torch.split(batch[feature].values(), sizes)])
-            if mix.weighted:
-                scales.append([bag.tolist() for bag in torch.split(batch[feature].weights(), sizes)])
-        pieces = [oracle.pooled([one.table], asked, bags, scales or None) for one in dense]
-        each = [torch.split(piece, high - low, dim=1) for piece, (low, high) in zip(pieces, cuts, strict=True)]
-        run.outputs.append([torch.cat(columns, dim=1) for columns in zip(*each, strict=True)])
-        for one, (low, high) in zip(dense, cuts, strict=True):
-            given = torch.cat([upstream[n][:, low:high] for n in places], dim=1)
-            (gradient,), (touched,) = oracle.gradients([one.table], asked, bags, given, scales or None)
-            one.step(gradient, touched)
-    run.weights = {table.name: torch.cat([one.table for one in dense], dim=1)}
-    run.states = {
-        f"{table.name}/momentum{number}": torch.cat([one.states[name] for one in dense], dim=1)
-        for number, name in enumerate(STATES[optimizer], start=1)
-    }
-    return run
+def bounded(mix: Mix, optimizer: str, steps: int, table: TableCase, cuts: tuple[tuple[int, int], ...]) -> Run:
+    return modelled(mix, optimizer, batches_of_rank(mix, range(steps), 0, 1), table, cuts)
 
 
 @dataclass(frozen=True)
@@ -167,14 +124,14 @@ def differences(job: Job, world: int, runs: Sequence[Run]) -> list[str]:
     mix, local = job.mix, job.local or min(2, world)
     found, places = [], {table.name: n for n, table in enumerate(mix.tables)}
     promises = [promise_of(job, table, world, local) for table in mix.tables]
-    whole = alone(mix, job.optimizer, job.steps, job.learned)
+    whole = alone(mix, job.optimizer, job.steps, learned=job.learned)
     wanted, bounds = [], []
     for table, promise in zip(mix.tables, promises, strict=True):
         of_strips = promise.split and strips(mix, job.optimizer, job.steps, table, promise.split)
         wanted.append(of_strips or whole)
         inexact = not (promise.outputs and promise.weights)
         parts = promise.split or ((0, table.dim),)
-        bounds.append(modelled(mix, job.optimizer, job.steps, table, parts) if inexact else None)
+        bounds.append(bounded(mix, job.optimizer, job.steps, table, parts) if inexact else None)
     batches = [batch_of(mix, step) for step in range(job.steps)]
     for rank, run in enumerate(runs):
         begin, end = span_of(mix, rank, world)
@@ -192,32 +149,24 @@ def differences(job: Job, world: int, runs: Sequence[Run]) -> list[str]:
                 fault = apart(mine, value, None if promise.outputs else table.dtype)
                 if fault:
                     found.append(f"rank {rank}, step {step}: {table.name} {feature}: {fault}")
-        for key, mine in run.weights.items():
-            name, rows, cols = address(key)
+        for key, mine in [*run.weights.items(), *run.states.items()]:
+            place, _, state = key.partition("/")
+            name, rows, cols = address(place)
             table, promise = mix.tables[places[name]], promises[places[name]]
-            source = wanted[places[name]] if promise.weights else bounds[places[name]]
-            assert source is not None
-            fault = apart(mine, source.weights[name][rows, cols], None if promise.weights else table.dtype)
-            if fault:
-                found.append(f"rank {rank}: weights of {key}: {fault}")
-        for key, mine in run.states.items():
-            name, rows, cols = address(key.split("/")[0])
-            state = key.split("/")[1]
-            table, promise = mix.tables[places[name]], promises[places[name]]
-            if rows.start == rows.stop:
+            if state and rows.start == rows.stop:
                 # nobody asks for a shard without rows, so it may count no steps
                 continue
             source = wanted[places[name]] if promise.weights or state == "step" else bounds[places[name]]
             assert source is not None
-            value = source.states[f"{name}/{state}"]
+            value = source.states[f"{name}/{state}"] if state else source.weights[name]
             if state != "step":
-                of_row = job.optimizer in OF_ROWS
-                strip = promise.split.index((cols.start, cols.stop)) if promise.split else 0
+                of_row = state and job.optimizer in OF_ROWS
+                strip = promise.split.index((cols.start, cols.stop)) if of_row and promise.split else 0
                 value = value.reshape(table.rows, -1)[rows, strip if of_row else cols]
             # states are fp32 whatever the rows are
-            fault = apart(mine, value, None if promise.weights else DataType.FP32)
+            fault = apart(mine, value, None if promise.weights else DataType.FP32 if state else table.dtype)
             if fault:
-                found.append(f"rank {rank}: state {key}: {fault}")
+                found.append(f"rank {rank}: {key}: {fault}")
     return found
 
 
@@ -266,11 +215,7 @@ def test_the_same_run_twice_gives_the_same_bits(world: int) -> None:
     jobs = [Job(mix_of(seed, pooled=seed % 2 == 0), name) for seed, name in enumerate([*OPTIMIZERS] * 2)]
     for runs in run_ranks(world, train_all, [*jobs, *jobs]):
         for first, second in zip(runs[: len(jobs)], runs[len(jobs) :], strict=True):
-            for one, other in zip(first.outputs, second.outputs, strict=True):
-                assert all(map(torch.equal, one, other))
-            for held, again in ((first.weights, second.weights), (first.states, second.states)):
-                assert held.keys() == again.keys()
-                assert all(torch.equal(value, again[key]) for key, value in held.items())
+            expect_same_runs(first, second)
 
 
 def few_rows(pooled: bool, **more: Any) -> Mix:
@@ -364,7 +309,7 @@ def test_gradients_of_weights_are_those_of_one_process(world: int) -> None:
     jobs = [Job(mix, ("sgd", "adam")[n % 2], steps=2, learned=True) for n, mix in enumerate(mixes)]
     ranks = run_ranks(world, train_all, jobs)
     for number, job in enumerate(jobs):
-        whole = alone(job.mix, job.optimizer, job.steps, True)
+        whole = alone(job.mix, job.optimizer, job.steps, learned=True)
         for step in range(job.steps):
             batch, gradient = batch_of(job.mix, step), whole.weight_gradients[step]
             wanted = KeyedJaggedTensor(batch.keys(), batch.values(), gradient, batch.lengths())

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from failing_model import Fault, build, features_of
 from failing_model import train as train_failing
+from jagged_batches import gradient_of
 from model_zoo import Net, batch_of, dense_optimizer, drain, plain_loop, sharded, state_of
-from ranks import run_ranks
+from ranks import error_of, run_ranks, world_group
 from sharding_mixes import STRATEGIES, environment, mix_for, train_sharded
 from torch import Tensor
 
@@ -68,15 +69,14 @@ def loop(kind: Any) -> list[Tensor]:
 def accumulated() -> list[Tensor]:
     """State after two steps of two micro-batches."""
     model = sharded("pws")
-    dense, tables = dense_optimizer(model), model.fused_optimizer
+    optimizers = dense_optimizer(model), model.fused_optimizer
     for step in range(2):
         with accumulate(model):
             model(batch_of(2 * step))[0].backward()
         model(batch_of(2 * step + 1))[0].backward()
-        dense.step()
-        tables.step()
-        dense.zero_grad()
-        tables.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     return list(state_of(model).values())
 
 
@@ -110,18 +110,16 @@ def functions() -> list[Tensor]:
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
         result = function(x).wait()
         result.backward(torch.arange(float(result.numel())).view(result.shape))
-        assert x.grad is not None
-        found += [result.detach(), x.grad]
+        found += [result.detach(), gradient_of(x)]
     exchange = Exchange(dist.group.WORLD)
     first, part = torch.ones(3), torch.arange(4.0)
     exchange.broadcast(first)
     exchange.mean([part, first])
     assert exchange.value(b"words", 0) == b"words"
     batch = batch_of(2).pooled
-    assert dist.group.WORLD is not None
-    came = KJTAllToAll(dist.group.WORLD, [4])(batch).wait().wait()
+    came = KJTAllToAll(world_group(), [4])(batch).wait().wait()
     bags = torch.tensor([batch.stride()])
-    jagged = JaggedTensorAllToAll(batch["f1"], bags, bags, dist.group.WORLD).wait()
+    jagged = JaggedTensorAllToAll(batch["f1"], bags, bags, world_group()).wait()
     return [*found, first, part, came.values(), came.lengths(), jagged.values(), jagged.lengths()]
 
 
@@ -169,11 +167,8 @@ def compressed() -> tuple[bool, list[bool], str]:
         plain, same, coded = (steps("row_wise", True, codec) for codec in (None, "FP32", "BF16"))
         codecs = get_qcomm_codecs(QCommsConfig(CommType.FP16, CommType.FP16))
         comm_ops.alltoall_pooled(torch.ones(6, 4), [6], [4], codecs=codecs).wait()
-        said = ""
-        try:
-            comm_ops.alltoall_pooled(torch.full((6, 4), 1e9), [6], [4], codecs=codecs).wait()
-        except OverflowError as error:
-            said = str(error)
+        large = comm_ops.alltoall_pooled(torch.full((6, 4), 1e9), [6], [4], codecs=codecs)
+        said = error_of(large.wait)
     rounded = [torch.equal(found[0], found[0].bfloat16().float()) for found in (plain, coded)]
     return all(torch.equal(a, b) for a, b in zip(plain, same, strict=True)), rounded, said
 
@@ -181,7 +176,7 @@ def compressed() -> tuple[bool, list[bool], str]:
 def test_codecs_compress_what_a_rank_sends_itself() -> None:
     ((same, rounded, said),) = run_ranks(1, compressed)
     assert same and rounded == [False, True]
-    assert said.startswith("ranks [0]: a number is too large for the compressed exchange (fp16)")
+    assert said.startswith("OverflowError: ranks [0]: a number is too large for the compressed exchange (fp16)")
 
 
 def failed() -> tuple[bool, str, str, tuple[int, ...]]:
@@ -189,22 +184,15 @@ def failed() -> tuple[bool, str, str, tuple[int, ...]]:
     with collectives_at_one_rank():
         model = build(Fault("backward", "raise", rank=0))
     model._watch.timeout_s = 2  # type: ignore[union-attr]
-    said = ""
-    try:
-        train_failing(Fault("backward", "raise", rank=0), model=model)
-    except ZeroDivisionError as error:
-        said = str(error)
-    tables: Any = model.module.tables
-    try:
-        tables(features_of(0, 0))
-    except RankFailure as error:
-        return model._watch is not None, said, str(error), error.ranks
-    return False, said, "", ()
+    said = error_of(train_failing, Fault("backward", "raise", rank=0), model=model)
+    with pytest.raises(RankFailure) as failure:
+        model.module.tables(features_of(0, 0))  # type: ignore[operator, union-attr]
+    return model._watch is not None, said, str(failure.value), failure.value.ranks
 
 
 def test_a_rank_that_fails_closes_its_group_of_one() -> None:
     (found,) = run_ranks(1, failed)
-    assert found[:2] == (True, "the loader's seventh batch")
+    assert found[:2] == (True, "ZeroDivisionError: the loader's seventh batch")
     assert "rank 0 failed" in found[2] and found[3] == (0,)
 
 

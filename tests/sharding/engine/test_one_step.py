@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from jagged_batches import kjt, tables_of
 from ranks import run_ranks
 from sharding_mixes import (
+    HYPER,
     RULES,
     STRATEGIES,
     Mix,
@@ -29,6 +31,8 @@ from sharding_mixes import (
     build,
     environment,
     held,
+    modelled,
+    same_tensors,
     samples_of,
     shard,
     shards_of,
@@ -160,9 +164,7 @@ def alone(case: Case, world: int) -> Run:
     """One process."""
     module = build(case.mix, case.rule)
     run = train(case.mix, module, batches_of(case, world)[0], case.learned)
-    names = [table.name for table in case.mix.tables]
-    run.weights = {name: module.state_dict()[f"{module._children_name}.{name}.weight"].clone() for name in names}
-    run.states = states_of(module)
+    run.weights, run.states = tables_of(module), states_of(module)
     return run
 
 
@@ -194,9 +196,9 @@ def faults(case: Case, world: int, want: Run, runs: Sequence[Run]) -> list[str]:
     tables = {table.name: table for table in case.mix.tables}
     for rank, run in enumerate(runs):
         for key, mine in [*run.weights.items(), *run.states.items()]:
-            name, rows, cols = address(key.split("/")[0])
-            state = key.split("/")[1] if "/" in key else None
-            value = want.weights[name] if state is None else want.states[f"{name}/{state}"]
+            place, _, state = key.partition("/")
+            name, rows, cols = address(place)
+            value = want.states[f"{name}/{state}"] if state else want.weights[name]
             if rows.start == rows.stop:
                 continue
             if state != "step":
@@ -245,16 +247,20 @@ def test_a_step_is_that_of_one_process_in_many_cases(first: int, world: int) -> 
     expect_one_step([case_of(1000 + number) for number in range(first, first + 50)], world)
 
 
-def one_bag(strategy: str, reduction: str) -> Tensor:
-    """Both ranks' bag is [0, 5, 2, 7] of a table of zeros, averaged; what this rank holds after one step, [8, 4]."""
-    table = TableCase("t", 8, 4, ("f",), strategy, True, options=TableOptions(reduction), seed=1)
+def of_zeros(table: TableCase, check: GradientCheckMode = GradientCheckMode.IGNORE) -> Any:
+    """A sharded table of zeros whose gradients are cut at 0.5."""
     settings = (("lr", 1.0), ("gradient_clipping", True), ("max_gradient", 0.5))
     mix = Mix((table,), batches=(1, 1, 0, 0), settings=settings)
     module = build(mix, "sgd")
     torch.nn.init.zeros_(module.embedding_bags["t"].weight)
-    model = shard(mix, module, environment())
-    out = model(KeyedJaggedTensor(["f"], torch.tensor([0, 5, 2, 7]), lengths=torch.tensor([4])))
-    out.values().backward(torch.full((1, 4), 2.0))
+    module._policy = LookupPolicy(BoundsCheckMode.FATAL, gradient_check=check)
+    return shard(mix, module, environment())
+
+
+def one_bag(strategy: str, reduction: str) -> Tensor:
+    """Both ranks' bag is [0, 5, 2, 7] of a table of zeros, averaged; what this rank holds after one step, [8, 4]."""
+    model = of_zeros(TableCase("t", 8, 4, ("f",), strategy, True, options=TableOptions(reduction), seed=1))
+    model(kjt({"f": [[0, 5, 2, 7]]})).values().backward(torch.full((1, 4), 2.0))
     whole = torch.zeros(8, 4)
     for key, value in held(model)[0].items():
         _, rows, cols = address(key)
@@ -273,36 +279,16 @@ def test_the_gradient_of_an_average_is_cut_before_it_is_divided(strategy: str, r
     assert torch.equal(torch.stack(run_ranks(2, one_bag, strategy, reduction)).sum(0), expected)
 
 
-HYPER = {
-    "sgd": {"lr": 0.1},
-    "adagrad": {"lr": 0.1, "eps": 1e-10},
-    "rowwise_adagrad": {"lr": 0.1, "eps": 1e-8},
-    "adam": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
-}
-
-
 def oracle_of(case: Case, world: int) -> dict[str, Tensor]:
     """The tables by the dense model, which cuts upstream gradients first."""
-    module, settings = build(case.mix, case.rule), dict(case.mix.settings)
-    found = {}
+    settings, found = dict(case.mix.settings), {}
+    decay = settings["weight_decay_mode"].name.lower().replace("decouple", "decoupled")
     for table in case.mix.tables:
-        decay = settings["weight_decay_mode"].name.lower().replace("decouple", "decoupled")
-        hyper = {**HYPER[case.rule], "weight_decay": settings["weight_decay"]}
-        dense = oracle.Dense(module.embedding_bags[table.name].weight.detach(), case.rule, hyper, decay)
-        places = [n for n, (one, _) in enumerate(case.mix.lookups) if one == table]
-        for batch, upstream in batches_of(case, world)[0]:
-            bags, scales = [], []
-            for feature in table.features:
-                sizes = batch[feature].lengths().tolist()
-                bags.append([bag.tolist() for bag in torch.split(batch[feature].values(), sizes)])
-                scales.append([bag.tolist() for bag in torch.split(batch[feature].weights(), sizes)])
-            most = settings["max_gradient"]
-            given = torch.cat([upstream[n] for n in places], dim=1).clamp(-most, most)
-            (gradient,), (touched,) = oracle.gradients(
-                [dense.table], [(0, table.mean)] * len(places), bags, given, scales
-            )
-            dense.step(gradient, touched)
-        found[table.name] = dense.table
+        run = modelled(
+            case.mix, case.rule, batches_of(case, world)[0], table, [(0, table.dim)], most=settings["max_gradient"],
+            decay=decay, weight_decay=settings["weight_decay"],
+        )  # fmt: skip
+        found |= run.weights
     return found
 
 
@@ -325,17 +311,10 @@ def test_cut_gradients_of_averages_train_as_the_dense_model_says(rule: str) -> N
 
 def infinite(check: str) -> list[Tensor]:
     """Weights after a gradient with an infinite number, averaged rows that are cut."""
-    settings = (("lr", 1.0), ("gradient_clipping", True), ("max_gradient", 0.5))
-    mix = Mix((TableCase("t", 8, 4, ("f",), "row_wise", True, seed=4),), batches=(1, 1, 0, 0), settings=settings)
-    module = build(mix, "sgd")
-    torch.nn.init.zeros_(module.embedding_bags["t"].weight)
-    module._policy = LookupPolicy(BoundsCheckMode.FATAL, gradient_check=GradientCheckMode[check])
-    model = shard(mix, module, environment())
-    out = model(KeyedJaggedTensor(["f"], torch.tensor([0, 5]), lengths=torch.tensor([2])))
-    try:
+    model = of_zeros(TableCase("t", 8, 4, ("f",), "row_wise", True, seed=4), GradientCheckMode[check])
+    out = model(kjt({"f": [[0, 5]]}))
+    with pytest.raises(FloatingPointError) if check == "RAISE" else nullcontext():
         out.values().backward(torch.full((1, 4), float("inf")))
-    except FloatingPointError:
-        assert check == "RAISE"
     return list(held(model)[0].values())
 
 
@@ -369,9 +348,7 @@ def test_a_resumed_model_rounds_on_as_the_uninterrupted_one(rule: str) -> None:
     )
     case = Case(Mix(tables, settings=()), rule)
     for model, fresh in run_ranks(2, resumed, case):
-        assert model.keys() == fresh.keys()
-        for key, value in model.items():
-            assert torch.equal(value, fresh[key]), key
+        assert same_tensors(model, fresh)
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])

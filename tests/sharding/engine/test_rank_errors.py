@@ -15,18 +15,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from jagged_batches import kjt as kjt_of
+from model_zoo import fused
+from ranks import error_of, run_ranks
+from sharding_mixes import same_tensors
 from sharding_steps import local_tensors
 from torch import Tensor, nn
 
-import shardwise.sharding.comms.agreement
 from shardwise import (
     BoundsCheckMode,
     DistributedModelParallel,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
-    EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
     LookupPolicy,
     RowWiseAdagrad,
@@ -34,7 +36,7 @@ from shardwise import (
     ShardingPlan,
     apply_optimizer_in_backward,
 )
-from shardwise.sharding import EmbeddingModuleShardingPlan, construct_module_sharding_plan, data_parallel, table_wise
+from shardwise.sharding import construct_module_sharding_plan, data_parallel, table_wise
 
 pytestmark = pytest.mark.ranks
 
@@ -42,28 +44,26 @@ ROWS = {"f1": 40, "f2": 30, "f3": 9, "f4": 7}
 INT64_MIN = torch.iinfo(torch.int64).min
 
 
-def tables(**rows: int) -> list[EmbeddingBagConfig]:
+def tables() -> list[EmbeddingBagConfig]:
     """Tables t1 .. t4, each looked up by its feature."""
-    sizes = {**ROWS, **rows}
-    return [EmbeddingBagConfig(sizes[f], 4, f"t{f[1]}", feature_names=[f]) for f in sizes]
+    return [EmbeddingBagConfig(rows, 4, f"t{f[1]}", feature_names=[f]) for f, rows in ROWS.items()]
 
 
-def plan_for(collection: Any, **ranks: int) -> ShardingPlan:
+def plan_for(collection: Any, path: str = "ebc") -> ShardingPlan:
     """t1 and t2 on a rank each, the others on every rank."""
     where: dict[str, Any] = {"t1": table_wise(0), "t2": table_wise(1), "t3": data_parallel(), "t4": data_parallel()}
-    where.update({table: table_wise(rank) for table, rank in ranks.items()})
-    return ShardingPlan({"ebc": construct_module_sharding_plan(collection, where, world_size=dist.get_world_size())})
+    return ShardingPlan({path: construct_module_sharding_plan(collection, where, world_size=dist.get_world_size())})
 
 
 class Net(nn.Module):
     """A weighted or plain collection and a dense layer; `t4` trains by its gradient."""
 
-    def __init__(self, collection: EmbeddingBagCollection) -> None:
+    def __init__(self, weighted: bool = False) -> None:
         super().__init__()
-        self.ebc = collection
-        for name, param in collection.named_parameters():
-            if "t4" not in name:
-                apply_optimizer_in_backward(RowWiseAdagrad, [param], {"lr": 0.1})
+        torch.manual_seed(3)
+        self.ebc = EmbeddingBagCollection(tables(), weighted)
+        fused_tables = [param for name, param in self.ebc.named_parameters() if "t4" not in name]
+        apply_optimizer_in_backward(RowWiseAdagrad, fused_tables, {"lr": 0.1})
         self.dense = nn.Linear(16, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
@@ -71,9 +71,8 @@ class Net(nn.Module):
         return self.dense(self.ebc(features).values()).square().sum() / 6
 
 
-def build(*, weighted: bool = False, **rows: int) -> DistributedModelParallel:
-    torch.manual_seed(3)
-    model = Net(EmbeddingBagCollection(tables(**rows), is_weighted=weighted))
+def build(*, weighted: bool = False) -> DistributedModelParallel:
+    model = Net(weighted)
     return DistributedModelParallel(model, plan=plan_for(model.ebc))
 
 
@@ -84,27 +83,21 @@ def batch_of(step: int, samples: int = 3, *, rank: int | None = None) -> KeyedJa
     return KeyedJaggedTensor(list(ROWS), ids, torch.rand(len(ids), generator=generator), lengths.flatten())
 
 
+def with_values(kjt: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(kjt.keys(), values, kjt.weights(), kjt.lengths())
+
+
 def with_id(value: int, position: int = 9) -> Callable[[KeyedJaggedTensor], Any]:
     """One id replaced; position 9 is f2's fourth, in sample 1."""
-
-    def spoil(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        ids = kjt.values().clone()
-        ids[position] = value
-        return KeyedJaggedTensor(kjt.keys(), ids, kjt.weights(), kjt.lengths())
-
-    return spoil
+    return lambda kjt: with_values(kjt, kjt.values().index_fill(0, torch.tensor([position]), value))
 
 
 def cast(dtype: torch.dtype) -> Callable[[KeyedJaggedTensor], Any]:
-    return lambda kjt: KeyedJaggedTensor(kjt.keys(), kjt.values().to(dtype), kjt.weights(), kjt.lengths())
+    return lambda kjt: with_values(kjt, kjt.values().to(dtype))
 
 
 def of(keys: list[str], lengths: list[int], ids: int) -> Callable[[KeyedJaggedTensor], Any]:
     return lambda _: KeyedJaggedTensor(keys, torch.zeros(ids, dtype=torch.int64), None, torch.tensor(lengths))
-
-
-def by_offsets(offsets: list[int]) -> Callable[[KeyedJaggedTensor], Any]:
-    return lambda kjt: KeyedJaggedTensor(["f1", "f2", "f3", "f4"], kjt.values()[:4], offsets=torch.tensor(offsets))
 
 
 F2 = r"rank 1: feature 'f2' \(table 't2'\), sample 1: id"
@@ -121,7 +114,7 @@ FAULTS: dict[str, tuple[Callable[[KeyedJaggedTensor], Any], str, str]] = {
     "short ids": (cast(torch.int16), "TypeError", r"^rank 1: feature ids must be int32 or int64, got int16$"),
     "lengths that do not add up": (of(list(ROWS), [1, 1, 1, 2], 4), "ValueError", r"^rank 1: .*\b5\b.*\b4\b"),
     "offsets that decrease": (
-        by_offsets([0, 3, 2, 3, 4]),
+        lambda kjt: KeyedJaggedTensor(list(ROWS), kjt.values()[:4], offsets=torch.tensor([0, 3, 2, 3, 4])),
         "ValueError",
         r"^rank 1: feature 'f2' \(table 't2'\), sample 0: offsets must not decrease, got 3 and then 2",
     ),
@@ -139,7 +132,7 @@ def state_of(dmp: DistributedModelParallel) -> dict[str, Tensor]:
 
 def train(
     fault: str | None, bad_steps: tuple[int, ...], bad_ranks: tuple[int, ...]
-) -> tuple[list[tuple[str, str]], dict[str, Tensor]]:
+) -> tuple[list[str], dict[str, Tensor]]:
     """Five good steps and, before some of them, one in which some ranks' batch is bad."""
     dmp = build()
     optimizer = torch.optim.SGD([p for n, p in dmp.named_parameters() if "dense" in n or "t4" in n], lr=0.1)
@@ -148,209 +141,108 @@ def train(
         optimizer.zero_grad()
         if fault is not None and step in bad_steps:
             before, kjt = state_of(dmp), batch_of(50 + step)
-            try:
-                dmp(FAULTS[fault][0](kjt) if dist.get_rank() in bad_ranks else kjt)
-            except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-                errors.append((type(error).__name__, str(error.args[0])))
-            after = state_of(dmp)
-            assert all(torch.equal(value, after[name]) for name, value in before.items())
+            bad = FAULTS[fault][0](kjt) if dist.get_rank() in bad_ranks else kjt
+            errors.append(error_of(dmp, bad))
+            assert same_tensors(before, state_of(dmp))
         dmp(batch_of(step)).backward()
         optimizer.step()
     return errors, state_of(dmp)
 
 
+def train_with_each() -> dict[str | None, tuple[list[str], dict[str, Tensor]]]:
+    return {fault: train(fault, (0, 3), (1,)) for fault in (None, *FAULTS)}
+
+
 @pytest.fixture(scope="module")
-def good_states() -> list[dict[str, Tensor]]:
-    return [state for _, state in run_ranks(2, train, None, (), ())]
+def trained() -> list[dict[str | None, tuple[list[str], dict[str, Tensor]]]]:
+    return run_ranks(2, train_with_each)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_batch_of_one_rank_raises_on_all_and_leaves_no_trace(
-    fault: str, good_states: list[dict[str, Tensor]]
+    fault: str, trained: list[dict[str | None, tuple[list[str], dict[str, Tensor]]]]
 ) -> None:
     _, kind, message = FAULTS[fault]
-    for (errors, state), wanted in zip(run_ranks(2, train, fault, (0, 3), (1,)), good_states, strict=True):
-        assert [found for found, _ in errors] == [kind, kind]
-        for _, text in errors:
-            assert re.search(message, text), text
-        assert all(torch.equal(value, state[name]) for name, value in wanted.items())
+    for of_rank in trained:
+        errors, state = of_rank[fault]
+        assert len(errors) == 2
+        for text in errors:
+            assert re.search(f"^{kind}: {message.removeprefix('^')}", text), text
+        assert same_tensors(state, of_rank[None][1])
 
 
 def test_the_first_of_several_bad_ranks_is_named_on_all() -> None:
     for errors, _ in run_ranks(3, train, "id past the end", (1,), (1, 2)):
-        assert errors == [("IndexError", "rank 1: feature 'f2' (table 't2'), sample 1: id 30 is outside [0, 30)")]
+        assert errors == ["IndexError: rank 1: feature 'f2' (table 't2'), sample 1: id 30 is outside [0, 30)"]
 
 
-def missing_weights() -> str:
+def missing_weights() -> None:
     dmp = build(weighted=True)
     good = batch_of(0)
     bad = KeyedJaggedTensor(good.keys(), good.values(), lengths=good.lengths())
     learned = KeyedJaggedTensor(good.keys(), good.values(), good.weights().requires_grad_(), good.lengths())
     differ = f"^ranks .{1 - dist.get_rank()}. differ from this one in whether per-id weights have gradients"
-    for kjt, kind, message in (
-        (bad, ValueError, "^rank 1: .*must carry per-id weights"),
-        (learned, RuntimeError, differ),
-    ):
+    missing = "^rank 1: .*must carry per-id weights"
+    for kjt, kind, message in ((bad, ValueError, missing), (learned, RuntimeError, differ)):
         with pytest.raises(kind, match=message):
             dmp(kjt if dist.get_rank() == 1 else batch_of(0))
-    return str(float(dmp(batch_of(1)).detach()))
+    dmp(batch_of(1))
 
 
 def test_wrong_weights_of_one_rank_raise_on_all() -> None:
     run_ranks(2, missing_weights)
 
 
-def without_gradients(step_of_fault: int) -> list[str]:
-    dmp, messages = build(), []
-    for step in range(5):
-        update = not (step == step_of_fault and dist.get_rank() == 1)
-        try:
-            with torch.set_grad_enabled(update):
-                loss = dmp(batch_of(step))
-        except RuntimeError as error:
-            messages.append(str(error))
-        else:
-            loss.backward()
-    return messages
+def without_gradients() -> list[list[str]]:
+    """What is raised where rank 1 has no gradients in one of five steps: of the first, the second and the last."""
+    found: list[list[str]] = []
+    for step_of_fault in (0, 1, 4):
+        dmp = build()
+        found.append([])
+        for step in range(5):
+            with torch.set_grad_enabled(not (step == step_of_fault and dist.get_rank() == 1)):
+                message = error_of(lambda dmp=dmp, step=step: dmp(batch_of(step)).backward())  # type: ignore[misc]
+            found[-1] += [message] if message else []
+    return found
 
 
-@pytest.mark.parametrize("step", [0, 1, 4])
-def test_a_rank_without_gradients_among_others_is_refused(step: int) -> None:
-    first, second = run_ranks(2, without_gradients, step)
-    assert first == ["ranks [1] differ from this one in whether gradients are enabled"]
-    assert second == ["ranks [0] differ from this one in whether gradients are enabled"]
-
-
-def other_rows(model: Net) -> ShardingPlan:
-    model.ebc = EmbeddingBagCollection(tables(f1=41))
-    return plan_for(model.ebc)
-
-
-def other_optimizer(model: Net) -> ShardingPlan:
-    model.ebc.embedding_bags["t1"].weight._optimizer_kwargs[0]["lr"] = 0.2  # type: ignore[index, union-attr]
-    return plan_for(model.ebc)
-
-
-def unknown_optimizer(model: Net) -> ShardingPlan:
-    model.ebc.embedding_bags["t1"].weight._optimizer_classes[0] = torch.optim.LBFGS  # type: ignore[index, union-attr]
-    return plan_for(model.ebc)
-
-
-def another_collection(model: Net) -> ShardingPlan:
-    model.more = EmbeddingCollection([EmbeddingConfig(9, 4, "u")])
-    plan = plan_for(model.ebc)
-    plan.plan["more"] = construct_module_sharding_plan(model.more, {"u": table_wise(0)}, world_size=2)
-    return plan
-
-
-def other_version(model: Net) -> ShardingPlan:
-    shardwise.sharding.comms.agreement.__version__ = "0.0.1"  # type: ignore[attr-defined]
-    return plan_for(model.ebc)
-
-
-DISAGREEMENTS: dict[str, tuple[Callable[[Net], ShardingPlan], str, str]] = {
-    "another place": (
-        lambda model: plan_for(model.ebc, t1=1),
-        "RuntimeError",
-        r"place of table 't1' of module 'ebc': rank 0 has .* on rank 0, rank 1 has .* on rank 1$",
-    ),
-    "other rows": (
-        other_rows,
-        "RuntimeError",
-        r"num_embeddings of table 't1' of module 'ebc': rank 0 has 40, rank 1 has 41; ",
-    ),
-    "another learning rate": (
-        other_optimizer,
-        "RuntimeError",
-        r"share: lr of optimizer of table 't1': rank 0 has 0\.1, rank 1 has 0\.2$",
-    ),
-    "another collection": (
-        another_collection,
-        "RuntimeError",
-        r"share: modules with tables: rank 0 has \['ebc'\], rank 1 has \['ebc', 'more'\]$",
-    ),
-    "another version of shardwise": (
-        other_version,
-        "RuntimeError",
-        r"share: version of shardwise: rank 0 has .*, rank 1 has 0\.0\.1$",
-    ),
-    "an optimizer without a rule": (unknown_optimizer, "ValueError", "rank 1: table 't1': LBFGS has no fused rule"),
-    "a plan for another model": (
-        lambda _: ShardingPlan({"nowhere": EmbeddingModuleShardingPlan()}),
-        "ValueError",
-        r"rank 1: the plan names modules \['nowhere'\], the model has \['ebc'\]",
-    ),
-}
+def test_a_rank_without_gradients_among_others_is_refused() -> None:
+    for rank, found in enumerate(run_ranks(2, without_gradients)):
+        said = f"RuntimeError: ranks [{1 - rank}] differ from this one in whether gradients are enabled"
+        assert found == [[said]] * 3
 
 
 def dense_in_backward() -> str:
-    model = Net(EmbeddingBagCollection(tables()))
+    model = Net()
     apply_optimizer_in_backward(torch.optim.SGD, model.dense.parameters(), {"lr": 0.1})
-    with pytest.raises(ValueError, match="dense parameters") as error:
-        DistributedModelParallel(model, plan=plan_for(model.ebc))
-    return str(error.value)
+    return error_of(DistributedModelParallel, model, plan=plan_for(model.ebc))
 
 
 def test_a_dense_layer_cannot_step_before_its_gradient_is_averaged() -> None:
     """The first forward failed with "module 'torch.distributed' has no attribute 'optim'", from inside DDP."""
     for message in run_ranks(2, dense_in_backward):
-        assert "rank 0: dense parameters ['dense.weight', 'dense.bias'] have an optimizer in the backward" in message
-
-
-def disagree(name: str) -> tuple[str, str]:
-    model, found = Net(EmbeddingBagCollection(tables())), ("nothing", "")
-    try:
-        make = DISAGREEMENTS[name][0] if dist.get_rank() == 1 else lambda model: plan_for(model.ebc)
-        DistributedModelParallel(model, plan=make(model))
-    except (RuntimeError, ValueError) as error:
-        found = type(error).__name__, str(error)
-    shardwise.sharding.comms.agreement.__version__ = shardwise.__version__  # type: ignore[attr-defined]
-    # no rank is left in a collective that the others never join
-    dmp = build()
-    dmp(batch_of(0)).backward()
-    return found
-
-
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_ranks_that_would_shard_differently_all_refuse_at_construction(name: str) -> None:
-    """A rank whose plan did not fit raised alone, and the others waited for it until the group's timeout."""
-    _, kind, message = DISAGREEMENTS[name]
-    for found, text in run_ranks(2, disagree, name):
-        assert found == kind
-        assert re.search(message, text), text
+        said = "ValueError: rank 0: dense parameters ['dense.weight', 'dense.bias'] have an optimizer in the backward"
+        assert message.startswith(said)
 
 
 def uneven(samples: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     dmp = build()
-    alone = Net(EmbeddingBagCollection(tables()))
-    alone.load_state_dict(whole_state(dmp))
+    alone = Net()
     optimizers = [torch.optim.SGD([p for n, p in m.named_parameters() if "dense" in n], lr=0.1) for m in (dmp, alone)]
     for step in range(3):
         dmp(batch_of(step, samples[rank])).backward()
         # the mean over ranks of a sum over samples
-        union = union_of([batch_of(step, n, rank=r) for r, n in enumerate(samples)])
-        (alone(union) / world).backward()
+        parts = [batch_of(step, n, rank=r) for r, n in enumerate(samples)]
+        ids, lengths = (
+            torch.cat([get(kjt[key]) for key in ROWS for kjt in parts])
+            for get in (JaggedTensor.values, JaggedTensor.lengths)
+        )
+        (alone(KeyedJaggedTensor(list(ROWS), ids, lengths=lengths)) / world).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     return state_of(dmp), dict(alone.state_dict())
-
-
-def union_of(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    ids = torch.cat([kjt[key].values() for key in ROWS for kjt in batches])
-    return KeyedJaggedTensor(
-        list(ROWS), ids, lengths=torch.cat([kjt[key].lengths() for key in ROWS for kjt in batches])
-    )
-
-
-def whole_state(dmp: DistributedModelParallel) -> dict[str, Tensor]:
-    whole: dict[str, Tensor] = {}
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, local_tensors(dmp.state_dict()))
-    for part in parts:
-        whole.update({name: value for name, value in part.items() if value.numel()})
-    return whole
 
 
 @pytest.mark.parametrize("samples", [(4, 0), (0, 0), (5, 1)])
@@ -379,35 +271,31 @@ def test_zero_tables_and_zero_features_are_ordinary_sizes() -> None:
 def reordered() -> Tensor:
     dmp, kjt = build(), batch_of(0)
     if dist.get_rank() == 1:
-        extra = KeyedJaggedTensor(
-            ["x"], torch.zeros(3, dtype=torch.int64), torch.ones(3), torch.ones(3, dtype=torch.int64)
-        )
+        extra = kjt_of({"x": [[0]] * 3}, weights=torch.ones(3))
         kjt = KeyedJaggedTensor.concat([extra, kjt.permute([3, 1, 0, 2])])
     module: Any = dmp.module
     return module.ebc(kjt).values().detach()
 
 
 def test_features_in_another_order_on_one_rank_are_told_apart_by_name() -> None:
-    torch.manual_seed(3)
-    alone = EmbeddingBagCollection(tables())
+    alone = Net().ebc
     for rank, found in enumerate(run_ranks(2, reordered)):
         assert torch.equal(found, alone(batch_of(0, rank=rank)).values())
 
 
-def lookup(mode: BoundsCheckMode, dtype: torch.dtype) -> tuple[Tensor, list[str]]:
-    torch.manual_seed(3)
-    world = dist.get_world_size()
-    model = EmbeddingBagCollection(tables(), policy=LookupPolicy(mode))
-    plan = plan_for(model).plan["ebc"] if world > 1 else None
-    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    dmp = DistributedModelParallel(model, plan=None if plan is None else ShardingPlan({"": plan}))
-    kjt = batch_of(0)
+def with_outside_ids(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     for position, bad in ((3, -1), (9, 2**32 + 3), (12, 9), (23, 7)):
         kjt = with_id(bad, position)(kjt)
-    kjt = KeyedJaggedTensor(kjt.keys(), kjt.values().to(dtype), lengths=kjt.lengths())
+    return kjt
+
+
+def lookup(mode: BoundsCheckMode) -> tuple[Tensor, list[str]]:
+    torch.manual_seed(3)
+    model = fused(EmbeddingBagCollection(tables(), policy=LookupPolicy(mode)))
+    dmp = DistributedModelParallel(model, plan=plan_for(model, ""))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        values = dmp(kjt).values()
+        values = dmp(with_outside_ids(batch_of(0))).values()
         values.sum().backward()
     return values.detach(), [str(warning.message) for warning in caught]
 
@@ -416,19 +304,14 @@ def lookup(mode: BoundsCheckMode, dtype: torch.dtype) -> tuple[Tensor, list[str]
 def test_ids_that_may_be_outside_count_as_no_id_on_every_rank(mode: BoundsCheckMode) -> None:
     torch.manual_seed(3)
     alone = EmbeddingBagCollection(tables(), policy=LookupPolicy(BoundsCheckMode.IGNORE))
-    for rank, (found, messages) in enumerate(run_ranks(2, lookup, mode, torch.int64)):
-        kjt = batch_of(0, rank=rank)
-        for position, bad in ((3, -1), (9, 2**32 + 3), (12, 9), (23, 7)):
-            kjt = with_id(bad, position)(kjt)
-        assert torch.equal(found, alone(kjt).values())
+    for rank, (found, messages) in enumerate(run_ranks(2, lookup, mode)):
+        assert torch.equal(found, alone(with_outside_ids(batch_of(0, rank=rank))).values())
         assert len([m for m in messages if "counts as no id" in m]) == (mode is BoundsCheckMode.WARNING)
 
 
 def test_float_ids_are_refused_even_where_bounds_are_not_checked() -> None:
     """Ids travel as int32, so a float id was cut to another row when nothing looked at it before."""
-    torch.manual_seed(3)
-    model = EmbeddingBagCollection(tables(), policy=LookupPolicy(BoundsCheckMode.IGNORE))
-    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    model = fused(EmbeddingBagCollection(tables(), policy=LookupPolicy(BoundsCheckMode.IGNORE)))
     dmp = DistributedModelParallel(model, env=ShardingEnv.from_local(1, 0))
     kjt = KeyedJaggedTensor(list(ROWS), torch.full((4,), 1.7), lengths=torch.ones(4, dtype=torch.int64))
     with pytest.raises(TypeError, match="feature ids must be int32 or int64, got float32"):

@@ -6,15 +6,16 @@ their features travel as numbers, so ranks must agree on their order, which cons
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from jagged_batches import kjt as kjt_of
+from jagged_batches import random_kjt
+from ranks import error_of, run_ranks
 from sharding_steps import local_tensors
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise import (
     BoundsCheckMode,
@@ -48,14 +49,13 @@ ORDERS = {
 def collection(
     kind: str, features: dict[str, list[str]] | None = None, mode: BoundsCheckMode = BoundsCheckMode.FATAL
 ) -> Any:
-    config: Any = EmbeddingConfig if kind == "rows" else EmbeddingBagConfig
     torch.manual_seed(3)
-    named = (features or FEATURES).items()
-    configs = [config(ROWS, 4, name, feature_names=list(own)) for name, own in named]
-    policy = LookupPolicy(mode)
+    named, policy = (features or FEATURES).items(), LookupPolicy(mode)
     if kind == "rows":
-        return EmbeddingCollection(configs, policy=policy)
-    return EmbeddingBagCollection(configs, is_weighted=kind == "weighted bags", policy=policy)
+        rows = [EmbeddingConfig(ROWS, 4, name, feature_names=list(own)) for name, own in named]
+        return EmbeddingCollection(rows, policy=policy)
+    bags = [EmbeddingBagConfig(ROWS, 4, name, feature_names=list(own)) for name, own in named]
+    return EmbeddingBagCollection(bags, is_weighted=kind == "weighted bags", policy=policy)
 
 
 def sharded(module: Any) -> DistributedModelParallel:
@@ -67,20 +67,16 @@ def sharded(module: Any) -> DistributedModelParallel:
 
 def batch_of(step: int, rank: int, samples: int = 3, longest: int = 3) -> KeyedJaggedTensor:
     """Every feature with ids of its own: had two been mixed up it would be seen."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    lengths = torch.randint(0, longest + 1, (4 * samples,), generator=generator)
-    count = int(lengths.sum())
-    ids = torch.randint(0, ROWS, (count,), generator=generator)
-    return KeyedJaggedTensor(KEYS, ids, torch.rand(count, generator=generator), lengths)
+    return random_kjt(dict.fromkeys(KEYS, ROWS), samples, seed=100 * step + rank, longest=longest, weighted=True)
 
 
 def in_order(kjt: KeyedJaggedTensor, keys: list[str]) -> KeyedJaggedTensor:
     """The batch with its keys in another order; keys that it has not get an id that no table has."""
     unknown = [key for key in keys if key not in KEYS]
     if unknown:
-        count = kjt.stride() * len(unknown)
-        bad = torch.full((count,), 10**6)
-        others = KeyedJaggedTensor(unknown, bad, torch.ones(count), torch.ones(count, dtype=torch.int64))
+        others = kjt_of(
+            dict.fromkeys(unknown, [[10**6]] * kjt.stride()), weights=torch.ones(kjt.stride() * len(unknown))
+        )
         kjt = KeyedJaggedTensor.concat([kjt, others])
     return kjt.permute([kjt.keys().index(key) for key in keys])
 
@@ -89,14 +85,12 @@ def values_of(out: Any) -> Tensor:
     return torch.cat([jt.values() for jt in out.values()]) if isinstance(out, dict) else out.values()
 
 
-def train(kind: str, order: list[str] | None) -> list[Tensor]:
+def train(kind: str, order: list[str]) -> list[Tensor]:
     """Outputs of three steps and the tables after them; rank 1 has its keys in `order`."""
     dmp, found = sharded(collection(kind)), []
     for number in range(3):
         kjt = batch_of(number, dist.get_rank())
-        if order is not None and dist.get_rank() == 1:
-            kjt = in_order(kjt, order)
-        out = dmp(kjt)
+        out = dmp(in_order(kjt, order) if dist.get_rank() == 1 else kjt)
         if isinstance(out, dict):
             found += [out[key].lengths() for key in sorted(out)]
         values = values_of(out)
@@ -105,83 +99,87 @@ def train(kind: str, order: list[str] | None) -> list[Tensor]:
     return [*found, *local_tensors(dmp.state_dict()).values()]
 
 
+def train_in_each_order(kind: str) -> list[list[Tensor]]:
+    return [train(kind, order) for order in (KEYS, *ORDERS.values())]
+
+
 @pytest.mark.parametrize("kind", ["bags", "weighted bags", "rows"])
 def test_27_the_order_of_keys_on_a_rank_changes_no_bit(kind: str) -> None:
     """Outputs, and the tables that all ranks trained together."""
-    wanted = run_ranks(2, train, kind, None)
-    for order in ORDERS.values():
-        for found, same in zip(run_ranks(2, train, kind, order), wanted, strict=True):
+    for same, *others in run_ranks(2, train_in_each_order, kind):
+        for found in others:
             assert len(found) == len(same) >= 6
             assert all(map(torch.equal, found, same))
 
 
-TABLE_ORDERS: dict[str, dict[str, list[str]]] = {
-    "tables": {"t2": ["f3", "f1"], "t1": ["f1", "f2"], "t3": ["f4"]},
-    "features of a table": {"t1": ["f2", "f1"], "t2": ["f3", "f1"], "t3": ["f4"]},
-    "features of two tables": {"t1": ["f1", "f3"], "t2": ["f2", "f1"], "t3": ["f4"]},
+# what rank 1 has, and what all say
+TABLE_ORDERS: dict[str, tuple[dict[str, list[str]], str]] = {
+    "tables": (
+        {"t2": ["f3", "f1"], "t1": ["f1", "f2"], "t3": ["f4"]},
+        "tables: rank 0 has ['t1', 't2', 't3'], rank 1 has ['t2', 't1', 't3']",
+    ),
+    "features of a table": (
+        {"t1": ["f2", "f1"], "t2": ["f3", "f1"], "t3": ["f4"]},
+        "feature_names of table 't1': rank 0 has ['f1', 'f2'], rank 1 has ['f2', 'f1']",
+    ),
+    "features of two tables": (
+        {"t1": ["f1", "f3"], "t2": ["f2", "f1"], "t3": ["f4"]},
+        "feature_names of table 't1': rank 0 has ['f1', 'f2'], rank 1 has ['f1', 'f3'];"
+        " feature_names of table 't2': rank 0 has ['f3', 'f1'], rank 1 has ['f2', 'f1']",
+    ),
 }
 
 
-DIFFERENCES = {
-    "tables": "tables: rank 0 has ['t1', 't2', 't3'], rank 1 has ['t2', 't1', 't3']",
-    "features of a table": "feature_names of table 't1': rank 0 has ['f1', 'f2'], rank 1 has ['f2', 'f1']",
-    "features of two tables": "feature_names of table 't1': rank 0 has ['f1', 'f2'], rank 1 has ['f1', 'f3'];"
-    " feature_names of table 't2': rank 0 has ['f3', 'f1'], rank 1 has ['f2', 'f1']",
-}
-
-
-def refused(kind: str, features: dict[str, list[str]]) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        sharded(collection(kind, features if dist.get_rank() == 1 else None))
-    # and nobody is left waiting
-    sharded(collection(kind))(batch_of(0, dist.get_rank()))
-    return str(caught.value)
+def refused(kind: str) -> list[str]:
+    """What is said to each of TABLE_ORDERS; nobody is left waiting."""
+    found = []
+    for features, _ in TABLE_ORDERS.values():
+        module = collection(kind, features if dist.get_rank() == 1 else None)
+        found.append(error_of(sharded, module))
+        sharded(collection(kind))(batch_of(0, dist.get_rank()))
+    return found
 
 
 @pytest.mark.parametrize("kind", ["bags", "rows"])
-@pytest.mark.parametrize("name", TABLE_ORDERS)
-def test_27_tables_in_another_order_on_a_rank_are_refused(name: str, kind: str) -> None:
+def test_27_tables_in_another_order_on_a_rank_are_refused(kind: str) -> None:
     """Lookups travel by number: number 0 of one rank would be another feature on the other."""
-    for text in run_ranks(2, refused, kind, TABLE_ORDERS[name]):
-        assert text == f"ranks differ in what all must share: {DIFFERENCES[name]}"
+    said = "RuntimeError: ranks differ in what all must share:"
+    assert run_ranks(2, refused, kind) == [[f"{said} {difference}" for _, difference in TABLE_ORDERS.values()]] * 2
 
 
-def without(key: str) -> Callable[[KeyedJaggedTensor], KeyedJaggedTensor]:
-    return lambda kjt: kjt.permute([i for i, name in enumerate(kjt.keys()) if name != key])
-
-
-def missing(key: str) -> tuple[str, list[Tensor]]:
-    dmp = sharded(collection("weighted bags"))
+def missing() -> list[tuple[str, Tensor]]:
+    """What is raised where rank 1 lacks each key, and the values of a good batch after it."""
+    dmp, found = sharded(collection("weighted bags")), []
     before = [value.clone() for value in local_tensors(dmp.state_dict()).values()]
     kjt = batch_of(0, dist.get_rank())
-    with pytest.raises(KeyError) as caught:
-        dmp(without(key)(kjt) if dist.get_rank() == 1 else kjt)
-    assert all(map(torch.equal, before, local_tensors(dmp.state_dict()).values()))
-    return str(caught.value.args[0]), [dmp(kjt).values().detach()]
+    for key in KEYS:
+        less = kjt.permute([i for i, name in enumerate(KEYS) if name != key or dist.get_rank() == 0])
+        said = error_of(dmp, less)
+        assert all(map(torch.equal, before, local_tensors(dmp.state_dict()).values()))
+        found.append((said, dmp(kjt).values().detach()))
+    return found
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_27_keys_that_only_one_rank_has(key: str) -> None:
+def test_27_keys_that_only_one_rank_has() -> None:
     """The features after the missing one do not move up to its place."""
     model = collection("weighted bags")
-    for rank, (text, found) in enumerate(run_ranks(2, missing, key)):
-        others = [name for name in KEYS if name != key]
-        assert text == f"rank 1: features [{key!r}] are not in the batch, which has {others}"
-        assert torch.equal(found[0], model(batch_of(0, rank)).values())
+    for rank, found in enumerate(run_ranks(2, missing)):
+        for key, (text, values) in zip(KEYS, found, strict=True):
+            others = [name for name in KEYS if name != key]
+            assert text == f"KeyError: rank 1: features [{key!r}] are not in the batch, which has {others}"
+            assert torch.equal(values, model(batch_of(0, rank)).values())
 
 
-def sequences(samples: tuple[int, ...], longest: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Rows of this rank's batch, and the tables after a step on the batches of all."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dmp = sharded(collection("rows"))
-    out = dmp(batch_of(0, rank, samples[rank], longest[rank]))
-    rows = [out[key].values().detach() for key in sorted(out)] + [out[key].lengths() for key in sorted(out)]
+def sequences(samples: tuple[int, ...], longest: tuple[int, ...]) -> list[Tensor]:
+    """The tables after a step on the batches of all; rows of this rank's batch are those of one process."""
+    rank = dist.get_rank()
+    dmp, kjt = sharded(collection("rows")), batch_of(0, rank, samples[rank], longest[rank])
+    out, wanted = dmp(kjt), collection("rows")(kjt)
+    for key, jagged in out.items():
+        assert torch.equal(jagged.values(), wanted[key].values())
+        assert torch.equal(jagged.lengths(), wanted[key].lengths()) and len(jagged.lengths()) == kjt.stride()
     values_of(out).square().sum().backward()
-    module: nn.Module = collection("rows")
-    parts = [batch_of(0, r, samples[r], longest[r]) for r in range(world)]
-    wanted: Any = module(parts[rank])
-    assert all(torch.equal(row, wanted[key].values()) for key, row in zip(sorted(out), rows, strict=False))
-    return rows, [value.clone() for value in local_tensors(dmp.state_dict()).values()]
+    return [value.clone() for value in local_tensors(dmp.state_dict()).values()]
 
 
 @pytest.mark.parametrize(
@@ -190,11 +188,7 @@ def sequences(samples: tuple[int, ...], longest: tuple[int, ...]) -> tuple[list[
 def test_15_17_sequences_of_a_rank_without_ids(samples: tuple[int, ...], longest: tuple[int, ...]) -> None:
     """A rank without samples, a rank whose samples have no ids, and all ranks so."""
     start = collection("rows").state_dict()
-    for rank, (rows, tables) in enumerate(run_ranks(2, sequences, samples, longest)):
-        kjt = batch_of(0, rank, samples[rank], longest[rank])
-        keys = len(rows) // 2
-        assert sum(len(row) for row in rows[:keys]) == sum(int(lengths.sum()) for lengths in rows[keys:])
-        assert all(len(lengths) == kjt.stride() for lengths in rows[keys:])
+    for tables in run_ranks(2, sequences, samples, longest):
         assert all(table.isfinite().all() for table in tables)
         if not any(s * n for s, n in zip(samples, longest, strict=True)):
             # nobody named a row
@@ -212,20 +206,15 @@ MISFITS: dict[str, dict[str, list[int]]] = {
 }
 
 
-def unfit(kind: str, mode: BoundsCheckMode) -> dict[str, tuple[str, str]]:
-    dmp, found = sharded(collection(kind, mode=mode)), {}
-    good = KeyedJaggedTensor(KEYS, torch.arange(12) % ROWS, lengths=torch.ones(12, dtype=torch.int64))
+def unfit(kind: str, mode: BoundsCheckMode) -> dict[str, str]:
+    dmp, found, ids = sharded(collection(kind, mode=mode)), {}, torch.arange(12) % ROWS
+    good = KeyedJaggedTensor(KEYS, ids, lengths=torch.ones(12, dtype=torch.int64))
     before = [value.clone() for value in local_tensors(dmp.state_dict()).values()]
     for name, bags in MISFITS.items():
         given: dict[str, Any] = {what: torch.tensor(numbers) for what, numbers in bags.items()}
-        bad = KeyedJaggedTensor(KEYS, torch.arange(12) % ROWS, **given)
-        found[name] = ("nothing", "")
-        try:
-            values_of(dmp(bad if dist.get_rank() == 1 else good)).sum().backward()
-        except (ValueError, RuntimeError) as error:
-            found[name] = (type(error).__name__, str(error))
-        if not all(map(torch.equal, before, local_tensors(dmp.state_dict()).values())):
-            return {**found, name: ("trained", str(found[name]))}
+        mine = KeyedJaggedTensor(KEYS, ids, **given) if dist.get_rank() == 1 else good
+        found[name] = error_of(lambda mine=mine: values_of(dmp(mine)).sum().backward())  # type: ignore[misc]
+        assert all(map(torch.equal, before, local_tensors(dmp.state_dict()).values())), found
     values_of(dmp(good)).sum().backward()
     return found
 
@@ -235,5 +224,5 @@ def unfit(kind: str, mode: BoundsCheckMode) -> dict[str, tuple[str, str]]:
 def test_6_7_8_9_bags_of_a_rank_that_do_not_fit_raise_on_all_in_every_mode(mode: BoundsCheckMode, kind: str) -> None:
     """Modes speak of ids: with IGNORE nobody looked at bags, and a length of -1 would travel to the other ranks."""
     for found in run_ranks(2, unfit, kind, mode):
-        for name, (error, text) in found.items():
-            assert (error, text[:7]) == ("ValueError", "rank 1:"), name
+        for name, text in found.items():
+            assert text.startswith("ValueError: rank 1:"), name

@@ -11,43 +11,34 @@
     test_rank_errors.py::test_features_in_another_order_on_one_rank_are_told_apart_by_name
 29  overflow in a compressed exchange: with the tests of compression
 33  plans x world sizes: test_mixes.py::test_every_strategy_..., test_every_mix_trains_as_one_process
-38  ranks with other plans, configs or versions: here, and test_rank_errors.py for whole tables and versions
+38  ranks with other plans, configs or versions: tests/sharding/comms/test_construction_errors.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from sharding_mixes import (
     OPTIMIZERS,
     STRATEGIES,
     Mix,
-    TableCase,
     backward,
     batch_of,
+    batches_of_rank,
     build,
     by_lookup,
     environment,
     held,
     mix_for,
-    rows_of_rank,
-    samples_of,
+    same_tensors,
     shard,
-    span_of,
     train_sharded,
-    upstream_of,
 )
 
-from shardwise import KeyedJaggedTensor, ShardingEnv
-from shardwise.planner.layout import Shard, TableOptions
-from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection
+from shardwise import KeyedJaggedTensor
 
 pytestmark = pytest.mark.ranks
 
@@ -72,25 +63,20 @@ def with_bad_ids(pooled: bool) -> list[tuple[str, list[str], str]]:
     for strategy in STRATEGIES:
         mix, optimizer = mix_for(strategy, pooled=pooled), next(optimizers)
         model, said = shard(mix, build(mix, optimizer), env), []
-        begin, end = span_of(mix, env.rank, env.world_size)
-        first, last = span_of(mix, BAD_RANK, env.world_size)
-        wanted = []
-        for step, value in enumerate(BAD):
-            whole = batch_of(mix, step)
-            mine, (theirs, sample) = samples_of(whole, begin, end), spoiled(samples_of(whole, first, last), value)
-            wanted.append(f"rank 2: feature 'f2' (table 't1'), sample {sample}: id {value} is outside [0, 41)")
+        steps, wanted = range(len(BAD)), []
+        batches = zip(BAD, batches_of_rank(mix, steps), batches_of_rank(mix, steps, BAD_RANK), strict=True)
+        for value, (mine, upstream), (theirs, _) in batches:
+            bad, sample = spoiled(theirs, value)
+            wanted.append(
+                f"IndexError: rank 2: feature 'f2' (table 't1'), sample {sample}: id {value} is outside [0, 41)"
+            )
             before = held(model)
-            with pytest.raises(IndexError) as caught:
-                model(theirs if env.rank == BAD_RANK else mine)
-            said.append(str(caught.value))
-            for one, other in zip(before, held(model), strict=True):
-                assert all(torch.equal(value, other[key]) for key, value in one.items())
-            outputs = by_lookup(mix, model(mine))
-            upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, step), begin, end)
-            backward(outputs, [given * env.world_size for given in upstream])
+            given = bad if env.rank == BAD_RANK else mine
+            said.append(error_of(model, given))
+            assert all(map(same_tensors, before, held(model)))
+            backward(by_lookup(mix, model(mine)), upstream)
         good = train_sharded(mix, optimizer, len(BAD), env)
-        for one, other in zip((good.weights, good.states), held(model), strict=True):
-            assert all(torch.equal(value, other[key]) for key, value in one.items())
+        assert all(map(same_tensors, (good.weights, good.states), held(model)))
         found.append((strategy, said, "\n".join(wanted)))
     return found
 
@@ -117,92 +103,3 @@ def without_tables() -> None:
 
 def test_18_no_tables_and_no_features() -> None:
     run_ranks(2, without_tables, timeout=DEADLINE)
-
-
-TABLE = TableCase("t", 20, 8, ("f",), "row_wise", seed=3)
-
-
-def cut(*shards: tuple[int, tuple[int, int], tuple[int, int]], local: int = 2, **more: Any) -> Any:
-    """A collection of one table, placed so on its rank."""
-    assert dist.group.WORLD is not None
-    env = ShardingEnv.from_process_group(dist.group.WORLD, local_world_size=local)
-    plan = [Shard("t", rank, rows, cols) for rank, rows, cols in shards]
-    module = build(Mix((TABLE,)), "rowwise_adagrad")
-    default: Any = (torch.optim.SGD, {"lr": 0.1})
-    return ShardedEmbeddingBagCollection(module, plan, env, torch.device("cpu"), default_optimizer=default, **more)
-
-
-class Named:
-    def translate(self, table: str, ids: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        return ids
-
-
-ROWS = ((0, (0, 10), (0, 8)), (1, (10, 20), (0, 8)))
-COLUMNS = ((0, (0, 20), (0, 4)), (1, (0, 20), (4, 8)))
-DIFFER = "RuntimeError: ranks differ in what all must share: {}: rank 0 has {}, rank 1 has {}"
-Made = Callable[[], Any]
-OTHER_ROWS = ((0, (0, 9), (0, 8)), (1, (9, 20), (0, 8)))
-OTHER_COLUMNS = ((0, (0, 20), (0, 3)), (1, (0, 20), (3, 8)))
-SWAPPED = tuple((1 - rank, rows, cols) for rank, rows, cols in COLUMNS)
-
-
-def moved(*cuts: Sequence[tuple[int, tuple[int, int], tuple[int, int]]]) -> str:
-    places = [
-        " + ".join(f"rows [{r[0]}, {r[1]}) of columns [{c[0]}, {c[1]}) on rank {rank}" for rank, r, c in sorted(cut))
-        for cut in cuts
-    ]
-    return DIFFER.format("place of table 't'", *places)
-
-
-# what rank 0 makes, what rank 1 makes, and what both say
-DISAGREEMENTS: dict[str, tuple[Made, Made, str]] = {
-    "rows cut elsewhere": (lambda: cut(*ROWS), lambda: cut(*OTHER_ROWS), moved(ROWS, OTHER_ROWS)),
-    "columns cut elsewhere": (lambda: cut(*COLUMNS), lambda: cut(*OTHER_COLUMNS), moved(COLUMNS, OTHER_COLUMNS)),
-    "other ranks": (lambda: cut(*COLUMNS), lambda: cut(*SWAPPED), moved(COLUMNS, SWAPPED)),
-    "rows and columns": (lambda: cut(*ROWS), lambda: cut(*COLUMNS), moved(ROWS, COLUMNS)),
-    "reduction": (
-        lambda: cut(*ROWS), lambda: cut(*ROWS, options={"t": TableOptions(reduction="ordered")}),
-        DIFFER.format("reduction of options of table 't'", "'partial'", "'ordered'"),
-    ),
-    "row_state": (
-        lambda: cut(*COLUMNS), lambda: cut(*COLUMNS, options={"t": TableOptions(row_state="table")}),
-        DIFFER.format("row_state of options of table 't'", "'shard'", "'table'"),
-    ),
-    "hosts": (lambda: cut(*ROWS), lambda: cut(*ROWS, local=1), DIFFER.format("ranks of a host", 2, 1)),
-    "an id map": (lambda: cut(*COLUMNS), lambda: cut(*COLUMNS, id_maps={"t": Named()}),
-        DIFFER.format("mapped of table 't'", False, True)),
-    "rows of nobody": (
-        lambda: cut(*ROWS), lambda: cut(*ROWS[:1]),
-        "ValueError: rank 1: table 't': shards hold 80 of 160 cells, none holds rows [10, 20) of columns [0, 8)",
-    ),
-    "rows held twice": (
-        lambda: cut(*ROWS), lambda: cut(*ROWS, (0, (19, 20), (0, 8))),
-        "ValueError: rank 1: table 't': shards hold 168 of 160 cells, some twice: rows [19, 20) of columns [0, 8) are"
-        " on ranks 1 and 0",
-    ),
-    "columns of some rows": (
-        lambda: cut(*ROWS), lambda: cut((0, (0, 10), (0, 8)), (1, (10, 20), (0, 4)), (0, (10, 20), (4, 8))),
-        "ValueError: rank 1: table 't': columns (0, 4) are held for some rows only, other rows are cut at other"
-        " columns; cut the table into columns first, and those into rows",
-    ),
-}  # fmt: skip
-
-
-def disagree() -> list[str]:
-    """What this rank says to each disagreement; a good collection after it works."""
-    found = []
-    for of_first, of_second, _ in DISAGREEMENTS.values():
-        try:
-            (of_second if dist.get_rank() else of_first)()
-            found.append("nothing")
-        except (RuntimeError, ValueError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-        kjt = batch_of(replace(Mix((TABLE,)), batches=(3,)), dist.get_rank())
-        cut(*ROWS)(kjt).values().sum().backward()
-    return found
-
-
-def test_38_ranks_with_other_plans_are_refused_at_construction_on_all_ranks() -> None:
-    for said in run_ranks(2, disagree, timeout=DEADLINE):
-        for name, text in zip(DISAGREEMENTS, said, strict=True):
-            assert text == DISAGREEMENTS[name][2], name

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from jagged_batches import random_kjt
+from model_zoo import fused
+from ranks import error_of, run_ranks
 from sharding_mixes import (
     OPTIMIZERS,
+    STRATEGIES,
     Mix,
     TableCase,
     address,
@@ -19,6 +22,7 @@ from sharding_mixes import (
     environment,
     held,
     mix_of,
+    same_tensors,
     shard,
     shards_of,
     train_alone,
@@ -31,10 +35,9 @@ from shardwise import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     KeyedJaggedTensor,
-    ShardingEnv,
     ShardingPlan,
 )
-from shardwise.embeddings import RowWiseAdagrad, apply_optimizer_in_backward
+from shardwise.embeddings import RowWiseAdagrad
 from shardwise.planner.layout import (
     Shard,
     TableOptions,
@@ -52,7 +55,6 @@ from shardwise.sharding.modules import generators
 
 pytestmark = pytest.mark.ranks
 
-ALL = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid")
 EXACT = TableOptions(reduction="ordered", row_state="table")
 
 
@@ -88,41 +90,39 @@ def train_through(plans: list[Mix], optimizer: str, each: int) -> tuple[list[lis
     return outputs, held(model)
 
 
+def expect_one_process(plans: list[Mix], optimizer: str, each: int, world: int) -> None:
+    steps = range(each * len(plans))
+    run = train_alone(plans[0], optimizer, len(steps))
+    ranks = run_ranks(world, train_through, plans, optimizer, each)
+    expect_outputs(plans[0], run, [outputs for outputs, _ in ranks], steps)
+    for _, (weights, states) in ranks:
+        expect_held(run, weights, states)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("pooled", [True, False], ids=["bags", "rows"])
 def test_whole_tables_then_rows_then_columns_train_as_one_process(pooled: bool, optimizer: str) -> None:
     plans = [mix_by((strategy,) * 3, pooled=pooled) for strategy in ("table_wise", "row_wise", "column_wise")]
-    run = train_alone(plans[0], optimizer, 6)
-    ranks = run_ranks(2, train_through, plans, optimizer, 2)
-    expect_outputs(plans[0], run, [outputs for outputs, _ in ranks], range(6))
-    for _, (weights, states) in ranks:
-        expect_held(run, weights, states)
+    expect_one_process(plans, optimizer, 2, 2)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_any_mix_goes_over_to_any_other(seed: int, world: int) -> None:
     """Replicas too, shards without rows, several column blocks on a rank; half precision tables, rounded by chance."""
-    pooled = seed % 3 != 0
-    drawn = mix_of(seed, pooled=pooled)
+    drawn = mix_of(seed, pooled=seed % 3 != 0)
     first = replace(drawn, tables=tuple(replace(table, options=EXACT) for table in drawn.tables), settings=())
     tables = [
-        replace(table, strategy=ALL[(ALL.index(table.strategy) + seed + n + 1) % len(ALL)], seed=table.seed + 1)
+        replace(table, strategy=STRATEGIES[(STRATEGIES.index(table.strategy) + seed + n + 1) % 7], seed=table.seed + 1)
         for n, table in enumerate(first.tables)
     ]
     plans = [first, replace(first, tables=tuple(tables)), first]
-    optimizer = ("adam", "rowwise_adagrad", "sgd")[seed % 3]
-    run = train_alone(first, optimizer, 3)
-    ranks = run_ranks(world, train_through, plans, optimizer, 1)
-    expect_outputs(first, run, [outputs for outputs, _ in ranks], range(3))
-    for _, (weights, states) in ranks:
-        expect_held(run, weights, states)
+    expect_one_process(plans, ("adam", "rowwise_adagrad", "sgd")[seed % 3], 1, world)
 
 
 def resplit(plan: str) -> tuple[str, Any, Any]:
     """Numbers per row of a table that goes over to other column blocks."""
-    module = EmbeddingBagCollection([EmbeddingBagConfig(4, 8, "t", feature_names=["f"])])
-    apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    module = fused(EmbeddingBagCollection([table("t", "f", 4)]), RowWiseAdagrad)
     model = sharded(module, column_wise("t", 4, 8, [0, 1, 0], [2, 4, 2]))
     for part, group, number in model.states.homes("t"):
         group.state_views(number)["momentum1"].copy_(torch.arange(4.0) + 10 * part.cols[0])
@@ -131,21 +131,15 @@ def resplit(plan: str) -> tuple[str, Any, Any]:
         "whole": table_wise("t", 4, 8, 1),
         "rows": row_wise("t", 4, 8, [1, 0]),
     }
-    told = ""
-    try:
-        model.reshard(cuts[plan])
-    except ValueError as error:
-        told = str(error)
+    told = error_of(model.reshard, cuts[plan])
     unchanged = held(model)[1]
     model.reshard(cuts[plan], resplit="mean")
     return told, unchanged, held(model)[1]
 
 
 def sharded(module: EmbeddingBagCollection, shards: list[Shard]) -> ShardedEmbeddingBagCollection:
-    assert dist.group.WORLD is not None
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
     default = (torch.optim.SGD, {"lr": 0.01})
-    return ShardedEmbeddingBagCollection(module, shards, env, torch.device("cpu"), default_optimizer=default)
+    return ShardedEmbeddingBagCollection(module, shards, environment(), torch.device("cpu"), default_optimizer=default)
 
 
 @pytest.mark.parametrize("plan", ["halves", "whole", "rows"])
@@ -159,9 +153,9 @@ def test_numbers_per_row_of_other_column_blocks_are_averaged_only_on_request(pla
     }[plan]
     found: dict[str, Tensor] = {}
     for told, unchanged, states in run_ranks(2, resplit, plan):
-        assert re.search(r"^rank 0: table 't': .*of columns \[\(0, 2\), \(2, 6\), \(6, 8\)\].*resplit='mean'", told), (
-            told
-        )
+        assert re.search(
+            r"^ValueError: rank 0: table 't': .*of columns \[\(0, 2\), \(2, 6\), \(6, 8\)\].*resplit='mean'", told
+        ), told
         assert set(unchanged) <= {"t|0:4|0:2/momentum1", "t|0:4|2:6/momentum1", "t|0:4|6:8/momentum1"}
         found.update(states)
     assert found.keys() == {f"{key}/momentum1" for key in wanted}
@@ -184,12 +178,8 @@ def refusals() -> dict[str, str]:
     }
     found = {}
     for case, attempt in attempts.items():
-        try:
-            attempt()
-        except (ValueError, RuntimeError) as error:
-            found[case] = f"{type(error).__name__} {error}"
-        for old, new in zip(before, held(model), strict=True):
-            assert old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in old)
+        found[case] = error_of(attempt)
+        assert all(map(same_tensors, before, held(model)))
     train_on(mix, model, range(1))
     return found
 
@@ -197,11 +187,11 @@ def refusals() -> dict[str, str]:
 def test_what_cannot_be_is_refused_on_all_ranks_and_changes_nothing() -> None:
     for found in run_ranks(2, refusals):
         expected = {
-            "cells missing": r"^ValueError rank 0: table 't2': shards hold 16 of 56 cells",
-            "unknown table": r"^ValueError rank 0: options are given for tables \['x'\]",
-            "unknown rule": r"^ValueError rank 0: resplit must be 'mean' or None, got 'sum'",
-            "one rank alone": r"^ValueError rank 1: table 't2'",
-            "another plan": r"^RuntimeError ranks differ in what all must share: place of table",
+            "cells missing": r"^ValueError: rank 0: table 't2': shards hold 16 of 56 cells",
+            "unknown table": r"^ValueError: rank 0: options are given for tables \['x'\]",
+            "unknown rule": r"^ValueError: rank 0: resplit must be 'mean' or None, got 'sum'",
+            "one rank alone": r"^ValueError: rank 1: table 't2'",
+            "another plan": r"^RuntimeError: ranks differ in what all must share: place of table",
         }
         assert found.keys() == expected.keys()
         for case, pattern in expected.items():
@@ -228,20 +218,22 @@ def test_learning_rates_and_schedules_stay() -> None:
         assert found == [0.05] * half + [0.025] * half
 
 
+def table(name: str, feature: str, rows: int = 9) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(rows, 8, name, feature_names=[feature])
+
+
 class Net(nn.Module):
     """Two collections, a dense layer and a sparse one."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.ebc = EmbeddingBagCollection([EmbeddingBagConfig(9, 8, t, feature_names=[t]) for t in ("a", "b")])
-        self.other = EmbeddingBagCollection([EmbeddingBagConfig(9, 8, "c", feature_names=["a"])])
+        self.ebc = fused(EmbeddingBagCollection([table("a", "a"), table("b", "b")]), torch.optim.Adam)
+        self.other = fused(EmbeddingBagCollection([table("c", "a")]), torch.optim.Adam)
         self.sparse = nn.Embedding(3, 8, sparse=True)
         # unused, and DDP refuses sparse gradients that it never sees
         self.sparse.weight.requires_grad_(False)
         self.over = nn.Linear(24, 1)
-        for collection in (self.ebc, self.other):
-            apply_optimizer_in_backward(torch.optim.Adam, collection.parameters(), {"lr": 0.05})
 
     def forward(self, kjt: KeyedJaggedTensor) -> Tensor:
         pooled = torch.cat([self.ebc(kjt).values(), self.other(kjt).values()], dim=1)
@@ -258,9 +250,7 @@ def plan_by(net: Net, cut: Any) -> ShardingPlan:
 def losses(dmp: DistributedModelParallel, steps: range) -> list[float]:
     found = []
     for step in steps:
-        generator = torch.Generator().manual_seed(step + 10 * dist.get_rank())
-        ids = torch.randint(0, 9, (12,), generator=generator)
-        loss = dmp(KeyedJaggedTensor(["a", "b"], ids, lengths=torch.full((6,), 2)))
+        loss = dmp(random_kjt({"a": 9, "b": 9}, 3, seed=step + 10 * dist.get_rank()))
         loss.backward()
         found.append(float(loss.detach()))
     return found
@@ -310,20 +300,16 @@ def counts() -> tuple[str, str]:
     model = shard(mix, build(mix, "adam"), environment())
     if dist.get_rank() == 1:
         model.fused_optimizer.set_optimizer_step(5)
-    with pytest.raises(ValueError, match="different numbers of updates") as caught:
-        go_over(model, other)
+    together = error_of(go_over, model, other)
     # replicated tables without an optimizer are trained by their gradient
-    module = EmbeddingBagCollection([EmbeddingBagConfig(4, 8, "t", feature_names=["f"])])
-    dense = sharded(module, data_parallel("t", 4, 8, 2))
+    dense = sharded(EmbeddingBagCollection([table("t", "f", 4)]), data_parallel("t", 4, 8, 2))
     dense.reshard(data_parallel("t", 4, 8, 2))
-    with pytest.raises(ValueError, match="trained by its gradient") as refused:
-        dense.reshard(table_wise("t", 4, 8, 0))
-    return str(caught.value), str(refused.value)
+    return together, error_of(dense.reshard, table_wise("t", 4, 8, 0))
 
 
 def test_tables_that_would_count_updates_together_must_agree_on_them() -> None:
     """Adam reads the number, and tables that share a group share it."""
     for message, dense in run_ranks(2, counts):
-        found = re.search(r"^tables \['t0', 't1', 't2'\] have seen .*, (\[.*\]), and", message)
+        found = re.search(r"^ValueError: tables \['t0', 't1', 't2'\] have seen .*, (\[.*\]), and", message)
         assert found and set(found[1]) == set("[0, 5]"), message
-        assert dense.startswith("rank 0: table 't' is replicated and trained by its gradient")
+        assert dense.startswith("ValueError: rank 0: table 't' is replicated and trained by its gradient")

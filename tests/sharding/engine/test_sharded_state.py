@@ -1,4 +1,4 @@
-"""State dicts of sharded tables: what each rank publishes, and what it can load."""
+"""State dicts of sharded tables: what ranks publish and can load, and TorchRec's `state_dict_transform` of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from sharding_mixes import Mix, TableCase, batch_of, build, environment, shard, train, train_alone, upstream_of
-from sharding_steps import expect_outputs, local_part, train_on
+from model_zoo import fused
+from ranks import error_of, run_ranks, world_group
+from sharding_mixes import (
+    STRATEGIES,
+    Mix,
+    TableCase,
+    batches_of_rank,
+    build,
+    environment,
+    same_tensors,
+    shard,
+    train,
+    train_alone,
+)
+from sharding_steps import expect_outputs, local_part, local_tensors, train_on
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, ShardingEnv
-from shardwise.embeddings import RowWiseAdagrad, apply_optimizer_in_backward
+from shardwise.embeddings import RowWiseAdagrad
 from shardwise.planner.layout import (
     Shard,
     TableOptions,
@@ -26,10 +38,14 @@ from shardwise.planner.layout import (
     row_wise,
 )
 from shardwise.sharding import ShardedEmbeddingBagCollection
+from shardwise.sharding.torchrec.state_dict_transform import (
+    state_dict_all_gather_keys,
+    state_dict_gather,
+    state_dict_to_device,
+)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:Please use DTensor")]
 
-STRATEGIES = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid")
 WHOLE_ROWS = TableOptions(reduction="ordered", row_state="table")
 
 
@@ -114,20 +130,18 @@ def test_states_per_row_have_the_sizes_of_torchrec() -> None:
 
 def collection(optimizer: type[torch.optim.Optimizer], rows: int = 6) -> EmbeddingBagCollection:
     torch.manual_seed(3)
-    tables = [EmbeddingBagConfig(rows, 8, name, feature_names=[name]) for name in ("a", "b", "c")]
-    model = EmbeddingBagCollection(tables)
-    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
-    return model
+    tables = [EmbeddingBagConfig(rows, 8, name, feature_names=[name]) for name in "abc"]
+    return fused(EmbeddingBagCollection(tables), optimizer)
 
 
 def sharded_over(
-    model: EmbeddingBagCollection, cuts: dict[str, list[Shard]], env: ShardingEnv, **options: TableOptions
+    cuts: dict[str, list[Shard]], env: ShardingEnv | None = None, **options: TableOptions
 ) -> ShardedEmbeddingBagCollection:
-    shards = [shard for cut in cuts.values() for shard in cut]
-    default = (torch.optim.SGD, {"lr": 0.01})
+    shards, default = [shard for cut in cuts.values() for shard in cut], (torch.optim.SGD, {"lr": 0.01})
     return ShardedEmbeddingBagCollection(
-        model, shards, env, torch.device("cpu"), default_optimizer=default, options=options
-    )
+        collection(RowWiseAdagrad), shards, env or environment(), torch.device("cpu"), default_optimizer=default,
+        options=options,
+    )  # fmt: skip
 
 
 EVEN = {
@@ -156,36 +170,30 @@ def test_even_cuts_over_all_ranks_can_be_dtensors() -> None:
 
 
 def placed_as_dtensors() -> Any:
-    # full_tensor is a collective: every rank asks for the same values
-    kinds, wholes, live = {}, {}, True
-    assert dist.group.WORLD is not None
-    model = collection(RowWiseAdagrad)
-    env = ShardingEnv.from_process_group(dist.group.WORLD, True)
-    sharded = sharded_over(model, EVEN, env)
+    sharded = sharded_over(EVEN, ShardingEnv.from_process_group(world_group(), True))
     state = sharded.state_dict()
-    for values in sharded.fused_optimizer.state_dict()["state"].values():
-        kinds.update({key: kind_of(value) for key, value in values.items()})
-    for name, value in state.items():
-        kinds[name] = kind_of(value)
-        if isinstance(value, DTensor):
-            wholes[name] = value.full_tensor().clone()
+    states = sharded.fused_optimizer.state_dict()["state"].values()
+    kinds = {
+        key: f"{type(value).__name__} {getattr(value, 'placements', '')}".strip()
+        for values in (state, *states)
+        for key, value in values.items()
+    }
+
+    def whole() -> dict[str, Tensor]:
+        # full_tensor is a collective: every rank asks for the same values
+        tensors = sharded.state_dict().items()
+        return {name: value.full_tensor().clone() for name, value in tensors if isinstance(value, DTensor)}
+
+    before = whole()
     for value in state.values():
         local_part(value).fill_(3.0)
     live = all(bool((param == 3).all()) for param in sharded.parameters())
     # and they load
     sharded.load_state_dict({name: value.clone() for name, value in state.items()})
-    sharded.load_state_dict(model.state_dict())
-    live = live and all(
-        torch.equal(value.full_tensor(), wholes[name])
-        for name, value in sharded.state_dict().items()
-        if isinstance(value, DTensor)
-    )
+    sharded.load_state_dict(collection(RowWiseAdagrad).state_dict())
+    live = live and same_tensors(before, whole())
     sharded.fused_optimizer.load_state_dict(sharded.fused_optimizer.state_dict())
-    return kinds, wholes, live
-
-
-def kind_of(value: Any) -> str:
-    return f"{type(value).__name__} {getattr(value, 'placements', '')}".strip()
+    return kinds, before, live
 
 
 def go_on(mix: Mix, optimizer: str) -> tuple[list[list[Tensor]], dict[str, Any]]:
@@ -194,8 +202,7 @@ def go_on(mix: Mix, optimizer: str) -> tuple[list[list[Tensor]], dict[str, Any]]
     for param in other.parameters():
         param.data.fill_(7.0)
     model = shard(mix, other, environment())
-    batches = [(batch, upstream_of(mix, batch, step)) for step, batch in ((n, batch_of(mix, n)) for n in range(2))]
-    train(mix, alone, batches, False)
+    train(mix, alone, batches_of_rank(mix, range(2), 0, 1), False)
     model.load_state_dict(alone.state_dict())
     model.fused_optimizer.load_state_dict(alone.fused_optimizer().state_dict())
     return train_on(mix, model, range(2, 4)), {name: told(value) for name, value in model.state_dict().items()}
@@ -212,13 +219,10 @@ def test_training_goes_on_from_the_state_of_one_process_bit_for_bit(optimizer: s
 
 
 def refusals() -> dict[str, str]:
-    assert dist.group.WORLD is not None
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    rows = {name: row_wise(name, 6, 8, [0, 1]) for name in "abc"}
-    columns = {name: column_wise(name, 6, 8, [0, 1]) for name in "abc"}
-    model, other = (sharded_over(collection(RowWiseAdagrad), cuts, env) for cuts in (columns, rows))
+    cuts = ({name: way(name, 6, 8, [0, 1]) for name in "abc"} for way in (column_wise, row_wise))
+    model, other = map(sharded_over, cuts)
     whole, longer = collection(RowWiseAdagrad), collection(RowWiseAdagrad, 7)
-    before = {name: local_part(value).clone() for name, value in model.state_dict().items()}
+    before = {name: value.clone() for name, value in local_tensors(model.state_dict()).items()}
     for param in whole.parameters():
         param.data.fill_(5.0)
     found = {}
@@ -231,17 +235,11 @@ def refusals() -> dict[str, str]:
         "strange name": lambda: model.fused_optimizer.load_state_dict({"state": {"x.weight": {}}}),
     }  # fmt: skip
     for case, attempt in attempts.items():
-        try:
-            attempt()
-        except ValueError as error:
-            found[case] = str(error)
-        for name, value in model.state_dict().items():
-            assert torch.equal(local_part(value), before[name]), case
+        found[case] = error_of(attempt)
+        assert same_tensors(before, local_tensors(model.state_dict())), case
     # keys are reported as any module reports them
-    try:
-        model.load_state_dict({"embedding_bags.a.weight": good["embedding_bags.a.weight"], "odd": torch.ones(1)})
-    except RuntimeError as error:
-        found["keys"] = str(error)
+    odd = {"embedding_bags.a.weight": good["embedding_bags.a.weight"], "odd": torch.ones(1)}
+    found["keys"] = error_of(model.load_state_dict, odd)
     lenient = model.load_state_dict({**good, "odd": torch.ones(1)}, strict=False)
     assert (lenient.missing_keys, lenient.unexpected_keys) == ([], ["odd"])
     assert all(bool((param == 5).all()) for param in model.parameters())
@@ -249,7 +247,7 @@ def refusals() -> dict[str, str]:
     places = [param.data_ptr() for param in model.parameters()]
     model.load_state_dict(collection(RowWiseAdagrad).state_dict(), assign=True)
     assert [param.data_ptr() for param in model.parameters()] == places
-    assert all(torch.equal(local_part(value), before[name]) for name, value in model.state_dict().items())
+    assert same_tensors(before, local_tensors(model.state_dict()))
     model.fused_optimizer.resplit = "mean"
     model.fused_optimizer.load_state_dict(whole.fused_optimizer().state_dict())
     return found
@@ -258,14 +256,14 @@ def refusals() -> dict[str, str]:
 def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
     for found in run_ranks(2, refusals):
         expected = {
-            "another plan": r"^table 'c' \(embedding_bags\.c\.weight\): rank 0 needs \[0, 6\) x \[0, 4\) and has"
-            r" \['\[0, 3\) x \[0, 8\)'\] .*another plan.*torch\.distributed\.checkpoint",
-            "other rows": r"^table 'c' \(embedding_bags\.c\.weight\) has shape \(6, 8\), loaded \(7, 8\)$",
-            "no tensor": r"^table 'c' .* is a tensor of shape \(6, 8\), loaded list$",
-            "row states": r"^embedding_bags\.a\.weight: state a\.momentum1 has a number for each row and column block,"
-            r" \(12,\), loaded one for each whole row, \(6,\): set resplit = 'mean'",
-            "strange name": r"unexpected \['x\.weight'\]",
-            "keys": r'Missing key.*"embedding_bags\.b\.weight".*Unexpected key.*"odd"',
+            "another plan": r"^ValueError: table 'c' \(embedding_bags\.c\.weight\): rank 0 needs \[0, 6\) x \[0, 4\)"
+            r" and has \['\[0, 3\) x \[0, 8\)'\] .*another plan.*torch\.distributed\.checkpoint",
+            "other rows": r"^ValueError: table 'c' \(embedding_bags\.c\.weight\) has shape \(6, 8\), loaded \(7, 8\)$",
+            "no tensor": r"^ValueError: table 'c' .* is a tensor of shape \(6, 8\), loaded list$",
+            "row states": r"^ValueError: embedding_bags\.a\.weight: state a\.momentum1 has a number for each row"
+            r" and column block, \(12,\), loaded one for each whole row, \(6,\): set resplit = 'mean'",
+            "strange name": r"^ValueError: .*unexpected \['x\.weight'\]",
+            "keys": r'^RuntimeError: .*Missing key.*"embedding_bags\.b\.weight".*Unexpected key.*"odd"',
         }
         assert found.keys() == expected.keys()
         for case, pattern in expected.items():
@@ -279,9 +277,8 @@ def test_one_process_without_a_group_publishes_whole_tables() -> None:
         "b": row_wise("b", 6, 8, [0]),
         "c": row_wise("c", 6, 8, [0]),
     }
-    alone = collection(RowWiseAdagrad)
-    wanted = {name: value.clone() for name, value in alone.state_dict().items()}
-    sharded = sharded_over(alone, cuts, ShardingEnv.from_local(1, 0), a=TableOptions(row_state="table"))
+    wanted = collection(RowWiseAdagrad).state_dict()
+    sharded = sharded_over(cuts, ShardingEnv.from_local(1, 0), a=TableOptions(row_state="table"))
     state = sharded.state_dict()
     assert all(type(value) is Tensor and torch.equal(value, wanted[name]) for name, value in state.items())
     sharded.load_state_dict({name: value + 1 for name, value in wanted.items()})
@@ -292,22 +289,147 @@ def test_one_process_without_a_group_publishes_whole_tables() -> None:
 
 
 def schedule() -> list[float]:
-    assert dist.group.WORLD is not None
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
     # all on rank 0
-    cuts = {name: row_wise(name, 6, 8, [0]) for name in "abc"}
-    model = sharded_over(collection(RowWiseAdagrad), cuts, env)
-    fused = model.fused_optimizer
-    saved = deepcopy(fused.state_dict())
-    steps = torch.optim.lr_scheduler.ExponentialLR(fused, 0.5)
+    model = sharded_over({name: row_wise(name, 6, 8, [0]) for name in "abc"})
+    optimizer = model.fused_optimizer
+    saved = deepcopy(optimizer.state_dict())
+    steps = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     rates = []
     for _ in range(2):
-        fused.step()
-        rates += [group.lr for group in fused.groups] or [fused.param_groups[0]["lr"]]
+        optimizer.step()
+        rates += [group.lr for group in optimizer.groups] or [optimizer.param_groups[0]["lr"]]
         steps.step()
-    fused.load_state_dict(saved)
-    return [*rates, fused.param_groups[0]["lr"]]
+    optimizer.load_state_dict(saved)
+    return [*rates, optimizer.param_groups[0]["lr"]]
 
 
 def test_schedules_and_loaded_rates_reach_tables_and_ranks_without_any() -> None:
     assert run_ranks(2, schedule) == [[0.1, 0.05, 0.1]] * 2
+
+
+def place(dtensors: bool) -> ShardingEnv:
+    return ShardingEnv.from_process_group(world_group(), True) if dtensors else environment()
+
+
+def state_of(mix: Mix, dtensors: bool) -> dict[str, Any]:
+    state = shard(mix, build(mix, "adam"), place(dtensors)).state_dict()
+    return {**state, "dense": torch.full((2,), 3.0)}
+
+
+def gathered(mix: Mix, dtensors: bool, dtype: torch.dtype) -> tuple[dict[str, Tensor], set[str]]:
+    state = state_of(mix, dtensors)
+    whole = {f"embedding_bags.{table.name}.weight": (table.rows, table.dim) for table in mix.tables}
+    target = {name: torch.full(size, -7.0, dtype=dtype) for name, size in {"dense": (2,), **whole}.items()}
+    state_dict_gather(state, target)
+    return target, {type(state[name]).__name__ for name in whole}
+
+
+@pytest.mark.parametrize(
+    ("world", "dtensors", "dtype"), [(1, False, torch.float32), (4, False, torch.float64), (2, True, torch.float32)]
+)
+def test_a_sharded_state_dict_is_gathered_on_rank_0(world: int, dtensors: bool, dtype: torch.dtype) -> None:
+    mix = mix_with()
+    if dtensors:
+        cut = [TableCase("row_wise", 12, 8, ("a",), "row_wise"), TableCase("column_wise", 5, 8, ("b",), "column_wise")]
+        mix = Mix((*mix.tables[:1], *cut))
+    alone = build(mix, "adam").state_dict()
+    ranks = run_ranks(world, gathered, mix, dtensors, dtype)
+    if world > 1:
+        assert ("DTensor" if dtensors else "ShardedTensor") in ranks[0][1]
+    for rank, (found, _) in enumerate(ranks):
+        assert len(found) == len(alone) + 1 and torch.equal(found["dense"], torch.full((2,), 3.0, dtype=dtype))
+        for name, weight in alone.items():
+            replicated = "data_parallel" in name
+            wanted = weight if rank == 0 or replicated else torch.full_like(weight, -7.0)
+            assert torch.equal(found[name], wanted.to(dtype)), (rank, name)
+
+
+def wrong_targets() -> list[str]:
+    mix = Mix((TableCase("a", 12, 8, ("a",), "row_wise"),))
+    state, found = state_of(mix, False), []
+    name = "embedding_bags.a.weight"
+    good = {name: torch.zeros(12, 8)}
+    lone: list[tuple[dict[str, Any], dict[str, Tensor]]] = [
+        ({**state, name: state[name]}, {name: torch.zeros(12, 4)}),
+        ({name: state[name]}, {**good, "lost": torch.zeros(2)}),
+        ({**state, "dense": 3}, {**good, "dense": torch.zeros(2)}),
+    ]
+    for given in lone:
+        # only rank 0 has the fault
+        found.append(
+            error_of(lambda given=given: state_dict_gather(*(given if dist.get_rank() == 0 else (state, good))))
+        )  # type: ignore[misc]
+    with pytest.raises(RuntimeError, match="ranks differ in what all must share: names to gather, in their order"):
+        state_dict_gather({**state, "b": state[name]}, {("b" if dist.get_rank() else name): torch.zeros(12, 8)})
+    state_dict_gather(state, good)
+    return found
+
+
+def test_what_is_wrong_on_rank_0_is_raised_on_all() -> None:
+    wrong = "src has shape (12, 8), dst (12, 4)"
+    for found in run_ranks(2, wrong_targets):
+        assert wrong in found[0] and "src has no 'lost'" in found[1]
+        assert "'dense': a tensor is what can be gathered, not int" in found[2]
+
+
+def names_and_moves(mix: Mix, dtensors: bool) -> tuple[list[str], dict[str, Any], dict[str, str], set[str]]:
+    state, rank = state_of(mix, dtensors), dist.get_rank()
+    names = state_dict_all_gather_keys({f"rank{rank}": torch.zeros(1), "b": 1, "a": 2}, world_group())
+    moved = state_dict_to_device(state, world_group(), torch.device("cpu"))
+    assert list(moved) == sorted(state)
+    for name, value in moved.items():
+        here, before = local_part(value), local_part(state[name])
+        assert here is None or torch.equal(here, before)
+    # what only some ranks have: a table on one rank is a ShardedTensor without pieces on the others, as upstream's are
+    lone = dict(state)
+    if rank:
+        del lone["embedding_bags.table_wise.weight"]
+    back = state_dict_to_device(lone, world_group(), "cpu")
+    # and they load
+    model = shard(mix, build(mix, "adam"), place(dtensors))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict({name: value for name, value in back.items() if name != "dense"})
+    meta = state_dict_to_device(state, world_group(), "meta")
+    places = {str(one.placement) for one in meta["embedding_bags.row_wise.weight"].metadata().shards_metadata}
+    return (
+        names, {name: told(value) for name, value in model.state_dict().items()},
+        {name: type(value).__name__ for name, value in back.items()}, places,
+    )  # fmt: skip
+
+
+def test_names_of_all_ranks_and_values_on_a_device() -> None:
+    mix = mix_with()
+    alone = build(mix, "adam").state_dict()
+    ranks = run_ranks(2, names_and_moves, mix, False)
+    for names, weights, kinds, places in ranks:
+        assert names == ["a", "b", "rank0", "rank1"]
+        assert weights.keys() == alone.keys()
+        assert kinds["embedding_bags.table_wise.weight"] == kinds["embedding_bags.grid.weight"] == "ShardedTensor"
+        assert kinds["dense"] == "Tensor"
+        assert places == {"rank:0/meta", "rank:1/meta"}
+    for name, weight in alone.items():
+        parts = [weights[name] for _, weights, _, _ in ranks]
+        assert torch.equal(whole_of(parts), weight), name
+
+
+def cannot_move() -> list[str]:
+    mix = Mix((TableCase("a", 12, 8, ("a",), "row_wise"),))
+    found = []
+    dtensor = "embedding_bags.a.weight"
+    for dtensors, bad in ((False, {"dense": None}), (True, {dtensor: None}), (False, {"extra": "text"})):
+        state = state_of(mix, dtensors)
+        if dist.get_rank() == 1:
+            state = {name: value for name, value in {**state, **bad}.items() if value is not None}
+        found.append(error_of(state_dict_to_device, state, world_group(), "cpu"))
+    return found
+
+
+def test_what_cannot_be_moved_is_named_on_all_ranks() -> None:
+    extra = "'extra': rank 1 has str, which is no tensor"
+    lack = "ranks [1] lack it, and only a ShardedTensor has no piece on a rank"
+    assert (
+        run_ranks(2, cannot_move)
+        == [[f"ValueError: {text}" for text in (f"'dense': {lack}", f"'embedding_bags.a.weight': {lack}", extra)]] * 2
+    )

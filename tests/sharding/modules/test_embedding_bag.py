@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from jagged_batches import gradient_of
+from ranks import error_of, run_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -59,22 +60,18 @@ def inputs(rank: int, form: str, step: int) -> tuple[Any, ...]:
     ids = torch.randint(0, ROWS, (int(offsets[-1]),), generator=generator)
     if form == "last_offset":
         return ids.int(), offsets.int()
-    weights = torch.rand(ids.shape, generator=generator) if form == "weights" else None
-    return (ids, offsets[:-1]) if weights is None else (ids, offsets[:-1], weights)
+    return (ids, offsets[:-1], *([torch.rand(ids.shape, generator=generator)] if form == "weights" else []))
 
 
-def make(mode: str, form: str, frozen: bool = False) -> Model:
+def make(mode: str, form: str) -> Model:
     torch.manual_seed(5)
-    model = Model(mode, include_last_offset=form == "last_offset")
-    model.bags.weight.requires_grad_(not frozen)
-    return model
+    return Model(mode, include_last_offset=form == "last_offset")
 
 
 def check(mode: str, form: str, cuts: tuple[str, ...]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     for cut in cuts:
         alone = make(mode, form)
-        alone_optimizer = torch.optim.SGD([alone.bags.weight], lr=0.5)
         model = make(mode, form)
         if cut != "data_parallel":
             apply_optimizer_in_backward(torch.optim.SGD, [model.bags.weight], {"lr": 0.5})
@@ -85,30 +82,23 @@ def check(mode: str, form: str, cuts: tuple[str, ...]) -> None:
         sharded = inner.bags
         assert isinstance(sharded, ShardedEmbeddingBag)
         assert [name for name, _ in dmp.named_parameters()] == ["bags.weight", "over.weight", "over.bias"]
-        names = list(sharded_parameter_names(dmp))
-        assert set(names) == (set() if cut == "data_parallel" else {"bags.weight"}), cut
-        table = torch.optim.SGD([inner.bags.weight], lr=0.5) if cut == "data_parallel" else None
+        assert set(sharded_parameter_names(dmp)) == (set() if cut == "data_parallel" else {"bags.weight"}), cut
         dense = torch.optim.SGD(inner.over.parameters(), lr=0.1)
-        alone_dense = torch.optim.SGD(alone.over.parameters(), lr=0.1)
+        if cut == "data_parallel":
+            dense.add_param_group({"params": [inner.bags.weight], "lr": 0.5})
+        alone_optimizer = torch.optim.SGD(alone.over.parameters(), lr=0.1)
+        alone_optimizer.add_param_group({"params": [alone.bags.weight], "lr": 0.5})
+        factor = torch.arange(1.0, BATCH + 1)[:, None]
         for step in range(2):
-            outputs = []
-            loss = torch.zeros(())
-            for r in range(world):
-                args = inputs(r, form, step)
-                out = alone(*args)
-                outputs.append(out)
-                loss = loss + (out * torch.arange(1.0, BATCH + 1)[:, None]).sum() * (r + 1) / world
-            args = inputs(rank, form, step)
-            out = dmp(*args)
+            outputs = [alone(*inputs(r, form, step)) for r in range(world)]
+            out = dmp(*inputs(rank, form, step))
             assert_close(out, outputs[rank], msg=lambda text, cut=cut: f"{cut}: {text}")
-            for one in (table, dense, alone_dense, alone_optimizer):
-                if one is not None:
-                    one.zero_grad()
-            (out * torch.arange(1.0, BATCH + 1)[:, None]).sum().mul(rank + 1).backward()
-            loss.backward()
-            for one in (table, dense, alone_dense, alone_optimizer):
-                if one is not None:
-                    one.step()
+            dense.zero_grad()
+            alone_optimizer.zero_grad()
+            (out * factor).sum().mul(rank + 1).backward()
+            sum(((one * factor).sum() * (r + 1) / world for r, one in enumerate(outputs)), torch.zeros(())).backward()
+            dense.step()
+            alone_optimizer.step()
         whole = alone.bags.weight
         local = dmp.state_dict()["bags.weight"]
         if hasattr(local, "local_shards"):
@@ -141,15 +131,13 @@ def check_learned_weights() -> None:
     alone = make("sum", "weights").bags
     sharded = shard(make("sum", "weights").bags, row_wise(), world, dist.group.WORLD)
     ids, offsets, weights = inputs(rank, "weights", 0)
-    mine, theirs = weights.clone().requires_grad_(), weights.clone().requires_grad_()
+    mine, theirs = (weights.clone().requires_grad_() for _ in range(2))
     out = sharded(ids, offsets, mine)
     # the awaitable passes for what it becomes
     assert isinstance(out, Tensor)
     (out * torch.arange(DIM)).sum().backward()
     (alone(ids, offsets, theirs) * torch.arange(DIM)).sum().backward()
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    assert_close(mine.grad, theirs.grad)
+    assert_close(gradient_of(mine), gradient_of(theirs))
 
 
 def shard(bags: nn.EmbeddingBag, cut: Any, world: int, pg: dist.ProcessGroup | None, **settings: Any) -> Any:
@@ -157,11 +145,6 @@ def shard(bags: nn.EmbeddingBag, cut: Any, world: int, pg: dist.ProcessGroup | N
     plan = construct_module_sharding_plan(bags, {"weight": cut}, sharder, world, world, "cpu")
     env = ShardingEnv.from_local(1, 0) if pg is None else ShardingEnv.from_process_group(pg)
     return sharder.shard(bags, plan, env)
-
-
-@pytest.mark.ranks
-def test_per_sample_weights_learn() -> None:
-    run_ranks(2, check_learned_weights)
 
 
 def check_other_plans() -> None:
@@ -182,8 +165,9 @@ def check_other_plans() -> None:
 
 
 @pytest.mark.ranks
-def test_it_goes_over_to_another_plan_and_needs_none() -> None:
-    run_ranks(2, check_other_plans)
+@pytest.mark.parametrize("check", [check_learned_weights, check_other_plans], ids=["weights learn", "other plans"])
+def test_it_learns_weights_and_goes_over_to_other_plans(check: Callable[[], None]) -> None:
+    run_ranks(2, check)
 
 
 def check_bad_batches() -> list[str]:
@@ -192,8 +176,7 @@ def check_bad_batches() -> list[str]:
     summed = shard(nn.EmbeddingBag(ROWS, DIM, mode="sum"), row_wise(), world, dist.group.WORLD)
     averaged = shard(nn.EmbeddingBag(ROWS, DIM), row_wise(), world, dist.group.WORLD)
     ids, start = torch.tensor([1, 2]), torch.tensor([0])
-    found = []
-    for module, args in (
+    bad: list[tuple[Any, tuple[Tensor, ...]]] = [
         (averaged, (ids, start, torch.ones(2))),
         (summed, (ids, start, torch.ones(3))),
         (summed, (ids,)),
@@ -201,27 +184,21 @@ def check_bad_batches() -> list[str]:
         (summed, (ids.view(1, 1, 2),)),
         (summed, (torch.tensor([1, ROWS]), start)),
         (summed, (ids, torch.tensor([1]))),
-    ):
-        with pytest.raises((ValueError, IndexError)) as raised:
-            module(*(args if rank == 1 else (ids, start)))
-        found.append(str(raised.value))
-    return found
+    ]
+    return [error_of(module, *(args if rank == 1 else (ids, start))) for module, args in bad]
 
 
 @pytest.mark.ranks
 def test_a_bad_batch_of_one_rank_raises_on_all() -> None:
-    first, second = run_ranks(2, check_bad_batches)
-    for words, one, other in zip(
-        ("mode 'sum'", "shape", "needs offsets", "leave offsets None", "dimensions", str(ROWS), "offsets"),
-        first, second, strict=True,
-    ):  # fmt: skip
-        assert words in one
-        assert words in other
+    wanted = ("mode 'sum'", "shape", "needs offsets", "leave offsets None", "dimensions", str(ROWS), "offsets")
+    for found in run_ranks(2, check_bad_batches):
+        for words, text in zip(wanted, found, strict=True):
+            assert text.startswith(("ValueError", "IndexError")) and words in text
 
 
 def test_optimizer_states_are_those_of_the_parameter() -> None:
-    bags: Any = nn.EmbeddingBag(ROWS, DIM, mode="sum")
-    apply_optimizer_in_backward(RowWiseAdagrad, [bags.weight], {"lr": 0.1})
+    bags = nn.EmbeddingBag(ROWS, DIM, mode="sum")
+    apply_optimizer_in_backward(RowWiseAdagrad, bags.parameters(), {"lr": 0.1})
     sharded = shard(bags, row_wise(), 1, None)
     sharded(torch.tensor([[1, 2]])).sum().backward()
     assert list(sharded.fused_optimizer.params) == ["weight"]

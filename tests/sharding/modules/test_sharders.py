@@ -236,14 +236,14 @@ def test_a_sharder_hands_shards_and_options_to_the_engine(
         sharder.shard(module, plan, env, module_fqn="a.b")
 
 
-class EmbOptimType(Enum):
-    """As FBGEMM's."""
-
-    EXACT_SGD = "exact_sgd"
-    EXACT_ROWWISE_ADAGRAD = "exact_row_wise_adagrad"
-    ADAM = "adam"
-    PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
-    SHAMPOO = "shampoo"
+# as FBGEMM's
+EmbOptimType = Enum(
+    "EmbOptimType",
+    {
+        "EXACT_SGD": "exact_sgd", "EXACT_ROWWISE_ADAGRAD": "exact_row_wise_adagrad", "ADAM": "adam",
+        "PARTIAL_ROWWISE_LAMB": "partial_row_wise_lamb", "SHAMPOO": "shampoo",
+    },
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

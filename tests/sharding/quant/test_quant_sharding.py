@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from jagged_batches import draw
+from jagged_batches import kjt as kjt_of
+from ranks import error_of
+from sharding_mixes import same_tensors
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
@@ -56,7 +61,6 @@ WORLD, LOCAL = 4, 2
 ROWS = {"item": 37, "shop": 11, "city": 5}
 # features of each table; "seen" looks two tables up
 FEATURES = {"item": ["seen", "bought"], "shop": ["seen"], "city": ["home"]}
-KEYS = ["bought", "unread", "home", "seen"]
 # how each of the three tables is cut
 PLANS: dict[str, tuple[Any, Any, Any]] = {
     "table_wise": (table_wise(0), table_wise(3), table_wise(1)),
@@ -104,19 +108,17 @@ def quantized(kind: str, format: str = "int8") -> nn.Module:
     )
 
 
-def batch(weighted: bool = False, samples: int = 6) -> KeyedJaggedTensor:
-    """Bags of 0 to 8 ids, the last row of every table among them; one feature without ids, one that nobody reads."""
-    generator = torch.Generator().manual_seed(3)
-    keys, least = KEYS, {"bought": 37, "unread": 1000, "home": 5, "seen": 11}
-    lengths = torch.randint(0, 9, (len(keys), samples), generator=generator)
-    lengths[:, 0] = 0
-    ids = [
-        torch.randint(0, least[key], (int(n.sum()),), generator=generator) for key, n in zip(keys, lengths, strict=True)
-    ]
-    for key, one in zip(keys, ids, strict=True):
-        one[-1] = least[key] - 1
-    weights = torch.rand(sum(map(len, ids)), generator=generator) if weighted else None
-    return KeyedJaggedTensor(keys, torch.cat(ids), weights, lengths=lengths.flatten())
+LEAST = {"bought": 37, "unread": 1000, "home": 5, "seen": 11}
+
+
+def batch(kind: str = "pooled", samples: int = 6) -> KeyedJaggedTensor:
+    """Bags of 0 to 8 ids, the last row of every table among them; one sample without ids, one feature nobody reads."""
+    bags = draw(LEAST, samples, longest=8, seed=3)
+    for key, of_key in bags.items():
+        of_key[0], of_key[-1] = [], [*of_key[-1], LEAST[key] - 1]
+    count = sum(len(bag) for of_key in bags.values() for bag in of_key)
+    weights = torch.rand(count, generator=torch.Generator().manual_seed(3))
+    return kjt_of(bags, weights=weights if kind in ("weighted", "processed") else None)
 
 
 def plan_of(model: nn.Module, cuts: tuple[Any, Any, Any]) -> ShardingPlan:
@@ -132,41 +134,39 @@ def sharded(model: nn.Module, cuts: tuple[Any, Any, Any], device: str = "cpu") -
 def tensors(output: Any) -> list[torch.Tensor]:
     if not isinstance(output, dict):
         return [output.values()]
-    return [
-        tensor
-        for jt in output.values()
-        for tensor in (jt.values(), jt.lengths(), jt.weights_or_none())
-        if tensor is not None
-    ]
+    parts = [part for jt in output.values() for part in (jt.values(), jt.lengths(), jt.weights_or_none())]
+    return [part for part in parts if part is not None]
 
 
 def same_bits(found: Any, wanted: Any) -> bool:
     names = [list(one) if isinstance(one, dict) else (one.keys(), one.length_per_key()) for one in (found, wanted)]
-    pairs = list(zip(tensors(found), tensors(wanted), strict=True))
     return names[0] == names[1] and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        for a, b in pairs
+        for a, b in zip(tensors(found), tensors(wanted), strict=True)
     )
+
+
+def expect_bits_of_unsharded(model: nn.Module, cuts: str, kind: str = "pooled") -> None:
+    kjt = batch(kind)
+    assert same_bits(sharded(model, PLANS[cuts])(kjt), model(kjt)), cuts
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cuts", PLANS)
 def test_a_sharded_model_gives_the_bits_of_the_unsharded_one(cuts: str, kind: str) -> None:
-    model, kjt = quantized(kind), batch(kind in ("weighted", "processed"))
-    assert same_bits(sharded(model, PLANS[cuts])(kjt), model(kjt))
+    expect_bits_of_unsharded(quantized(kind), cuts, kind)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", ["weighted", "sequence"])
 @pytest.mark.parametrize("cuts", ["grid", "another_mix"])
 def test_every_row_format_keeps_its_bits(cuts: str, kind: str, format: str) -> None:
-    model, kjt = quantized(kind, format), batch(kind == "weighted")
-    assert same_bits(sharded(model, PLANS[cuts])(kjt), model(kjt))
+    expect_bits_of_unsharded(quantized(kind, format), cuts, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_column_blocks_may_be_cut_at_different_rows(kind: str) -> None:
-    model, kjt = quantized(kind), batch(kind in ("weighted", "processed"))
+    model, kjt = quantized(kind), batch(kind)
     plan = plan_of(model, PLANS["row_wise"])
     width = 32 if kind in ("sequence", "indices") else 64
     tiles = [(0, 0, 20, 8), (20, 0, 17, 8), (0, 8, 9, width - 8), (9, 8, 0, width - 8), (9, 8, 28, width - 8)]
@@ -177,15 +177,14 @@ def test_column_blocks_may_be_cut_at_different_rows(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_outputs_have_the_dtype_that_was_asked_for(dtype: torch.dtype) -> None:
-    model = quantize_inference_model(float_model("pooled"), output_dtype=dtype)
-    assert same_bits(sharded(model, PLANS["mix"])(batch()), model(batch()))
+    expect_bits_of_unsharded(quantize_inference_model(float_model("pooled"), output_dtype=dtype), "mix")
 
 
 def test_tables_of_several_formats_lie_side_by_side() -> None:
     dtypes = {"item": torch.quint4x2, "shop": torch.float16}
     model = quantize_inference_model(float_model("pooled"), per_table_weight_dtype=dtypes)
-    for cuts in PLANS.values():
-        assert same_bits(sharded(model, cuts)(batch()), model(batch()))
+    for cuts in PLANS:
+        expect_bits_of_unsharded(model, cuts)
 
 
 @pytest.mark.parametrize("cuts", PLANS)
@@ -193,17 +192,16 @@ def test_pruned_tables_keep_their_remapping(cuts: str) -> None:
     remapping = torch.full((37,), -1)
     remapping[::2] = torch.arange(19).flip(0)
     model = quantize_inference_model(set_pruning_data(float_model("pooled"), {"item": remapping, "shop": 6}))
-    assert same_bits(sharded(model, PLANS[cuts])(batch()), model(batch()))
+    expect_bits_of_unsharded(model, cuts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_other_shapes(kind: str) -> None:
     model = quantized(kind)
     cut = sharded(model, PLANS["another_mix"])
-    kjt = batch(kind in ("weighted", "processed"))
-    none = torch.zeros(8, dtype=torch.int32)
+    kjt = batch(kind)
     weights = torch.empty(0) if kjt.weights_or_none() is not None else None
-    empty = KeyedJaggedTensor(kjt.keys(), torch.empty(0, dtype=torch.int32), weights, lengths=none)
+    empty = kjt_of(dict.fromkeys(LEAST, [[], []]), weights=weights, dtype=torch.int32)
     small = KeyedJaggedTensor(kjt.keys(), kjt.values().int(), kjt.weights_or_none(), lengths=kjt.lengths().int())
     for one in (empty, small):
         assert same_bits(cut(one), model(one))
@@ -258,15 +256,13 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing() -> None:
     state = {**before, "embedding_bags.item.shards.0.weight": before["embedding_bags.item.weight"]}
     del state["embedding_bags.city.weight"]
     state["embedding_bags.shop.weight_qscale"] = torch.zeros(11, 1)
-    with pytest.raises(RuntimeError) as error:
-        model.load_state_dict(state)
-    for said in (
-        'Unexpected key(s) in state_dict: "embedding_bags.item.shards.0.weight"',
-        'Missing key(s) in state_dict: "embedding_bags.city.weight"',
-        "table 'shop': scales of int8 rows is torch.float16 [11, 2]",
-    ):
-        assert said in str(error.value)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    error = error_of(model.load_state_dict, state)
+    assert (
+        error.startswith("RuntimeError") and 'Unexpected key(s) in state_dict: "embedding_bags.item.shards.0' in error
+    )
+    assert 'Missing key(s) in state_dict: "embedding_bags.city.weight"' in error
+    assert "table 'shop': scales of int8 rows is torch.float16 [11, 2]" in error
+    assert same_tensors(model.state_dict(), before)
 
 
 def test_rows_alone_do_not_fill_a_pruned_table_on_meta() -> None:
@@ -283,14 +279,12 @@ def test_rows_alone_do_not_fill_a_pruned_table_on_meta() -> None:
 def test_a_state_dict_does_not_know_the_plan(cuts: str, kind: str) -> None:
     model, other = quantized(kind), sharded(quantized(kind), PLANS[cuts])
     wanted, found = model.state_dict(), other.state_dict()
-    assert list(found) == list(wanted)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    for name in wanted:
-        wanted[name] = wanted[name] * 0 + 1
-    other.load_state_dict(wanted)
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in other.state_dict().items())
+    assert list(found) == list(wanted) and same_tensors(found, wanted)
+    ones = {name: value * 0 + 1 for name, value in wanted.items()}
+    other.load_state_dict(ones)
+    assert same_tensors(other.state_dict(), ones)
     model.load_state_dict(other.state_dict())
-    kjt = batch(kind in ("weighted", "processed"))
+    kjt = batch(kind)
     assert same_bits(other(kjt), model(kjt))
 
 
@@ -363,19 +357,16 @@ class OfTensors(nn.Module):
         self.collection = collection
 
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.collection(KeyedJaggedTensor(KEYS, ids, lengths=lengths)).values()
+        found: torch.Tensor = self.collection(KeyedJaggedTensor(list(LEAST), ids, lengths=lengths)).values()
         return found
 
 
 @pytest.mark.parametrize("cuts", ["table_wise", "grid"])
 def test_a_sharded_model_is_exported_for_any_number_of_ids(cuts: str) -> None:
-    model = quantized("pooled")
-    shapes = ({0: torch.export.Dim.DYNAMIC}, None)
-    kjt, none = batch(), torch.zeros(24, dtype=torch.int64)
+    model, kjt, none = quantized("pooled"), batch(), torch.zeros(24, dtype=torch.int64)
+    whole, shapes = OfTensors(sharded(model, PLANS[cuts])), ({0: torch.export.Dim.DYNAMIC}, None)
     with torch.no_grad():
-        program = torch.export.export(
-            OfTensors(sharded(model, PLANS[cuts])), (kjt.values(), kjt.lengths()), dynamic_shapes=shapes, strict=False
-        )
+        program = torch.export.export(whole, (kjt.values(), kjt.lengths()), dynamic_shapes=shapes, strict=False)
     short = KeyedJaggedTensor(kjt.keys(), kjt.values()[:2], lengths=none.index_fill(0, torch.tensor([1, 3]), 1))
     for one in (kjt, short):
         assert torch.equal(program.module()(one.values(), one.lengths()), model(one).values())
@@ -386,7 +377,7 @@ def test_a_sharded_model_is_exported_for_any_number_of_ids(cuts: str) -> None:
 @pytest.mark.parametrize("cuts", PLANS)
 def test_pieces_on_a_gpu_give_its_bits_and_rows_may_lie_anywhere(cuts: str, kind: str) -> None:
     """One GPU holds the pieces of all ranks; of tables cut by rows every second piece is on the host."""
-    model, kjt = quantized(kind).to("cuda"), batch(kind in ("weighted", "processed"))
+    model, kjt = quantized(kind).to("cuda"), batch(kind)
     plan = plan_of(model, PLANS[cuts])
     for one in plan.plan[""].values():
         for n, shard in enumerate(one.sharding_spec.shards if one.sharding_spec else ()):
@@ -413,45 +404,34 @@ def test_pieces_on_several_devices_stay_where_they_are() -> None:
     assert same_bits(model.to("cpu")(batch()), wanted)
 
 
-CUTS_INSIDE_BYTES = {
-    "int4": (column_wise([0, 1], [33, 31]), "int4 rows begin or end inside a byte: cut at multiples of 2 columns"),
-    "int2": (column_wise([0, 1], [34, 30]), "int2 rows begin or end inside a byte: cut at multiples of 4 columns"),
-}
-
-
-@pytest.mark.parametrize("format", CUTS_INSIDE_BYTES)
-def test_a_cut_inside_a_byte_is_refused(format: str) -> None:
-    cut, message = CUTS_INSIDE_BYTES[format]
-    with pytest.raises(ValueError, match=f"table 'item': columns .*{message}"):
-        sharded(quantized("pooled", format), (cut, table_wise(0), table_wise(0)))
+@pytest.mark.parametrize(("format", "widths", "step"), [("int4", [33, 31], 2), ("int2", [34, 30], 4)])
+def test_a_cut_inside_a_byte_is_refused(format: str, widths: list[int], step: int) -> None:
+    message = f"table 'item': columns .*{format} rows begin or end inside a byte: cut at multiples of {step} columns"
+    with pytest.raises(ValueError, match=message):
+        sharded(quantized("pooled", format), (column_wise([0, 1], widths), table_wise(0), table_wise(0)))
 
 
 @pytest.mark.parametrize("cuts", PLANS)
 @pytest.mark.parametrize("kind", ["pooled", "sequence"])
 def test_a_bad_id_is_named_as_in_the_unsharded_model(kind: str, cuts: str) -> None:
-    kjt = KeyedJaggedTensor.from_lengths_sync(
-        ["bought", "home", "seen"], torch.tensor([1, 4, 3, 11]), torch.tensor([1, 0, 1, 0, 0, 2])
-    )
+    kjt = kjt_of({"bought": [[1], []], "home": [[4], []], "seen": [[], [3, 11]]})
     model = quantized(kind)
-    with pytest.raises(IndexError) as wanted:
-        model(kjt)
-    with pytest.raises(IndexError) as found:
-        sharded(model, PLANS[cuts])(kjt)
-    assert str(found.value) == str(wanted.value) == "feature 'seen' (table 'shop'), sample 1: id 11 is outside [0, 11)"
+    for one in (model, sharded(model, PLANS[cuts])):
+        assert error_of(one, kjt) == "IndexError: feature 'seen' (table 'shop'), sample 1: id 11 is outside [0, 11)"
 
 
 def test_the_bounds_check_mode_is_honoured() -> None:
-    kjt = KeyedJaggedTensor(["bought", "home", "seen"], torch.tensor([37, 4, -1]), lengths=torch.tensor([1, 1, 1]))
-    good = KeyedJaggedTensor(["bought", "home", "seen"], torch.tensor([4]), lengths=torch.tensor([0, 1, 0]))
+    kjt, good = (
+        kjt_of({"bought": [[37]], "home": [[4]], "seen": [[-1]]}),
+        kjt_of({"bought": [[]], "home": [[4]], "seen": [[]]}),
+    )
     model = quantized("pooled")
     plan = plan_of(model, PLANS["row_wise"])
     for mode in (BoundsCheckMode.IGNORE, BoundsCheckMode.NONE, BoundsCheckMode.WARNING):
         sharder = QuantEmbeddingBagCollectionSharder({FUSED_PARAM_BOUNDS_CHECK_MODE: mode})
         lenient = sharder.shard(model, plan.plan[""], ShardingEnv.from_local(WORLD, 0))  # type: ignore[arg-type]
-        if mode is BoundsCheckMode.WARNING:
-            with pytest.warns(UserWarning, match="id -1 is outside"):
-                found = lenient(kjt)
-        else:
+        warned = mode is BoundsCheckMode.WARNING
+        with pytest.warns(UserWarning, match="id -1 is outside") if warned else nullcontext():
             found = lenient(kjt)
         assert torch.equal(found.values(), lenient(good).values())
     plan.plan[""]["item"].bounds_check_mode = BoundsCheckMode.IGNORE

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from jagged_batches import kjt
 from torch import nn
 
 from shardwise import (
@@ -47,15 +48,13 @@ from shardwise.sharding.quant import (
 )
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machines without CUDA")
-KJT = KeyedJaggedTensor(["seen", "bought"], torch.tensor([1, 99, 7, 49]), lengths=torch.tensor([2, 0, 1, 1]))
+NO_CUDA_HERE = "device 'cuda': there is no CUDA here, so all runs on the CPU"
+KJT = kjt({"item": [[1, 99], []], "shop": [[7], [49]]})
 
 
 def quantized(**dtypes: torch.dtype) -> nn.Module:
     torch.manual_seed(1)
-    tables = [
-        EmbeddingBagConfig(100, 64, "item", feature_names=["seen"]),
-        EmbeddingBagConfig(50, 32, "shop", feature_names=["bought"]),
-    ]
+    tables = [EmbeddingBagConfig(100, 64, "item"), EmbeddingBagConfig(50, 32, "shop")]
     return quantize_inference_model(EmbeddingBagCollection(tables), per_table_weight_dtype=dtypes)
 
 
@@ -122,9 +121,8 @@ def test_the_planner_knows_quantized_tables_by_their_bytes() -> None:
 
 
 def test_memory_limits_are_never_violated() -> None:
-    one = EmbeddingBagConfig(1 << 14, 64, "item", feature_names=["seen"])
-    two = EmbeddingBagConfig(1 << 14, 64, "shop", feature_names=["bought"])
-    model = quantize_inference_model(EmbeddingBagCollection([one, two], device="meta"))
+    tables = [EmbeddingBagConfig(1 << 14, 64, name) for name in ("item", "shop")]
+    model = quantize_inference_model(EmbeddingBagCollection(tables, device="meta"))
     # a table takes 68 bytes a row
     room = {"compute_device": "cuda", "device_memory_size": int(1.2 * 68 * (1 << 14))}
     _, plan = _quietly(shard_quant_model, model, 2, **room)
@@ -152,22 +150,17 @@ def test_tables_of_the_host_are_looked_up_by_the_cpu() -> None:
 
 @NO_CUDA
 def test_without_cuda_everything_is_on_the_cpu_with_one_warning() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = quantized(), quantized()
-
     many: list[dict[str, Any]] = [
         {}, {"sharding_device": "cuda"}, {"compute_device": "cpu", "sharding_device": "cuda:0"},
     ]  # fmt: skip
     for settings in many:
-        model = Two()
+        model = nn.Sequential(quantized(), quantized())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             shard_quant_model(model, 2, **settings)
-        assert [str(one.message) for one in caught] == ["device 'cuda': there is no CUDA here, so all runs on the CPU"]
-        model.one.load_state_dict(quantized().state_dict())
-        assert torch.equal(model.one(KJT).values(), quantized()(KJT).values())
+        assert [str(one.message) for one in caught] == [NO_CUDA_HERE]
+        model[0].load_state_dict(quantized().state_dict())
+        assert torch.equal(model[0](KJT).values(), quantized()(KJT).values())
 
 
 @NO_CUDA
@@ -182,8 +175,7 @@ def test_a_plan_and_a_device_that_want_cuda_give_one_warning() -> None:
             nn.Sequential(quantized()), env, torch.device("cuda"), ShardingPlan({"0": plan}), DEFAULT_SHARDERS,
             init_data_parallel=False,
         )  # fmt: skip
-    said = "device 'cuda': there is no CUDA here, so all runs on the CPU"
-    assert [(str(one.message), one.filename) for one in caught] == [(said, __file__)]
+    assert [(str(one.message), one.filename) for one in caught] == [(NO_CUDA_HERE, __file__)]
     assert torch.equal(model(KJT).values(), quantized()(KJT).values())
 
 
@@ -211,7 +203,7 @@ def test_other_ways_to_shard_take_quant_sharders_too() -> None:
 
 
 def test_tables_that_train_need_a_process_group() -> None:
-    model = EmbeddingBagCollection([EmbeddingBagConfig(100, 64, "item", feature_names=["seen"])])
+    model = EmbeddingBagCollection([EmbeddingBagConfig(100, 64, "item")])
     env = ShardingEnv.from_local(2, 0)
     plan = construct_module_sharding_plan(model, {"item": table_wise(0)}, None, 2, 2, "cpu")
     with pytest.raises(ValueError, match="2 ranks need a process group"):
@@ -229,21 +221,27 @@ def test_a_sharder_can_be_for_some_collections() -> None:
 
 
 def test_what_is_not_quantized_is_told() -> None:
-    model = EmbeddingCollection([EmbeddingConfig(10, 4, "a", feature_names=["f"])])
+    model = EmbeddingCollection([EmbeddingConfig(10, 4, "a")])
     with pytest.warns(UserWarning, match="nothing was sharded"):
         assert shard_quant_model(model, 1, "cpu", "cpu")[0] is model
-    with pytest.warns(UserWarning, match="constraints name tables that the model does not have: 'items': did you"):
-        shard_quant_model(quantized(), 1, "cpu", constraints={"items": ParameterConstraints()})
-    with pytest.warns(UserWarning, match="device_memory_size has no effect on the CPU"):
-        shard_quant_model(quantized(), 1, "cpu", device_memory_size=1)
+
+
+ORDERED = plan_of(quantized(), row_wise(reduction="partial"), table_wise(1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"constraints": {"items": ParameterConstraints()}}, "name tables that the model does not have: 'items': did"),
+        ({"device_memory_size": 1}, "device_memory_size has no effect on the CPU"),
+        ({"sharding_plan": ORDERED}, r"the plan's reduction \(table 'item'\) has no effect"),
+    ],
+)
+def test_settings_that_have_no_effect_are_told(settings: dict[str, Any], message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
+        shard_quant_model(quantized(), 2, "cpu", **settings)
     with pytest.warns(UserWarning, match=r"fused_params \['output_dtype'\] have no effect"):
         QuantEmbeddingCollectionSharder({"output_dtype": 1})
-
-
-def test_settings_of_training_have_no_effect_and_are_told() -> None:
-    plan = plan_of(quantized(), row_wise(reduction="partial"), table_wise(1))
-    with pytest.warns(UserWarning, match=r"the plan's reduction \(table 'item'\) has no effect"):
-        shard_quant_model(quantized(), 2, "cpu", sharding_plan=plan)
 
 
 def test_a_forward_of_its_own_is_not_lost() -> None:
@@ -274,25 +272,20 @@ def test_a_block_takes_the_bytes_that_the_planner_says() -> None:
         assert said[0] == sum(held)
 
 
-def _other_kernel() -> Any:
-    plan = plan_of(quantized(), table_wise(0), table_wise(1))
-    plan.plan[""]["item"].compute_kernel = "fused"
+def changed(item: Any, change: Any) -> ShardingPlan:
+    """A plan that is not as it was made."""
+    plan = plan_of(quantized(), item, table_wise(1))
+    change(plan.plan[""]["item"])
     return plan
 
 
-def _half_a_table() -> Any:
-    plan = plan_of(quantized(), row_wise(), table_wise(1))
-    spec = plan.plan[""]["item"].sharding_spec
-    assert spec is not None
-    spec.shards.pop()
-    return plan
-
-
+OTHER_KERNEL = changed(table_wise(0), lambda one: setattr(one, "compute_kernel", "fused"))
+HALF_A_TABLE = changed(row_wise(), lambda one: one.sharding_spec.shards.pop())
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"compute_device": "mtia"}, "compute_device must be 'cuda' or 'cpu', got 'mtia'"),
     "one device": ({"compute_device": "cuda:1"}, "'cuda:1' is one device: say 'cuda', of which rank r is cuda:r"),
-    "kernel": ({"sharding_plan": _other_kernel()}, "table 'item': compute_kernel 'fused' trains"),
-    "hole": ({"sharding_plan": _half_a_table()}, "table 'item': shards hold 3200 of 6400 cells"),
+    "kernel": ({"sharding_plan": OTHER_KERNEL}, "table 'item': compute_kernel 'fused' trains"),
+    "hole": ({"sharding_plan": HALF_A_TABLE}, "table 'item': shards hold 3200 of 6400 cells"),
     "rank": ({"world_size": 1, "sharding_plan": plan_of(quantized(), table_wise(1), table_wise(0))}, "rank 1 is not"),
     "module": ({"sharding_plan": ShardingPlan({"ebc": {}})}, r"modules \['ebc'\], quantized collections.* \[''\]"),  # type: ignore[dict-item]
     "both": ({"sharding_plan": ShardingPlan(), "ddr_cap": 1}, "ddr_cap have no effect beside a sharding_plan"),

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from jagged_batches import gradient_of, kjt
+from model_zoo import bag_tables, fused
+from ranks import run_ranks, world_group
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from shardwise import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    KeyedJaggedTensor,
-    ShardingEnv,
-    apply_optimizer_in_backward,
-)
+from shardwise import EmbeddingBagCollection, ShardingEnv
 from shardwise.sharding import EmbeddingBagCollectionSharder, construct_module_sharding_plan, table_wise
 from shardwise.sharding.comms.awaitable import Awaitable
 from shardwise.sharding.comms.qcomms import (
@@ -77,13 +74,6 @@ def feature_batches(world: int) -> list[list[list[int]]]:
     ]
 
 
-def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
 def whole_pooled(inputs: list[Tensor]) -> list[Tensor]:
     by_owner = [torch.split(one, batches(len(inputs))) for one in inputs]
     return [torch.cat([blocks[r] for blocks in by_owner], 1) for r in range(len(inputs))]
@@ -111,7 +101,7 @@ def whole_variable(inputs: list[Tensor]) -> list[Tensor]:
 def whole_splits(splits: Callable[[int], list[int]]) -> Callable[[list[Tensor]], list[Tensor]]:
     def whole(inputs: list[Tensor]) -> list[Tensor]:
         pieces = [torch.split(one, splits(len(inputs))) for one in inputs]
-        return [in_rank_order([blocks[r] for blocks in pieces]) for r in range(len(inputs))]
+        return [reduce(torch.add, [blocks[r] for blocks in pieces]) for r in range(len(inputs))]
 
     return whole
 
@@ -175,25 +165,32 @@ def whole_and_gradients(
     return inputs, outputs, up, list(gradients)
 
 
-def check_cases(dtype: torch.dtype, sync: bool, division: bool) -> None:
+def exchanged(
+    name: str, dtype: torch.dtype = torch.float32, codecs: Any = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What came to this rank and what should have, the gradient of its input and that of one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    inputs, outputs, up, gradients = whole_and_gradients(CASES[name], world, dtype)
+    x = inputs[rank].detach().clone().requires_grad_()
+    came = CASES[name].call(x, rank, world, codecs).wait()
+    came.backward(up[rank])
+    return came, outputs[rank], gradient_of(x), gradients[rank]
+
+
+def check_cases(dtype: torch.dtype, sync: bool, division: bool) -> None:
     comm_ops.set_gradient_division(division)
     comm_ops.set_use_sync_collectives(sync)
     try:
         for name, case in CASES.items():
-            inputs, outputs, up, gradients = whole_and_gradients(case, world, dtype)
-            x = inputs[rank].detach().clone().requires_grad_()
-            came = case.call(x, rank, world, None).wait()
+            came, wanted, gradient, wanted_gradient = exchanged(name, dtype)
             if dtype.itemsize < 4 and case.sums:
                 # sums of narrow numbers are rounded once
-                assert_close(came, outputs[rank], rtol=2e-2, atol=2e-2, msg=name)
+                assert_close(came, wanted, rtol=2e-2, atol=2e-2, msg=name)
             else:
                 # the bits of adding rank after rank
-                assert torch.equal(came, outputs[rank]), name
-            came.backward(up[rank])
-            wanted = gradients[rank] / (world if division else 1)
-            assert x.grad is not None
-            assert_close(x.grad, wanted, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype], msg=name)
+                assert torch.equal(came, wanted), name
+            wanted_gradient = wanted_gradient / (dist.get_world_size() if division else 1)
+            assert_close(gradient, wanted_gradient, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype], msg=name)
     finally:
         comm_ops.set_gradient_division(True)
         comm_ops.set_use_sync_collectives(False)
@@ -217,15 +214,13 @@ def test_values_and_gradients_are_those_of_one_process(world: int) -> None:
 class Halves(QuantizedCommCodec[None]):
     """A codec of a user."""
 
+    quantized_dtype = torch.float16  # type: ignore[assignment]
+
     def encode(self, input_tensor: Tensor, ctx: None = None) -> Tensor:
         return input_tensor.half()
 
     def decode(self, input_grad: Tensor, ctx: None = None) -> Tensor:
         return input_grad.float()
-
-    @property
-    def quantized_dtype(self) -> torch.dtype:
-        return torch.float16
 
     def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
         return input_len
@@ -240,17 +235,12 @@ def check_codecs() -> None:
         (3e-2, get_qcomm_codecs(QCommsConfig(int8, int8))),
         (1e-3, QuantizedCommCodecs(Halves(), Halves())),
     ):
-        for name, case in CASES.items():
-            inputs, outputs, up, gradients = whole_and_gradients(case, world, torch.float32)
-            x = inputs[rank].detach().clone().requires_grad_()
-            came = case.call(x, rank, world, codecs).wait()
+        for name in CASES:
+            came, wanted, gradient, wanted_gradient = exchanged(name, codecs=codecs)
             assert came.dtype is torch.float32
-            bound = forward * world
-            assert_close(came, outputs[rank], rtol=bound, atol=bound, msg=name)
-            assert world == 1 or came.numel() == 0 or not torch.equal(came, outputs[rank]), f"{name} was not compressed"
-            came.backward(up[rank])
-            assert x.grad is not None
-            assert_close(x.grad, gradients[rank] / world, rtol=5e-2, atol=5e-2, msg=name)
+            assert_close(came, wanted, rtol=forward * world, atol=forward * world, msg=name)
+            assert world == 1 or came.numel() == 0 or not torch.equal(came, wanted), f"{name} was not compressed"
+            assert_close(gradient, wanted_gradient / world, rtol=5e-2, atol=5e-2, msg=name)
     x = torch.full((world, 2), 1e6 if rank == 1 else 1.0)
     pending = reduce_scatter_base_pooled(x, codecs=get_qcomm_codecs(QCommsConfig(fp16, fp16)))
     if world > 1:
@@ -269,8 +259,7 @@ def check_backward_again_and_without_gradients() -> None:
     twice = reduce_scatter_base_pooled(x * 2).wait()
     twice.sum().backward(retain_graph=True)
     twice.sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.full_like(x, 4.0 / world))
+    assert torch.equal(gradient_of(x), torch.full_like(x, 4.0 / world))
     with torch.no_grad():
         assert not reduce_scatter_base_pooled(x).wait().requires_grad
     pending = reduce_scatter_base_pooled(x)
@@ -286,9 +275,7 @@ def test_backward_runs_as_often_as_asked_and_no_grad_belongs_to_the_call() -> No
 
 
 def check_modules() -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    pg = dist.group.WORLD
-    assert pg is not None
+    rank, world, pg = dist.get_rank(), dist.get_world_size(), world_group()
     inputs, outputs, up, gradients = whole_and_gradients(CASES["pooled"], world, torch.float32)
     x = inputs[rank].detach().clone().requires_grad_()
     dist_pooled = pooled_dist.PooledEmbeddingsAllToAll(pg, dims(world), callbacks=[lambda t: t * 2])
@@ -298,34 +285,28 @@ def check_modules() -> None:
     came = pending.wait()
     assert torch.equal(came, (outputs[rank] * 2 + 1) * 4)
     came.backward(up[rank])
-    assert x.grad is not None
-    assert_close(x.grad, gradients[rank] * 8 / world)
+    assert_close(gradient_of(x), gradients[rank] * 8 / world)
     # by default all batches are alike
     even = torch.arange(2.0 * world * dims(world)[rank]).view(2 * world, dims(world)[rank])
     assert dist_pooled(even).wait().shape == (2, sum(dims(world)))
-    with (
-        pytest.raises(ValueError, match="batch_size_per_rank")
-        if world > 1
-        else pytest.raises(ValueError, match="shape")
-    ):
+    with pytest.raises(ValueError, match="batch_size_per_rank" if world > 1 else "shape"):
         dist_pooled(torch.zeros(2 * world + 1, 99))
 
     each = feature_batches(world)
-    inputs, outputs, _, _ = whole_and_gradients(CASES["variable_batch"], world, torch.float32)
-    variable = pooled_dist.VariableBatchPooledEmbeddingsAllToAll(pg, feature_dims(world), callbacks=[lambda t: t * 2])
     before = [b for of_owner in each[rank] for b in of_owner]
-    assert torch.equal(variable(inputs[rank], [one[rank] for one in each], before).wait(), outputs[rank] * 2)
-
-    inputs, outputs, _, _ = whole_and_gradients(CASES["reduce_scatter_v"], world, torch.float32)
+    variable = pooled_dist.VariableBatchPooledEmbeddingsAllToAll(pg, feature_dims(world), callbacks=[lambda t: t * 2])
     scatter = pooled_dist.PooledEmbeddingsReduceScatter(pg)
-    assert torch.equal(scatter(inputs[rank], batches(world)).wait(), outputs[rank])
-    inputs, outputs, _, _ = whole_and_gradients(CASES["reduce_scatter_base"], world, torch.float32)
-    assert torch.equal(scatter(inputs[rank]).wait(), outputs[rank])
-    inputs, outputs, _, _ = whole_and_gradients(CASES["reduce_scatter_v_per_feature"], world, torch.float32)
     features = pooled_dist.VariableBatchPooledEmbeddingsReduceScatter(pg)
-    assert torch.equal(features(inputs[rank], per_feature(world), [4, 3]).wait(), outputs[rank])
-    inputs, outputs, _, _ = whole_and_gradients(CASES["all_gather"], world, torch.float32)
-    assert torch.equal(pooled_dist.PooledEmbeddingsAllGather(pg)(inputs[rank]).wait(), outputs[rank])
+    calls: dict[str, Callable[[Tensor], Awaitable[Tensor]]] = {
+        "variable_batch": lambda x: variable(x, [one[rank] for one in each], before),
+        "reduce_scatter_v": lambda x: scatter(x, batches(world)),
+        "reduce_scatter_base": lambda x: scatter(x),
+        "reduce_scatter_v_per_feature": lambda x: features(x, per_feature(world), [4, 3]),
+        "all_gather": pooled_dist.PooledEmbeddingsAllGather(pg),
+    }
+    for name, call in calls.items():
+        inputs, outputs, _, _ = whole_and_gradients(CASES[name], world, torch.float32)
+        assert torch.equal(call(inputs[rank]).wait(), outputs[rank] * (2 if name == "variable_batch" else 1)), name
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -334,20 +315,16 @@ def test_modules_call_the_functions_and_run_callbacks_on_the_result(world: int) 
 
 
 def step_of_a_collection(division: bool) -> Tensor:
-    world, table = dist.get_world_size(), EmbeddingBagConfig(4, 2, "t", feature_names=["f"], init_fn=nn.init.zeros_)
-    module = EmbeddingBagCollection([table])
-    apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
-    plan = construct_module_sharding_plan(module, {"t": table_wise(0)}, world_size=world, local_size=world)
-    pg = dist.group.WORLD
-    assert pg is not None
-    sharded = EmbeddingBagCollectionSharder().shard(module, plan, ShardingEnv.from_process_group(pg))
+    world, tables = dist.get_world_size(), bag_tables({"f": 4}, 2, init_fn=nn.init.zeros_)
+    module = fused(EmbeddingBagCollection(tables), lr=1.0)
+    plan = construct_module_sharding_plan(module, {"tf": table_wise(0)}, world_size=world, local_size=world)
+    sharded = EmbeddingBagCollectionSharder().shard(module, plan, ShardingEnv.from_process_group(world_group()))
     comm_ops.set_gradient_division(division)
     try:
-        batch = KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
-        sharded(batch).values().sum().backward()
+        sharded(kjt({"f": [[1]]})).values().sum().backward()
     finally:
         comm_ops.set_gradient_division(True)
-    return sharded.parameter("t").detach().clone()
+    return sharded.parameter("tf").detach().clone()
 
 
 def test_sharded_collections_divide_their_gradients_as_set_gradient_division_says() -> None:
@@ -357,7 +334,6 @@ def test_sharded_collections_divide_their_gradients_as_set_gradient_division_say
 
 
 def check_refusals() -> None:
-    world = dist.get_world_size()
     x = torch.zeros(4, 3)
     ones = torch.ones(2, 2, dtype=torch.int32)
     for words, call in (
@@ -375,7 +351,6 @@ def check_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             call()
-    assert world == 2
 
 
 def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, product
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from jagged_batches import gradient_of
+from ranks import error_of, run_ranks, world_group
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -27,6 +29,7 @@ from shardwise.sharding.torchrec.dist_data import (
 from shardwise.sharding.torchrec.pooled_dist import SequenceEmbeddingsAllToAll
 
 WORLDS = [1, 2, 4]
+KINDS = ("even", "uneven", "variable", "empty")
 ROWS = 23
 # a bag of a sample: ids and weights
 Bag = tuple[list[int], list[float]]
@@ -41,69 +44,60 @@ def keys_of(world: int) -> list[str]:
     return [f"f{i}" for i in range(sum(splits_of(world)))]
 
 
-def bags_of(rank: int, key: int, batch: int, seed: int = 0) -> list[Bag]:
-    generator = torch.Generator().manual_seed(1000 * seed + 31 * rank + key)
+def bags_of(rank: int, key: int, batch: int) -> list[Bag]:
+    generator = torch.Generator().manual_seed(31 * rank + key)
     lengths = torch.randint(0, 4, (batch,), generator=generator).tolist()
     return [
-        (
-            torch.randint(0, ROWS, (n,), generator=generator).tolist(),
-            torch.rand(n, generator=generator).tolist(),
-        )
+        (torch.randint(0, ROWS, (n,), generator=generator).tolist(), torch.rand(n, generator=generator).tolist())
         for n in lengths
     ]
+
+
+def joined(bags: Sequence[Bag], weighted: bool = True, dtype: torch.dtype = torch.int64) -> JaggedTensor:
+    ids = torch.tensor([i for ids, _ in bags for i in ids], dtype=dtype)
+    weights = torch.tensor([w for _, weights in bags for w in weights]) if weighted else None
+    return JaggedTensor(ids, weights, torch.tensor([len(ids) for ids, _ in bags], dtype=torch.int32))
 
 
 def batch_of(
     keys: Sequence[str], bags: Sequence[Sequence[Bag]], weighted: bool, variable: bool, dtype: torch.dtype = torch.int64
 ) -> KeyedJaggedTensor:
-    every = [bag for of_key in bags for bag in of_key]
+    every = joined([bag for of_key in bags for bag in of_key], weighted, dtype)
     return KeyedJaggedTensor(
-        list(keys),
-        torch.tensor([i for ids, _ in every for i in ids], dtype=dtype),
-        torch.tensor([w for _, weights in every for w in weights]) if weighted else None,
-        torch.tensor([len(ids) for ids, _ in every], dtype=torch.int32),
+        list(keys), every.values(), every.weights_or_none(), every.lengths(),
         stride=None if variable else len(bags[0]) if bags else 0,
         stride_per_key_per_rank=[[len(of_key)] for of_key in bags] if variable else None,
-    )
+    )  # fmt: skip
 
 
 def stride_of(kind: str, rank: int, key: int) -> int:
     return {"even": 3, "uneven": (2, 0, 4, 1)[rank % 4], "variable": (rank + 2 * key) % 4, "empty": 0}[kind]
 
 
-def global_batch(kind: str, weighted: bool, world: int, mine: range, order: Sequence[int]) -> list[list[Bag]]:
-    """What rank `mine`'s keys have, of ranks in `order`."""
-    return [[bag for r in order for bag in bags_of(r, k, stride_of(kind, r, k))] for k in mine]
-
-
 def check_kjt(stagger: int) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    pg = dist.group.WORLD
-    assert pg is not None
+    rank, world, pg = dist.get_rank(), dist.get_world_size(), world_group()
     splits, keys = splits_of(world), keys_of(world)
     begin = sum(splits[:rank])
     mine = range(begin, begin + splits[rank])
     exchange = KJTAllToAll(pg, splits, stagger)
     in_row = world // stagger
     order = [column + in_row * row for column in range(in_row) for row in range(stagger)]
-    for kind in ("even", "uneven", "variable", "empty"):
-        for weighted in (False, True):
-            for dtype in (torch.int64, torch.int32):
-                bags = [bags_of(rank, k, stride_of(kind, rank, k)) for k in range(len(keys))]
-                variable = kind == "variable"
-                came = exchange(batch_of(keys, bags, weighted, variable, dtype)).wait().wait()
-                wanted = batch_of(
-                    [keys[k] for k in mine], global_batch(kind, weighted, world, mine, order), weighted, variable, dtype
-                )
-                assert came.values().dtype == dtype
-                if len(mine):
-                    assert kjt_is_equal(came, wanted) or (variable and same_bags(came, wanted)), (kind, weighted)
-                else:
-                    assert came.keys() == []
-                    assert came.values().numel() == 0
-                if variable and world > 1 and len(mine):
-                    strides = [[stride_of(kind, r, k) for r in order] for k in mine]
-                    assert came.stride_per_key_per_rank() == strides
+    for kind, weighted, dtype in product(KINDS, (False, True), (torch.int64, torch.int32)):
+        bags = [bags_of(rank, k, stride_of(kind, rank, k)) for k in range(len(keys))]
+        variable = kind == "variable"
+        came = exchange(batch_of(keys, bags, weighted, variable, dtype)).wait().wait()
+        # of ranks in order
+        every = [[bag for r in order for bag in bags_of(r, k, stride_of(kind, r, k))] for k in mine]
+        wanted = batch_of([keys[k] for k in mine], every, weighted, variable, dtype)
+        assert came.values().dtype == dtype
+        if len(mine):
+            assert kjt_is_equal(came, wanted) or (variable and same_bags(came, wanted)), (kind, weighted)
+        else:
+            assert came.keys() == []
+            assert came.values().numel() == 0
+        if variable and world > 1 and len(mine):
+            strides = [[stride_of(kind, r, k) for r in order] for k in mine]
+            assert came.stride_per_key_per_rank() == strides
 
 
 def same_bags(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
@@ -124,23 +118,17 @@ def test_each_rank_gets_its_keys_of_all_batches(world: int, stagger: int) -> Non
     run_ranks(world, check_kjt, stagger)
 
 
-def check_disagreement(what: str) -> str:
-    rank = dist.get_rank()
-    pg = dist.group.WORLD
-    assert pg is not None
-    bags = [bags_of(rank, k, 2) for k in range(3)]
-    keys = ["a", "b", "x" if what == "keys" and rank == 1 else "c"]
-    weighted, variable = what == "weights" and rank == 1, what == "batches" and rank == 1
-    dtype = torch.int32 if what == "dtype" and rank == 1 else torch.int64
-    splits = [1, 2] if what == "splits" and rank == 1 else [2, 1]
-    told = KJTAllToAll(pg, splits)(batch_of(keys, bags, weighted, variable, dtype))
-    with pytest.raises(RuntimeError) as raised:
-        told.wait()
-    return str(raised.value)
-
-
 def check_disagreements() -> list[str]:
-    return [check_disagreement(what) for what in ("keys", "weights", "batches", "dtype", "splits")]
+    """What is said where rank 1 has another batch, in one thing at a time."""
+    rank, pg, found = dist.get_rank(), world_group(), []
+    bags = [bags_of(rank, k, 2) for k in range(3)]
+    for what in ("keys", "weights", "batches", "dtype", "splits"):
+        other = what if rank == 1 else ""
+        keys, splits = ["a", "b", "x" if other == "keys" else "c"], [1, 2] if other == "splits" else [2, 1]
+        dtype = torch.int32 if other == "dtype" else torch.int64
+        batch = batch_of(keys, bags, other == "weights", other == "batches", dtype)
+        found.append(error_of(KJTAllToAll(pg, splits)(batch).wait))
+    return found
 
 
 @pytest.mark.ranks
@@ -152,9 +140,7 @@ def test_ranks_with_other_batches_are_told_so_before_tensors_travel() -> None:
 
 
 def check_pieces() -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    pg = dist.group.WORLD
-    assert pg is not None
+    rank, world, pg = dist.get_rank(), dist.get_world_size(), world_group()
     # splits, of several tensors at once
     a, b = (torch.tensor([f * 100 + 10 * rank + r for r in range(world)]) for f in (1, 2))
     wanted = [[f * 100 + 10 * r + rank for r in range(world)] for f in (1, 2)]
@@ -187,21 +173,11 @@ def check_pieces() -> None:
         TensorAllToAll(pg)(torch.zeros(1), torch.ones(world + 1, dtype=torch.int64))
 
     # bags
+    every = [[bags_of(source, target, counts[source][target]) for target in range(world)] for source in range(world)]
     for weighted in (False, True):
-
-        def bags(source: int, target: int) -> list[Bag]:
-            return bags_of(source, target, counts[source][target])
-
-        def joined(every: list[Bag], weighted: bool = weighted) -> JaggedTensor:
-            return JaggedTensor(
-                torch.tensor([i for ids, _ in every for i in ids], dtype=torch.int64),
-                torch.tensor([w for _, weights in every for w in weights]) if weighted else None,
-                torch.tensor([len(ids) for ids, _ in every], dtype=torch.int64),
-            )
-
-        jt = joined([bag for t in range(world) for bag in bags(rank, t)])
+        jt = joined([bag for bags in every[rank] for bag in bags], weighted)
         came = JaggedTensorAllToAll(jt, send, receive, pg).wait()
-        expected = joined([bag for s in range(world) for bag in bags(s, rank)])
+        expected = joined([bag for bags in every for bag in bags[rank]], weighted)
         assert torch.equal(came.values(), expected.values())
         assert torch.equal(came.lengths(), expected.lengths())
         assert not weighted or torch.equal(came.weights(), expected.weights())
@@ -216,20 +192,14 @@ def test_splits_rows_and_bags_arrive_rank_after_rank(world: int) -> None:
 
 
 def check_freed() -> None:
-    rank = dist.get_rank()
-    pg = dist.group.WORLD
-    assert pg is not None
+    rank, pg = dist.get_rank(), world_group()
     batch = batch_of(["a", "b"], [bags_of(rank, k, 5) for k in range(2)], weighted=True, variable=False)
     sizes = batch.values().numel() * (8 + 4) + batch.lengths().numel() * 4
     tensors = KJTAllToAll(pg, [1, 1])(batch).wait()
     assert tensors.clear_inputs() == sizes
     assert batch.values().untyped_storage().nbytes() == 0
-    wanted = batch_of(["ab"[rank]], global_batch("five", True, 2, range(0), []) or [five(rank)], True, False)
-    assert kjt_is_equal(tensors.wait(), wanted)
-
-
-def five(key: int) -> list[Bag]:
-    return [bag for r in range(2) for bag in bags_of(r, key, 5)]
+    wanted = [bag for r in range(2) for bag in bags_of(r, rank, 5)]
+    assert kjt_is_equal(tensors.wait(), batch_of(["ab"[rank]], [wanted], True, False))
 
 
 @pytest.mark.ranks
@@ -239,9 +209,7 @@ def test_clear_inputs_frees_what_was_sent_and_the_result_stays() -> None:
 
 def check_row_wise(kind: str, weighted: bool) -> None:
     """Ids to the ranks that hold their rows, rows back: every id gets its row, and every row its gradient."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    pg = dist.group.WORLD
-    assert pg is not None
+    rank, world, pg = dist.get_rank(), dist.get_world_size(), world_group()
     keys = ["a", "b"]
     tables = [torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(k)) for k in range(2)]
     block = -(-ROWS // world)
@@ -258,47 +226,36 @@ def check_row_wise(kind: str, weighted: bool) -> None:
     got = TensorAllToAll(pg)(torch.zeros(0), torch.zeros(world, dtype=torch.int64)).wait()
     assert got.wait().numel() == 0
     received = SplitsAllToAllAwaitable([torch.tensor(sent)], pg).wait()[0]
-    stride_per_rank = [one[0] for one in strides]
-    variable = kind == "variable"
-    order = None
-    if variable and world > 1:
-        # segments of bags: batches of keys and ranks differ
-        order = bags_order(strides, world)
+    # segments of bags, where batches of keys and ranks differ
+    order = bags_order(strides, world) if kind == "variable" and world > 1 else None
     back = SequenceEmbeddingsAllToAll(pg, [2] * world)(
-        rows, here.lengths(), sent, received, permute, [0, *range(1, world)] if order is not None else stride_per_rank,
-        order,
+        rows, here.lengths(), sent, received, permute,
+        list(range(world)) if order is not None else [n for n, _ in strides], order,
     ).wait()  # fmt: skip
-    every = [i for k in range(2) for ids_, _ in bags_of(rank, k, strides[rank][k]) for i in ids_]
-    of_key = [k for k in range(2) for ids_, _ in bags_of(rank, k, strides[rank][k]) for _ in ids_]
-    wanted = torch.stack([tables[k][i] for k, i in zip(of_key, every, strict=True)]) if every else torch.zeros(0, 3)
-    assert torch.equal(back, wanted)
+    wanted = [tables[k][joined(bags_of(rank, k, strides[rank][k])).values()] for k in range(2)]
+    assert torch.equal(back, torch.cat(wanted))
     assert kind == "empty" or back.requires_grad
     (back * (rank + 1)).sum().backward()
     for k in range(2):
         counts = torch.zeros(ROWS)
         for r in range(world):
-            for ids_, _ in bags_of(r, k, strides[r][k]):
-                counts.index_add_(0, torch.tensor(ids_, dtype=torch.int64), torch.full((len(ids_),), r + 1.0))
-        grad = mine[k].grad
-        assert grad is not None
-        assert_close(grad, (counts / world)[rank * block : (rank + 1) * block, None].expand(-1, 3))
+            asked = joined(bags_of(r, k, strides[r][k])).values()
+            counts.index_add_(0, asked, torch.full((len(asked),), r + 1.0))
+        wanted_grad = (counts / world)[rank * block : (rank + 1) * block, None].expand(-1, 3)
+        assert_close(gradient_of(mine[k]), wanted_grad)
 
 
 def bags_order(strides: list[list[int]], world: int) -> Tensor:
     """(rank, key) bags, key after key."""
-    begins, at = {}, 0
-    for r in range(world):
-        for k in range(2):
-            begins[r, k] = at
-            at += strides[r][k]
+    sizes = [strides[r][k] for r in range(world) for k in range(2)]
+    begins = dict(zip(product(range(world), range(2)), accumulate(sizes, initial=0), strict=False))
     order = [begins[r, k] + b for k in range(2) for r in range(world) for b in range(strides[r][k])]
     return torch.tensor(order, dtype=torch.int32)
 
 
 def check_row_wise_kinds() -> None:
-    for kind in ("even", "uneven", "variable", "empty"):
-        for weighted in (False, True):
-            check_row_wise(kind, weighted)
+    for kind, weighted in product(KINDS, (False, True)):
+        check_row_wise(kind, weighted)
 
 
 @pytest.mark.ranks
@@ -308,9 +265,7 @@ def test_ids_go_to_the_ranks_of_their_rows_and_rows_come_back_in_the_order_of_th
 
 
 def check_compressed_rows() -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    pg = dist.group.WORLD
-    assert pg is not None
+    rank, world, pg = dist.get_rank(), dist.get_world_size(), world_group()
     module = SequenceEmbeddingsAllToAll(pg, [1] * world, codecs=get_qcomm_codecs(QCommsConfig(CommType.FP16)))
     assert not module.state_dict()
     rows = torch.rand(2 * world, 3) + rank
@@ -370,24 +325,24 @@ def test_a_batch_is_cut_for_the_devices_of_one_process() -> None:
         KJTOneToAll([1] * 99, 99, "cuda")
 
 
+def numbers(tensor: Tensor | None) -> list[int]:
+    assert tensor is not None
+    return tensor.tolist()
+
+
 def test_recat_is_key_after_key_in_the_order_of_the_ranks() -> None:
     for keys, ranks, stagger, wanted in (
         (2, 4, 1, [0, 2, 4, 6, 1, 3, 5, 7]),
         (2, 4, 2, [0, 4, 2, 6, 1, 5, 3, 7]),
         (1, 2, 1, [0, 1]),
     ):
-        found = recat(keys, ranks, stagger)
-        assert found is not None
-        assert found.tolist() == wanted
+        assert numbers(recat(keys, ranks, stagger)) == wanted
     assert recat(0, 4) is None
-    bags = recat(2, 2, stride_per_rank=[1, 2])
-    assert bags is not None
-    assert bags.tolist() == [0, 2, 3, 1, 4, 5]
+    assert numbers(recat(2, 2, stride_per_rank=[1, 2])) == [0, 2, 3, 1, 4, 5]
 
 
 def check_refusals() -> None:
-    pg = dist.group.WORLD
-    assert pg is not None
+    pg = world_group()
     for words, make in (
         ("one entry for each of 1 ranks", lambda: KJTAllToAll(pg, [1, 1])),
         ("stagger must divide the 1 ranks, got 2", lambda: KJTAllToAll(pg, [1], 2)),
