@@ -266,59 +266,63 @@ def _launches() -> Iterator[tuple[Callable[[], object], str, str]]:
         yield partial(step, batch, rule, **settings), " ".join(filter(None, [rule, str(batch), *words])), rows
 
 
+def _asked(batch: Batch, rule: str, **settings: Any) -> tuple[Batch, str, dict[str, Any]]:
+    return batch, rule, settings
+
+
 def _steps() -> Iterator[tuple[Batch, str, dict[str, Any]]]:
     for rule in BUILT_IN:
         yield from (
-            *((Batch(dim), rule, {}) for dim in (DIMS if rule in MAIN_RULES else FEW_DIMS)),
+            *(_asked(Batch(dim), rule) for dim in (DIMS if rule in MAIN_RULES else FEW_DIMS)),
             *(
-                (Batch(), rule, {"decay": decay})
+                _asked(Batch(), rule, decay=decay)
                 for decay in (("l2", "decoupled") if "lr" in RULES[rule].hyper else ())
             ),
             *(
-                (Batch(dtype=dtype), rule, {"rounding": True})
+                _asked(Batch(dtype=dtype), rule, rounding=True)
                 for dtype in (_HALVES if rule in SET_RULES else (torch.bfloat16,))
             ),
         )  # fmt: skip
     for rule in SET_RULES:
         for dim, dtype in product((4, 128, 4096), _HALVES):
             yield from (
-                (Batch(dim, dtype), rule, {}),
-                (Batch(dim, other=dtype), rule, {}),
+                _asked(Batch(dim, dtype), rule),
+                _asked(Batch(dim, other=dtype), rule),
             )  # fmt: skip
         yield from (
-            *((Batch(dim, beside=1), rule, {}) for dim in (4, 20, 64, 128, 1024, 4096)),
-            *((batch, rule, {}) for batch in (Batch(weighted=True), Batch(shifted=True), Batch(rows=2**31))),
+            *(_asked(Batch(dim, beside=1), rule) for dim in (4, 20, 64, 128, 1024, 4096)),
+            *(_asked(batch, rule) for batch in (Batch(weighted=True), Batch(shifted=True), Batch(rows=2**31))),
             # where rows may have partial sums the last launch adds those
-            *((Batch(dim, samples=40), rule, {}) for dim in FEW_DIMS),
-            (Batch(samples=40, beside=1), rule, {}),
-            *((Batch(dtype=dtype, samples=40), rule, {"rounding": True}) for dtype in _HALVES),
+            *(_asked(Batch(dim, samples=40), rule) for dim in FEW_DIMS),
+            _asked(Batch(samples=40, beside=1), rule),
+            *(_asked(Batch(dtype=dtype, samples=40), rule, rounding=True) for dtype in _HALVES),
             *(
-                (Batch(dim), rule, {"scale": scale})
+                _asked(Batch(dim), rule, scale=scale)
                 for dim, scale in (product((64, 127, 128, 1024), (1, 2, 4)) if RULES[rule].takes_row else ())
             ),
         )  # fmt: skip
     # what may be forced on a launch for any device; rows are prefetched on NVIDIA's alone
     yield from (
-        (Batch(), rule, {"forced": {"update.next_entries": True, "update.contiguous": True}})
+        _asked(Batch(), rule, forced={"update.next_entries": True, "update.contiguous": True})
         for rule in ("rowwise_adagrad", "adam")
     )  # fmt: skip
     # one program for all ids, of each size, and many; levels; what ids, offsets and factors are
     for samples in (8, 40, 1100, 2100, 4100, 200_000):
         yield from (
-            (Batch(1, samples=samples), "sgd", {}),
-            (Batch(1, torch.bfloat16, samples=samples, weighted=True), "sgd", {"rounding": True}),
-            (Batch(1, samples=samples, rows=2**31), "sgd", {}),
+            _asked(Batch(1, samples=samples), "sgd"),
+            _asked(Batch(1, torch.bfloat16, samples=samples, weighted=True), "sgd", rounding=True),
+            _asked(Batch(1, samples=samples, rows=2**31), "sgd"),
         )  # fmt: skip
     yield from (
         *(
-            (Batch(ids=ids, offsets=offsets), "sgd", {"rounding": True})
+            _asked(Batch(ids=ids, offsets=offsets), "sgd", rounding=True)
             for ids, offsets in product((torch.int32, torch.int64), repeat=2)
         ),
         *(
-            (Batch(weighted=weighted), "sgd", {"pooling": pooling})
+            _asked(Batch(weighted=weighted), "sgd", pooling=pooling)
             for weighted, pooling in product((False, True), ("mean", "sequence"))
         ),
-        (Batch(1), "sgd", {"ahead": True}),
+        _asked(Batch(1), "sgd", ahead=True),
     )  # fmt: skip
 
 

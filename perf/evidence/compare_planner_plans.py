@@ -27,6 +27,7 @@ from torch import nn
 from shardwise.perf.evidence.report import ROOT, Report, grid
 from shardwise.perf.suite.cases.planner import OPTIMIZER, generated
 from shardwise.perf.suite.libraries import PLANNER, torchrec
+from shardwise.perf.suite.options import FLAG, Options
 from shardwise.planner.cost.model import constants_of
 from shardwise.planner.cost.torchrec import TorchRecCost
 from shardwise.planner.errors import PlannerError
@@ -524,17 +525,18 @@ def _cells(row: Row) -> list[object]:
     ]  # fmt: skip
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("plans", "times", "sets"), help="plans and times need TorchRec")
-    parser.add_argument("--tables", type=Path, help="folder of the sets; without it only generated ones are planned")
-    parser.add_argument("--only", default="", help="sets whose name has this in it")
-    parser.add_argument("--shapes", default="", help="plans: shapes whose text has this in it, '8x1' say")
-    parser.add_argument("--results", type=Path, default=ROOT / "perf" / "results" / "planner", help="of plans")
-    parser.add_argument("--largest", type=int, default=2000, help="plans: most tables x ranks for TorchRec")
-    parser.add_argument("--again", action="store_true", help="plans: ours anew, TorchRec's as stored")
-    parser.add_argument("--cost", default="shardwise", choices=["shardwise", "torchrec"], help="sets: the cost model")
-    parser.add_argument("--json", type=Path, help="sets: keep the numbers")
-    parser.add_argument("--plot", type=Path, help="sets: only draw seconds over tables x ranks of generated ones (SVG)")
+OPTIONS: Options = {
+    "what": {"choices": ("plans", "times", "sets"), "help": "plans and times need TorchRec"},
+    "--tables": {"type": Path, "help": "folder of the sets; without it only generated ones are planned"},
+    "--only": {"default": "", "help": "sets whose name has this in it"},
+    "--shapes": {"default": "", "help": "plans: shapes whose text has this in it, '8x1' say"},
+    "--results": {"type": Path, "default": ROOT / "perf" / "results" / "planner", "help": "of plans"},
+    "--largest": {"type": int, "default": 2000, "help": "plans: most tables x ranks for TorchRec"},
+    "--again": {**FLAG, "help": "plans: ours anew, TorchRec's as stored"},
+    "--cost": {"default": "shardwise", "choices": ["shardwise", "torchrec"], "help": "sets: the cost model"},
+    "--json": {"type": Path, "help": "sets: keep the numbers"},
+    "--plot": {"type": Path, "help": "sets: only draw seconds over tables x ranks of generated ones (SVG)"},
+}
 
 
 def run(options: argparse.Namespace) -> Report:
