@@ -254,9 +254,9 @@ def _launches() -> Iterator[tuple[Callable[[], object], str, str]]:
         (partial(check, Batch(), padded=True), f"{Batch()} padded", ""),
         (partial(check, Batch(), masks=True), f"{Batch()} masks", ""),
         (partial(check, Batch(), masks=True, fatal=False), f"{Batch()} masks warning", ""),
-        *launched_jagged.launches(),
-        *launched_quantized.launches(),
     )  # fmt: skip
+    yield from launched_jagged.launches()
+    yield from launched_quantized.launches()
     for batch, rule, settings in _steps():
         words = [settings.get("decay", ""), "rounded" if settings.get("rounding") else ""]
         words.append(f"tile x{settings['scale']}" if settings.get("scale", 1) > 1 else "")
