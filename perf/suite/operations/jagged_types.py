@@ -112,24 +112,8 @@ def _each(size: Size) -> list[int]:
     return [1] * size.keys
 
 
-def _all(size: Size) -> list[int]:
-    return [size.keys]
-
-
-def _zeros(size: Size) -> list[int]:
-    return [0, *_halves(size), 0]
-
-
 def _reverse(size: Size) -> list[int]:
     return list(range(size.keys))[::-1]
-
-
-def _every_other(size: Size) -> list[int]:
-    return list(range(0, size.keys, 2))
-
-
-def _twice(size: Size) -> list[int]:
-    return [f for f in range(size.keys) for _ in range(2)]
 
 
 def _construct(name: str, sync: bool, *variants: dict[str, Any]) -> Iterator[Operation]:
@@ -207,12 +191,8 @@ def _values(made: Any) -> list[Any]:
     return [made.keys(), made.values(), made.length_per_key(), made.offset_per_key()]
 
 
-def _kt_parts(lib: Any, size: Size) -> Any:
-    return [f"f{f}" for f in range(size.keys)], list(torch.split(columns(size, 0), dims(size), 1))
-
-
-def _kt_arguments(lib: Any, size: Size) -> Any:
-    return [f"f{f}" for f in range(size.keys)], dims(size), columns(size, 0)
+def _keys(size: Size) -> list[str]:
+    return [f"f{f}" for f in range(size.keys)]
 
 
 def _jt(name: str, make: Make, call: Call, **more: Any) -> Operation:
@@ -255,11 +235,17 @@ _REORDERINGS = [
     ),
     *_of_batch("split in two", _split, *_FOUR, argument=_halves),
     *_of_batch("split by key", _split, *_FOUR, argument=_each),
-    *_of_batch("split of all keys", _split, argument=_all),
-    *_of_batch("split with zeros", _split, PLAIN, SYNCED, argument=_zeros),
+    *_of_batch("split of all keys", _split, argument=lambda size: [size.keys]),
+    *_of_batch("split with zeros", _split, PLAIN, SYNCED, argument=lambda size: [0, *_halves(size), 0]),
     *_of_batch("permute, reversed", _permute, *_FOUR, INVERSE, {"int32": True}, argument=_reverse),
-    *_of_batch("permute, every other key", _permute, PLAIN, SYNCED, VARIABLE, argument=_every_other),
-    *_of_batch("permute, each key twice", _permute, PLAIN, SYNCED, WEIGHTED, argument=_twice),
+    *_of_batch(
+        "permute, every other key", _permute, PLAIN, SYNCED, VARIABLE,
+        argument=lambda size: list(range(0, size.keys, 2)),
+    ),
+    *_of_batch(
+        "permute, each key twice", _permute, PLAIN, SYNCED, WEIGHTED,
+        argument=lambda size: [f for f in range(size.keys) for _ in range(2)],
+    ),
     *_of_batch(
         "permute, with indices_tensor", lambda lib, s: s[0].permute(*s[1]),
         argument=lambda size: (_reverse(size), torch.tensor(_reverse(size), dtype=torch.int32)),
@@ -387,8 +373,15 @@ _JAGGED = [
     ),
 ]  # fmt: skip
 _KEYED = [
-    Operation("KT constructor", _kt_arguments, lambda lib, s: lib.KeyedTensor(*s), read=_values),
-    Operation("KT from_tensor_list", _kt_parts, lambda lib, s: lib.KeyedTensor.from_tensor_list(*s)),
+    Operation(
+        "KT constructor", lambda lib, size: (_keys(size), dims(size), columns(size, 0)),
+        lambda lib, s: lib.KeyedTensor(*s), read=_values,
+    ),
+    Operation(
+        "KT from_tensor_list",
+        lambda lib, size: (_keys(size), list(torch.split(columns(size, 0), dims(size), 1))),
+        lambda lib, s: lib.KeyedTensor.from_tensor_list(*s),
+    ),
     Operation("KT [key] of all keys", kt, _look_up),
     *(Operation(f"KT {name}", kt, _method(name)) for name in ("to_dict", "offset_per_key", "size_in_bytes")),
     Operation("KT to", kt, lambda lib, s: s.to(CPU)),
