@@ -94,13 +94,10 @@ def _matrix(lib: Any, size: Size) -> Any:
 
 
 def _members(weighted: bool = False) -> Make:
-    def make(lib: Any, size: Size) -> Any:
-        return [
-            lib.KeyedJaggedTensor([key], values, weights if weighted else None, lengths)
-            for key, values, weights, lengths in pieces(size)
-        ]
-
-    return make
+    return lambda lib, size: [
+        lib.KeyedJaggedTensor([key], values, weights if weighted else None, lengths)
+        for key, values, weights, lengths in pieces(size)
+    ]
 
 
 # ways of cutting and reordering keys
