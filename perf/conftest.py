@@ -19,6 +19,7 @@ from shardwise.perf.suite.case import (
 from shardwise.perf.suite.cases import CASES
 from shardwise.perf.suite.clock import Clock
 from shardwise.perf.suite.measure import Failure, Measured
+from shardwise.perf.suite.options import FLAG, Options
 from shardwise.perf.suite.record import Record
 from shardwise.perf.suite.storage import appendix
 
@@ -26,16 +27,20 @@ CHOSEN = pytest.StashKey[list[Case]]()
 SETTING = pytest.StashKey[Setting]()
 SIZES = pytest.StashKey[list[Record]]()
 FAILURES = pytest.StashKey[list[Failure]]()
+OPTIONS: Options = {
+    "--suite": {"action": "append", "choices": SUITES, "help": "by default that of the device; may repeat"},
+    "--device": {"choices": DEVICES, "default": "cpu"},
+    "--only-case": {"default": "", "metavar": "REGEX", "help": "only cases with this in 'group: name'"},
+    "--small": {**FLAG, "help": "tiny sizes: a proof that all of it runs"},
+    "--peers": {**FLAG, "help": "FBGEMM and TorchRec too, where they are installed"},
+    "--threads": {"type": int, "help": "of the CPU, by default one for each core"},
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shardwise", "the regression suite of shardwise")
-    group.addoption("--suite", action="append", choices=SUITES, help="by default that of the device; may repeat")
-    group.addoption("--device", choices=DEVICES, default="cpu")
-    group.addoption("--only-case", default="", metavar="REGEX", help="only cases with this in 'group: name'")
-    group.addoption("--small", action="store_true", help="tiny sizes: a proof that all of it runs")
-    group.addoption("--peers", action="store_true", help="FBGEMM and TorchRec too, where they are installed")
-    group.addoption("--threads", type=int, help="of the CPU, by default one for each core")
+    for flag, told in OPTIONS.items():
+        group.addoption(flag, **told)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,10 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SETTING] = Setting(
         device, bool(config.getoption("small")), frozenset({"torch", *others}), machine.memory_for_tables(device)
     )
-    sizes: list[Record] = []
-    failures: list[Failure] = []
-    config.stash[SIZES] = sizes
-    config.stash[FAILURES] = failures
+    config.stash[SIZES], config.stash[FAILURES] = list[Record](), list[Failure]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -244,13 +244,17 @@ def _launches() -> Iterator[tuple[Callable[[], object], str, str]]:
         rows = f"D={batch.dim} {_TYPES[batch.dtype]}"
         yield partial(look_up, batch), str(batch), ""
         if not batch.weighted:
-            yield partial(weight_gradients, batch), str(batch), f"{rows} and {_TYPES[batch.other]}"
-            yield partial(check, batch), str(batch), ""
+            yield from (
+                (partial(weight_gradients, batch), str(batch), f"{rows} and {_TYPES[batch.other]}"),
+                (partial(check, batch), str(batch), ""),
+            )  # fmt: skip
         if not batch.beside and not batch.weighted:
             yield partial(look_up_sequence, batch), str(batch), ""
-    yield partial(check, Batch(), padded=True), f"{Batch()} padded", ""
-    yield partial(check, Batch(), masks=True), f"{Batch()} masks", ""
-    yield partial(check, Batch(), masks=True, fatal=False), f"{Batch()} masks warning", ""
+    yield from (
+        (partial(check, Batch(), padded=True), f"{Batch()} padded", ""),
+        (partial(check, Batch(), masks=True), f"{Batch()} masks", ""),
+        (partial(check, Batch(), masks=True, fatal=False), f"{Batch()} masks warning", ""),
+    )  # fmt: skip
     yield from launched_jagged.launches()
     yield from launched_quantized.launches()
     for batch, rule, settings in _steps():
@@ -262,43 +266,64 @@ def _launches() -> Iterator[tuple[Callable[[], object], str, str]]:
         yield partial(step, batch, rule, **settings), " ".join(filter(None, [rule, str(batch), *words])), rows
 
 
+def _asked(batch: Batch, rule: str, **settings: Any) -> tuple[Batch, str, dict[str, Any]]:
+    return batch, rule, settings
+
+
 def _steps() -> Iterator[tuple[Batch, str, dict[str, Any]]]:
     for rule in BUILT_IN:
-        for dim in DIMS if rule in MAIN_RULES else FEW_DIMS:
-            yield Batch(dim), rule, {}
-        for decay in ("l2", "decoupled") if "lr" in RULES[rule].hyper else ():
-            yield Batch(), rule, {"decay": decay}
-        for dtype in _HALVES if rule in SET_RULES else (torch.bfloat16,):
-            yield Batch(dtype=dtype), rule, {"rounding": True}
+        yield from (
+            *(_asked(Batch(dim), rule) for dim in (DIMS if rule in MAIN_RULES else FEW_DIMS)),
+            *(
+                _asked(Batch(), rule, decay=decay)
+                for decay in (("l2", "decoupled") if "lr" in RULES[rule].hyper else ())
+            ),
+            *(
+                _asked(Batch(dtype=dtype), rule, rounding=True)
+                for dtype in (_HALVES if rule in SET_RULES else (torch.bfloat16,))
+            ),
+        )  # fmt: skip
     for rule in SET_RULES:
         for dim, dtype in product((4, 128, 4096), _HALVES):
-            yield Batch(dim, dtype), rule, {}
-            yield Batch(dim, other=dtype), rule, {}
-        for dim in (4, 20, 64, 128, 1024, 4096):
-            yield Batch(dim, beside=1), rule, {}
-        for batch in (Batch(weighted=True), Batch(shifted=True), Batch(rows=2**31)):
-            yield batch, rule, {}
-        # where rows may have partial sums the last launch adds those
-        for dim in FEW_DIMS:
-            yield Batch(dim, samples=40), rule, {}
-        yield Batch(samples=40, beside=1), rule, {}
-        for dtype in _HALVES:
-            yield Batch(dtype=dtype, samples=40), rule, {"rounding": True}
-        for dim, scale in product((64, 127, 128, 1024), (1, 2, 4)) if RULES[rule].takes_row else ():
-            yield Batch(dim), rule, {"scale": scale}
+            yield from (
+                _asked(Batch(dim, dtype), rule),
+                _asked(Batch(dim, other=dtype), rule),
+            )  # fmt: skip
+        yield from (
+            *(_asked(Batch(dim, beside=1), rule) for dim in (4, 20, 64, 128, 1024, 4096)),
+            *(_asked(batch, rule) for batch in (Batch(weighted=True), Batch(shifted=True), Batch(rows=2**31))),
+            # where rows may have partial sums the last launch adds those
+            *(_asked(Batch(dim, samples=40), rule) for dim in FEW_DIMS),
+            _asked(Batch(samples=40, beside=1), rule),
+            *(_asked(Batch(dtype=dtype, samples=40), rule, rounding=True) for dtype in _HALVES),
+            *(
+                _asked(Batch(dim), rule, scale=scale)
+                for dim, scale in (product((64, 127, 128, 1024), (1, 2, 4)) if RULES[rule].takes_row else ())
+            ),
+        )  # fmt: skip
     # what may be forced on a launch for any device; rows are prefetched on NVIDIA's alone
-    for rule in ("rowwise_adagrad", "adam"):
-        yield Batch(), rule, {"forced": {"update.next_entries": True, "update.contiguous": True}}
+    yield from (
+        _asked(Batch(), rule, forced={"update.next_entries": True, "update.contiguous": True})
+        for rule in ("rowwise_adagrad", "adam")
+    )  # fmt: skip
     # one program for all ids, of each size, and many; levels; what ids, offsets and factors are
     for samples in (8, 40, 1100, 2100, 4100, 200_000):
-        yield Batch(1, samples=samples), "sgd", {}
-        yield Batch(1, torch.bfloat16, samples=samples, weighted=True), "sgd", {"rounding": True}
-        yield Batch(1, samples=samples, rows=2**31), "sgd", {}
-    for ids, offsets in product((torch.int32, torch.int64), repeat=2):
-        yield Batch(ids=ids, offsets=offsets), "sgd", {"rounding": True}
-    for weighted, pooling in product((False, True), ("mean", "sequence")):
-        yield Batch(weighted=weighted), "sgd", {"pooling": pooling}
-    yield Batch(1), "sgd", {"ahead": True}
+        yield from (
+            _asked(Batch(1, samples=samples), "sgd"),
+            _asked(Batch(1, torch.bfloat16, samples=samples, weighted=True), "sgd", rounding=True),
+            _asked(Batch(1, samples=samples, rows=2**31), "sgd"),
+        )  # fmt: skip
+    yield from (
+        *(
+            _asked(Batch(ids=ids, offsets=offsets), "sgd", rounding=True)
+            for ids, offsets in product((torch.int32, torch.int64), repeat=2)
+        ),
+        *(
+            _asked(Batch(weighted=weighted), "sgd", pooling=pooling)
+            for weighted, pooling in product((False, True), ("mean", "sequence"))
+        ),
+        _asked(Batch(1), "sgd", ahead=True),
+    )  # fmt: skip
 
 
 @contextmanager

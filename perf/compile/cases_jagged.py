@@ -63,29 +63,41 @@ Launch = tuple[Callable[[], object], str, str]
 
 def launches() -> Iterator[Launch]:
     """Runs of every jagged op."""
-    yield from _segments()
-    yield from _buckets()
-    yield from _dense()
-    yield from _select()
-    yield from _bmm()
+    yield from (
+        *_segments(),
+        *_buckets(),
+        *_dense(),
+        *_select(),
+        *_bmm(),
+    )  # fmt: skip
 
 
 def _segments() -> Iterator[Launch]:
     halves = [(dim, torch.float16) for dim in (1, 4, 128)] + [(dim, torch.bfloat16) for dim in (6, 1023)]
-    for dim, dtype in [(dim, torch.float32) for dim in (1, 3, 4, 20, 64, 128, 1023, 4096)] + halves:
-        yield partial(_move_and_sum, (4, dim), dtype), f"segments D={dim} {_name(dtype)}", ""
-    for dtype in (torch.float32, torch.float16, torch.int64, torch.int32):
-        yield partial(_move_and_sum, (4,), dtype), f"segments {_name(dtype)}", ""
-    yield partial(_move_and_sum, (16,), torch.int64), "segments 16 i64", ""
-    yield partial(_move_and_sum, (4,), torch.int64, torch.int32), "segments i64 i32 offsets", ""
-    yield partial(_move_and_sum, (4, 128), torch.float32, torch.int32), "segments D=128 fp32 i32 offsets", ""
+    yield from (
+        *(
+            (partial(_move_and_sum, (4, dim), dtype), f"segments D={dim} {_name(dtype)}", "")
+            for dim, dtype in [(dim, torch.float32) for dim in (1, 3, 4, 20, 64, 128, 1023, 4096)] + halves
+        ),
+        *(
+            (partial(_move_and_sum, (4,), dtype), f"segments {_name(dtype)}", "")
+            for dtype in (torch.float32, torch.float16, torch.int64, torch.int32)
+        ),
+        (partial(_move_and_sum, (16,), torch.int64), "segments 16 i64", ""),
+        (partial(_move_and_sum, (4,), torch.int64, torch.int32), "segments i64 i32 offsets", ""),
+        (partial(_move_and_sum, (4, 128), torch.float32, torch.int32), "segments D=128 fp32 i32 offsets", ""),
+    )  # fmt: skip
     for dtype in (torch.int32, torch.int64):
         offsets = torch.arange(0, 5, 2, dtype=dtype)
         ops = torch.ops.shardwise
-        yield partial(ops.invert_permute, offsets), _name(dtype), ""
-        yield partial(ops.offsets_range, offsets, 4), f"places {_name(dtype)}", ""
-        for count in (3, 1664):
-            yield partial(ops.complete_cumsum, torch.zeros(count, dtype=dtype)), f"{count} {_name(dtype)}", ""
+        yield from (
+            (partial(ops.invert_permute, offsets), _name(dtype), ""),
+            (partial(ops.offsets_range, offsets, 4), f"places {_name(dtype)}", ""),
+            *(
+                (partial(ops.complete_cumsum, torch.zeros(count, dtype=dtype)), f"{count} {_name(dtype)}", "")
+                for count in (3, 1664)
+            ),
+        )  # fmt: skip
         expand = partial(ops.expand_into_jagged_permute, offsets[:2], offsets, offsets, 4)
         yield expand, f"sources {_name(dtype)}", ""
 
@@ -105,9 +117,13 @@ def _move_and_sum(shape: tuple[int, ...], dtype: torch.dtype, index: torch.dtype
 def _buckets() -> Iterator[Launch]:
     integers = {"i32": torch.int32, "i64": torch.int64}
     for ids, lengths in product(integers, integers):
-        for words, options in _DIVISIONS.items():
-            yield partial(_bucketize, integers[ids], integers[lengths], options), f"{ids} {lengths}{words}", ""
-        yield partial(_bucketize, integers[ids], integers[lengths], {}, 300), f"{ids} {lengths} 300 buckets", ""
+        yield from (
+            *(
+                (partial(_bucketize, integers[ids], integers[lengths], options), f"{ids} {lengths}{words}", "")
+                for words, options in _DIVISIONS.items()
+            ),
+            (partial(_bucketize, integers[ids], integers[lengths], {}, 300), f"{ids} {lengths} 300 buckets", ""),
+        )  # fmt: skip
         for rows in (16, 2**31):
             offsets = torch.arange(17, dtype=integers[lengths])
             call = partial(unique.jagged_unique, torch.zeros(16, dtype=integers[ids]), offsets, [rows, rows])
@@ -146,21 +162,25 @@ def _calibrate(kind: torch.dtype, segments: bool, borders: bool) -> None:
 
 def _dense() -> Iterator[Launch]:
     """Values there and back, summed and multiplied: every class of dims, types, and one to five jagged dims."""
-    for dim in (1, 2, 3, 4, 5, 16, 20, 64, 128, 1023, 4096):
-        yield _padded_run(dim, torch.float32)
+    yield from (_padded_run(dim, torch.float32) for dim in (1, 2, 3, 4, 5, 16, 20, 64, 128, 1023, 4096))
     for dtype in (torch.float16, torch.bfloat16, torch.int32, torch.int64):
-        for dim in (1, 6, 128):
-            yield _padded_run(dim, dtype)
+        yield from (_padded_run(dim, dtype) for dim in (1, 6, 128))
     for dims in (2, 3, 5):
-        yield _padded_run(128, torch.float32, dims=dims)
-        yield _padded_run(1, torch.int64, dims=dims)
-    yield _padded_run(128, torch.float32, ends=torch.int32)
-    yield _padded_run(128, torch.float32, most=5)
-    yield _padded_run(128, torch.float32, filling=1.0)
-    yield _padded_run(3, torch.float32, filling=1.0)
+        yield from (
+            _padded_run(128, torch.float32, dims=dims),
+            _padded_run(1, torch.int64, dims=dims),
+        )  # fmt: skip
+    yield from (
+        _padded_run(128, torch.float32, ends=torch.int32),
+        _padded_run(128, torch.float32, most=5),
+        _padded_run(128, torch.float32, filling=1.0),
+        _padded_run(3, torch.float32, filling=1.0),
+    )  # fmt: skip
     for dim, dtype in ((128, torch.float32), (3, torch.float32), (1, torch.float32), (128, torch.bfloat16)):
-        for mode, words in ((padded.ADD, "sum"), (padded.MULTIPLY, "product")):
-            yield _padded_run(dim, dtype, mode=mode, words=words)
+        yield from (
+            _padded_run(dim, dtype, mode=mode, words=words)
+            for mode, words in ((padded.ADD, "sum"), (padded.MULTIPLY, "product"))
+        )  # fmt: skip
 
 
 def _padded_run(
@@ -195,16 +215,20 @@ def _select() -> Iterator[Launch]:
     wide, halves = (1, 3, 4, 20, 64, 128, 1023), (torch.float16, torch.bfloat16)
     for dim, dtype in [*((dim, torch.float32) for dim in wide), *((128, dtype) for dtype in halves), (6, halves[1])]:
         label = f"D={dim} {_name(dtype)}"
-        yield partial(_select_bags, (8, dim), dtype), f"select {label}", ""
-        # an element is a sum of its own, whatever the tile
-        yield partial(_add_bags, (8, dim), dtype), label, ""
+        yield from (
+            (partial(_select_bags, (8, dim), dtype), f"select {label}", ""),
+            # an element is a sum of its own, whatever the tile
+            (partial(_add_bags, (8, dim), dtype), label, ""),
+        )  # fmt: skip
     yield partial(_select_bags, (8, 128), torch.float32, torch.int32), "select D=128 fp32 i32 ids", ""
     for dtype in (torch.int32, torch.int64, torch.float32, *halves):
         for weighted in (False, True):
             words = f"{_name(dtype)}{' weighted' * weighted}"
             yield partial(_select_bags, (8,), dtype, torch.int64, weighted), f"select {words}", ""
-    yield partial(_select_bags, (8,), torch.int64, torch.int32), "select i64 i32 ids", ""
-    yield partial(_add_bags, (8,), torch.float64), "D=1 fp64", ""
+    yield from (
+        (partial(_select_bags, (8,), torch.int64, torch.int32), "select i64 i32 ids", ""),
+        (partial(_add_bags, (8,), torch.float64), "D=1 fp64", ""),
+    )  # fmt: skip
     for dtype, unit, inputs, outputs, repeats in (
         *((torch.float32, unit, 2, 2, 1) for unit in (1, 2, 4)),
         *((dtype, unit, 2, 2, 1) for dtype in halves for unit in (1, 2, 8)),
@@ -253,14 +277,17 @@ def _bmm() -> Iterator[Launch]:
         yield partial(_multiply, left, right, dtype), label, ""
         if left in (64, 128):
             yield partial(_multiply, left, right, dtype, 100), f"{label} long", ""
-    yield partial(_multiply, 64, 64, torch.float32, 8, torch.int32), "M=64 K=64 fp32 i32 offsets", ""
-    for dim, dtype in product((1, 4, 20, 32, 128, 1023), _FLOATS):
-        yield partial(_pool, dim, dtype), f"D={dim} {_name(dtype)}", ""
-    yield partial(_pool, 128, torch.float32, torch.int32), "D=128 fp32 i32 offsets", ""
-    for dtype in _FLOATS:
-        yield partial(_look_up_unary, dtype), _name(dtype), ""
-    yield partial(_look_up_unary, torch.float32, torch.int32), "fp32 i32 ids i32 offsets", ""
-    yield partial(_look_up_unary, torch.float32, torch.int64, 40), "fp32 two levels", ""
+    yield from (
+        (partial(_multiply, 64, 64, torch.float32, 8, torch.int32), "M=64 K=64 fp32 i32 offsets", ""),
+        *(
+            (partial(_pool, dim, dtype), f"D={dim} {_name(dtype)}", "")
+            for dim, dtype in product((1, 4, 20, 32, 128, 1023), _FLOATS)
+        ),
+        (partial(_pool, 128, torch.float32, torch.int32), "D=128 fp32 i32 offsets", ""),
+        *((partial(_look_up_unary, dtype), _name(dtype), "") for dtype in _FLOATS),
+        (partial(_look_up_unary, torch.float32, torch.int32), "fp32 i32 ids i32 offsets", ""),
+        (partial(_look_up_unary, torch.float32, torch.int64, 40), "fp32 two levels", ""),
+    )  # fmt: skip
 
 
 def _multiply(

@@ -25,21 +25,29 @@ def launches() -> Iterator[Launch]:
     """Runs of every op, by format and by dim: rows on 16 bytes and not, in one block and in several."""
     for format in ROW_FORMATS:
         for dim in (1, 3, 7, 8, 20, 64, 128, 1023, 4096):
-            yield partial(_look_up, format, dim), f"D={dim} {format}", ""
-            yield partial(_quantize, format, dim), f"D={dim} {format}", ""
+            yield from (
+                (partial(_look_up, format, dim), f"D={dim} {format}", ""),
+                (partial(_quantize, format, dim), f"D={dim} {format}", ""),
+            )  # fmt: skip
         yield partial(_look_up, format, 128, weighted=True), f"D=128 {format} weighted", ""
         for output in (torch.float16, torch.bfloat16):
             words = f"D=128 {format} to {str(output).removeprefix('torch.')}"
-            yield partial(_look_up, format, 128, output=output), words, ""
-            yield partial(_quantize, format, 128, output), words, ""
-        yield partial(_look_up, format, 128, beside=1), f"D=128 {format} beside D=1", ""
-        yield partial(_look_up, format, 128, samples=1), f"D=128 {format} 1 samples", ""
-        yield partial(_look_up, format, 128, ids=torch.int32), f"D=128 {format} i32 ids", ""
-        yield partial(_look_up, format, 128, shifted=True), f"D=128 {format} shifted", ""
+            yield from (
+                (partial(_look_up, format, 128, output=output), words, ""),
+                (partial(_quantize, format, 128, output), words, ""),
+            )  # fmt: skip
+        yield from (
+            (partial(_look_up, format, 128, beside=1), f"D=128 {format} beside D=1", ""),
+            (partial(_look_up, format, 128, samples=1), f"D=128 {format} 1 samples", ""),
+            (partial(_look_up, format, 128, ids=torch.int32), f"D=128 {format} i32 ids", ""),
+            (partial(_look_up, format, 128, shifted=True), f"D=128 {format} shifted", ""),
+        )  # fmt: skip
     for format in ("int8", "int4", "int2"):
         for dim in (7, 128):
-            yield partial(_look_up, format, dim, scales=torch.float32), f"D={dim} {format} fp32 scales", ""
-            yield partial(_quantize, format, dim, scales=torch.float32), f"D={dim} {format} fp32 scales", ""
+            yield from (
+                (partial(_look_up, format, dim, scales=torch.float32), f"D={dim} {format} fp32 scales", ""),
+                (partial(_quantize, format, dim, scales=torch.float32), f"D={dim} {format} fp32 scales", ""),
+            )  # fmt: skip
 
 
 def _look_up(

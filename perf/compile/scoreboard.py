@@ -99,7 +99,7 @@ class _Machine:
 def waits(sass: str) -> Waits:
     """The waits of the kernel in this text, none where it has no loop."""
     instructions, labels = _parse(sass)
-    loop = _longest_loop(instructions, labels)
+    loop = max(_loops(instructions, labels), key=lambda loop: loop[1] - loop[0], default=None)
     if loop is None:
         return Waits()
     before, places = instructions[: loop[0]], range(loop[0], loop[1] + 1)
@@ -185,10 +185,6 @@ def _parts(sources: Sequence[str]) -> Iterator[Register | str]:
             yield from (one for one in _registers(operand) if one[0] in ("R", "UR"))
 
 
-def _longest_loop(instructions: Sequence[Instruction], labels: dict[str, int]) -> tuple[int, int] | None:
-    return max(_loops(instructions, labels), key=lambda loop: loop[1] - loop[0], default=None)
-
-
 def _loops(instructions: Sequence[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
     """First and last instructions; a branch back over the end of the kernel is code that was put behind it."""
     ends = [i for i, one in enumerate(instructions) if one.text.split(".")[0] in ("EXIT", "RET")]
@@ -261,7 +257,8 @@ def _issue(one: Instruction, place: int, machine: _Machine, lines: list[_Line], 
     line = _line(one, terms, machine, lines)
     if one.writes:
         number = len(machine.depth)
-        machine.depth.append(1 + max((machine.depth[load] for load in _loads(terms)), default=0))
+        loads = [load for kind, load in _leaves(terms) if kind == "l" and isinstance(load, int)]
+        machine.depth.append(1 + max((machine.depth[load] for load in loads), default=0))
         issued.append((place, number))
         # the same address again gives the same value
         origin = line.load if not line.prefetched and (line.terms, line.offset) == (terms, one.offset) else number
@@ -317,7 +314,3 @@ def _leaves(terms: Terms) -> Terms:
             leaf = leaf[2]
         found.add(leaf)
     return frozenset(found)
-
-
-def _loads(terms: Terms) -> Iterator[int]:
-    return (number for kind, number in _leaves(terms) if kind == "l" and isinstance(number, int))

@@ -6,6 +6,7 @@ Shapes: T tables of R rows x D columns, B samples a rank, L ids a bag.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -69,20 +70,16 @@ def model_of(way: str, device: torch.device, around: Callable[[EmbeddingBagColle
     return DistributedModelParallel(net, device=device, plan=ShardingPlan({path: plan}))
 
 
-def sharded_step(way: str) -> Callable[[torch.device], Prepare]:
+def sharded_step(device: torch.device, *, way: str) -> Prepare:
     """Forward and backward of the tables alone."""
+    model = model_of(way, device, nn.Sequential)
+    grad = torch.full((B, T * D), 0.1).to(device)
 
-    def make(device: torch.device) -> Prepare:
-        model = model_of(way, device, nn.Sequential)
-        grad = torch.full((B, T * D), 0.1).to(device)
+    def prepare(turn: int) -> Call:
+        batch = batch_of(turn, device)
+        return lambda: model(batch).values().backward(grad)
 
-        def prepare(turn: int) -> Call:
-            batch = batch_of(turn, device)
-            return lambda: model(batch).values().backward(grad)
-
-        return prepare
-
-    return make
+    return prepare
 
 
 def pipelined_step(device: torch.device) -> Prepare:
@@ -98,7 +95,7 @@ def pipelined_step(device: torch.device) -> Prepare:
 
 
 STEPS: Sequence[Step] = (
-    *(Step(f"sharded EBC step, {way}, 2 ranks", sharded_step(way)) for way in WAYS),
+    *(Step(f"sharded EBC step, {way}, 2 ranks", partial(sharded_step, way=way)) for way in WAYS),
     Step("pipelined DLRM step, table-wise, 2 ranks", pipelined_step, cuda=False),
 )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,21 +74,17 @@ def collection(device: torch.device, **options: Any) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=tables_of(EmbeddingBagConfig, **options), device=device, is_weighted=weighted)
 
 
-def bag_step(optimizer: type[torch.optim.Optimizer], **options: Any) -> Callable[[torch.device], Prepare]:
+def bag_step(device: torch.device, *, optimizer: type[torch.optim.Optimizer], **options: Any) -> Prepare:
     """Forward, and the backward that updates the tables."""
+    model = collection(device, **options)
+    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.01})
+    grad = torch.full((SHAPE.batch, SHAPE.dim * len(KEYS)), 0.1).to(device)
 
-    def make(device: torch.device) -> Prepare:
-        model = collection(device, **options)
-        apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.01})
-        grad = torch.full((SHAPE.batch, SHAPE.dim * len(KEYS)), 0.1).to(device)
+    def prepare(turn: int) -> Call:
+        batch = batch_of(turn, device, weighted=options.get("is_weighted", False))
+        return lambda: model(batch).values().backward(grad)
 
-        def prepare(turn: int) -> Call:
-            batch = batch_of(turn, device, weighted=options.get("is_weighted", False))
-            return lambda: model(batch).values().backward(grad)
-
-        return prepare
-
-    return make
+    return prepare
 
 
 def quantized(device: torch.device) -> Any:
@@ -95,24 +92,20 @@ def quantized(device: torch.device) -> Any:
     return quantize_embeddings(nn.Sequential(collection(device)), torch.int8, inplace=True)
 
 
-def forward(build: Callable[[torch.device], Any]) -> Callable[[torch.device], Prepare]:
+def forward(device: torch.device, *, build: Callable[[torch.device], Any]) -> Prepare:
     """A lookup without gradients."""
+    model = build(device)
 
-    def make(device: torch.device) -> Prepare:
-        model = build(device)
+    def prepare(turn: int) -> Call:
+        batch = batch_of(turn, device)
 
-        def prepare(turn: int) -> Call:
-            batch = batch_of(turn, device)
+        def call() -> Tensor:
+            with torch.no_grad():
+                return model(batch).values()  # type: ignore[no-any-return]
 
-            def call() -> Tensor:
-                with torch.no_grad():
-                    return model(batch).values()  # type: ignore[no-any-return]
+        return call
 
-            return call
-
-        return prepare
-
-    return make
+    return prepare
 
 
 def sequence_step(device: torch.device) -> Prepare:
@@ -166,56 +159,49 @@ def dlrm_step(device: torch.device) -> Prepare:
     return prepare
 
 
-def on_batches(run: Callable[[KeyedJaggedTensor], object]) -> Callable[[torch.device], Prepare]:
-    """An operation of a batch that nothing was asked of."""
-
-    def make(device: torch.device) -> Prepare:
-        def prepare(turn: int) -> Call:
-            batch = batch_of(turn, device)
-            return lambda: run(batch)
-
-        return prepare
-
-    return make
-
-
-def concat(device: torch.device) -> Prepare:
-    """Two batches of other keys as one."""
+def on_batch(
+    device: torch.device, *, run: Callable[[Any], object], made: Callable[[int, torch.device], Any] = batch_of
+) -> Prepare:
+    """An operation of a batch, or of what else is `made` for a turn, that nothing was asked of."""
 
     def prepare(turn: int) -> Call:
-        one, other = batch_of(turn, device), batch_of(turn, device)
-        other = KeyedJaggedTensor([f"g{key}" for key in KEYS], other.values(), lengths=other.lengths())
-        return lambda: KeyedJaggedTensor.concat([one, other])
+        given = made(turn, device)
+        return lambda: run(given)
 
     return prepare
 
 
-def regroup(device: torch.device) -> Prepare:
+def two_batches(turn: int, device: torch.device) -> list[KeyedJaggedTensor]:
+    """Of other keys."""
+    one, other = batch_of(turn, device), batch_of(turn, device)
+    return [one, KeyedJaggedTensor([f"g{key}" for key in KEYS], other.values(), lengths=other.lengths())]
+
+
+def two_outputs(turn: int, device: torch.device) -> list[KeyedTensor]:
+    """Of other keys."""
+    return [
+        KeyedTensor(keys, [SHAPE.dim] * len(keys), torch.ones(SHAPE.batch, SHAPE.dim * len(keys)).to(device))
+        for keys in (KEYS, ["g0", "g1"])
+    ]
+
+
+def regroup(outputs: list[KeyedTensor]) -> object:
     """Columns of two outputs in two groups."""
-    groups = [[*KEYS[::2], "g1"], [*KEYS[1::2], "g0"]]
-
-    def prepare(turn: int) -> Call:
-        outputs = [
-            KeyedTensor(keys, [SHAPE.dim] * len(keys), torch.ones(SHAPE.batch, SHAPE.dim * len(keys)).to(device))
-            for keys in (KEYS, ["g0", "g1"])
-        ]
-        return lambda: KeyedTensor.regroup(outputs, groups)
-
-    return prepare
+    return KeyedTensor.regroup(outputs, [[*KEYS[::2], "g1"], [*KEYS[1::2], "g0"]])
 
 
 STEPS: Sequence[Step] = (
-    Step("EBC forward", forward(collection)),
-    Step("EBC step, SGD", bag_step(torch.optim.SGD)),
-    Step("EBC step, rowwise Adagrad", bag_step(RowWiseAdagrad)),
-    Step("EBC step, weighted, SGD", bag_step(torch.optim.SGD, is_weighted=True)),
-    Step("EBC step, fp16, SGD", bag_step(torch.optim.SGD, data_type=DataType.FP16)),
+    Step("EBC forward", partial(forward, build=collection)),
+    Step("EBC step, SGD", partial(bag_step, optimizer=torch.optim.SGD)),
+    Step("EBC step, rowwise Adagrad", partial(bag_step, optimizer=RowWiseAdagrad)),
+    Step("EBC step, weighted, SGD", partial(bag_step, optimizer=torch.optim.SGD, is_weighted=True)),
+    Step("EBC step, fp16, SGD", partial(bag_step, optimizer=torch.optim.SGD, data_type=DataType.FP16)),
     Step("EC step, SGD", sequence_step),
-    Step("quantized EBC forward, int8", forward(quantized)),
+    Step("quantized EBC forward, int8", partial(forward, build=quantized)),
     Step("DLRM step, rowwise Adagrad", dlrm_step),
-    Step("KJT permute", on_batches(lambda batch: batch.permute(list(range(len(KEYS)))[::-1]))),
-    Step("KJT split", on_batches(lambda batch: batch.split([10, 10, 6]))),
-    Step("KJT to_dict", on_batches(lambda batch: batch.to_dict())),
-    Step("KJT concat", concat),
-    Step("KT regroup", regroup),
+    Step("KJT permute", partial(on_batch, run=lambda batch: batch.permute(list(range(len(KEYS)))[::-1]))),
+    Step("KJT split", partial(on_batch, run=lambda batch: batch.split([10, 10, 6]))),
+    Step("KJT to_dict", partial(on_batch, run=lambda batch: batch.to_dict())),
+    Step("KJT concat", partial(on_batch, run=lambda batches: KeyedJaggedTensor.concat(batches), made=two_batches)),
+    Step("KT regroup", partial(on_batch, run=regroup, made=two_outputs)),
 )

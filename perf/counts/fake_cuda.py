@@ -268,19 +268,24 @@ def _values(one: Any) -> Any:
     return one.host if isinstance(one, Pretend) else one
 
 
-def _wrapped(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
-    """What the op returned as tensors of the device; an argument that it wrote to is that argument."""
-    schema = func._schema
-    written = [
+def written(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that it writes to."""
+    return [
         kwargs.get(argument.name, args[place] if place < len(args) else None)
-        for place, argument in enumerate(schema.arguments)
+        for place, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    for one in written:
+
+
+def _wrapped(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+    """What the op returned as tensors of the device; an argument that it wrote to is that argument."""
+    changed = written(func, args, kwargs)
+    for one in changed:
         if isinstance(one, Pretend) and (one.shape, one.stride()) != (one.host.shape, one.host.stride()):
             _DATA.__set__(one, Pretend(one.host))
-    if len(schema.returns) and all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns):
-        return written[0] if len(schema.returns) == 1 else tuple(written)
+    returns = func._schema.returns
+    if len(returns) and all(r.alias_info is not None and r.alias_info.is_write for r in returns):
+        return changed[0] if len(returns) == 1 else tuple(changed)
     return tree_map(lambda one: Pretend(one) if isinstance(one, Tensor) else one, result)
 
 

@@ -30,6 +30,7 @@ from shardwise.perf.counts.fake_cuda import (
     Op,
     is_view,
     pretended,
+    written,
 )
 
 # up to so many elements a sort is one kernel beside its preparations (native/cuda/Sort.h)
@@ -43,7 +44,7 @@ def kernels_of(op: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
     name = op._schema.name.removeprefix("aten::")
     if is_view(op) or name in _NONE:
         return 0
-    changed = [one for one in _all([result, *_written(op, args, kwargs)]) if isinstance(one, Tensor)]
+    changed = [one for one in _all([result, *written(op, args, kwargs)]) if isinstance(one, Tensor)]
     if changed and not any(one.numel() for one in changed):
         return 0
     return TABLE[name](args, kwargs) if name in TABLE else 1
@@ -54,19 +55,11 @@ def waits(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     name = op._schema.name.removeprefix("aten::")
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None and len(args) < 2
-    return name in _WAITS or (name in _INDEXED and any(_is_mask(one) for one in _indices(args)))
+    return name in _WAITS or (name in _INDEXED and any(_is_mask(one) for one in args[1]))
 
 
 def _all(values: Any) -> list[Any]:
     return [leaf for one in values for leaf in (_all(one) if isinstance(one, (list, tuple)) else [one])]
-
-
-def _written(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    return [
-        kwargs.get(argument.name, args[place] if place < len(args) else None)
-        for place, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
 
 
 def _sort(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -103,10 +96,6 @@ def _is_mask(one: Any) -> bool:
     return isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
 
 
-def _indices(args: Sequence[Any]) -> list[Any]:
-    return list(args[1])
-
-
 def _nonzero(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     x: Tensor = args[0]
     # a sum, of one tile or of many; cub's selection, which prepares its tiles first; places of more than one axis
@@ -114,7 +103,7 @@ def _nonzero(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 
 
 def _index(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    found = [one for one in _indices(args) if isinstance(one, Tensor)]
+    found = [one for one in args[1] if isinstance(one, Tensor)]
     masks = sum(_nonzero([one], {}) for one in found if _is_mask(one))
     return 1 + masks + sum(one.dtype == torch.int32 for one in found)
 
@@ -123,7 +112,7 @@ def _index_put(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     accumulates = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
     if not accumulates:
         return _index(args, kwargs)
-    n = max(one.numel() for one in _indices(args) if isinstance(one, Tensor))
+    n = max(one.numel() for one in args[1] if isinstance(one, Tensor))
     # rows as numbers (wrapped, times stride, over the size of a slice), positions, sorted pairs, sums of the runs
     return 4 + (1 if n <= 2304 else 10) + 1
 

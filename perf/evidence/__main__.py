@@ -6,7 +6,6 @@ as it has to be; 2: a peer is not installed.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import subprocess
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.perf.evidence.report import ROOT, Report
+from shardwise.perf.suite.options import FLAG, Options, parser_of
 
 # name -> module of this folder, and the document that keeps what is printed, below its mark
 KNOWN = {
@@ -44,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [word for word in given if word in KNOWN]
     if len(names) == 1:
         return _run(names[0], [word for word in given if word != names[0]])
-    parser = argparse.ArgumentParser(
-        prog="evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(KNOWN)}")
-    parser.add_argument("--write", action="store_true", help="keep what is printed in the documents")
+    asked: Options = {
+        "names": {"nargs": "*", "metavar": "NAME", "help": f"of {', '.join(KNOWN)}"},
+        "--write": {**FLAG, "help": "keep what is printed in the documents"},
+    }
+    parser = parser_of(asked, "evidence", __doc__)
     options = parser.parse_args(given)
     if unknown := [name for name in options.names if name not in KNOWN]:
         parser.error(f"there is no evidence {unknown[0]!r}; there is {', '.join(KNOWN)}")
@@ -62,11 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, arguments: Sequence[str]) -> int:
     module, document = KNOWN[name]
     evidence: Any = importlib.import_module(f"shardwise.perf.evidence.{module}")
-    parser = argparse.ArgumentParser(
-        prog=f"evidence {name}", description=evidence.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help=f"keep what is printed in {document or 'its files'}")
-    getattr(evidence, "add_options", lambda parser: None)(parser)
+    write = {**FLAG, "help": f"keep what is printed in {document or 'its files'}"}
+    parser = parser_of({"--write": write, **getattr(evidence, "OPTIONS", {})}, f"evidence {name}", evidence.__doc__)
     options = parser.parse_args(arguments)
     page = ROOT / document
     if options.write and document and mark(name) not in page.read_text(encoding="utf-8"):

@@ -38,6 +38,7 @@ from shardwise.perf.evidence.planner_cases import (
 from shardwise.perf.evidence.report import Report
 from shardwise.perf.suite import libraries
 from shardwise.perf.suite.libraries import PLANNER, torchrec
+from shardwise.perf.suite.options import Options
 from shardwise.planner.torchrec import enumerators
 from shardwise.sharding import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
@@ -370,14 +371,14 @@ def parts(lib: Any, instances: int) -> tuple[list[str], bool]:
     return lines, not tally.different
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--count", type=int, default=5000, help="random options")
-    parser.add_argument("--instances", type=int, default=100, help="random planning problems")
-    parser.add_argument(
-        "--golden",
-        type=Path,
-        help="write what TorchRec proposes, and print its estimates, as tests/support/golden has them",
-    )
+OPTIONS: Options = {
+    "--count": {"type": int, "default": 5000, "help": "random options"},
+    "--instances": {"type": int, "default": 100, "help": "random planning problems"},
+    "--golden": {
+        "type": Path,
+        "help": "write what TorchRec proposes, and print its estimates, as tests/support/golden has them",
+    },
+}
 
 
 def run(options: argparse.Namespace) -> Report:

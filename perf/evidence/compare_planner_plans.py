@@ -27,6 +27,7 @@ from torch import nn
 from shardwise.perf.evidence.report import ROOT, Report, grid
 from shardwise.perf.suite.cases.planner import OPTIMIZER, generated
 from shardwise.perf.suite.libraries import PLANNER, torchrec
+from shardwise.perf.suite.options import FLAG, Options
 from shardwise.planner.cost.model import constants_of
 from shardwise.planner.cost.torchrec import TorchRecCost
 from shardwise.planner.errors import PlannerError
@@ -461,33 +462,42 @@ def drawn(points: Sequence[tuple[int, int, float]]) -> str:
     def y(second: float) -> float:
         return height - bottom - (math.log10(second) - low_y) / (high_y - low_y) * (height - bottom - 20)
 
-    parts = [
+    def line(x1: float, y1: float, x2: float, y2: float, style: str = "") -> str:
+        look = f' style="{style}"' if style else ""
+        return f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"{look}/>'
+
+    def text(at_x: float, at_y: float, words: str, anchor: str = "middle") -> str:
+        return f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}">{words}</text>'
+
+    ends, foot, limit = width - 20, height - bottom, y(5.0)
+    colours = dict(zip(sorted({r for _, r, _ in points}), ("#0969da", "#bc4c00", "#1a7f37", "#8250df"), strict=False))
+    return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         "<style>text{font:12px sans-serif;fill:#1f2328}line{stroke:#d1d9e0}</style>",
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
-    ]
-    for power in range(low_y, high_y + 1):
-        at = y(10.0**power)
-        parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{10.0**power:g} s</text>')
-    for power in range(math.ceil(low_x), math.floor(high_x) + 1):
-        at = x(10.0**power)
-        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="20" y2="{height - bottom}"/>')
-        parts.append(f'<text x="{at:.1f}" y="{height - bottom + 18}" text-anchor="middle">{10**power:,}</text>')
-    parts.append(f'<text x="{width / 2:.0f}" y="{height - 8}" text-anchor="middle">tables x ranks</text>')
-    limit = y(5.0)
-    parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{limit:.1f}" y2="{limit:.1f}" style="stroke:#cf222e"/>')
-    parts.append(f'<text x="{width - 24}" y="{limit - 5:.1f}" text-anchor="end">5 s</text>')
-    colours = dict(zip(sorted({r for _, r, _ in points}), ("#0969da", "#bc4c00", "#1a7f37", "#8250df"), strict=False))
-    for tables, ranks, second in points:
-        title = f"<title>{tables} tables, {ranks} ranks: {second:.2f} s</title>"
-        place = f'cx="{x(tables * ranks):.1f}" cy="{y(second):.1f}"'
-        parts.append(f'<circle {place} r="4" fill="{colours[ranks]}">{title}</circle>')
-    for n, (ranks, colour) in enumerate(colours.items()):
-        at = height - bottom - 60 + 18 * n
-        parts.append(f'<circle cx="{width - 110}" cy="{at}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{width - 100}" y="{at + 4}">{ranks} ranks</text>')
-    return "\n".join([*parts, "</svg>", ""])
+        *(
+            line(left, y(10.0**power), ends, y(10.0**power))
+            + text(left - 8, y(10.0**power) + 4, f"{10.0**power:g} s", "end")
+            for power in range(low_y, high_y + 1)
+        ),
+        *(
+            line(x(10.0**power), 20, x(10.0**power), foot) + text(x(10.0**power), foot + 18, f"{10**power:,}")
+            for power in range(math.ceil(low_x), math.floor(high_x) + 1)
+        ),
+        text(width / 2, height - 8, "tables x ranks"),
+        line(left, limit, ends, limit, "stroke:#cf222e"), text(width - 24, limit - 5, "5 s", "end"),
+        *(
+            f'<circle cx="{x(tables * ranks):.1f}" cy="{y(second):.1f}" r="4" fill="{colours[ranks]}">'
+            f"<title>{tables} tables, {ranks} ranks: {second:.2f} s</title></circle>"
+            for tables, ranks, second in points
+        ),
+        *(
+            f'<circle cx="{width - 110}" cy="{foot - 60 + 18 * n}" r="4" fill="{colour}"/>'
+            + text(width - 100, foot - 56 + 18 * n, f"{ranks} ranks", "start")
+            for n, (ranks, colour) in enumerate(colours.items())
+        ),
+        "</svg>", "",
+    ])  # fmt: skip
 
 
 def sets(tables: Path | None, *, only: str, cost: str, result: Path | None) -> None:
@@ -524,17 +534,18 @@ def _cells(row: Row) -> list[object]:
     ]  # fmt: skip
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("plans", "times", "sets"), help="plans and times need TorchRec")
-    parser.add_argument("--tables", type=Path, help="folder of the sets; without it only generated ones are planned")
-    parser.add_argument("--only", default="", help="sets whose name has this in it")
-    parser.add_argument("--shapes", default="", help="plans: shapes whose text has this in it, '8x1' say")
-    parser.add_argument("--results", type=Path, default=ROOT / "perf" / "results" / "planner", help="of plans")
-    parser.add_argument("--largest", type=int, default=2000, help="plans: most tables x ranks for TorchRec")
-    parser.add_argument("--again", action="store_true", help="plans: ours anew, TorchRec's as stored")
-    parser.add_argument("--cost", default="shardwise", choices=["shardwise", "torchrec"], help="sets: the cost model")
-    parser.add_argument("--json", type=Path, help="sets: keep the numbers")
-    parser.add_argument("--plot", type=Path, help="sets: only draw seconds over tables x ranks of generated ones (SVG)")
+OPTIONS: Options = {
+    "what": {"choices": ("plans", "times", "sets"), "help": "plans and times need TorchRec"},
+    "--tables": {"type": Path, "help": "folder of the sets; without it only generated ones are planned"},
+    "--only": {"default": "", "help": "sets whose name has this in it"},
+    "--shapes": {"default": "", "help": "plans: shapes whose text has this in it, '8x1' say"},
+    "--results": {"type": Path, "default": ROOT / "perf" / "results" / "planner", "help": "of plans"},
+    "--largest": {"type": int, "default": 2000, "help": "plans: most tables x ranks for TorchRec"},
+    "--again": {**FLAG, "help": "plans: ours anew, TorchRec's as stored"},
+    "--cost": {"default": "shardwise", "choices": ["shardwise", "torchrec"], "help": "sets: the cost model"},
+    "--json": {"type": Path, "help": "sets: keep the numbers"},
+    "--plot": {"type": Path, "help": "sets: only draw seconds over tables x ranks of generated ones (SVG)"},
+}
 
 
 def run(options: argparse.Namespace) -> Report:

@@ -23,6 +23,7 @@ from shardwise.kernels import quantize_rows
 from shardwise.perf.evidence.report import Report, Section, report_of
 from shardwise.perf.suite import libraries
 from shardwise.perf.suite.cases.quantized import Stored, inference_tables, stored
+from shardwise.perf.suite.options import Options
 from shardwise.quant import load_torchrec_state_dict, torchrec_state_dict
 
 SHAPES, SEED = 40, 0
@@ -320,8 +321,9 @@ def _quantized(peer: Any, weights: Sequence[Tensor], dtype: torch.dtype) -> tupl
     )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", type=int, default=SHAPES, help="tables of each kind of rows")
+OPTIONS: Options = {
+    "--shapes": {"type": int, "default": SHAPES, "help": "tables of each kind of rows"},
+}
 
 
 def run(options: argparse.Namespace) -> Report:

@@ -44,6 +44,7 @@ from shardwise.perf.suite.cases.sharded_sides import (
     worst_difference,
 )
 from shardwise.perf.suite.libraries import ours, torchrec
+from shardwise.perf.suite.options import Options
 from shardwise.perf.suite.ranks import of_ranks, on_ranks
 from shardwise.sharding.comms import exchange, header
 from shardwise.sharding.engine import collection, departure, results
@@ -309,10 +310,11 @@ def sections(steps: int, count: int) -> list[Section]:
     return found
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the losses")
-    parser.add_argument("--note", default="", help="a word on the machine, printed with the versions")
+OPTIONS: Options = {
+    "--turns": {"type": int, "default": 15},
+    "--steps": {"type": int, "default": STEPS, "help": "of the losses"},
+    "--note": {"default": "", "help": "a word on the machine, printed with the versions"},
+}
 
 
 def run(options: argparse.Namespace) -> Report:

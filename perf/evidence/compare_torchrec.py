@@ -33,6 +33,7 @@ from shardwise.perf.suite.cases.operations import (
 from shardwise.perf.suite.measure import Budget
 from shardwise.perf.suite.measure import run as measure
 from shardwise.perf.suite.operations.operation import Operation, Size
+from shardwise.perf.suite.options import FLAG, Options
 from shardwise.perf.suite.record import Record, median, ratio
 
 PEER = "torchrec"
@@ -205,11 +206,12 @@ def report(sections: Sequence[str], compiled: bool, only: str = "", budget: Budg
     return text, bool(tables) and all(good for _, good in tables)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", metavar="REGEX", help="of 'operations: fresh operation, keys x batch'")
-    parser.add_argument("--sections", nargs="+", choices=list(TITLES), default=list(TITLES))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--torch-alone", action="store_true", help="ours without numba")
+OPTIONS: Options = {
+    "--only": {"default": "", "metavar": "REGEX", "help": "of 'operations: fresh operation, keys x batch'"},
+    "--sections": {"nargs": "+", "choices": list(TITLES), "default": list(TITLES)},
+    "--threads": {"type": int, "default": 2},
+    "--torch-alone": {**FLAG, "help": "ours without numba"},
+}
 
 
 def run(options: argparse.Namespace) -> Report:

@@ -37,6 +37,7 @@ from shardwise import (
 from shardwise._version import __version__
 from shardwise.data import Batch
 from shardwise.perf.evidence.report import ROOT, Report
+from shardwise.perf.suite.options import Options
 from shardwise.perf.suite.ranks import of_ranks, on_ranks
 from shardwise.perf.suite.timing import spread
 from shardwise.sharding import row_wise
@@ -205,8 +206,9 @@ def picture(result: dict[str, Any]) -> str:
     )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--turns", type=int, default=12)
+OPTIONS: Options = {
+    "--turns": {"type": int, "default": 12},
+}
 
 
 def run(options: argparse.Namespace) -> Report:

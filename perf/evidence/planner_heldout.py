@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from shardwise import ShardingEnv, __version__
 from shardwise.perf.evidence.report import ROOT, Report
+from shardwise.perf.suite.options import Options
 from shardwise.perf.suite.ranks import of_ranks, on_ranks
 from shardwise.planner.constants_measured import Constants
 from shardwise.planner.cost.shardwise import ShardwiseCost
@@ -253,8 +254,9 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=60.0, help="of calibration")
+OPTIONS: Options = {
+    "--seconds": {"type": float, "default": 60.0, "help": "of calibration"},
+}
 
 
 def run(options: argparse.Namespace) -> Report:

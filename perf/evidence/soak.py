@@ -13,7 +13,6 @@ It fails where the job ends or stands still by itself, or where the two areas un
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import checkpoint
+from shardwise.perf.suite.options import Options, parser_of
 
 WORKER = Path(__file__).with_name("soak_worker.py")
 # what is done to the job, how often relative to the others
@@ -345,21 +345,20 @@ def say(line: str) -> None:
     print(time.strftime("%H:%M:%S"), line, flush=True)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, required=True, help="for checkpoints, metrics and logs; must not exist")
-    parser.add_argument("--json", type=Path, required=True, help="write the results to this file")
-    parser.add_argument("--gaps", type=float, nargs=2, default=(30.0, 120.0), help="seconds between disturbances")
-    parser.add_argument("--pause", type=float, default=0.3, help="seconds of the disturbed run at each line of metrics")
-    parser.add_argument("train", nargs="*", help="arguments of examples/dlrm/train.py, after --")
-    return parser.parse_args(argv)
+OPTIONS: Options = {
+    "--minutes": {"type": float, "default": 60.0},
+    "--ranks": {"type": int, "default": 2},
+    "--seed": {"type": int, "default": 0},
+    "--folder": {"type": Path, "required": True, "help": "for checkpoints, metrics and logs; must not exist"},
+    "--json": {"type": Path, "required": True, "help": "write the results to this file"},
+    "--gaps": {"type": float, "nargs": 2, "default": (30.0, 120.0), "help": "seconds between disturbances"},
+    "--pause": {"type": float, "default": 0.3, "help": "seconds of the disturbed run at each line of metrics"},
+    "train": {"nargs": "*", "help": "arguments of examples/dlrm/train.py, after --"},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
+    args = parser_of(OPTIONS, None, (__doc__ or "").split("\n\n")[0]).parse_args(argv)
     disturbed = Job(args.folder / "disturbed", args.ranks, args.train)
     undisturbed = Job(args.folder / "undisturbed", args.ranks, args.train)
     soak = Soak(disturbed, args.seed, args.pause)

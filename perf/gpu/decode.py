@@ -65,14 +65,8 @@ class Decoder:
                 return _nothing
         if found := operation(instruction.opcode, len(operands)):
             return self._elementwise(found.function, found.inputs, found.outputs, operands)
-        if name in ("ld", "ldu"):
-            return self._load(parts, operands)
-        if name == "st":
-            return self._store(parts, operands)
-        if name in ("atom", "red"):
-            return self._atomic(parts, operands)
-        if name == "cp":
-            return self._copy(parts, operands)
+        if name in _MEMORY:
+            return _MEMORY[name](self, parts, operands)
         if name == "cvta":
             return self._elementwise(lambda a: a, (parts[-1],), (parts[-1],), operands)
         if name == "prefetch":
@@ -394,6 +388,11 @@ def _trap(cta: Cta, live: Array | None) -> None:
     raise Fault(cta.report("trap", "the kernel ends itself"))
 
 
+# what reads and writes memory
+_MEMORY: dict[str, Callable[[Decoder, tuple[str, ...], tuple[str, ...]], Step | None]] = {
+    "ld": Decoder._load, "ldu": Decoder._load, "st": Decoder._store, "atom": Decoder._atomic, "red": Decoder._atomic,
+    "cp": Decoder._copy,
+}  # fmt: skip
 _ATOMICS: dict[str, Callable[..., Any]] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "exch": lambda old, new: new, "cas": lambda old, want, new: np.where(old == want, new, old),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,21 +38,9 @@ _RESULTS: dict[str, type[Any]] = {"f32": np.float32, "s32": np.int32}
 
 def step(decoder: Decoder, instruction: Instruction) -> Step | None:
     """The step of such an instruction, or None where it is another."""
-    parts, operands = instruction.parts, instruction.operands
-    if parts[0] in ("ldmatrix", "stmatrix"):
-        return _matrices(decoder, parts, operands)
-    if parts[:2] == ("mma", "sync"):
-        return _mma(decoder, parts, operands)
-    if parts[:2] == ("wgmma", "mma_async"):
-        return _wgmma(decoder, parts, operands)
-    if parts[:2] == ("wgmma", "fence"):
-        return lambda cta, live: require_whole(cta, live)
-    if parts[:2] == ("wgmma", "commit_group"):
-        return _commit
-    if parts[:2] == ("wgmma", "wait_group"):
-        newest = int(operands[0], 0)
-        return lambda cta, live: _wait(cta, live, newest)
-    return None
+    parts = instruction.parts
+    make = _FAMILIES.get(parts[0]) or _FAMILIES.get(".".join(parts[:2]))
+    return make(decoder, parts, instruction.operands) if make else None
 
 
 def _matrices(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...]) -> Step:
@@ -321,3 +310,11 @@ def _wait(cta: Cta, live: Array | None, newest: int) -> None:
     for product in left:
         for slot in product.slots:
             cta.registers[slot] = NoValue("in flight", "a sum of wgmma is read before it was waited for")
+
+
+_FAMILIES: dict[str, Callable[[Decoder, tuple[str, ...], tuple[str, ...]], Step]] = {
+    "ldmatrix": _matrices, "stmatrix": _matrices, "mma.sync": _mma, "wgmma.mma_async": _wgmma,
+    "wgmma.fence": lambda decoder, parts, operands: require_whole,
+    "wgmma.commit_group": lambda decoder, parts, operands: _commit,
+    "wgmma.wait_group": lambda decoder, parts, operands: partial(_wait, newest=int(operands[0], 0)),
+}  # fmt: skip

@@ -17,23 +17,8 @@ if TYPE_CHECKING:
 
 def step(decoder: Decoder, instruction: Instruction) -> Step | None:
     """The step of such an instruction, or None where it is another."""
-    parts, operands = instruction.parts, instruction.operands
-    if parts[:2] == ("bar", "warp"):
-        return _barrier(decoder, operands[0])
-    if parts[0] == "shfl":
-        return _shuffle(decoder, parts, operands)
-    if parts[0] == "redux":
-        return _reduce(decoder, parts, operands)
-    if parts[0] == "vote":
-        return _vote(decoder, parts, operands)
-    if parts[0] == "match":
-        return _match(decoder, parts, operands)
-    if parts[0] == "activemask":
-        put = decoder.write(operands[0], "b32")
-        return lambda cta, live: put(cta, _spread(_bits(_lanes(cta, live))), live)
-    if parts[0] == "elect":
-        return _elect(decoder, operands)
-    return None
+    make = _FAMILIES.get("bar.warp" if instruction.parts[:2] == ("bar", "warp") else instruction.parts[0])
+    return make(decoder, instruction.parts, instruction.operands) if make else None
 
 
 def _lanes(cta: Cta, live: Array | None) -> Array:
@@ -94,8 +79,8 @@ def _mask(decoder: Decoder, operand: str) -> Read | None:
     return None if operand in WHOLE_WARP else decoder.read(operand, "b32")
 
 
-def _barrier(decoder: Decoder, operand: str) -> Step:
-    mask = _mask(decoder, operand)
+def _barrier(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...]) -> Step:
+    mask = _mask(decoder, operands[0])
 
     def barrier(cta: Cta, live: Array | None) -> None:
         members = mask(cta) if mask else None
@@ -202,7 +187,12 @@ def _match(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...]) 
     return match
 
 
-def _elect(decoder: Decoder, operands: tuple[str, ...]) -> Step:
+def _active(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...]) -> Step:
+    put = decoder.write(operands[0], "b32")
+    return lambda cta, live: put(cta, _spread(_bits(_lanes(cta, live))), live)
+
+
+def _elect(decoder: Decoder, parts: tuple[str, ...], operands: tuple[str, ...]) -> Step:
     target, chosen = (name.strip() for name in operands[0].split("|"))
     put, put_chosen, mask = decoder.write(target, "b32"), decoder.write(chosen, "pred"), _mask(decoder, operands[1])
 
@@ -214,3 +204,9 @@ def _elect(decoder: Decoder, operands: tuple[str, ...]) -> Step:
         put_chosen(cta, leader == np.tile(np.arange(32), len(lanes)), live)
 
     return elect
+
+
+_FAMILIES = {
+    "bar.warp": _barrier, "shfl": _shuffle, "redux": _reduce, "vote": _vote, "match": _match, "activemask": _active,
+    "elect": _elect,
+}  # fmt: skip

@@ -62,6 +62,7 @@ from shardwise.perf.suite.batches import lookup_bytes, make, optimizer
 from shardwise.perf.suite.case import Setting, chosen, in_a_line
 from shardwise.perf.suite.cases import CASES
 from shardwise.perf.suite.measure import BUDGETS, run
+from shardwise.perf.suite.options import FLAG, Options, parser_of
 from shardwise.perf.suite.timing import gb_per_s, spread, times_us
 from shardwise.perf.tune.tuner import (
     ROUNDS,
@@ -412,25 +413,21 @@ def _sizes(arguments: argparse.Namespace) -> Sizes:
     return replace(sizes, **limits, cases=arguments.cases)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gpu_check", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file to write")
-    parser.add_argument(
-        "--device",
-        choices=["cuda", "cpu", "executed"],
-        default="cuda",
-        help="executed: the A/B's bits alone, by kernels compiled for sm_90 and run on the CPU",
-    )
-    parser.add_argument("--small", action="store_true", help="tiny sizes: a proof that the script runs")
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument("--keep", action="store_true", help="add to what the JSON has of other sections")
-    parser.add_argument("--compiled", type=Path, help="a folder of gpu_precompile: the cache of Triton")
-    parser.add_argument(
-        "--cases", default="", metavar="REGEX", help="of the suite only those with this in 'group: name'"
-    )
-    parser.add_argument("--isolate", action="store_true", help="each section in a process of its own")
-    parser.add_argument("--limit-s", type=float, default=500, help="start no section after this many seconds")
-    return parser
+OPTIONS: Options = {
+    "--out": {"type": Path, "default": Path("gpu_check.json"), "help": "the JSON file to write"},
+    "--device": {
+        "choices": ["cuda", "cpu", "executed"],
+        "default": "cuda",
+        "help": "executed: the A/B's bits alone, by kernels compiled for sm_90 and run on the CPU",
+    },
+    "--small": {**FLAG, "help": "tiny sizes: a proof that the script runs"},
+    "--sections": {"nargs": "+", "choices": list(SECTIONS), "default": list(SECTIONS)},
+    "--keep": {**FLAG, "help": "add to what the JSON has of other sections"},
+    "--compiled": {"type": Path, "help": "a folder of gpu_precompile: the cache of Triton"},
+    "--cases": {"default": "", "metavar": "REGEX", "help": "of the suite only those with this in 'group: name'"},
+    "--isolate": {**FLAG, "help": "each section in a process of its own"},
+    "--limit-s": {"type": float, "default": 500, "help": "start no section after this many seconds"},
+}
 
 
 class Run:
@@ -499,7 +496,7 @@ class Run:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sections and write the JSON and its page; 0 if all of them are ok."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser_of(OPTIONS, "gpu_check", (__doc__ or "").split("\n")[0]).parse_args(argv)
     if arguments.device == "executed":
         arguments.sections = ["ab"]
     if arguments.device == "cuda" and not torch.cuda.is_available():

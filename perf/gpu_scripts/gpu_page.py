@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.perf.gpu_scripts.gpu_ab import CONTROL, GAIN, LOSS
-from shardwise.perf.suite.report_html import colour, style_sheet
+from shardwise.perf.suite.report_html import colour, style_sheet, svg
 from shardwise.planner.reports.style import document, soft
 
 Range = tuple[float, float]
@@ -286,7 +286,7 @@ def _ranges(rows: Sequence[Json]) -> str:
                 f'<text x="{at + 9:.1f}" y="{y + 13}">{_number(row["measured"])} {row["unit"]}</text>'
             )
         y += LINE
-    return _svg(y + 6, "Predictions and measurements", shapes)
+    return svg(WIDTH, y + 6, "Predictions and measurements", shapes)
 
 
 def _variants(ab: Json) -> Iterator[str]:
@@ -321,11 +321,15 @@ def _ratios(rows: Sequence[Json], names: Sequence[str]) -> str:
 
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     bottom = TOP + LINE * len(variants)
-    shapes = [f'<rect class="band" x="{x(GAIN):.1f}" y="{TOP - 6}" width="{x(LOSS) - x(GAIN):.1f}"'
-              f' height="{bottom - TOP + 6}"/>']  # fmt: skip
-    for ratio in (0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6):
-        shapes.append(f'<path class="{"bound" if ratio == 1 else "grid"}" d="M{x(ratio):.1f} {TOP - 6}V{bottom}"/>')
-        shapes.append(f'<text class="mid" x="{x(ratio):.1f}" y="{TOP - 12}">{ratio:g}x</text>')
+    shapes = [
+        f'<rect class="band" x="{x(GAIN):.1f}" y="{TOP - 6}" width="{x(LOSS) - x(GAIN):.1f}"'
+        f' height="{bottom - TOP + 6}"/>',
+        *(
+            f'<path class="{"bound" if ratio == 1 else "grid"}" d="M{x(ratio):.1f} {TOP - 6}V{bottom}"/>'
+            f'<text class="mid" x="{x(ratio):.1f}" y="{TOP - 12}">{ratio:g}x</text>'
+            for ratio in (0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6)
+        ),
+    ]
     for place, variant in enumerate(variants):
         y = TOP + LINE * place + 9
         shapes.append(f'<text class="end" x="{NAMES - 12}" y="{y + 4}">{escape(variant)}</text>')
@@ -336,7 +340,7 @@ def _ratios(rows: Sequence[Json], names: Sequence[str]) -> str:
                 f'<circle class="b {colour(names, row["shape"])}" cx="{x(row["ratio"]):.1f}" cy="{y}" r="4.5">'
                 f"<title>{escape(told)}</title></circle>"
             )
-    return _svg(bottom + 6, "Ratios of variants to the default", shapes)
+    return svg(WIDTH, bottom + 6, "Ratios of variants to the default", shapes)
 
 
 def _table_of_ratios(rows: Sequence[Json], ab: Json) -> str:
@@ -417,13 +421,6 @@ def _range(pair: Sequence[float] | None) -> str:
     if pair is None:
         return ""
     return f"{pair[0]:g}" if pair[0] == pair[1] else f"{pair[0]:g} to {pair[1]:g}"
-
-
-def _svg(high: float, title: str, shapes: Sequence[str]) -> str:
-    return (
-        f'<svg class="chart" role="img" viewBox="0 0 {WIDTH} {high:.0f}" width="{WIDTH}" height="{high:.0f}">'
-        f"<title>{escape(title)}</title>{''.join(shapes)}</svg>"
-    )
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ Triton finds nothing in the folder and compiles. Needs triton, no GPU, no TRITON
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -47,6 +46,7 @@ from shardwise.perf.gpu_scripts.gpu_variants import VARIANTS
 from shardwise.perf.suite import machine
 from shardwise.perf.suite.batches import Batch, Optimizer
 from shardwise.perf.suite.case import in_a_line
+from shardwise.perf.suite.options import FLAG, Options, parser_of
 from shardwise.perf.suite.workloads import equal
 
 # of a card: what tables are cut to is the same from here on
@@ -280,17 +280,20 @@ def _with_triton(folder: Path, argv: list[str]) -> int:
     return subprocess.call(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
 
 
+OPTIONS: Options = {
+    "--out": {"type": Path, "required": True, "help": "the folder, as --compiled of gpu_check takes it"},
+    "--architecture": {"type": int, "default": 90, "help": "of the device: 90 is sm_90 (the default)"},
+    "--shapes": {"nargs": "+", "choices": list(SHAPES), "default": list(SHAPES)},
+    "--checks": {**FLAG, "help": "also what the checks launch: minutes"},
+    "--whole": {**FLAG, "help": "leave intermediate code: others may be compiling"},
+    "--jobs": {"type": int, "default": machine.cores()},
+    "--triton": {"type": Path, "help": "a folder that holds another version of Triton to compile with"},
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile and strip; prints what the folder holds."""
-    parser = argparse.ArgumentParser(prog="gpu_precompile", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="the folder, as --compiled of gpu_check takes it")
-    parser.add_argument("--architecture", type=int, default=90, help="of the device: 90 is sm_90 (the default)")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--checks", action="store_true", help="also what the checks launch: minutes")
-    parser.add_argument("--whole", action="store_true", help="leave intermediate code: others may be compiling")
-    parser.add_argument("--jobs", type=int, default=machine.cores())
-    parser.add_argument("--triton", type=Path, help="a folder that holds another version of Triton to compile with")
-    arguments = parser.parse_args(argv)
+    arguments = parser_of(OPTIONS, "gpu_precompile", (__doc__ or "").split("\n")[0]).parse_args(argv)
     if arguments.triton is not None:
         return _with_triton(arguments.triton, list(sys.argv[1:] if argv is None else argv))
     start = time.perf_counter()

@@ -7,7 +7,6 @@ process group of its own.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -33,6 +32,7 @@ from shardwise.perf.gpu_scripts.nccl_sections import (
     Sizes,
 )
 from shardwise.perf.suite import machine
+from shardwise.perf.suite.options import FLAG, Options, parser_of
 from shardwise.sharding.comms.env import collectives_at_one_rank, new_group
 
 FORMAT = 1
@@ -96,14 +96,17 @@ def one_card(device: torch.device | str, sizes: Sizes | None = None) -> dict[str
             dist.destroy_process_group()
 
 
+OPTIONS: Options = {
+    "--device": {"default": "cuda", "choices": ["cuda", "cpu"]},
+    "--small": {**FLAG, "help": "small tables and messages"},
+    "--sections": {"nargs": "+", "default": list(SECTIONS), "choices": list(SECTIONS)},
+    "--out": {"type": Path, "default": Path("runs/nccl_check/nccl_check.json")},
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command: one process of `torchrun`."""
-    parser = argparse.ArgumentParser(description="Check sharded training on the ranks that torchrun started.")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--small", action="store_true", help="small tables and messages")
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
-    parser.add_argument("--out", type=Path, default=Path("runs/nccl_check/nccl_check.json"))
-    given = parser.parse_args(arguments)
+    given = parser_of(OPTIONS, None, "Check sharded training on the ranks that torchrun started.").parse_args(arguments)
     device = torch.device(given.device)
     if given.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -155,15 +155,10 @@ def _reason(name: str, new: Stored, failures: Mapping[str, str]) -> str:
 
 def differences(base: Stored, new: Stored) -> list[str]:
     """Devices and versions that are not the same, in words."""
-    found = []
-    for key in DEVICE:
-        if base.machine.get(key) != new.machine.get(key):
-            found.append(f"{key}: {base.machine.get(key)} in the base, {new.machine.get(key)} now")
     before, after = base.machine.get("versions", {}), new.machine.get("versions", {})
-    for name in sorted({*before, *after}):
-        if before.get(name) != after.get(name):
-            found.append(f"{name}: {before.get(name) or 'none'} in the base, {after.get(name) or 'none'} now")
-    return found
+    facts = [(key, base.machine.get(key), new.machine.get(key)) for key in DEVICE]
+    facts += [(name, before.get(name) or "none", after.get(name) or "none") for name in sorted({*before, *after})]
+    return [f"{what}: {old} in the base, {now} now" for what, old, now in facts if old != now]
 
 
 def pace(both: Sequence[tuple[Record, Record]]) -> float:

@@ -174,3 +174,13 @@ def torch_optimizer(rule: str, bags: Sequence[nn.EmbeddingBag], *, start: float 
         # torch adds eps before it corrects the second moment, we behind: the same at the first step
         return torch.optim.SparseAdam(parameters, lr=LR, eps=EPS * (1 - 0.999) ** 0.5)
     raise NotImplementedError(f"torch.optim has no sparse {rule}")
+
+
+def stepped(optimizer: Any) -> Callable[[], None]:
+    """A step of an optimizer, which leaves no gradients behind."""
+
+    def after() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return after

@@ -27,18 +27,14 @@ class Row:
 
 def duration(seconds: float) -> str:
     """With a unit that fits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    unit, of = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= pair[1]), ("us", 1e-6))
+    return f"{seconds / of:.3g} {unit}"
 
 
 def size(nbytes: float) -> str:
     """Bytes, with a unit that fits."""
-    for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= of:
-            return f"{nbytes / of:.4g} {unit}"
-    return f"{nbytes:.0f} B"
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    return next((f"{nbytes / of:.4g} {unit}" for unit, of in units if nbytes >= of), f"{nbytes:.0f} B")
 
 
 def amount(value: float, unit: str) -> str:
@@ -160,14 +156,15 @@ def compared(found: Comparison) -> list[str]:
         lines.append(
             f"the machine: peers and yardsticks took {100 * (found.pace - 1):+.0f} % of their time in the base"
         )
-    for verdict in found.of("faster"):
-        lines.append(_judged(verdict))
+    lines += [_judged(verdict) for verdict in found.of("faster")]
     if found.added:
         lines.append(f"only in the new run: {', '.join(found.added)}")
     if found.failing:
         lines.append(f"failing in both runs: {', '.join(found.failing)}")
-    for verdict in found.of("unsettled"):
-        lines.append(f"unsettled: {verdict.name}: {verdict.why}; {_change(verdict.changes[0], verdict.unit)}")
+    lines += [
+        f"unsettled: {verdict.name}: {verdict.why}; {_change(verdict.changes[0], verdict.unit)}"
+        for verdict in found.of("unsettled")
+    ]
     lines += [f"lost: {name}: {reason}" for name, reason in found.lost.items()]
     lines += [f"failed: {name}: {reason}" for name, reason in found.failed.items()]
     lines += [_judged(verdict) for verdict in found.of("slower")]

@@ -79,19 +79,20 @@ def roofline(points: Sequence[Point], copy_gb_s: float, groups: Sequence[str], t
     def y(seconds: float) -> float:
         return HEIGHT - BOTTOM - (math.log10(seconds) - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    shapes = []
-    for decade in range(left, right + 1):
-        at = x(10.0**decade)
-        shapes.append(f'<path class="grid" d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
-        shapes.append(f'<text class="mid" x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}">{size(10.0**decade)}</text>')
-    for decade in range(low, high + 1):
-        at = y(10.0**decade)
-        shapes.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>')
-        shapes.append(f'<text class="end" x="{LEFT - 8}" y="{at + 4:.1f}">{duration(10.0**decade)}</text>')
-    shapes.append(
+    shapes = [
+        *(
+            f'<path class="grid" d="M{x(10.0**decade):.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
+            f'<text class="mid" x="{x(10.0**decade):.1f}" y="{HEIGHT - BOTTOM + 18}">{size(10.0**decade)}</text>'
+            for decade in range(left, right + 1)
+        ),
+        *(
+            f'<path class="grid" d="M{LEFT} {y(10.0**decade):.1f}H{WIDTH - RIGHT}"/>'
+            f'<text class="end" x="{LEFT - 8}" y="{y(10.0**decade) + 4:.1f}">{duration(10.0**decade)}</text>'
+            for decade in range(low, high + 1)
+        ),
         f'<path class="bound" d="M{x(10.0**left):.1f} {y(line[0]):.1f}L{x(10.0**right):.1f} {y(line[1]):.1f}">'
-        f"<title>a copy: {copy_gb_s:.4g} GB/s</title></path>"
-    )
+        f"<title>a copy: {copy_gb_s:.4g} GB/s</title></path>",
+    ]
     for point in points:
         share = 100 * point.bytes_moved / point.seconds / 1e9 / copy_gb_s
         moved = f"{size(point.bytes_moved)} in {duration(point.seconds)}, {share:.0f} % of copy"
@@ -101,7 +102,7 @@ def roofline(points: Sequence[Point], copy_gb_s: float, groups: Sequence[str], t
             f' cy="{y(point.seconds):.1f}" r="5"><title>{escape(told)}</title></circle>'
         )
     shapes.append(f'<text class="mid" x="{WIDTH / 2}" y="{HEIGHT - 6}">bytes that a call declares</text>')
-    return _svg(WIDTH, HEIGHT, title, shapes)
+    return svg(WIDTH, HEIGHT, title, shapes)
 
 
 def bars(found: Sequence[Bar], peers: Sequence[str], title: str) -> str:
@@ -137,14 +138,15 @@ def bars(found: Sequence[Bar], peers: Sequence[str], title: str) -> str:
         f'<text class="mid" x="{x(ratio):.1f}" y="{TOP + 4}">{ratio:g}x</text>'
         for ratio in ticks
     ]
-    return _svg(WIDTH, top + 4, title, [*axis, *shapes])
+    return svg(WIDTH, top + 4, title, [*axis, *shapes])
 
 
 def _cut(name: str) -> str:
     return name if len(name) <= 62 else f"{name[:60]}..."
 
 
-def _svg(wide: float, high: float, title: str, shapes: Sequence[str]) -> str:
+def svg(wide: float, high: float, title: str, shapes: Sequence[str]) -> str:
+    """A chart of these shapes."""
     return (
         f'<svg class="chart" role="img" viewBox="0 0 {wide:.0f} {high:.0f}" width="{wide:.0f}" height="{high:.0f}">'
         f"<title>{escape(title)}</title>{''.join(shapes)}</svg>"
@@ -212,9 +214,9 @@ def _figures(one: Stored, groups: Sequence[str]) -> Iterator[str]:
         yield _figure(bars(found, peers, f"Ratios to peers on {where}"), peers)
 
 
-def _figure(svg: str, names: Sequence[str]) -> str:
+def _figure(chart: str, names: Sequence[str]) -> str:
     items = "".join(f'<li><span class="chip {colour(names, name)}"></span>{escape(name)}</li>' for name in names)
-    scrolled = f'<div class="scroll" tabindex="0">{svg}</div>'
+    scrolled = f'<div class="scroll" tabindex="0">{chart}</div>'
     return f'<figure>{scrolled}<figcaption><ul class="legend">{items}</ul></figcaption></figure>'
 
 

@@ -224,14 +224,6 @@ def _values(batch: Batch, rows: int) -> Tensor:
     return (table.repeat(times, 1) if times > 1 else table)[:rows]
 
 
-def _segment_rows(batch: Batch, _: int) -> Callable[[], Tensor]:
-    return partial(segment_sum, batch.offsets, _values(batch, batch.ids))
-
-
-def _to_padded(batch: Batch, most: int) -> Callable[[], Tensor]:
-    return partial(jagged_to_padded_dense, _values(batch, batch.ids), batch.offsets, most)
-
-
 def _to_jagged(batch: Batch, most: int) -> Callable[[], Tensor]:
     bags = batch.offsets.shape[0] - 1
     dense = _values(batch, bags * most).view(bags, most, batch.dims[0])
@@ -246,8 +238,8 @@ def _index_add(batch: Batch, _: int) -> Callable[[], Tensor]:
 
 
 _JAGGED: dict[str, Callable[[Batch, int], Callable[[], Tensor]]] = {
-    "segment_rows": _segment_rows,
-    "to_padded": _to_padded,
+    "segment_rows": lambda batch, _: partial(segment_sum, batch.offsets, _values(batch, batch.ids)),
+    "to_padded": lambda batch, most: partial(jagged_to_padded_dense, _values(batch, batch.ids), batch.offsets, most),
     "to_jagged": _to_jagged,
     "index_add": _index_add,
 }

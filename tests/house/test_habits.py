@@ -1,18 +1,21 @@
-"""Files for tools that do not run here: their versions, marks and folders are those of the rest of the tree."""
+"""Files for tools that do not run here agree with the rest of the tree, and what pages tell to install exists."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
-from pathlib import Path
+
+import pytest
+from test_layering import ROOT, files
+
+from shardwise._version import how_to_install
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 WORKFLOW = (ROOT / ".github/workflows/ci.yml").read_text()
 HOOKS = (ROOT / ".pre-commit-config.yaml").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -62,3 +65,51 @@ def test_security_says_the_limit_that_files_have() -> None:
     from shardwise.untrusted import MAX_BYTES
 
     assert f"at most {MAX_BYTES // 2**20} MiB" in (ROOT / "SECURITY.md").read_text()
+
+
+# by name, with or without extras; a checkout is a path
+FROM_INDEX = re.compile(r"\bpip3? (?:install|download)\b[^\n#]*(?<!of)[\s'\"]shardwise\b(?!/)|\bshardwise\[[a-z]")
+KINDS = ("*.py", "*.md", "*.toml", "*.txt", "Makefile", "run")
+
+
+def pages() -> dict[str, str]:
+    paths = {path for kind in KINDS for path in files(kind)} - {"tests/house/test_habits.py"}
+    return {path: (ROOT / path).read_text() for path in sorted(paths)}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("pip install shardwise", True), ("pip install 'shardwise[cli]'", True), ("pip install -U \"shardwise\"", True),
+        ("needs shardwise[serve]", True), ("pip install torch; cd shardwise", True),
+        ("pip install '.[cli]' # of shardwise", False), ("pip install -e '.[dev]'", False),
+        ("pip install shardwise/", False), ("shardwise[0]", False), ("import shardwise", False),
+    ],
+)  # fmt: skip
+def test_the_pattern_sees(text: str, found: bool) -> None:
+    assert bool(FROM_INDEX.search(text)) == found
+
+
+def test_nothing_is_installed_from_the_index_by_our_name() -> None:
+    """Errors and pages said "pip install shardwise[cli]", which found no such package.
+
+    Once there is a release, `how_to_install` and this test say so.
+    """
+    found = []
+    for path, text in pages().items():
+        for number, line in enumerate(text.splitlines(), 1):
+            if FROM_INDEX.search(line) and path != "tests/house/test_habits.py":
+                found.append(f"{path}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)
+
+
+def test_the_extras_that_are_named_are_there() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    named = set()
+    for path, text in pages().items():
+        found = re.findall(r"how_to_install\(['\"](\w+)['\"]\)|\bextra `\[?(\w+)\]?`|'\.\[([\w,]+)\]'", text)
+        names = {name for groups in found for group in groups for name in group.split(",") if name}
+        assert names <= set(extras), path
+        named |= names
+    assert {"cli", "data", "migrate", "perf", "serve", "cpu"} <= named
+    assert how_to_install("cli") == "pip install '.[cli]' in a checkout of shardwise"

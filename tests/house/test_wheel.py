@@ -11,6 +11,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkout import ROOT
@@ -39,9 +40,16 @@ def without_links(tree: Path, links: str) -> Path:
     return tree
 
 
-def build(tree: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tree / "out"), *options, str(tree)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+def run(*arguments: str, fails: bool = False, **options: Any) -> str:
+    """What a Python process prints, which ends well, or `fails`."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, **options)
+    printed: str = done.stdout + done.stderr
+    assert (done.returncode != 0) == fails, printed
+    return printed if fails else done.stdout.strip()
+
+
+def build(tree: Path, *options: str, fails: bool = False) -> str:
+    return run("-m", "build", "--no-isolation", "--outdir", str(tree / "out"), *options, str(tree), fails=fails)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +58,7 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for links in LINKS:
         tree = found[links] = without_links(checkout(tmp_path_factory.mktemp("wheel") / "tree"), links)
-        result = build(tree, *(["--wheel"] if links != "text" else []))
-        assert result.returncode == 0, result.stdout + result.stderr
+        build(tree, *(["--wheel"] if links != "text" else []))
     return found
 
 
@@ -98,28 +105,22 @@ def test_no_archive_holds_a_link(trees: dict[str, Path]) -> None:
 def test_a_tree_that_lacks_a_folder_is_not_built(tmp_path: Path) -> None:
     tree = checkout(tmp_path / "tree")
     shutil.rmtree(tree / "planner")
-    result = build(tree, "--wheel")
-    assert result.returncode != 0 and "it lacks planner; take a whole checkout" in result.stdout + result.stderr
+    assert "it lacks planner; take a whole checkout" in build(tree, "--wheel", fails=True)
     assert not [*tree.glob("out/*")]
 
 
 @pytest.mark.parametrize("links", LINKS)
 def test_an_editable_install_finds_every_folder(trees: dict[str, Path], links: str, tmp_path: Path) -> None:
     code = "import sys, setuptools.build_meta as b; b.build_editable(sys.argv[1])"
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=trees[links]
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run("-c", code, str(tmp_path), cwd=trees[links])
     (built,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(built) as archive:
         archive.extractall(tmp_path)
     # without the site packages: shardwise itself may be installed there
     look = "import importlib.util as u, site, sys; site.addsitedir(sys.argv[1])\n"
     look += "for name in sys.argv[2:]: print(u.find_spec(f'shardwise.{name}').origin)"
-    command = [sys.executable, "-I", "-S", "-c", look, str(tmp_path), *FOLDERS, "perf.suite.cases", "served"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    places = [str(Path(place).resolve().parent) for place in found.stdout.split()]
+    found = run("-I", "-S", "-c", look, str(tmp_path), *FOLDERS, "perf.suite.cases", "served")
+    places = [str(Path(place).resolve().parent) for place in found.split()]
     assert places == [str(trees[links] / folder) for folder in (*FOLDERS, "perf/suite/cases", "shardwise/served")]
 
 
@@ -192,13 +193,11 @@ print("\\n" + json.dumps(found))
 def test_every_command_of_an_installed_wheel_works_or_asks_for_a_checkout(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_THEM, json.dumps([words for words, _, _ in COMMANDS])],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+    printed = run(
+        "-c", RUN_THEM, json.dumps([words for words, _, _ in COMMANDS]), cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for (words, status, text), (found, output) in zip(COMMANDS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for (words, status, text), (found, output) in zip(COMMANDS, json.loads(printed.splitlines()[-1]), strict=True):
         assert found == status and text in output, (words, found, output[-2000:])
 
 
@@ -219,13 +218,4 @@ def test_a_checkout_without_links_imports_through_the_root(tmp_path: Path, gone:
 def imported_from(path: Path) -> str:
     """Where `shardwise.jagged` lies for a process that starts with `path` on its PYTHONPATH."""
     code = "import shardwise, shardwise.jagged; shardwise.KeyedJaggedTensor; print(shardwise.jagged.__file__)"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=path,
-        env={**os.environ, "PYTHONPATH": str(path)},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+    return run("-c", code, cwd=path, env={**os.environ, "PYTHONPATH": str(path)})

@@ -59,6 +59,11 @@ class Result:
     wrong: tuple[str, ...]
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """As cases are called: fp16, bf16, int64."""
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
 def run_case(case: Case, *, cut: Cut | None = None, shuffle: int | None = None) -> Result:
     """Run a case; with a barrier `cut` out, or with CTAs in another order, as `executed` says."""
     wrong: list[str] = []

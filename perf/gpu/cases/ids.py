@@ -17,7 +17,7 @@ from shardwise.kernels import (
     jagged_unique,
 )
 
-from .case import Case
+from .case import Case, name_of
 from .tolerances import CALIBRATION, SAME
 
 INTEGERS = (torch.int64, torch.int32)
@@ -28,9 +28,11 @@ LENGTHS = (3, 0, 1, 7, 0, 40)
 
 def cases() -> Iterator[Case]:
     """Every option of the division into buckets, tables that share features, and bins of each kind."""
-    yield from _divisions()
-    yield from _distinct()
-    yield from _calibrations()
+    yield from (
+        *_divisions(),
+        *_distinct(),
+        *_calibrations(),
+    )  # fmt: skip
 
 
 def _divisions() -> Iterator[Case]:
@@ -47,23 +49,25 @@ def _divisions() -> Iterator[Case]:
         for ids, lengths in product(INTEGERS, INTEGERS) if words in ("plain", "weighted") else ((INTEGERS[0],) * 2,):
             quick = words == "weighted" and ids == lengths == torch.int64
             yield Case(
-                f"ids in buckets, {words}, {_name(ids)} ids, {_name(lengths)} lengths", BUCKETS,
+                f"ids in buckets, {words}, {name_of(ids)} ids, {name_of(lengths)} lengths", BUCKETS,
                 partial(_divide, ids, lengths, 3, **chosen), SAME, quick,
             )  # fmt: skip
-    yield Case("ids in 300 buckets", BUCKETS, partial(_divide, *INTEGERS, 300, sizes=(1, 1)), SAME)
-    yield Case("ids in one bucket", BUCKETS, partial(_divide, *INTEGERS, 1), SAME)
-    yield Case(
-        "large ids in buckets",
-        BUCKETS,
-        partial(_divide, torch.int64, torch.int64, 3, sizes=(2**60, 2**60), most=2**62),
-        SAME,
-    )
-    yield Case(
-        "700 ids in buckets",
-        BUCKETS,
-        partial(_divide, *INTEGERS, 4, lengths_of=(100, 0, 30, 350, 219, 1), sequence=True),
-        SAME,
-    )
+    yield from (
+        Case("ids in 300 buckets", BUCKETS, partial(_divide, *INTEGERS, 300, sizes=(1, 1)), SAME),
+        Case("ids in one bucket", BUCKETS, partial(_divide, *INTEGERS, 1), SAME),
+        Case(
+            "large ids in buckets",
+            BUCKETS,
+            partial(_divide, torch.int64, torch.int64, 3, sizes=(2**60, 2**60), most=2**62),
+            SAME,
+        ),
+        Case(
+            "700 ids in buckets",
+            BUCKETS,
+            partial(_divide, *INTEGERS, 4, lengths_of=(100, 0, 30, 350, 219, 1), sequence=True),
+            SAME,
+        ),
+    )  # fmt: skip
 
 
 def _divide(
@@ -93,18 +97,20 @@ def _divide(
 def _distinct() -> Iterator[Case]:
     for ids, offsets in product(INTEGERS, INTEGERS):
         quick = ids == torch.int64 and offsets == torch.int32
-        words = f"{_name(ids)} ids, {_name(offsets)} offsets"
+        words = f"{name_of(ids)} ids, {name_of(offsets)} offsets"
         yield Case(
             f"distinct ids, {words}", UNIQUE, partial(_unique, ids, offsets, LENGTHS, [50, 60], None), SAME, quick
         )
-    yield Case("distinct ids of shared tables", UNIQUE, partial(_unique, *INTEGERS, LENGTHS, [50, 60], [0, 0, 1]), SAME)
-    yield Case(
-        "distinct ids of a table of 3 G rows",
-        UNIQUE,
-        partial(_unique, torch.int64, torch.int64, LENGTHS, [50, 3 * 10**9], None),
-        SAME,
-    )
-    yield Case("distinct ids of 900", UNIQUE, partial(_unique, *INTEGERS, (400, 1, 99, 400), [50, 60], None), SAME)
+    yield from (
+        Case("distinct ids of shared tables", UNIQUE, partial(_unique, *INTEGERS, LENGTHS, [50, 60], [0, 0, 1]), SAME),
+        Case(
+            "distinct ids of a table of 3 G rows",
+            UNIQUE,
+            partial(_unique, torch.int64, torch.int64, LENGTHS, [50, 3 * 10**9], None),
+            SAME,
+        ),
+        Case("distinct ids of 900", UNIQUE, partial(_unique, *INTEGERS, (400, 1, 99, 400), [50, 60], None), SAME),
+    )  # fmt: skip
 
 
 def _unique(
@@ -118,12 +124,13 @@ def _unique(
 
 def _calibrations() -> Iterator[Case]:
     kinds = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-    for kind, form in product(kinds, ("plain", "by feature", "borders")):
-        dtype = str(kind).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-        yield Case(
-            f"calibration, {form}, {dtype}", ("jagged.calibration.histogram_binning",), partial(_calibrate, kind, form),
-            CALIBRATION, quick=kind == torch.float32 and form == "by feature",
-        )  # fmt: skip
+    yield from (
+        Case(
+            f"calibration, {form}, {name_of(kind)}", ("jagged.calibration.histogram_binning",),
+            partial(_calibrate, kind, form), CALIBRATION, quick=kind == torch.float32 and form == "by feature",
+        )
+        for kind, form in product(kinds, ("plain", "by feature", "borders"))
+    )  # fmt: skip
 
 
 def _calibrate(kind: torch.dtype, form: str) -> Sequence[Any]:
@@ -146,7 +153,3 @@ def _calibrate(kind: torch.dtype, form: str) -> Sequence[Any]:
             logit, value, lengths, 3, examples, positives, borders, **numbers
         )
     ]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

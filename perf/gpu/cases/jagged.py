@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise import kernels as ops
 
-from .case import Case, Tolerance
+from .case import Case, Tolerance, name_of
 from .tolerances import EXPONENTIAL, PRODUCT, SAME, SUM
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,13 +27,8 @@ ROUTED: Any = torch.ops.shardwise
 
 def cases() -> Iterator[Case]:
     """Each op in its dtypes and shapes; the first of each kind is quick."""
-    yield from _orders()
-    yield from _segments()
-    yield from _padded()
-    yield from _products()
-    yield from _pooling()
-    yield from _selections()
-    yield from _columns()
+    for part in (_orders, _segments, _padded, _products, _pooling, _selections, _columns):
+        yield from part()
 
 
 def _case(
@@ -73,25 +68,28 @@ def _both_ways(op: Callable[..., Any], leaves: Sequence[int], inputs: Callable[[
 
 def _orders() -> Iterator[Case]:
     for dtype, count in product(INTEGERS, (5, 1, 3000)):
-        yield _case(
-            f"offsets of {count} lengths, {_name(dtype)}", "jagged.offsets.cumsum",
-            partial(_sums_before, (count,), dtype),
-            quick=count == 3000 and dtype == torch.int32,
+        yield from (
+            _case(
+                f"offsets of {count} lengths, {name_of(dtype)}", "jagged.offsets.cumsum",
+                partial(_sums_before, (count,), dtype), quick=count == 3000 and dtype == torch.int32,
+            ),
+            _case(
+                f"inverse of an order of {count}, {name_of(dtype)}", "jagged.offsets.invert",
+                partial(_inverse, count, dtype), quick=count == 3000 and dtype == torch.int64,
+            ),
+            _case(
+                f"places in {count + 3} bags, {name_of(dtype)}", "jagged.segments.locate",
+                partial(_places, (0, 3, 3, *(LENGTHS[k % 7] for k in range(count))), dtype),
+                quick=count == 5 and dtype == torch.int32,
+            ),
         )  # fmt: skip
-        yield _case(
-            f"inverse of an order of {count}, {_name(dtype)}", "jagged.offsets.invert",
-            partial(_inverse, count, dtype),
-            quick=count == 3000 and dtype == torch.int64,
-        )  # fmt: skip
-        ends = (0, 3, 3, *(LENGTHS[k % 7] for k in range(count)))
-        yield _case(
-            f"places in {count + 3} bags, {_name(dtype)}", "jagged.segments.locate",
-            partial(_places, ends, dtype),
-            quick=count == 5 and dtype == torch.int32,
-        )  # fmt: skip
-    yield _case("offsets of 3 rows of lengths", "jagged.offsets.cumsum", partial(_sums_before, (3, 70), torch.int64))
-    for dtype in INTEGERS:
-        yield _case(f"sources of moved segments, {_name(dtype)}", "jagged.segments.locate", partial(_expand, dtype))
+    yield from (
+        _case("offsets of 3 rows of lengths", "jagged.offsets.cumsum", partial(_sums_before, (3, 70), torch.int64)),
+        *(
+            _case(f"sources of moved segments, {name_of(dtype)}", "jagged.segments.locate", partial(_expand, dtype))
+            for dtype in INTEGERS
+        ),
+    )  # fmt: skip
 
 
 def _sums_before(shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[Any]:
@@ -113,51 +111,58 @@ def _expand(dtype: torch.dtype) -> Sequence[Any]:
 
 
 def _segments() -> Iterator[Case]:
-    numbers = (*FLOATS, torch.float64, *INTEGERS, torch.int16, torch.uint8)
-    for dtype, index in (*((dtype, torch.int64) for dtype in numbers), (FLOATS[0], INTEGERS[1])):
-        words = f"{_name(dtype)}, {_name(index)} offsets"
-        yield _case(
-            f"moved values, {words}", "jagged.segments.move", partial(_move, (dtype,), (), index),
-            quick=dtype == torch.int16,
-        )  # fmt: skip
-    yield _case(
-        "moved values, ids and weights",
-        "jagged.segments.move",
-        partial(_move, (torch.int64, torch.float32), (), INTEGERS[0]),
-    )
-    for dim, dtype in (
-        (20, torch.float32),
-        (1, torch.float32),
-        (3, torch.float16),
-        (128, torch.bfloat16),
-        (5, torch.int64),
-    ):
-        yield _case(
-            f"moved rows, {_name(dtype)} D={dim}", "jagged.segments.locate lookup.sequence.gather",
-            partial(_move, (dtype,), (dim,), INTEGERS[0]), quick=dim == 20,
-        )  # fmt: skip
     columns: tuple[tuple[int, ...], ...] = ((), (1,), (20,), (128,))
-    for shape, dtype in product(columns, (*FLOATS, torch.float64)):
-        yield _case(
-            f"moved values and their gradient, {_name(dtype)} {shape}", "jagged.segments.collect",
-            partial(_both_ways, _permuted, (1,), partial(_values_and_order, shape, dtype)),
-            SAME if dtype == torch.float64 else SUM, quick=shape == (20,) and dtype == torch.float16,
-        )  # fmt: skip
-    for shape, dtype in product((*columns, (3,), (1023,)), (*FLOATS, torch.float64)):
-        kernel = "jagged.offsets.segment_sum" if shape in ((), (1,)) else "jagged.offsets.segment_rows"
-        yield _case(
-            f"sums of segments and their gradient, {_name(dtype)} {shape}", kernel,
-            partial(_both_ways, ops.segment_sum, (1,), partial(_values_in_segments, shape, dtype)), SUM,
-            quick=shape in ((), (20,)) and dtype == torch.float32,
-        )  # fmt: skip
-    for dtype, index in product(INTEGERS, INTEGERS):
-        yield _case(
-            f"sums of segments, {_name(dtype)}, {_name(index)} offsets", "jagged.offsets.segment_sum",
-            partial(_both_ways, ops.segment_sum, (), partial(_values_in_segments, (), dtype, index)),
-        )  # fmt: skip
-    yield _case(
-        "sums of segments of a batch of 3", "jagged.offsets.segment_sum",
-        lambda: [ops.segment_sum(_offsets(), _eighths(3 * sum(LENGTHS)), batch_size=3)], SUM,
+    floats = (*FLOATS, torch.float64)
+    numbers = (*floats, *INTEGERS, torch.int16, torch.uint8)
+    yield from (
+        *(
+            _case(
+                f"moved values, {name_of(dtype)}, {name_of(index)} offsets", "jagged.segments.move",
+                partial(_move, (dtype,), (), index), quick=dtype == torch.int16,
+            )
+            for dtype, index in (*((dtype, torch.int64) for dtype in numbers), (FLOATS[0], INTEGERS[1]))
+        ),
+        _case(
+            "moved values, ids and weights", "jagged.segments.move",
+            partial(_move, (torch.int64, torch.float32), (), INTEGERS[0]),
+        ),
+        *(
+            _case(
+                f"moved rows, {name_of(dtype)} D={dim}", "jagged.segments.locate lookup.sequence.gather",
+                partial(_move, (dtype,), (dim,), INTEGERS[0]), quick=dim == 20,
+            )
+            for dim, dtype in (
+                (20, torch.float32), (1, torch.float32), (3, torch.float16), (128, torch.bfloat16), (5, torch.int64),
+            )
+        ),
+        *(
+            _case(
+                f"moved values and their gradient, {name_of(dtype)} {shape}", "jagged.segments.collect",
+                partial(_both_ways, _permuted, (1,), partial(_values_and_order, shape, dtype)),
+                SAME if dtype == torch.float64 else SUM, quick=shape == (20,) and dtype == torch.float16,
+            )
+            for shape, dtype in product(columns, floats)
+        ),
+        *(
+            _case(
+                f"sums of segments and their gradient, {name_of(dtype)} {shape}",
+                "jagged.offsets.segment_sum" if shape in ((), (1,)) else "jagged.offsets.segment_rows",
+                partial(_both_ways, ops.segment_sum, (1,), partial(_values_in_segments, shape, dtype)), SUM,
+                quick=shape in ((), (20,)) and dtype == torch.float32,
+            )
+            for shape, dtype in product((*columns, (3,), (1023,)), floats)
+        ),
+        *(
+            _case(
+                f"sums of segments, {name_of(dtype)}, {name_of(index)} offsets", "jagged.offsets.segment_sum",
+                partial(_both_ways, ops.segment_sum, (), partial(_values_in_segments, (), dtype, index)),
+            )
+            for dtype, index in product(INTEGERS, INTEGERS)
+        ),
+        _case(
+            "sums of segments of a batch of 3", "jagged.offsets.segment_sum",
+            lambda: [ops.segment_sum(_offsets(), _eighths(3 * sum(LENGTHS)), batch_size=3)], SUM,
+        ),
     )  # fmt: skip
 
 
@@ -198,33 +203,36 @@ def _padded() -> Iterator[Case]:
     }
     for words, shape in shapes.items():
         for dtype in (*FLOATS, *INTEGERS, torch.int8) if words in ("rows of 20", "numbers") else (torch.float32,):
-            there = dtype.is_floating_point
-            filled = words != "empty bags"
-            label = f"{words}, {_name(dtype)}"
-            yield _case(
-                f"padded, {label}", "jagged.padded.to_padded" + " jagged.padded.to_jagged" * (there and filled),
-                partial(_both_ways, _to_padded, (0,) if there else (), partial(_padded_inputs, shape, dtype, False)),
-                quick=words == "rows of 20" and dtype == torch.float32,
+            leaves, filled = (0,) if dtype.is_floating_point else (), words != "empty bags"
+            label = f"{words}, {name_of(dtype)}"
+            yield from (
+                _case(
+                    f"padded, {label}",
+                    "jagged.padded.to_padded" + " jagged.padded.to_jagged" * bool(leaves and filled),
+                    partial(_both_ways, _to_padded, leaves, partial(_padded_inputs, shape, dtype, False)),
+                    quick=words == "rows of 20" and dtype == torch.float32,
+                ),
+                _case(
+                    f"from padded, {label}", "jagged.padded.places jagged.padded.to_jagged" if filled else "",
+                    partial(
+                        _both_ways, ops.padded_dense_to_jagged, leaves, partial(_padded_inputs, shape, dtype, True)
+                    ),
+                    quick=words == "numbers" and dtype == torch.float32,
+                ),
             )  # fmt: skip
-            yield _case(
-                f"from padded, {label}", "jagged.padded.places jagged.padded.to_jagged" if filled else "",
-                partial(_both_ways, _to_jagged, (0,) if there else (), partial(_padded_inputs, shape, dtype, True)),
-                quick=words == "numbers" and dtype == torch.float32,
-            )  # fmt: skip
-    yield _case(
-        "padded, int32 offsets", "jagged.padded.to_padded",
-        partial(
-            _both_ways, _to_padded, (0,), partial(_padded_inputs, shapes["rows of 4"], FLOATS[0], False, INTEGERS[1])
-        ),
-    )  # fmt: skip
-    some = ("rows of 20", "rows of 1", "2 jagged dims", "numbers")
-    for words, dtype in product(some, FLOATS):
-        for name in ("jagged_dense_add", "jagged_dense_add_jagged", "jagged_dense_mul"):
-            yield _case(
-                f"{name}, {words}, {_name(dtype)}", "jagged.padded.to_padded",
+    narrow = partial(_padded_inputs, shapes["rows of 4"], FLOATS[0], False, INTEGERS[1])
+    yield from (
+        _case("padded, int32 offsets", "jagged.padded.to_padded", partial(_both_ways, _to_padded, (0,), narrow)),
+        *(
+            _case(
+                f"{name}, {words}, {name_of(dtype)}", "jagged.padded.to_padded",
                 partial(_both_ways, partial(_with_dense, name), (0, 3), partial(_with_inputs, shapes[words], dtype)),
                 SUM, quick=words == "2 jagged dims" and dtype == torch.float32 and name.endswith("mul"),
-            )  # fmt: skip
+            )
+            for words, dtype in product(("rows of 20", "rows of 1", "2 jagged dims", "numbers"), FLOATS)
+            for name in ("jagged_dense_add", "jagged_dense_add_jagged", "jagged_dense_mul")
+        ),
+    )  # fmt: skip
 
 
 def _padded_inputs(shape: Any, dtype: torch.dtype, dense: bool, index: torch.dtype = torch.int64) -> Sequence[Any]:
@@ -236,10 +244,6 @@ def _padded_inputs(shape: Any, dtype: torch.dtype, dense: bool, index: torch.dty
 
 def _to_padded(values: Tensor, offsets: list[Tensor], extents: list[int]) -> Any:
     return ops.jagged_to_padded_dense(values, offsets, extents, 2.0)
-
-
-def _to_jagged(dense: Tensor, offsets: list[Tensor], total: int) -> Any:
-    return ops.padded_dense_to_jagged(dense, offsets, total)
 
 
 def _with_inputs(shape: Any, dtype: torch.dtype) -> Sequence[Any]:
@@ -254,17 +258,18 @@ def _with_dense(name: str, values: Tensor, offsets: list[Tensor], extents: list[
 
 def _products() -> Iterator[Case]:
     for (left, right), dtype in product(((20, 12), (64, 64), (3, 20), (128, 70)), FLOATS):
-        label = f"M={left} K={right} {_name(dtype)}"
-        quick = left == 20
-        inputs = partial(_bmm_inputs, left, right, dtype)
-        yield _case(
-            f"jagged times dense, {label}", "jagged.bmm.dense_bmm jagged.bmm.jagged_bmm",
-            partial(_both_ways, ops.jagged_dense_bmm, (0, 2), inputs), PRODUCT, quick=quick,
-        )  # fmt: skip
-        pairs = partial(_jagged_inputs, left, right, dtype)
-        yield _case(
-            f"jagged times jagged, {label}", "jagged.bmm.jagged_bmm jagged.bmm.dense_bmm",
-            partial(_both_ways, ops.jagged_jagged_bmm, (0, 1), pairs), PRODUCT, quick=quick and dtype == torch.float16,
+        label = f"M={left} K={right} {name_of(dtype)}"
+        yield from (
+            _case(
+                f"jagged times dense, {label}", "jagged.bmm.dense_bmm jagged.bmm.jagged_bmm",
+                partial(_both_ways, ops.jagged_dense_bmm, (0, 2), partial(_bmm_inputs, left, right, dtype)), PRODUCT,
+                quick=left == 20,
+            ),
+            _case(
+                f"jagged times jagged, {label}", "jagged.bmm.jagged_bmm jagged.bmm.dense_bmm",
+                partial(_both_ways, ops.jagged_jagged_bmm, (0, 1), partial(_jagged_inputs, left, right, dtype)),
+                PRODUCT, quick=left == 20 and dtype == torch.float16,
+            ),
         )  # fmt: skip
 
 
@@ -284,29 +289,34 @@ def _pooling() -> Iterator[Case]:
     # a tile has 128 columns at most: of 256 loops over columns go around
     for dim, dtype in product((20, 1, 4, 32, 128, 256), FLOATS):
         quick = dim == 20 and dtype == torch.float32
-        label = f"D={dim} {_name(dtype)}"
-        rows = partial(lambda dim, dtype: (_normal(sum(LENGTHS), dim, dtype=dtype), _offsets()), dim, dtype)
-        yield _case(
-            f"softmax, {label}", "jagged.softmax.softmax jagged.softmax.softmax_gradient",
-            partial(_both_ways, ops.jagged_softmax, (0,), rows), EXPONENTIAL, quick=quick,
+        label = f"D={dim} {name_of(dtype)}"
+        yield from (
+            _case(
+                f"softmax, {label}", "jagged.softmax.softmax jagged.softmax.softmax_gradient",
+                partial(_both_ways, ops.jagged_softmax, (0,), partial(_rows_in_bags, dim, dtype)), EXPONENTIAL, quick,
+            ),
+            _case(
+                f"vectors times bags, {label}",
+                "jagged.vector_product.vector_product jagged.vector_product.by_rows jagged.vector_product.by_vectors",
+                partial(_both_ways, ops.jagged_vector_product, (0, 1), partial(_vector_inputs, dim, dtype)), PRODUCT,
+                quick,
+            ),
         )  # fmt: skip
-        yield _case(
-            f"vectors times bags, {label}",
-            "jagged.vector_product.vector_product jagged.vector_product.by_rows jagged.vector_product.by_vectors",
-            partial(_both_ways, ops.jagged_vector_product, (0, 1), partial(_vector_inputs, dim, dtype)), PRODUCT,
-            quick=quick,
-        )  # fmt: skip
-    for dtype, index, hits in (
-        *((dtype, INTEGERS[0], 2) for dtype in FLOATS),
-        (FLOATS[0], INTEGERS[1], 3),
-        (FLOATS[0], INTEGERS[0], 45),
-    ):
-        yield _case(
-            f"unary tables, {_name(dtype)}, {_name(index)} ids, {hits} a bag",
+    yield from (
+        _case(
+            f"unary tables, {name_of(dtype)}, {name_of(index)} ids, {hits} a bag",
             "jagged.unary_embeddings.unary jagged.unary_embeddings.unary_chunk",
             partial(_both_ways, ops.batched_unary_embeddings, (0,), partial(_unary_inputs, dtype, index, hits)), SUM,
             quick=hits == 45,
-        )  # fmt: skip
+        )
+        for dtype, index, hits in (
+            *((dtype, INTEGERS[0], 2) for dtype in FLOATS), (FLOATS[0], INTEGERS[1], 3), (FLOATS[0], INTEGERS[0], 45),
+        )
+    )  # fmt: skip
+
+
+def _rows_in_bags(dim: int, dtype: torch.dtype) -> Sequence[Any]:
+    return _normal(sum(LENGTHS), dim, dtype=dtype), _offsets()
 
 
 def _vector_inputs(dim: int, dtype: torch.dtype) -> Sequence[Any]:
@@ -333,37 +343,33 @@ def _selections() -> Iterator[Case]:
         ((4,), torch.float16, torch.int32), ((128,), torch.bfloat16, torch.int64), ((3,), torch.float32, torch.int32),
         ((), torch.float16, torch.int32),
     ):  # fmt: skip
-        label = f"{_name(dtype)} {row or 'numbers'}, {_name(index)} indices"
-        files = "jagged.index_select.bags jagged.index_add.owners jagged.index_add.index_add"
-        yield _case(
-            f"selected bags, {label}",
-            files + (" jagged.index_select.sources" if row else " jagged.index_select.select"),
-            partial(_both_ways, _selected, (0,), partial(_select_inputs, row, dtype, index)), SUM,
-            quick=row in ((), (20,)) and index == torch.int64,
+        label = f"{name_of(dtype)} {row or 'numbers'}, {name_of(index)} indices"
+        files = "jagged.index_add.owners jagged.index_add.index_add"
+        yield from (
+            _case(
+                f"selected bags, {label}",
+                f"jagged.index_select.bags {files} jagged.index_select.{'sources' if row else 'select'}",
+                partial(_both_ways, ops.jagged_index_select, (0,), partial(_select_inputs, row, dtype, index)), SUM,
+                quick=row in ((), (20,)) and index == torch.int64,
+            ),
+            _case(
+                f"added bags, {label}", files,
+                partial(_both_ways, ops.jagged_index_add, (0,), partial(_add_inputs, row, dtype, index)), SUM,
+            ),
         )  # fmt: skip
-        yield _case(
-            f"added bags, {label}", "jagged.index_add.owners jagged.index_add.index_add",
-            partial(_both_ways, _added, (0,), partial(_add_inputs, row, dtype, index)), SUM,
-        )  # fmt: skip
-    for weighted, index in product((False, True), INTEGERS):
-        words = f"{'weighted, ' * weighted}{_name(index)} indices"
-        yield _case(
-            f"selected samples of keys, {words}", "jagged.index_select.bags jagged.index_select.select",
-            partial(_keyed, weighted, index), quick=weighted and index == torch.int64,
-        )  # fmt: skip
-
-
-def _selected(values: Tensor, lengths: Tensor, indices: Tensor) -> Any:
-    return ops.jagged_index_select(values, lengths, indices)
+    yield from (
+        _case(
+            f"selected samples of keys, {'weighted, ' * weighted}{name_of(index)} indices",
+            "jagged.index_select.bags jagged.index_select.select", partial(_keyed, weighted, index),
+            quick=weighted and index == torch.int64,
+        )
+        for weighted, index in product((False, True), INTEGERS)
+    )  # fmt: skip
 
 
 def _select_inputs(row: tuple[int, ...], dtype: torch.dtype, index: torch.dtype) -> Sequence[Any]:
     values = _eighths(sum(LENGTHS), *row, dtype=dtype)
     return values, torch.tensor(LENGTHS, dtype=index), torch.tensor([3, 5, 3, 1, 0, 3], dtype=index)
-
-
-def _added(values: Tensor, lengths: Tensor, indices: Tensor, into: Tensor) -> Any:
-    return ops.jagged_index_add(values, lengths, indices, into)
 
 
 def _add_inputs(row: tuple[int, ...], dtype: torch.dtype, index: torch.dtype) -> Sequence[Any]:
@@ -389,17 +395,26 @@ def _columns() -> Iterator[Case]:
         "10 inputs": ((4,) * 10, (tuple((i, 0, 4) for i in reversed(range(10))),)),
         "20 outputs": ((40, 8), tuple(((0, 2 * i, 2), (1, 0, 8)) for i in range(20))),
     }
-    for words, (widths, pieces) in plans.items():
-        for dtype in (*FLOATS, torch.float64):
-            inputs = partial(_column_inputs, widths, dtype)
-            yield _case(
-                f"regrouped columns, {words}, {_name(dtype)}", "jagged.regroup.regroup",
-                partial(_both_ways, partial(_regrouped, pieces), tuple(range(len(widths))), inputs), SUM,
-                quick=words == "a column in three places" and dtype == torch.float32,
-            )  # fmt: skip
-    yield _case(
-        "tables in another order", "jagged.regroup.regroup",
-        partial(_both_ways, _other_order, (0,), lambda: [_eighths(9, 23)]), SUM,
+    yield from (
+        *(
+            _case(
+                f"regrouped columns, {words}, {name_of(dtype)}", "jagged.regroup.regroup",
+                partial(
+                    _both_ways, partial(_regrouped, pieces), tuple(range(len(widths))),
+                    partial(_column_inputs, widths, dtype),
+                ),
+                SUM, quick=words == "a column in three places" and dtype == torch.float32,
+            )
+            for words, (widths, pieces) in plans.items()
+            for dtype in (*FLOATS, torch.float64)
+        ),
+        _case(
+            "tables in another order", "jagged.regroup.regroup",
+            partial(
+                _both_ways, lambda pooled: ops.permute_pooled(pooled, [8, 3, 12], [2, 0, 1, 0]), (0,),
+                lambda: [_eighths(9, 23)],
+            ), SUM,
+        ),
     )  # fmt: skip
 
 
@@ -410,11 +425,3 @@ def _column_inputs(widths: Sequence[int], dtype: torch.dtype) -> Sequence[Any]:
 def _regrouped(pieces: Any, *tensors: Tensor) -> Any:
     # all outputs side by side, so that all of them have a gradient
     return torch.cat(ops.regroup(tensors, pieces), 1)
-
-
-def _other_order(pooled: Tensor) -> Any:
-    return ops.permute_pooled(pooled, [8, 3, 12], [2, 0, 1, 0])
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

@@ -26,7 +26,7 @@ from shardwise.kernels.lookup.sequence import sequence_lookup_ref
 from shardwise.kernels.lookup.weight_gradient import per_id_weight_gradient_ref
 
 from .batches import Batch
-from .case import Case
+from .case import Case, name_of
 from .tolerances import DOT, SAME, WEIGHTED
 
 # tables of several classes of dim, rows on 16 bytes and not, features summed and averaged
@@ -36,10 +36,12 @@ POOLED, SEQUENCE = ("lookup.pooled.pooled_lookup",), ("lookup.sequence.resolve",
 
 def cases() -> Iterator[Case]:
     """Every dtype and class of dim, bags that are empty, long or one, and ids of each dtype."""
-    yield from _pooled()
-    yield from _sequences()
-    yield from _weight_gradients()
-    yield from _checks()
+    yield from (
+        *_pooled(),
+        *_sequences(),
+        *_weight_gradients(),
+        *_checks(),
+    )  # fmt: skip
 
 
 def _one(dim: int, **changes: Any) -> Batch:
@@ -55,9 +57,9 @@ def _pooled() -> Iterator[Case]:
         **{f"D={dim}": _one(dim) for dim in (1, 2, 3, 4, 5, 20, 64, 256)},
         "D=1023": Batch(((3, 1023),), ((0, True),), bags=3),
         "D=4096": Batch(((2, 4096),), ((0, False),), bags=2, lengths=(0, 3)),
-        **{f"{_name(dtype)} mixed dims": replace(MIXED, dtype=dtype) for dtype in halves},
-        **{f"{_name(dtype)} D=128 into its own": Batch(dtype=dtype, output=dtype) for dtype in halves},
-        **{f"fp32 D=128 into {_name(dtype)}": Batch(output=dtype) for dtype in halves},
+        **{f"{name_of(dtype)} mixed dims": replace(MIXED, dtype=dtype) for dtype in halves},
+        **{f"{name_of(dtype)} D=128 into its own": Batch(dtype=dtype, output=dtype) for dtype in halves},
+        **{f"fp32 D=128 into {name_of(dtype)}": Batch(output=dtype) for dtype in halves},
         "D=128 weighted mean": Batch(features=((0, True), (1, True)), weighted=True),
         "fp16 D=20 weighted": _one(20, dtype=torch.float16, weighted=True),
         "one row, one id": Batch(((1, 8),), ((0, False),), bags=1, lengths=(1, 1)),
@@ -73,12 +75,14 @@ def _pooled() -> Iterator[Case]:
         "shared table": Batch(((9, 8), (4, 8)), ((0, False), (1, True), (0, True), (0, False))),
         "many bags": _one(4, bags=300, lengths=(0, 3)),
     }
-    for number, (words, batch) in enumerate(listed.items()):
-        yield Case(
+    yield from (
+        Case(
             f"pooled lookup, {words}", POOLED, partial(_look_up, batch, pooled_lookup),
             WEIGHTED if batch.weighted else SAME, quick=number < 3,
             reference=partial(_look_up, batch, None),
-        )  # fmt: skip
+        )
+        for number, (words, batch) in enumerate(listed.items())
+    )  # fmt: skip
 
 
 def _look_up(batch: Batch, op: Any) -> Sequence[Any]:
@@ -103,11 +107,13 @@ def _sequences() -> Iterator[Case]:
         "many ids": Batch(((40, 4), (30, 4)), bags=200),
         "one id": _one(8, bags=1, lengths=(1, 1)),
     }
-    for number, (words, batch) in enumerate(listed.items()):
-        yield Case(
+    yield from (
+        Case(
             f"sequence lookup, {words}", SEQUENCE, partial(_sequence, batch, sequence_lookup), SAME, quick=number < 2,
             reference=partial(_sequence, batch, None),
-        )  # fmt: skip
+        )
+        for number, (words, batch) in enumerate(listed.items())
+    )  # fmt: skip
 
 
 def _sequence(batch: Batch, op: Any) -> Sequence[Any]:
@@ -122,19 +128,21 @@ def _weight_gradients() -> Iterator[Case]:
     listed = {
         "mixed dims": MIXED,
         **{f"D={dim}": _one(dim) for dim in (1, 4, 20, 64, 128, 1023)},
-        **{f"{_name(dtype)} D=128": Batch(dtype=dtype, output=dtype) for dtype in (torch.float16, torch.bfloat16)},
+        **{f"{name_of(dtype)} D=128": Batch(dtype=dtype, output=dtype) for dtype in (torch.float16, torch.bfloat16)},
         "int32 ids and offsets, mean": replace(
             Batch(features=((0, True), (1, True))), ids=torch.int32, offsets=torch.int32
         ),
         "shifted D=128": _one(128, shifted=True),
         "long bags": _one(64, bags=3, lengths=(30, 50)),
     }
-    for number, (words, batch) in enumerate(listed.items()):
-        yield Case(
+    yield from (
+        Case(
             f"gradient of per-id weights, {words}", ("lookup.weight_gradient.weight_gradient",),
             partial(_weight_gradient, batch, per_id_weight_gradient), DOT, quick=number < 1,
             reference=partial(_weight_gradient, batch, None),
-        )  # fmt: skip
+        )
+        for number, (words, batch) in enumerate(listed.items())
+    )  # fmt: skip
 
 
 def _weight_gradient(batch: Batch, op: Any) -> Sequence[Any]:
@@ -149,34 +157,40 @@ def _checks() -> Iterator[Case]:
     usual, narrow = MIXED, replace(MIXED, ids=torch.int32, offsets=torch.int32)
     long = Batch(((40, 4), (30, 4)), bags=700)
     # what is wrong: a position and an id there, or a place in the offsets and by how much it is off
-    for words, batch, bad_id, bad_offset, options in (
-        ("no fault", usual, None, None, {}),
-        ("an id of the table's size", usual, (5, 10**6), None, {}),
-        ("a negative id", narrow, (0, -1), None, {}),
-        ("an offset that falls", usual, None, (3, -9), {}),
-        ("ids past the last offset", usual, None, (-1, -1), {"padded": True}),
-        ("the last id of many, for later updates", long, (-1, 30), None, {"steps": True}),
-        ("warned of, for later updates", long, (700, 10**9), None, {"steps": True, "fatal": False}),
-        ("an offset, for later updates", long, None, (900, 10**7), {"steps": True}),
-    ):
-        yield Case(
-            f"check of ids, {words}", ("lookup.bounds.check_ids",),
-            partial(_check, batch, bad_id, bad_offset, **options),
-            SAME, quick=words in ("no fault", "the last id of many, for later updates"),
-            reference=partial(_check, batch, bad_id, bad_offset, **options, by_reference=True),
-        )  # fmt: skip
-    for words, dtype, count, bad in (
-        ("fp32", torch.float32, 3000, ()),
-        ("fp32 with a NaN", torch.float32, 9000, (8999, 4098)),
-        ("fp16 with an infinity", torch.float16, 777, (3,)),
-        ("bf16", torch.bfloat16, 20, ()),
-        ("fp32 of one element", torch.float32, 1, (0,)),
-    ):
-        yield Case(
-            f"check of a gradient, {words}", ("lookup.finite.check_gradient",),
-            partial(_check_gradient, dtype, count, bad),
-            SAME, quick="NaN" in words,
-        )  # fmt: skip
+    yield from (
+        *(
+            Case(
+                f"check of ids, {words}", ("lookup.bounds.check_ids",),
+                partial(_check, batch, bad_id, bad_offset, **options),
+                SAME, quick=words in ("no fault", "the last id of many, for later updates"),
+                reference=partial(_check, batch, bad_id, bad_offset, **options, by_reference=True),
+            )
+            for words, batch, bad_id, bad_offset, options in (
+                ("no fault", usual, None, None, {}),
+                ("an id of the table's size", usual, (5, 10**6), None, {}),
+                ("a negative id", narrow, (0, -1), None, {}),
+                ("an offset that falls", usual, None, (3, -9), {}),
+                ("ids past the last offset", usual, None, (-1, -1), {"padded": True}),
+                ("the last id of many, for later updates", long, (-1, 30), None, {"steps": True}),
+                ("warned of, for later updates", long, (700, 10**9), None, {"steps": True, "fatal": False}),
+                ("an offset, for later updates", long, None, (900, 10**7), {"steps": True}),
+            )
+        ),
+        *(
+            Case(
+                f"check of a gradient, {words}", ("lookup.finite.check_gradient",),
+                partial(_check_gradient, dtype, count, bad),
+                SAME, quick="NaN" in words,
+            )
+            for words, dtype, count, bad in (
+                ("fp32", torch.float32, 3000, ()),
+                ("fp32 with a NaN", torch.float32, 9000, (8999, 4098)),
+                ("fp16 with an infinity", torch.float16, 777, (3,)),
+                ("bf16", torch.bfloat16, 20, ()),
+                ("fp32 of one element", torch.float32, 1, (0,)),
+            )
+        ),
+    )  # fmt: skip
 
 
 def _check(
@@ -217,7 +231,3 @@ def _check_gradient(dtype: torch.dtype, count: int, bad: Sequence[int]) -> Seque
     guard = new_guard()
     check_gradient(grad, guard)
     return [guard]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

@@ -25,7 +25,7 @@ from shardwise.kernels.quantized.rows import quantize_rows_ref
 from shardwise.kernels.quantized.sequence_lookup import quantized_sequence_lookup_ref
 from shardwise.kernels.row_formats import TABLE_BOUNDARY, dequantize_rows_ref
 
-from .case import Case
+from .case import Case, name_of
 from .tolerances import SAME
 
 POOLED = ("quantized.pooled_lookup.quantized_pooled_lookup",)
@@ -54,24 +54,30 @@ class Tables:
 def cases() -> Iterator[Case]:
     """Each format at dims that fill bytes and vectors and that do not, with each dtype of scales and results."""
     for format, kind in ROW_FORMATS.items():
-        yield from _rows(format)
-        yield from _lookups(format)
+        yield from (
+            *_rows(format),
+            *_lookups(format),
+        )  # fmt: skip
         for scales in kind.scale_dtypes[1:]:
-            yield _rows_case(format, 128, f"{_name(scales)} scales", scales=scales)
-            yield _lookup_case(f"{_name(scales)} scales", Tables(format, scales=scales))
-    for dtype in (torch.float32, *HALVES):
-        yield Case(
-            f"pooled rows as bytes and back, {_name(dtype)}",
+            yield from (
+                _rows_case(format, 128, f"{name_of(scales)} scales", scales=scales),
+                _lookup_case(f"{name_of(scales)} scales", Tables(format, scales=scales)),
+            )  # fmt: skip
+    yield from (
+        Case(
+            f"pooled rows as bytes and back, {name_of(dtype)}",
             ("quantized.rows.quantize_rows", "quantized.rows.dequantize_rows"),
             partial(_pooled_as_bytes, dtype), SAME,
-        )  # fmt: skip
+        )
+        for dtype in (torch.float32, *HALVES)
+    )  # fmt: skip
 
 
 def _rows(format: str) -> Iterator[Case]:
-    for dim in (20, 1, 3, 7, 8, 128, 1023):
-        yield _rows_case(format, dim, f"D={dim}", quick=dim == 20)
-    for dtype in HALVES:
-        yield _rows_case(format, 128, f"{_name(dtype)} D=128", dtype=dtype)
+    yield from (
+        *(_rows_case(format, dim, f"D={dim}", quick=dim == 20) for dim in (20, 1, 3, 7, 8, 128, 1023)),
+        *(_rows_case(format, 128, f"{name_of(dtype)} D=128", dtype=dtype) for dtype in HALVES),
+    )  # fmt: skip
 
 
 def _rows_case(
@@ -115,7 +121,7 @@ def _lookups(format: str) -> Iterator[Case]:
         "int32 ids and offsets": Tables(format, ids=torch.int32, offsets=torch.int32),
         "shifted D=64": Tables(format, ((9, 64),), ((0, False),), shifted=True),
         "long bags D=32": Tables(format, ((90, 32),), ((0, False),), lengths=(30, 60)),
-        **{f"into {_name(dtype)} D=64": Tables(format, ((9, 64),), ((0, False),), output=dtype) for dtype in HALVES},
+        **{f"into {name_of(dtype)} D=64": Tables(format, ((9, 64),), ((0, False),), output=dtype) for dtype in HALVES},
     }.items():
         yield _lookup_case(words, tables, quick=words == "odd dims" and format in ("int4", "fp8", "bf16"))
         if len({dim for _, dim in tables.tables}) == 1 and not tables.weighted:
@@ -179,7 +185,3 @@ def _pooled_as_bytes(dtype: torch.dtype) -> Sequence[Any]:
     pooled = torch.randn(5, 44, generator=torch.Generator().manual_seed(0)).to(dtype)
     sent = quantize_pooled(pooled, [20, 20, 4])
     return [sent, dequantize_pooled(sent, [20, 20, 4], dtype)]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

@@ -20,7 +20,7 @@ from shardwise.kernels.update.rules import BUILT_IN
 from shardwise.kernels.update.update import fused_update_ref
 
 from .batches import Batch
-from .case import Case
+from .case import Case, name_of
 from .tolerances import AVERAGED, RULE, RULE_BY_STEPS, SAME
 
 UPDATE = "update.kernel.update"
@@ -46,10 +46,12 @@ MIXED = Batch(((11, 8), (6, 3), (1, 16), (9, 8), (5, 20)), tuple((t, t % 2 == 1)
 
 def cases() -> Iterator[Case]:
     """Rules first, then what is done around them, then batches that the index and the levels are hard on."""
-    yield from _rules()
-    yield from _unfused()
-    yield from _settings()
-    yield from _batches()
+    yield from (
+        *_rules(),
+        *_unfused(),
+        *_settings(),
+        *_batches(),
+    )  # fmt: skip
 
 
 def _of(dim: int, **changes: Any) -> Batch:
@@ -67,14 +69,20 @@ def _case(words: str, batch: Batch, rule: str, kernels: Sequence[str] = SMALL, *
 
 def _rules() -> Iterator[Case]:
     for rule in BUILT_IN:
-        for dim in (128, 1, 3, 20, 64, 1023):
-            yield _case(f"D={dim}", _of(dim), rule, quick=dim == 20 and rule in ("rowwise_adagrad", "adam", "lamb"))
+        yield from (
+            _case(f"D={dim}", _of(dim), rule, quick=dim == 20 and rule in ("rowwise_adagrad", "adam", "lamb"))
+            for dim in (128, 1, 3, 20, 64, 1023)
+        )  # fmt: skip
         for dtype in HALVES:
-            yield _case(f"{_name(dtype)} D=64", _of(64, dtype=dtype, output=dtype), rule)
-            yield _case(f"{_name(dtype)} D=64 rounded", _of(64, dtype=dtype), rule, rounds=True)
+            yield from (
+                _case(f"{name_of(dtype)} D=64", _of(64, dtype=dtype, output=dtype), rule),
+                _case(f"{name_of(dtype)} D=64 rounded", _of(64, dtype=dtype), rule, rounds=True),
+            )  # fmt: skip
         yield _case("loops", _of(20, tables=((90, 20), (40, 20)), bags=60), rule, programs=1)
-    for rule in ("sgd", "rowwise_adagrad", "adam"):
-        yield _case("D=4096", Batch(((2, 4096),), ((0, False),), bags=2), rule)
+    yield from (
+        _case("D=4096", Batch(((2, 4096),), ((0, False),), bags=2), rule)
+        for rule in ("sgd", "rowwise_adagrad", "adam")
+    )  # fmt: skip
 
 
 def _unfused() -> Iterator[Case]:
@@ -89,22 +97,24 @@ def _settings() -> Iterator[Case]:
         if decay == "l2" or "lr" in RULES[rule].hyper:
             yield _case(f"{decay} decay", _of(20), rule, decay=decay)
     for rule in ("sgd", "rowwise_adagrad"):
-        yield _case("weighted", _of(64, weighted=True), rule)
-        yield _case("mean", MIXED, rule, tolerance=AVERAGED)
-        yield _case(
-            "weighted mean, fp16",
-            replace(MIXED, weighted=True, dtype=torch.float16),
-            rule,
-            rounds=True,
-            tolerance=AVERAGED,
-        )
-        yield _case("gradients cut", _of(20), rule, most=0.5)
-        yield _case("gradients of fp16", _of(64, output=torch.float16), rule)
-        yield _case("gradients of bf16", _of(3, output=torch.bfloat16), rule)
-        yield _case("of a sequence", Batch(((9, 20),), ((0, False),), bags=7), rule, sequence=True)
-        yield _case("shifted", _of(128, shifted=True), rule)
+        yield from (
+            _case("weighted", _of(64, weighted=True), rule),
+            _case("mean", MIXED, rule, tolerance=AVERAGED),
+            _case(
+                "weighted mean, fp16",
+                replace(MIXED, weighted=True, dtype=torch.float16),
+                rule,
+                rounds=True,
+                tolerance=AVERAGED,
+            ),
+            _case("gradients cut", _of(20), rule, most=0.5),
+            _case("gradients of fp16", _of(64, output=torch.float16), rule),
+            _case("gradients of bf16", _of(3, output=torch.bfloat16), rule),
+            _case("of a sequence", Batch(((9, 20),), ((0, False),), bags=7), rule, sequence=True),
+            _case("shifted", _of(128, shifted=True), rule),
+        )  # fmt: skip
         for ids, offsets in product((torch.int32, torch.int64), repeat=2):
-            words = f"{_integer(ids)} ids, {_integer(offsets)} offsets"
+            words = f"{name_of(ids)} ids, {name_of(offsets)} offsets"
             yield _case(words, _of(8, ids=ids, offsets=offsets), rule)
         yield _case("a bad batch", _of(20), rule, bad=True)
     yield _case("nesterov", _of(64), "momentum_sgd", hyper={"nesterov": 1.0})
@@ -124,24 +134,30 @@ def _batches() -> Iterator[Case]:
             quick = rule == "rowwise_adagrad" and "2,400" in words
             tolerance = AVERAGED if batch.pooling == "mean" else RULE
             yield _case(words, batch, rule, large, programs=3, quick=quick, tolerance=tolerance)
-        yield _case("5,000 ids of one row", replace(hot, bags=250, lengths=(10, 10), hot=1.0), rule, LARGE, programs=2)
-        yield _case("many rows", Batch(((3000, 4), (500, 4)), bags=900, lengths=(0, 6)), rule, LARGE, programs=5)
+        yield from (
+            _case("5,000 ids of one row", replace(hot, bags=250, lengths=(10, 10), hot=1.0), rule, LARGE, programs=2),
+            _case("many rows", Batch(((3000, 4), (500, 4)), bags=900, lengths=(0, 6)), rule, LARGE, programs=5),
+        )  # fmt: skip
         # 256 blocks: what all of them counted stands at a place that their sums go around once more for
         full = Batch(((3000, 4), (500, 4)), bags=1024, lengths=(4, 4))
         small = {"index.block": 32, "index.warps": 1}
-        yield _case("8,192 ids in 256 blocks", full, rule, LARGE, programs=5, settings=small)
-        yield _case("weighted, hot rows", replace(hot, weighted=True), rule, LARGE, programs=2)
-        yield _case("bf16, hot rows", replace(hot, dtype=torch.bfloat16), rule, LARGE, programs=2, rounds=True)
-        yield _case("last rows", _of(8, last=True), rule)
-        yield _case("one id", Batch(((5, 8),), ((0, False),), bags=1, lengths=(1, 1)), rule)
-        yield _case("no ids", _of(8, lengths=(0, 0)), rule, INDEX[:1])
-        yield _case("empty bags", _of(8, bags=30, lengths=(0, 1)), rule)
+        yield from (
+            _case("8,192 ids in 256 blocks", full, rule, LARGE, programs=5, settings=small),
+            _case("weighted, hot rows", replace(hot, weighted=True), rule, LARGE, programs=2),
+            _case("bf16, hot rows", replace(hot, dtype=torch.bfloat16), rule, LARGE, programs=2, rounds=True),
+            _case("last rows", _of(8, last=True), rule),
+            _case("one id", Batch(((5, 8),), ((0, False),), bags=1, lengths=(1, 1)), rule),
+            _case("no ids", _of(8, lengths=(0, 0)), rule, INDEX[:1]),
+            _case("empty bags", _of(8, bags=30, lengths=(0, 1)), rule),
+        )  # fmt: skip
     for rule in ("rowwise_adagrad", "adam"):
         quick = rule == "adam"
-        yield _case("index ahead", _of(20), rule, (*SMALL, *AHEAD), quick=quick, ahead=True)
-        yield _case("index ahead, hot rows", hot, rule, (*LARGE, *AHEAD), programs=2, ahead=True)
-        yield _case("index ahead, rounded", _of(64, dtype=HALVES[0]), rule, (*SMALL, *AHEAD), ahead=True, rounds=True)
-        yield _case("index ahead, a bad batch", _of(20), rule, (*SMALL, *AHEAD), ahead=True, bad=True)
+        yield from (
+            _case("index ahead", _of(20), rule, (*SMALL, *AHEAD), quick=quick, ahead=True),
+            _case("index ahead, hot rows", hot, rule, (*LARGE, *AHEAD), programs=2, ahead=True),
+            _case("index ahead, rounded", _of(64, dtype=HALVES[0]), rule, (*SMALL, *AHEAD), ahead=True, rounds=True),
+            _case("index ahead, a bad batch", _of(20), rule, (*SMALL, *AHEAD), ahead=True, bad=True),
+        )  # fmt: skip
     yield _case("sums of gradients, hot rows", hot, "gradient", LARGE, programs=2, tolerance=SAME)
 
 
@@ -184,11 +200,3 @@ def _update(
         else:
             by(*arguments)
     return [weights, *states, step]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-
-
-def _integer(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ Sizes: keys x bags of each; short bags have 0 to 6 values, long ones 0 to 192. M
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +72,7 @@ from shardwise.perf.suite.operations.jagged_ops import (
     BUCKETS,
     TOLERANCE,
     D,
+    M,
     _op,
 )
 from shardwise.perf.suite.operations.operation import (
@@ -192,94 +193,97 @@ def _order(size: Size) -> Tensor:
     return torch.randperm(size.keys, generator=torch.Generator().manual_seed(9)).int()
 
 
-def _longer() -> Iterator[Operation]:
-    """Ops whose work is divided differently where bags are long."""
-
-    def keyed(size: Size) -> list[Any]:
-        lengths, _, ids = _long(size)
-        return [_order(size), lengths.view(size.keys, -1), ids, None]
-
-    def rows(size: Size) -> list[Any]:
-        _, offsets, ids = _long(size)
-        return [_float_rows(len(ids)), [offsets], [LONG], 0.0]
-
-    def sums(size: Size) -> list[Any]:
-        _, offsets, ids = _long(size)
-        return [offsets, _float_rows(len(ids))]
-
-    def short_sums(size: Size) -> list[Any]:
-        return [batch(size).offsets, rows_of(size, D)]
-
-    def blocks(size: Size) -> list[Any]:
-        lengths, _, ids = _long(size)
-        return [lengths, ids, torch.full((size.keys,), -(-IDS // BUCKETS))]
-
-    yield from _op(
-        "permute_2d, long bags", keyed, lambda k, *a: k.permute_2D_sparse_data(*a), lambda k, *a: k.permute_2d(*a)
-    )
-    yield from _op(
-        "jagged_to_padded_dense, rows, long bags", rows,
-        lambda k, *a: k.jagged_to_padded_dense(*a), lambda k, *a: k.jagged_to_padded_dense(*a),
-    )  # fmt: skip
-    # FBGEMM adds up integers and numbers, not rows
-    yield from _op("segment_sum, rows", short_sums, _none, lambda k, *a: k.segment_sum(*a))
-    yield from _op("segment_sum, rows, long bags", sums, _none, lambda k, *a: k.segment_sum(*a))
-    yield from _op(
-        "block_bucketize, long bags", blocks,
-        lambda k, lengths, ids, sizes: k.block_bucketize_sparse_features(
-            lengths, ids, False, False, sizes, BUCKETS
-        ),
-        lambda k, *a: k.block_bucketize(*a, BUCKETS),
-    )  # fmt: skip
-
-
 def _none(k: Any, *inputs: Any) -> Any:
     raise NotImplementedError(_NO_OP)
 
 
-def _halves(size: Size) -> Tensor:
+def _long_segments(size: Size) -> list[Any]:
+    lengths, _, ids = _long(size)
+    return [_order(size), lengths.view(size.keys, -1), ids, None]
+
+
+def _long_rows(size: Size) -> list[Any]:
+    _, offsets, ids = _long(size)
+    return [offsets, _float_rows(len(ids))]
+
+
+def _long_padded(size: Size) -> list[Any]:
+    offsets, rows = _long_rows(size)
+    return [rows, [offsets], [LONG], 0.0]
+
+
+def _long_blocks(size: Size) -> list[Any]:
+    lengths, _, ids = _long(size)
+    return [lengths, ids, torch.full((size.keys,), -(-IDS // BUCKETS))]
+
+
+def _added(size: Size) -> list[Any]:
+    b, bags = batch(size), size.keys * size.batch
+    chosen = torch.randint(0, bags, (bags,), generator=torch.Generator().manual_seed(11))
+    added, total = b.lengths[chosen], int(b.lengths.sum())
+    return [_float_rows(int(added.sum())), added, chosen, b.lengths, total]
+
+
+def _keyed(size: Size) -> list[Any]:
     """Half of the samples, in some order."""
     order = torch.randperm(size.batch, generator=torch.Generator().manual_seed(10))
-    return order[: -(-size.batch // 2)]
+    b, samples = batch(size), order[: -(-size.batch // 2)]
+    total = int(b.lengths.view(*size)[:, samples].sum())
+    return [b.values, b.lengths, b.offsets, samples, size.batch, None, total]
 
 
-def _further() -> Iterator[Operation]:
-    """Ops that jagged_ops.py leaves out, because FBGEMM has none or none on the CPU."""
+def _segments(size: Size) -> list[Any]:
+    counts = batch(size).lengths.view(*size).sum(1).tolist()
+    return [[batch(size).values, batch(size).weights], counts, _order(size).tolist()]
 
-    def selected(size: Size) -> list[Any]:
-        b, bags = batch(size), size.keys * size.batch
-        chosen = torch.randint(0, bags, (bags,), generator=torch.Generator().manual_seed(11))
-        added, total = b.lengths[chosen], int(b.lengths.sum())
-        return [_float_rows(int(added.sum())), added, chosen, b.lengths, total]
 
-    def keyed(size: Size) -> list[Any]:
-        b, samples = batch(size), _halves(size)
-        total = int(b.lengths.view(*size)[:, samples].sum())
-        return [b.values, b.lengths, b.offsets, samples, size.batch, None, total]
+def _grouped(size: Size) -> list[Any]:
+    names = [[f"{letter}{f}" for f in range(size.keys)] for letter in "fg"]
+    groups = [[name for listed in names for name in listed[g::4]] for g in range(min(4, size.keys))]
+    return [[columns(size, 0), columns(size, 1)], plan_regroup(names, [dims(size)] * 2, groups)]
 
-    def segments(size: Size) -> list[Any]:
-        counts = batch(size).lengths.view(*size).sum(1).tolist()
-        return [[batch(size).values, batch(size).weights], counts, _order(size).tolist()]
 
-    def grouped(size: Size) -> list[Any]:
-        names = [[f"{letter}{f}" for f in range(size.keys)] for letter in "fg"]
-        groups = [[name for listed in names for name in listed[g::4]] for g in range(min(4, size.keys))]
-        plan = plan_regroup(names, [dims(size)] * 2, groups)
-        return [[columns(size, 0), columns(size, 1)], plan]
+def _logits(size: Size) -> list[Any]:
+    g = torch.Generator().manual_seed(12)
+    count = size.keys * size.batch
+    values = torch.randint(0, 2, (count,), generator=g)
+    numbers = torch.arange(BINS * (SEGMENTS + 1), dtype=torch.float64)
+    segments = torch.randint(0, SEGMENTS, (int(values.sum()),), generator=g)
+    return [torch.randn(count, generator=g), segments, values, SEGMENTS, numbers * 3, numbers]
 
-    yield from _op(
-        "offsets_to_lengths", lambda size: [batch(size).offsets], _none, lambda k, *a: k.offsets_to_lengths(*a)
-    )
-    yield from _op(
-        "unpack_segments", lambda size: [jagged_ops._padded(size, D), batch(size).lengths],
-        _none, lambda k, *a: k.unpack_segments(*a),
-    )  # fmt: skip
-    yield from _op(
-        "jagged_jagged_mul", lambda size: [rows_of(size, D), rows_of(size, D).flip(1), [batch(size).offsets]],
-        _none, lambda k, *a: k.jagged_jagged_mul(*a),
-    )  # fmt: skip
-    yield from _op(
-        "jagged_index_add", selected,
+
+def _calibrate(k: Any, *inputs: Any) -> Any:
+    return k.histogram_binning_calibration_by_feature(*inputs, **_WEIGHTS, lower_bound=0.0, upper_bound=1.0)
+
+
+def _calibrate_generic(k: Any, *inputs: Any) -> Any:
+    return k.generic_histogram_binning_calibration_by_feature(*inputs, **_WEIGHTS)
+
+
+_WEIGHTS = {"positive_weight": 0.4, "bin_ctr_in_use_after": 600, "bin_ctr_weight_value": 0.9995}
+_OPERATIONS = [
+    *jagged_ops.OPERATIONS,
+    # work is divided differently where bags are long
+    *_op("permute_2d, long bags", _long_segments, "permute_2D_sparse_data"),
+    *_op("jagged_to_padded_dense, rows, long bags", _long_padded),
+    # FBGEMM adds up integers and numbers, not rows
+    *_op("segment_sum, rows", lambda size: [batch(size).offsets, rows_of(size, D)], _none),
+    *_op("segment_sum, rows, long bags", _long_rows, _none),
+    *_op(
+        "block_bucketize, long bags", _long_blocks,
+        lambda k, lengths, ids, sizes: k.block_bucketize_sparse_features(
+            lengths, ids, False, False, sizes, BUCKETS
+        ),
+        lambda k, *a: k.block_bucketize(*a, BUCKETS),
+    ),
+    # jagged_ops.py leaves these out, because FBGEMM has none or none on the CPU
+    *_op("offsets_to_lengths", lambda size: [batch(size).offsets], _none),
+    *_op("unpack_segments", lambda size: [jagged_ops._random(size, M, D), batch(size).lengths], _none),
+    *_op(
+        "jagged_jagged_mul", lambda size: [rows_of(size, D), rows_of(size, D).flip(1), [batch(size).offsets]], _none
+    ),
+    *_op(
+        "jagged_index_add", _added,
         lambda k, values, added, chosen, lengths, total: k.jagged_index_add_2d_forward_v2(
             values, chosen, added.cumsum(0), lengths.cumsum(0), total, len(values)
         ),
@@ -287,48 +291,29 @@ def _further() -> Iterator[Operation]:
             k.jagged_index_add(values, added, chosen, lengths, num_rows=total)
             if k is OURS else k.jagged_index_add(values, added, chosen, lengths)
         ),
-    )  # fmt: skip
-    yield from _op(
-        "keyed_jagged_index_select", keyed,
+    ),
+    *_op(
+        "keyed_jagged_index_select", _keyed,
         lambda k, *a: list(k.keyed_jagged_index_select_dim1(*a)),
         lambda k, *a: (
             k.keyed_jagged_index_select(*a[:-1], selected_lengths_sum=a[-1])
             if k is OURS else k.keyed_jagged_index_select(*a[:-1])
         ),
-    )  # fmt: skip
-    yield from _op("permute_segments", segments, _none, lambda k, *a: k.permute_segments(*a))
-    yield from _op("regroup", grouped, _none, lambda k, *a: k.regroup(*a))
-    yield from _op("unique_ids", lambda size: [batch(size).values % 10_000], _none, lambda k, *a: k.unique_ids(*a))
-    yield from _op(
-        "jagged_unique", lambda size: [batch(size).values % 10_000, batch(size).offsets, [10_000] * size.keys],
-        _none, lambda k, *a: k.jagged_unique(*a),
-    )  # fmt: skip
-
-
-def _calibrations() -> Iterator[Operation]:
-    """Calibrations by a feature; a reference of them is not a function of the ops' arguments."""
-    weights = {"positive_weight": 0.4, "bin_ctr_in_use_after": 600, "bin_ctr_weight_value": 0.9995}
-    bounds = {"lower_bound": 0.0, "upper_bound": 1.0}
-
-    def logits(size: Size) -> list[Any]:
-        g = torch.Generator().manual_seed(12)
-        count = size.keys * size.batch
-        values = torch.randint(0, 2, (count,), generator=g)
-        numbers = torch.arange(BINS * (SEGMENTS + 1), dtype=torch.float64)
-        segments = torch.randint(0, SEGMENTS, (int(values.sum()),), generator=g)
-        return [torch.randn(count, generator=g), segments, values, SEGMENTS, numbers * 3, numbers]
-
-    yield from _op(
-        "histogram_binning_calibration_by_feature", lambda size: [*logits(size), BINS],
-        lambda k, *a: k.histogram_binning_calibration_by_feature(*a, **weights, **bounds),
-        lambda k, *a: k.histogram_binning_calibration_by_feature(*a, **weights, **bounds),
-    )  # fmt: skip
-    yield from _op(
+    ),
+    *_op("permute_segments", _segments, _none),
+    *_op("regroup", _grouped, _none),
+    *_op("unique_ids", lambda size: [batch(size).values % 10_000], _none),
+    *_op(
+        "jagged_unique", lambda size: [batch(size).values % 10_000, batch(size).offsets, [10_000] * size.keys], _none
+    ),
+    # a reference of these is not a function of the ops' arguments
+    *_op("histogram_binning_calibration_by_feature", lambda size: [*_logits(size), BINS], _calibrate, _calibrate),
+    *_op(
         "generic_histogram_binning_calibration_by_feature",
-        lambda size: [*logits(size), torch.linspace(0, 1, BINS + 1, dtype=torch.float64)[1:-1].contiguous()],
-        lambda k, *a: k.generic_histogram_binning_calibration_by_feature(*a, **weights),
-        lambda k, *a: k.generic_histogram_binning_calibration_by_feature(*a, **weights),
-    )  # fmt: skip
+        lambda size: [*_logits(size), torch.linspace(0, 1, BINS + 1, dtype=torch.float64)[1:-1].contiguous()],
+        _calibrate_generic, _calibrate_generic,
+    ),
+]  # fmt: skip
 
 
 def _nbytes(tree: Any) -> int:
@@ -416,7 +401,6 @@ def _make(setting: Setting, operation: Operation) -> Ready:
     return Ready(_calls(OURS), check, moved, floor, peers, graph=not waits, notes={"size": str(size), **trouble})
 
 
-_OPERATIONS = [*jagged_ops.OPERATIONS, *_longer(), *_further(), *_calibrations()]
 _BOTH_WAYS = "forward and backward"
 # options of an op that change little, and gradients: not in the short suites
 _FULL = (", sequence", ", positions", ", weighted", "bags of bags", _BOTH_WAYS)

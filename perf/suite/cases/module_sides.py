@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.perf.suite.case import OURS
 from shardwise.perf.suite.libraries import fbgemm, torchrec
-from shardwise.perf.suite.peers import assert_close
+from shardwise.perf.suite.peers import assert_close, stepped
 from shardwise.perf.suite.workloads import Workload, draw, fitted
 
 # rule -> arguments of its optimizer
@@ -202,7 +202,7 @@ def torch_side(setup: Setup) -> Side:
     return Side(
         [p.data for p in parameters],
         look_up,
-        _stepped(optimizer),
+        stepped(optimizer),
         own_rule=setup.rule == "rowwise_adagrad",
         made=modules,
     )
@@ -248,15 +248,7 @@ def unfused_side(setup: Setup) -> Side:
     """TorchRec's plain collection, and torch.optim.SGD over dense gradients of whole tables."""
     made = torchrec().EmbeddingBagCollection(tables=configs_of(torchrec(), setup), device=torch.device(setup.device))
     optimizer: Any = torch.optim.SGD(made.parameters(), **RULES["sgd"])
-    return replace(_torchrec_side(setup, made), after=_stepped(optimizer))
-
-
-def _stepped(optimizer: Any) -> Callable[[], None]:
-    def after() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return after
+    return replace(_torchrec_side(setup, made), after=stepped(optimizer))
 
 
 def _torchrec_side(setup: Setup, made: Any) -> Side:

@@ -40,6 +40,7 @@ from shardwise.perf.suite.peers import (
     bags_of,
     fbgemm_tables,
     peer_calls,
+    stepped,
     torch_lookup,
     torch_optimizer,
 )
@@ -137,12 +138,7 @@ def _make(setting: Setting, workload: Workload, rule: str, *, whole: bool) -> Re
 
     def of_torch() -> Sequence[Call]:
         bags = bags_of(batches[0])
-        step = torch_optimizer(rule, bags, start=_start(rule))
-
-        def after() -> None:
-            step.step()
-            step.zero_grad()
-
+        after = stepped(torch_optimizer(rule, bags, start=_start(rule)))
         return of_peer([torch_lookup(bags, b) for b in batches], after)
 
     calls = [partial(ours if whole else state.update, b) for b in batches]

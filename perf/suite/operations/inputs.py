@@ -121,14 +121,10 @@ def tensor_dict(lib: Any, size: Size) -> Any:
 
 def jt_dict(weighted: bool = False, variable: bool = False) -> Make:
     """Makes a dict of JaggedTensors."""
-
-    def make(lib: Any, size: Size) -> Any:
-        return {
-            key: lib.JaggedTensor(values, weights if weighted else None, lengths)
-            for key, values, weights, lengths in pieces(size, variable)
-        }
-
-    return make
+    return lambda lib, size: {
+        key: lib.JaggedTensor(values, weights if weighted else None, lengths)
+        for key, values, weights, lengths in pieces(size, variable)
+    }
 
 
 def jt(*, weighted: bool = False, rows: bool = False, by_offsets: bool = False) -> Make:
@@ -193,11 +189,7 @@ def ranked(
     ranks: int, *, weighted: bool = False, uneven: bool = False, variable: bool = False, stagger: int = 1
 ) -> Make:
     """Makes the arguments of `dist_init`: what `ranks` ranks have sent, and the order to bring it into."""
-
-    def make(lib: Any, size: Size) -> Any:
-        return list(_ranked(size, ranks, weighted, uneven, variable, stagger))
-
-    return make
+    return lambda lib, size: list(_ranked(size, ranks, weighted, uneven, variable, stagger))
 
 
 @lru_cache(maxsize=2)

@@ -42,14 +42,6 @@ class Raised(NamedTuple):
         return isinstance(self.error, TypeError) and "unexpected keyword argument" in str(self.error)
 
 
-def _everywhere(size: Size) -> bool:
-    return True
-
-
-def _itself(result: Any) -> Any:
-    return result
-
-
 @dataclass(frozen=True)
 class Operation:
     """One operation for all libraries.
@@ -62,8 +54,8 @@ class Operation:
     name: str
     make: Callable[[Any, Size], Any]
     call: Callable[[Any, Any], Any]
-    read: Callable[[Any], Any] = _itself
-    fits: Callable[[Size], bool] = _everywhere
+    read: Callable[[Any], Any] = lambda result: result
+    fits: Callable[[Size], bool] = lambda size: True
     tolerance: float = 0.0
     needs_cuda: bool = False
     raises: bool = False

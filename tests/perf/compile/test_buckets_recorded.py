@@ -5,21 +5,18 @@ no more bytes than declared.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import pytest
 import torch
 from bucket_inputs import CASES, Bags, running_on
-from kernel_inputs import assert_same_bits
+from recorded_calls import Call as Recorded
+from recorded_calls import assert_sound, by_kind
 from torch import Tensor
 
 from shardwise.kernels import block_bucketize, histogram_binning_calibration_by_feature, jagged_unique
 from shardwise.perf.compile.recorded import (
     SECTOR,
-    Kind,
-    Launch,
-    races,
     recorded,
     sectors,
 )
@@ -76,37 +73,22 @@ CALLS: dict[str, Callable[[], Call]] = {
 }
 
 
-@cache
-def as_given(name: str) -> tuple[Call, list[Launch]]:
-    with running_on("interpreted"), recorded() as launches:
-        return CALLS[name](), launches
-
-
 @pytest.mark.parametrize("name", CALLS)
-def test_programs_do_not_race(name: str) -> None:
-    launches = as_given(name)[1]
-    assert launches
-    assert [race for launch in launches for race in races(launch)] == []
+def test_programs_do_not_race_in_any_order(name: str) -> None:
+    def call() -> Recorded:
+        with running_on("interpreted"):
+            return Recorded([result for result in CALLS[name]().results if result is not None])
 
-
-@pytest.mark.parametrize("name", CALLS)
-def test_results_have_the_same_bits_in_any_order_of_programs(name: str) -> None:
-    for seed in (1, 2):
-        with running_on("interpreted"), recorded(order=seed):
-            got = CALLS[name]().results
-        for one, other in zip(got, as_given(name)[0].results, strict=True):
-            assert (one is None) == (other is None)
-            if one is not None and other is not None:
-                assert_same_bits(one, other)
+    assert_sound(call, orders=(1, 2))
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_no_sector_moves_beyond_the_declared_bytes(name: str) -> None:
     """Arrays that are gone through in order; of the others a program fetches as many elements as are declared."""
-    call, launches = as_given(name)
-    kinds: list[tuple[Kind, dict[str, int]]] = [("read", call.traffic.reads), ("write", call.traffic.writes)]
+    with running_on("interpreted"), recorded() as launches:
+        call = CALLS[name]()
     seen = set()
-    for kind, declared in kinds:
+    for kind, declared in by_kind(call.traffic):
         for letter, nbytes in declared.items():
             for launch in launches:
                 tensor = launch.tensors.get(letter)

@@ -6,8 +6,6 @@ Each check is shown to find its fault in a small kernel made wrong on purpose, t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from kernel_inputs import (
     update_args,
     upstream,
 )
+from recorded_calls import Call, assert_sound, assert_within, by_kind
 from torch import Tensor
 
 from shardwise.kernels import (
@@ -43,8 +42,6 @@ from shardwise.kernels.update import update
 from shardwise.perf.compile.recorded import (
     SECTOR,
     Fault,
-    Kind,
-    Launch,
     races,
     recorded,
     sectors,
@@ -216,50 +213,7 @@ def test_without_the_interpreter_nothing_is_recorded() -> None:
         pass
 
 
-def by_kind(traffic: Traffic) -> list[tuple[Kind, dict[str, int]]]:
-    return [("read", traffic.reads), ("write", traffic.writes)]
-
-
-def assert_within(
-    launches: list[Launch],
-    traffic: Traffic,
-    memory: dict[str, Tensor],
-    arrays: str = "IOP",
-    ends: int = 2,
-    rest: int = 4,
-) -> None:
-    """No more sectors move than declared.
-
-    Of tensors of rows every load or store of a tile counts, and none is to spare. Neighbours in `arrays` share sectors
-    and a program comes back to them: each program counts a sector once, and may touch `ends` more than its share. All
-    other memory has what is declared of no tensor in `memory`, and `rest` sectors a program.
-    """
-    programs = sum(len(launch.programs) for launch in launches)
-    for kind, parts in by_kind(traffic):
-        others = sum(sectors(launch, kind).fetched for launch in launches)
-        for letter, tensor in memory.items():
-            counts = [sectors(launch, kind, tensor) for launch in launches]
-            fetched = sum(count.fetched for count in counts)
-            moved = SECTOR * (fetched if letter in arrays else sum(count.requested for count in counts))
-            allowed = parts.get(letter, 0) + (ends * SECTOR * programs if letter in arrays else 0)
-            assert moved <= allowed, f"{letter}: {moved} bytes to {kind}, {allowed} declared"
-            others -= fetched
-        allowed = sum(n for letter, n in parts.items() if letter not in memory) + rest * SECTOR * programs
-        assert SECTOR * others <= allowed, f"other memory: {SECTOR * others} bytes to {kind}, {allowed} declared"
-
-
 # The kernels of the library.
-
-
-class Call(NamedTuple):
-    """What an op returned or changed, the bytes it declares, and where they lie."""
-
-    results: list[Tensor]
-    traffic: Traffic | None
-    memory: dict[str, Tensor]
-    arrays: str = "IOP"
-    ends: int = 2
-    rest: int = 4
 
 
 def pooled_call(batch: Inputs) -> Call:
@@ -302,7 +256,7 @@ def backward_call(batch: Inputs) -> Call:
     wanted = [batch.weights.requires_grad_()]
     if batch.per_id_weights is not None:
         wanted.append(batch.per_id_weights.requires_grad_())
-    return Call(list(torch.autograd.grad(pooled_lookup(*batch.lookup), wanted, upstream(batch))), None, {})
+    return Call(list(torch.autograd.grad(pooled_lookup(*batch.lookup), wanted, upstream(batch))))
 
 
 def update_call(rule: str) -> Callable[[Inputs], Call]:
@@ -358,41 +312,16 @@ def _a_program_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent_grid, "PERSISTENT_PROGRAMS", 10**6)
 
 
-@cache
-def as_given(call: str, case: Case) -> tuple[Call, list[Launch]]:
-    torch_device("interpreted")
-    with recorded() as launches:
-        return CALLS[call](inputs(case)), launches
-
-
 @pytest.mark.parametrize(("call", "case"), PAIRS)
-def test_programs_do_not_race(call: str, case: Case) -> None:
-    launches = as_given(call, case)[1]
-    assert [race for launch in launches for race in races(launch)] == []
-    assert launches
-
-
-@pytest.mark.parametrize(("call", "case"), PAIRS)
-def test_results_have_the_same_bits_in_any_order_of_programs(call: str, case: Case) -> None:
-    expected = as_given(call, case)[0].results
-    for seed in (1, 2):
-        with recorded(order=seed):
-            got = CALLS[call](inputs(case)).results
-        for one, other in zip(got, expected, strict=True):
-            assert_same_bits(one, other)
-
-
-@pytest.mark.parametrize(("call", "case"), [pair for pair in PAIRS if pair.values[0] != "backward"])
-def test_no_sector_moves_beyond_the_declared_bytes(call: str, case: Case) -> None:
-    done, launches = as_given(call, case)
-    assert done.traffic is not None
-    assert_within(launches, done.traffic, done.memory, done.arrays, done.ends, done.rest)
+def test_programs_do_not_race_in_any_order_and_move_the_declared_bytes(call: str, case: Case) -> None:
+    assert_sound(lambda: CALLS[call](inputs(case)), orders=(1, 2))
 
 
 @interpreted
 @pytest.mark.parametrize("call", ["pooled_lookup", "sequence_lookup", "adam"])
 def test_rows_of_whole_sectors_move_exactly_the_declared_bytes(call: str) -> None:
-    done, launches = as_given(call, WIDE)
+    with recorded() as launches:
+        done = CALLS[call](inputs(WIDE))
     assert done.traffic is not None
     for kind, parts in by_kind(done.traffic):
         for letter in set(parts) & {"W", "Y", "S0", "S1"}:

@@ -39,7 +39,7 @@ def waits() -> dict[str, list[str]]:
     found = {}
     for way in WAYS:
         with pretended(seen := Counted()):
-            prepare = sharded_step(way)(CUDA)
+            prepare = sharded_step(CUDA, way=way)
             for turn in range(2):
                 prepare(turn)()
             step = prepare(2)
