@@ -34,7 +34,7 @@ from sharding_mixes import (
 from sharding_steps import local_tensors
 from torch import Tensor
 
-from shardwise import DataType, DistributedModelParallel, EmbeddingBagCollection, ShardingPlan
+from shardwise import DataType, DistributedModelParallel, EmbeddingBagCollection, KeyedJaggedTensor, ShardingPlan
 from shardwise.kernels import _op, numba_loops
 from shardwise.sharding import construct_module_sharding_plan, data_parallel, table_wise
 
@@ -115,13 +115,22 @@ def final_state(module: Any) -> dict[str, Tensor]:
     return state
 
 
+def arriving(job: Job, kjt: KeyedJaggedTensor, rank: int) -> KeyedJaggedTensor:
+    """A rank's batch with a key that nobody asks for and, where none are read, weights that are NaN."""
+    if job.name == "table_wise":
+        return kjt
+    if not job.mix.weighted:
+        nan = torch.full((len(kjt.values()),), float("nan"))
+        kjt = KeyedJaggedTensor(kjt.keys(), kjt.values(), nan, kjt.lengths())
+    return dressed(kjt, rank, padded="capacity" in job.name)
+
+
 def train_all(jobs: Sequence[Job]) -> list[tuple[list[list[Tensor]], dict[str, Tensor], int]]:
     """One rank's outputs of each job, its state at the end, and the collectives of construction."""
     found, rank = [], environment().rank
     for job in jobs:
         model, batches = sharded(job.mix, job.rule), batches_of_rank(job.mix, range(STEPS))
-        if "capacity" in job.name:
-            batches = [(dressed(mine, rank), upstream) for mine, upstream in batches]
+        batches = [(arriving(job, mine, rank), upstream) for mine, upstream in batches]
         calls = model._sharded[""].collectives
         found.append((train(job.mix, model, batches, False).outputs, final_state(model), calls))
     return found

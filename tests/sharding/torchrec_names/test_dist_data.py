@@ -53,10 +53,12 @@ def bags_of(rank: int, key: int, batch: int) -> list[Bag]:
     ]
 
 
-def joined(bags: Sequence[Bag], weighted: bool = True, dtype: torch.dtype = torch.int64) -> JaggedTensor:
+def joined(
+    bags: Sequence[Bag], weighted: bool = True, dtype: torch.dtype = torch.int64, counts: torch.dtype = torch.int32
+) -> JaggedTensor:
     ids = torch.tensor([i for ids, _ in bags for i in ids], dtype=dtype)
     weights = torch.tensor([w for _, weights in bags for w in weights]) if weighted else None
-    return JaggedTensor(ids, weights, torch.tensor([len(ids) for ids, _ in bags], dtype=torch.int32))
+    return JaggedTensor(ids, weights, torch.tensor([len(ids) for ids, _ in bags], dtype=counts))
 
 
 def batch_of(
@@ -175,9 +177,10 @@ def check_pieces() -> None:
     # bags
     every = [[bags_of(source, target, counts[source][target]) for target in range(world)] for source in range(world)]
     for weighted in (False, True):
-        jt = joined([bag for bags in every[rank] for bag in bags], weighted)
+        counted = torch.int64 if weighted else torch.int32
+        jt = joined([bag for bags in every[rank] for bag in bags], weighted, counts=counted)
         came = JaggedTensorAllToAll(jt, send, receive, pg).wait()
-        expected = joined([bag for bags in every for bag in bags[rank]], weighted)
+        expected = joined([bag for bags in every for bag in bags[rank]], weighted, counts=counted)
         assert torch.equal(came.values(), expected.values())
         assert torch.equal(came.lengths(), expected.lengths())
         assert not weighted or torch.equal(came.weights(), expected.weights())
