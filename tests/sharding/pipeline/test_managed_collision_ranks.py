@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -404,6 +405,26 @@ def test_pipelines_train_to_the_bits_of_a_plain_loop(evaluated: tuple[int, ...])
             assert torch.equal(torch.stack(losses), torch.stack(expected))
             for name, parts in state.items():
                 assert all(torch.equal(a, b) for (_, a), (_, b) in zip(parts, weights[name], strict=True))
+
+
+def said_of_hashed_ids() -> list[str]:
+    """What a pipeline says of a collection that hashes its ids itself, which fx does not trace."""
+    model = Net(True)
+    dmp = DistributedModelParallel(model, plan=plan_of(model, "mixed"))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    pipeline: Any = PrefetchTrainPipelineSparseDist(
+        dmp, optimizer, "cpu", custom_model_fwd=lambda batch: (sum(out.sum() for out in dmp(batch)), None)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline.progress(iter([batch_of(number, *span()) for number in range(3)]))
+    return [str(one.message) for one in caught if "not pipelined" in str(one.message)]
+
+
+def test_an_error_of_the_trace_is_no_batch() -> None:
+    """Managed collision with an `input_hash_func`, too, was said to have an input that does not depend on the batch."""
+    for (said,) in run_ranks(2, said_of_hashed_ids):
+        assert "what makes it of the batch cannot run ahead: symbolically traced variables cannot be used" in said
 
 
 def wide() -> list[list[int]]:
