@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from batches import random_kjt
 from ranks import run_ranks
 from sharding_steps import local_part, local_tensors
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from shardwise import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
-    KeyedJaggedTensor,
     KeyedOptimizerWrapper,
     KeyedTensor,
     RowWiseAdagrad,
@@ -60,14 +59,9 @@ def ec(*, names: tuple[str, ...] = ("user", "day"), device: str = "cpu") -> Embe
 
 def batch_of(step: int, begin: int = 0, end: int = BATCH) -> Batch:
     """Samples [begin, end) of the global batch of a step."""
-    rng = random.Random(step)
-    samples = [{f: [rng.randrange(r) for _ in range(rng.randrange(4))] for f, r in ROWS.items()} for _ in range(BATCH)]
     dense, labels = torch.rand(BATCH, 3, generator=torch.Generator().manual_seed(step)), torch.arange(BATCH) % 2
-    mine = samples[begin:end]
-    ids = [i for feature in ROWS for sample in mine for i in sample[feature]]
-    lengths = [len(sample[feature]) for feature in ROWS for sample in mine]
-    kjt = KeyedJaggedTensor(list(ROWS), torch.tensor(ids, dtype=torch.int64), lengths=torch.tensor(lengths))
-    return Batch(dense[begin:end], kjt, labels[begin:end].float())
+    features = random_kjt(ROWS, BATCH, seed=step, of=range(begin, end))
+    return Batch(dense[begin:end], features, labels[begin:end].float())
 
 
 def share_of(step: int) -> Batch:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from batches import kjt
+from model_zoo import bag_tables, fused
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,13 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise import (
     DistributedModelParallel,
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
     KeyedJaggedTensor,
     RowWiseAdagrad,
     ShardedEmbeddingBagCollection,
     ShardingEnv,
     ShardingPlan,
-    apply_optimizer_in_backward,
 )
 from shardwise.embeddings import PositionWeightedModuleCollection
 from shardwise.sharding import (
@@ -53,11 +53,8 @@ ROWS = {"a": 13, "b": 11}
 
 def bags(optimizer: bool = True, kind: type[EmbeddingBagCollection] = EmbeddingBagCollection) -> EmbeddingBagCollection:
     torch.manual_seed(7)
-    tables = [EmbeddingBagConfig(rows, 8, f"t{name}", feature_names=[name]) for name, rows in ROWS.items()]
-    found = kind(tables)
-    if optimizer:
-        apply_optimizer_in_backward(RowWiseAdagrad, found.parameters(), {"lr": 0.1})
-    return found
+    found = kind(bag_tables(ROWS))
+    return fused(found, RowWiseAdagrad) if optimizer else found
 
 
 class Scaled(EmbeddingBagCollection):
@@ -81,16 +78,11 @@ class Net(nn.Module):
 
 
 def batch_of(rank: int) -> KeyedJaggedTensor:
-    ids = torch.tensor([1, 2, 3, 4, 5, 6]) + rank
-    return KeyedJaggedTensor(list(ROWS), ids, lengths=torch.tensor([2, 1, 1, 2]))
+    return kjt({"a": [[1 + rank, 2 + rank], [3 + rank]], "b": [[4 + rank], [5 + rank, 6 + rank]]})
 
 
 def mine() -> KeyedJaggedTensor:
     return batch_of(dist.get_rank() if dist.is_initialized() else 0)
-
-
-def alone() -> DistributedModelParallel:
-    return DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0))
 
 
 def gradients(wrapper: dict[str, Any]) -> dict[str, Tensor]:
