@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from planner_plain_costs import any_solution, some_plan, some_tables
+from planner_plain_costs import any_solution, choice_of, moved, some_plan, some_tables
 
 from shardwise import planner
 from shardwise.planner.plan.alternatives import alternatives
@@ -26,21 +26,8 @@ from shardwise.planner.reports.difference import diff
 from shardwise.planner.reports.figures import Block, merged
 from shardwise.planner.reports.page import report
 from shardwise.planner.reports.style import COLOURS
-from shardwise.planner.search.problem import PARTS, Assignment, loads
+from shardwise.planner.search.problem import PARTS
 from shardwise.planner.topology import GIB
-
-
-def moved(planned: Planned, item: int, number: int, starts: tuple[int, ...]) -> Planned:
-    now = planned.solution.assignment
-    choices, places = list(now.choices), list(now.starts)
-    choices[item], places[item] = number, starts
-    made = Assignment(tuple(choices), tuple(places))
-    time = float(loads(planned.problem, made).time_ms.max())
-    return replace(planned, solution=replace(planned.solution, assignment=made, time_ms=time))
-
-
-def choice_of(planned: Planned, item: int, strategy: str) -> int:
-    return next(n for n, c in enumerate(planned.problem.items[item].choices) if c.sharding_type == strategy)
 
 
 def plain() -> Planned:
@@ -150,6 +137,14 @@ class Tags(HTMLParser):
         assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
 
 
+def well_formed(page: str) -> set[str]:
+    """The tags of a page, all of which are closed."""
+    tags = Tags()
+    tags.feed(page)
+    assert not tags.open
+    return tags.seen
+
+
 def charts(page: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(one) for one in re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)]
 
@@ -161,10 +156,7 @@ def small() -> Planned:
 @pytest.mark.parametrize("size", [(1, 1), (26, 8), (120, 64)])
 def test_the_page_is_well_formed_and_fetches_nothing(size: tuple[int, int]) -> None:
     page = report(some_plan(some_tables(size[0]), size[1], local_size=min(8, size[1]), hbm_gib=200))
-    tags = Tags()
-    tags.feed(page)
-    assert not tags.open
-    assert not tags.seen & {"script", "link", "img", "iframe", "object", "a"}
+    assert not well_formed(page) & {"script", "link", "img", "iframe", "object", "a"}
     assert not re.search(r"https?:|\bon\w+=|@import|javascript:", page)
     # all that url() names is in the page
     assert all(f'id="{name}"' in page for name in re.findall(r"url\(#([\w-]+)\)", page))
@@ -190,9 +182,7 @@ def test_names_are_escaped_everywhere() -> None:
     for name in wild:
         assert f'<th scope="row">{escape(name)}<br>' in page
     assert "<script" not in page and "<b>bold" not in page and "<i>" not in page and "<u>" not in page
-    tags = Tags()
-    tags.feed(page)
-    assert not tags.open
+    well_formed(page)
 
 
 def test_every_table_is_in_the_list_with_its_numbers() -> None:
@@ -297,8 +287,6 @@ def test_the_package_gives_functions_whatever_was_imported_before() -> None:
 
 def test_a_plan_of_nothing_has_a_page_and_a_text() -> None:
     planned = some_plan([], 4)
-    tags = Tags()
-    tags.feed(report(planned))
-    assert not tags.open
+    well_formed(report(planned))
     assert explain(planned).startswith("Plan: 0 tables on 4 ranks\n")
     assert str(diff(planned, planned)) == "no difference: 0 tables placed alike"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from shardwise.planner.search.solve import ENOUGH, certify
 from shardwise.sharding import get_default_sharders
 from shardwise.sharding.planning import leader
 
+with_scipy = pytest.mark.skipif(find_spec("scipy") is None, reason="needs scipy")
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bound_exceeds_the_optimum(kind: str) -> None:
@@ -38,10 +41,10 @@ def test_no_bound_exceeds_the_optimum(kind: str) -> None:
             assert relax(problem).bound_ms <= best * (1 + SLACK), seed
 
 
+@with_scipy
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 210), marks=pytest.mark.long)], ids=str)
 def test_no_bound_by_weights_exceeds_the_optimum(kind: str, seeds: range) -> None:
-    pytest.importorskip("scipy")
     for seed in seeds:
         problem = random_problem(kind, seed)
         best = oracle.best_time_ms(problem)
@@ -49,9 +52,9 @@ def test_no_bound_by_weights_exceeds_the_optimum(kind: str, seeds: range) -> Non
             assert lower_bound(problem, upper_ms=best, work=6).ms <= best * (1 + SLACK), seed
 
 
+@with_scipy
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_proven_not_to_fit_does_not_fit(kind: str) -> None:
-    pytest.importorskip("scipy")
     for seed in range(10):
         problem = random_problem(kind, seed)
         assert (oracle.best_time_ms(problem) is None) == (prove_infeasible(problem) is not None), seed
@@ -74,9 +77,9 @@ def test_pigeonholes_bound_the_plan_without_a_solver(
     assert relax(problem).bound_ms < 0.95 * optimum
 
 
+@with_scipy
 def test_weights_see_that_only_some_pairs_of_tables_fit_together() -> None:
     """Three of 5 and four of 3 on three ranks: below 10 a rank with a 5 has room for one 3, and one 3 is left over."""
-    pytest.importorskip("scipy")
     problem = whole(5, 5, 5, 3, 3, 3, 3, world=3)
     bound = lower_bound(problem, upper_ms=10)
     assert bound.ms == pytest.approx(10, rel=2e-3) and bound.ms <= 10 * (1 + SLACK)
@@ -93,10 +96,10 @@ def test_blocks_lie_beside_what_lies_on_all_ranks() -> None:
     assert bound.reason == "blocks beside what lies on all ranks"
 
 
+@with_scipy
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 220), marks=pytest.mark.long)], ids=str)
 def test_exact_solutions_are_those_of_brute_force(kind: str, seeds: range) -> None:
-    pytest.importorskip("scipy")
     for seed in seeds:
         problem = random_problem(kind, seed)
         best, found = oracle.best_time_ms(problem), solve_exactly(problem)
@@ -112,8 +115,8 @@ def test_exact_solutions_are_those_of_brute_force(kind: str, seeds: range) -> No
         assert again.proven and again.bound_ms <= best * (1 + SLACK), seed
 
 
+@with_scipy
 def test_a_hint_that_is_not_optimal_is_improved() -> None:
-    pytest.importorskip("scipy")
     problem = whole(5, 4, 3, 3, 3, world=2)
     bad = solve_exactly(whole(1, 1, 1, 1, 1, world=2)).assignment
     assert bad is not None
@@ -191,9 +194,9 @@ def test_options_need_the_place_that_fits_them_best() -> None:
     assert options.need_ms.tolist() == [[5.0]]
 
 
+@with_scipy
 def test_ranks_that_are_alike_are_numbered_in_the_order_of_use() -> None:
     """The first table lies on rank 0, and each other where one before it lies or on the next rank."""
-    pytest.importorskip("scipy")
     problem = whole(9, 8, 7, 6, 5, 5, 4, world=4)
     found = solve_exactly(problem)
     assert found.proven and found.assignment is not None
@@ -202,9 +205,9 @@ def test_ranks_that_are_alike_are_numbered_in_the_order_of_use() -> None:
     assert all(start <= n for n, start in enumerate(starts))
 
 
+@with_scipy
 def test_ranks_that_differ_keep_their_numbers() -> None:
     """The large table fits on the last rank only."""
-    pytest.importorskip("scipy")
     items = tuple(
         Item((f"t{i}",), (choice(np.array([[time]]), hbm=size),)) for i, (time, size) in enumerate([(3, 9), (2, 1)])
     )

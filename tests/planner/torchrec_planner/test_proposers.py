@@ -28,6 +28,7 @@ from shardwise.planner.torchrec.types import (
     Storage,
     Topology,
 )
+from shardwise.sharding import CacheParams
 
 GOLDEN: Any = golden("planner_props")
 
@@ -214,13 +215,6 @@ class Statistics:
     expected_lookups: float
 
 
-@dataclass
-class CacheParams:
-    algorithm: Any = None
-    load_factor: float | None = None
-    stats: Statistics | None = None
-
-
 class Estimates(Enumerator):
     """A cached table takes its cache and `AHEAD_BYTES`, misses cost a second for the whole table."""
 
@@ -240,7 +234,7 @@ class Estimates(Enumerator):
 
 
 def table(name: str, load_factor: float | None, stats: Statistics | None, kernel: str = "fused_uvm_caching") -> Any:
-    params = CacheParams(load_factor=load_factor, stats=stats)
+    params = CacheParams(load_factor=load_factor, stats=stats)  # type: ignore[arg-type]
     shard = Shard([ROWS, COLUMNS], [0, 0])
     return ShardingOption(
         name, Weight((ROWS, COLUMNS)), ("m", Module()), [1.0], 8, "table_wise", "device", kernel, [shard], params
@@ -266,11 +260,13 @@ def hbm(proposal: list[ShardingOption]) -> int:
     return sum(option.total_storage.hbm for option in proposal)
 
 
-def driven(room: int, *, largest: int | None = None) -> list[list[ShardingOption]]:
+def driven(
+    room: int, *, largest: int | None = None, given: list[ShardingOption] | None = None
+) -> list[list[ShardingOption]]:
     """All proposals with this much device memory; those of more than `largest` bytes cannot be placed."""
     enumerator, proposer = Estimates(), EmbeddingOffloadScaleupProposer()
     topology = Topology(1, "cuda", hbm_cap=room)
-    proposer.load(options(enumerator), enumerator)
+    proposer.load(given or options(enumerator), enumerator)
     found = []
     while (proposal := proposer.propose()) is not None:
         found.append(proposal)
@@ -331,8 +327,7 @@ def test_without_memory_to_spend_only_the_first_proposal_is_made() -> None:
 
 
 def test_tables_whose_cache_takes_more_than_they_do_begin_on_the_device() -> None:
-    enumerator = Estimates(ahead_bytes=TABLE_BYTES)
-    proposer = EmbeddingOffloadScaleupProposer()
+    enumerator, proposer = Estimates(ahead_bytes=TABLE_BYTES), EmbeddingOffloadScaleupProposer()
     proposer.load(options(enumerator), enumerator)
     proposal = proposer.propose()
     assert proposal is not None
@@ -341,24 +336,16 @@ def test_tables_whose_cache_takes_more_than_they_do_begin_on_the_device() -> Non
 
 
 def test_the_users_options_and_parameters_are_not_changed() -> None:
-    enumerator, proposer = Estimates(), EmbeddingOffloadScaleupProposer()
-    given = options(enumerator)
-    proposer.load(given, enumerator)
-    topology = Topology(1, "cuda", hbm_cap=4 * TABLE_BYTES)
-    while (proposal := proposer.propose()) is not None:
-        proposer.feedback(True, proposal, 1.0, topology)
+    given = options(Estimates())
+    assert len(driven(4 * TABLE_BYTES, given=given)) > 1
     assert sizes(given) == {"often": 0.1, "seldom": 0.1, "unknown": 0.1, "device": None}
     assert [option.compute_kernel for option in given] == [*["fused_uvm_caching"] * 3, "fused"]
 
 
 def test_of_several_options_the_fastest_cached_one_is_used() -> None:
-    enumerator, proposer = Estimates(), EmbeddingOffloadScaleupProposer()
     given = [table("a", None, None, "fused"), table("a", 0.1, None), table("a", 0.5, None)]
-    enumerator.populate_estimates(given)
-    proposer.load(given, enumerator)
-    proposal = proposer.propose()
-    assert proposal is not None
-    assert sizes(proposal) == {"a": 0.5}
+    Estimates().populate_estimates(given)
+    assert sizes(driven(4 * TABLE_BYTES, given=given)[0]) == {"a": 0.5}
 
 
 def test_without_an_enumerator_only_the_first_proposal_is_made() -> None:

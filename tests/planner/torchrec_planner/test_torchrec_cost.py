@@ -50,24 +50,24 @@ TWO_HOSTS = Topology(8, "cuda", local_world_size=4)
 UNEVEN = Topology(3, "cuda", custom_topology_data=CustomTopologyData({"hbm_cap": [10**9, 2 * 10**9, 10**9]}, 3))
 
 
-class BagSharder(EmbeddingBagCollectionSharder):
-    """Offers what TorchRec's offers."""
+class Offers:
+    """What TorchRec's sharders offer."""
+
+    pooled: bool
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return enumerators.sharding_types(True, compute_device_type)
+        return enumerators.sharding_types(self.pooled, compute_device_type)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return enumerators.compute_kernels(sharding_type, compute_device_type)
 
 
-class RowSharder(EmbeddingCollectionSharder):
-    """Offers what TorchRec's offers."""
+class BagSharder(Offers, EmbeddingBagCollectionSharder):
+    pooled = True
 
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return enumerators.sharding_types(False, compute_device_type)
 
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return enumerators.compute_kernels(sharding_type, compute_device_type)
+class RowSharder(Offers, EmbeddingCollectionSharder):
+    pooled = False
 
 
 def model() -> nn.Module:
