@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_cases import mix_by
 from checkpoint_nets import EXTRA, A, B, loaded, net, saved, train, trained
 from ranks import run_ranks
-from sharding_mixes import Mix, TableCase, build, environment, shard, train_alone
+from sharding_mixes import build, environment, shard, train_alone
 from sharding_steps import expect_outputs, local_tensors, train_on
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -26,7 +27,6 @@ from shardwise.checkpoint import (
     to_dcp,
     verify,
 )
-from shardwise.planner.layout import TableOptions
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Please use DTensor"),
@@ -260,33 +260,23 @@ def test_a_checkpoint_of_two_ranks_goes_over_and_back(optimizer: str, before: st
         assert losses == pytest.approx(wanted[0], abs=1e-6)
 
 
-# plans under which tables have the bits of one process
-OPTIONS = TableOptions(reduction="ordered", row_state="table")
 PLANS = {
-    "rows": ("row_wise", "row_wise", "row_wise"),
-    "tables": ("table_wise", "table_wise", "data_parallel"),
-    "columns": ("column_wise", "column_wise", "column_wise"),
-    "mixed": ("grid", "table_row_wise", "table_column_wise"),
+    "rows": mix_by(["row_wise"] * 3),
+    "tables": mix_by(["table_wise", "table_wise", "data_parallel"]),
+    "columns": mix_by(["column_wise"] * 3),
+    "mixed": mix_by(["grid", "table_row_wise", "table_column_wise"]),
 }
 
 
-def mix_by(plan: str) -> Mix:
-    rows = (5, 12, 7)
-    names = zip(rows, PLANS[plan], strict=True)
-    return Mix(
-        tuple(TableCase(f"t{n}", r, 8, (f"f{n}",), s, options=OPTIONS, seed=n) for n, (r, s) in enumerate(names))
-    )
-
-
 def save_tables(plan: str, optimizer: str, path: str) -> None:
-    mix = mix_by(plan)
+    mix = PLANS[plan]
     model = shard(mix, build(mix, optimizer), environment())
     train_on(mix, model, range(2))
     state_dict_saver.save(state_of(model, model.fused_optimizer), checkpoint_id=path)
 
 
 def load_tables(plan: str, optimizer: str, path: str) -> list[list[Tensor]]:
-    mix = mix_by(plan)
+    mix = PLANS[plan]
     other = build(mix, optimizer)
     for param in other.parameters():
         param.data.fill_(7.0)
@@ -316,10 +306,10 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(
     before: str, after: str, world: int, optimizer: str, tmp_path: Path
 ) -> None:
     """With row_state="table" a row has one number, whether or not its columns are cut: it crosses plans too."""
-    run = train_alone(mix_by(before), optimizer, 4)
+    run = train_alone(PLANS[before], optimizer, 4)
     run_ranks(2, save_tables, before, optimizer, str(tmp_path))
     ranks = run_ranks(world, load_tables, after, optimizer, str(tmp_path))
-    expect_outputs(mix_by(before), run, ranks, range(2, 4))
+    expect_outputs(PLANS[before], run, ranks, range(2, 4))
 
 
 @pytest.mark.ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -12,20 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from batches import random_kjt
+from checkpoint_cases import mix_by, train_whole
 from ranks import run_ranks
 from sharding_mixes import (
     OPTIMIZERS,
     STRATEGIES,
     Mix,
     Run,
-    TableCase,
-    batch_of,
     build,
     environment,
     shard,
-    train,
     train_alone,
-    upstream_of,
 )
 from sharding_steps import expect_outputs, train_on
 from torch import Tensor, nn
@@ -41,7 +38,6 @@ from shardwise import (
     KeyedOptimizerWrapper,
     LookupPolicy,
     RowWiseAdagrad,
-    ShardingEnv,
     ShardingPlan,
     WarmupOptimizer,
     WarmupPolicy,
@@ -50,7 +46,6 @@ from shardwise import (
     checkpoint,
     in_backward_optimizer_filter,
 )
-from shardwise.planner.layout import TableOptions
 from shardwise.sharding import (
     column_wise,
     construct_module_sharding_plan,
@@ -61,8 +56,6 @@ from shardwise.sharding import (
 from shardwise.sharding.modules.embedding_bag import EmbeddingBagSharder
 
 pytestmark = pytest.mark.ranks
-
-Steps = Callable[[int], float]
 
 
 class Net(nn.Module):
@@ -86,60 +79,57 @@ class Net(nn.Module):
 
 
 def batch(step: int) -> KeyedJaggedTensor:
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, 9, (36,), generator=generator)
-    return KeyedJaggedTensor(["a", "b", "c"], ids, lengths=torch.full((18,), 2))
+    return random_kjt(dict.fromkeys("abc", 9), 6, seed=step)
 
 
-def sharded(plan: str, world: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+def sharded(plan: str) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """The model by a plan, with all its optimizers as one, and a schedule of the tables' rate."""
-    net = Net()
+    net, world = Net(), dist.get_world_size()
     for name, kind in (("a", RowWiseAdagrad), ("b", torch.optim.Adam)):
         param = net.ebc.get_parameter(f"embedding_bags.{name}.weight")
         apply_optimizer_in_backward(kind, [param], {"lr": 0.1, "stochastic_rounding": False})
     cut = {"rows": row_wise(), "columns": column_wise(list(range(world))), "first": table_wise(0)}[plan]
     cuts = {"a": cut if plan != "columns" else row_wise(), "b": cut, "c": data_parallel()}
     tables = construct_module_sharding_plan(net.ebc, cuts, world_size=world)
-    if dist.is_initialized():
-        dmp = DistributedModelParallel(net, plan=ShardingPlan({"ebc": tables}))
-    else:
-        dmp = DistributedModelParallel(net, ShardingEnv.from_local(1, 0), plan=ShardingPlan({"ebc": tables}))
+    dmp = DistributedModelParallel(net, plan=ShardingPlan({"ebc": tables}))
     dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
     wrapped = KeyedOptimizerWrapper(dense, partial(torch.optim.Adam, lr=0.01))
     stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=20, value=0.1)]
     return dmp, CombinedOptimizer([WarmupOptimizer(dmp.fused_optimizer, stages, lr=0.1), wrapped])
 
 
-def step_once(model: nn.Module, optimizer: Any, step: int) -> float:
-    optimizer.zero_grad()
-    loss: Tensor = model(batch(step))
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    """The loss of each step."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss: Tensor = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def save_net(plan: str, folder: str, asynchronous: bool) -> list[float]:
-    dmp, optimizer = sharded(plan, dist.get_world_size())
-    for step in range(2):
-        step_once(dmp, optimizer, step)
-    for group in optimizer.param_groups[-1:]:
-        group["lr"] = 0.02
+    dmp, optimizer = sharded(plan)
+    train(dmp, optimizer, range(2))
+    optimizer.param_groups[-1]["lr"] = 0.02
     saving = checkpoint.save(folder, dmp, optimizer, step=2, asynchronous=asynchronous)
-    losses = [step_once(dmp, optimizer, step) for step in range(2, 7)]
+    losses = train(dmp, optimizer, range(2, 7))
     saving.wait()
     assert saving.done()
     return losses
 
 
 def load_net(plan: str, folder: str) -> list[float]:
-    dmp, optimizer = sharded(plan, dist.get_world_size())
+    dmp, optimizer = sharded(plan)
     # has other states than the saved one, which all go
-    step_once(dmp, optimizer, 7)
+    train(dmp, optimizer, range(7, 8))
     path = checkpoint.latest(folder)
     assert path is not None
     checkpoint.load(path, dmp, optimizer)
     assert optimizer.param_groups[-1]["lr"] == 0.02
-    return [step_once(dmp, optimizer, step) for step in range(2, 7)]
+    return train(dmp, optimizer, range(2, 7))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -166,10 +156,9 @@ def test_a_plain_optimizer_and_a_module_of_one_process_are_saved_too(tmp_path: P
         return net, torch.optim.Adam(dense, lr=0.01, betas=(0.8, 0.9))
 
     net, optimizer = made()
-    for step in range(2):
-        step_once(net, optimizer, step)
+    train(net, optimizer, range(2))
     path = checkpoint.save(tmp_path, net, optimizer, step=2).path
-    wanted = [step_once(net, optimizer, step) for step in range(2, 5)]
+    wanted = train(net, optimizer, range(2, 5))
     other, fresh = made()
     with torch.no_grad():
         for param in other.parameters():
@@ -177,11 +166,11 @@ def test_a_plain_optimizer_and_a_module_of_one_process_are_saved_too(tmp_path: P
     fresh.param_groups[0]["betas"] = (0.1, 0.2)
     checkpoint.load(path, other, fresh)
     assert fresh.param_groups[0]["betas"] == (0.8, 0.9)
-    assert [step_once(other, fresh, step) for step in range(2, 5)] == wanted
+    assert train(other, fresh, range(2, 5)) == wanted
 
 
 def whole_of_ranks() -> dict[str, Tensor]:
-    dmp, _ = sharded("columns", dist.get_world_size())
+    dmp, _ = sharded("columns")
     return checkpoint.full_state_dict(dmp)
 
 
@@ -256,8 +245,6 @@ def test_a_sharded_embedding_bag_becomes_a_plain_one(tmp_path: Path) -> None:
     assert torch.equal(plain.weight, weight)
 
 
-# under which tables have the bits of one process, whatever the plan
-OPTIONS = TableOptions(reduction="ordered", row_state="table")
 ALONE = "unsharded"
 PLANS = {
     **{strategy: (strategy,) * 3 for strategy in STRATEGIES},
@@ -287,12 +274,7 @@ class Case:
     pooled: bool
 
     def mix(self, side: Side) -> Mix:
-        rows = (5, 12, 7)
-        strategies = zip(rows, PLANS[side.plan], strict=True)
-        tables = [
-            TableCase(f"t{n}", r, 8, (f"f{n}",), s, options=OPTIONS, seed=n) for n, (r, s) in enumerate(strategies)
-        ]
-        return Mix(tuple(tables), self.pooled)
+        return mix_by(PLANS[side.plan], self.pooled)
 
     def __str__(self) -> str:
         sides = [f"{side.plan} on {side.world}" for side in (self.before, self.after)]
@@ -339,11 +321,8 @@ def model_of(case: Case, side: Side, fill: float | None = None) -> Any:
 
 
 def go_on(case: Case, side: Side, model: Any, steps: range) -> list[list[Tensor]]:
-    mix = case.mix(side)
-    if side.plan != ALONE:
-        return train_on(mix, model, steps)
-    batches = [(batch_of(mix, step), upstream_of(mix, batch_of(mix, step), step)) for step in steps]
-    return train(mix, model, batches, False).outputs
+    run = train_whole if side.plan == ALONE else train_on
+    return run(case.mix(side), model, steps)
 
 
 def save_all(given: list[Case], folder: str) -> None:

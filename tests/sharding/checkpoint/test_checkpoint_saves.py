@@ -1,4 +1,4 @@
-"""Saves: what lies on the disk and which steps are kept; where one fails all ranks raise and the last good one stays."""
+"""Saves: what lies on the disk, which steps are kept; where one fails all ranks raise, and the last good one stays."""
 
 from __future__ import annotations
 
