@@ -354,6 +354,7 @@ def refuse() -> list[str]:
             build(**settings)
         found.append(str(error.value))
     model = Net("sgd")
+    assert dist.group.WORLD is not None
     with pytest.raises(ValueError, match="world_size 8 is not that of global_pg, 4"):
         DMPCollection(model, "cpu", plan_for(model), 8, 2, dist.group.WORLD)
     # PER_MODULE is what submodule_configs say

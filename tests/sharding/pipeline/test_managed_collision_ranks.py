@@ -422,9 +422,8 @@ def said_of_hashed_ids() -> list[str]:
     """What a pipeline says of a collection that hashes its ids itself, which fx does not trace."""
     dmp = sharded(True, "mixed")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
-    pipeline: Any = PrefetchTrainPipelineSparseDist(
-        dmp, optimizer, "cpu", custom_model_fwd=lambda batch: (sum(out.sum() for out in dmp(batch)), None)
-    )
+    make: Any = PrefetchTrainPipelineSparseDist
+    pipeline = make(dmp, optimizer, "cpu", custom_model_fwd=lambda batch: (sum(out.sum() for out in dmp(batch)), None))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipeline.progress(iter([batch_of(number, *span()) for number in range(3)]))

@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import Batch, batch_of, dense_optimizer, plain_loop, same, sharded, state_of
+from model_zoo import Batch, Net, batch_of, dense_optimizer, plain_loop, same, sharded
+from pipeline_runs import CPU, as_a_plain_loop
 from ranks import run_ranks
 from torch import Tensor, fx, nn
 
-from shardwise import DMPCollection, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from shardwise import (
+    DMPCollection,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    ShardingPlan,
+    construct_module_sharding_plan,
+)
+from shardwise.sharding import table_wise
 from shardwise.sharding.dmp.tracing import Tracer
 from shardwise.sharding.modules.placement import sharded_collections
 from shardwise.sharding.pipeline import (
@@ -36,8 +45,6 @@ from shardwise.sharding.pipeline.forwards import (
     PrefetchEmbeddingPipelinedForward,
     PrefetchPipelinedForward,
 )
-
-CPU = torch.device("cpu")
 
 
 def stages_of(*names: str) -> tuple[list[PipelineStage], list[str]]:
@@ -93,7 +100,7 @@ def test_what_cannot_be_served_is_refused() -> None:
 
 def train_by_stages(prefetches: bool, counts: list[int], fails: bool) -> tuple[bool, int, list[str], list[str]]:
     """Whether all is as in a plain loop, steps, warnings, and what was raised."""
-    model, plain = sharded("ps"), sharded("ps")
+    model = sharded("ps")
     sparse: SparseDataDistUtil[Batch] = SparseDataDistUtil(model, None)
     stages = [PipelineStage("copy", lambda batch: batch.to(CPU), None), sparse.start_sparse_data_dist_stage()]
     if prefetches:
@@ -121,27 +128,22 @@ def train_by_stages(prefetches: bool, counts: list[int], fails: bool) -> tuple[b
         except OSError as error:
             raised.append(str(error))
     assert sparse.detach() is model
-    expected = plain_loop(plain, (batch_of(n) for n in range(len(outputs))))
-    (one, other) = state_of(model), state_of(plain)
-    good = same(expected, outputs) and all(torch.equal(value, other[key]) for key, value in one.items())
-    return good, len(outputs), [str(w.message) for w in caught if "no batch left" in str(w.message)], raised
+    said = [str(w.message) for w in caught if "no batch left" in str(w.message)]
+    return as_a_plain_loop(model, outputs, range(len(outputs))), len(outputs), said, raised
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("prefetches", [False, True], ids=["routed", "prefetched"])
 def test_a_loop_over_stages_gives_the_bits_of_a_plain_one(prefetches: bool) -> None:
-    for good, steps, _, _ in run_ranks(2, train_by_stages, prefetches, [9, 9], False):
-        assert good
-        assert steps == 9
+    assert run_ranks(2, train_by_stages, prefetches, [9, 9], False) == [(True, 9, [], [])] * 2
 
 
 @pytest.mark.ranks
 def test_stages_of_all_ranks_end_on_the_same_step() -> None:
     """Fault 36."""
-    ranks = run_ranks(2, train_by_stages, False, [4, 7], False)
-    assert [(good, steps) for good, steps, _, _ in ranks] == [(True, 4), (True, 4)]
-    assert not ranks[0][2]
-    assert ranks[1][2][0] == "another rank has no batch left: a batch of this rank is left out"
+    first, (*ended, said, _) = run_ranks(2, train_by_stages, False, [4, 7], False)
+    assert first == (True, 4, [], []) and ended == [True, 4]
+    assert said[0] == "another rank has no batch left: a batch of this rank is left out"
 
 
 @pytest.mark.ranks
@@ -196,11 +198,6 @@ def test_a_thread_that_is_stopped_gives_no_more() -> None:
 
 def averaged(interval: int | None) -> list[int]:
     """Before which batches the replicas were averaged."""
-    from model_zoo import Net
-
-    from shardwise import ShardingPlan, construct_module_sharding_plan
-    from shardwise.sharding import table_wise
-
     module = Net("p")
     cut = {f"t{n}": table_wise(0) for n in range(4)}
     plan = ShardingPlan({"pooled": construct_module_sharding_plan(module.pooled, cut, None, 1, 1, "cpu")})
@@ -307,7 +304,7 @@ def test_a_module_with_trained_parameters_is_no_step() -> None:
 
 def by_hand(kind: str, steps: int) -> tuple[bool, str]:
     """Route each batch while the one before trains, as a user's own pipeline does it; the bits of a plain loop."""
-    plain = plain_loop(sharded("pw"), iter([batch_of(number) for number in range(steps)]))
+    plain = plain_loop(sharded("pw"), map(batch_of, range(steps)))
     model = sharded("pw")
     collections = sharded_collections(model.module)
     graph = Tracer([]).trace(model.module)
@@ -354,7 +351,7 @@ def by_hand(kind: str, steps: int) -> tuple[bool, str]:
         outputs.append(output.detach())
     with pytest.raises(RuntimeError) as raised:
         model(batch_of(0))
-    return all(torch.equal(a, b) for a, b in zip(outputs, plain, strict=True)), str(raised.value)
+    return same(outputs, plain), str(raised.value)
 
 
 @pytest.mark.parametrize("kind", ["PipelinedForward", "PrefetchPipelinedForward", "PrefetchEmbeddingPipelinedForward"])
