@@ -172,20 +172,18 @@ def test_items_lie_only_on_their_ranks() -> None:
     assert found.time_ms == pytest.approx(2)
 
 
-def test_what_cannot_fit_says_how_much_is_missing() -> None:
-    items = tuple(Item((f"t{i}",), (choice(np.array([[1.0]]), 80),)) for i in range(3))
+@pytest.mark.parametrize(
+    ("sizes", "hbm", "over"),
+    [([80, 80, 80], [100, 100], [0, 60]), ([10, 500], [100, 300], [0, 200])],
+    ids=["together too much", "one fits nowhere"],
+)
+def test_what_cannot_fit_says_how_much_is_missing(sizes: list[int], hbm: list[int], over: list[int]) -> None:
+    """An item that fits nowhere is placed all the same."""
+    items = tuple(Item((f"t{i}",), (choice(np.array([[1.0]]), size),)) for i, size in enumerate(sizes))
     with pytest.raises(DoesNotFitError, match="no assignment fits in memory") as caught:
-        solve(Problem(items, 2, np.full(2, 100), np.zeros(2, np.int64)))
+        solve(Problem(items, 2, np.array(hbm), np.zeros(2, np.int64)))
     assert caught.value.proven and caught.value.over is not None
-    assert sorted(caught.value.over[0].tolist()) == [0, 60]
-
-
-def test_an_item_that_fits_nowhere_is_placed_in_the_error() -> None:
-    items = (Item(("a",), (choice(np.array([[1.0]]), 10),)), Item(("b",), (choice(np.array([[1.0]]), 500),)))
-    with pytest.raises(DoesNotFitError) as caught:
-        solve(Problem(items, 2, np.array([100, 300]), np.zeros(2, np.int64)))
-    assert caught.value.proven and caught.value.over is not None
-    assert caught.value.over[0].tolist() == [0, 200]
+    assert sorted(caught.value.over[0].tolist()) == over
 
 
 def test_an_item_without_a_place_is_named() -> None:

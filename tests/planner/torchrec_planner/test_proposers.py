@@ -87,45 +87,56 @@ def test_a_proposal_is_repeated_until_feedback(name: str) -> None:
         assert proposer.propose() != first
 
 
-def test_greedy_moves_the_table_whose_largest_shard_takes_most_memory() -> None:
-    given = problem(
-        option("a", "table_wise", [1.0], 30),
-        option("a", "row_wise", [2.0, 2.0], 20),
-        option("a", "column_wise", [3.0, 3.0], 5),
-        option("b", "table_wise", [1.0], 25),
-        option("b", "row_wise", [2.0], 10),
-        option("c", "table_wise", [1.0], 90),
-    )
+SLOW_OR_TWICE = problem(option("a", "table_wise", [3.0], 5), option("a", "row_wise", [2.0, 2.0], 5))
+PROPOSED: dict[str, tuple[Any, Instance, list[list[int]]]] = {
     # a at 30, b at 25, then a at 20 (b and c are at their last)
-    assert proposals(proposers.GreedyProposer(), given) == [[0, 3, 5], [1, 3, 5], [1, 4, 5], [2, 4, 5]]
+    "greedy moves the table whose largest shard takes most memory": (
+        proposers.GreedyProposer(),
+        problem(
+            option("a", "table_wise", [1.0], 30), option("a", "row_wise", [2.0, 2.0], 20),
+            option("a", "column_wise", [3.0, 3.0], 5), option("b", "table_wise", [1.0], 25),
+            option("b", "row_wise", [2.0], 10), option("c", "table_wise", [1.0], 90),
+        ),
+        [[0, 3, 5], [1, 3, 5], [1, 4, 5], [2, 4, 5]],
+    ),
+    "greedy never moves a table that takes no memory": (
+        proposers.GreedyProposer(),
+        problem(option("a", "table_wise", [1.0], 0), option("a", "row_wise", [2.0], 0)),
+        [[0]],
+    ),
+    "options are as slow as their slowest shard": (proposers.GreedyProposer(), SLOW_OR_TWICE, [[1], [0]]),
+    "options are as slow as the sum of their shards": (
+        proposers.GreedyProposer(use_depth=False), SLOW_OR_TWICE, [[0], [1]],
+    ),
+    "uniform proposes only types that every table has": (
+        proposers.UniformProposer(),
+        problem(
+            option("a", "table_wise", [1.0], 5), option("a", "row_wise", [2.0], 5), option("a", "row_wise", [1.0], 9),
+            option("b", "column_wise", [1.0], 5), option("b", "row_wise", [3.0], 5),
+        ),
+        [[2, 4]],
+    ),
+    "dynamic programming on devices without memory finds the fastest": (
+        proposers.DynamicProgrammingProposer(),
+        problem(
+            option("a", "table_wise", [3.0], 0, ddr=5), option("a", "row_wise", [1.0, 1.0], 0, ddr=5),
+            option("b", "table_wise", [1.0], 0, ddr=5), option("b", "row_wise", [1.0], 7), hbm=0,
+        ),
+        [[0, 2], [1, 2]],
+    ),
+}  # fmt: skip
 
 
-def test_greedy_never_moves_a_table_that_takes_no_memory() -> None:
-    given = problem(option("a", "table_wise", [1.0], 0), option("a", "row_wise", [2.0], 0))
-    assert proposals(proposers.GreedyProposer(), given) == [[0]]
-
-
-def test_options_are_as_slow_as_their_slowest_shard_or_as_their_sum() -> None:
-    given = problem(option("a", "table_wise", [3.0], 5), option("a", "row_wise", [2.0, 2.0], 5))
-    assert proposals(proposers.GreedyProposer(), given)[0] == [1]
-    assert proposals(proposers.GreedyProposer(use_depth=False), given)[0] == [0]
+@pytest.mark.parametrize("what", PROPOSED)
+def test_the_options_that_are_proposed(what: str) -> None:
+    proposer, given, expected = PROPOSED[what]
+    assert proposals(proposer, given) == expected
 
 
 @pytest.mark.parametrize("threshold, count", [(None, 6), (0, 6), (1, 3), (3, 5)])
 def test_greedy_stops_after_more_than_threshold_slower_proposals(threshold: int | None, count: int) -> None:
     given = problem(*(option("a", "table_wise", [1.0 + k], 10 - k) for k in range(6)))
     assert len(proposals(proposers.GreedyProposer(threshold=threshold), given)) == count
-
-
-def test_uniform_proposes_only_types_that_every_table_has() -> None:
-    given = problem(
-        option("a", "table_wise", [1.0], 5),
-        option("a", "row_wise", [2.0], 5),
-        option("a", "row_wise", [1.0], 9),
-        option("b", "column_wise", [1.0], 5),
-        option("b", "row_wise", [3.0], 5),
-    )
-    assert proposals(proposers.UniformProposer(), given) == [[2, 4]]
 
 
 def test_grid_proposes_every_combination_once_and_none_beyond_its_limit() -> None:
@@ -164,17 +175,6 @@ def test_dynamic_programming_finds_the_least_time_within_each_total(seed: int) -
     sizes = [held(given, one) for one in found[1:]]
     assert sizes == sorted({size for size in fastest if size < total}, reverse=True)
     assert [spent(given, one) for one in found[1:]] == [fastest[size] for size in sizes]
-
-
-def test_dynamic_programming_on_devices_without_memory_finds_the_fastest() -> None:
-    given = problem(
-        option("a", "table_wise", [3.0], 0, ddr=5),
-        option("a", "row_wise", [1.0, 1.0], 0, ddr=5),
-        option("b", "table_wise", [1.0], 0, ddr=5),
-        option("b", "row_wise", [1.0], 7),
-        hbm=0,
-    )
-    assert proposals(proposers.DynamicProgrammingProposer(), given) == [[0, 2], [1, 2]]
 
 
 def test_dynamic_programming_needs_the_devices() -> None:

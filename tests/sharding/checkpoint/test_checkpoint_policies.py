@@ -129,16 +129,17 @@ def test_a_renamed_table_comes_with_its_states_and_steps(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "rename, match",
+    ("given", "match"),
     [
-        ({"x": T0}, r"the checkpoint has no \['x'\]"),
-        ({T0: "x"}, r"the model no \['x'\]"),
-        ({T0: T1}, rf"would have \['{T1}'\] twice"),
+        ({"policy": LoadPolicy(rename={"x": T0})}, r"the checkpoint has no \['x'\]"),
+        ({"policy": LoadPolicy(rename={T0: "x"})}, r"the model no \['x'\]"),
+        ({"policy": LoadPolicy(rename={T0: T1})}, rf"would have \['{T1}'\] twice"),
+        ({"resplit": "sum"}, "resplit must be 'mean' or None, got 'sum'"),
     ],
 )
-def test_a_renaming_that_cannot_be_is_refused(rename: dict[str, str], match: str, tmp_path: Path) -> None:
+def test_a_rule_that_cannot_be_is_refused(given: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=match):
-        checkpoint.load(saved(tmp_path), build(MIX, "adam"), policy=LoadPolicy(rename=rename))
+        checkpoint.load(saved(tmp_path), build(MIX, "adam"), **given)
 
 
 def test_columns_do_not_overlap(tmp_path: Path) -> None:
@@ -242,11 +243,6 @@ def test_states_per_row_of_other_column_blocks_need_a_rule(tmp_path: Path) -> No
         found.update(views)
     assert torch.equal(found["(0, 2)"], had[0])
     assert torch.allclose(found["(2, 8)"], had[0] / 3 + had[1] * 2 / 3)
-
-
-def test_a_bad_rule_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="resplit must be 'mean' or None, got 'sum'"):
-        checkpoint.load(saved(tmp_path), build(MIX, "adam"), resplit="sum")
 
 
 def test_tables_of_one_group_that_counted_otherwise_are_refused(tmp_path: Path) -> None:

@@ -222,19 +222,22 @@ def test_a_loop_that_accumulates_takes_the_steps_of_whole_batches(world: int) ->
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("combined", "warmup"), [(True, 1), (False, 2)])
-def test_a_pipeline_that_accumulates_takes_the_steps_of_whole_batches(world: int, combined: bool, warmup: int) -> None:
-    """Also where the optimizer that it steps knows nothing of the tables."""
-    found = on_ranks(world, by_wrapper, [6], combined, False, warmup)
-    assert_like(found, alone([[0, 1, 2], [3, 4, 5]]))
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("told", [True, False])
-def test_the_last_micro_batches_of_an_epoch_are_a_step_and_the_next_epoch_begins_one(world: int, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("epochs", "combined", "told", "warmup", "steps"),
+    [
+        ([6], True, False, 1, [[0, 1, 2], [3, 4, 5]]),
+        # also where the optimizer that it steps knows nothing of the tables
+        ([6], False, False, 2, [[0, 1, 2], [3, 4, 5]]),
+        # the last micro-batches of an epoch are a step, and the next epoch begins one
+        ([5, 4], True, True, 1, [[0, 1, 2], [3, 4], [5, 6, 7], [8]]),
+        ([5, 4], True, False, 1, [[0, 1, 2], [3, 4], [5, 6, 7], [8]]),
+    ],
+)
+def test_a_pipeline_that_accumulates_takes_the_steps_of_whole_batches(
+    world: int, epochs: list[int], combined: bool, told: bool, warmup: int, steps: list[list[int]]
+) -> None:
     """TorchRec steps with gradients that nobody reduced, so that ranks drift apart, and its next step is short."""
-    found = on_ranks(world, by_wrapper, [5, 4], True, told, 1)
-    assert_like(found, alone([[0, 1, 2], [3, 4], [5, 6, 7], [8]], 3))
+    assert_like(on_ranks(world, by_wrapper, epochs, combined, told, warmup), alone(steps, 3))
 
 
 def drifts(world: int) -> list[Tensor]:

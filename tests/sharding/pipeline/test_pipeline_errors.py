@@ -120,32 +120,35 @@ def with_a_bad_batch(kind: str, bad: int, error: str, threaded: bool) -> tuple[b
     return as_a_plain_loop(model, outputs, [n for n in range(8) if n != bad]), raised
 
 
+SAID = {
+    "value": ("ValueError", "rank 1: line 7 has 3 columns"),
+    "key": ("KeyError", "rank 1: no column 'age'"),
+    "other": ("RuntimeError", "rank 1: FileNotFoundError: day_3.tsv"),
+    "id": ("IndexError", "rank 1: feature 'f0' (table 't0'), sample 0: id 999 is outside [0, 40)"),
+}
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("threaded", [False, True], ids=["plain", "thread"])
 @pytest.mark.parametrize("kind", TRAINING)
-@pytest.mark.parametrize(("bad", "error"), [(0, "value"), (1, "key"), (4, "other"), (7, "value")])
-def test_a_loader_that_raises_on_one_rank_fails_that_step_on_all(
-    kind: str, bad: int, error: str, threaded: bool
-) -> None:
-    """Fault 37. The rank left the loop and the others waited for it; now the next batches train on all ranks."""
-    said = {
-        "value": ("ValueError", "rank 1: line 7 has 3 columns"),
-        "key": ("KeyError", "rank 1: no column 'age'"),
-        "other": ("RuntimeError", "rank 1: FileNotFoundError: day_3.tsv"),
-    }[error]
+@pytest.mark.parametrize(
+    ("bad", "error", "threaded"),
+    [
+        *(
+            (*case, threaded)
+            for case in ((0, "value"), (1, "key"), (4, "other"), (7, "value"))
+            for threaded in (False, True)
+        ),
+        *((bad, "id", False) for bad in (0, 1, 2, 5, 6)),
+    ],
+)
+def test_a_bad_batch_of_one_rank_fails_its_step_on_all(kind: str, bad: int, error: str, threaded: bool) -> None:
+    """Fault 37. The rank left the loop and the others waited for it; now the next batches train on all ranks.
+
+    Fault 4. A bad id is not raised while the batch before trains, though the ranks know of it by then; that batch is
+    not lost.
+    """
     for good, raised in run_ranks(2, with_a_bad_batch, kind, bad, error, threaded):
-        assert raised == [(bad, *said)]
-        assert good
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("kind", TRAINING)
-@pytest.mark.parametrize("bad", [0, 1, 2, 5, 6])
-def test_a_bad_id_is_raised_when_its_batch_has_its_turn(kind: str, bad: int) -> None:
-    """Fault 4. Not while the batch before trains, though the ranks know of it by then; that batch is not lost."""
-    said = "rank 1: feature 'f0' (table 't0'), sample 0: id 999 is outside [0, 40)"
-    for good, raised in run_ranks(2, with_a_bad_batch, kind, bad, "id", False):
-        assert raised == [(bad, "IndexError", said)]
+        assert raised == [(bad, *SAID[error])]
         assert good
 
 
