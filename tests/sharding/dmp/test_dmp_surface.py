@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -127,18 +127,30 @@ def test_dense_gradients_are_averaged_as_the_wrapper_says(name: str) -> None:
         assert fits == (other is dtype)
 
 
-def test_a_wrapper_that_cannot_be_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"allreduce_comm_precision must be one of \[None, 'fp16', 'bf16'\], got 'fp8'"
-    ):
-        DefaultDataParallelWrapper(allreduce_comm_precision="fp8")
-    with pytest.raises(ValueError, match=r"params_to_ignore \['nowhere'\]: the model has no such parameters"):
-        wrapper = DefaultDataParallelWrapper(params_to_ignore=["nowhere"])
-        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), data_parallel_wrapper=wrapper)
-    with pytest.raises(TypeError, match="data_parallel_wrapper must be a DataParallelWrapper, got str"):
-        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), data_parallel_wrapper="ddp")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="model_tracker_configs"):
-        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), model_tracker_configs={})
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        (
+            lambda: {"data_parallel_wrapper": DefaultDataParallelWrapper(allreduce_comm_precision="fp8")}, ValueError,
+            r"allreduce_comm_precision must be one of \[None, 'fp16', 'bf16'\], got 'fp8'",
+        ),
+        (
+            lambda: {"data_parallel_wrapper": DefaultDataParallelWrapper(params_to_ignore=["nowhere"])}, ValueError,
+            r"params_to_ignore \['nowhere'\]: the model has no such parameters",
+        ),
+        (
+            lambda: {"data_parallel_wrapper": "ddp"}, TypeError,
+            "data_parallel_wrapper must be a DataParallelWrapper, got str",
+        ),
+        (lambda: {"model_tracker_configs": {}}, ValueError, "model_tracker_configs"),
+    ],
+    ids=["fp8", "nowhere", "str", "model_tracker_configs"],
+)  # fmt: skip
+def test_a_wrapper_that_cannot_be_is_refused(
+    given: Callable[[], dict[str, Any]], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), **given())
 
 
 class Counting(DataParallelWrapper):
