@@ -96,7 +96,7 @@ def test_a_lookup_reads_each_row_once_from_memory_and_then_from_caches() -> None
     ],
 )
 def test_a_count_is_paid_for_by_its_constant(constant: str, part: str, each: float) -> None:
-    found = _price(_way("table_wise", 4), **{constant: 1.0})
+    found = _price(_way("table_wise", 4), **_one(constant))
     assert found.pop(part) == pytest.approx(each * MS)
     assert max(other.max() for other in found.values()) < 1e-12
 
@@ -150,12 +150,16 @@ def _real(kind: str, world: int = 4, table: Table = TABLE, blocks: int = 1, loca
     return cost.price(table, _way(kind, world, blocks, table.num_embeddings))
 
 
+def _one(constant: str) -> dict[str, Any]:
+    return {constant: 1.0}
+
+
 @pytest.mark.parametrize("constant", ["row_gb_s", "again_gb_s", "copy_gb_s"])
 @pytest.mark.parametrize("part", ["fwd_compute", "bwd_compute"])
 def test_column_shards_move_together_what_the_whole_table_moves(constant: str, part: str) -> None:
     table = replace(TABLE, optimizer="Adagrad")
     whole, cut = (
-        _price(_way(kind, 4, n), table, **{constant: 1.0})[part] for kind, n in (("table_wise", 1), ("column_wise", 4))
+        _price(_way(kind, 4, n), table, **_one(constant))[part] for kind, n in (("table_wise", 1), ("column_wise", 4))
     )
     assert cut.sum() == pytest.approx(whole.sum())
 
@@ -165,7 +169,7 @@ def test_column_shards_move_together_what_the_whole_table_moves(constant: str, p
 def test_row_shards_look_up_together_what_the_whole_table_does(constant: str, skew: Skew) -> None:
     table = replace(TABLE, skew=skew)
     whole, cut = (
-        sum(p.sum() for p in _price(_way(kind, 4), table, **{constant: 1.0}).values())
+        sum(p.sum() for p in _price(_way(kind, 4), table, **_one(constant)).values())
         for kind in ("table_wise", "row_wise")
     )
     assert cut == pytest.approx(whole, rel=5e-3)
