@@ -59,18 +59,23 @@ def _predicted(constants: Constants) -> list[Measured]:
     return found
 
 
+def expect_steps(found: Constants, truth: Constants, rel: float) -> None:
+    """Both predict the same steps."""
+    for case in cases():
+        real, fitted = (
+            rank_ms(case.placed(TOPOLOGY), ShardwiseCost(TOPOLOGY, case.batch_size, one)).sum(axis=0).max()
+            for one in (truth, found)
+        )
+        assert fitted == pytest.approx(real, rel=rel), case.name
+
+
 def test_the_fit_finds_the_constants_that_made_the_times() -> None:
     truth = CARDS["cpu"].constants.with_(row_gb_s=2.0, id_ns=17.0, intra_gb_s=0.7, inter_gb_s=0.7, step_us=4000.0)
     found = fit(_predicted(truth), TOPOLOGY, "made up")
     # the times of calls are subtracted with the little that an id takes, and small constants hide behind large ones
     for name in ("intra_gb_s", "exchange_us", "step_us", "copy_gb_s", "update_id_ns", "feature_us"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.1), name
-    for case in cases():
-        real, fitted = (
-            rank_ms(case.placed(TOPOLOGY), ShardwiseCost(TOPOLOGY, case.batch_size, one)).sum(axis=0).max()
-            for one in (truth, found)
-        )
-        assert fitted == pytest.approx(real, rel=0.03), case.name
+    expect_steps(found, truth, 0.03)
 
 
 def test_the_fit_bears_noise() -> None:
@@ -81,12 +86,7 @@ def test_the_fit_bears_noise() -> None:
         for one in _predicted(truth)
     ]
     found = fit(noisy, TOPOLOGY, "made up")
-    for case in cases():
-        real, fitted = (
-            rank_ms(case.placed(TOPOLOGY), ShardwiseCost(TOPOLOGY, case.batch_size, one)).sum(axis=0).max()
-            for one in (truth, found)
-        )
-        assert fitted == pytest.approx(real, rel=0.15), case.name
+    expect_steps(found, truth, 0.15)
 
 
 @pytest.mark.parametrize("seed", range(20))

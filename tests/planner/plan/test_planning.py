@@ -1,24 +1,27 @@
-"""From tables and constraints to a plan: every constraint holds in the result, and contradictions are named."""
+"""From tables and constraints to a plan: constraints hold, contradictions are named, suggestions fit if followed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from checkout import SHARED
 
+from shardwise.embeddings.config import DataType
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.cost.shardwise import ShardwiseCost
 from shardwise.planner.cost.ways import Way
 from shardwise.planner.errors import PlannerError, PlannerErrorType
+from shardwise.planner.plan.advice import NoRoomError
 from shardwise.planner.plan.files import read_tables
-from shardwise.planner.plan.planned import Planned
-from shardwise.planner.plan.planning import build_problem, plan_tables
+from shardwise.planner.plan.planned import Planned, Request
+from shardwise.planner.plan.planning import build_problem, plan_request, plan_tables
 from shardwise.planner.search.problem import faults
 from shardwise.planner.tables import Feature, Skew, Table
-from shardwise.planner.topology import Topology
+from shardwise.planner.topology import GIB, Topology
 
 SETS = SHARED / "tables"
 TOPOLOGY = Topology(8, "cuda", card="h100", local_world_size=4)
@@ -52,16 +55,19 @@ def test_a_table_is_cut_as_its_sharding_types_say(kind: str, cost: str) -> None:
     assert held(planned({"item": ParameterConstraints(sharding_types=[kind])}, cost))["item"][0] == kind
 
 
-def test_no_column_shard_is_narrower_than_min_partition() -> None:
-    rules = {"item": ParameterConstraints(sharding_types=["column_wise"], min_partition=64)}
-    choice = next(choice for table, choice, _ in planned(rules).placed() if table.name == "item")
-    assert choice.widths == (64, 64)
-
-
-def test_compute_kernels_choose_among_those_of_a_type() -> None:
-    rules = {"item": ParameterConstraints(sharding_types=["data_parallel"], compute_kernels=["fused"])}
-    choice = next(choice for table, choice, _ in planned(rules).placed() if table.name == "item")
-    assert choice.compute_kernel == "fused"
+@pytest.mark.parametrize(
+    ("constraint", "widths", "kernel"),
+    [
+        (ParameterConstraints(sharding_types=["column_wise"], min_partition=64), (64, 64), "fused"),
+        (ParameterConstraints(sharding_types=["data_parallel"], compute_kernels=["fused"]), (128,), "fused"),
+    ],
+    ids=["min_partition", "compute_kernels"],
+)
+def test_shards_are_as_wide_and_kernels_are_as_a_constraint_says(
+    constraint: ParameterConstraints, widths: tuple[int, ...], kernel: str
+) -> None:
+    choice = next(choice for table, choice, _ in planned({"item": constraint}).placed() if table.name == "item")
+    assert (choice.widths, choice.compute_kernel) == (widths, kernel)
 
 
 def test_a_table_stays_on_its_ranks_and_off_those_it_may_not_use() -> None:
@@ -251,3 +257,142 @@ def test_a_thousand_tables_have_few_prices() -> None:
     problem = build_problem(tables, topology, cost, {})
     assert len(problem.items) == 1022 and len({id(item.choices) for item in problem.items}) < 20
     assert np.isfinite([choice.work_ms for item in problem.items for choice in item.choices]).all()
+
+
+def table(name: str, gib: float, optimizer: str = "SGD", dim: int = 128) -> Table:
+    """A table of so many GiB."""
+    return Table(name, int(gib * GIB) // (4 * dim), dim, features=(Feature(name),), optimizer=optimizer)
+
+
+def refused(
+    tables: list[Table],
+    topology: Topology,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    reserved: tuple[int, ...] = (),
+    batch_size: int = 64,
+) -> NoRoomError:
+    with pytest.raises(NoRoomError) as caught:
+        plan_tables(tables, topology, batch_size, constraints=constraints, reserved=reserved)
+    error = caught.value
+    # the whole point: each suggestion has a plan
+    for one in error.suggestions:
+        made = plan_request(one.request)
+        assert faults(made.problem, made.solution.assignment) == [], one.text
+    return error
+
+
+def gpus(count: int, gib: float, local: int | None = None) -> Topology:
+    return Topology(count, "cuda", int(gib * GIB), local_world_size=local)
+
+
+def test_the_error_says_where_by_how_much_and_what_weighs_most() -> None:
+    error = refused([table("big", 30), table("small", 4), table("tiny", 1)], gpus(2, 16))
+    assert error.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
+    assert [path for path, _ in error.heaviest] == ["big", "small", "tiny"]
+    assert error.heaviest[0][1] == pytest.approx(30 * GIB, rel=1e-3)
+    # 35 GiB have 32: the nearest plan lacks at least the difference, and every rank's numbers add up
+    assert sum(one.over_bytes for one in error.overloads) >= 3 * GIB
+    for one in error.overloads:
+        assert one.limit_bytes == 16 * GIB and one.used_bytes == one.limit_bytes + one.over_bytes
+    worst = error.overloads[0]
+    assert f"{worst.over_bytes / GIB:.4g} GiB over on rank {worst.rank}" in str(error)
+    assert "'big' 30" in str(error) and "2 ranks together have 32 GiB" in str(error)
+
+
+def test_weights_count_the_state_of_the_optimizer() -> None:
+    error = refused([table("a", 4, "Adam"), table("b", 7, "RowWiseAdagrad")], gpus(1, 8))
+    weights = dict(error.heaviest)
+    assert weights["a"] == pytest.approx(12 * GIB, rel=1e-2)
+    assert weights["b"] == pytest.approx(7 * GIB * (1 + 1 / 128), rel=1e-2)
+    assert list(weights) == ["a", "b"]
+
+
+BIG = [table("big", 20), *(table(f"t{n}", 2) for n in range(7))]
+TENS = [table(f"t{n}", 10) for n in range(7)]
+STRICT = {"wide": ParameterConstraints(sharding_types=["table_wise"]), "other": ParameterConstraints(not_on=[0])}
+# tables, devices, what else is asked; the kind of a suggestion, its text, and what the request that it makes has
+SUGGESTIONS: dict[str, tuple[list[Table], Topology, dict[str, Any], str, str, Callable[[Request], bool]]] = {
+    "half the bytes of one table, where they are enough": (
+        BIG, gpus(2, 16), {}, "dtype", "fp16 for 'big'",
+        lambda r: [t.data_type for t in r.tables] == [DataType.FP16, *[DataType.FP32] * 7],
+    ),
+    "as few tables as possible, where one is not enough": (
+        TENS[:4], gpus(1, 32), {}, "dtype", "fp16 for 't0', 't1'", lambda r: True,
+    ),
+    "more devices one by one": (
+        TENS, gpus(4, 16), {}, "devices", "one more device (5 ranks instead of 4)",
+        lambda r: r.topology.world_size == 5,
+    ),
+    "more devices by hosts": (
+        TENS, gpus(4, 16, local=2), {}, "devices", "one more host (6 ranks instead of 4)",
+        lambda r: (r.topology.world_size, r.topology.hosts) == (6, 3),
+    ),
+    "the next larger card that is enough": (
+        [table("a", 50)], gpus(1, 32), {"batch_size": 8}, "card",
+        "cards of 79 GiB (h100 or a100-80) instead of 32 GiB",
+        lambda r: r.topology.hbm == [79 * GIB] and r.topology.card == "h100",
+    ),
+    "another optimizer for the table whose state is too much": (
+        [table("a", 8, "Adam"), table("b", 1, "Adam")], gpus(1, 16), {}, "optimizer",
+        "RowWiseAdagrad instead of Adam for 'a'",
+        lambda r: [t.optimizer for t in r.tables] == ["RowWiseAdagrad", "Adam"],
+    ),
+    "less of a reservation": (
+        [table("a", 27)], gpus(1, 24), {"reserved": (8 * GIB,)}, "reservation",
+        "reserve 12.5 % of each device's memory instead of 25 %",
+        lambda r: r.topology.hbm == [28 * GIB] and r.reserved == (4 * GIB,),
+    ),
+    "a laxer constraint": (
+        [table("wide", 20), table("other", 2)], gpus(4, 16), {"constraints": STRICT}, "constraint",
+        "allow column_wise for 'wide'",
+        lambda r: r.constraints["wide"].sharding_types == ["table_wise", "column_wise"]
+        and r.constraints["other"] == STRICT["other"],
+    ),
+    "tables that share a rank apart": (
+        [table("a", 10), table("b", 10)], gpus(2, 16),
+        {"constraints": dict.fromkeys("ab", ParameterConstraints(same_rank="g"))}, "constraint",
+        "no same_rank for 'a'", lambda r: True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SUGGESTIONS)
+def test_what_would_be_enough_is_suggested(what: str) -> None:
+    tables, topology, more, kind, text, asks = SUGGESTIONS[what]
+    error = refused(tables, topology, **more)
+    (one, *others) = (one for one in error.suggestions if one.kind == kind)
+    assert one.text == text and asks(one.request)
+    # as little as possible: one suggestion of its kind, of one element type
+    assert kind != "dtype" or not others
+    strict = "because of the strict constraints." if "constraints" in more else "because of insufficient storage."
+    assert str(error).startswith(f"Unable to find a plan for this model {strict}")
+
+
+def test_what_no_change_can_help_has_no_suggestion() -> None:
+    # a table of an element type that is small already, alone on a rank of the largest card there is
+    huge = replace(table("a", 4000), data_type=DataType.FP16)
+    error = refused([huge], Topology(1, "cuda", 139 * GIB), {"a": ParameterConstraints(ranks=[0])})
+    assert error.suggestions == ()
+    assert "No single change" in str(error)
+
+
+def test_the_error_is_plain_data_for_programs() -> None:
+    error = refused([table("big", 30), table("small", 4)], gpus(2, 16))
+    said = error.as_dict()
+    assert said["error_type"] == "insufficient_storage"
+    assert [one["text"] for one in said["suggestions"]] == [one.text for one in error.suggestions]
+    assert said["heaviest"][0] == {"table": "big", "bytes": error.heaviest[0][1]}
+    assert said["overloads"][0]["over_bytes"] == error.overloads[0].over_bytes
+
+
+def test_advice_is_the_same_each_time() -> None:
+    tables = [table(f"t{n}", 3 + n % 4, "Adam") for n in range(12)]
+    assert str(refused(tables, gpus(4, 16))) == str(refused(tables, gpus(4, 16)))
+
+
+def test_memory_of_the_host_is_what_a_cpu_lacks() -> None:
+    topology = Topology(2, "cpu", ddr_cap=4 * GIB)
+    error = refused([table("a", 9)], topology)
+    assert {one.memory for one in error.overloads} == {"DDR"}
+    assert not any(one.kind == "card" for one in error.suggestions)
+    assert np.isclose(dict(error.heaviest)["a"] / GIB, 9, rtol=1e-2)

@@ -141,59 +141,57 @@ def test_the_largest_go_first_each_to_the_rank_with_least_time() -> None:
     assert place(by_time, Topology(2, "cuda"), small, large, middle) == [[0], [1], [1]]
 
 
-def test_ranks_with_equal_time_are_filled_across_hosts() -> None:
-    tables = [option(f"t{k}", "table_wise", [(1, 1.0)]) for k in range(6)]
-    found = place(partitioners.GreedyPerfPartitioner(), Topology(6, "cuda", local_world_size=2), *tables)
-    assert found == [[0], [2], [4], [1], [3], [5]]
-
-
-def test_a_rank_without_room_is_passed_over_and_used_again_for_smaller_shards() -> None:
-    topology = Topology(2, "cuda", hbm_cap=10)
-    found = place(
-        partitioners.GreedyPerfPartitioner(), topology,
-        option("a", "table_wise", [(8, 1.0)]), option("b", "table_wise", [(7, 9.0)]),
-        option("c", "table_wise", [(3, 1.0)]), option("d", "table_wise", [(2, 1.0)]),
-    )  # fmt: skip
+TWO_HOSTS = Topology(4, "cuda", hbm_cap=10, local_world_size=2)
+THREE_HOSTS = Topology(6, "cuda", local_world_size=2)
+BUSY = option("busy", "table_wise", [(9, 9.0)])
+ON_DISK = [option("busiest", "table_wise", [(9, 100.0)]), option("second", "table_wise", [(8, 50.0)])]
+# what is placed on which machines, where it goes, and what is special about the partitioner
+PLACED: dict[str, tuple[list[ShardingOption], Topology, list[list[int]], dict[str, Any]]] = {
+    "ranks with equal time are filled across hosts": (
+        [option(f"t{k}", "table_wise", [(1, 1.0)]) for k in range(6)], THREE_HOSTS,
+        [[0], [2], [4], [1], [3], [5]], {},
+    ),
     # c does not fit beside a, which has less time; d does
-    assert found == [[0], [1], [1], [0]]
+    "a rank without room is passed over and used again for smaller shards": (
+        [option(name, "table_wise", [(hbm, ms)]) for name, hbm, ms in (
+            ("a", 8, 1.0), ("b", 7, 9.0), ("c", 3, 1.0), ("d", 2, 1.0))],
+        Topology(2, "cuda", hbm_cap=10), [[0], [1], [1], [0]], {},
+    ),
+    "small modules come first when modules are balanced": (
+        [
+            *(option(f"many.{k}", "table_wise", [(9, 1.0)]) for k in range(2)),
+            option("lone.0", "table_wise", [(1, 4.0)]),
+        ],
+        Topology(2, "cuda"), [[1], [1], [0]], {"balance_modules": True},
+    ),
+    "dependent tables lie on one host": (
+        [
+            *(option(f"t{k}", "table_row_wise", [(4, 1.0)] * 2, tower="x") for k in range(2)),
+            option("o", "table_row_wise", [(6, 5.0)] * 2),
+        ],
+        TWO_HOSTS, [[0, 1], [0, 1], [2, 3]], {},
+    ),
+    "column shards of a table may lie on one rank": (
+        [*ON_DISK, option("t", "column_wise", [(1, 1.0)] * 3)], Topology(3, "cuda"), [[0], [1], [2, 2, 2]], {},
+    ),
+    "column shards of a table on disk lie on different ranks": (
+        [*ON_DISK, option("t", "column_wise", [(1, 1.0)] * 3, kernel="key_value")],
+        Topology(3, "cuda"), [[0], [1], [2, 1, 0]], {},
+    ),
+    "grid takes neighbours in the order of time": (
+        [BUSY, option("grid", "grid_shard", [(1, 1.0)] * 4)], THREE_HOSTS, [[0], [2, 3, 4, 5]], {},
+    ),
+    "grid with more columns than hosts uses hosts again": (
+        [option("grid", "grid_shard", [(1, 1.0)] * 6)], Topology(4, "cuda", local_world_size=2),
+        [[0, 1, 2, 3, 0, 1]], {},
+    ),
+}  # fmt: skip
 
 
-def test_small_modules_come_first_when_modules_are_balanced() -> None:
-    many = [option(f"many.{k}", "table_wise", [(9, 1.0)]) for k in range(2)]
-    lone = option("lone.0", "table_wise", [(1, 4.0)])
-    found = place(partitioners.GreedyPerfPartitioner(balance_modules=True), Topology(2, "cuda"), *many, lone)
-    assert found == [[1], [1], [0]]
-
-
-def test_dependent_tables_lie_on_one_host() -> None:
-    tower = [option(f"t{k}", "table_row_wise", [(4, 1.0)] * 2, tower="x") for k in range(2)]
-    other = option("o", "table_row_wise", [(6, 5.0)] * 2)
-    found = place(
-        partitioners.GreedyPerfPartitioner(), Topology(4, "cuda", hbm_cap=10, local_world_size=2), *tower, other
-    )
-    assert found == [[0, 1], [0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("kernel, expected", [("fused", [2, 2, 2]), ("key_value", [2, 1, 0])])
-def test_column_shards_of_a_table_on_disk_lie_on_different_ranks(kernel: str, expected: list[int]) -> None:
-    busiest, busy = option("busiest", "table_wise", [(9, 100.0)]), option("busy", "table_wise", [(8, 50.0)])
-    columns = option("t", "column_wise", [(1, 1.0)] * 3, kernel=kernel)
-    found = place(partitioners.GreedyPerfPartitioner(), Topology(3, "cuda"), busiest, busy, columns)
-    assert found == [[0], [1], expected]
-
-
-def test_grid_takes_neighbours_in_the_order_of_time() -> None:
-    busy = option("busy", "table_wise", [(9, 9.0)])
-    grid = option("grid", "grid_shard", [(1, 1.0)] * 4)
-    order = [busy, grid]
-    found = place(partitioners.GreedyPerfPartitioner(), Topology(6, "cuda", local_world_size=2), *order)
-    assert found == [[0], [2, 3, 4, 5]]
-
-
-def test_grid_with_more_columns_than_hosts_uses_hosts_again() -> None:
-    grid = option("grid", "grid_shard", [(1, 1.0)] * 6)
-    found = place(partitioners.GreedyPerfPartitioner(), Topology(4, "cuda", local_world_size=2), grid)
-    assert found == [[0, 1, 2, 3, 0, 1]]
+@pytest.mark.parametrize("what", PLACED)
+def test_shards_are_placed(what: str) -> None:
+    proposal, topology, expected, settings = PLACED[what]
+    assert place(partitioners.GreedyPerfPartitioner(**settings), topology, *proposal) == expected
 
 
 ERRORS = {
@@ -225,9 +223,8 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_what_cannot_be_placed_says_why(case: str) -> None:
     proposal, text = ERRORS[case]
-    topology = Topology(4, "cuda", hbm_cap=10, local_world_size=2)
     with pytest.raises(PlannerError, match=text) as caught:
-        partitioners.GreedyPerfPartitioner().partition(proposal, topology)
+        partitioners.GreedyPerfPartitioner().partition(proposal, TWO_HOSTS)
     assert caught.value.error_type == PlannerErrorType.PARTITION
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,27 @@ MIX = Mix(
 )
 
 
+# under which tables have the bits of one process, whatever the plan
+ORDERED = TableOptions("ordered", "table")
+
+
+def mix_by(strategies: Sequence[str], pooled: bool = True) -> Mix:
+    """Three tables cut by a strategy each."""
+    sizes = enumerate(zip((5, 12, 7), strategies, strict=True))
+    tables = [TableCase(f"t{n}", rows, 8, (f"f{n}",), cut, options=ORDERED, seed=n) for n, (rows, cut) in sizes]
+    return Mix(tuple(tables), pooled)
+
+
+def train_whole(mix: Mix, module: Any, steps: range) -> list[list[Tensor]]:
+    """Outputs of an unsharded collection in these steps."""
+    batches = [(batch_of(mix, step), upstream_of(mix, batch_of(mix, step), step)) for step in steps]
+    return train(mix, module, batches, False).outputs
+
+
 def trained(optimizer: str = "adam", steps: int = 2, mix: Mix = MIX) -> Any:
     """An unsharded collection after some steps."""
     module = build(mix, optimizer)
-    batches = [(batch_of(mix, step), upstream_of(mix, batch_of(mix, step), step)) for step in range(steps)]
-    train(mix, module, batches, False)
+    train_whole(mix, module, range(steps))
     return module
 
 

@@ -1,8 +1,9 @@
-"""A small model with two tables and a dense layer, its optimizers, and how it goes over the ranks there are."""
+"""A small model with two tables and a dense layer, how it goes over the ranks there are, trains and is saved."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +23,16 @@ from shardwise import (
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
 )
+from shardwise.checkpoint import load, save
 from shardwise.sharding import column_wise, construct_module_sharding_plan, row_wise, table_wise
 
 KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad, "adam": torch.optim.Adam,
 }  # fmt: skip
+
+
+A, B = "ebc.embedding_bags.a.weight", "ebc.embedding_bags.b.weight"
+EXTRA = {"epoch": 3, "names": ["x", None]}
 
 
 class Net(nn.Module):
@@ -71,3 +77,22 @@ def train(model: Any, optimizer: CombinedOptimizer, steps: range) -> list[float]
         optimizer.step()
         found.append(float(loss.detach()))
     return found
+
+
+def trained(optimizer: str, plan: str = "first", steps: range = range(2)) -> tuple[Any, CombinedOptimizer]:
+    """The model and its optimizer after these steps."""
+    model, every = net(optimizer, plan)
+    train(model, every, steps)
+    return model, every
+
+
+def saved(folder: Path, optimizer: str = "adam", plan: str = "first", *, step: int = 5) -> Path:
+    """The checkpoint of a model that was trained."""
+    return save(folder, *trained(optimizer, plan), step=step, extra=EXTRA).path
+
+
+def loaded(path: Path | str, optimizer: str, plan: str = "first") -> tuple[Any, CombinedOptimizer]:
+    """A model that had learned something else, and its optimizer, as they were saved."""
+    model, every = trained(optimizer, plan, range(90, 92))
+    load(path, model, every)
+    return model, every

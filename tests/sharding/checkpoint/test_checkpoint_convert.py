@@ -1,4 +1,4 @@
-"""Checkpoints from and to torch.distributed.checkpoint, with the names and layouts that TorchRec 1.8.0 has there."""
+"""torch.distributed.checkpoint: our state dicts in it, and checkpoints from and to it as TorchRec 1.8.0 has them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_nets import net, train
+from checkpoint_cases import mix_by
+from checkpoint_nets import EXTRA, A, B, loaded, net, saved, train, trained
 from ranks import run_ranks
+from sharding_mixes import build, environment, shard, train_alone
+from sharding_steps import expect_outputs, local_tensors, train_on
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -29,14 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
 ]
 
-A, B = "ebc.embedding_bags.a.weight", "ebc.embedding_bags.b.weight"
 OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
-
-
-def saved(folder: Path, optimizer: str, plan: str = "first") -> Path:
-    model, every = net(optimizer, plan)
-    train(model, every, range(2))
-    return save(folder, model, every, step=5, extra={"epoch": 3, "names": ["x", None]}).path
 
 
 def state_of(model: Any, every: Any, **more: Any) -> dict[str, Any]:
@@ -63,36 +60,30 @@ def test_there_and_back_is_the_same_bits(optimizer: str, plan: str, tmp_path: Pa
     found = diff(source, back)
     assert kept(found.facts, optimizer) == set()
     assert not (found.values or found.only_a or found.only_b or found.shapes or found.dtypes)
-    model, every = net(optimizer, plan)
-    train(model, every, range(90, 92))
-    assert load(back, model, every).extra == {"epoch": 3, "names": ["x", None]}
-    again, other = net(optimizer, plan)
-    load(source, again, other)
-    assert train(model, every, range(2, 5)) == train(again, other, range(2, 5))
+    model, every = trained(optimizer, plan, range(90, 92))
+    assert load(back, model, every).extra == EXTRA
+    assert train(model, every, range(2, 5)) == train(*loaded(source, optimizer, plan), range(2, 5))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_torch_loads_what_was_written_into_a_state_dict(optimizer: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "a", optimizer)
     folder = to_dcp(source, tmp_path / "dcp")
-    model, every = net(optimizer)
-    train(model, every, range(90, 92))
+    model, every = trained(optimizer, steps=range(90, 92))
     for group in every.param_groups:
         group["lr"] = 9.0
     state = state_of(model, every)
     state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
     model.load_state_dict(state["model"])
     every.load_state_dict(state["optimizer"])
-    again, other = net(optimizer)
-    load(source, again, other)
+    again, other = loaded(source, optimizer)
     assert [group["lr"] for group in every.param_groups] == [group["lr"] for group in other.param_groups]
     assert train(model, every, range(2, 5)) == train(again, other, range(2, 5))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_torch_saved_of_our_state_dicts_loads(optimizer: str, tmp_path: Path) -> None:
-    model, every = net(optimizer)
-    train(model, every, range(2))
+    model, every = trained(optimizer)
     folder = write_dcp(state_of(model, every, step=7, epoch=3), tmp_path / "dcp")
     made = from_dcp_trusted(folder, tmp_path / "a")
     assert made.name == "step-000000000007"
@@ -114,27 +105,21 @@ def as_torchrec(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_adam_of_torchrec_needs_its_count_of_updates(tmp_path: Path) -> None:
-    model, every = net("adam")
-    train(model, every, range(2))
+    model, every = trained("adam")
     folder = write_dcp(as_torchrec(state_of(model, every)), tmp_path / "dcp")
     with pytest.raises(ValueError, match=f"{A}: adam reads how many updates it has made, which TorchRec does not save"):
         from_dcp_trusted(folder, tmp_path / "a")
     made = from_dcp_trusted(folder, tmp_path / "a", steps=2)
-    other, others = net("adam")
-    load(made, other, others)
-    assert train(other, others, range(2, 5)) == train(model, every, range(2, 5))
+    assert train(*loaded(made, "adam"), range(2, 5)) == train(model, every, range(2, 5))
 
 
 def test_torchrec_gets_its_own_names_and_nothing_else(tmp_path: Path) -> None:
     source = saved(tmp_path / "a", "adam")
     folder = to_dcp(source, tmp_path / "dcp", names="torchrec")
-    model, every = net("adam")
-    train(model, every, range(1))
+    model, every = trained("adam", steps=range(1))
     state = as_torchrec(state_of(model, every))
     state_dict_loader.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(), no_dist=True)
-    again, other = net("adam")
-    load(source, again, other)
-    wanted = as_torchrec(state_of(again, other))["optimizer"]["state"]
+    wanted = as_torchrec(state_of(*loaded(source, "adam")))["optimizer"]["state"]
     found = state["optimizer"]["state"]
     assert {name: set(states) for name, states in found.items()} == {name: set(one) for name, one in wanted.items()}
     assert set(found[A]) == {"a.momentum1", "a.exp_avg_sq"}
@@ -180,8 +165,7 @@ def test_a_model_alone_under_no_key(tmp_path: Path) -> None:
     made = from_dcp_trusted(folder, tmp_path / "a", model=None, optimizer=None, step=1)
     assert [one.rule for one in read_manifest(made).tables.values()] == [None, None]
     back = to_dcp(made, tmp_path / "back", model=None, optimizer=None)
-    other, _ = net("adam")
-    train(other, _, range(1))
+    other, _ = trained("adam", steps=range(1))
     state = other.state_dict()
     state_dict_loader.load(state, checkpoint_id=back, no_dist=True)
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
@@ -218,8 +202,7 @@ def test_large_pieces_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_state_dicts_change_names_in_memory() -> None:
-    model, every = net("adam")
-    train(model, every, range(2))
+    model, every = trained("adam")
     theirs = optimizer_state_to_torchrec(every.state_dict())
     assert set(theirs) == {"state"} and set(theirs["state"][A]) == {"a.momentum1", "a.exp_avg_sq"}
     assert set(theirs["state"]["over.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -231,29 +214,31 @@ def test_state_dicts_change_names_in_memory() -> None:
     assert train(other, others, range(2, 5)) == train(model, every, range(2, 5))
 
 
-def save_dcp_on_ranks(folder: str, optimizer: str, plan: str) -> list[float]:
-    model, every = net(optimizer, plan)
-    train(model, every, range(2))
-    state_dict_saver.save(as_torchrec(state_of(model, every)), checkpoint_id=folder)
+def save_dcp(folder: str, optimizer: str, plan: str, torchrec: bool) -> list[float]:
+    """What a model that was saved by torch, TorchRec's names or ours, goes on to lose."""
+    model, every = trained(optimizer, plan)
+    state_dict_saver.save((as_torchrec if torchrec else dict)(state_of(model, every)), checkpoint_id=folder)
     return train(model, every, range(2, 4))
 
 
-def go_on_and_save_on_ranks(path: str, folder: str, optimizer: str, plan: str) -> list[float]:
-    model, every = net(optimizer, plan)
-    train(model, every, range(90, 92))
-    load(path, model, every)
-    save(folder, model, every, step=2)
-    return train(model, every, range(2, 4))
-
-
-def load_dcp_on_ranks(folder: str, optimizer: str, plan: str) -> list[float]:
-    model, every = net(optimizer, plan)
-    train(model, every, range(90, 92))
-    state = as_torchrec(state_of(model, every))
-    planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+def load_dcp(folder: str, optimizer: str, plan: str, torchrec: bool) -> list[float]:
+    model, every = trained(optimizer, plan, range(90, 92))
+    state = (as_torchrec if torchrec else dict)(state_of(model, every))
+    # by default torch takes the names of what has no state, on a rank without a shard of some table, for older ones
+    planner = DefaultLoadPlanner(flatten_sharded_tensors=not torchrec and optimizer != "sgd")
     state_dict_loader.load(state, checkpoint_id=folder, planner=planner)
+    # nothing of the model lies elsewhere than its state dict says
+    held = local_tensors(model.state_dict())
+    assert all(torch.equal(value, held[name]) for name, value in local_tensors(state["model"]).items())
     model.load_state_dict(state["model"])
-    every.load_state_dict(optimizer_state_from_torchrec(state["optimizer"], steps=2))
+    own = optimizer_state_from_torchrec(state["optimizer"], steps=2) if torchrec else state["optimizer"]
+    every.load_state_dict(own)
+    return train(model, every, range(2, 4))
+
+
+def go_on_and_save(path: str, folder: str, optimizer: str, plan: str) -> list[float]:
+    model, every = loaded(path, optimizer, plan)
+    save(folder, model, every, step=2)
     return train(model, every, range(2, 4))
 
 
@@ -265,11 +250,79 @@ def load_dcp_on_ranks(folder: str, optimizer: str, plan: str) -> list[float]:
 def test_a_checkpoint_of_two_ranks_goes_over_and_back(optimizer: str, before: str, after: str, tmp_path: Path) -> None:
     """TorchRec's names and ShardedTensors, by the same code that writes them there."""
     dcp, mine, back = str(tmp_path / "dcp"), tmp_path / "mine", tmp_path / "back"
-    wanted = run_ranks(2, save_dcp_on_ranks, dcp, optimizer, before)
+    wanted = run_ranks(2, save_dcp, dcp, optimizer, before, True)
     made = from_dcp_trusted(dcp, tmp_path / "made", steps=2)
     assert read_manifest(made).world_size == 2
-    for losses in run_ranks(2, go_on_and_save_on_ranks, str(made), str(mine), optimizer, after):
+    for losses in run_ranks(2, go_on_and_save, str(made), str(mine), optimizer, after):
         assert losses == pytest.approx(wanted[0], abs=1e-6)
     to_dcp(mine, back, names="torchrec")
-    for losses in run_ranks(2, load_dcp_on_ranks, str(back), optimizer, before):
+    for losses in run_ranks(2, load_dcp, str(back), optimizer, before, True):
+        assert losses == pytest.approx(wanted[0], abs=1e-6)
+
+
+PLANS = {
+    "rows": mix_by(["row_wise"] * 3),
+    "tables": mix_by(["table_wise", "table_wise", "data_parallel"]),
+    "columns": mix_by(["column_wise"] * 3),
+    "mixed": mix_by(["grid", "table_row_wise", "table_column_wise"]),
+}
+
+
+def save_tables(plan: str, optimizer: str, path: str) -> None:
+    mix = PLANS[plan]
+    model = shard(mix, build(mix, optimizer), environment())
+    train_on(mix, model, range(2))
+    state_dict_saver.save(state_of(model, model.fused_optimizer), checkpoint_id=path)
+
+
+def load_tables(plan: str, optimizer: str, path: str) -> list[list[Tensor]]:
+    mix = PLANS[plan]
+    other = build(mix, optimizer)
+    for param in other.parameters():
+        param.data.fill_(7.0)
+    model = shard(mix, other, environment())
+    for group in model.fused_optimizer.param_groups:
+        group["lr"] = 9.0
+    state = state_of(model, model.fused_optimizer)
+    state_dict_loader.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    model.fused_optimizer.load_state_dict(state["optimizer"])
+    return train_on(mix, model, range(2, 4))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("before", "after", "world", "optimizer"),
+    [
+        ("rows", "rows", 2, "adam"),
+        ("rows", "tables", 2, "adam"),
+        ("tables", "columns", 2, "adam"),
+        ("columns", "rows", 1, "adam"),
+        ("rows", "mixed", 4, "adam"),
+        ("rows", "columns", 2, "rowwise_adagrad"),
+    ],
+)
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(
+    before: str, after: str, world: int, optimizer: str, tmp_path: Path
+) -> None:
+    """With row_state="table" a row has one number, whether or not its columns are cut: it crosses plans too."""
+    run = train_alone(PLANS[before], optimizer, 4)
+    run_ranks(2, save_tables, before, optimizer, str(tmp_path))
+    ranks = run_ranks(world, load_tables, after, optimizer, str(tmp_path))
+    expect_outputs(PLANS[before], run, ranks, range(2, 4))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("before", "after", "world", "optimizer"),
+    [
+        ("rows", "first", 2, "adagrad"),
+        ("first", "columns", 2, "adam"),
+        ("columns", "rows", 4, "adagrad"),
+        ("rows", "first", 2, "sgd"),
+    ],
+)
+def test_a_whole_model_crosses_plans(before: str, after: str, world: int, optimizer: str, tmp_path: Path) -> None:
+    wanted = run_ranks(2, save_dcp, str(tmp_path), optimizer, before, False)
+    for losses in run_ranks(world, load_dcp, str(tmp_path), optimizer, after, False):
         assert losses == pytest.approx(wanted[0], abs=1e-6)

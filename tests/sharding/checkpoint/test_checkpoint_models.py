@@ -1,16 +1,30 @@
-"""Whole models: dense layers, buffers, ordinary optimizers, schedules; 2D; towers; tables of several dtypes."""
+"""Saved under one plan and loaded under another: tables bit for bit, whole models with all that they have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import random
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_cases import mix_by, train_whole
+from jagged_batches import random_kjt
 from ranks import run_ranks
+from sharding_mixes import (
+    OPTIMIZERS,
+    STRATEGIES,
+    Mix,
+    Run,
+    build,
+    environment,
+    shard,
+    train_alone,
+)
+from sharding_steps import expect_outputs, train_on
 from torch import Tensor, nn
 
 from shardwise import (
@@ -24,7 +38,6 @@ from shardwise import (
     KeyedOptimizerWrapper,
     LookupPolicy,
     RowWiseAdagrad,
-    ShardingEnv,
     ShardingPlan,
     WarmupOptimizer,
     WarmupPolicy,
@@ -43,8 +56,6 @@ from shardwise.sharding import (
 from shardwise.sharding.modules.embedding_bag import EmbeddingBagSharder
 
 pytestmark = pytest.mark.ranks
-
-Steps = Callable[[int], float]
 
 
 class Net(nn.Module):
@@ -68,60 +79,57 @@ class Net(nn.Module):
 
 
 def batch(step: int) -> KeyedJaggedTensor:
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, 9, (36,), generator=generator)
-    return KeyedJaggedTensor(["a", "b", "c"], ids, lengths=torch.full((18,), 2))
+    return random_kjt(dict.fromkeys("abc", 9), 6, seed=step)
 
 
-def sharded(plan: str, world: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+def sharded(plan: str) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """The model by a plan, with all its optimizers as one, and a schedule of the tables' rate."""
-    net = Net()
+    net, world = Net(), dist.get_world_size()
     for name, kind in (("a", RowWiseAdagrad), ("b", torch.optim.Adam)):
         param = net.ebc.get_parameter(f"embedding_bags.{name}.weight")
         apply_optimizer_in_backward(kind, [param], {"lr": 0.1, "stochastic_rounding": False})
     cut = {"rows": row_wise(), "columns": column_wise(list(range(world))), "first": table_wise(0)}[plan]
     cuts = {"a": cut if plan != "columns" else row_wise(), "b": cut, "c": data_parallel()}
     tables = construct_module_sharding_plan(net.ebc, cuts, world_size=world)
-    if dist.is_initialized():
-        dmp = DistributedModelParallel(net, plan=ShardingPlan({"ebc": tables}))
-    else:
-        dmp = DistributedModelParallel(net, ShardingEnv.from_local(1, 0), plan=ShardingPlan({"ebc": tables}))
+    dmp = DistributedModelParallel(net, plan=ShardingPlan({"ebc": tables}))
     dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
     wrapped = KeyedOptimizerWrapper(dense, partial(torch.optim.Adam, lr=0.01))
     stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=20, value=0.1)]
     return dmp, CombinedOptimizer([WarmupOptimizer(dmp.fused_optimizer, stages, lr=0.1), wrapped])
 
 
-def step_once(model: nn.Module, optimizer: Any, step: int) -> float:
-    optimizer.zero_grad()
-    loss: Tensor = model(batch(step))
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    """The loss of each step."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss: Tensor = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def save_net(plan: str, folder: str, asynchronous: bool) -> list[float]:
-    dmp, optimizer = sharded(plan, dist.get_world_size())
-    for step in range(2):
-        step_once(dmp, optimizer, step)
-    for group in optimizer.param_groups[-1:]:
-        group["lr"] = 0.02
+    dmp, optimizer = sharded(plan)
+    train(dmp, optimizer, range(2))
+    optimizer.param_groups[-1]["lr"] = 0.02
     saving = checkpoint.save(folder, dmp, optimizer, step=2, asynchronous=asynchronous)
-    losses = [step_once(dmp, optimizer, step) for step in range(2, 7)]
+    losses = train(dmp, optimizer, range(2, 7))
     saving.wait()
     assert saving.done()
     return losses
 
 
 def load_net(plan: str, folder: str) -> list[float]:
-    dmp, optimizer = sharded(plan, dist.get_world_size())
+    dmp, optimizer = sharded(plan)
     # has other states than the saved one, which all go
-    step_once(dmp, optimizer, 7)
+    train(dmp, optimizer, range(7, 8))
     path = checkpoint.latest(folder)
     assert path is not None
     checkpoint.load(path, dmp, optimizer)
     assert optimizer.param_groups[-1]["lr"] == 0.02
-    return [step_once(dmp, optimizer, step) for step in range(2, 7)]
+    return train(dmp, optimizer, range(2, 7))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -148,10 +156,9 @@ def test_a_plain_optimizer_and_a_module_of_one_process_are_saved_too(tmp_path: P
         return net, torch.optim.Adam(dense, lr=0.01, betas=(0.8, 0.9))
 
     net, optimizer = made()
-    for step in range(2):
-        step_once(net, optimizer, step)
+    train(net, optimizer, range(2))
     path = checkpoint.save(tmp_path, net, optimizer, step=2).path
-    wanted = [step_once(net, optimizer, step) for step in range(2, 5)]
+    wanted = train(net, optimizer, range(2, 5))
     other, fresh = made()
     with torch.no_grad():
         for param in other.parameters():
@@ -159,11 +166,11 @@ def test_a_plain_optimizer_and_a_module_of_one_process_are_saved_too(tmp_path: P
     fresh.param_groups[0]["betas"] = (0.1, 0.2)
     checkpoint.load(path, other, fresh)
     assert fresh.param_groups[0]["betas"] == (0.8, 0.9)
-    assert [step_once(other, fresh, step) for step in range(2, 5)] == wanted
+    assert train(other, fresh, range(2, 5)) == wanted
 
 
 def whole_of_ranks() -> dict[str, Tensor]:
-    dmp, _ = sharded("columns", dist.get_world_size())
+    dmp, _ = sharded("columns")
     return checkpoint.full_state_dict(dmp)
 
 
@@ -236,3 +243,121 @@ def test_a_sharded_embedding_bag_becomes_a_plain_one(tmp_path: Path) -> None:
     plain.weight.data.fill_(0.0)
     plain.load_state_dict(checkpoint.full_state_dict(tmp_path / "step-000000000001"))
     assert torch.equal(plain.weight, weight)
+
+
+ALONE = "unsharded"
+PLANS = {
+    **{strategy: (strategy,) * 3 for strategy in STRATEGIES},
+    "mixed": ("grid", "data_parallel", "column_wise"),
+    "other": ("table_column_wise", "row_wise", "table_wise"),
+    ALONE: ("table_wise",) * 3,
+}
+STEPS = 2, 7
+
+
+@dataclass(frozen=True)
+class Side:
+    """How a run is spread: a plan over so many ranks."""
+
+    plan: str
+    world: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is saved on one side and continued on another."""
+
+    number: int
+    before: Side
+    after: Side
+    optimizer: str
+    pooled: bool
+
+    def mix(self, side: Side) -> Mix:
+        return mix_by(PLANS[side.plan], self.pooled)
+
+    def __str__(self) -> str:
+        sides = [f"{side.plan} on {side.world}" for side in (self.before, self.after)]
+        return f"{' -> '.join(sides)}, {self.optimizer}, {'pooled' if self.pooled else 'sequence'}"
+
+
+def sides() -> list[Side]:
+    return [Side(plan, world) for plan in PLANS for world in ((1,) if plan == ALONE else (1, 2, 4))]
+
+
+def cases(count: int) -> list[Case]:
+    """A sample of all pairs of plans and world sizes, in which each side is left and reached."""
+    rng = random.Random(6)
+    befores, afters = ([side for _ in range(3) for side in rng.sample(sides(), len(sides()))] for _ in range(2))
+    picked = [
+        (before, after, rng.choice(list(OPTIMIZERS)), rng.random() < 0.5)
+        for before, after in zip(befores, afters, strict=True)
+    ]
+    return [Case(number, *one) for number, one in enumerate(picked[:count])]
+
+
+CASES = cases(60)
+
+
+def test_the_sample_has_all_plans_and_world_sizes_on_both_sides() -> None:
+    for attribute in ("before", "after"):
+        assert {getattr(case, attribute) for case in CASES} == set(sides())
+    assert {(case.before.world, case.after.world) for case in CASES} == {(a, b) for a in (1, 2, 4) for b in (1, 2, 4)}
+    assert {(case.optimizer, case.pooled) for case in CASES} == {(o, p) for o in OPTIMIZERS for p in (False, True)}
+
+
+@cache
+def uninterrupted(optimizer: str, pooled: bool) -> Run:
+    return train_alone(Case(0, sides()[0], sides()[0], optimizer, pooled).mix(sides()[0]), optimizer, STEPS[1])
+
+
+def model_of(case: Case, side: Side, fill: float | None = None) -> Any:
+    mix = case.mix(side)
+    module = build(mix, case.optimizer)
+    if fill is not None:
+        for param in module.parameters():
+            param.data.fill_(fill)
+    return module if side.plan == ALONE else shard(mix, module, environment())
+
+
+def go_on(case: Case, side: Side, model: Any, steps: range) -> list[list[Tensor]]:
+    run = train_whole if side.plan == ALONE else train_on
+    return run(case.mix(side), model, steps)
+
+
+def save_all(given: list[Case], folder: str) -> None:
+    for case in given:
+        model = model_of(case, case.before)
+        go_on(case, case.before, model, range(STEPS[0]))
+        checkpoint.save(f"{folder}/{case.number}", model, step=STEPS[0], extra={"case": case.number})
+
+
+def load_all(given: list[Case], folder: str) -> list[list[list[Tensor]]]:
+    found = []
+    for case in given:
+        path = checkpoint.latest(f"{folder}/{case.number}")
+        assert path is not None
+        model = model_of(case, case.after, fill=7.0)
+        optimizer = model.fused_optimizer() if case.after.plan == ALONE else model.fused_optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = 9.0
+        loaded = checkpoint.load(path, model)
+        assert (loaded.step, loaded.extra, bool(loaded.report)) == (STEPS[0], {"case": case.number}, False)
+        found.append(go_on(case, case.after, model, range(*STEPS)))
+    return found
+
+
+@pytest.mark.full
+def test_sixty_changes_of_plan_and_world_size_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """All plans x {1, 2, 4} -> all plans x {1, 2, 4}, with the states of SGD, Adam and rowwise Adagrad."""
+    for world in (1, 2, 4):
+        run_ranks(world, save_all, [case for case in CASES if case.before.world == world], str(tmp_path))
+    for world in (1, 2, 4):
+        mine = [case for case in CASES if case.after.world == world]
+        ranks = run_ranks(world, load_all, mine, str(tmp_path))
+        for number, case in enumerate(mine):
+            outputs = [rank[number] for rank in ranks]
+            try:
+                expect_outputs(case.mix(case.after), uninterrupted(case.optimizer, case.pooled), outputs, range(*STEPS))
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from None

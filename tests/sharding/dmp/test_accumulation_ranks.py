@@ -129,24 +129,25 @@ def assert_like_one_process(mix: Mix, ranks: Sequence[Waited], expected: Waited)
             torch.testing.assert_close(value.view_as(mine), mine, rtol=1e-4, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("rule", RULES)
+# per-shard numbers are those of another model
+WHOLE = [
+    replace(mix, tables=tuple(replace(t, options=replace(t.options, row_state="table")) for t in mix.tables))
+    for mix in (mix_for(strategy, pooled=pooled) for strategy in STRATEGIES for pooled in (True, False))
+]
+# with weights, uneven batches, empty ranks and features, and ids of several tables
+RANDOM = [mix_of(seed, pooled=seed % 2 == 0, row_states=("table",)) for seed in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("mixes", "rule"),
+    [*((WHOLE, rule) for rule in RULES), (RANDOM, "rowwise_adagrad")],
+    ids=[*(f"every strategy-{rule}" for rule in RULES), "random mixes"],
+)
 @pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.full) for n in (1, 2)), 4])
-def test_every_strategy_gives_what_one_process_gives(world: int, rule: str) -> None:
-    mixes = [mix_for(strategy, pooled=pooled) for strategy in STRATEGIES for pooled in (True, False)]
-    # per-shard numbers are those of another model
-    mixes = [_with_whole_rows(mix) for mix in mixes]
+def test_every_strategy_gives_what_one_process_gives(world: int, mixes: list[Mix], rule: str) -> None:
     found = run_ranks(world, on_ranks, mixes, rule, timeout=120.0)
     for n, mix in enumerate(mixes):
         assert_like_one_process(mix, [one[n] for one in found], alone(mix, rule))
-
-
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 4])
-def test_random_mixes_give_what_one_process_gives(world: int) -> None:
-    """With weights, uneven batches, empty ranks and features, and ids of several tables."""
-    mixes = [mix_of(seed, pooled=seed % 2 == 0, row_states=("table",)) for seed in range(10)]
-    found = run_ranks(world, on_ranks, mixes, "rowwise_adagrad", timeout=120.0)
-    for n, mix in enumerate(mixes):
-        assert_like_one_process(mix, [one[n] for one in found], alone(mix, "rowwise_adagrad"))
 
 
 def same_bits(mixes: Sequence[Mix], rule: str) -> list[list[str]]:
@@ -207,8 +208,3 @@ def test_tables_do_not_move_while_gradients_wait_and_wait_where_they_moved() -> 
     for text, kept, waits in run_ranks(2, refusals):
         assert text.endswith("gradients wait for a step: call step() or zero_grad() of the fused optimizer first")
         assert kept and waits
-
-
-def _with_whole_rows(mix: Mix) -> Mix:
-    tables = [replace(t, options=replace(t.options, row_state="table")) for t in mix.tables]
-    return replace(mix, tables=tuple(tables))

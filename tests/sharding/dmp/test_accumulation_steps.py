@@ -1,56 +1,77 @@
-"""`accumulate` and `GradientAccumulationWrapper`: micro-batches of models over ranks against one process that sees all.
+"""`accumulate`, `GradientAccumulationWrapper`, and clipping by the norm of all parameters, against one process.
 
 Covers TorchRec's wrapper, which lets tables step at every micro-batch, leaves the dense gradients of a last, short
-step unreduced, and makes the step after that one short too.
+step unreduced, and makes the step after that one short too. Clipping is against torch on a dense model.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from jagged_batches import draw, kjt
+from jagged_batches import Bags, draw, kjt, weight
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from shardwise import (
     CombinedOptimizer,
     DistributedModelParallel,
+    DMPCollection,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     GradientAccumulationConfig,
     GradientAccumulationWrapper,
+    GradientClipping,
+    GradientClippingOptimizer,
     KeyedOptimizerWrapper,
+    PoolingType,
     ShardingPlan,
+    WarmupOptimizer,
+    WarmupPolicy,
+    WarmupStage,
     accumulate,
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
 )
-from shardwise.sharding import column_wise, construct_module_sharding_plan, row_wise
+from shardwise.sharding import column_wise, construct_module_sharding_plan, data_parallel, row_wise, table_wise
 
 ADAGRAD: dict[str, Any] = {"lr": 0.1, "eps": 1e-8}
-ROWS = {"f": 12, "g": 7}
-# of a micro-batch of a rank
-SAMPLES = 2
+ROWS = {"f": 12, "g": 12, "h": 7, "i": 20}
+# of a batch of all ranks
+SAMPLES = 8
+NORM, VALUE = GradientClipping.NORM, GradientClipping.VALUE
+CLIPPED_STEPS = 3
+PLACES: dict[str, Any] = {
+    "table_wise": {"a": table_wise(0), "b": table_wise(1), "c": table_wise(0)},
+    "row_wise": dict.fromkeys("abc", row_wise()),
+    "mixed": {"a": column_wise([1, 0]), "b": data_parallel(), "c": row_wise()},
+}
+
+Batch = tuple[Bags, Tensor]
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    """Three tables, one of means and one of two features, dense layers, and the loss of a batch."""
+
+    def __init__(self, fused: bool = True) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.ebc = EmbeddingBagCollection(
             [
-                EmbeddingBagConfig(12, 8, "a", feature_names=["f"]),
-                EmbeddingBagConfig(7, 4, "b", feature_names=["g"]),
+                EmbeddingBagConfig(12, 8, "a", feature_names=["f", "g"]),
+                EmbeddingBagConfig(7, 4, "b", feature_names=["h"], pooling=PoolingType.MEAN),
+                EmbeddingBagConfig(20, 8, "c", feature_names=["i"]),
             ]
         )
-        self.over = nn.Linear(12, 1)
-        apply_optimizer_in_backward(torch.optim.Adagrad, self.ebc.parameters(), ADAGRAD)
+        self.over = nn.Sequential(nn.Linear(28, 6), nn.ReLU(), nn.Linear(6, 1))
+        if fused:
+            apply_optimizer_in_backward(torch.optim.Adagrad, self.ebc.parameters(), ADAGRAD)
 
-    def forward(self, batch: tuple[Any, Tensor]) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         bags, wanted = batch
         return (self.over(self.ebc(kjt(bags)).values()).squeeze(1) - wanted).square().mean()
 
@@ -73,42 +94,54 @@ class Pipeline:
         self.resets += 1
 
 
-def micro_batch(number: int, rank: int, world: int) -> tuple[Any, Tensor]:
-    """A rank's samples of a micro-batch; four ranks' worth in all."""
-    each = 4 * SAMPLES // world
-    bags = draw(ROWS, 4 * SAMPLES, seed=number)
-    mine = slice(rank * each, (rank + 1) * each)
-    return {name: bags[name][mine] for name in bags}, torch.linspace(-2, 2, 4 * SAMPLES)[mine]
+def batch_of(number: int, begin: int = 0, end: int = SAMPLES) -> Batch:
+    """Samples [begin, end) of a batch."""
+    bags = draw(ROWS, SAMPLES, seed=number)
+    return {name: bags[name][begin:end] for name in bags}, torch.linspace(-3, 3, SAMPLES)[begin:end]
 
 
-def one_batch(numbers: Any) -> tuple[Any, Tensor]:
+def micro_batch(number: int, rank: int, world: int) -> Batch:
+    """A rank's samples."""
+    each = SAMPLES // world
+    return batch_of(number, rank * each, (rank + 1) * each)
+
+
+def one_batch(numbers: Any) -> Batch:
     """Micro-batches as one batch."""
-    parts = [micro_batch(number, 0, 1) for number in numbers]
+    parts = [batch_of(number) for number in numbers]
     return {name: [bag for bags, _ in parts for bag in bags[name]] for name in ROWS}, torch.cat([y for _, y in parts])
 
 
-def alone(steps: list[list[int]]) -> dict[str, Tensor]:
-    """One process, one batch for each step."""
+def alone(steps: list[list[int]], micro_batches: int | None = None) -> dict[str, Tensor]:
+    """One process, one batch for each step; with `micro_batches` each has that part of its loss, however many come."""
     model = Model()
     dense = torch.optim.Adagrad(model.over.parameters(), **ADAGRAD)
     for numbers in steps:
         dense.zero_grad()
-        model(one_batch(numbers)).backward()
+        (model(one_batch(numbers)) * len(numbers) / (micro_batches or len(numbers))).backward()
         dense.step()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def sharded(world: int) -> tuple[nn.Module, KeyedOptimizerWrapper]:
-    """A model over the ranks and the optimizer of its dense layers."""
-    if world == 1:
-        model: nn.Module = Model()
-    else:
-        module = Model()
-        places = {"a": row_wise(), "b": column_wise([0])}
-        plan = construct_module_sharding_plan(module.ebc, places, local_size=world, world_size=world, device_type="cpu")
-        model = DistributedModelParallel(module, device="cpu", plan=ShardingPlan({"ebc": plan}))
+def dense_of(model: nn.Module) -> KeyedOptimizerWrapper:
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    return model, KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adagrad(p, **ADAGRAD))
+    return KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adagrad(p, **ADAGRAD))
+
+
+def plan_of(model: Model, places: str, world: int) -> ShardingPlan:
+    cut = construct_module_sharding_plan(
+        model.ebc, PLACES[places], local_size=world, world_size=world, device_type="cpu"
+    )
+    return ShardingPlan({"ebc": cut})
+
+
+def sharded(world: int, places: str = "mixed") -> tuple[nn.Module, KeyedOptimizerWrapper]:
+    """A model over the ranks and the optimizer of its dense layers."""
+    model: nn.Module = Model()
+    if world > 1:
+        assert isinstance(model, Model)
+        model = DistributedModelParallel(model, device="cpu", plan=plan_of(model, places, world))
+    return model, dense_of(model)
 
 
 def fused_of(model: nn.Module) -> Any:
@@ -189,30 +222,22 @@ def test_a_loop_that_accumulates_takes_the_steps_of_whole_batches(world: int) ->
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("combined", "warmup"), [(True, 1), (False, 2)])
-def test_a_pipeline_that_accumulates_takes_the_steps_of_whole_batches(world: int, combined: bool, warmup: int) -> None:
-    """Also where the optimizer that it steps knows nothing of the tables."""
-    found = on_ranks(world, by_wrapper, [6], combined, False, warmup)
-    assert_like(found, alone([[0, 1, 2], [3, 4, 5]]))
-
-
-def scaled(steps: list[list[int]]) -> dict[str, Tensor]:
-    """As `alone`, each micro-batch with a third of its loss, however many there are."""
-    model = Model()
-    dense = torch.optim.Adagrad(model.over.parameters(), **ADAGRAD)
-    for numbers in steps:
-        dense.zero_grad()
-        (model(one_batch(numbers)) * len(numbers) / 3).backward()
-        dense.step()
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("told", [True, False])
-def test_the_last_micro_batches_of_an_epoch_are_a_step_and_the_next_epoch_begins_one(world: int, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("epochs", "combined", "told", "warmup", "steps"),
+    [
+        ([6], True, False, 1, [[0, 1, 2], [3, 4, 5]]),
+        # also where the optimizer that it steps knows nothing of the tables
+        ([6], False, False, 2, [[0, 1, 2], [3, 4, 5]]),
+        # the last micro-batches of an epoch are a step, and the next epoch begins one
+        ([5, 4], True, True, 1, [[0, 1, 2], [3, 4], [5, 6, 7], [8]]),
+        ([5, 4], True, False, 1, [[0, 1, 2], [3, 4], [5, 6, 7], [8]]),
+    ],
+)
+def test_a_pipeline_that_accumulates_takes_the_steps_of_whole_batches(
+    world: int, epochs: list[int], combined: bool, told: bool, warmup: int, steps: list[list[int]]
+) -> None:
     """TorchRec steps with gradients that nobody reduced, so that ranks drift apart, and its next step is short."""
-    found = on_ranks(world, by_wrapper, [5, 4], True, told, 1)
-    assert_like(found, scaled([[0, 1, 2], [3, 4], [5, 6, 7], [8]]))
+    assert_like(on_ranks(world, by_wrapper, epochs, combined, told, warmup), alone(steps, 3))
 
 
 def drifts(world: int) -> list[Tensor]:
@@ -260,7 +285,7 @@ def test_after_an_error_inside_tables_are_updated_in_the_backward_again() -> Non
 def test_dense_parameters_with_an_optimizer_in_the_backward_are_refused() -> None:
     model, _ = sharded(1)
     apply_optimizer_in_backward(torch.optim.SGD, model.over.parameters(), {"lr": 0.1})  # type: ignore[union-attr]
-    marked = r"dense parameters \['over.weight', 'over.bias'\] have an optimizer in the"
+    marked = r"dense parameters \['over.0.weight', .*'over.2.bias'\] have an optimizer in the"
     with pytest.raises(ValueError, match=marked), accumulate(model):
         pass
 
@@ -279,11 +304,7 @@ def test_the_wrapper_is_torchrecs() -> None:
     assert (wrapped.current_step, wrapped.resets) == (0, 1)
     wrapped.progress(iter([micro_batch(1, 0, 1)]))
     wrapped.progress(iter([micro_batch(2, 0, 1)]))
-    other, dense_of_other = sharded(1)
-    dense_of_other.zero_grad()
-    (other(one_batch([1, 2])) * 2).backward()
-    dense_of_other.step()
-    assert_like(dict(model.state_dict()), dict(other.state_dict()))
+    assert_like(dict(model.state_dict()), alone([[1, 2]], 1))
     wrapped.set_step(7)
     assert wrapped.optimizer_wrapper.is_last()
 
@@ -306,3 +327,152 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     model, dense = sharded(1)
     with pytest.raises(ValueError, match="Linear has no _optimizer, whose steps are to wait"):
         GradientAccumulationWrapper(nn.Linear(1, 1), dense, model, GradientAccumulationConfig(num_steps=2))  # type: ignore[arg-type]
+
+
+def torch_run(clipping: GradientClipping, limit: float, norm_type: float) -> tuple[dict[str, Tensor], list[float]]:
+    """One process without fused tables: weights after some steps, and the norm of each."""
+    model, norms = Model(fused=False), []
+    optimizer = torch.optim.Adagrad(model.parameters(), **ADAGRAD)
+    for step in range(CLIPPED_STEPS):
+        optimizer.zero_grad()
+        model(batch_of(step)).backward()
+        if clipping is NORM:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type)))
+        else:
+            nn.utils.clip_grad_value_(model.parameters(), limit)
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}, norms
+
+
+def clipping_of(model: nn.Module, fused: Any, **settings: Any) -> GradientClippingOptimizer:
+    """Over all parameters."""
+    return GradientClippingOptimizer(CombinedOptimizer([fused, dense_of(model)]), **settings)
+
+
+# one that cuts every step here, one that cuts none
+@pytest.mark.parametrize("limit", [0.05, 1e4])
+@pytest.mark.parametrize(
+    ("clipping", "norm_type"), [(NORM, 2.0), (NORM, 1.0), (NORM, 3.0), (NORM, "inf"), (VALUE, 2.0)]
+)
+def test_tables_are_cut_with_all_other_parameters(
+    clipping: GradientClipping, norm_type: float | str, limit: float
+) -> None:
+    expected, norms = torch_run(clipping, limit, float(norm_type))
+    model = Model()
+    optimizer = clipping_of(
+        model, ("ebc", model.ebc.fused_optimizer()), clipping=clipping, max_gradient=limit, norm_type=norm_type
+    )
+    for step in range(CLIPPED_STEPS):
+        optimizer.zero_grad()
+        # two micro-batches, each with its share of the mean
+        for begin, end in ((0, 6), (6, SAMPLES)):
+            (model(batch_of(step, begin, end)) * (end - begin) / SAMPLES).backward()
+        optimizer.step()
+        if clipping is NORM:
+            assert optimizer.last_total_grad_norm is not None
+            assert optimizer.last_total_grad_norm.item() == pytest.approx(norms[step], rel=1e-4)
+    assert_like(model.state_dict(), expected)
+
+
+def test_tables_alone_are_cut() -> None:
+    table = EmbeddingBagCollection([EmbeddingBagConfig(4, 2, "a", feature_names=["f"])])
+    apply_optimizer_in_backward(torch.optim.SGD, table.parameters(), {"lr": 1.0})
+    before = weight(table, "a").detach().clone()
+    optimizer = GradientClippingOptimizer(table.fused_optimizer(), NORM, 1.0)
+    table.forward(kjt({"f": [[1, 1], [2]]})).values().backward(torch.tensor([[1.5, 0.0], [0.0, 4.0]]))
+    optimizer.step()
+    # the row of two ids counts with its sum: norm 5
+    torch.testing.assert_close(
+        before - weight(table, "a"),
+        torch.tensor([[0.0, 0.0], [0.6, 0.0], [0.0, 0.8], [0.0, 0.0]]),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_a_step_without_a_batch_changes_nothing() -> None:
+    model = Model()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = GradientClippingOptimizer(model.ebc.fused_optimizer(), NORM, 1.0)
+    optimizer.step()
+    assert optimizer.last_total_grad_norm is not None and optimizer.last_total_grad_norm.item() == 0.0
+    assert_like(model.state_dict(), before)
+
+
+def test_without_clipping_tables_are_updated_in_the_backward() -> None:
+    model = Model()
+    GradientClippingOptimizer(model.ebc.fused_optimizer(), GradientClipping.NONE, track_grad_norm=True)
+    before = copy.deepcopy(model.state_dict())
+    model(batch_of(0)).backward()
+    assert not torch.equal(before["ebc.embedding_bags.a.weight"], weight(model.ebc, "a"))
+
+
+def test_fused_optimizers_are_found_within_others() -> None:
+    model = Model()
+    warm = WarmupOptimizer(model.ebc.fused_optimizer(), [WarmupStage(WarmupPolicy.CONSTANT, 9, 0.5)], 0.1)
+    optimizer = GradientClippingOptimizer(CombinedOptimizer([("ebc", warm)]), NORM, 1e-3)
+    before = copy.deepcopy(model.state_dict())
+    model(batch_of(0)).backward()
+    assert_like(model.state_dict(), before)
+    optimizer.step()
+    assert not torch.equal(before["ebc.embedding_bags.a.weight"], weight(model.ebc, "a"))
+
+
+def sharded_run(places: str, clipping: GradientClipping, limit: float, norm_type: float) -> Any:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dmp, _ = sharded(world, places)
+    optimizer = clipping_of(dmp, fused_of(dmp), clipping=clipping, max_gradient=limit, norm_type=norm_type)
+    norms, share = [], SAMPLES // world // 2
+    for step in range(CLIPPED_STEPS):
+        optimizer.zero_grad()
+        first = rank * 2 * share
+        with accumulate(dmp):
+            (dmp(batch_of(step, first, first + share)) / 2).backward()
+        (dmp(batch_of(step, first + share, first + 2 * share)) / 2).backward()
+        optimizer.step()
+        norms.append(optimizer.last_total_grad_norm)
+    return norms, whole(dmp)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(
+    ("clipping", "norm_type", "limit"),
+    [(NORM, 2.0, 0.05), (NORM, 2.0, 1e4), (NORM, float("inf"), 0.05), (VALUE, 2.0, 0.05)],
+)
+def test_ranks_cut_by_the_norm_of_the_whole_model(
+    places: str, clipping: GradientClipping, norm_type: float, limit: float
+) -> None:
+    expected, norms = torch_run(clipping, limit, norm_type)
+    found = run_ranks(2, sharded_run, places, clipping, limit, norm_type)
+    assert_like(found[0][1], expected)
+    if clipping is NORM:
+        # the same bits everywhere
+        first, second = ([norm.item() for norm in of_rank] for of_rank, _ in found)
+        assert first == second
+        assert first == pytest.approx(norms, rel=1e-4)
+
+
+def replicated_run() -> tuple[list[float], dict[str, Tensor]]:
+    model = Model()
+    assert dist.group.WORLD is not None
+    dmp = DMPCollection(model, torch.device("cpu"), plan_of(model, "row_wise", 2), 4, 2, dist.group.WORLD)
+    optimizer = clipping_of(dmp, dmp.fused_optimizer, clipping=NORM, max_gradient=0.05)
+    rank, norms = dist.get_rank(), []
+    for step in range(CLIPPED_STEPS):
+        optimizer.zero_grad()
+        dmp(micro_batch(step, rank, 4)).backward()
+        optimizer.step()
+        assert optimizer.last_total_grad_norm is not None
+        norms.append(optimizer.last_total_grad_norm.item())
+    dense = {name: p.detach().clone() for name, p in dmp.named_parameters() if name.startswith("over")}
+    return norms, dense
+
+
+@pytest.mark.ranks
+def test_replicas_of_sharded_tables_cut_by_one_factor() -> None:
+    """Each group of ranks has gradients of its own; factors of their own would let dense layers drift apart."""
+    found = run_ranks(4, replicated_run)
+    for norms, dense in found[1:]:
+        assert norms == found[0][0]
+        assert all(torch.equal(value, found[0][1][name]) for name, value in dense.items())

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jagged_batches import random_kjt
+from model_zoo import bag_tables, fused, row_tables
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -16,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import (
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
     EmbeddingCollection,
-    EmbeddingConfig,
     KeyedJaggedTensor,
     apply_optimizer_in_backward,
 )
@@ -40,11 +40,9 @@ class Model(nn.Module):
     def __init__(self, pooled: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        names: dict[str, Any] = {"name": "t", "num_embeddings": ROWS, "embedding_dim": 4, "feature_names": ["f"]}
+        rows = {"f": ROWS}
         self.tables: Any = (
-            EmbeddingBagCollection([EmbeddingBagConfig(**names)])
-            if pooled
-            else EmbeddingCollection([EmbeddingConfig(**names)])
+            EmbeddingBagCollection(bag_tables(rows, 4)) if pooled else EmbeddingCollection(row_tables(rows, 4))
         )
         self.pooled, self.over = pooled, nn.Linear(4, 1)
 
@@ -54,9 +52,7 @@ class Model(nn.Module):
 
 
 def batch(of: int) -> KeyedJaggedTensor:
-    generator = torch.Generator().manual_seed(of)
-    lengths = torch.randint(0, 4, (BATCH,), generator=generator)
-    return KeyedJaggedTensor(["f"], torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator), lengths=lengths)
+    return random_kjt({"f": ROWS}, BATCH, seed=of)
 
 
 def trained(pooled: bool, ranks: int) -> list[torch.Tensor]:
@@ -73,15 +69,11 @@ def trained(pooled: bool, ranks: int) -> list[torch.Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-def ranks_trained(pooled: bool) -> list[torch.Tensor]:
-    return trained(pooled, 1)
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("pooled", [True, False])
 def test_tables_without_an_optimizer_train_as_in_one_process(pooled: bool) -> None:
     expected = trained(pooled, 2)
-    for found in run_ranks(2, ranks_trained, pooled):
+    for found in run_ranks(2, trained, pooled, 1):
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
@@ -99,12 +91,12 @@ def refused() -> dict[str, str]:
 
     def marked(pooled: bool = True) -> Model:
         model = Model(pooled)
-        apply_optimizer_in_backward(torch.optim.SGD, model.tables.parameters(), {"lr": 0.1})
+        fused(model.tables)
         return model
 
     def sharded() -> nn.Module:
         model = marked()
-        plan = {"tables": construct_module_sharding_plan(model.tables, {"t": table_wise(rank=0)}, world_size=1)}
+        plan = {"tables": construct_module_sharding_plan(model.tables, {"tf": table_wise(rank=0)}, world_size=1)}
         return shard_modules(model, plan=ShardingPlan(plan))
 
     def later() -> None:
@@ -139,7 +131,7 @@ def refused() -> dict[str, str]:
 
     def ours() -> None:
         model = marked()
-        plan = {"tables": construct_module_sharding_plan(model.tables, {"t": data_parallel()}, world_size=1)}
+        plan = {"tables": construct_module_sharding_plan(model.tables, {"tf": data_parallel()}, world_size=1)}
         whole = DistributedModelParallel(model, plan=ShardingPlan(plan))
         for step in range(2):
             whole(batch(step)).sum().backward()
@@ -162,12 +154,12 @@ def test_tables_with_an_optimizer_are_refused_where_the_wrapper_is_built() -> No
     """It was built, each rank trained its tables by its own batch alone, and the second forward failed."""
     (said,) = run_ranks(1, refused)
     for name in ("bags", "the collection itself", "sequences", "sharded", "marked later", "frozen"):
-        assert said[name].startswith("ValueError: DistributedDataParallel around table 't'"), (name, said[name])
+        assert said[name].startswith("ValueError: DistributedDataParallel around table 'tf'"), (name, said[name])
         assert "DistributedModelParallel" in said[name]
     assert {said[name] for name in ("ignored by name", "a frozen one without", "DistributedModelParallel")} == {
         "nothing"
     }, said
-    assert said["fully_shard"].startswith("ValueError: table 't'") and "fully_shard" in said["fully_shard"]
+    assert said["fully_shard"].startswith("ValueError: table 'tf'") and "fully_shard" in said["fully_shard"]
 
 
 @pytest.mark.full

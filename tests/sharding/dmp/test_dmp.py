@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
-import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, partial
@@ -13,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jagged_batches import random_kjt
+from model_zoo import fused
 from ranks import run_ranks
 from sharding_steps import local_part, local_tensors
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from shardwise import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
-    KeyedJaggedTensor,
     KeyedOptimizerWrapper,
     KeyedTensor,
     RowWiseAdagrad,
@@ -60,14 +59,9 @@ def ec(*, names: tuple[str, ...] = ("user", "day"), device: str = "cpu") -> Embe
 
 def batch_of(step: int, begin: int = 0, end: int = BATCH) -> Batch:
     """Samples [begin, end) of the global batch of a step."""
-    rng = random.Random(step)
-    samples = [{f: [rng.randrange(r) for _ in range(rng.randrange(4))] for f, r in ROWS.items()} for _ in range(BATCH)]
     dense, labels = torch.rand(BATCH, 3, generator=torch.Generator().manual_seed(step)), torch.arange(BATCH) % 2
-    mine = samples[begin:end]
-    ids = [i for feature in ROWS for sample in mine for i in sample[feature]]
-    lengths = [len(sample[feature]) for feature in ROWS for sample in mine]
-    kjt = KeyedJaggedTensor(list(ROWS), torch.tensor(ids, dtype=torch.int64), lengths=torch.tensor(lengths))
-    return Batch(dense[begin:end], kjt, labels[begin:end].float())
+    features = random_kjt(ROWS, BATCH, seed=step, of=range(begin, end))
+    return Batch(dense[begin:end], features, labels[begin:end].float())
 
 
 def share_of(step: int) -> Batch:
@@ -146,6 +140,12 @@ def mixed_plan(model: nn.Module) -> ShardingPlan:
     return ShardingPlan(plan)
 
 
+def placed(model: nn.Module) -> DistributedModelParallel:
+    """The model over the ranks by the mixed plan, tables but `day` marked."""
+    mark_tables(model)
+    return DistributedModelParallel(model, plan=mixed_plan(model))
+
+
 def whole_state(model: nn.Module, fused: CombinedOptimizer) -> dict[str, Tensor]:
     """Weights, buffers and table states that this process holds."""
     found = {name: value.detach().clone() for name, value in local_tensors(model.state_dict()).items() if value.numel()}
@@ -165,9 +165,7 @@ def alone(make: Callable[[], nn.Module], steps: int) -> tuple[list[Tensor], dict
 
 def sharded(make: Callable[[], nn.Module], steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """One rank of several."""
-    model = make()
-    mark_tables(model)
-    dmp = DistributedModelParallel(model, plan=mixed_plan(model))
+    dmp = placed(make())
     return trained(dmp, dmp.fused_optimizer, share_of, steps)
 
 
@@ -233,10 +231,13 @@ def test_a_model_trains_as_in_one_process(kind: str) -> None:
     expect_as_alone(partial(Net, kind), 2, 6)
 
 
-def train_root() -> tuple[Tensor, dict[str, Tensor], list[str]]:
+def root() -> EmbeddingBagCollection:
     torch.manual_seed(3)
-    model = ebc()
-    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    return fused(ebc(), RowWiseAdagrad)
+
+
+def train_root() -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    model = root()
     dmp = DistributedModelParallel(model, plan=mixed_plan(model))
     # no dense parameters, no DDP
     assert dmp._dmp_wrapped_module is dmp.module
@@ -247,9 +248,7 @@ def train_root() -> tuple[Tensor, dict[str, Tensor], list[str]]:
 
 
 def test_a_collection_can_be_the_model() -> None:
-    torch.manual_seed(3)
-    model = ebc()
-    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    model = root()
     wanted = model(batch_of(0).sparse_features).values()
     wanted.square().mean().backward()
     ranks = run_ranks(2, train_root)
@@ -261,9 +260,7 @@ def test_a_collection_can_be_the_model() -> None:
 
 
 def gradients() -> tuple[dict[str, Tensor], list[str], set[str]]:
-    model = Net("one collection")
-    mark_tables(model)
-    dmp = DistributedModelParallel(model, plan=mixed_plan(model))
+    dmp = placed(Net("one collection"))
     dmp(share_of(0)).backward()
     wrapped: Any = dmp._dmp_wrapped_module
     with_gradient = {name: p.grad.clone() for name, p in dmp.named_parameters() if p.grad is not None}
@@ -289,10 +286,8 @@ def initial_state() -> tuple[dict[str, Tensor], list[str]]:
     # only a part is on meta: the bias is kept
     model.extra.part.bias = nn.Parameter(torch.full((4,), 7.0))
     model.extra.register_buffer("scale", torch.ones(2, device="meta"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        mark_tables(model)
-        dmp = DistributedModelParallel(model, plan=mixed_plan(model))
+    with pytest.warns(UserWarning) as caught:
+        dmp = placed(model)
     assert not any(t.is_meta for t in (*dmp.parameters(), *dmp.buffers()))
     state = {name: value.clone() for name, value in local_tensors(dmp.state_dict()).items() if value.numel()}
     return state, [str(warning.message) for warning in caught]
@@ -333,10 +328,11 @@ def test_weights_that_exist_are_kept() -> None:
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
-def evaluate() -> tuple[Tensor, Tensor, bool]:
+def evaluate() -> tuple[Tensor, Tensor, bool, tuple[Any, ...]]:
+    """Logits of a batch twice, whether the state is as it was, and names of all there is."""
     model = dlrm()
-    mark_tables(model)
-    dmp = DistributedModelParallel(model, plan=mixed_plan(model))
+    dmp = placed(model)
+    assert dmp.module is model
     before = {name: value.clone() for name, value in local_tensors(dmp.state_dict()).items()}
     dmp.eval()
     with torch.no_grad():
@@ -347,41 +343,32 @@ def evaluate() -> tuple[Tensor, Tensor, bool]:
     # and training goes on
     dmp.train()
     dmp(share_of(1))[0].backward()
-    return logits, again, same
+    empty = [name for name, param in dmp.named_parameters() if param.numel() == 0]
+    return logits, again, same, (*names_of(dmp), empty, sorted(dmp.fused_optimizer.params))
 
 
-def test_evaluation_changes_nothing_and_agrees_with_one_process() -> None:
-    _, (_, wanted, _) = dlrm()(batch_of(0))
+def names_of(model: nn.Module) -> list[list[str]]:
+    """Of parameters, of the state dict, and of buffers."""
+    return [[name for name, _ in one] for one in (
+        model.named_parameters(), model.state_dict().items(), model.named_buffers()
+    )]  # fmt: skip
+
+
+def test_evaluation_changes_nothing_agrees_with_one_process_and_all_has_the_names_of_the_unsharded_model() -> None:
+    model = dlrm()
+    _, (_, wanted, _) = model(batch_of(0))
+    tables = "model.sparse_arch.embedding_bag_collection.embedding_bags"
     ranks = run_ranks(2, evaluate)
     found = torch.cat([logits for logits, *_ in ranks])
     assert (found - wanted).abs().max() <= 1e-6
-    for logits, again, same in ranks:
+    for rank, (logits, again, same, (*names, empty, trained_here)) in enumerate(ranks):
         assert torch.equal(logits, again)
         assert same
-
-
-def names_of() -> tuple[list[str], list[str], list[str], list[str], str]:
-    model = DLRMTrain(DLRM(ebc(), 3, [16, DIM], [16, 1]))
-    mark_tables(model)
-    dmp = DistributedModelParallel(model, plan=mixed_plan(model))
-    assert dmp.module is model
-    parameters = [name for name, _ in dmp.named_parameters()]
-    buffers = [name for name, _ in dmp.named_buffers()]
-    empty = [name for name, param in dmp.named_parameters() if param.numel() == 0]
-    return parameters, list(dmp.state_dict()), buffers, empty, ",".join(sorted(dmp.fused_optimizer.params))
-
-
-def test_names_are_those_of_the_unsharded_model() -> None:
-    model = DLRMTrain(DLRM(ebc(), 3, [16, DIM], [16, 1]))
-    tables = "model.sparse_arch.embedding_bag_collection.embedding_bags"
-    for rank, (parameters, states, buffers, empty, fused) in enumerate(run_ranks(2, names_of)):
-        assert parameters == [name for name, _ in model.named_parameters()]
-        assert states == list(model.state_dict())
-        assert buffers == [name for name, _ in model.named_buffers()]
+        assert names == names_of(model)
         mine, other = ("item", "user") if rank == 0 else ("user", "item")
         assert empty == [f"{tables}.{other}.weight"]
         # those without rows here are there, empty
-        assert fused == ",".join(sorted(f"{tables}.{name}.weight" for name in (mine, other, "genre")))
+        assert trained_here == sorted(f"{tables}.{name}.weight" for name in (mine, other, "genre"))
 
 
 def resume() -> None:
@@ -390,8 +377,7 @@ def resume() -> None:
         torch.manual_seed(seed)
         for param in model.parameters():
             nn.init.normal_(param)
-        mark_tables(model)
-        dmp = DistributedModelParallel(model, plan=mixed_plan(model))
+        dmp = placed(model)
         return dmp, optimizers(dmp, dmp.fused_optimizer)
 
     def train(dmp: DistributedModelParallel, optimizer: CombinedOptimizer, steps: range) -> None:
@@ -424,19 +410,18 @@ def test_training_resumes_from_state_dicts_bit_for_bit() -> None:
 
 def scheduled(world: int) -> dict[str, Tensor]:
     torch.manual_seed(3)
-    model: Any = ebc()
-    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    model: Any = fused(ebc(), lr=1.0)
     if world:
         model = DistributedModelParallel(model)
-    fused = model.fused_optimizer if world else model.fused_optimizer()
-    schedule = torch.optim.lr_scheduler.LambdaLR(fused, lambda step: 0.5**step)
+    optimizer = model.fused_optimizer if world else model.fused_optimizer()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     for step in range(4):
-        fused.zero_grad()
+        optimizer.zero_grad()
         batch = share_of(step) if world else batch_of(step)
         values = model(batch.sparse_features).values()
         # fixed gradients, so that every difference is the learning rate's
         values.sum().div(len(values)).backward()
-        fused.step()
+        optimizer.step()
         schedule.step()
     return {name: value.clone() for name, value in local_tensors(model.state_dict()).items() if value.numel()}
 
@@ -453,8 +438,7 @@ def test_one_process_needs_no_process_group() -> None:
         DistributedModelParallel(ebc())
     for device in (None, "cpu", torch.device("cpu")):
         torch.manual_seed(3)
-        model = ebc()
-        apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        model = fused(ebc())
         wanted = model(batch_of(0).sparse_features).values()
         dmp = DistributedModelParallel(model, env=ShardingEnv.from_local(1, 0), device=device)
         assert torch.equal(dmp(batch_of(0).sparse_features).values(), wanted)

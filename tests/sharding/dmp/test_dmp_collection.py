@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from jagged_batches import random_kjt
+from model_zoo import bag_tables
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from shardwise import (
     DataType,
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
@@ -50,11 +52,8 @@ class Net(nn.Module):
     def __init__(self, optimizer: str) -> None:
         super().__init__()
         torch.manual_seed(3)
-        dtypes = {"c": DataType.FP16}
-        tables = [
-            EmbeddingBagConfig(rows, 8, f"t{name}", dtypes.get(name, DataType.FP32), [name])
-            for name, rows in ROWS.items()
-        ]
+        tables = bag_tables(ROWS)
+        tables[2].data_type = DataType.FP16
         self.ebc = EmbeddingBagCollection(tables)
         self.ec = EmbeddingCollection([EmbeddingConfig(ROWS["a"], 8, "sa", feature_names=["a"])])
         self.dense = nn.Linear(40, 3)
@@ -70,20 +69,10 @@ class Net(nn.Module):
         return (pooled + rows.sin()).square().mean()
 
 
-def batch_of(step: int, samples: list[int]) -> KeyedJaggedTensor:
-    generator = torch.Generator().manual_seed(step)
-    lengths = torch.randint(0, 4, (len(ROWS), SAMPLES), generator=generator)
-    ids = [
-        torch.randint(0, ROWS[key], (int(n),), generator=generator)
-        for key, row in zip(ROWS, lengths, strict=True)
-        for n in row
-    ]
-    mine = torch.cat([ids[k * SAMPLES + sample] for k in range(len(ROWS)) for sample in samples])
-    return KeyedJaggedTensor(list(ROWS), mine, lengths=lengths[:, samples].flatten())
-
-
-def samples_of(rank: int) -> list[int]:
-    return list(range(rank * 2, rank * 2 + 2))
+def batch_of(step: int, ranks: Sequence[int] | None = None) -> KeyedJaggedTensor:
+    """The samples of some ranks, of this one unless told."""
+    chosen = [dist.get_rank()] if ranks is None else ranks
+    return random_kjt(ROWS, SAMPLES, seed=step, of=[2 * rank + n for rank in chosen for n in range(2)])
 
 
 def plan_for(model: Net) -> ShardingPlan:
@@ -130,7 +119,7 @@ def train(optimizer: str, sync: str, settings: dict[str, Any]) -> tuple[dict[str
     dense = torch.optim.SGD(dense_parameters(dmp), lr=0.1)
     for step in range(STEPS):
         dense.zero_grad()
-        dmp(batch_of(step, samples_of(dist.get_rank()))).backward()
+        dmp(batch_of(step)).backward()
         dense.step()
         if sync != "never":
             dmp.sync(include_optimizer_state=sync == "all")
@@ -153,7 +142,7 @@ def replicas(
     for step in range(steps):
         for model, ranks in zip(models, groups, strict=True):
             model.zero_grad()
-            model(batch_of(step, [s for rank in ranks for s in samples_of(rank)])).backward()
+            model(batch_of(step, ranks)).backward()
         average([[param.grad for param in dense_parameters(model)] for model in models])
         for one in dense:
             one.step()
@@ -275,7 +264,7 @@ def hooked() -> tuple[list[list[str]], bool]:
         calls.append(sorted({str(tensor.dtype) for tensor in tensors}))
 
     dmp = build("adagrad", custom_all_reduce=only_look)
-    dmp(batch_of(0, samples_of(dist.get_rank()))).backward()
+    dmp(batch_of(0)).backward()
     before = state_of(dmp)
     dmp.sync()
     same = all(torch.equal(value, before[name]) for name, value in state_of(dmp).items())
@@ -307,7 +296,7 @@ def by_class() -> tuple[list[int], dict[str, Tensor]]:
     assert dist.group.WORLD is not None
     config = DMPCollectionConfig(EmbeddingCollection, ShardingPlan({"ec": whole}), sharding_group_size=4)
     dmp = DMPCollection(model, "cpu", plan, WORLD, GROUP, dist.group.WORLD, submodule_configs=[config])
-    dmp(batch_of(0, samples_of(dist.get_rank()))).backward()
+    dmp(batch_of(0)).backward()
     dmp.sync()
     sizes = [one._env.world_size for one in dmp._sharded.values()]
     return sizes, state_of(dmp)
@@ -315,7 +304,7 @@ def by_class() -> tuple[list[int], dict[str, Tensor]]:
 
 def test_a_class_of_modules_can_have_groups_of_its_own() -> None:
     model = Net("sgd")
-    model(batch_of(0, list(range(SAMPLES)))).backward()
+    model(batch_of(0, range(WORLD))).backward()
     wanted = model.ec.state_dict()["embeddings.sa.weight"]
     ranks = run_ranks(WORLD, by_class)
     assert [sizes for sizes, _ in ranks] == [[2, 4]] * 4
@@ -326,7 +315,7 @@ def test_a_class_of_modules_can_have_groups_of_its_own() -> None:
 def checkpoint(folder: str) -> dict[str, Tensor]:
     """Trained and saved by all four ranks; read again by one process."""
     dmp = build()
-    dmp(batch_of(0, samples_of(dist.get_rank()))).backward()
+    dmp(batch_of(0)).backward()
     dmp.sync()
     torch.distributed.checkpoint.save(dmp.state_dict(), checkpoint_id=folder)
     model: Any = Net("sgd")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from jagged_batches import kjt
+from model_zoo import bag_tables, fused
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,13 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise import (
     DistributedModelParallel,
     EmbeddingBagCollection,
-    EmbeddingBagConfig,
     KeyedJaggedTensor,
     RowWiseAdagrad,
     ShardedEmbeddingBagCollection,
     ShardingEnv,
     ShardingPlan,
-    apply_optimizer_in_backward,
 )
 from shardwise.embeddings import PositionWeightedModuleCollection
 from shardwise.sharding import (
@@ -53,11 +53,8 @@ ROWS = {"a": 13, "b": 11}
 
 def bags(optimizer: bool = True, kind: type[EmbeddingBagCollection] = EmbeddingBagCollection) -> EmbeddingBagCollection:
     torch.manual_seed(7)
-    tables = [EmbeddingBagConfig(rows, 8, f"t{name}", feature_names=[name]) for name, rows in ROWS.items()]
-    found = kind(tables)
-    if optimizer:
-        apply_optimizer_in_backward(RowWiseAdagrad, found.parameters(), {"lr": 0.1})
-    return found
+    found = kind(bag_tables(ROWS))
+    return fused(found, RowWiseAdagrad) if optimizer else found
 
 
 class Scaled(EmbeddingBagCollection):
@@ -81,16 +78,11 @@ class Net(nn.Module):
 
 
 def batch_of(rank: int) -> KeyedJaggedTensor:
-    ids = torch.tensor([1, 2, 3, 4, 5, 6]) + rank
-    return KeyedJaggedTensor(list(ROWS), ids, lengths=torch.tensor([2, 1, 1, 2]))
+    return kjt({"a": [[1 + rank, 2 + rank], [3 + rank]], "b": [[4 + rank], [5 + rank, 6 + rank]]})
 
 
 def mine() -> KeyedJaggedTensor:
     return batch_of(dist.get_rank() if dist.is_initialized() else 0)
-
-
-def alone() -> DistributedModelParallel:
-    return DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0))
 
 
 def gradients(wrapper: dict[str, Any]) -> dict[str, Tensor]:
@@ -135,18 +127,30 @@ def test_dense_gradients_are_averaged_as_the_wrapper_says(name: str) -> None:
         assert fits == (other is dtype)
 
 
-def test_a_wrapper_that_cannot_be_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"allreduce_comm_precision must be one of \[None, 'fp16', 'bf16'\], got 'fp8'"
-    ):
-        DefaultDataParallelWrapper(allreduce_comm_precision="fp8")
-    with pytest.raises(ValueError, match=r"params_to_ignore \['nowhere'\]: the model has no such parameters"):
-        wrapper = DefaultDataParallelWrapper(params_to_ignore=["nowhere"])
-        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), data_parallel_wrapper=wrapper)
-    with pytest.raises(TypeError, match="data_parallel_wrapper must be a DataParallelWrapper, got str"):
-        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), data_parallel_wrapper="ddp")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="model_tracker_configs"):
-        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), model_tracker_configs={})
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        (
+            lambda: {"data_parallel_wrapper": DefaultDataParallelWrapper(allreduce_comm_precision="fp8")}, ValueError,
+            r"allreduce_comm_precision must be one of \[None, 'fp16', 'bf16'\], got 'fp8'",
+        ),
+        (
+            lambda: {"data_parallel_wrapper": DefaultDataParallelWrapper(params_to_ignore=["nowhere"])}, ValueError,
+            r"params_to_ignore \['nowhere'\]: the model has no such parameters",
+        ),
+        (
+            lambda: {"data_parallel_wrapper": "ddp"}, TypeError,
+            "data_parallel_wrapper must be a DataParallelWrapper, got str",
+        ),
+        (lambda: {"model_tracker_configs": {}}, ValueError, "model_tracker_configs"),
+    ],
+    ids=["fp8", "nowhere", "str", "model_tracker_configs"],
+)  # fmt: skip
+def test_a_wrapper_that_cannot_be_is_refused(
+    given: Callable[[], dict[str, Any]], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), **given())
 
 
 class Counting(DataParallelWrapper):
@@ -246,57 +250,49 @@ class LinearSharder(ModuleSharder[nn.Linear]):
         return nn.Linear
 
 
-def with_sharders() -> tuple[list[str], set[str], float]:
-    model = Net()
+def with_sharders() -> None:
+    model, whole = Net(), {"weight": data_parallel(), "bias": data_parallel()}
     size: dict[str, Any] = {"world_size": 2, "device_type": "cpu"}
-    rows = construct_module_sharding_plan(model.ebc, {"ta": row_wise(), "tb": row_wise()}, **size)
-    whole = construct_module_sharding_plan(
-        model.dense, {"weight": data_parallel(), "bias": data_parallel()}, LinearSharder(), **size
-    )
-    wanted = model(mine())
+    plan = ShardingPlan({
+        "ebc": construct_module_sharding_plan(model.ebc, {"ta": row_wise(), "tb": row_wise()}, **size),
+        "dense": construct_module_sharding_plan(model.dense, whole, LinearSharder(), **size),
+    })  # fmt: skip
     sharders: list[ModuleSharder[Any]] = [EmbeddingBagCollectionSharder(), LinearSharder()]
-    last = construct_module_sharding_plan(
-        model.over[1], {"weight": data_parallel(), "bias": data_parallel()}, LinearSharder(), **size
-    )
     with pytest.raises(ValueError, match="the plan has no part for module 'over.1'; .* pass sharders without one"):
-        DistributedModelParallel(model, plan=ShardingPlan({"ebc": rows, "dense": whole}), sharders=sharders)
-    plan = ShardingPlan({"ebc": rows, "dense": whole, "over.1": last})
+        DistributedModelParallel(model, plan=plan, sharders=sharders)
+    plan.plan["over.1"] = construct_module_sharding_plan(model.over[1], whole, LinearSharder(), **size)
     dmp = DistributedModelParallel(model, plan=plan, sharders=sharders)
     assert dmp.sharders == sharders
     assert isinstance(model.dense, Halved)
-    names = [name for name, _ in dmp.named_parameters()]
+    names = {name for name, _ in dmp.named_parameters()}
+    assert {"dense.inner.weight", "over.1.inner.bias", "ebc.embedding_bags.ta.weight"} <= names
     # all is sharded: nothing is left for DDP
     assert not isinstance(dmp._dmp_wrapped_module, DistributedDataParallel)
-    del wanted
-    return names, set(get_unsharded_module_names(dmp)), float(dmp(mine()).detach())
+    assert set(get_unsharded_module_names(dmp)) == {"_dmp_wrapped_module.over.0"}
+    plain = Net()
+    hidden = plain.dense(plain.ebc(mine()).values()) / 2
+    torch.testing.assert_close(dmp(mine()), (plain.over(hidden) / 2).sum(), rtol=0, atol=1e-5)
 
 
 def test_sharders_say_what_is_sharded_and_how() -> None:
-    for rank, (names, unsharded, output) in enumerate(run_ranks(2, with_sharders)):
-        assert {"dense.inner.weight", "over.1.inner.bias", "ebc.embedding_bags.ta.weight"} <= set(names)
-        assert unsharded == {"_dmp_wrapped_module.over.0"}
-        model = Net()
-        hidden = model.dense(model.ebc(batch_of(rank)).values()) / 2
-        assert output == pytest.approx(float((model.over(hidden) / 2).sum().detach()), abs=1e-5)
+    run_ranks(2, with_sharders)
 
 
-def derived() -> tuple[list[str], float, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        dmp = DistributedModelParallel(Net(collection=bags(False, Scaled)))
+def derived() -> None:
+    model = Net(collection=bags(False, Scaled))
+    with pytest.warns(UserWarning) as caught:
+        dmp = DistributedModelParallel(model)
+    assert ["Scaled derives from EmbeddingBagCollection" in str(warning.message) for warning in caught] == [True]
     assert isinstance(dmp.module.ebc, Scaled)
     dmp(mine()).backward()
-    grads = [name for name, param in dmp.named_parameters() if param.grad is not None]
-    return [str(warning.message) for warning in caught], float(dmp(mine()).detach()), grads
+    assert dmp.module.get_parameter("ebc.embedding_bags.ta.weight").grad is not None
+    expected = Net(collection=bags(False, Scaled))(mine())
+    torch.testing.assert_close(dmp(mine()), expected, rtol=0, atol=1e-5)
 
 
 def test_a_class_of_ones_own_is_data_parallel_unless_a_sharder_is_given_for_it() -> None:
     """Its forward doubles the rows; sharded as its base the model would have lost that without a word."""
-    for rank, (messages, output, grads) in enumerate(run_ranks(2, derived)):
-        assert len(messages) == 1
-        assert "Scaled derives from EmbeddingBagCollection" in messages[0]
-        assert "ebc.embedding_bags.ta.weight" in grads
-        assert output == pytest.approx(float(Net(collection=bags(False, Scaled))(batch_of(rank)).detach()), abs=1e-5)
+    run_ranks(2, derived)
 
 
 def test_fused_params_of_a_sharder_are_the_optimizer_of_tables_without_one() -> None:
@@ -313,33 +309,30 @@ def test_fused_params_of_a_sharder_are_the_optimizer_of_tables_without_one() -> 
     assert dmp.plan.plan == {}
 
 
-def sharded_before() -> tuple[list[str], float]:
+def sharded_before() -> None:
     model = Net()
     model.ebc = shard(model.ebc, row_wise(), device="cpu")
     dmp = DistributedModelParallel(model)
     assert dmp.plan.plan == {}
     dmp(mine()).backward()
-    return list(dmp.fused_optimizer.params), float(dmp(batch_of(4)).detach())
+    assert set(dmp.fused_optimizer.params) == {f"ebc.embedding_bags.{name}.weight" for name in ("ta", "tb")}
+    assert math.isfinite(dmp(batch_of(4)))
 
 
 def test_a_module_that_is_sharded_already_stays_as_it_is() -> None:
-    for names, output in run_ranks(2, sharded_before):
-        assert {f"ebc.embedding_bags.{name}.weight" for name in ("ta", "tb")} == set(names)
-        assert math.isfinite(output)
+    run_ranks(2, sharded_before)
 
 
 def plan_devices() -> list[str]:
     model = Net()
     where = {"ta": table_wise(0), "tb": table_wise(1)}
     plan = construct_module_sharding_plan(model.ebc, where, world_size=2, device_type="cuda")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning) as caught:
         dmp = DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan}))
     dmp(mine()).backward()
     assert {param.device.type for param in dmp.parameters()} == {"cpu"}
     if not torch.cuda.is_available():
-        with warnings.catch_warnings(record=True) as caught_of_device:
-            warnings.simplefilter("always")
+        with pytest.warns(UserWarning) as caught_of_device:
             on_cpu = DistributedModelParallel(Net(), device="cuda", plan=ShardingPlan({"ebc": plan}))
         on_cpu(mine()).backward()
         assert on_cpu.device.type == "cpu"
@@ -359,7 +352,7 @@ def test_a_plan_made_for_cuda_runs_on_the_cpu_with_one_warning() -> None:
         assert "the plan places tables on cuda, and they are sharded for device 'cpu': there they go" in messages[0]
 
 
-def unwrapped() -> set[str]:
+def unwrapped() -> None:
     model = Net()
     dmp = DistributedModelParallel(model)
     wrapped = dmp._dmp_wrapped_module
@@ -368,45 +361,41 @@ def unwrapped() -> set[str]:
     assert dmp.module is get_unwrapped_module(dmp) is get_unwrapped_module(wrapped) is model
     assert get_unwrapped_module(model) is get_module(model) is model
     assert get_unsharded_module_names(nn.Linear(2, 2)) == []
-    return set(get_unsharded_module_names(dmp))
+    names = {"_dmp_wrapped_module.module.dense", "_dmp_wrapped_module.module.over"}
+    assert set(get_unsharded_module_names(dmp)) == names
 
 
 def test_the_model_inside_and_the_names_of_what_is_not_sharded() -> None:
     """The names of torchrec 1.8.0, wrappers included."""
-    wanted = {"_dmp_wrapped_module.module.dense", "_dmp_wrapped_module.module.over"}
-    assert run_ranks(2, unwrapped) == [wanted] * 2
+    run_ranks(2, unwrapped)
 
 
-def copied(how: str) -> tuple[bool, bool, bool]:
+def copied(how: str) -> None:
     dmp = DistributedModelParallel(Net(), init_data_parallel=False)
     other: Any
     if how == "deepcopy":
         with sharded_model_copy("cpu"):
             other = copy.deepcopy(dmp)
-    elif how == "copy":
-        other = dmp.copy("cpu")
     else:
-        other = copy_to_device(dmp, torch.device("cpu"), torch.device("cpu"))
+        other = dmp.copy("cpu") if how == "copy" else copy_to_device(dmp, torch.device("cpu"), torch.device("cpu"))
     assert isinstance(other.module.ebc, ShardedEmbeddingBagCollection)
-    same = torch.equal(other(mine()), dmp(mine()))
+    assert torch.equal(other(mine()), dmp(mine()))
     before = {name: param.detach().clone() for name, param in dmp.named_parameters()}
     other(mine()).backward()
-    changed = any(not torch.equal(param, before[name]) for name, param in dmp.named_parameters())
     # what the copy trains is what it looks up, and its optimizer's
     for one in (dmp, other):
         for path, sharded in one._sharded.items():
             for name, param in sharded.fused_optimizer.params.items():
                 assert param.data_ptr() == one.module.get_parameter(f"{path}.{name}").data_ptr()
-    own = not torch.equal(other(mine()), dmp(mine()))
+    shared = how != "deepcopy"
+    assert any(not torch.equal(param, before[name]) for name, param in dmp.named_parameters()) == shared
+    assert torch.equal(other(mine()), dmp(mine())) == shared
     # tensors outside copy as they did
     weight = nn.Parameter(torch.ones(2))
     assert copy.deepcopy(weight).data_ptr() != weight.data_ptr()
-    return same, changed, own
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "copy", "copy_to_device"])
 def test_copies_look_up_what_they_train(how: str) -> None:
     """A copy to another place has its own tables; one to the same device shares them, as in torchrec 1.8.0."""
-    for same, changed, own in run_ranks(2, copied, how):
-        assert same
-        assert (changed, own) == ((False, True) if how == "deepcopy" else (True, False))
+    run_ranks(2, copied, how)

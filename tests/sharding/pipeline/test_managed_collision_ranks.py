@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from jagged_batches import kjt
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -142,32 +144,48 @@ def pieces_of(state: dict[str, Any]) -> dict[str, list[tuple[list[int], Tensor]]
     return found
 
 
+def steps_of(model: Any, pooled: bool, steps: range, part: tuple[int, int], ranks: int = 1) -> list[list[Tensor]]:
+    """Outputs of some samples in training steps; at the end, if there are no more steps, of one in eval()."""
+    outputs = []
+    for step in steps:
+        whole = batch_of(step)
+        found = model(batch_of(step, *part))
+        given = part_of(upstream_of(step, whole, pooled), whole, *part, pooled)
+        torch.autograd.backward(found, [grad * ranks for grad in given])
+        outputs.append([out.detach() for out in found])
+    if steps.stop == STEPS:
+        model.eval()
+        with torch.no_grad():
+            outputs.append([out.detach() for out in model(batch_of(STEPS, *part))])
+    return outputs
+
+
+def states_by_name(fused: Any, prefix: str = "") -> dict[str, Any]:
+    of_params = fused.state_dict()["state"]
+    return {f"{prefix}{name}.{key}": value for name, of in of_params.items() for key, value in of.items()}
+
+
+def sharded(pooled: bool, strategy: str) -> Any:
+    model = Net(pooled)
+    dmp = DistributedModelParallel(model, plan=plan_of(model, strategy))
+    assert isinstance(model.mc, ShardedManagedCollisionEmbeddings)
+    return dmp
+
+
 def trained(pooled: bool, strategy: str, reload: int | None) -> Any:
     """Outputs of a rank in each step, its state, and the optimizer's; at `reload` another model goes on."""
-    model = Net(pooled)
-    dmp: Any = DistributedModelParallel(model, plan=plan_of(model, strategy))
-    assert isinstance(model.mc, ShardedManagedCollisionEmbeddings)
-    outputs, (begin, end) = [], span()
-    for step in range(STEPS):
-        if step == reload:
-            torch.manual_seed(99)
-            other = DistributedModelParallel(again := Net(pooled), plan=plan_of(again, strategy))
-            # its maps have seen another batch
-            other(batch_of(50, begin, end))
-            other.load_state_dict(dmp.state_dict())
-            other.fused_optimizer.load_state_dict(dmp.fused_optimizer.state_dict())
-            dmp = other
-        whole = batch_of(step)
-        found = dmp(batch_of(step, begin, end))
-        given = part_of(upstream_of(step, whole, pooled), whole, begin, end, pooled)
-        torch.autograd.backward(found, [grad * dist.get_world_size() for grad in given])
-        outputs.append([out.detach() for out in found])
-    dmp.eval()
-    with torch.no_grad():
-        outputs.append([out.detach() for out in dmp(batch_of(STEPS, begin, end))])
-    fused = dmp.fused_optimizer.state_dict()["state"]
-    states = {f"{name}.{key}": value for name, of in fused.items() for key, value in of.items()}
-    return outputs, pieces_of(dmp.state_dict()), pieces_of(states)
+    dmp, world = sharded(pooled, strategy), dist.get_world_size()
+    outputs = steps_of(dmp, pooled, range(reload or STEPS), span(), world)
+    if reload is not None:
+        torch.manual_seed(99)
+        other = sharded(pooled, strategy)
+        # its maps have seen another batch
+        other(batch_of(50, *span()))
+        other.load_state_dict(dmp.state_dict())
+        other.fused_optimizer.load_state_dict(dmp.fused_optimizer.state_dict())
+        dmp = other
+        outputs += steps_of(dmp, pooled, range(reload, STEPS), span(), world)
+    return outputs, pieces_of(dmp.state_dict()), pieces_of(states_by_name(dmp.fused_optimizer))
 
 
 def require_pieces(pieces: dict[str, Any], whole: dict[str, Tensor]) -> int:
@@ -186,17 +204,20 @@ def require_pieces(pieces: dict[str, Any], whole: dict[str, Tensor]) -> int:
 
 
 def alone(pooled: bool) -> tuple[list[list[Tensor]], dict[str, Tensor], dict[str, Tensor]]:
-    model, outputs = Net(pooled), []
-    for step in range(STEPS):
-        found = model(batch_of(step))
-        torch.autograd.backward(found, upstream_of(step, batch_of(step), pooled))
-        outputs.append([out.detach() for out in found])
-    model.eval()
-    with torch.no_grad():
-        outputs.append(model(batch_of(STEPS)))
-    fused = model.mc._embedding_module.fused_optimizer().state_dict()["state"]
-    states = {f"mc._embedding_module.{name}.{key}": v for name, of in fused.items() for key, v in of.items()}
-    return outputs, model.state_dict(), states
+    model = Net(pooled)
+    outputs = steps_of(model, pooled, range(STEPS), (0, SAMPLES))
+    collection = model.mc._embedding_module
+    return outputs, model.state_dict(), states_by_name(collection.fused_optimizer(), "mc._embedding_module.")
+
+
+def require_outputs(ranks: Sequence[Any], outputs: list[list[Tensor]], pooled: bool, tolerance: float = 0.0) -> None:
+    """Those of all ranks are their samples' of one process."""
+    each = SAMPLES // len(ranks)
+    for rank, (found, *_) in enumerate(ranks):
+        for step, mine in enumerate(found):
+            expected = part_of(outputs[step], batch_of(step), rank * each, (rank + 1) * each, pooled)
+            close = [torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(mine, expected, strict=True)]
+            assert all(close), (rank, step)
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
@@ -211,12 +232,9 @@ def test_a_table_that_is_whole_or_cut_by_columns_has_the_bits_of_one_process(
     strategy: str, world: int, reload: int | None, pooled: bool
 ) -> None:
     outputs, weights, states = alone(pooled)
-    counted = 0
-    for rank, (found, shards, fused) in enumerate(run_ranks(world, trained, pooled, strategy, reload)):
-        each = SAMPLES // world
-        for step, mine in enumerate(found):
-            expected = part_of(outputs[step], batch_of(step), rank * each, (rank + 1) * each, pooled)
-            assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True)), (rank, step)
+    counted, ranks = 0, run_ranks(world, trained, pooled, strategy, reload)
+    require_outputs(ranks, outputs, pooled)
+    for _, shards, fused in ranks:
         assert set(shards) <= set(weights)
         assert {name for name in weights if "_mch" in name or name.endswith("weight")} <= set(shards)
         counted += require_pieces(shards, weights) + require_pieces(fused, states)
@@ -290,16 +308,10 @@ def test_row_shards_have_the_slots_of_a_process_for_each_range_of_ids(
 ) -> None:
     parts = {"a": world, "b": world if strategy == "row_wise" else 1}
     outputs, weights = alone_in_ranges(pooled, parts)
-    for rank, (found, shards, _) in enumerate(run_ranks(world, trained, pooled, strategy, reload)):
-        each = SAMPLES // world
-        for step, mine in enumerate(found):
-            expected = part_of(outputs[step], batch_of(step), rank * each, (rank + 1) * each, pooled)
-            # a bag whose ids lie on several ranks is added in another order
-            off = 1e-6 if pooled else 0.0
-            assert all(torch.allclose(a, b, rtol=0, atol=off) for a, b in zip(mine, expected, strict=True)), (
-                rank,
-                step,
-            )
+    ranks = run_ranks(world, trained, pooled, strategy, reload)
+    # a bag whose ids lie on several ranks is added in another order
+    require_outputs(ranks, outputs, pooled, 1e-6 if pooled else 0.0)
+    for _, shards, _ in ranks:
         require_pieces(shards, weights)
 
 
@@ -406,18 +418,40 @@ def test_pipelines_train_to_the_bits_of_a_plain_loop(evaluated: tuple[int, ...])
                 assert all(torch.equal(a, b) for (_, a), (_, b) in zip(parts, weights[name], strict=True))
 
 
-def wide() -> list[list[int]]:
-    """Slots given to ids of the whole int64 range, by each rank."""
-    table = EmbeddingConfig(8, 4, "t", feature_names=["f"])
-    module = MCHManagedCollisionModule(8, "cpu", LRU_EvictionPolicy(), 1)
+def said_of_hashed_ids() -> list[str]:
+    """What a pipeline says of a collection that hashes its ids itself, which fx does not trace."""
+    dmp = sharded(True, "mixed")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    make: Any = PrefetchTrainPipelineSparseDist
+    pipeline = make(dmp, optimizer, "cpu", custom_model_fwd=lambda batch: (sum(out.sum() for out in dmp(batch)), None))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline.progress(iter([batch_of(number, *span()) for number in range(3)]))
+    return [str(one.message) for one in caught if "not pipelined" in str(one.message)]
+
+
+def test_an_error_of_the_trace_is_no_batch() -> None:
+    """Managed collision with an `input_hash_func`, too, was said to have an input that does not depend on the batch."""
+    for (said,) in run_ranks(2, said_of_hashed_ids):
+        assert "what makes it of the batch cannot run ahead: symbolically traced variables cannot be used" in said
+
+
+def one_table(rows: int, cut: Any, world: int, **given: Any) -> tuple[ManagedCollisionEmbeddingCollection, Any]:
+    """A table whose slots are given anew with each batch, and its plan."""
+    table = EmbeddingConfig(rows, 4, "t", feature_names=["f"], **given)
+    module = MCHManagedCollisionModule(rows, "cpu", LRU_EvictionPolicy(), 1, name="t")
     mc = ManagedCollisionEmbeddingCollection(
         EmbeddingCollection([table]), ManagedCollisionCollection({"t": module}, [table])
     )
     apply_optimizer_in_backward(torch.optim.SGD, mc.parameters(), {"lr": 0.1})
-    plan = construct_module_sharding_plan(mc, {"t": row_wise()}, world_size=dist.get_world_size(), device_type="cpu")
+    return mc, construct_module_sharding_plan(mc, {"t": cut}, world_size=world, device_type="cpu")
+
+
+def wide() -> list[list[int]]:
+    """Slots given to ids of the whole int64 range, by each rank."""
+    mc, plan = one_table(8, row_wise(), dist.get_world_size())
     dmp = DistributedModelParallel(mc, plan=ShardingPlan({"": plan}))
-    ids = torch.tensor([0, 2**62, 2**63 - 2, 5])
-    rows, _ = dmp(KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([4])))
+    rows, _ = dmp(kjt({"f": [[0, 2**62, 2**63 - 2, 5]]}))
     assert rows["f"].values().shape == (4, 4)
     name = "_managed_collision_collection._managed_collision_modules.t._mch_sorted_raw_ids"
     local = dmp.state_dict()[name].local_shards()[0]
@@ -429,46 +463,36 @@ def test_row_shards_divide_ids_of_64_bits() -> None:
     assert run_ranks(2, wide) == [[[0], [0, 5, free, free]], [[4], [2**62, 2**63 - 2, free, free]]]
 
 
-def on_one_rank() -> tuple[ShardedManagedCollisionEmbeddings, Any]:
-    """Four slots, given anew with each batch and of value 0.5 each time, on one rank; and what makes its batches."""
-    table = EmbeddingConfig(4, 4, "t", feature_names=["f"], init_fn=lambda rows: rows.fill_(0.5))
-    module = MCHManagedCollisionModule(4, "cpu", LRU_EvictionPolicy(), 1, name="t")
-    mc = ManagedCollisionEmbeddingCollection(
-        EmbeddingCollection([table]), ManagedCollisionCollection({"t": module}, [table])
-    )
-    apply_optimizer_in_backward(torch.optim.SGD, mc.parameters(), {"lr": 0.1})
-    plan = construct_module_sharding_plan(mc, {"t": table_wise(0)}, world_size=1, device_type="cpu")
-    sharded = ManagedCollisionEmbeddingCollectionSharder().shard(mc, plan, ShardingEnv.from_local(1, 0))
-    return sharded, lambda *ids: KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+@pytest.fixture
+def on_one_rank() -> ShardedManagedCollisionEmbeddings:
+    """Four slots, given anew with each batch and of value 0.5 each time."""
+    mc, plan = one_table(4, table_wise(0), 1, init_fn=lambda rows: rows.fill_(0.5))
+    return ManagedCollisionEmbeddingCollectionSharder().shard(mc, plan, ShardingEnv.from_local(1, 0))
 
 
-def test_ids_of_a_batch_stay_as_they_are() -> None:
+def test_ids_of_a_batch_stay_as_they_are(on_one_rank: ShardedManagedCollisionEmbeddings) -> None:
     """On one rank ids do not travel, and slots were written over those of the caller's batch."""
-    sharded, batch = on_one_rank()
-    given = batch(7, 8, 9)
-    sharded(given)
+    given = kjt({"f": [[7, 8, 9]]})
+    on_one_rank(given)
     assert given.values().tolist() == [7, 8, 9]
 
 
-def test_a_batch_that_is_dropped_leaves_no_row_of_other_ids() -> None:
+def test_a_batch_that_is_dropped_leaves_no_row_of_other_ids(on_one_rank: ShardedManagedCollisionEmbeddings) -> None:
     """Its ids had slots from then on, whose rows were still those of the ids that had lost them."""
-    sharded, batch = on_one_rank()
-    rows, _ = sharded(batch(1, 2, 3))
+    rows, _ = on_one_rank(kjt({"f": [[1, 2, 3]]}))
     rows["f"].values().sum().backward()
-    engine = sharded._embedding_module
-    departure = engine.depart(batch(7, 8, 9))
+    engine = on_one_rank._embedding_module
+    departure = engine.depart(kjt({"f": [[7, 8, 9]]}))
     engine.send_ids(departure)
     engine.arrive(departure)
     engine.drop(departure)
-    sharded.eval()
-    assert sharded(batch(7, 8, 9))[0]["f"].values().tolist() == [[0.5] * 4] * 3
+    on_one_rank.eval()
+    assert on_one_rank(kjt({"f": [[7, 8, 9]]}))[0]["f"].values().tolist() == [[0.5] * 4] * 3
 
 
 def saved(folder: str, strategy: str) -> bool:
     """Whether a net loaded by torch.distributed.checkpoint goes on with the bits of the one that was saved."""
-    model, again = Net(True), Net(True)
-    one: Any = DistributedModelParallel(model, plan=plan_of(model, strategy))
-    other: Any = DistributedModelParallel(again, plan=plan_of(again, strategy))
+    one, other = sharded(True, strategy), sharded(True, strategy)
     for step in range(4):
         torch.autograd.backward([out.sum() for out in one(batch_of(step, *span()))])
     dcp.save(one.state_dict(), checkpoint_id=folder)

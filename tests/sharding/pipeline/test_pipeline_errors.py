@@ -9,48 +9,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import Batch, batch_of, dense_optimizer, drain, plain_loop, same, sharded, state_of
+from failing_model import Fault, Model, build, features_of
+from lone_ranks import Said, start_lone_ranks
+from model_zoo import Batch, batch_of, dense_optimizer, drain, same, sharded
+from pipeline_runs import CPU, PIPELINES, TRAINING, as_a_plain_loop, equal, pipeline_of
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from shardwise import KeyedJaggedTensor
-from shardwise.sharding.pipeline import (
-    DataLoadingThread,
-    EvalPipelineSparseDist,
-    PrefetchTrainPipelineSparseDist,
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
-)
-
-PIPELINES: dict[str, Any] = {
-    "base": TrainPipelineBase,
-    "sparse_dist": TrainPipelineSparseDist,
-    "prefetch": PrefetchTrainPipelineSparseDist,
-    "eval": EvalPipelineSparseDist,
-}
-TRAINING = [kind for kind in PIPELINES if kind != "eval"]
-CPU = torch.device("cpu")
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two models are the same bits."""
-    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+from shardwise import KeyedJaggedTensor, TrainPipelineBase, TrainPipelineSparseDist
+from shardwise.sharding.pipeline import DataLoadingThread
 
 
 def uneven_epochs(kind: str, counts: list[list[int]]) -> tuple[list[int], list[str], bool]:
     """Steps of each epoch, warnings, and whether a plain loop over what all ranks have gives the same."""
-    model, plain, done = sharded("ps"), sharded("ps"), []
-    pipeline = PIPELINES[kind](model, dense_optimizer(model), CPU)
-    outputs: list[Tensor] = []
+    model, done, outputs = sharded("ps"), [], list[Tensor]()
+    pipeline = pipeline_of(kind, model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for epoch, of_ranks in enumerate(counts):
             mine = drain(pipeline.progress, iter([batch_of(10 * epoch + n) for n in range(of_ranks[dist.get_rank()])]))
             done.append(len(mine))
             outputs += mine
-    kept = [batch_of(10 * epoch + n) for epoch, of_ranks in enumerate(counts) for n in range(min(of_ranks))]
-    expected = plain_loop(plain, iter(kept)) if kind != "eval" else [plain(batch)[1].detach() for batch in kept]
-    good = same(expected, outputs) and (kind == "eval" or equal(state_of(model), state_of(plain)))
+    kept = [10 * epoch + n for epoch, of_ranks in enumerate(counts) for n in range(min(of_ranks))]
+    if kind == "eval":
+        plain = sharded("ps")
+        good = same([plain(batch_of(n))[1].detach() for n in kept], outputs) and equal(model, plain)
+    else:
+        good = as_a_plain_loop(model, outputs, kept)
     return done, [str(one.message) for one in caught if "batch left" in str(one.message)], good
 
 
@@ -69,8 +54,7 @@ def test_loaders_of_different_lengths_end_all_ranks_on_the_same_step(kind: str) 
 
 
 def stop_with_the_loader(kind: str) -> tuple[int, int]:
-    model = sharded("p")
-    pipeline = PIPELINES[kind](model, dense_optimizer(model), CPU, execute_all_batches=False)
+    pipeline = pipeline_of(kind, sharded("p"), execute_all_batches=False)
     batches = iter([batch_of(n) for n in range(6 + dist.get_rank())])
     first = len(drain(pipeline.progress, batches))
     return first, len(drain(pipeline.progress, iter([batch_of(n) for n in range(3)])))
@@ -85,27 +69,34 @@ def test_execute_all_batches_false_leaves_what_is_under_way_to_the_next_call(kin
 
 
 class Failing:
-    """Batches of a rank, one of which cannot be loaded."""
+    """Eight batches, of which the last rank cannot load one, or has an id in it that no table has."""
 
-    def __init__(self, count: int, bad: int, error: Exception | None) -> None:
-        self._next, self._count, self._bad, self._error = 0, count, bad, error
+    def __init__(self, bad: int, error: Exception | None) -> None:
+        self._next, self._bad, self._error = 0, bad, error
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         number, self._next = self._next, self._next + 1
-        if number == self._count:
+        if number == 8:
             raise StopIteration
-        if number == self._bad and self._error is not None:
-            raise self._error
-        return batch_of(number)
+        batch = batch_of(number)
+        if number == self._bad and dist.get_rank() == dist.get_world_size() - 1:
+            if self._error is not None:
+                raise self._error
+            one, lengths = batch.pooled, batch.pooled.lengths().clone()
+            lengths[0] += 1
+            ids = torch.cat([torch.tensor([999]), one.values()])
+            batch.pooled = KeyedJaggedTensor(one.keys(), ids, None, lengths)
+        return batch
 
 
-ERRORS: dict[str, Exception] = {
+ERRORS: dict[str, Exception | None] = {
     "value": ValueError("line 7 has 3 columns"),
     "key": KeyError("no column 'age'"),
     "other": FileNotFoundError("day_3.tsv"),
+    "id": None,
 }
 
 
@@ -122,75 +113,50 @@ def collect(pipeline: Any, batches: Iterator[Any]) -> tuple[list[Tensor], list[t
             raised.append((len(outputs), type(error).__name__, str(error.args[0])))
 
 
-def with_a_failing_loader(kind: str, bad: int, error: str, threaded: bool) -> tuple[bool, list[tuple[int, str, str]]]:
-    model, plain = sharded("ps"), sharded("ps")
-    pipeline = PIPELINES[kind](model, dense_optimizer(model), CPU)
-    batches: Any = Failing(8, bad, ERRORS[error] if dist.get_rank() == dist.get_world_size() - 1 else None)
-    if threaded:
-        batches = DataLoadingThread(CPU, batches, False)
-    outputs, raised = collect(pipeline, batches)
-    expected = plain_loop(plain, iter([batch_of(n) for n in range(8) if n != bad]))
-    return same(expected, outputs) and equal(state_of(model), state_of(plain)), raised
+def with_a_bad_batch(kind: str, bad: int, error: str, threaded: bool) -> tuple[bool, list[tuple[int, str, str]]]:
+    model, batches = sharded("ps"), Failing(bad, ERRORS[error])
+    loader: Any = DataLoadingThread(CPU, batches, False) if threaded else batches
+    outputs, raised = collect(pipeline_of(kind, model), loader)
+    return as_a_plain_loop(model, outputs, [n for n in range(8) if n != bad]), raised
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("threaded", [False, True], ids=["plain", "thread"])
-@pytest.mark.parametrize("kind", TRAINING)
-@pytest.mark.parametrize(("bad", "error"), [(0, "value"), (1, "key"), (4, "other"), (7, "value")])
-def test_a_loader_that_raises_on_one_rank_fails_that_step_on_all(
-    kind: str, bad: int, error: str, threaded: bool
-) -> None:
-    """Fault 37. The rank left the loop and the others waited for it; now the next batches train on all ranks."""
-    said = {
-        "value": ("ValueError", "rank 1: line 7 has 3 columns"),
-        "key": ("KeyError", "rank 1: no column 'age'"),
-        "other": ("RuntimeError", "rank 1: FileNotFoundError: day_3.tsv"),
-    }[error]
-    for good, raised in run_ranks(2, with_a_failing_loader, kind, bad, error, threaded):
-        assert raised == [(bad, *said)]
-        assert good
-
-
-def with_a_bad_id(kind: str, bad: int) -> tuple[bool, list[tuple[int, str, str]]]:
-    model, plain = sharded("ps"), sharded("ps")
-    pipeline = PIPELINES[kind](model, dense_optimizer(model), CPU)
-    batches = [batch_of(n) for n in range(8)]
-    if dist.get_rank() == 1:
-        one = batches[bad].pooled
-        ids = torch.cat([torch.tensor([999]), one.values()])
-        lengths = one.lengths().clone()
-        lengths[0] += 1
-        batches[bad].pooled = KeyedJaggedTensor(one.keys(), ids, None, lengths)
-    outputs, raised = collect(pipeline, iter(batches))
-    expected = plain_loop(plain, iter([batch_of(n) for n in range(8) if n != bad]))
-    return same(expected, outputs) and equal(state_of(model), state_of(plain)), raised
+SAID = {
+    "value": ("ValueError", "rank 1: line 7 has 3 columns"),
+    "key": ("KeyError", "rank 1: no column 'age'"),
+    "other": ("RuntimeError", "rank 1: FileNotFoundError: day_3.tsv"),
+    "id": ("IndexError", "rank 1: feature 'f0' (table 't0'), sample 0: id 999 is outside [0, 40)"),
+}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", TRAINING)
-@pytest.mark.parametrize("bad", [0, 1, 2, 5, 6])
-def test_a_bad_id_is_raised_when_its_batch_has_its_turn(kind: str, bad: int) -> None:
-    """Fault 4. Not while the batch before trains, though the ranks know of it by then; that batch is not lost."""
-    said = "rank 1: feature 'f0' (table 't0'), sample 0: id 999 is outside [0, 40)"
-    for good, raised in run_ranks(2, with_a_bad_id, kind, bad):
-        assert raised == [(bad, "IndexError", said)]
+@pytest.mark.parametrize(
+    ("bad", "error", "threaded"),
+    [
+        *(
+            (*case, threaded)
+            for case in ((0, "value"), (1, "key"), (4, "other"), (7, "value"))
+            for threaded in (False, True)
+        ),
+        *((bad, "id", False) for bad in (0, 1, 2, 5, 6)),
+    ],
+)
+def test_a_bad_batch_of_one_rank_fails_its_step_on_all(kind: str, bad: int, error: str, threaded: bool) -> None:
+    """Fault 37. The rank left the loop and the others waited for it; now the next batches train on all ranks.
+
+    Fault 4. A bad id is not raised while the batch before trains, though the ranks know of it by then; that batch is
+    not lost.
+    """
+    for good, raised in run_ranks(2, with_a_bad_batch, kind, bad, error, threaded):
+        assert raised == [(bad, *SAID[error])]
         assert good
 
 
 def keys_in_an_order_of_the_rank() -> bool:
-    model, plain = sharded("p"), sharded("p")
-
-    def batches() -> Iterator[Batch]:
-        for n in range(6):
-            batch = batch_of(n)
-            if dist.get_rank() == 1:
-                batch.pooled = batch.pooled.permute([3, 1, 0, 2])
-            yield batch
-
-    pipeline: Any = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
-    outputs = drain(pipeline.progress, batches())
-    expected = plain_loop(plain, (batch_of(n) for n in range(6)))
-    return same(expected, outputs) and equal(state_of(model), state_of(plain))
+    model, batches = sharded("p"), [batch_of(n) for n in range(6)]
+    for batch in batches if dist.get_rank() == 1 else ():
+        batch.pooled = batch.pooled.permute([3, 1, 0, 2])
+    return as_a_plain_loop(model, drain(pipeline_of("sparse_dist", model).progress, iter(batches)), range(6), "p")
 
 
 @pytest.mark.ranks
@@ -200,13 +166,10 @@ def test_keys_in_another_order_on_one_rank_are_never_mixed() -> None:
 
 
 def fail_in_the_forward() -> tuple[list[tuple[int, str, str]], bool]:
-    model, plain = sharded("ps"), sharded("ps")
-    pipeline: Any = TrainPipelineSparseDist(
-        model, dense_optimizer(model), CPU, custom_model_fwd=_failing_forward(model)
-    )
-    outputs, raised = collect(pipeline, iter([batch_of(n) for n in range(8)]))
-    expected = plain_loop(plain, iter([batch_of(n) for n in range(8) if n not in (0, 4)]))
-    return raised, same(expected, outputs) and equal(state_of(model), state_of(plain))
+    model = sharded("ps")
+    pipeline = pipeline_of("sparse_dist", model, custom_model_fwd=_failing_forward(model))
+    outputs, raised = collect(pipeline, map(batch_of, range(8)))
+    return raised, as_a_plain_loop(model, outputs, [n for n in range(8) if n not in (0, 4)])
 
 
 def _failing_forward(model: nn.Module) -> Any:
@@ -230,10 +193,8 @@ def test_after_an_error_in_the_forward_of_one_process_the_next_batch_trains() ->
 
 def fail_and_go_on() -> list[tuple[str, str]]:
     model = sharded("ps")
-    pipeline: Any = TrainPipelineSparseDist(
-        model, dense_optimizer(model), CPU, custom_model_fwd=_failing_forward(model)
-    )
-    batches, found = iter([batch_of(n) for n in range(8)]), []
+    pipeline = pipeline_of("sparse_dist", model, custom_model_fwd=_failing_forward(model))
+    batches, found = map(batch_of, range(8)), []
     for _ in range(3):
         try:
             pipeline.progress(batches)
@@ -282,8 +243,7 @@ def test_a_module_that_the_model_does_not_ask_for_its_batch_is_named() -> None:
 def take_turns() -> bool:
     """Train, evaluate in the middle of an epoch, reset, detach; beside a plain loop that does the same."""
     model, plain = sharded("ps"), sharded("ps")
-    train: Any = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
-    evaluate: Any = EvalPipelineSparseDist(model, dense_optimizer(model), CPU)
+    train, evaluate = pipeline_of("sparse_dist", model), pipeline_of("eval", model)
     batches = iter([batch_of(n) for n in range(12)])
     outputs = [train.progress(batches).detach().clone() for _ in range(3)]
     model.eval()
@@ -319,7 +279,7 @@ def take_turns() -> bool:
     # reset drops the two batches that were fetched after the seventh
     for n in (4, 5, 6, 9, 10, 11):
         step(n)
-    return same(expected, outputs) and same(wanted, seen) and equal(state_of(model), state_of(plain))
+    return same(expected, outputs) and same(wanted, seen) and equal(model, plain)
 
 
 @pytest.mark.ranks
@@ -378,3 +338,45 @@ def test_settings_without_effect_are_named() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="^apply_jit, free_features_storage_early: no effect in shardwise"):
         TrainPipelineSparseDist(model, optimizer, CPU, apply_jit=True, free_features_storage_early=True)
+
+
+def train_to_a_fault(kind: str, fault: Fault) -> None:
+    model = build(fault)
+    inner = model.module
+    assert isinstance(inner, Model)
+    optimizer = torch.optim.SGD([*inner.first.parameters(), *inner.last.parameters()], lr=0.1)
+
+    def forward(batch: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        loss: Tensor = model(batch)
+        inner.come("loss")
+        return loss, loss.detach()
+
+    pipeline = TRAINING[kind](model, optimizer, CPU, custom_model_fwd=forward)
+    batches = (features_of(step, dist.get_rank()) for step in range(6))
+    for inner.step in range(6):
+        pipeline.progress(batches)
+
+
+def fail(*cases: tuple[str, Fault]) -> list[list[Said]]:
+    """What both ranks of each pipeline said. All wait at once."""
+    groups = [start_lone_ranks(2, train_to_a_fault, kind, fault) for kind, fault in cases]
+    found = [group.said() for group in groups]
+    for first, _ in found:
+        assert (first.error, first.ranks) == ("RankFailure", (1,)), first
+    return found
+
+
+@pytest.mark.ranks
+def test_what_one_rank_raises_in_a_step_is_told() -> None:
+    """Fault 34: the loss is the user's own code, which neither forward nor backward of the model sees."""
+    for first, second in fail(*((kind, Fault("loss", "raise")) for kind in TRAINING)):
+        assert "ZeroDivisionError: the loader's seventh batch" in first.text
+        assert second.error == "ZeroDivisionError"
+
+
+@pytest.mark.ranks
+def test_a_rank_killed_in_a_step_ends_its_peers() -> None:
+    """Fault 34: ids of the next batch are on their way meanwhile."""
+    places = ("input exchange", "backward")
+    for _, second in fail(*(("sparse_dist", Fault(place, "kill")) for place in places)):
+        assert second.killed

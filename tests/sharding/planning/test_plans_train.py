@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jagged_batches import random_kjt
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -147,17 +148,10 @@ class Net(nn.Module):
 def batches_of(tables: Sequence[TableSpec], begin: int = 0, end: int = BATCH) -> dict[str, KeyedJaggedTensor]:
     """Samples [begin, end) of the batch, by kind of collection."""
     found = {}
-    for kind in KINDS:
-        rng = random.Random(kind)
+    for seed, kind in enumerate(KINDS):
         rows = {feature: t.rows for t in tables if t.kind == kind for feature in t.features}
-        bags = {f: [[rng.randrange(r) for _ in range(rng.randrange(4))] for _ in range(BATCH)] for f, r in rows.items()}
-        ids = [i for mine in bags.values() for bag in mine[begin:end] for i in bag]
-        lengths = [len(bag) for mine in bags.values() for bag in mine[begin:end]]
-        weights = torch.tensor([1 + i % 3 for i in ids]).float() if kind == "weighted" else None
         if rows:
-            found[kind] = KeyedJaggedTensor(
-                list(rows), torch.tensor(ids, dtype=torch.int64), weights, torch.tensor(lengths)
-            )
+            found[kind] = random_kjt(rows, BATCH, seed=seed, weighted=kind == "weighted", of=range(begin, end))
     return found
 
 
@@ -184,38 +178,41 @@ def constraints_of(tables: Sequence[TableSpec]) -> dict[str, ParameterConstraint
     return {one.name: one.constraint for one in tables if one.constraint is not None}
 
 
-def planned(jobs: Sequence[tuple[tuple[TableSpec, ...], str]]) -> list[tuple[str, list[Tensor]] | None]:
-    """One rank's plan and outputs for each model under each cost; None where constraints leave no plan."""
+Job = tuple[tuple[TableSpec, ...], str | None]
+
+
+def planned(jobs: Sequence[Job]) -> list[tuple[str, list[Tensor]] | None]:
+    """One rank's plan and outputs for each model under each cost, or as DMP plans it; None where there is no plan."""
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL[world])
     each, found = BATCH // world, []
     for tables, cost in jobs:
-        model = Net(tables)
-        planner = EmbeddingShardingPlanner(batch_size=each, constraints=constraints_of(tables), cost=cost)
-        try:
-            plan = planner.collective_plan(model)
-        except PlannerError as error:
-            assert error.error_type is PlannerErrorType.STRICT_CONSTRAINTS, error
-            found.append(None)
-            continue
+        model, plan = Net(tables), None
+        if cost is not None:
+            planner = EmbeddingShardingPlanner(batch_size=each, constraints=constraints_of(tables), cost=cost)
+            try:
+                plan = planner.collective_plan(model)
+            except PlannerError as error:
+                assert error.error_type is PlannerErrorType.STRICT_CONSTRAINTS, error
+                found.append(None)
+                continue
         with warnings.catch_warnings():
             # tables without an optimizer, which this test has on purpose
             warnings.filterwarnings("ignore", message=".* have no optimizer")
             dmp = DistributedModelParallel(model, plan=plan)
-        text = f"{plan._serialize()}\n{plan.explanation}"
+        text = f"{dmp.plan._serialize()}\n{dmp.plan.explanation}"
         found.append((text, two_steps(dmp, batches_of(tables, rank * each, (rank + 1) * each))))
     return found
 
 
-def expect_as_alone(world: int, jobs: Sequence[tuple[tuple[TableSpec, ...], str]]) -> int:
-    """Check all jobs over so many ranks; how many had a plan."""
-    ranks, plans = run_ranks(world, planned, jobs), 0
+def expect_as_alone(world: int, jobs: Sequence[Job]) -> list[str]:
+    """Check all jobs over so many ranks; the plans that there were."""
+    ranks, plans = run_ranks(world, planned, jobs), []
     for n, (tables, cost) in enumerate(jobs):
-        mine = [one[n] for one in ranks]
-        told = [one for one in mine if one is not None]
+        told = [one for rank in ranks if (one := rank[n]) is not None]
         if not told:
             continue
-        plans += 1
+        plans.append(told[0][0])
         assert len(told) == world and len({text for text, _ in told}) == 1, f"{tables} {cost}: ranks differ"
         for step, wanted in enumerate(alone(tables)):
             found = torch.cat([outputs[step] for _, outputs in told])
@@ -226,39 +223,20 @@ def expect_as_alone(world: int, jobs: Sequence[tuple[tuple[TableSpec, ...], str]
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_plan_is_accepted_and_trains_as_one_process(world: int) -> None:
-    jobs = [(random_model(seed), cost) for seed in range(15) for cost in COSTS]
-    assert expect_as_alone(world, jobs) >= len(jobs) // 2
+    """By our planner under each cost; and a model without a plan gets the planner's."""
+    jobs: list[Job] = [(random_model(seed), cost) for seed in range(15) for cost in COSTS]
+    *found, own = expect_as_alone(world, [*jobs, (random_model(3), None)])
+    assert len(found) >= len(jobs) // 2
+    assert "slowest rank" in own
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_tables_go_by_the_sharding_type_that_is_asked_for(world: int) -> None:
     # TorchRec's formulas are for fewer types
-    jobs = [(model_of_every_type(), "shardwise")]
-    assert expect_as_alone(world, jobs) == 1
-    (found,) = run_ranks(world, planned, jobs)[0]
-    assert found is not None
+    (found,) = expect_as_alone(world, [(model_of_every_type(), "shardwise")])
     for kind in KINDS:
         for one in TYPES:
-            assert f"'{kind}_{one}': {{'sharding_type': '{one}'" in found[0]
-
-
-def without_a_plan() -> list[Tensor]:
-    """DMP plans by itself."""
-    tables = random_model(3)
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    each, rank = BATCH // dist.get_world_size(), dist.get_rank()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* have no optimizer")
-        dmp = DistributedModelParallel(Net(tables))
-    assert dmp.plan.explanation is not None and "slowest rank" in str(dmp.plan)
-    return two_steps(dmp, batches_of(tables, rank * each, (rank + 1) * each))
-
-
-def test_a_model_without_a_plan_gets_the_planners() -> None:
-    ranks = run_ranks(4, without_a_plan)
-    for step, wanted in enumerate(alone(random_model(3))):
-        found = torch.cat([outputs[step] for outputs in ranks])
-        assert (found - wanted).abs().max() <= TOLERANCE * max(1.0, float(wanted.abs().max()))
+            assert f"'{kind}_{one}': {{'sharding_type': '{one}'" in found
 
 
 class Broken(nn.Module):

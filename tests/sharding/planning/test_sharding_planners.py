@@ -264,16 +264,21 @@ def test_a_loaded_plan_is_taken_if_it_was_made_for_the_same() -> None:
         extract_plan([], Loader(first._best_plan, None).load() or {})
 
 
-def test_what_would_have_no_effect_is_refused() -> None:
-    greedy = {"proposer": GreedyProposer()}
-    with pytest.raises(ValueError, match="cost='torchrec' has no effect"):
-        EmbeddingShardingPlanner(CPUS, cost="torchrec", **greedy)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="table 't': the constraint same_rank='a' has no effect"):
-        EmbeddingShardingPlanner(CPUS, constraints={"t": ParameterConstraints(same_rank="a")}, **greedy)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="batch_size must be positive, got 0"):
-        EmbeddingShardingPlanner(CPUS, 0)
-    with pytest.raises(ValueError, match="cost 'cheap' is not one of"):
-        plan(bags(), cost="cheap")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"cost": "torchrec", "proposer": GreedyProposer()}, "cost='torchrec' has no effect"),
+        (
+            {"constraints": {"t": ParameterConstraints(same_rank="a")}, "proposer": GreedyProposer()},
+            "table 't': the constraint same_rank='a' has no effect",
+        ),
+        ({"batch_size": 0}, "batch_size must be positive, got 0"),
+        ({"cost": "cheap"}, "cost 'cheap' is not one of"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(bags(), **given)
 
 
 def test_without_anybody_to_say_how_many_ranks_there_is_no_topology(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -132,3 +132,18 @@ def any_solution(problem: Problem, seed: int = 0) -> Solution:
     time_ms = loads(problem, made).time_ms
     best = problem.base_ms.sum() + sum(min(c.work_ms for c in item.choices) for item in problem.items)
     return Solution(made, float(time_ms.max()), float(best / problem.world_size), "mean of all ranks", False)
+
+
+def choice_of(planned: Planned, item: int, strategy: str) -> int:
+    """The number of the first choice of an item that is of this strategy."""
+    return next(n for n, c in enumerate(planned.problem.items[item].choices) if c.sharding_type == strategy)
+
+
+def moved(planned: Planned, item: int, number: int, starts: tuple[int, ...]) -> Planned:
+    """The plan with one item by another choice at other places."""
+    now = planned.solution.assignment
+    choices, places = list(now.choices), list(now.starts)
+    choices[item], places[item] = number, starts
+    made = Assignment(tuple(choices), tuple(places))
+    time = float(loads(planned.problem, made).time_ms.max())
+    return replace(planned, solution=replace(planned.solution, assignment=made, time_ms=time))

@@ -1,7 +1,8 @@
-"""The text says what the numbers of the plan say."""
+"""What a choice would cost instead is what trying all its places gives; a plan's text says what its numbers say."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -11,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from checkout import TESTS, python_path
-from planner_plain_costs import any_solution, some_plan, some_tables
+from planner_plain_costs import any_solution, choice_of, moved, some_plan, some_tables
 
 from shardwise.planner.constraints import ParameterConstraints
-from shardwise.planner.plan.alternatives import alternatives
+from shardwise.planner.plan.alternatives import alternatives, pieces, slowest_ranks
 from shardwise.planner.plan.explanation import (
     explain,
     gib,
@@ -26,11 +27,116 @@ from shardwise.planner.plan.explanation import (
 from shardwise.planner.plan.planned import Planned
 from shardwise.planner.search.problem import (
     PARTS,
-    Assignment,
     Item,
     Problem,
+    faults,
+    loads,
 )
 from shardwise.planner.topology import GIB
+
+
+def tried(planned: Planned, item: int, number: int) -> tuple[float | None, int]:
+    """The fastest step over all places within memory, and the least that any place lacks."""
+    problem = planned.problem
+    choice = problem.items[item].choices[number]
+    best, lack = None, 1 << 60
+    places = range(0, problem.world_size, choice.span)
+    boundless = replace(problem, hbm=problem.hbm + (1 << 60), ddr=problem.ddr + (1 << 60))
+    for starts in itertools.product(places, repeat=choice.blocks):
+        there = moved(planned, item, number, starts).solution.assignment
+        if faults(boundless, there):
+            continue
+        held = loads(problem, there)
+        over = int(max(0, (held.hbm - problem.hbm).max(), (held.ddr - problem.ddr).max()))
+        lack = min(lack, over)
+        if over == 0:
+            step = float(held.time_ms.max())
+            best = step if best is None else min(best, step)
+    return best, lack
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("world", "local"), [(3, 3), (4, 2)])
+def test_each_alternative_is_the_best_of_all_places(seed: int, world: int, local: int) -> None:
+    planned = some_plan(some_tables(6, seed), world, local_size=local, hbm_gib=6, seed=seed)
+    checked = lacking = 0
+    for item, ways in alternatives(planned).items():
+        assert [way.number for way in ways] == list(range(len(planned.problem.items[item].choices)))
+        for way in ways:
+            choice = planned.problem.items[item].choices[way.number]
+            there = moved(planned, item, way.number, way.starts)
+            held = there.loads
+            assert way.step_ms == pytest.approx(held.time_ms.max(), rel=1e-9)
+            assert way.slower_ms == pytest.approx(held.time_ms.max() - planned.loads.time_ms.max(), abs=1e-9)
+            if way.number == planned.solution.assignment.choices[item]:
+                continue
+            best, lack = tried(planned, item, way.number)
+            assert way.fits == (not faults(planned.problem, there.solution.assignment))
+            if len(set(choice.widths)) > 1:
+                # unequal blocks are placed one by one, which need not be the best
+                assert not way.fits or (best is not None and way.step_ms >= best - 1e-9)
+                continue
+            assert way.over_bytes == lack
+            assert way.fits == (best is not None)
+            if best is not None:
+                assert way.step_ms == pytest.approx(best, rel=1e-9)
+            checked, lacking = checked + way.fits, lacking + (not way.fits)
+    assert checked > 10
+
+
+def test_what_does_not_fit_says_what_the_rank_lacks() -> None:
+    planned = some_plan(some_tables(6, 1), 4, hbm_gib=40, seed=1)
+    held = planned.loads.hbm
+    # no rank has room for more than it holds
+    tight = replace(planned, problem=replace(planned.problem, hbm=held.copy()))
+    for item, ways in alternatives(tight).items():
+        for way in ways:
+            lack = moved(planned, item, way.number, way.starts).loads.hbm - held
+            assert way.over_bytes == max(0, lack.max())
+            assert way.over_in == "hbm"
+    assert sum(not way.fits for ways in alternatives(tight).values() for way in ways) > 10
+
+
+def test_a_choice_keeps_to_the_ranks_of_its_item() -> None:
+    planned = some_plan(some_tables(5), 4, local_size=2, hbm_gib=64)
+    items = tuple(replace(item, ranks=(2, 3)) for item in planned.problem.items)
+    problem = replace(planned.problem, items=items)
+    found = alternatives(replace(planned, problem=problem))
+    for item, ways in found.items():
+        current = planned.solution.assignment.choices[item]
+        names = {problem.items[item].choices[way.number].sharding_type for way in ways if way.number != current}
+        assert not names & {"row_wise", "data_parallel"}
+        for way in ways:
+            if way.number != current:
+                assert set(way.starts) <= {2, 3}
+
+
+def test_pieces_add_up_to_the_loads_of_ranks() -> None:
+    planned = some_plan(some_tables(30), 8, local_size=4, hbm_gib=64)
+    held, found = planned.loads, pieces(planned)
+    problem: Problem = planned.problem
+    assert np.allclose([sum(p.time_ms for p in mine) for mine in found] + problem.base_ms, held.time_ms)
+    assert [sum(p.hbm for p in mine) for mine in found] == held.hbm.tolist()
+    assert [sum(p.ddr for p in mine) for mine in found] == held.ddr.tolist()
+    blocks = sum(p.blocks for mine in found for p in mine)
+    chosen = zip(problem.items, planned.solution.assignment.choices, strict=True)
+    assert blocks == sum(item.choices[n].blocks * item.choices[n].span for item, n in chosen)
+
+
+def test_slowest_ranks_come_slowest_first() -> None:
+    planned = some_plan(some_tables(30), 8, hbm_gib=64)
+    time = planned.loads.time_ms
+    assert slowest_ranks(planned)[0] == time.argmax()
+    assert sorted(slowest_ranks(planned, within=1.0)) == list(range(8))
+    near = slowest_ranks(planned, within=0.2)
+    assert {r for r in range(8) if time[r] >= time.max() * 0.8} == set(near)
+    assert list(time[near]) == sorted(time[near], reverse=True)
+
+
+def test_the_same_plan_gives_the_same_alternatives_twice() -> None:
+    planned = some_plan(some_tables(20), 8, local_size=4, hbm_gib=64)
+    again = replace(planned, solution=any_solution(planned.problem))
+    assert alternatives(planned) == alternatives(again)
 
 
 def flat(text: str) -> str:
@@ -117,10 +223,8 @@ def test_what_would_be_slower_says_by_how_much_and_why() -> None:
     planned = some_plan(some_tables(1, seed=3), 2, hbm_gib=32)
     item = planned.problem.items[0]
     step = [float(np.max(choice.time_ms[0])) if choice.blocks == 1 else 1e9 for choice in item.choices]
-    table_wise = next(n for n, c in enumerate(item.choices) if c.sharding_type == "table_wise")
-    replicated = next(n for n, c in enumerate(item.choices) if c.sharding_type == "data_parallel")
-    at = Assignment((table_wise,), ((0,),))
-    text = flat(explain(replace(planned, solution=replace(planned.solution, assignment=at))))
+    table_wise, replicated = (choice_of(planned, 0, kind) for kind in ("table_wise", "data_parallel"))
+    text = flat(explain(moved(planned, 0, table_wise, (0,))))
     assert f"data_parallel would be {ms(step[replicated] - step[table_wise])} ms slower" in text
 
 
@@ -191,39 +295,28 @@ def test_the_text_does_not_depend_on_the_hash_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"),
+    ("told", "said"),
     [
-        ([3], "rank 3"),
-        ([0, 1, 2, 3, 7], "ranks 0-3, 7"),
-        ([4, 5], "ranks 4, 5"),
-        ([2, 2], "rank 2 (2 blocks)"),
-        (list(range(8)), "all ranks"),
-        ([*range(8), *range(8)], "all ranks (2 each)"),
-        ([0, 0, 1, 2], "ranks 0 (2 blocks), 1, 2"),
+        (ranks([3], 8), "rank 3"),
+        (ranks([0, 1, 2, 3, 7], 8), "ranks 0-3, 7"),
+        (ranks([4, 5], 8), "ranks 4, 5"),
+        (ranks([2, 2], 8), "rank 2 (2 blocks)"),
+        (ranks(list(range(8)), 8), "all ranks"),
+        (ranks([*range(8), *range(8)], 8), "all ranks (2 each)"),
+        (ranks([0, 0, 1, 2], 8), "ranks 0 (2 blocks), 1, 2"),
+        # milliseconds have four digits or so
+        *zip(
+            map(ms, (0.0, 0.3123, 12.046, 123.46, 12345.6)), ("0.000", "0.312", "12.05", "123.5", "12,346"), strict=True
+        ),
+        # bytes have the unit that suits
+        *zip(map(gib, (0, 2**20, 12.34 * GIB, 3 * GIB)), ("0", "<0.01", "12.3", "3.00"), strict=True),
+        *zip(map(size, (0, 2**20, 12.34 * GIB, 3 * GIB)), ("0 bytes", "1.0 MiB", "12.3 GiB", "3.0 GiB"), strict=True),
+        # a gap that is some is never told as none
+        *zip(map(share, (0.0, 1e-6, 1e-4, 0.0112)), ("0.00%", "<0.01%", "0.01%", "1.12%"), strict=True),
     ],
 )
-def test_ranks_are_told_in_runs(numbers: list[int], said: str) -> None:
-    assert ranks(numbers, 8) == said
-
-
-@pytest.mark.parametrize(
-    ("value", "said"), [(0.0, "0.000"), (0.3123, "0.312"), (12.046, "12.05"), (123.46, "123.5"), (12345.6, "12,346")]
-)
-def test_milliseconds_have_four_digits_or_so(value: float, said: str) -> None:
-    assert ms(value) == said
-
-
-@pytest.mark.parametrize(
-    ("value", "short", "long"),
-    [(0, "0", "0 bytes"), (2**20, "<0.01", "1.0 MiB"), (12.34 * GIB, "12.3", "12.3 GiB"), (3 * GIB, "3.00", "3.0 GiB")],
-)
-def test_bytes_have_the_unit_that_suits(value: float, short: str, long: str) -> None:
-    assert (gib(value), size(value)) == (short, long)
-
-
-@pytest.mark.parametrize(("value", "said"), [(0.0, "0.00%"), (1e-6, "<0.01%"), (1e-4, "0.01%"), (0.0112, "1.12%")])
-def test_a_gap_is_never_told_as_none_that_is_some(value: float, said: str) -> None:
-    assert share(value) == said
+def test_ranks_are_told_in_runs_and_numbers_with_few_digits(told: str, said: str) -> None:
+    assert told == said
 
 
 def test_print_shows_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
