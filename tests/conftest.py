@@ -14,6 +14,7 @@ import torch
 
 # the compiler lists torch's functions when it is imported, which must not happen while they are poisoned
 import torch._dynamo
+from kernel_inputs import torch_device
 from loops_cache import keep_loops
 from poison import poisoned
 from tiers import FOLDERS, TIERS, phase_of, tier_of
@@ -53,6 +54,12 @@ def _cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         pytest.importorskip("numba")
     elif device == "cpu":
         monkeypatch.setattr(cpu_update, "update", lambda *args: False)
+
+
+@pytest.fixture
+def where(device: str) -> torch.device:
+    """Of a test of several paths, the device on which `device` runs it."""
+    return torch_device(device)
 
 
 def pytest_report_header() -> str:

@@ -117,9 +117,8 @@ def test_gradients_of_halves_are_added_in_fp32(device: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_column_slice_of_values_is_read_where_it_lies(device: str) -> None:
+def test_a_column_slice_of_values_is_read_where_it_lies(where: torch.device) -> None:
     """Neither contiguous nor aligned to 16 bytes."""
-    where = torch_device(device)
     whole, lengths, indices = tensors("rows of 20", where)
     for values in (whole[:, 3:11], whole.flatten()[1 : 1 + whole.shape[0]]):
         for way in WAYS:
@@ -204,8 +203,7 @@ KEYED = {
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("case", KEYED)
 @pytest.mark.parametrize("device", DEVICES)
-def test_keyed_select_and_its_gradients_match_the_reference(device: str, case: str, weighted: bool) -> None:
-    where = torch_device(device)
+def test_keyed_select_and_its_gradients_match_the_reference(where: torch.device, case: str, weighted: bool) -> None:
     keys, lengths, samples = KEYED[case]
     size = len(lengths) // keys if keys else 2
     sizes, chosen = torch.tensor(lengths, dtype=torch.int64, device=where), torch.tensor(samples, device=where).long()
@@ -355,8 +353,7 @@ def test_bad_input_is_named(case: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_kernels_take_bags_that_do_not_exist_for_empty_and_stay_in_memory(device: str) -> None:
-    where = torch_device(device)
+def test_kernels_take_bags_that_do_not_exist_for_empty_and_stay_in_memory(where: torch.device) -> None:
     values, offsets = torch.arange(1.0, 4.0, device=where), torch.tensor([0, 1, 1, 3], device=where)
     out, lengths, _, _ = OPS.jagged_index_select(
         values, None, offsets, torch.tensor([5, 2, -1], device=where), 3, torch.int64, None

@@ -253,10 +253,9 @@ def test_a_table_group_may_begin_anywhere_in_memory(device: str, shift: int) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_rows_past_element_2_to_the_31_are_found(device: str, index_dtype: torch.dtype) -> None:
+def test_rows_past_element_2_to_the_31_are_found(where: torch.device, index_dtype: torch.dtype) -> None:
     """The reference multiplied int32 ids by the dim in int32. The 4 GiB here are reserved, not touched."""
     dim, rows = 1024, 2**21 + 8
-    where = torch_device(device)
     weights = torch.empty(rows * dim, dtype=torch.float16, device=where)
     last = torch.randn(dim, generator=torch.Generator().manual_seed(0)).half()
     weights[-dim:] = last.to(where)

@@ -119,19 +119,16 @@ def test_rounding_keeps_the_mean_and_a_neighbouring_value(device: str, dtype: to
 
 
 @pytest.mark.parametrize("device", UPDATES)
-def test_a_table_is_rounded_alike_alone_and_behind_another(device: str) -> None:
-    where_ = torch_device(device)
-    alone = inputs(Case("alone", tables=((9, 8),), dtype=torch.bfloat16), where_)
-    both = inputs(
-        Case("both", tables=((5, 8), (9, 8)), features=((0, False), (1, False)), dtype=torch.bfloat16), where_
-    )
+def test_a_table_is_rounded_alike_alone_and_behind_another(where: torch.device) -> None:
+    alone = inputs(Case("alone", tables=((9, 8),), dtype=torch.bfloat16), where)
+    both = inputs(Case("both", tables=((5, 8), (9, 8)), features=((0, False), (1, False)), dtype=torch.bfloat16), where)
     both.tables()[1].copy_(alone.tables()[0])
     begin = both.offsets[both.case.batch]
     ids = both.indices[int(begin) :]
     alone = replace(alone, indices=ids, offsets=both.offsets[both.case.batch :] - begin)
     grad = upstream(both)
     for batch, g in ((both, grad), (alone, grad[:, 8:].contiguous())):
-        state = replace(optimizer("adagrad", batch), seed=torch.tensor([5], device=where_))
+        state = replace(optimizer("adagrad", batch), seed=torch.tensor([5], device=where))
         fused_update(*update_args(batch.weights, state, g, batch))
     assert_same_bits(both.tables()[1], alone.tables()[0])
 
@@ -212,8 +209,7 @@ def test_a_rule_of_ones_own_trains_by_its_formula(device: str, rule: str) -> Non
                 size = (1 / g.clamp(0.5, 2)).mean(1, keepdim=True)
                 new = tables[t] - hyper["lr"] * g.sign() * (1 / (1 + size)).sqrt()
             tables[t], states[t] = torch.where(hit, new, tables[t]), torch.where(hit, kept, states[t])
-    for got, expected in zip(batch.tables(), tables, strict=True):
-        assert_close(got, expected, 1e-5)
+    assert_close(batch.tables(), tables, 1e-5)
 
 
 def test_a_second_rule_of_a_name_leaves_the_first_alone() -> None:
