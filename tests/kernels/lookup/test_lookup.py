@@ -297,6 +297,20 @@ def test_a_lookup_gives_the_same_bits_twice_and_alone(device: str) -> None:
         assert_same_bits(alone[0], both[b, :8])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_a_bag_are_added_one_after_another_in_the_order_of_its_ids(device: str) -> None:
+    """A kernel that added four rows as two pairs passed every test: sums were compared by tolerance alone."""
+    case = Case("order", tables=((50, 16), (20, 16)), features=((0, False), (1, False)), batch=6, lengths=(0, 40))
+    batch = inputs(case, torch_device(device))
+    expected = torch.zeros(case.batch, 32)
+    for f, (table, _) in enumerate(case.features):
+        rows = batch.tables()[table].cpu()
+        for b, bag in enumerate(batch.bags[f]):
+            for i in bag:
+                expected[b, 16 * f : 16 * (f + 1)] += rows[i]
+    assert_same_bits(pooled_lookup(*batch.lookup), expected)
+
+
 def test_a_table_off_its_boundary_is_refused() -> None:
     with pytest.raises(ValueError, match="feature 0: a table of dim 8 cannot begin at element 4"):
         pack_features([Feature(4, 10, 8, 0)])

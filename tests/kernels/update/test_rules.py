@@ -118,6 +118,23 @@ def test_rounding_keeps_the_mean_and_a_neighbouring_value(device: str, dtype: to
         assert mean is None or other.double().mean().item() == mean
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_columns_and_steps_are_rounded_apart(dtype: torch.dtype) -> None:
+    """Rows that were all rounded alike passed: the mean over many columns was right, and so was each neighbour."""
+    # halfway between two values of either dtype
+    w = torch.full((64, 64), 1.0 + 2.0**-8 + (2.0**-11 - 2.0**-8) * (dtype == torch.float16))
+    place = torch.arange(64)
+    seed = torch.tensor([5])
+
+    def ups(step: int) -> Tensor:
+        return round_stochastically(w, dtype, place, salt_of(seed, torch.tensor([step]))) > w
+
+    once = ups(1)
+    # of 64 fair coins between 13 and 51 fall alike, but for one time in a million
+    for alike in ((once[:-1] == once[1:]).sum(1), (once[:, :-1] == once[:, 1:]).sum(0), (once == ups(2)).sum(1)):
+        assert int(alike.min()) >= 13 and int(alike.max()) <= 51
+
+
 @pytest.mark.parametrize("device", UPDATES)
 def test_a_table_is_rounded_alike_alone_and_behind_another(where: torch.device) -> None:
     alone = inputs(Case("alone", tables=((9, 8),), dtype=torch.bfloat16), where)
@@ -261,3 +278,30 @@ def test_kernel_and_twin_are_one_source() -> None:
     traced: Tensor | Any = rule.in_triton
     assert traced is rule.in_triton
     assert rule.function is not traced
+
+
+def turning(flip: bool) -> str:
+    def turned(w: Any, g: Any, lr: float = 0.5) -> Any:
+        return w + lr * g if flip else w - lr * g
+
+    return define_rule()(turned).name
+
+
+def test_rules_of_one_text_that_read_another_bool_are_other_rules() -> None:
+    """Only numbers were in the name, so the second rule ran the machine code of the first."""
+    pytest.importorskip("numba")
+    before = set(DEFINED)
+    batch = inputs(Case("one", tables=((4, 8),), features=((0, False),), batch=3, lengths=(1, 2)))
+    grad, moved = upstream(batch), []
+    try:
+        for flip in (False, True):
+            weights = batch.weights.clone()
+            args = list(update_args(weights, optimizer("sgd", batch), grad, batch))
+            args[args.index("sgd")] = turning(flip)
+            fused_update(*args)
+            moved.append(weights - batch.weights)
+    finally:
+        for name in set(DEFINED) - before:
+            del DEFINED[name]
+    assert not torch.equal(moved[0], torch.zeros_like(moved[0]))
+    torch.testing.assert_close(moved[1], -moved[0], rtol=0, atol=1e-6)
