@@ -139,17 +139,6 @@ def test_to_dict_is_made_once_and_honours_compute_offsets() -> None:
         check_dict(jts, some)
 
 
-def test_gradients_flow_through_weights_of_every_piece() -> None:
-    weights = tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-    kjt = KeyedJaggedTensor(["a", "b"], ints([1, 2, 3, 4]), weights, ints([2, 0, 1, 1]))
-    pieces = [*kjt.split([1, 1]), kjt.permute([1, 0, 1]), kjt["b"], *kjt.to_dict().values()]
-    scaled = [(i + 1) * piece.weights().sum() for i, piece in enumerate(pieces)]
-    torch.stack(scaled).sum().backward()
-    # split 1 | 2, permute 3 (b twice), getitem 4, to_dict 5 | 6
-    assert weights.grad is not None
-    assert weights.grad.tolist() == [1 + 3 + 5] * 2 + [2 + 3 * 2 + 4 + 6] * 2
-
-
 def test_to_moves_every_tensor_and_leaves_cached_views_behind() -> None:
     """TorchRec hands the dict of to_dict on, so that its tensors stay on the old device."""
     kjt = build(weighted(TWO)).sync()
@@ -161,13 +150,6 @@ def test_to_moves_every_tensor_and_leaves_cached_views_behind() -> None:
         assert [t.device.type for t in held if t is not None] == ["meta"] * 4
         assert {jt.device().type for jt in moved.to_dict().values()} == {"meta"}
         assert moved.length_per_key_or_none() == [2, 2]
-
-
-def test_dtype_of_to_casts_the_weights_only() -> None:
-    moved = build(weighted(TWO)).to("cpu", dtype=torch.float16)
-    assert (moved.weights().dtype, moved.values().dtype, moved.lengths().dtype) == (torch.float16, INT, INT)
-    assert moved.weights().tolist() == [0.25, 0.5, 0.75, 1.0]
-    assert build(TWO).to("cpu", dtype=torch.float16).weights_or_none() is None
 
 
 def test_a_pickle_of_a_synced_batch_is_synced() -> None:

@@ -1,7 +1,5 @@
 """KeyedTensor: columns of one tensor by key, beside a dict of tensors. Also the text and `repr` of jagged types."""
 
-import pickle
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,7 +47,10 @@ def test_the_part_of_a_key_is_a_view() -> None:
 def test_regroup_is_a_concatenation_of_parts(
     widths: list[list[int]], key_dim: int, rows: int, data: st.DataObject
 ) -> None:
-    """Any keys in any order, in several groups or in none, along either dim, forward and backward."""
+    """Any keys in any order, in several groups or in none, along either dim, forward and backward.
+
+    TorchRec takes columns of an input whose key_dim is 0, without a word.
+    """
     parts: dict[str, torch.Tensor] = {}
     inputs, leaves = [], []
     for i, sizes in enumerate(widths):
@@ -76,16 +77,6 @@ def test_regroup_as_dict_names_the_groups() -> None:
     assert {key: part.tolist() for key, part in grouped.items()} == {"x": [[7, 1], [8, 4]], "y": [[2, 3], [5, 6]]}
 
 
-def test_a_group_of_no_keys_has_no_width() -> None:
-    assert [part.shape for part in KeyedTensor.regroup([example(), other()], [["c"], []])] == [(2, 1), (2, 0)]
-
-
-def test_regroup_along_dim_0_takes_rows() -> None:
-    """TorchRec takes columns of a key_dim 0 input here, without a word."""
-    kt = KeyedTensor(["a", "b"], [1, 2], torch.arange(9.0).view(3, 3), key_dim=0)
-    assert KeyedTensor.regroup([kt], [["b"]])[0].tolist() == [[3, 4, 5], [6, 7, 8]]
-
-
 def test_from_tensor_list_concatenates() -> None:
     kt = KeyedTensor.from_tensor_list(["a", "b"], [torch.ones(2, 1), torch.zeros(2, 2)])
     assert (kt.length_per_key(), kt.values().tolist()) == ([1, 2], [[1, 0, 0], [1, 0, 0]])
@@ -98,11 +89,6 @@ def test_to_accepts_a_string_and_keeps_the_layout() -> None:
     kt = KeyedTensor(["a", "b"], [1, 2], torch.zeros(3, 2), key_dim=0).to("meta")
     assert (kt.device().type, kt.key_dim(), kt.keys(), kt.length_per_key()) == ("meta", 0, ["a", "b"], [1, 2])
     assert example().to(torch.device("cpu"))["a"].tolist() == [[1], [4]]
-
-
-def test_pickling_keeps_keys_and_values() -> None:
-    kt = pickle.loads(pickle.dumps(example()))
-    assert {key: part.tolist() for key, part in kt.to_dict().items()} == {"a": [[1], [4]], "b": [[2, 3], [5, 6]]}
 
 
 def kjt(lengths: list[int], *, weighted: bool = False, ranks: list[list[int]] | None = None) -> KeyedJaggedTensor:

@@ -13,12 +13,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from kernel_inputs import DEVICES, torch_device
+from kernel_inputs import torch_device
 from torch import Tensor
 
 from shardwise.kernels.cpu import buckets as cpu_buckets
 
-PATHS = [*DEVICES, "numba"]
 CPU_PATHS = ["cpu", "numba"]
 OPS = torch.ops.shardwise
 

@@ -192,12 +192,6 @@ def test_an_id_outside_its_table_gives_a_row_of_zeros_in_a_sequence(device: str)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_mean_of_an_empty_bag_is_zero(device: str) -> None:
-    batch = inputs(Case("mean", features=((0, True),), batch=3, lengths=(0, 0)), torch_device(device))
-    assert look_up(batch).tolist() == [[0.0] * 8] * 3
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_ids_past_the_last_offset_are_ignored_forward_and_backward(device: str) -> None:
     case = Case("capacity", tables=((6, 4), (3, 4)), features=((0, False), (1, True)), weighted=True)
     batch = inputs(case, torch_device(device))

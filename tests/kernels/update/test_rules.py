@@ -56,11 +56,12 @@ def train(batch: Inputs, state: Optimizer, models: list[oracle.Dense], steps: in
 @pytest.mark.parametrize("decay", ["none", "l2", "decoupled"])
 @pytest.mark.parametrize(("device", "rule"), per_rule(UPDATES))
 def test_training_equals_the_dense_model(device: str, rule: str, decay: str) -> None:
-    """20 steps, of which the interpreter makes 6: torch and numba say the rest of the same formula."""
+    """20 steps, of the usual rule 100, of which the interpreter makes 6 and 8: the others say the rest of a formula."""
+    few, many = (8, 100) if (rule, decay) == ("rowwise_adagrad", "none") else (6, 20)
     batch = inputs(TRAINED, torch_device(device))
     state = optimizer(rule, batch, decay=decay)
     models = twins(batch, state)
-    train(batch, state, models, 6 if device == "interpreted" else 20)
+    train(batch, state, models, few if device == "interpreted" else many)
     for t, model in enumerate(models):
         assert_close(batch.tables()[t], model.table, 1e-5)
         for (name, kind), tensor in zip(DEFINED[rule].states.items(), state.states, strict=True):

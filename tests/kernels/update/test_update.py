@@ -185,22 +185,6 @@ def hitting_every_row(batch: Inputs) -> Inputs:
     return replace(batch, indices=torch.cat(pieces), offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
 
 
-@pytest.mark.parametrize("device", UPDATES)
-def test_training_with_rowwise_adagrad_equals_the_dense_twin(device: str) -> None:
-    batch = inputs(TRAINED, torch_device(device))
-    state = optimizer("rowwise_adagrad", batch)
-    twins = dense_twins(batch, state)
-    for step in range(STEPS[device]):
-        now = batch.batch_of(step)
-        grad = upstream(now, seed=step)
-        fused_update(*update_args(batch.weights, state, grad, now))
-        dense, touched = oracle.gradients([t.table for t in twins], TRAINED.features, now.bags, grad)
-        for twin, gradient, hit in zip(twins, dense, touched, strict=True):
-            twin.step(gradient, hit)
-    for got, twin in zip(batch.tables(), twins, strict=True):
-        assert_close(got, twin.table, 1e-5)
-
-
 @pytest.fixture(params=RULES)
 def rule(request: pytest.FixtureRequest) -> str:
     return str(request.param)
