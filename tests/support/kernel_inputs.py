@@ -338,3 +338,17 @@ def assert_same_bits(got: Tensors, expected: Tensors) -> None:
         return
     assert got.dtype == expected.dtype
     assert torch.equal(got.detach().cpu(), expected.detach().cpu())
+
+
+def assert_compiled_equals_eager(
+    run: Callable[..., Tensor], batches: Iterable[tuple[Any, ...]], tolerance: float | None = None
+) -> None:
+    """One graph, made for the first batch, gives the number of every batch and its gradients by all that want one."""
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for given in batches:
+        leaves = [part for part in given if isinstance(part, Tensor) and part.requires_grad]
+        got, expected = compiled(*given), run(*given)
+        assert_close(got, expected, tolerance)
+        if leaves:
+            assert_close(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), tolerance)

@@ -11,7 +11,7 @@ import torch
 from bucket_inputs import CPU_PATHS, running_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import UPDATES
+from kernel_inputs import UPDATES, assert_compiled_equals_eager
 from torch import Tensor
 
 from shardwise.kernels import (
@@ -151,9 +151,7 @@ def test_it_compiles() -> None:
         def calibrate(logit: Tensor) -> Tensor:
             return histogram_binning_calibration(logit, *bins, **OPTIONS).predictions
 
-        compiled = torch.compile(calibrate, fullgraph=True, dynamic=True, backend="aot_eager")
-        for n in (5, 7):
-            assert torch.equal(compiled(torch.tensor(LOGITS[:n])), calibrate(torch.tensor(LOGITS[:n])))
+        assert_compiled_equals_eager(calibrate, ((torch.tensor(LOGITS[:n]),) for n in (5, 7)), 0.0)
 
 
 T = torch.tensor

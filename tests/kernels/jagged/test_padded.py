@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import UPDATES, assert_same_bits, torch_device
+from kernel_inputs import UPDATES, assert_compiled_equals_eager, assert_same_bits, torch_device
 from padded_inputs import CASES, Case, held, nested, offsets_of, padded
 from torch import Tensor
 
@@ -203,22 +203,15 @@ def everything(values: Tensor, dense: Tensor, offsets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("device", UPDATES[:-1])
-def test_one_graph_of_all_ops_forward_and_backward_at_any_sizes(device: str) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager", dynamic=True)
-    for lengths, most in (((3, 0, 2), 2), ((1, 4, 2, 2), 3)):
-        case = Case("compiled", (lengths,), (most,), row=(4,))
-        offsets = case.offsets(torch_device(device))[0]
-        values, dense = (
-            case.values(torch_device(device)).requires_grad_(),
-            case.dense(torch_device(device)).requires_grad_(),
-        )
-        results = []
-        for run in (compiled, everything):
-            value = run(values, dense, offsets)
-            results.append([value.detach(), *torch.autograd.grad(value, (values, dense))])
-        for got, expected in zip(*results, strict=True):
-            torch.testing.assert_close(got, expected)
+def test_one_graph_of_all_ops_forward_and_backward_at_any_sizes(where: torch.device) -> None:
+    cases = (Case("compiled", (lengths,), (most,), row=(4,)) for lengths, most in (((3, 0, 2), 2), ((1, 4, 2, 2), 3)))
+    assert_compiled_equals_eager(
+        everything,
+        (
+            (case.values(where).requires_grad_(), case.dense(where).requires_grad_(), case.offsets(where)[0])
+            for case in cases
+        ),
+    )
 
 
 def test_the_same_bits_twice_and_on_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

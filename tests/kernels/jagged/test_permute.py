@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DEVICES, UPDATES, assert_close, assert_same_bits, torch_device
+from kernel_inputs import DEVICES, UPDATES, assert_compiled_equals_eager, assert_same_bits, torch_device
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -389,7 +389,6 @@ def test_opcheck(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("device", UPDATES)
 def test_compiled_forward_and_backward_equal_eager(where: torch.device) -> None:
-
     def loss(values: Tensor, weights: Tensor, permute: Tensor, lengths: Tensor, total: int) -> Tensor:
         _, one, scaled = permute_1d(permute, lengths, values, weights, permuted_lengths_sum=total)
         _, other, _ = permute_2d(permute, lengths[:, None], values, permuted_lengths_sum=total)
@@ -397,19 +396,13 @@ def test_compiled_forward_and_backward_equal_eager(where: torch.device) -> None:
         assert scaled is not None
         return (one * scaled).sin().sum() + other.cos().sum() + known[0]
 
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    for sizes in ([3, 0, 2], [3, 5, 1], [3, 1, 1, 4]):
+    def batch(sizes: list[int]) -> tuple[Any, ...]:
         lengths, permute = torch.tensor(sizes, device=where), torch.tensor([2, 0, 2], device=where)
         values = torch.linspace(-1, 1, sum(sizes), device=where).requires_grad_()
         weights = torch.linspace(0, 3, sum(sizes), device=where).requires_grad_()
-        args = (values, weights, permute, lengths, 2 * sizes[2] + sizes[0])
-        for got, want in zip(
-            torch.autograd.grad(compiled(*args), (values, weights)),
-            torch.autograd.grad(loss(*args), (values, weights)),
-            strict=True,
-        ):
-            assert_close(got, want)
+        return values, weights, permute, lengths, 2 * sizes[2] + sizes[0]
+
+    assert_compiled_equals_eager(loss, map(batch, ([3, 0, 2], [3, 5, 1], [3, 1, 1, 4])))
 
 
 @pytest.mark.parametrize("device", UPDATES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DEVICES, assert_close, assert_same_bits, torch_device
+from kernel_inputs import DEVICES, assert_close, assert_compiled_equals_eager, assert_same_bits, torch_device
 from torch import Tensor
 
 from shardwise.kernels import (
@@ -180,8 +180,7 @@ def test_opcheck(device: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_forward_and_backward_equal_eager_for_any_batch(device: str) -> None:
-    torch._dynamo.reset()
+def test_compiled_forward_and_backward_equal_eager_for_any_batch(where: torch.device) -> None:
     widths, pieces = CASES["three times"]
     plan = plan_pieces(widths, pieces)
 
@@ -189,13 +188,7 @@ def test_compiled_forward_and_backward_equal_eager_for_any_batch(device: str) ->
         first, second = regroup([x, y], plan)
         return torch.sin(first).sum() * torch.cos(permute_pooled(second, [4, 4], [1, 0, 1])).sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
-    for batch in (5, 9):
-        tensors = inputs(widths, torch_device(device), batch)
-        got, want = compiled(*tensors), loss(*tensors)
-        assert_close(got, want, 1e-6)
-        for one, other in zip(*(torch.autograd.grad(value, tensors) for value in (got, want)), strict=True):
-            assert_close(one, other)
+    assert_compiled_equals_eager(loss, (tuple(inputs(widths, where, batch)) for batch in (5, 9)), 1e-6)
 
 
 @pytest.mark.parametrize("order", [[2, 0, 1], [1, 1, 0], [2], [], [3, 3, 3, 0]])

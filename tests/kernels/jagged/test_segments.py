@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DEVICES, UPDATES, assert_close, assert_same_bits, torch_device
+from kernel_inputs import DEVICES, UPDATES, assert_close, assert_compiled_equals_eager, assert_same_bits, torch_device
 from torch import Tensor
 
 from shardwise.kernels import (
@@ -304,7 +304,6 @@ def test_opcheck(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("device", UPDATES)
 def test_compiled_forward_and_backward_equal_eager(where: torch.device) -> None:
-
     def loss(values: Tensor, lengths: Tensor) -> Tensor:
         offsets = complete_cumsum(lengths)
         places = offsets_range(offsets, values.shape[0])
@@ -313,11 +312,10 @@ def test_compiled_forward_and_backward_equal_eager(where: torch.device) -> None:
         again = unpack_segments(packed, lengths, total=values.shape[0])
         return sums.sin().sum() + packed.cos().sum() + again.exp().sum() + invert_permute(lengths.argsort())[0]
 
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    for sizes in ([3, 0, 2], [3, 5, 1], [3, 2, 1, 4]):
-        lengths = torch.tensor(sizes, device=where)
-        values = torch.linspace(-1, 1, sum(sizes), device=where).requires_grad_()
-        (got,) = torch.autograd.grad(compiled(values, lengths), values)
-        (want,) = torch.autograd.grad(loss(values, lengths), values)
-        assert_close(got, want)
+    assert_compiled_equals_eager(
+        loss,
+        (
+            (torch.linspace(-1, 1, sum(sizes), device=where).requires_grad_(), torch.tensor(sizes, device=where))
+            for sizes in ([3, 0, 2], [3, 5, 1], [3, 2, 1, 4])
+        ),
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DEVICES, assert_close, assert_same_bits, torch_device
+from kernel_inputs import DEVICES, assert_close, assert_compiled_equals_eager, assert_same_bits, torch_device
 from torch import Tensor
 
 from shardwise.kernels import jagged_index_add, jagged_index_select, keyed_jagged_index_select
@@ -278,21 +278,16 @@ def test_opcheck(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_forward_and_backward_equal_eager_for_any_size(device: str, known: bool) -> None:
-    torch._dynamo.reset()
-
+def test_compiled_forward_and_backward_equal_eager_for_any_size(where: torch.device, known: bool) -> None:
     def loss(values: Tensor, lengths: Tensor, indices: Tensor, total: int | None) -> Tensor:
         out, chosen = jagged_index_select(values, lengths, indices, selected_lengths_sum=total)
         return torch.sin(out).sum() + chosen.sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
-    for case in ("rows of three", "rows of 20"):
-        values, lengths, indices = tensors(case, torch_device(device))
-        values.requires_grad_()
-        total = int(lengths[indices].sum()) if known else None
-        got, want = compiled(values, lengths, indices, total), loss(values, lengths, indices, total)
-        assert_close(got, want, 1e-6)
-        assert_close(torch.autograd.grad(got, values)[0], torch.autograd.grad(want, values)[0])
+    def batch(case: str) -> tuple[Any, ...]:
+        values, lengths, indices = tensors(case, where)
+        return values.requires_grad_(), lengths, indices, int(lengths[indices].sum()) if known else None
+
+    assert_compiled_equals_eager(loss, map(batch, ("rows of three", "rows of 20")), 1e-6)
 
 
 def keyed_call(**changed: Any) -> Any:
