@@ -108,31 +108,25 @@ def test_gradients_are_those_of_small_differences(op: str, name: str) -> None:
 
 def op_calls(device: torch.device, case: Bags) -> dict[str, tuple[Any, ...]]:
     """Every registered op of these files and its arguments."""
-    calls: dict[str, tuple[Any, ...]] = {}
     given = {op: wanted(OPS[op].inputs(case, device))[0] for op in OPS}
     values, offsets, dense, most = given["dense_bmm"]
-    calls["jagged_dense_bmm"] = (values, offsets, dense, most, False)
-    calls["jagged_dense_bmm transposed"] = (
-        values,
-        offsets,
-        dense.detach().mT.contiguous().requires_grad_(),
-        most,
-        True,
-    )
-    calls["jagged_jagged_bmm"] = given["jagged_bmm"]
-    calls["jagged_softmax"] = given["softmax"]
-    soft = values.detach()
-    calls["jagged_softmax_gradient"] = (soft, soft, offsets, most)
     vectors, rows, _ = given["vector_product"]
-    calls["jagged_vector_product"] = given["vector_product"]
-    grad = vectors.new_ones(vectors.shape[0], case.left)
-    calls["jagged_vector_product_by_rows"] = (grad, vectors.detach(), offsets, case.rows)
-    calls["jagged_vector_product_by_vectors"] = (grad, rows.detach(), offsets, case.vector)
-    calls["batched_unary_embeddings"] = given["unary"]
     weight, *index = given["unary"]
+    soft, grad = values.detach(), vectors.new_ones(vectors.shape[0], case.left)
     upstream = weight.new_ones(case.tasks, len(case.lengths) // case.tables, case.tables)
-    calls["batched_unary_embeddings_gradient"] = (upstream, *index, weight.shape[1])
-    return calls
+    turned = dense.detach().mT.contiguous().requires_grad_()
+    return {
+        "jagged_dense_bmm": (values, offsets, dense, most, False),
+        "jagged_dense_bmm transposed": (values, offsets, turned, most, True),
+        "jagged_jagged_bmm": given["jagged_bmm"],
+        "jagged_softmax": given["softmax"],
+        "jagged_softmax_gradient": (soft, soft, offsets, most),
+        "jagged_vector_product": given["vector_product"],
+        "jagged_vector_product_by_rows": (grad, vectors.detach(), offsets, case.rows),
+        "jagged_vector_product_by_vectors": (grad, rows.detach(), offsets, case.vector),
+        "batched_unary_embeddings": given["unary"],
+        "batched_unary_embeddings_gradient": (upstream, *index, weight.shape[1]),
+    }
 
 
 @pytest.mark.parametrize("name", op_calls(torch.device("cpu"), BY_NAME["usual"]))

@@ -276,18 +276,14 @@ def test_bad_offsets_are_refused_before_anything_is_read_through_them(
             call()
 
 
-def test_bad_offsets_of_an_outer_dim_are_refused(path: str) -> None:
-    inner = torch.tensor([0, 2, 5])
-    with pytest.raises(ValueError, match=r"^offsets\[0\] end at 3, but there are 2 bags in offsets\[1\]$"):
-        jagged_to_padded_dense(VALUES, [torch.tensor([0, 1, 3]), inner], [2, 2])
-    with pytest.raises(ValueError, match=r"^offsets\[1\] must not fall, got 7 at position 1 and then 5$"):
-        padded_dense_to_jagged(torch.ones(1, 1, 1), [torch.tensor([0, 1]), torch.tensor([0, 7, 5])])
-    with pytest.raises(ValueError, match=r"^offsets\[0\] must not fall"):
-        padded_dense_to_jagged(DENSE, torch.tensor([0, 2, -3]))
-
-
-ZERO = torch.tensor([0, 2, 5])
+ZERO, T = torch.tensor([0, 2, 5]), torch.tensor
 REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    # offsets of an outer dim
+    (ValueError, r"^offsets\[0\] end at 3, but there are 2 bags in offsets\[1\]$",
+     lambda: jagged_to_padded_dense(VALUES, [T([0, 1, 3]), ZERO], [2, 2])),
+    (ValueError, r"^offsets\[1\] must not fall, got 7 at position 1 and then 5$",
+     lambda: padded_dense_to_jagged(torch.ones(1, 1, 1), [T([0, 1]), T([0, 7, 5])])),
+    (ValueError, r"^offsets\[0\] must not fall", lambda: padded_dense_to_jagged(DENSE, T([0, 2, -3]))),
     (ValueError, "offsets must be 1 to 5 tensors, one for each jagged dim, got 0",
      lambda: jagged_to_padded_dense(VALUES, [], [])),
     (ValueError, "got 6", lambda: jagged_to_padded_dense(VALUES, [ZERO] * 6, [1] * 6)),
@@ -322,7 +318,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
 
 @pytest.mark.parametrize(("error", "message", "call"), REFUSED)
 def test_what_does_not_fit_is_refused_with_both_numbers(
-    error: type[Exception], message: str, call: Callable[[], Any]
+    path: str, error: type[Exception], message: str, call: Callable[[], Any]
 ) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from kernel_inputs import DEVICES, assert_same_bits, torch_device
@@ -196,16 +198,29 @@ def test_a_row_too_large_for_fp16_is_refused_with_the_way_out(format: str) -> No
         assert dequantize_rows(payload, scales, 5, format)[3, 1] == -1e6
 
 
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="no row format is named 'int3'"):
-        quantize_rows(torch.ones(2, 3), "int3")
-    with pytest.raises(ValueError, match=r"scales of fp8 rows are torch\.float32, not torch\.float16"):
-        quantize_rows(torch.ones(2, 3), "fp8", torch.float16)
-    with pytest.raises(ValueError, match=r"floats \[R, D\], got torch\.int64 \[3\]"):
-        quantize_rows(torch.arange(3), "int8")
-    payload, scales = quantize_rows(torch.ones(2, 7), "int4")
-    with pytest.raises(ValueError, match=r"int4 rows of dim 9 have payload \[2, 5\]"):
-        dequantize_rows(payload, scales, 9, "int4")
+REFUSED: list[tuple[str, Callable[[], object]]] = [
+    ("no row format is named 'int3'", lambda: quantize_rows(torch.ones(2, 3), "int3")),
+    (
+        r"scales of fp8 rows are torch\.float32, not torch\.float16",
+        lambda: quantize_rows(torch.ones(2, 3), "fp8", torch.float16),
+    ),
+    (r"floats \[R, D\], got torch\.int64 \[3\]", lambda: quantize_rows(torch.arange(3), "int8")),
+    (
+        r"int4 rows of dim 9 have payload \[2, 5\]",
+        lambda: dequantize_rows(*quantize_rows(torch.ones(2, 7), "int4"), 9, "int4"),
+    ),
+    (r"dims \[7, 8\] are \[B, 15\], got \[5, 24\]", lambda: quantize_pooled(torch.randn(5, 24), [7, 8])),
+    (
+        r"dims \[7\] are \[B, 15\], got \[5, 56\]",
+        lambda: dequantize_pooled(quantize_pooled(torch.randn(5, 24), [7, 8, 8, 1]), [7]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED)
+def test_bad_arguments_are_refused(message: str, call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
@@ -243,8 +258,4 @@ def test_pooled_rows_as_bytes_are_int8_rows_with_scales_at_their_end(device: str
         back = dequantize_pooled(rows, dims)[:, column : column + dim]
         assert_same_bits(back, dequantize_rows_ref(payload, scales, dim, "int8"))
         column += dim
-    with pytest.raises(ValueError, match=r"dims \[7, 8\] are \[B, 15\], got \[5, 24\]"):
-        quantize_pooled(pooled, [7, 8])
-    with pytest.raises(ValueError, match=r"dims \[7\] are \[B, 15\], got \[5, 56\]"):
-        dequantize_pooled(rows, [7])
     assert quantize_pooled(pooled[:0], dims).shape == (0, 56)
