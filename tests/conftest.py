@@ -14,6 +14,7 @@ import torch
 
 # before anything is poisoned
 import torch._dynamo
+from kernel_inputs import torch_device
 from loops_cache import keep_loops
 from poison import poisoned
 from tiers import FOLDERS, TIERS, phase_of, tier_of
@@ -45,14 +46,33 @@ def _poison() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["torch", "numba"], scope="module")
+def path(request: pytest.FixtureRequest) -> str:
+    """The two ways of an op on a CPU: on torch alone, or on the loops that numba compiles."""
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
 def _cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of the device "cpu" update on the torch twins alone, those of "numba" on its loops."""
-    device = getattr(request.node, "callspec", None) and request.node.callspec.params.get("device")
-    if device == "numba":
+    """Tests of "cpu" and "torch" run without the LOOPS of their file and those of updates, tests of "numba" on them."""
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    ways = {way for way in (params.get("device"), params.get("path")) if isinstance(way, str)}
+    loops = getattr(request.module, "LOOPS", None)
+    if "numba" in ways:
         pytest.importorskip("numba")
-    elif device == "cpu":
+    elif loops and ways & {"cpu", "torch"}:
+        monkeypatch.setattr(loops[0], loops[1], lambda: None)
+    if loops and "path" in params and "numba" in ways:
+        # threads share the smallest of works
+        monkeypatch.setattr(loops[0], "_ALONE", 0)
+    if "device" in params and "cpu" in ways:
         monkeypatch.setattr(cpu_update, "update", lambda *args: False)
+
+
+@pytest.fixture
+def where(device: str) -> torch.device:
+    """Of a test of several paths, the device on which `device` runs it."""
+    return torch_device(device)
 
 
 def pytest_report_header() -> str:

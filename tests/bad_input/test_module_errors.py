@@ -143,14 +143,12 @@ BAD_OFFSETS = {
 @EVERYWHERE
 @EVERY_MODULE
 @pytest.mark.parametrize(("position", "bad", "message"), BAD_IDS.values(), ids=BAD_IDS.keys())
-def test_1_2_3_an_id_outside_its_table(device: str, make: Any, position: int, bad: int, message: str) -> None:
-    where = torch_device(device)
+def test_1_2_3_an_id_outside_its_table(where: torch.device, make: Any, position: int, bad: int, message: str) -> None:
     refuses(make(where), batch(where, with_id(position, bad)), IndexError, message)
 
 
 @EVERYWHERE
-def test_3_int32_ids_are_ids(device: str) -> None:
-    where = torch_device(device)
+def test_3_int32_ids_are_ids(where: torch.device) -> None:
     module = fused(where)
     refuses(
         module, batch(where, with_id(3, 6), dtype=torch.int32), IndexError, f"{USER}, sample 2: id 6 is outside [0, 6)"
@@ -170,14 +168,12 @@ def test_5_ids_of_another_type(device: str, make: Any, dtype: torch.dtype) -> No
 @EVERYWHERE
 @EVERY_MODULE
 @pytest.mark.parametrize(("offsets", "message"), BAD_OFFSETS.values(), ids=BAD_OFFSETS.keys())
-def test_6_7_8_offsets_out_of_order(device: str, make: Any, offsets: list[int], message: str) -> None:
-    where = torch_device(device)
+def test_6_7_8_offsets_out_of_order(where: torch.device, make: Any, offsets: list[int], message: str) -> None:
     refuses(make(where), batch(where, offsets=offsets), ValueError, message)
 
 
 @EVERYWHERE
-def test_the_first_fault_is_the_one_that_is_named(device: str) -> None:
-    where = torch_device(device)
+def test_the_first_fault_is_the_one_that_is_named(where: torch.device) -> None:
     ids = with_id(2, 77)
     ids[6] = -5
     refuses(fused(where), batch(where, ids), IndexError, f"{USER}, sample 2: id 77 is outside [0, 6)")
@@ -213,8 +209,7 @@ def test_9_10_11_12_batches_that_cannot_be_made(name: str) -> None:
 
 @EVERYWHERE
 @EVERY_MODULE
-def test_11_missing_and_unknown_keys(device: str, make: Any) -> None:
-    where = torch_device(device)
+def test_11_missing_and_unknown_keys(where: torch.device, make: Any) -> None:
     missing = kjt({"u": [[1]], "other": [[0]]}, device=where)
     refuses(make(where), missing, KeyError, "features ['i'] are not in the batch, which has ['u', 'other']")
     # a key that no table has is no fault, and neither are its ids
@@ -240,8 +235,7 @@ def test_features_of_several_batch_sizes_are_refused_by_name() -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_13_a_weight_that_is_no_number_stays_in_its_bag(device: str, bad: float) -> None:
-    where = torch_device(device)
+def test_13_a_weight_that_is_no_number_stays_in_its_bag(where: torch.device, bad: float) -> None:
     module = EmbeddingBagCollection(bag_configs(), True, where)
     weights = torch.ones(8, device=where)
     weights[0] = bad
@@ -255,9 +249,10 @@ def test_13_a_weight_that_is_no_number_stays_in_its_bag(device: str, bad: float)
 @EVERYWHERE
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("mode", [GradientCheckMode.RAISE, GradientCheckMode.SKIP])
-def test_13_a_weight_that_is_no_number_trains_nothing(device: str, bad: float, mode: GradientCheckMode) -> None:
+def test_13_a_weight_that_is_no_number_trains_nothing(
+    device: str, where: torch.device, bad: float, mode: GradientCheckMode
+) -> None:
     """It scales the gradient of its row, which went into the table unseen: only the output's gradient was checked."""
-    where = torch_device(device)
     policy = LookupPolicy(gradient_check=mode)
     module = FusedEmbeddingBagCollection(bag_configs(), torch.optim.Adagrad, {"lr": 1.0}, True, where, policy=policy)
     before = tables_of(module)
@@ -300,9 +295,10 @@ EMPTY = {
 @EVERYWHERE
 @EVERY_MODULE
 @pytest.mark.parametrize("bags", EMPTY.values(), ids=EMPTY.keys())
-def test_14_15_16_17_19_empty_is_an_ordinary_size(device: str, make: Any, bags: dict[str, list[list[int]]]) -> None:
+def test_14_15_16_17_19_empty_is_an_ordinary_size(
+    where: torch.device, make: Any, bags: dict[str, list[list[int]]]
+) -> None:
     """Bags of nothing are zeros, averaged or not; rows that nobody named do not move."""
-    where = torch_device(device)
     module = make(where)
     before = tables_of(module)
     out = module(kjt(bags, device=where))
@@ -329,8 +325,7 @@ def test_18_no_tables_and_no_features(samples: int) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("dim", [1, 3, 1023, 4096])
-def test_24_every_width(device: str, dim: int) -> None:
-    where = torch_device(device)
+def test_24_every_width(where: torch.device, dim: int) -> None:
     tables = [EmbeddingBagConfig(4, dim, "w", feature_names=["u"]), EmbeddingBagConfig(3, 8, "x", feature_names=["i"])]
     module = FusedEmbeddingBagCollection(tables, RowWiseAdagrad, {"lr": 1.0}, device=where)
     before = tables_of(module)
@@ -349,8 +344,7 @@ def test_24_every_width(device: str, dim: int) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("dim", [1, 4])
-def test_25_tables_of_one_row(device: str, dim: int) -> None:
-    where = torch_device(device)
+def test_25_tables_of_one_row(where: torch.device, dim: int) -> None:
     tables = [
         EmbeddingBagConfig(1, dim, "one", feature_names=["u"]),
         EmbeddingBagConfig(1, dim, "mean", feature_names=["i"], pooling=PoolingType.MEAN),
@@ -371,9 +365,10 @@ def test_25_tables_of_one_row(device: str, dim: int) -> None:
 @EVERYWHERE
 @pytest.mark.parametrize("make", [fused, fused_rows], ids=["fused bags", "fused rows"])
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_28_a_gradient_that_is_no_number_trains_nothing(device: str, make: Any, bad: float) -> None:
+def test_28_a_gradient_that_is_no_number_trains_nothing(
+    device: str, where: torch.device, make: Any, bad: float
+) -> None:
     """The step is left out, or raises with a table's name; rows and states stay as they were, and the next trains."""
-    where = torch_device(device)
     for mode, bounds in product((GradientCheckMode.SKIP, GradientCheckMode.RAISE), (FATAL, IGNORE)):
         module = make(where, bounds, mode)
         step(module, batch(where))
@@ -411,9 +406,8 @@ def rounded(where: torch.device, seed: int) -> dict[str, Tensor]:
 
 
 @EVERYWHERE
-def test_31_stochastic_rounding_follows_its_seed(device: str) -> None:
+def test_31_stochastic_rounding_follows_its_seed(where: torch.device) -> None:
     """The same seed gives the same bits, whatever torch's own generators are at; another seed gives others."""
-    where = torch_device(device)
     first, other = rounded(where, 7), rounded(where, 8)
     torch.rand(1000)
     again = rounded(where, 7)
@@ -424,9 +418,8 @@ def test_31_stochastic_rounding_follows_its_seed(device: str) -> None:
 
 @EVERYWHERE
 @EVERY_MODULE
-def test_32_the_same_run_twice_has_the_same_bits(device: str, make: Any) -> None:
+def test_32_the_same_run_twice_has_the_same_bits(where: torch.device, make: Any) -> None:
     """Outputs, gradients, tables and states; the rows of a batch are hit by up to 50 ids, in two levels of sums."""
-    where = torch_device(device)
     runs = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -448,9 +441,8 @@ def test_32_the_same_run_twice_has_the_same_bits(device: str, make: Any) -> None
 @EVERYWHERE
 @EVERY_MODULE
 @pytest.mark.parametrize("mode", [WARNING, IGNORE])
-def test_a_bad_id_counts_as_no_id(device: str, make: Any, mode: BoundsCheckMode) -> None:
+def test_a_bad_id_counts_as_no_id(device: str, where: torch.device, make: Any, mode: BoundsCheckMode) -> None:
     """It adds nothing, and nothing is trained in its place; a mean still divides by the number of ids given."""
-    where = torch_device(device)
     module, twin = make(where, mode), make(where)
     twin.load_state_dict(module.state_dict())
     features = batch(where, [5, 99, 1, 2, 2, 0, -7, 2])

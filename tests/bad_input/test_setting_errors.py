@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,53 +70,81 @@ def test_a_schedule_cannot_poison_the_tables(lr: float) -> None:
         fused.step()
 
 
-def test_apply_takes_a_class_and_parameters() -> None:
-    ebc = EmbeddingBagCollection(tables())
-    wrong: Any = "sgd"
-    with pytest.raises(TypeError, match="must be a class such as torch.optim.Adagrad, got 'sgd'"):
-        apply_optimizer_in_backward(wrong, ebc.parameters(), {})
-    pairs: Any = ebc.named_parameters()
-    with pytest.raises(TypeError, match="parameters are wanted, as module.parameters"):
-        apply_optimizer_in_backward(torch.optim.SGD, pairs, {})
-    apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {})
+def collection() -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables())
+
+
+def parallel(*given: Any, **named: Any) -> object:
+    return DistributedModelParallel(collection(), *given, **named)
+
+
+def one_plan() -> Any:
+    return construct_module_sharding_plan(collection(), {"t": table_wise(0)}, world_size=1)
+
+
+apply: Any = apply_optimizer_in_backward
+config: Any = EmbeddingBagConfig
+sequences: Any = EmbeddingCollection
+combined: Any = CombinedOptimizer
+wrapped: Any = KeyedOptimizerWrapper
+ENV, SGD = ShardingEnv.from_local(1, 0), torch.optim.SGD
+NO_PLAN = r"plan must be a ShardingPlan: ShardingPlan\(\{module path: its plan\}\)"
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "optimizer by name": (
+        lambda: apply("sgd", collection().parameters(), {}),
+        TypeError,
+        "must be a class such as torch.optim.Adagrad, got 'sgd'",
+    ),
+    "named parameters": (
+        lambda: apply(SGD, collection().named_parameters(), {}),
+        TypeError,
+        "parameters are wanted, as module.parameters",
+    ),
+    "optimizer without names": (
+        lambda: combined([SGD([torch.nn.Parameter(torch.zeros(1))])]),
+        TypeError,
+        "SGD has no named parameters: wrap it in KeyedOptimizerWrapper",
+    ),
+    "pairs": (
+        lambda: wrapped(list(torch.nn.Linear(1, 1).named_parameters()), SGD),
+        TypeError,
+        "a dict of named parameters is wanted",
+    ),
+    "feature names": (
+        lambda: config(10, 4, "t", feature_names="clicked"),
+        ValueError,
+        "table 't': feature_names must be a list of strings, got 'clicked'",
+    ),
+    "data type": (
+        lambda: config(10, 4, "t", "FP16"),
+        ValueError,
+        "data_type must be a DataType, DataType.FP16 say, got 'FP16'",
+    ),
+    "configs of bags": (lambda: sequences(tables()), TypeError, "EmbeddingConfig"),
+    "plan of a module": (lambda: parallel(ENV, plan=one_plan()), TypeError, NO_PLAN),
+    "plan in a dict": (lambda: parallel(ENV, plan={"": one_plan()}), TypeError, NO_PLAN),
+    "env": (lambda: parallel(torch.device("cpu")), TypeError, "env must be a ShardingEnv, got device"),
+    "sharders": (
+        lambda: parallel(ENV, sharders=[EmbeddingBagCollection]),
+        TypeError,
+        r"sharders must be ModuleSharders, EmbeddingBagCollectionSharder\(\) say, got",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_of_another_kind_are_refused_by_name(name: str) -> None:
+    call, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_second_optimizer_in_the_backward_is_refused() -> None:
+    ebc = collection()
+    apply(SGD, ebc.parameters(), {})
     with pytest.raises(ValueError, match=r"this parameter \[10, 4\] already has an optimizer in the backward, SGD"):
-        apply_optimizer_in_backward(torch.optim.Adam, ebc.parameters(), {})
+        apply(torch.optim.Adam, ebc.parameters(), {})
 
 
-def test_keyed_optimizers_say_what_they_want() -> None:
-    sgd: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    with pytest.raises(TypeError, match="SGD has no named parameters: wrap it in KeyedOptimizerWrapper"):
-        CombinedOptimizer([sgd])
-    pairs: Any = list(torch.nn.Linear(1, 1).named_parameters())
-    with pytest.raises(TypeError, match="a dict of named parameters is wanted"):
-        KeyedOptimizerWrapper(pairs, lambda params: torch.optim.SGD(params))
-
-
-def test_configs_say_what_they_want() -> None:
-    wrong: Any = "clicked"
-    with pytest.raises(ValueError, match="table 't': feature_names must be a list of strings, got 'clicked'"):
-        EmbeddingBagConfig(10, 4, "t", feature_names=wrong)
-    data_type: Any = "FP16"
-    with pytest.raises(ValueError, match="data_type must be a DataType, DataType.FP16 say, got 'FP16'"):
-        EmbeddingBagConfig(10, 4, "t", data_type)
-    sizes: Any = np.int64(10)
-    assert EmbeddingBagConfig(sizes, 4, "t").num_embeddings == 10
-    bags: Any = tables()
-    with pytest.raises(TypeError, match="EmbeddingConfig"):
-        EmbeddingCollection(bags)
-
-
-def test_a_plan_in_the_wrong_wrapper_is_named() -> None:
-    env = ShardingEnv.from_local(1, 0)
-    ebc = EmbeddingBagCollection(tables())
-    plan: Any = construct_module_sharding_plan(ebc, {"t": table_wise(0)}, world_size=1)
-    wrappers: list[Any] = [plan, {"": plan}]
-    for wrong in wrappers:
-        with pytest.raises(TypeError, match=r"plan must be a ShardingPlan: ShardingPlan\(\{module path: its plan\}\)"):
-            DistributedModelParallel(ebc, env, plan=wrong)
-    device: Any = torch.device("cpu")
-    with pytest.raises(TypeError, match="env must be a ShardingEnv, got device"):
-        DistributedModelParallel(ebc, device)
-    sharders: Any = [EmbeddingBagCollection]
-    with pytest.raises(TypeError, match=r"sharders must be ModuleSharders, EmbeddingBagCollectionSharder\(\) say, got"):
-        DistributedModelParallel(ebc, env, sharders=sharders)
+def test_a_size_may_be_a_number_of_numpy() -> None:
+    assert config(np.int64(10), 4, "t").num_embeddings == 10

@@ -34,7 +34,7 @@ from jagged_model import (
 )
 from torch import Tensor
 
-from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
 same = settings(max_examples=40, deadline=None)
 
@@ -186,44 +186,6 @@ def test_of_dense_samples(bags: Bags) -> None:
     width = rows.shape[1]
     made = JaggedTensor.from_dense_lengths(rows, torch.tensor(lengths, dtype=torch.int64))
     compare([made.values()], [[i * width + j for i, n in enumerate(lengths) for j in range(n)]], rows)
-
-
-@given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=3),
-    st.lists(st.integers(0, 3), min_size=1, max_size=2),
-    st.integers(0, 3),
-    st.data(),
-)
-@same
-def test_of_regroup(left: list[int], right: list[int], rows: int, data: st.DataObject) -> None:
-    """Keys in several groups get the sum, keys in none get nothing."""
-    widths = {"l": left, "r": right}
-    places: dict[str, tuple[str, int, int]] = {}
-    inputs, leaves = [], {}
-    for name, sizes in widths.items():
-        edges = starts(sizes)
-        places.update({f"{name}{i}": (name, edges[i], edges[i + 1]) for i in range(len(sizes))})
-        leaves[name] = torch.arange(float(rows * sum(sizes))).view(rows, sum(sizes)).requires_grad_()
-        inputs.append(KeyedTensor([f"{name}{i}" for i in range(len(sizes))], sizes, leaves[name]))
-    groups = data.draw(st.lists(st.lists(st.sampled_from(sorted(places)), max_size=4), min_size=1, max_size=3))
-    wanted = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    results = KeyedTensor.regroup(inputs, groups)
-    total = torch.zeros(())
-    for number, (group, result) in enumerate(zip(groups, results, strict=True)):
-        upstream = torch.arange(float(result.numel())).view(result.shape) + 10.0 * number + 1
-        total = total + (result * upstream).sum()
-        column = 0
-        for key in group:
-            name, begin, end = places[key]
-            wanted[name][:, begin:end] += upstream[:, column : column + end - begin]
-            column += end - begin
-    if not total.requires_grad:
-        assert not any(groups)
-        return
-    total.backward()
-    for name, leaf in leaves.items():
-        found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        assert torch.equal(found, wanted[name])
 
 
 OPERATIONS: dict[str, Callable[[KeyedJaggedTensor], Tensor]] = {

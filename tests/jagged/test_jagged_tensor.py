@@ -3,8 +3,6 @@
 Also what a KeyedJaggedTensor says of members and bags that contradict each other.
 """
 
-import pickle
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -93,19 +91,6 @@ def test_a_batch_of_nothing_pads_to_nothing() -> None:
     assert JaggedTensor(torch.zeros(0), lengths=tensor([0, 0])).to_padded_dense().shape == (2, 0)
 
 
-def test_gradients_flow_through_dense_and_padded_values() -> None:
-    values = torch.arange(6.0).view(3, 2).requires_grad_()
-    jt = JaggedTensor(values, lengths=tensor([2, 0, 1]))
-    jt.to_dense()[0].sum().backward()
-    assert values.grad is not None
-    assert values.grad.tolist() == [[1, 1], [1, 1], [0, 0]]
-    values.grad = None
-    # the second value is cut off
-    jt.to_padded_dense(1, 5.0).mul(tensor([[[2.0]], [[3.0]], [[4.0]]])).sum().backward()
-    assert values.grad is not None
-    assert values.grad.tolist() == [[2, 2], [0, 0], [4, 4]]
-
-
 def test_to_moves_every_tensor_and_accepts_a_string() -> None:
     jt = example(weights=tensor([0.5, 0.25, 1.0]), offsets=tensor([0, 2, 2, 3]))
     for device in ("meta", torch.device("meta")):
@@ -113,11 +98,6 @@ def test_to_moves_every_tensor_and_accepts_a_string() -> None:
         held = [moved.values(), moved.weights(), moved.lengths_or_none(), moved.offsets_or_none()]
         assert [t.device.type for t in held if t is not None] == ["meta"] * 4
     assert jt.to("cpu").values() is jt.values()
-
-
-def test_pickling_keeps_values_and_bags() -> None:
-    jt = pickle.loads(pickle.dumps(example(weights=tensor([0.5, 0.25, 1.0]))))
-    assert (bags_of(jt), jt.weights().tolist()) == ([[1, 2], [], [3]], [0.5, 0.25, 1.0])
 
 
 def test_size_in_bytes_counts_what_is_held() -> None:

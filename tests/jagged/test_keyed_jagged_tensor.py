@@ -1,14 +1,16 @@
-"""KeyedJaggedTensor: bags of ids per key. The model is lists of lists. Its text is in test_keyed_tensor.py."""
+"""KeyedJaggedTensor: bags of ids per key, by example, and what it refuses; any batch is in test_jagged_model.py."""
+
+from __future__ import annotations
 
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from jagged_model import Batch, Form, build, check, check_dict, from_bags, pick
 from torch import Tensor, tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -16,156 +18,35 @@ from torch.overrides import TorchFunctionMode
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
 INT = torch.int64
-KEYS = ["a", "b", "c", "d", "e"]
-# a key, and its bags
-Model = list[tuple[str, list[list[int]]]]
 
 
 def ints(numbers: list[int]) -> Tensor:
     return tensor(numbers, dtype=INT)
 
 
-def weights_for(values: list[int]) -> list[float]:
-    return [n / 4 for n in values]
+def batch(weighted: bool = False, **bags: list[list[int]]) -> Batch:
+    """The weight of an id is a quarter of it."""
+    return from_bags({key: [[(n, n / 4) for n in bag] for bag in some] for key, some in bags.items()}, weighted)
 
 
-def build(model: Model, weighted: bool = False, offsets: bool = False, ranks: bool = False) -> KeyedJaggedTensor:
-    """The KJT of a model; batch sizes of their own are declared where they differ, or where `ranks` asks for it."""
-    bags = [bag for _, key_bags in model for bag in key_bags]
-    values = [n for bag in bags for n in bag]
-    lengths = ints([len(bag) for bag in bags])
-    batches = [len(key_bags) for _, key_bags in model]
-    varied = ranks or len(set(batches)) > 1
-    return KeyedJaggedTensor(
-        [key for key, _ in model],
-        ints(values),
-        tensor(weights_for(values)) if weighted else None,
-        None if offsets else lengths,
-        torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) if offsets else None,
-        stride_per_key_per_rank=[[n] for n in batches] if varied else None,
-    )
+TWO = batch(a=[[1, 2], []], b=[[3], [4]])
+VARIED = batch(a=[[1, 2], []], b=[[3], [], [4]])
+EMPTY = batch(a=[[]] * 5, b=[[]] * 5)
 
 
-def check(kjt: KeyedJaggedTensor, model: Model, weighted: bool = False) -> None:
-    """Every accessor agrees with the model."""
-    bags = [bag for _, key_bags in model for bag in key_bags]
-    values = [n for bag in bags for n in bag]
-    counts = [sum(len(bag) for bag in key_bags) for _, key_bags in model]
-    batches = [len(key_bags) for _, key_bags in model]
-    assert kjt.keys() == [key for key, _ in model]
-    assert kjt.values().tolist() == values
-    assert kjt.values().dtype == INT
-    assert kjt.lengths().tolist() == [len(bag) for bag in bags]
-    assert kjt.offsets().tolist() == [sum(len(bag) for bag in bags[:i]) for i in range(len(bags) + 1)]
-    assert kjt.stride_per_key() == batches
-    assert kjt.lengths_offset_per_key() == [sum(batches[:i]) for i in range(len(batches) + 1)]
-    assert kjt.length_per_key() == counts
-    assert kjt.offset_per_key() == [sum(counts[:i]) for i in range(len(counts) + 1)]
-    assert (kjt.weights_or_none() is not None) == weighted
-    if weighted:
-        assert kjt.weights().tolist() == weights_for(values)
-    check_dict(kjt.to_dict(), model, weighted)
-    for key, key_bags in model:
-        check_dict({key: kjt[key]}, [(key, key_bags)], weighted)
-
-
-def check_dict(jts: dict[str, JaggedTensor], model: Model, weighted: bool) -> None:
-    assert list(jts) == list(dict(model))
-    for key, key_bags in dict(model).items():
-        jt = jts[key]
-        assert [bag.tolist() for bag in jt.to_dense()] == key_bags
-        assert jt.offsets().tolist() == [sum(len(bag) for bag in key_bags[:i]) for i in range(len(key_bags) + 1)]
-        assert (jt.weights_or_none() is not None) == weighted
-        if weighted:
-            assert jt.weights().tolist() == weights_for([n for bag in key_bags for n in bag])
-
-
-@st.composite
-def models(draw: st.DrawFn) -> Model:
-    """Up to five keys; batches from 0, of one size or of any; many bags empty."""
-    bag = st.lists(st.integers(0, 99), max_size=3)
-    batch = draw(st.none() | st.integers(0, 3))
-    low, high = (0, 3) if batch is None else (batch, batch)
-    count = draw(st.integers(0, len(KEYS)))
-    return [(key, draw(st.lists(bag, min_size=low, max_size=high))) for key in KEYS[:count]]
-
-
-same = settings(max_examples=80, deadline=None)
-flags = st.fixed_dictionaries({"weighted": st.booleans(), "offsets": st.booleans(), "ranks": st.booleans()})
-
-
-@given(models(), flags)
-@same
-def test_accessors_agree_with_lists(model: Model, flags: dict[str, bool]) -> None:
-    check(build(model, **flags), model, flags["weighted"])
-
-
-@given(models(), flags, st.data())
-@same
-def test_split_cuts_and_concat_joins_again(model: Model, flags: dict[str, bool], data: st.DataObject) -> None:
-    kjt = build(model, **flags)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(model)), max_size=3)))
-    edges = [0, *cuts, len(model)]
-    pieces = kjt.split([b - a for a, b in zip(edges, edges[1:], strict=False)])
-    assert len(pieces) == len(edges) - 1
-    for piece, a, b in zip(pieces, edges, edges[1:], strict=False):
-        check(piece, model[a:b], flags["weighted"])
-        assert piece.stride() == kjt.stride()
-        assert piece.variable_stride_per_key() == kjt.variable_stride_per_key()
-    joined = KeyedJaggedTensor.concat(pieces)
-    check(joined, model, flags["weighted"])
-    assert joined.stride() == kjt.stride()
-    assert joined.stride_per_key_per_rank() == kjt.stride_per_key_per_rank()
-
-
-@given(models(), flags, st.data())
-@same
-def test_permute_of_a_permute_is_the_composition(model: Model, flags: dict[str, bool], data: st.DataObject) -> None:
-    """Indices may repeat and leave out."""
-    kjt = build(model, **flags)
-    first = data.draw(st.lists(st.integers(0, len(model) - 1), max_size=5)) if model else []
-    second = data.draw(st.lists(st.integers(0, len(first) - 1), max_size=5)) if first else []
-    once = kjt.permute(first, tensor(first))
-    check(once, [model[i] for i in first], flags["weighted"])
-    twice = once.permute(second)
-    check(twice, [model[first[i]] for i in second], flags["weighted"])
-    assert twice.stride() == kjt.stride()
-
-
-@given(models(), flags)
-@same
-def test_from_jt_dict_inverts_to_dict(model: Model, flags: dict[str, bool]) -> None:
-    kjt = build(model, **flags)
-    back = KeyedJaggedTensor.from_jt_dict(kjt.to_dict())
-    check(back, model, flags["weighted"] and bool(model))
-    batches = {len(bags) for _, bags in model}
-    assert back.variable_stride_per_key() == (len(batches) > 1)
-    assert back.stride() == max(batches, default=0)
-
-
-@given(models(), flags)
-@same
-def test_pickling_keeps_everything(model: Model, flags: dict[str, bool]) -> None:
-    kjt = build(model, **flags)
-    check(pickle.loads(pickle.dumps(kjt)), model, flags["weighted"])
-    kjt.sync().to_dict()
-    synced = pickle.loads(pickle.dumps(kjt))
-    assert synced.length_per_key_or_none() == kjt.length_per_key()
-    check(synced, model, flags["weighted"])
-
-
-TWO: Model = [("a", [[1, 2], []]), ("b", [[3], [4]])]
-VARIED: Model = [("a", [[1, 2], []]), ("b", [[3], [], [4]])]
+def weighted(two: Batch) -> Batch:
+    return replace(two, weighted=True)
 
 
 def test_positional_order_is_torchrecs() -> None:
     """keys, values, weights, lengths, offsets, stride, stride_per_key_per_rank"""
-    kjt = KeyedJaggedTensor(["a"], ints([1, 2]), tensor([0.25, 0.5]), ints([1, 1]), ints([0, 1, 2]), 2, [[2]])
-    check(kjt, [("a", [[1], [2]])], weighted=True)
-    kjt = KeyedJaggedTensor.from_lengths_sync(["a"], ints([1, 2]), ints([1, 1]), tensor([0.25, 0.5]), 2, [[2]])
-    check(kjt, [("a", [[1], [2]])], weighted=True)
-    kjt = KeyedJaggedTensor.from_offsets_sync(["a"], ints([1, 2]), ints([0, 1, 2]), tensor([0.25, 0.5]), 2, [[2]])
-    check(kjt, [("a", [[1], [2]])], weighted=True)
+    ids, weights, lengths, offsets = ints([1, 2]), tensor([0.25, 0.5]), ints([1, 1]), ints([0, 1, 2])
+    for kjt in (
+        KeyedJaggedTensor(["a"], ids, weights, lengths, offsets, 2, [[2]]),
+        KeyedJaggedTensor.from_lengths_sync(["a"], ids, lengths, weights, 2, [[2]]),
+        KeyedJaggedTensor.from_offsets_sync(["a"], ids, offsets, weights, 2, [[2]]),
+    ):
+        check(kjt, replace(batch(True, a=[[1], [2]]), ranks=((2,),)))
 
 
 def test_keys_of_one_batch_size_share_it() -> None:
@@ -188,10 +69,7 @@ def test_batch_sizes_per_rank_follow_their_keys(ranks: Any) -> None:
     kjt = KeyedJaggedTensor(
         ["a", "b"], ints([1, 2, 3, 4]), lengths=ints([2, 0, 1, 0, 1]), stride_per_key_per_rank=ranks
     )
-    check(kjt, VARIED)
-    assert kjt.variable_stride_per_key()
-    assert kjt.stride() == 3
-    assert kjt.stride_per_key_per_rank() == [[1, 1], [2, 1]]
+    check(kjt, replace(VARIED, ranks=((1, 1), (2, 1))))
     assert [piece.stride_per_key_per_rank() for piece in kjt.split([1, 1])] == [[[1, 1]], [[2, 1]]]
     assert kjt.permute([1, 0, 1]).stride_per_key_per_rank() == [[2, 1], [1, 1], [2, 1]]
 
@@ -200,8 +78,8 @@ def test_no_keys_is_an_ordinary_size_and_keeps_its_stride() -> None:
     for kjt in (
         KeyedJaggedTensor([], tensor([]), lengths=tensor([]), stride=5),
         KeyedJaggedTensor([], tensor([]), offsets=tensor([]), stride=5),
-        build([(key, [[]] * 5) for key in "ab"]).permute([]),
-        build([(key, [[]] * 5) for key in "ab"]).split([0, 2])[0],
+        build(EMPTY).permute([]),
+        build(EMPTY).split([0, 2])[0],
     ):
         assert (kjt.keys(), kjt.stride(), kjt.stride_per_key(), kjt.length_per_key()) == ([], 5, [], [])
         assert (kjt.offset_per_key(), kjt.lengths_offset_per_key(), kjt.to_dict(), kjt.split([])) == ([0], [0], {}, [])
@@ -213,23 +91,12 @@ def test_no_keys_is_an_ordinary_size_and_keeps_its_stride() -> None:
 
 def test_empty_has_nothing_of_the_dtypes_asked_for() -> None:
     kjt = KeyedJaggedTensor.empty()
-    check(kjt, [])
+    check(kjt, batch())
     assert (kjt.stride(), kjt.lengths().dtype, kjt.weights_or_none()) == (0, torch.int32, None)
     kjt = KeyedJaggedTensor.empty(True, "cpu", torch.int32, torch.half, INT)
     assert (kjt.values().dtype, kjt.weights().dtype, kjt.lengths().dtype) == (torch.int32, torch.half, INT)
     assert KeyedJaggedTensor.empty(device="meta").device().type == "meta"
-    check(KeyedJaggedTensor.from_jt_dict({}), [])
-
-
-@pytest.mark.parametrize(
-    "model", [[("a", []), ("b", [])], [("a", [[], []]), ("b", [[], []])]], ids=["batch 0", "empty bags"]
-)
-def test_all_features_empty(model: Model) -> None:
-    for offsets in (False, True):
-        kjt = build(model, offsets=offsets)
-        check(kjt, model)
-        check(kjt.permute([1, 0]), model[::-1])
-        check(kjt.split([1, 1])[1], model[1:])
+    check(KeyedJaggedTensor.from_jt_dict({}), batch())
 
 
 def test_an_empty_float_feature_does_not_make_ids_float() -> None:
@@ -237,14 +104,8 @@ def test_an_empty_float_feature_does_not_make_ids_float() -> None:
     kjt = KeyedJaggedTensor.from_jt_dict(
         {"a": JaggedTensor(ints([1, 2]), lengths=ints([1, 1])), "b": JaggedTensor(tensor([]), lengths=ints([0, 0]))}
     )
-    check(kjt, [("a", [[1], [2]]), ("b", [[], []])])
-    check(KeyedJaggedTensor.concat([KeyedJaggedTensor([], tensor([]), lengths=tensor([])), build(TWO)]), TWO)
-
-
-def test_concat_joins_a_fixed_batch_and_batches_of_their_own() -> None:
-    kjt = KeyedJaggedTensor.concat([build(VARIED, weighted=True), build([("c", [[5]])], weighted=True)])
-    check(kjt, [*VARIED, ("c", [[5]])], weighted=True)
-    assert kjt.stride_per_key_per_rank() == [[2], [3], [1]]
+    check(kjt, batch(a=[[1], [2]], b=[[], []]), Form())
+    check(KeyedJaggedTensor.concat([KeyedJaggedTensor([], tensor([]), lengths=tensor([])), build(TWO)]), TWO, Form())
 
 
 def test_offsets_of_int32_lengths_widen_past_their_range() -> None:
@@ -269,29 +130,18 @@ def test_pieces_are_views_and_permute_copies() -> None:
 
 def test_to_dict_is_made_once_and_honours_compute_offsets() -> None:
     """TorchRec returns its cached dict, without offsets if the first caller wanted none."""
-    for model in (TWO, VARIED):
-        kjt = build(model)
+    for some in (TWO, VARIED):
+        kjt = build(some)
         jts = kjt.to_dict(compute_offsets=False)
         assert all(jt.offsets_or_none() is None for jt in jts.values())
         assert kjt.to_dict() is jts
-        assert (jts["b"].offsets_or_none() is not None) == (model is TWO)
-        check_dict(jts, model, weighted=False)
-
-
-def test_gradients_flow_through_weights_of_every_piece() -> None:
-    weights = tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-    kjt = KeyedJaggedTensor(["a", "b"], ints([1, 2, 3, 4]), weights, ints([2, 0, 1, 1]))
-    pieces = [*kjt.split([1, 1]), kjt.permute([1, 0, 1]), kjt["b"], *kjt.to_dict().values()]
-    scaled = [(i + 1) * piece.weights().sum() for i, piece in enumerate(pieces)]
-    torch.stack(scaled).sum().backward()
-    # split 1 | 2, permute 3 (b twice), getitem 4, to_dict 5 | 6
-    assert weights.grad is not None
-    assert weights.grad.tolist() == [1 + 3 + 5] * 2 + [2 + 3 * 2 + 4 + 6] * 2
+        assert (jts["b"].offsets_or_none() is not None) == (some is TWO)
+        check_dict(jts, some)
 
 
 def test_to_moves_every_tensor_and_leaves_cached_views_behind() -> None:
     """TorchRec hands the dict of to_dict on, so that its tensors stay on the old device."""
-    kjt = build(TWO, weighted=True).sync()
+    kjt = build(weighted(TWO)).sync()
     kjt.offsets()
     kjt.to_dict()
     for device in ("meta", torch.device("meta")):
@@ -302,11 +152,10 @@ def test_to_moves_every_tensor_and_leaves_cached_views_behind() -> None:
         assert moved.length_per_key_or_none() == [2, 2]
 
 
-def test_dtype_of_to_casts_the_weights_only() -> None:
-    moved = build(TWO, weighted=True).to("cpu", dtype=torch.float16)
-    assert (moved.weights().dtype, moved.values().dtype, moved.lengths().dtype) == (torch.float16, INT, INT)
-    assert moved.weights().tolist() == weights_for([1, 2, 3, 4])
-    assert build(TWO).to("cpu", dtype=torch.float16).weights_or_none() is None
+def test_a_pickle_of_a_synced_batch_is_synced() -> None:
+    kjt = build(TWO).sync()
+    kjt.to_dict()
+    assert pickle.loads(pickle.dumps(kjt)).length_per_key_or_none() == [2, 2]
 
 
 def test_sync_knows_the_lengths_and_unsync_forgets_them() -> None:
@@ -334,10 +183,10 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model", [TWO, VARIED], ids=["one batch size", "own batch sizes"])
-@pytest.mark.parametrize("offsets", [False, True], ids=["lengths", "offsets"])
-def test_one_host_read_serves_a_kjt_and_all_its_pieces(model: Model, offsets: bool) -> None:
-    kjt = build(model, weighted=True, offsets=offsets)
+@pytest.mark.parametrize("some", [TWO, VARIED], ids=["one batch size", "own batch sizes"])
+@pytest.mark.parametrize("given", ["lengths", "offsets"])
+def test_one_host_read_serves_a_kjt_and_all_its_pieces(some: Batch, given: str) -> None:
+    kjt = build(weighted(some), Form(given=given))
     with HostReads() as reads:
         kjt.to_dict()
         for piece in (*kjt.split([1, 1]), kjt.permute([1, 0]), kjt.permute([1]).permute([0]), kjt.to("cpu")):
@@ -366,9 +215,9 @@ def test_construction_reads_nothing(ranks: list[list[int]] | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", [TWO, VARIED], ids=["one batch size", "own batch sizes"])
-def test_pieces_on_a_gpu_wait_once_and_agree_with_lists(model: Model) -> None:
-    kjt = build(model, weighted=True).to("cuda").sync()
+@pytest.mark.parametrize("some", [TWO, VARIED], ids=["one batch size", "own batch sizes"])
+def test_pieces_on_a_gpu_wait_once_and_agree_with_lists(some: Batch) -> None:
+    kjt = build(weighted(some)).to("cuda").sync()
     torch.cuda.set_sync_debug_mode("error")
     try:
         fresh = KeyedJaggedTensor(
@@ -386,8 +235,120 @@ def test_pieces_on_a_gpu_wait_once_and_agree_with_lists(model: Model) -> None:
         padded = kjt["b"].to_padded_dense(2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    check(fresh, model, weighted=True)
-    check(permuted, model[::-1], weighted=True)
-    check(pieces[1], model[1:], weighted=True)
-    assert padded.tolist() == [(bag + [0, 0])[:2] for bag in model[1][1]]
-    assert build(model).pin_memory().values().is_pinned()
+    for kjt, order in ((fresh, [0, 1]), (permuted, [1, 0]), (pieces[1], [1])):
+        check(kjt, pick(weighted(some), order))
+    assert padded.tolist() == [([i for i, _ in bag] + [0, 0])[:2] for bag in some.features[1][1]]
+    assert build(some).pin_memory().values().is_pinned()
+
+
+def make(keys: Any = ("a", "b"), values: Any = None, **given: Any) -> KeyedJaggedTensor:
+    """Four values in four bags of one, unless said otherwise."""
+    if not {"lengths", "offsets"} & set(given):
+        given["lengths"] = ints([1, 1, 1, 1])
+    return KeyedJaggedTensor(keys, ints([1, 2, 3, 4]) if values is None else values, **given)
+
+
+def from_jts(**jts: JaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_jt_dict(jts)
+
+
+def jt(values: Tensor, **given: Tensor) -> JaggedTensor:
+    return JaggedTensor(values, lengths=torch.ones(len(values), dtype=INT, device=values.device), **given)
+
+
+FOUR, META = ints([1, 2, 3, 4]), torch.device("meta")
+BOTH = r"\['a', 'b'\]"
+concat = KeyedJaggedTensor.concat
+
+
+def of_lengths(*lengths: int, **given: Any) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_lengths_sync(["a", "b"], FOUR, ints(list(lengths)), **given)
+
+
+def of_offsets(*offsets: int) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_offsets_sync(["a", "b"], FOUR, ints(list(offsets)))
+
+
+def in_full(**given: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["a", "b"], FOUR, validate="full", **given)
+
+
+def ranks(rows: Any, **given: Any) -> KeyedJaggedTensor:
+    return make(stride_per_key_per_rank=rows, **given)
+
+
+# message: attempt
+VALUE_ERRORS: dict[str, Callable[[], object]] = {
+    r"keys must be unique, repeated: \['a'\]": lambda: make(["a", "b", "a"]),
+    "'k9', ... 12 keys": lambda: make([f"k{i}" for i in range(12)]),
+    rf"values of {BOTH} must be 1-D, got shape \[4, 2\]": lambda: make(values=torch.zeros(4, 2)),
+    rf"weights of {BOTH} must be 1-D, got shape \[4, 2\]": lambda: make(weights=torch.zeros(4, 2)),
+    r"lengths must be 1-D or \[2 keys, batch\]": lambda: make(lengths=ints([1, 1, 1, 1]).view(2, 2, 1)),
+    r"offsets must be 1-D, got": lambda: make(offsets=ints([0, 1, 2, 4]).view(2, 2)),
+    "lengths or offsets must be given, got neither": lambda: make(lengths=None),
+    "2 lengths need 3 offsets, got 2": lambda: make(lengths=ints([2, 2]), offsets=ints([0, 4])),
+    r"weights must be as many as values: got shape \[3\] for 4 values": lambda: make(weights=torch.zeros(3)),
+    "lengths are on meta, values on cpu": lambda: make(lengths=torch.ones(4, dtype=INT, device=META)),
+    "weights are on meta, values on cpu": lambda: make(weights=torch.ones(4, device=META)),
+    f"3 bags is not a multiple of 2 keys {BOTH}": lambda: make(lengths=ints([1, 1, 2])),
+    "no keys own no bags, got 4": lambda: make([]),
+    "4 values but no bags": lambda: make(lengths=ints([])),
+    f"stride 3 and 2 keys {BOTH}: expected 6 bags, got 4": lambda: make(stride=3),
+    f"stride 2 and 2 keys {BOTH}: expected 4 bags, got 2": lambda: make(offsets=ints([0, 2, 4]), stride=2),
+    "stride must be an integer >= 0, got -1": lambda: make(stride=-1),
+    f"1 rows for 2 keys {BOTH}": lambda: ranks([[4]]),
+    "2 ranks for key 'b', 1 for 'a'": lambda: ranks([[2], [1, 1]]),
+    r"expected 5 bags \('a': 2, 'b': 3\), got 4": lambda: ranks([[2], [3]]),
+    r"key 'b' must be integers >= 0, got \[-1\]": lambda: ranks([[5], [-1]]),
+    r"must be \[keys, ranks\], got shape \[2\]": lambda: ranks(ints([2, 2])),
+    "stride_per_key_per_rank must be on the cpu": lambda: ranks(torch.ones(2, 1, device=META)),
+    "stride 2 is below 3, the batch size of 'b'": lambda: ranks([[1], [3]], stride=2),
+    "2 entries for 1 indices": lambda: make().permute([0], ints([0, 1])),
+    rf"2 keys {BOTH}, got \[1\] which sum to 1": lambda: make().split([1]),
+    r"got \[2, 1\] which sum to 3": lambda: make().split([2, 1]),
+    r"must be >= 0 .* got \[3, -1\]": lambda: make().split([3, -1]),
+    "this KeyedJaggedTensor has no weights": lambda: make().weights(),
+    r"\['b'\] have, \['a', 'c'\] have not": lambda: from_jts(a=jt(FOUR), b=jt(FOUR, weights=FOUR), c=jt(FOUR)),
+    "values of 'b' must be 1-D": lambda: from_jts(a=jt(FOUR), b=jt(torch.zeros(2, 3))),
+    "values must be on one device, got 'a' on cpu, 'b' on meta": lambda: from_jts(a=jt(FOUR), b=jt(FOUR.to("meta"))),
+    "'a' is torch.int64 and 'b' is torch.float32": lambda: from_jts(a=jt(FOUR), b=jt(FOUR.float())),
+    "concat needs at least one KeyedJaggedTensor": lambda: concat([]),
+    f"keys must be unique, repeated: {BOTH}": lambda: concat([make(), make()]),
+    rf"different batch sizes: 2 for {BOTH}, 4 for \['c'\]": lambda: concat([make(), make(["c"])]),
+    "2 for 'a', 2 for 'b', 1 for 'c'": lambda: concat([ranks([[1, 1], [1, 1]]), make(["c"])]),
+    rf"\['c', 'd'\] have, {BOTH} have not": lambda: concat([make(), make(["c", "d"], weights=torch.ones(4))]),
+    "lengths sum to 12, values has 4: key 'b', sample 0 ends at 11": lambda: of_lengths(1, 1, 9, 1),
+    "lengths sum to 3, values has 4: 1 left after key 'b'": lambda: of_lengths(1, 1, 1, 0),
+    r"key 'b', sample 0: length -1 \(offsets go from 3 to 2\)": lambda: in_full(lengths=ints([1, 2, -1, 2])),
+    "lengths sum to 4, values has 4: key 'a', sample 1 ends at 5": lambda: of_lengths(4, 1, -2, 1),
+    r"offsets must start at 0, got 1 \(key 'a'\)": lambda: of_offsets(1, 1, 2, 3, 4),
+    r"key 'a', sample 1: length -1 \(offsets go from 3 to 2\)": lambda: in_full(offsets=ints([0, 3, 2, 2, 4])),
+    "lengths sum to 6, values has 4: key 'b', sample 1 ends at 6": lambda: of_offsets(0, 1, 2, 3, 6),
+    "key 'b', sample 1 ends at 11": lambda: of_lengths(1, 1, 9, stride_per_key_per_rank=[[1], [2]]),
+    "lengths sum to 12, values has 4": lambda: make(lengths=ints([1, 1, 9, 1])).split([1, 1]),
+}
+TYPE_ERRORS: dict[str, Callable[[], object]] = {
+    "keys must be a list of strings, got str": lambda: make("ab"),
+    r"keys must be strings, got 7 \(int\)": lambda: make(["a", 7]),
+    "values must be a torch.Tensor, got list": lambda: make(values=[1]),
+    "lengths must be integers .* got torch.float32": lambda: make(lengths=torch.ones(4)),
+    "offsets must be integers .* got torch.float32": lambda: make(offsets=torch.ones(5)),
+}
+LOOKUP_ERRORS: dict[str, Callable[[], object]] = {
+    f"unknown key 'z', keys are {BOTH}": lambda: make()["z"],
+    f"index 2 is out of range for 2 keys {BOTH}": lambda: make().permute([2]),
+    "index -1 is out of range": lambda: make().permute([0, -1]),
+}
+REFUSALS = [
+    pytest.param(error, message, attempt, id=message)
+    for error, cases in ((ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS), (LookupError, LOOKUP_ERRORS))
+    for message, attempt in cases.items()
+]
+
+
+@pytest.mark.parametrize(("error", "message", "attempt"), REFUSALS)
+def test_bad_input_is_refused_with_its_keys_and_numbers(
+    error: type[Exception], message: str, attempt: Callable[[], object]
+) -> None:
+    with pytest.raises(error, match=message):
+        attempt()

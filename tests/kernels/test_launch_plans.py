@@ -1,10 +1,12 @@
 """What the host does for a launch does not grow with the number of features, and is what it was.
 
-Work is counted as bytecodes of kernels/ on a device that is not there: no launch, no clock.
+Work is counted as bytecodes of kernels/ on a device that is not there: no launch, no clock. Triton is imported, and
+kernels are made, when one is first used.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -256,3 +258,27 @@ def test_a_step_of_adam_launches_five_kernels_less() -> None:
             out.backward(grad)
     of_torch = {name: n for name, n in seen.kernels.items() if name.startswith("torch") and name != "torch sort"}
     assert of_torch == {"torch _to_copy": 1, "torch sub": 2, "torch pow": 1, "torch cat": 2}
+
+
+PROGRAM = """
+import sys
+from shardwise import EmbeddingBagCollection
+from shardwise.kernels import _op, rule_named
+from shardwise.kernels.jagged import segments
+from shardwise.kernels.lookup import pooled, sequence
+assert "triton" not in sys.modules, "imported"
+early = segments._gather_kernel
+assert early.arg_names[0] == sequence._gather_kernel.arg_names[0]
+made = [type(kernel).__name__ for kernel in (pooled._pooled_lookup_kernel, sequence._gather_kernel)]
+assert made == ["JITFunction"] * 2, made
+assert segments._gather_kernel is sequence._gather_kernel is early.made
+assert pooled.tl is sys.modules["triton.language"]
+assert type(rule_named("adam").in_triton).__name__ == "JITFunction"
+"""
+
+
+@needs_triton
+def test_triton_is_imported_when_a_kernel_is_first_used() -> None:
+    """Importing a collection took half its time for triton, of which a CPU uses nothing."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

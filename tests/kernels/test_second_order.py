@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_inputs import CASES, DEVICES, Case, Inputs, assert_close, inputs, torch_device
+from kernel_inputs import CASES, DEVICES, Case, Inputs, assert_close, inputs
 from ranks import run_ranks
 from torch import Tensor
 
@@ -336,10 +336,9 @@ def derivatives(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [*JAGGED, *LOOKUPS])
-def test_second_derivatives_are_those_of_plain_torch(device: str, name: str) -> None:
+def test_second_derivatives_are_those_of_plain_torch(where: torch.device, name: str) -> None:
     """`grad(lookup.pow(2).sum(), weight, create_graph=True)` had no graph: what was made of it gave a gradient of 0,
     as did products and softmaxes of jagged rows, and per-id weights."""
-    where = torch_device(device)
     for entry in jagged_entries().get(name) or lookup_entries(where)[name]:
         got = derivatives(entry.run, entry.shapes, torch.float32, where)
         expected = derivatives(entry.plain or entry.run, entry.shapes, torch.float64, torch.device("cpu"))

@@ -13,12 +13,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from kernel_inputs import DEVICES, torch_device
+from kernel_inputs import torch_device
 from torch import Tensor
 
 from shardwise.kernels.cpu import buckets as cpu_buckets
 
-PATHS = [*DEVICES, "numba"]
 CPU_PATHS = ["cpu", "numba"]
 OPS = torch.ops.shardwise
 
@@ -146,7 +145,10 @@ def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     lengths, ids, sizes, buckets = batch.tensors(device)
     weights = torch.rand(len(ids), device=device).requires_grad_()
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    logit, bins = torch.randn(7, device=device), torch.rand(24, dtype=torch.float64, device=device)
+    value, per_logit = torch.tensor([0, 1, 9], device=device), torch.tensor([0, 1, 0, 0, 1, 1, 0], device=device)
+    numbers = (0.5, 0.0, 0.125, 0, 0.9)
+    return {
         "block_bucketize": (
             OPS.block_bucketize.default,
             (lengths, ids, sizes, buckets, weights, None, sizes * 0 + 6, None, False, sizes, True, True),
@@ -158,16 +160,12 @@ def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "unique_ids": (OPS.unique_ids.default, (ids, True)),
         "unique_ids uncounted": (OPS.unique_ids.default, (ids, False)),
         "jagged_unique": (OPS.jagged_unique.default, (ids, offsets, [20, 30], [0, 1])),
+        "histogram_binning": (
+            OPS.histogram_binning.default,
+            (logit, value, per_logit, 2, bins, bins, None, 8, *numbers),
+        ),
+        "histogram_binning plain": (
+            OPS.histogram_binning.default,
+            (logit, None, None, 0, bins[:8], bins[:8], None, 8, *numbers),
+        ),
     }
-    logit, bins = torch.randn(7, device=device), torch.rand(24, dtype=torch.float64, device=device)
-    value, per_logit = torch.tensor([0, 1, 9], device=device), torch.tensor([0, 1, 0, 0, 1, 1, 0], device=device)
-    numbers = (0.5, 0.0, 0.125, 0, 0.9)
-    calls["histogram_binning"] = (
-        OPS.histogram_binning.default,
-        (logit, value, per_logit, 2, bins, bins, None, 8, *numbers),
-    )
-    calls["histogram_binning plain"] = (
-        OPS.histogram_binning.default,
-        (logit, None, None, 0, bins[:8], bins[:8], None, 8, *numbers),
-    )
-    return calls

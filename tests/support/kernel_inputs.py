@@ -18,7 +18,7 @@ from shardwise.kernels import RULES as DEFINED
 from shardwise.kernels import Feature, Segment, flatten_segments, new_guard, pack_features
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 
-# jagged values as lists of lists
+Tensors = Tensor | Iterable[Tensor]
 
 DEVICES = [
     "cpu",
@@ -315,8 +315,12 @@ def upstream(batch: Inputs, seed: int = 1) -> Tensor:
     return torch.randn(batch.case.batch, sum(batch.dims), generator=generator).to(batch.weights.device)
 
 
-def assert_close(got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    """max|got - expected| <= tolerance * max|expected|, by the table above if no tolerance is given."""
+def assert_close(got: Tensors, expected: Tensors, tolerance: float | None = None) -> None:
+    """max|got - expected| <= tolerance * max|expected|, of each if several; by the table above unless one is given."""
+    if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
+        for one, other in zip(got, expected, strict=True):
+            assert_close(one, other, tolerance)
+        return
     assert got.shape == expected.shape
     tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance
     got, expected = got.detach().cpu().double(), expected.detach().cpu().double()
@@ -326,7 +330,25 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float | None = None) 
         assert worst <= tolerance * largest, f"differs by {worst:.3g}, allowed {tolerance:.3g} of {largest:.3g}"
 
 
-def assert_same_bits(got: Tensor, expected: Tensor) -> None:
-    """Equal in every bit."""
+def assert_same_bits(got: Tensors, expected: Tensors) -> None:
+    """Equal in every bit; as many and each, where there are several."""
+    if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
+        for one, other in zip(got, expected, strict=True):
+            assert_same_bits(one, other)
+        return
     assert got.dtype == expected.dtype
     assert torch.equal(got.detach().cpu(), expected.detach().cpu())
+
+
+def assert_compiled_equals_eager(
+    run: Callable[..., Tensor], batches: Iterable[tuple[Any, ...]], tolerance: float | None = None
+) -> None:
+    """One graph, made for the first batch, gives the number of every batch and its gradients by all that want one."""
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for given in batches:
+        leaves = [part for part in given if isinstance(part, Tensor) and part.requires_grad]
+        got, expected = compiled(*given), run(*given)
+        assert_close(got, expected, tolerance)
+        if leaves:
+            assert_close(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), tolerance)

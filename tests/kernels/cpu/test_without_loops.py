@@ -45,19 +45,28 @@ def run(step: str = _STEP, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize(
-    ("variables", "numba"),
-    [({"SHARDWISE_NUMBA": "0"}, False), ({"NUMBA_DISABLE_JIT": "1"}, True)],
-    ids=["ours", "numba's own"],
+    ("variables", "numba", "before"),
+    [
+        ({"SHARDWISE_NUMBA": "0"}, False, ""),
+        ({"NUMBA_DISABLE_JIT": "1"}, True, ""),
+        ({}, True, "import sys\nsys.modules['numba'] = None\n"),
+    ],
+    ids=["ours", "numba's own", "not installed"],
 )
-def test_a_step_runs_on_torch_where_compiled_loops_are_off(variables: dict[str, str], numba: bool) -> None:
+def test_a_step_runs_on_torch_where_compiled_loops_are_off(variables: dict[str, str], numba: bool, before: str) -> None:
     """NUMBA_DISABLE_JIT=1 broke every lookup: the loops were Python, which cannot read an address.
 
     There was no other way to turn them off but to uninstall numba.
     """
     pytest.importorskip("numba")
-    done = run(**variables)
+    done = run(before + _STEP, **variables)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["numba_loops", str(numba)]
+
+
+def test_nothing_is_imported_of_numba_before_the_first_update() -> None:
+    done = run("import sys, shardwise.kernels; assert 'numba' not in sys.modules")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("value", "on"), [(None, True), ("", True), ("1", True), ("0", False)])

@@ -28,6 +28,7 @@ from shardwise.kernels import (
 )
 from shardwise.kernels.cpu import products as cpu_rows
 
+LOOPS = cpu_rows, "_loops"
 EVERY_OP = pytest.mark.parametrize("op", OPS)
 EVERYWHERE = pytest.mark.parametrize("device", UPDATES)
 BY_NAME = {case.name: case for case in CASES}
@@ -39,14 +40,6 @@ PAIRS = [
     for case in CASES
     if device.values[0] != "interpreted" or case.name in INTERPRETED
 ]
-
-
-@pytest.fixture(autouse=True)
-def _loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of the device "cpu" run on torch alone."""
-    callspec = getattr(request.node, "callspec", None)
-    if callspec and callspec.params.get("device") == "cpu":
-        monkeypatch.setattr(cpu_rows, "_loops", lambda: None)
 
 
 def results(call: Callable[..., Tensor], arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -115,31 +108,25 @@ def test_gradients_are_those_of_small_differences(op: str, name: str) -> None:
 
 def op_calls(device: torch.device, case: Bags) -> dict[str, tuple[Any, ...]]:
     """Every registered op of these files and its arguments."""
-    calls: dict[str, tuple[Any, ...]] = {}
     given = {op: wanted(OPS[op].inputs(case, device))[0] for op in OPS}
     values, offsets, dense, most = given["dense_bmm"]
-    calls["jagged_dense_bmm"] = (values, offsets, dense, most, False)
-    calls["jagged_dense_bmm transposed"] = (
-        values,
-        offsets,
-        dense.detach().mT.contiguous().requires_grad_(),
-        most,
-        True,
-    )
-    calls["jagged_jagged_bmm"] = given["jagged_bmm"]
-    calls["jagged_softmax"] = given["softmax"]
-    soft = values.detach()
-    calls["jagged_softmax_gradient"] = (soft, soft, offsets, most)
     vectors, rows, _ = given["vector_product"]
-    calls["jagged_vector_product"] = given["vector_product"]
-    grad = vectors.new_ones(vectors.shape[0], case.left)
-    calls["jagged_vector_product_by_rows"] = (grad, vectors.detach(), offsets, case.rows)
-    calls["jagged_vector_product_by_vectors"] = (grad, rows.detach(), offsets, case.vector)
-    calls["batched_unary_embeddings"] = given["unary"]
     weight, *index = given["unary"]
+    soft, grad = values.detach(), vectors.new_ones(vectors.shape[0], case.left)
     upstream = weight.new_ones(case.tasks, len(case.lengths) // case.tables, case.tables)
-    calls["batched_unary_embeddings_gradient"] = (upstream, *index, weight.shape[1])
-    return calls
+    turned = dense.detach().mT.contiguous().requires_grad_()
+    return {
+        "jagged_dense_bmm": (values, offsets, dense, most, False),
+        "jagged_dense_bmm transposed": (values, offsets, turned, most, True),
+        "jagged_jagged_bmm": given["jagged_bmm"],
+        "jagged_softmax": given["softmax"],
+        "jagged_softmax_gradient": (soft, soft, offsets, most),
+        "jagged_vector_product": given["vector_product"],
+        "jagged_vector_product_by_rows": (grad, vectors.detach(), offsets, case.rows),
+        "jagged_vector_product_by_vectors": (grad, rows.detach(), offsets, case.vector),
+        "batched_unary_embeddings": given["unary"],
+        "batched_unary_embeddings_gradient": (upstream, *index, weight.shape[1]),
+    }
 
 
 @pytest.mark.parametrize("name", op_calls(torch.device("cpu"), BY_NAME["usual"]))
@@ -164,8 +151,7 @@ def test_one_graph_serves_batches_of_any_size(device: str, op: str) -> None:
         expected = results(step, arguments)
         with torch._dynamo.config.patch(error_on_recompile=True):
             found = results(compiled, arguments)
-        for got, want in zip(found, expected, strict=True):
-            assert_same_bits(got, want)
+        assert_same_bits(found, expected)
 
 
 @EVERY_OP
@@ -179,8 +165,7 @@ def test_the_same_bits_twice_and_from_strided_tensors(device: str, op: str) -> N
     assert any(isinstance(a, Tensor) and not a.is_contiguous() for a in strided)
     once = results(OPS[op].call, arguments)
     for again in (results(OPS[op].call, arguments), results(OPS[op].call, strided)):
-        for got, want in zip(again, once, strict=True):
-            assert_same_bits(got, want)
+        assert_same_bits(again, once)
 
 
 @cache
@@ -231,14 +216,12 @@ def test_rows_that_take_no_part_may_hold_anything(device: str) -> None:
             a.index_fill(0, spoilt.to(a.device), math.nan) if isinstance(a, Tensor) and a.shape[:1] == (11,) else a
             for a in arguments
         )
-        for got, want in zip(results(OPS[op].call, dirty), results(OPS[op].call, clean), strict=True):
-            assert_same_bits(got, want)
+        assert_same_bits(results(OPS[op].call, dirty), results(OPS[op].call, clean))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_hit_many_times_gets_the_exact_sum(device: str) -> None:
+def test_a_row_hit_many_times_gets_the_exact_sum(device: str, where: torch.device) -> None:
     n = 5000 if device != "interpreted" else 1500
-    where = torch_device(device)
     weight = torch.zeros(1, 3, 1, device=where, requires_grad=True)
     ids = torch.ones(n, dtype=torch.int64, device=where)
     out = batched_unary_embeddings(weight, torch.tensor([0, 3], device=where), torch.arange(n + 1, device=where), ids)

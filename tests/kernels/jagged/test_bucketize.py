@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from bucket_inputs import CASES, CPU_PATHS, PATHS, Bags, lists, running_on
+from bucket_inputs import CASES, CPU_PATHS, Bags, lists, running_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DEVICES, assert_same_bits
+from kernel_inputs import DEVICES, UPDATES, assert_compiled_equals_eager, assert_same_bits
 from torch import Tensor
 
 from shardwise.kernels import block_bucketize
 from shardwise.kernels.cpu import buckets as cpu_buckets
 from shardwise.kernels.jagged.bucketize import block_bucketize_ref
 
+LOOPS = cpu_buckets, "loops"
+CPU = torch.device("cpu")
 INTEGERS = [torch.int32, torch.int64]
 
 
@@ -33,19 +35,18 @@ def assert_divided(batch: Bags, result: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("path", PATHS)
-def test_ids_go_where_lists_say(path: str, case: str) -> None:
+@pytest.mark.parametrize("device", UPDATES)
+def test_ids_go_where_lists_say(where: torch.device, case: str) -> None:
     batch = CASES[case]
-    with running_on(path) as device:
-        assert_divided(batch, block_bucketize(*batch.tensors(device), **batch.options(device)))
+    assert_divided(batch, block_bucketize(*batch.tensors(where), **batch.options(where)))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_says_the_same(case: str) -> None:
     batch = CASES[case]
-    device, options = torch.device("cpu"), batch.options(torch.device("cpu"))
+    options = batch.options(CPU)
     options["keep_orig_idx"] = torch.tensor(batch.keep) if batch.block_sizes else False
-    assert_divided(batch, block_bucketize_ref(*batch.tensors(device), **options))
+    assert_divided(batch, block_bucketize_ref(*batch.tensors(CPU), **options))
 
 
 @st.composite
@@ -74,15 +75,11 @@ def batches(draw: Any) -> Bags:
     )
 
 
-@pytest.mark.parametrize("path", CPU_PATHS)
-def test_any_batch_is_divided_as_lists_are(path: str) -> None:
-    @settings(max_examples=50, deadline=None, derandomize=True)
-    @given(batches())
-    def divided(batch: Bags) -> None:
-        assert_divided(batch, block_bucketize(*batch.tensors(device), **batch.options(device)))
-
-    with running_on(path) as device:
-        divided()
+@pytest.mark.parametrize("device", CPU_PATHS)
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(batch=batches())
+def test_any_batch_is_divided_as_lists_are(device: str, batch: Bags) -> None:
+    assert_divided(batch, block_bucketize(*batch.tensors(CPU), **batch.options(CPU)))
 
 
 def test_threads_divide_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,65 +103,60 @@ def test_threads_divide_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
             block_bucketize(*args, **options)
 
 
-@pytest.mark.parametrize("path", DEVICES[1:])
-def test_without_a_look_at_values_bad_ids_stay_and_ids_of_no_bag_come_last(path: str) -> None:
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_without_a_look_at_values_bad_ids_stay_and_ids_of_no_bag_come_last(where: torch.device) -> None:
     """A negative id goes to bucket 0 as it is, for the lookup's check to name it."""
-    with running_on(path) as device:
-        ids = torch.tensor([5, -7, 2, 1, 88, 99], device=device)
-        sizes = torch.tensor([2], device=device)
-        result = block_bucketize(torch.tensor([3, 1], device=device), ids, sizes, 3, sequence=True)
+    ids = torch.tensor([5, -7, 2, 1, 88, 99], device=where)
+    sizes = torch.tensor([2], device=where)
+    result = block_bucketize(torch.tensor([3, 1], device=where), ids, sizes, 3, sequence=True)
     assert lists(result)[:2] == [[1, 1, 1, 0, 1, 0], [-7, 1, 0, 1, 88, 99]]
     assert lists(result)[4] == [3, 0, 2, 1, 4, 5]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("path", PATHS)
-def test_gradients_of_weights_come_back_through_the_places(path: str, sequence: bool) -> None:
+@pytest.mark.parametrize("device", UPDATES)
+def test_gradients_of_weights_come_back_through_the_places(where: torch.device, sequence: bool) -> None:
     batch = CASES["outside and raw"]
-    with running_on(path) as device:
-        weights = torch.rand(len(batch.flat), dtype=torch.float64, device=device, requires_grad=True)
-        upstream = torch.arange(float(len(batch.flat)), dtype=torch.float64, device=device)
-        result = block_bucketize(*batch.tensors(device), weights=weights, sequence=sequence)
-        assert result.weights is not None
-        (grad,) = torch.autograd.grad(result.weights, weights, upstream)
-    assert grad.tolist() == upstream[torch.tensor(batch.model()["unbucketize_permute"], device=device)].tolist()
+    weights = torch.rand(len(batch.flat), dtype=torch.float64, device=where, requires_grad=True)
+    upstream = torch.arange(float(len(batch.flat)), dtype=torch.float64, device=where)
+    result = block_bucketize(*batch.tensors(where), weights=weights, sequence=sequence)
+    assert result.weights is not None
+    (grad,) = torch.autograd.grad(result.weights, weights, upstream)
+    assert grad.tolist() == upstream[torch.tensor(batch.model()["unbucketize_permute"], device=where)].tolist()
     assert (result.unbucketize_permute is not None) == sequence
 
 
-@pytest.mark.parametrize("path", CPU_PATHS)
-def test_gradcheck(path: str) -> None:
+@pytest.mark.parametrize("device", CPU_PATHS)
+def test_gradcheck(where: torch.device) -> None:
     batch = CASES["borders"]
-    with running_on(path) as device:
-        options = batch.options(device)
-        weights = torch.rand(len(batch.flat), dtype=torch.float64, requires_grad=True)
+    options = batch.options(where)
+    weights = torch.rand(len(batch.flat), dtype=torch.float64, requires_grad=True)
 
-        def divide(w: Tensor) -> Tensor:
-            divided = block_bucketize(*batch.tensors(device), **{**options, "weights": w}).weights
-            assert divided is not None
-            return divided
+    def divide(w: Tensor) -> Tensor:
+        divided = block_bucketize(*batch.tensors(where), **{**options, "weights": w}).weights
+        assert divided is not None
+        return divided
 
-        assert torch.autograd.gradcheck(divide, weights)
+    assert torch.autograd.gradcheck(divide, weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("path", PATHS)
-def test_weights_of_any_type_are_moved_bit_for_bit(path: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("device", UPDATES)
+def test_weights_of_any_type_are_moved_bit_for_bit(where: torch.device, dtype: torch.dtype) -> None:
     batch = CASES["even"]
-    with running_on(path) as device:
-        weights = torch.randn(len(batch.flat), device=device).to(dtype)
-        result = block_bucketize(*batch.tensors(device), weights=weights, sequence=True)
-        assert result.weights is not None and result.unbucketize_permute is not None
-        assert_same_bits(result.weights[result.unbucketize_permute], weights)
+    weights = torch.randn(len(batch.flat), device=where).to(dtype)
+    result = block_bucketize(*batch.tensors(where), weights=weights, sequence=True)
+    assert result.weights is not None and result.unbucketize_permute is not None
+    assert_same_bits(result.weights[result.unbucketize_permute], weights)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_the_same_bits_twice_from_inputs_that_are_not_contiguous(path: str) -> None:
+@pytest.mark.parametrize("device", UPDATES)
+def test_the_same_bits_twice_from_inputs_that_are_not_contiguous(where: torch.device) -> None:
     batch = CASES["long bag"]
-    with running_on(path) as device:
-        lengths, ids, sizes, buckets = batch.tensors(device)
-        first = block_bucketize(lengths, ids, sizes, buckets, bucketize_pos=True, sequence=True)
-        lengths, ids, sizes = (torch.stack([tensor, tensor], 1)[:, 0] for tensor in (lengths, ids, sizes))
-        second = block_bucketize(lengths, ids, sizes, buckets, bucketize_pos=True, sequence=True)
+    lengths, ids, sizes, buckets = batch.tensors(where)
+    first = block_bucketize(lengths, ids, sizes, buckets, bucketize_pos=True, sequence=True)
+    lengths, ids, sizes = (torch.stack([tensor, tensor], 1)[:, 0] for tensor in (lengths, ids, sizes))
+    second = block_bucketize(lengths, ids, sizes, buckets, bucketize_pos=True, sequence=True)
     for one, other in zip(first, second, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
 
@@ -175,15 +167,12 @@ def test_it_compiles_with_its_backward_for_any_size() -> None:
         assert result.weights is not None
         return (result.weights * result.ids).sum()
 
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    with running_on("cpu") as device:
-        for case in ("even", "varying batches"):
-            bags = Bags(CASES[case].bags[:1], [3], 3)
-            lengths, ids, sizes, _ = bags.tensors(device)
-            weights = torch.rand(len(ids), requires_grad=True)
-            (expected,) = torch.autograd.grad(loss(lengths, ids, sizes, weights), weights)
-            (got,) = torch.autograd.grad(compiled(lengths, ids, sizes, weights), weights)
-            assert_same_bits(got, expected)
+    def batch(case: str) -> tuple[Tensor, ...]:
+        lengths, ids, sizes, _ = Bags(CASES[case].bags[:1], [3], 3).tensors(CPU)
+        return lengths, ids, sizes, torch.rand(len(ids), requires_grad=True)
+
+    with running_on("cpu"):
+        assert_compiled_equals_eager(loss, map(batch, ("even", "varying batches")), 0.0)
 
 
 T = torch.tensor
@@ -216,9 +205,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "error", "message"), BAD, ids=[message for _, _, message in BAD])
-@pytest.mark.parametrize("path", CPU_PATHS)
-def test_bad_input_is_named(path: str, wrong: dict[str, Any], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize("device", CPU_PATHS)
+def test_bad_input_is_named(device: str, wrong: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = {**GOOD, **wrong}
-    with running_on(path), pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(error, match=re.escape(message)):
         args = [arguments.pop(name) for name in ("lengths", "ids", "block_sizes", "num_buckets")]
         block_bucketize(*args, **arguments)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from bucket_inputs import CPU_PATHS, PATHS, running_on
+from bucket_inputs import CPU_PATHS, running_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_inputs import UPDATES, assert_compiled_equals_eager
 from torch import Tensor
 
 from shardwise.kernels import (
@@ -20,6 +21,7 @@ from shardwise.kernels import (
 )
 from shardwise.kernels.cpu import buckets as cpu_buckets
 
+LOOPS = cpu_buckets, "loops"
 BINS, SEGMENTS = 16, 3
 # bins whose borders no logit of the tests comes near
 LOGITS = [-30.0, -3.1, -0.7, 0.05, 0.9, 2.3, 30.0]
@@ -71,73 +73,65 @@ def assert_calibrated(got: Any, expected: tuple[list[float], list[int]], logit: 
 
 @pytest.mark.parametrize("bounds", [(0.0, 1.0), (0.25, 0.5)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("path", PATHS)
-def test_bins_of_equal_width(path: str, dtype: torch.dtype, bounds: tuple[float, float]) -> None:
-    with running_on(path) as device:
-        logit = torch.tensor(LOGITS, device=device).to(dtype)[:, None]
-        bins = seen(1, device)
-        got = histogram_binning_calibration(logit, *bins, lower_bound=bounds[0], upper_bound=bounds[1], **OPTIONS)
-        lists = [bin.tolist() for bin in bins]
-        values = logit.flatten().tolist()
-        assert_calibrated(got, model(values, lists[0], lists[1], [0] * len(values), None, *bounds), logit)
+@pytest.mark.parametrize("device", UPDATES)
+def test_bins_of_equal_width(where: torch.device, dtype: torch.dtype, bounds: tuple[float, float]) -> None:
+    logit = torch.tensor(LOGITS, device=where).to(dtype)[:, None]
+    bins = seen(1, where)
+    got = histogram_binning_calibration(logit, *bins, lower_bound=bounds[0], upper_bound=bounds[1], **OPTIONS)
+    lists = [bin.tolist() for bin in bins]
+    values = logit.flatten().tolist()
+    assert_calibrated(got, model(values, lists[0], lists[1], [0] * len(values), None, *bounds), logit)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("given_borders", [False, True])
-@pytest.mark.parametrize("path", PATHS)
-def test_bins_of_each_value_of_a_feature(path: str, given_borders: bool, dtype: torch.dtype) -> None:
-    with running_on(path) as device:
-        logit, bins = torch.tensor(LOGITS, device=device), seen(SEGMENTS + 1, device)
-        value = torch.tensor(VALUES, dtype=dtype, device=device)
-        lengths = torch.tensor(PER_LOGIT, dtype=dtype, device=device)
-        borders = [(i / BINS) ** 2 for i in range(1, BINS)] if given_borders else None
-        args = (logit, value, lengths, SEGMENTS, *bins)
-        if borders is not None:
-            limits = torch.tensor(borders, dtype=torch.float64, device=device)
-            got = generic_histogram_binning_calibration_by_feature(*args, limits, **OPTIONS)
-        else:
-            got = histogram_binning_calibration_by_feature(*args, BINS, **OPTIONS)
-        values, segments = logit.tolist(), known_segments(PER_LOGIT, VALUES)
-        assert segments == [3, 0, 0, 0, 0, 2, 1]
-        assert_calibrated(got, model(values, bins[0].tolist(), bins[1].tolist(), segments, borders, 0.0, 1.0), logit)
+@pytest.mark.parametrize("device", UPDATES)
+def test_bins_of_each_value_of_a_feature(where: torch.device, given_borders: bool, dtype: torch.dtype) -> None:
+    logit, bins = torch.tensor(LOGITS, device=where), seen(SEGMENTS + 1, where)
+    value = torch.tensor(VALUES, dtype=dtype, device=where)
+    lengths = torch.tensor(PER_LOGIT, dtype=dtype, device=where)
+    borders = [(i / BINS) ** 2 for i in range(1, BINS)] if given_borders else None
+    args = (logit, value, lengths, SEGMENTS, *bins)
+    if borders is not None:
+        limits = torch.tensor(borders, dtype=torch.float64, device=where)
+        got = generic_histogram_binning_calibration_by_feature(*args, limits, **OPTIONS)
+    else:
+        got = histogram_binning_calibration_by_feature(*args, BINS, **OPTIONS)
+    values, segments = logit.tolist(), known_segments(PER_LOGIT, VALUES)
+    assert segments == [3, 0, 0, 0, 0, 2, 1]
+    assert_calibrated(got, model(values, bins[0].tolist(), bins[1].tolist(), segments, borders, 0.0, 1.0), logit)
 
 
-@pytest.mark.parametrize("path", CPU_PATHS)
-def test_any_logits_are_calibrated_as_a_loop_does(path: str) -> None:
-    @settings(max_examples=50, deadline=None, derandomize=True)
-    @given(st.lists(st.floats(-40, 40), max_size=9))
-    def calibrated(logits: list[float]) -> None:
-        logit, bins = torch.tensor(logits, dtype=torch.float64), seen(1, device)
-        got = histogram_binning_calibration(logit, *bins, **OPTIONS)
-        expected = model(logits, bins[0].tolist(), bins[1].tolist(), [0] * len(logits), None, 0.0, 1.0)
-        assert (got.predictions - torch.tensor(expected[0], dtype=torch.float64)).abs().sum() < 1e-9
-        assert got.bin_ids.tolist() == expected[1]
-
-    with running_on(path) as device:
-        calibrated()
+@pytest.mark.parametrize("device", CPU_PATHS)
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(logits=st.lists(st.floats(-40, 40), max_size=9))
+def test_any_logits_are_calibrated_as_a_loop_does(device: str, logits: list[float]) -> None:
+    logit, bins = torch.tensor(logits, dtype=torch.float64), seen(1, torch.device("cpu"))
+    got = histogram_binning_calibration(logit, *bins, **OPTIONS)
+    expected = model(logits, bins[0].tolist(), bins[1].tolist(), [0] * len(logits), None, 0.0, 1.0)
+    assert (got.predictions - torch.tensor(expected[0], dtype=torch.float64)).abs().sum() < 1e-9
+    assert got.bin_ids.tolist() == expected[1]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_no_prediction_leaves_the_bins(path: str) -> None:
+@pytest.mark.parametrize("device", UPDATES)
+def test_no_prediction_leaves_the_bins(where: torch.device) -> None:
     """Probability 0 was in bin -1 and read what lies before the bins."""
-    with running_on(path) as device:
-        logit = torch.tensor([-math.inf, math.inf, math.nan, -200.0], device=device)
-        got = histogram_binning_calibration(logit, *seen(1, device), positive_weight=1.0, bin_ctr_in_use_after=100)
-        assert got.bin_ids.tolist() == [0, BINS - 1, 0, 0]
-        assert got.predictions.tolist()[:2] == [0.0, 1.0]
-        assert got.predictions[2].isnan() and got.predictions[3] == 0
+    logit = torch.tensor([-math.inf, math.inf, math.nan, -200.0], device=where)
+    got = histogram_binning_calibration(logit, *seen(1, where), positive_weight=1.0, bin_ctr_in_use_after=100)
+    assert got.bin_ids.tolist() == [0, BINS - 1, 0, 0]
+    assert got.predictions.tolist()[:2] == [0.0, 1.0]
+    assert got.predictions[2].isnan() and got.predictions[3] == 0
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_no_logits_are_ordinary_and_bins_may_be_fp32(path: str) -> None:
-    with running_on(path) as device:
-        bins = seen(1, device)
-        none = histogram_binning_calibration(torch.empty(0, 1, device=device), *bins, positive_weight=1.0)
-        assert none.predictions.shape == (0, 1) and none.bin_ids.shape == (0,)
-        logit = torch.tensor(LOGITS, device=device, requires_grad=True)
-        wide = histogram_binning_calibration(logit, *bins, **OPTIONS)
-        narrow = histogram_binning_calibration(logit, bins[0].float(), bins[1].float(), **OPTIONS)
-        assert torch.equal(wide.predictions, narrow.predictions) and not wide.predictions.requires_grad
+@pytest.mark.parametrize("device", UPDATES)
+def test_no_logits_are_ordinary_and_bins_may_be_fp32(where: torch.device) -> None:
+    bins = seen(1, where)
+    none = histogram_binning_calibration(torch.empty(0, 1, device=where), *bins, positive_weight=1.0)
+    assert none.predictions.shape == (0, 1) and none.bin_ids.shape == (0,)
+    logit = torch.tensor(LOGITS, device=where, requires_grad=True)
+    wide = histogram_binning_calibration(logit, *bins, **OPTIONS)
+    narrow = histogram_binning_calibration(logit, bins[0].float(), bins[1].float(), **OPTIONS)
+    assert torch.equal(wide.predictions, narrow.predictions) and not wide.predictions.requires_grad
 
 
 def test_threads_calibrate_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +151,7 @@ def test_it_compiles() -> None:
         def calibrate(logit: Tensor) -> Tensor:
             return histogram_binning_calibration(logit, *bins, **OPTIONS).predictions
 
-        compiled = torch.compile(calibrate, fullgraph=True, dynamic=True, backend="aot_eager")
-        for n in (5, 7):
-            assert torch.equal(compiled(torch.tensor(LOGITS[:n])), calibrate(torch.tensor(LOGITS[:n])))
+        assert_compiled_equals_eager(calibrate, ((torch.tensor(LOGITS[:n]),) for n in (5, 7)), 0.0)
 
 
 T = torch.tensor
@@ -184,7 +176,9 @@ BAD: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("op", "args", "options", "error", "message"), BAD, ids=[bad[-1] for bad in BAD])
-@pytest.mark.parametrize("path", CPU_PATHS)
-def test_bad_input_is_named(path: str, op: Any, args: Any, options: Any, error: type[Exception], message: str) -> None:
-    with running_on(path), pytest.raises(error, match=re.escape(message)):
+@pytest.mark.parametrize("device", CPU_PATHS)
+def test_bad_input_is_named(
+    device: str, op: Any, args: Any, options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
         op(*args, **{"positive_weight": 1.0, **options})

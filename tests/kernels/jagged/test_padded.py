@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import UPDATES, assert_same_bits, torch_device
+from kernel_inputs import UPDATES, assert_compiled_equals_eager, assert_same_bits, torch_device
 from padded_inputs import CASES, Case, held, nested, offsets_of, padded
 from torch import Tensor
 
@@ -26,21 +26,9 @@ from shardwise.kernels.jagged import elementwise
 from shardwise.kernels.jagged.padded import jagged_to_padded_dense_ref, padded_dense_to_jagged_ref
 
 OPS = torch.ops.shardwise
-PATHS = ["torch", "numba"]
+LOOPS = cpu_padded, "_loops"
 EVERY = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 DEVICE = pytest.mark.parametrize("device", UPDATES)
-
-
-@pytest.fixture(autouse=True)
-def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests on "cpu" and "torch" run without the compiled loops, those on "numba" with them."""
-    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if {"cpu", "torch"} & {params.get("device"), params.get("path")}:
-        monkeypatch.setattr(cpu_padded, "_loops", lambda: None)
-
-
-def on(device: str) -> torch.device:
-    return torch_device("cpu" if device == "numba" else device)
 
 
 def as_lists(tensor: Tensor, dims: int) -> Any:
@@ -53,7 +41,7 @@ def as_lists(tensor: Tensor, dims: int) -> Any:
 @DEVICE
 @EVERY
 def test_padded_dense_equals_the_reference(device: str, case: Case) -> None:
-    values, offsets = case.values(on(device)), case.offsets(on(device))
+    values, offsets = case.values(torch_device(device)), case.offsets(torch_device(device))
     for filling in (0.0, 3.0):
         expected = jagged_to_padded_dense_ref(values, offsets, case.extents, filling)
         assert_same_bits(jagged_to_padded_dense(values, offsets, case.extents, filling), expected)
@@ -64,7 +52,7 @@ def test_padded_dense_equals_the_reference(device: str, case: Case) -> None:
 @DEVICE
 @EVERY
 def test_values_out_of_a_padded_dense_equal_the_reference(device: str, case: Case) -> None:
-    dense, offsets = case.dense(on(device)), case.offsets(on(device))
+    dense, offsets = case.dense(torch_device(device)), case.offsets(torch_device(device))
     expected = padded_dense_to_jagged_ref(dense, offsets, case.total)
     assert_same_bits(padded_dense_to_jagged(dense, offsets, case.total), expected)
     assert_same_bits(OPS.padded_dense_to_jagged(dense, offsets, case.total), expected)
@@ -74,12 +62,16 @@ def test_values_out_of_a_padded_dense_equal_the_reference(device: str, case: Cas
 @DEVICE
 @EVERY
 def test_sums_and_products_equal_their_references(device: str, case: Case) -> None:
-    values, offsets, dense = case.values(on(device)), case.offsets(on(device)), case.dense(on(device))
+    values, offsets, dense = (
+        case.values(torch_device(device)),
+        case.offsets(torch_device(device)),
+        case.dense(torch_device(device)),
+    )
     for name in ("jagged_dense_add", "jagged_dense_add_jagged", "jagged_dense_mul"):
         expected = getattr(elementwise, f"{name}_ref")(values, offsets, dense)
         assert_same_bits(getattr(elementwise, name)(values, offsets, dense), expected)
         assert_same_bits(getattr(OPS, name)(values, offsets, dense), expected)
-    other = case.values(on(device), seed=2)
+    other = case.values(torch_device(device), seed=2)
     expected = elementwise.padded_jagged_product_ref(values, other, offsets, case.extents)
     assert_same_bits(OPS.padded_jagged_product(values, other, offsets, case.extents), expected)
     assert_same_bits(jagged_jagged_mul(values, other, offsets), values * other)
@@ -96,14 +88,11 @@ def jagged(draw: st.DrawFn) -> tuple[list[list[int]], list[int], bool, torch.dty
     return lengths, extents, draw(st.booleans()), draw(st.sampled_from([torch.int32, torch.int64]))
 
 
-@pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=50, deadline=None)
 @given(jagged())
 def test_any_bags_go_there_and_back_as_lists_do(
     path: str, drawn: tuple[list[list[int]], list[int], bool, torch.dtype]
 ) -> None:
-    if path == "numba":
-        pytest.importorskip("numba")
     lengths, extents, numbers, ends = drawn
     case = Case("drawn", tuple(map(tuple, lengths)), tuple(extents), row=() if numbers else (3,), ends=ends)
     offsets, values, dense, dims = case.offsets(), case.values(), case.dense(), len(lengths)
@@ -143,10 +132,7 @@ SMOOTH = [case for case in CASES if case.name in ("past the last offset", "2 jag
 
 @pytest.mark.parametrize("case", SMOOTH, ids=[case.name for case in SMOOTH])
 @pytest.mark.parametrize("name", calls(SMOOTH[0]))
-@pytest.mark.parametrize("path", PATHS)
 def test_gradients_of_first_and_second_order(path: str, name: str, case: Case) -> None:
-    if path == "numba":
-        pytest.importorskip("numba")
     function, given_ = calls(case)[name]
     wanted = [tensor.clone().requires_grad_() for tensor in given_]
     assert torch.autograd.gradcheck(function, wanted)
@@ -157,9 +143,12 @@ def test_gradients_of_first_and_second_order(path: str, name: str, case: Case) -
 @DEVICE
 @pytest.mark.parametrize("case", SMOOTH, ids=[case.name for case in SMOOTH])
 def test_gradients_equal_those_of_the_references(device: str, case: Case) -> None:
-    offsets, extents = case.offsets(on(device)), case.extents
-    values, dense = case.values(on(device)).requires_grad_(), case.dense(on(device)).requires_grad_()
-    other = case.values(on(device), seed=2).requires_grad_()
+    offsets, extents = case.offsets(torch_device(device)), case.extents
+    values, dense = (
+        case.values(torch_device(device)).requires_grad_(),
+        case.dense(torch_device(device)).requires_grad_(),
+    )
+    other = case.values(torch_device(device), seed=2).requires_grad_()
     for got, expected, wanted in (
         (jagged_to_padded_dense(values, offsets, extents), jagged_to_padded_dense_ref(values, offsets, extents),
          [values]),
@@ -173,7 +162,7 @@ def test_gradients_equal_those_of_the_references(device: str, case: Case) -> Non
         (OPS.padded_jagged_product(values, other, offsets, extents),
          elementwise.padded_jagged_product_ref(values, other, offsets, extents), [values, other]),
     ):  # fmt: skip
-        upstream = torch.arange(1.0, got.numel() + 1, device=on(device)).view_as(got)
+        upstream = torch.arange(1.0, got.numel() + 1, device=torch_device(device)).view_as(got)
         for one, reference in zip(
             torch.autograd.grad(got, wanted, upstream), torch.autograd.grad(expected, wanted, upstream), strict=True
         ):
@@ -186,8 +175,11 @@ OPCHECKED = [case for case in CASES if case.name in ("past the last offset", "2 
 @pytest.mark.parametrize("case", OPCHECKED, ids=[case.name for case in OPCHECKED])
 @pytest.mark.parametrize("device", UPDATES[:-1])
 def test_opcheck(device: str, case: Case) -> None:
-    values, offsets = case.values(on(device)).requires_grad_(), case.offsets(on(device))
-    dense, other = case.dense(on(device)).requires_grad_(), case.values(on(device), seed=2).requires_grad_()
+    values, offsets = case.values(torch_device(device)).requires_grad_(), case.offsets(torch_device(device))
+    dense, other = (
+        case.dense(torch_device(device)).requires_grad_(),
+        case.values(torch_device(device), seed=2).requires_grad_(),
+    )
     extents = list(case.extents)
     for op, args in (
         (OPS.jagged_to_padded_dense, (values, offsets, extents, 1.5)),
@@ -211,19 +203,15 @@ def everything(values: Tensor, dense: Tensor, offsets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("device", UPDATES[:-1])
-def test_one_graph_of_all_ops_forward_and_backward_at_any_sizes(device: str) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager", dynamic=True)
-    for lengths, most in (((3, 0, 2), 2), ((1, 4, 2, 2), 3)):
-        case = Case("compiled", (lengths,), (most,), row=(4,))
-        offsets = case.offsets(on(device))[0]
-        values, dense = case.values(on(device)).requires_grad_(), case.dense(on(device)).requires_grad_()
-        results = []
-        for run in (compiled, everything):
-            value = run(values, dense, offsets)
-            results.append([value.detach(), *torch.autograd.grad(value, (values, dense))])
-        for got, expected in zip(*results, strict=True):
-            torch.testing.assert_close(got, expected)
+def test_one_graph_of_all_ops_forward_and_backward_at_any_sizes(where: torch.device) -> None:
+    cases = (Case("compiled", (lengths,), (most,), row=(4,)) for lengths, most in (((3, 0, 2), 2), ((1, 4, 2, 2), 3)))
+    assert_compiled_equals_eager(
+        everything,
+        (
+            (case.values(where).requires_grad_(), case.dense(where).requires_grad_(), case.offsets(where)[0])
+            for case in cases
+        ),
+    )
 
 
 def test_the_same_bits_twice_and_on_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,23 +230,16 @@ def test_the_same_bits_twice_and_on_any_number_of_threads(monkeypatch: pytest.Mo
             ]
         )
     for got in results[1:]:
-        for one, other in zip(got, results[0], strict=True):
-            assert_same_bits(one, other)
+        assert_same_bits(got, results[0])
 
 
-@pytest.mark.parametrize("path", PATHS)
 def test_a_product_of_what_was_cut_off_is_zero_even_where_it_is_infinite(path: str) -> None:
-    if path == "numba":
-        pytest.importorskip("numba")
     values = torch.tensor([2.0, torch.inf, 3.0, torch.nan])
     got = jagged_dense_mul(values, torch.tensor([0, 2, 3]), torch.ones(2, 1))
     assert got.tolist() == [2.0, 0.0, 3.0, 0.0]
 
 
-@pytest.mark.parametrize("path", PATHS)
 def test_transposed_tensors_and_bool_are_taken(path: str) -> None:
-    if path == "numba":
-        pytest.importorskip("numba")
     offsets = torch.tensor([[0, 9], [2, 9], [3, 9]])[:, 0]
     values, dense = torch.arange(6.0).view(2, 3).t(), torch.arange(8.0).view(2, 2, 2).transpose(0, 2)
     assert jagged_to_padded_dense(values, offsets, 2).tolist() == [[[0, 3], [1, 4]], [[2, 5], [0, 0]]]
@@ -278,12 +259,9 @@ BAD_OFFSETS = [
 
 
 @pytest.mark.parametrize(("numbers", "message"), BAD_OFFSETS)
-@pytest.mark.parametrize("path", PATHS)
 def test_bad_offsets_are_refused_before_anything_is_read_through_them(
     path: str, numbers: list[int], message: str
 ) -> None:
-    if path == "numba":
-        pytest.importorskip("numba")
     offsets = torch.tensor(numbers)
     for call in (
         lambda: jagged_to_padded_dense(VALUES, offsets, 3),
@@ -298,21 +276,14 @@ def test_bad_offsets_are_refused_before_anything_is_read_through_them(
             call()
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_bad_offsets_of_an_outer_dim_are_refused(path: str) -> None:
-    if path == "numba":
-        pytest.importorskip("numba")
-    inner = torch.tensor([0, 2, 5])
-    with pytest.raises(ValueError, match=r"^offsets\[0\] end at 3, but there are 2 bags in offsets\[1\]$"):
-        jagged_to_padded_dense(VALUES, [torch.tensor([0, 1, 3]), inner], [2, 2])
-    with pytest.raises(ValueError, match=r"^offsets\[1\] must not fall, got 7 at position 1 and then 5$"):
-        padded_dense_to_jagged(torch.ones(1, 1, 1), [torch.tensor([0, 1]), torch.tensor([0, 7, 5])])
-    with pytest.raises(ValueError, match=r"^offsets\[0\] must not fall"):
-        padded_dense_to_jagged(DENSE, torch.tensor([0, 2, -3]))
-
-
-ZERO = torch.tensor([0, 2, 5])
+ZERO, T = torch.tensor([0, 2, 5]), torch.tensor
 REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    # offsets of an outer dim
+    (ValueError, r"^offsets\[0\] end at 3, but there are 2 bags in offsets\[1\]$",
+     lambda: jagged_to_padded_dense(VALUES, [T([0, 1, 3]), ZERO], [2, 2])),
+    (ValueError, r"^offsets\[1\] must not fall, got 7 at position 1 and then 5$",
+     lambda: padded_dense_to_jagged(torch.ones(1, 1, 1), [T([0, 1]), T([0, 7, 5])])),
+    (ValueError, r"^offsets\[0\] must not fall", lambda: padded_dense_to_jagged(DENSE, T([0, 2, -3]))),
     (ValueError, "offsets must be 1 to 5 tensors, one for each jagged dim, got 0",
      lambda: jagged_to_padded_dense(VALUES, [], [])),
     (ValueError, "got 6", lambda: jagged_to_padded_dense(VALUES, [ZERO] * 6, [1] * 6)),
@@ -347,7 +318,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
 
 @pytest.mark.parametrize(("error", "message", "call"), REFUSED)
 def test_what_does_not_fit_is_refused_with_both_numbers(
-    error: type[Exception], message: str, call: Callable[[], Any]
+    path: str, error: type[Exception], message: str, call: Callable[[], Any]
 ) -> None:
     with pytest.raises(error, match=message):
         call()

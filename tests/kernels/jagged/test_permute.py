@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DEVICES, assert_close, assert_same_bits, torch_device
+from kernel_inputs import DEVICES, UPDATES, assert_compiled_equals_eager, assert_same_bits, torch_device
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,21 +25,9 @@ from shardwise.kernels.cpu import segments as cpu_segments
 from shardwise.kernels.jagged.segments import collect_segments_ref, move_segments_ref
 
 OPS = torch.ops.shardwise
-LOOSE = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LOOPS = cpu_segments, "loops"
+LOOSE = settings(max_examples=50, deadline=None)
 Bags = list[list[int]]
-
-
-@pytest.fixture(params=["torch", "numba"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The CPU's two ways: torch's ops, and the loops that numba compiles."""
-    if request.param == "torch":
-        monkeypatch.setattr(cpu_segments, "loops", lambda: None)
-    elif cpu_segments.loops() is None:
-        pytest.skip("numba is not installed")
-    else:
-        # threads share the smallest of works
-        monkeypatch.setattr(cpu_segments, "_ALONE", 0)
-    return request.param
 
 
 @st.composite
@@ -206,83 +194,68 @@ def test_large_moves_are_divided_and_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 # What does not fit.
 
-I64 = torch.int64
+T = torch.tensor
+VALUES_OF_3, TURN, NEGATIVE, SHORT, ENDS = torch.arange(3), T([1, 0]), T([4, -1]), T([1, 1]), T([0, 3])
+NOTHING, ONE, THREE, STARTS = torch.zeros(0, dtype=torch.int64), T([0]), T([3]), T([0, 1, 3])
 
 
-def bad(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+def of_index(index: int) -> list[Callable[[], Any]]:
+    """What looks for a segment that there is not."""
+    permute, lengths, values = T([0, index]), T([1, 2, 0]), VALUES_OF_3
+    return [
+        lambda: permute_1d(permute, lengths, values),
+        lambda: permute_2d(permute, lengths[:, None], values),
+        lambda: permute_segments([values], [1, 2, 0], [0, index]),
+        lambda: expand_into_jagged_permute(permute, T([0, 1, 3, 3]), T([0, 1, 1]), 1),
+    ]
+
+
+def of_lengths(lengths: Tensor) -> list[Callable[[], Any]]:
+    return [
+        lambda: permute_1d(TURN, lengths, VALUES_OF_3),
+        lambda: permute_2d(TURN, lengths[:, None], VALUES_OF_3),
+        lambda: permute_segments([VALUES_OF_3], lengths.tolist(), [0]),
+    ]
+
+
+def to_offsets(*ends: int) -> Callable[[], Any]:
+    return lambda: expand_into_jagged_permute(TURN, STARTS, T(ends), 3)
+
+
+REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    *((IndexError, rf"permute\[1\] is {index}, out of range for 3 segments", call)
+      for index in (3, -1, 2**40) for call in of_index(index)),
+    (IndexError, "permute has 1 entries, there are 0 segments", lambda: permute_1d(ONE, NOTHING, NOTHING)),
+    (IndexError, r"permute\[0\] is 0, out of range for 0 segments", lambda: permute_segments([NOTHING], [], [0])),
+    *((ValueError, "lengths must be >= 0.*-1", call) for call in of_lengths(NEGATIVE)),
+    *((ValueError, "lengths sum to 2, values has 3", call) for call in of_lengths(SHORT)),
+    (ValueError, "permuted_lengths_sum is 5, the permuted lengths sum to 3",
+     lambda: permute_1d(TURN, T([1, 2]), VALUES_OF_3, permuted_lengths_sum=5)),
+    # four times 2**62 is 0 in 64 bits: so many values would have been copied from no values
+    (ValueError, "lengths", lambda: permute_1d(ONE, torch.full((4,), 2**62), torch.zeros(0))),
+    (ValueError, "must not decrease", to_offsets(0, 5, 3)),
+    (ValueError, "must go from 0 to 3, got from 1 to 3", to_offsets(1, 2, 3)),
+    (ValueError, "to 3, got", to_offsets(0, 2, 4)),
+    (TypeError, "permute must be int32 or int64, got .*float32", lambda: permute_1d(ONE.float(), THREE, VALUES_OF_3)),
+    (ValueError, r"lengths must be 1-D, got shape \[1, 1\]", lambda: permute_1d(ONE, THREE[None], VALUES_OF_3)),
+    (ValueError, r"lengths must be 2-D, got shape \[1\]", lambda: permute_2d(ONE, THREE, VALUES_OF_3)),
+    (TypeError, "lengths must be int32 or int64", lambda: permute_2d(ONE, THREE.short()[None], VALUES_OF_3)),
+    (TypeError, "values must not be complex", lambda: permute_1d(ONE, THREE, VALUES_OF_3 + 1j)),
+    (ValueError, "values must have a first dimension", lambda: permute_1d(ONE, THREE, VALUES_OF_3[0])),
+    (ValueError, "weights has 2 entries, values has 3",
+     lambda: permute_1d(ONE, THREE, VALUES_OF_3, VALUES_OF_3[:2])),
+    (ValueError, "tensors must have one length, got 3 and 2",
+     lambda: permute_segments([VALUES_OF_3, VALUES_OF_3[:2]], [3], [0])),
+    (TypeError, "input_offsets must be", lambda: expand_into_jagged_permute(ONE, ENDS.int(), ENDS, 3)),
+    (ValueError, "one entry more than permute has, 2",
+     lambda: expand_into_jagged_permute(ONE, ENDS, ENDS[:1], 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call"), REFUSED)
+def test_what_does_not_fit_is_refused(path: str, error: type[Exception], message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(error, match=message):
         call()
-
-
-@pytest.mark.parametrize("index", [3, -1, 2**40])
-def test_an_index_that_is_no_segment_is_named(path: str, index: int) -> None:
-    permute, lengths, values = torch.tensor([0, index]), torch.tensor([1, 2, 0]), torch.arange(3)
-    message = rf"permute\[1\] is {index}, out of range for 3 segments"
-    bad(lambda: permute_1d(permute, lengths, values), IndexError, message)
-    bad(lambda: permute_2d(permute, lengths[:, None], values), IndexError, message)
-    bad(lambda: permute_segments([values], [1, 2, 0], [0, index]), IndexError, message)
-    ends = torch.tensor([0, 1, 1])
-    bad(lambda: expand_into_jagged_permute(permute, torch.tensor([0, 1, 3, 3]), ends, 1), IndexError, message)
-
-
-def test_no_segments_have_no_index(path: str) -> None:
-    nothing, zero = torch.zeros(0, dtype=I64), torch.tensor([0])
-    bad(lambda: permute_1d(zero, nothing, nothing), IndexError, "permute has 1 entries, there are 0 segments")
-    bad(lambda: permute_segments([nothing], [], [0]), IndexError, r"permute\[0\] is 0, out of range for 0 segments")
-
-
-def test_lengths_that_do_not_fit_are_refused(path: str) -> None:
-    permute, values = torch.tensor([1, 0]), torch.arange(3)
-    negative, short = torch.tensor([4, -1]), torch.tensor([1, 1])
-    bad(lambda: permute_1d(permute, negative, values), ValueError, "lengths must be >= 0.*-1")
-    bad(lambda: permute_2d(permute, negative[:, None], values), ValueError, "lengths must be >= 0.*-1")
-    bad(lambda: permute_segments([values], [4, -1], [0]), ValueError, "lengths must be >= 0.*-1")
-    bad(lambda: permute_1d(permute, short, values), ValueError, "lengths sum to 2, values has 3")
-    bad(lambda: permute_2d(permute, short[:, None], values), ValueError, "lengths sum to 2, values has 3")
-    bad(lambda: permute_segments([values], [1, 1], [0]), ValueError, "lengths sum to 2, values has 3")
-    bad(
-        lambda: permute_1d(permute, torch.tensor([1, 2]), values, permuted_lengths_sum=5),
-        ValueError,
-        "permuted_lengths_sum is 5, the permuted lengths sum to 3",
-    )
-
-
-def test_lengths_whose_sum_overflows_are_refused(path: str) -> None:
-    """Four times 2**62 is 0 in 64 bits: so many values would have been copied from no values."""
-    huge = torch.full((4,), 2**62)
-    bad(lambda: permute_1d(torch.tensor([0]), huge, torch.zeros(0)), ValueError, "lengths")
-
-
-def test_shapes_and_dtypes_are_checked() -> None:
-    permute, lengths, values = torch.tensor([0]), torch.tensor([3]), torch.arange(3)
-    bad(
-        lambda: permute_1d(permute.float(), lengths, values), TypeError, "permute must be int32 or int64, got .*float32"
-    )
-    bad(lambda: permute_1d(permute, lengths[None], values), ValueError, r"lengths must be 1-D, got shape \[1, 1\]")
-    bad(lambda: permute_2d(permute, lengths, values), ValueError, r"lengths must be 2-D, got shape \[1\]")
-    bad(lambda: permute_2d(permute, lengths.short()[None], values), TypeError, "lengths must be int32 or int64")
-    bad(lambda: permute_1d(permute, lengths, values + 1j), TypeError, "values must not be complex")
-    bad(lambda: permute_1d(permute, lengths, values[0]), ValueError, "values must have a first dimension")
-    bad(lambda: permute_1d(permute, lengths, values, values[:2]), ValueError, "weights has 2 entries, values has 3")
-    bad(
-        lambda: permute_segments([values, values[:2]], [3], [0]),
-        ValueError,
-        "tensors must have one length, got 3 and 2",
-    )
-    ends = torch.tensor([0, 3])
-    bad(lambda: expand_into_jagged_permute(permute, ends.int(), ends, 3), TypeError, "input_offsets must be")
-    bad(
-        lambda: expand_into_jagged_permute(permute, ends, ends[:1], 3), ValueError, "one entry more than permute has, 2"
-    )
-
-
-@pytest.mark.parametrize(
-    ("ends", "message"),
-    [([0, 5, 3], "must not decrease"), ([1, 2, 3], "must go from 0 to 3, got from 1 to 3"), ([0, 2, 4], "to 3, got")],
-)
-def test_output_offsets_that_leave_the_output_are_refused(path: str, ends: list[int], message: str) -> None:
-    where = (torch.tensor([1, 0]), torch.tensor([0, 1, 3]), torch.tensor(ends))
-    bad(lambda: expand_into_jagged_permute(*where, 3), ValueError, message)
 
 
 # The same on every device.
@@ -327,7 +300,7 @@ def given_case(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_every_way_moves_as_the_reference_does(device: str, case: Case) -> None:
     values, permute, starts, outs, total = given_case(case, torch_device(device))
     expected = move_segments_ref([values], permute, starts, outs, total)[0]
@@ -350,7 +323,7 @@ def test_every_way_moves_as_the_reference_does(device: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype.is_floating_point], ids=lambda case: case.name)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_every_way_collects_the_same_bits_as_the_reference(device: str, case: Case) -> None:
     values, permute, starts, outs, total = given_case(case, torch_device(device))
     values.requires_grad_()
@@ -365,20 +338,19 @@ def test_every_way_collects_the_same_bits_as_the_reference(device: str, case: Ca
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_on_a_gpu_what_is_no_segment_moves_nothing(device: str) -> None:
+def test_on_a_gpu_what_is_no_segment_moves_nothing(device: str, where: torch.device) -> None:
     """Nobody waits for a GPU to say so; memory is safe, and no device assert ends the process."""
-    place = torch_device(device)
-    permute, lengths = torch.tensor([1, 7, -1, 0], device=place), torch.tensor([1, 2], device=place)
-    values = torch.arange(3, device=place)
+    permute, lengths = torch.tensor([1, 7, -1, 0], device=where), torch.tensor([1, 2], device=where)
+    values = torch.arange(3, device=where)
     got = permute_1d(permute, lengths, values)
     assert got[0].tolist() == [2, 0, 0, 1]
     assert got[1].tolist() == [1, 2, 0]
     assert permute_2d(permute, lengths[:, None], values)[0].tolist() == [[2], [0], [0], [1]]
-    ends = torch.tensor([0, 2, 4, 5, 6], device=place)
-    at = expand_into_jagged_permute(permute, torch.tensor([0, 1, 3], device=place), ends, 6)
+    ends = torch.tensor([0, 2, 4, 5, 6], device=where)
+    at = expand_into_jagged_permute(permute, torch.tensor([0, 1, 3], device=where), ends, 6)
     assert at.tolist() == [1, 2, -1, -1, -1, 0]
     # lengths that promise more than there is
-    assert permute_1d(permute[:1], torch.tensor([2, 9], device=place), values)[1].tolist() == [2] + [0] * 8
+    assert permute_1d(permute[:1], torch.tensor([2, 9], device=where), values)[1].tolist() == [2] + [0] * 8
 
 
 def test_fake_tensors_show_that_nothing_waits_for_a_gpu_where_the_sum_is_known() -> None:
@@ -409,16 +381,14 @@ def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("name", op_calls(torch.device("cpu")))
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_opcheck(device: str, name: str) -> None:
     op, args = op_calls(torch_device(device))[name]
     torch.library.opcheck(op, args)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_compiled_forward_and_backward_equal_eager(device: str) -> None:
-    place = torch_device(device)
-
+@pytest.mark.parametrize("device", UPDATES)
+def test_compiled_forward_and_backward_equal_eager(where: torch.device) -> None:
     def loss(values: Tensor, weights: Tensor, permute: Tensor, lengths: Tensor, total: int) -> Tensor:
         _, one, scaled = permute_1d(permute, lengths, values, weights, permuted_lengths_sum=total)
         _, other, _ = permute_2d(permute, lengths[:, None], values, permuted_lengths_sum=total)
@@ -426,29 +396,22 @@ def test_compiled_forward_and_backward_equal_eager(device: str) -> None:
         assert scaled is not None
         return (one * scaled).sin().sum() + other.cos().sum() + known[0]
 
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    for sizes in ([3, 0, 2], [3, 5, 1], [3, 1, 1, 4]):
-        lengths, permute = torch.tensor(sizes, device=place), torch.tensor([2, 0, 2], device=place)
-        values = torch.linspace(-1, 1, sum(sizes), device=place).requires_grad_()
-        weights = torch.linspace(0, 3, sum(sizes), device=place).requires_grad_()
-        args = (values, weights, permute, lengths, 2 * sizes[2] + sizes[0])
-        for got, want in zip(
-            torch.autograd.grad(compiled(*args), (values, weights)),
-            torch.autograd.grad(loss(*args), (values, weights)),
-            strict=True,
-        ):
-            assert_close(got, want)
+    def batch(sizes: list[int]) -> tuple[Any, ...]:
+        lengths, permute = torch.tensor(sizes, device=where), torch.tensor([2, 0, 2], device=where)
+        values = torch.linspace(-1, 1, sum(sizes), device=where).requires_grad_()
+        weights = torch.linspace(0, 3, sum(sizes), device=where).requires_grad_()
+        return values, weights, permute, lengths, 2 * sizes[2] + sizes[0]
+
+    assert_compiled_equals_eager(loss, map(batch, ([3, 0, 2], [3, 5, 1], [3, 1, 1, 4])))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_sum_that_nobody_gave_is_a_number_of_the_graph(device: str) -> None:
-    place = torch_device(device)
+@pytest.mark.parametrize("device", UPDATES)
+def test_a_sum_that_nobody_gave_is_a_number_of_the_graph(where: torch.device) -> None:
 
     def moved(permute: Tensor, lengths: Tensor, values: Tensor) -> Tensor:
         return permute_1d(permute, lengths, values)[1] + 1
 
     torch._dynamo.reset()
     compiled = torch.compile(moved, fullgraph=True, dynamic=True, backend="aot_eager")
-    permute, lengths = torch.tensor([1, 1], device=place), torch.tensor([1, 2], device=place)
-    assert compiled(permute, lengths, torch.arange(3, device=place)).tolist() == [2, 3, 2, 3]
+    permute, lengths = torch.tensor([1, 1], device=where), torch.tensor([1, 2], device=where)
+    assert compiled(permute, lengths, torch.arange(3, device=where)).tolist() == [2, 3, 2, 3]

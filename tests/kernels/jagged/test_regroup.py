@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DEVICES, assert_close, assert_same_bits, torch_device
+from kernel_inputs import DEVICES, assert_close, assert_compiled_equals_eager, assert_same_bits, torch_device
 from torch import Tensor
 
 from shardwise.kernels import (
@@ -85,25 +85,20 @@ def test_regroup_and_its_gradients_match_the_reference(device: str, case: str, b
     for way in WAYS if device == "cpu" else WAYS[:1]:
         got = way(tensors, pieces)
         assert len(got) == len(want)
-        for one, other in zip(got, want, strict=True):
-            assert_same_bits(one, other)
+        assert_same_bits(got, want)
         mine = gradients(got, tensors)
         assert len(mine) == len(theirs)
-        for one, other in zip(mine, theirs, strict=True):
-            assert_close(one, other)
-        for one, other in zip(mine, gradients(way(tensors, pieces), tensors), strict=True):
-            assert_same_bits(one, other)
+        assert_close(mine, theirs)
+        assert_same_bits(mine, gradients(way(tensors, pieces), tensors))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8])
 @pytest.mark.parametrize("device", DEVICES)
-def test_regroup_of_every_dtype(device: str, dtype: torch.dtype) -> None:
+def test_regroup_of_every_dtype(where: torch.device, dtype: torch.dtype) -> None:
     widths, pieces = CASES["three times"]
-    where = torch_device(device)
     tensors = [torch.arange(3 * width).view(3, width).to(dtype).to(where) for width in widths]
     for way in WAYS:
-        for one, other in zip(way(tensors, pieces), regroup_ref(tensors, pieces), strict=True):
-            assert_same_bits(one, other)
+        assert_same_bits(way(tensors, pieces), regroup_ref(tensors, pieces))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -119,9 +114,8 @@ def test_gradients_of_halves_are_added_in_fp32(device: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_inputs_are_read_where_they_lie(device: str) -> None:
+def test_inputs_are_read_where_they_lie(where: torch.device) -> None:
     """Columns of a wider tensor, and rows that do not begin on 16 bytes."""
-    where = torch_device(device)
     wide, shifted = torch.randn(3, 20, device=where), torch.randn(25, device=where)[1:].view(3, 8)
     tensors, pieces = [wide[:, 3:11], shifted], [[(1, 4, 4), (0, 0, 8)]]
     for way in WAYS:
@@ -186,8 +180,7 @@ def test_opcheck(device: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_forward_and_backward_equal_eager_for_any_batch(device: str) -> None:
-    torch._dynamo.reset()
+def test_compiled_forward_and_backward_equal_eager_for_any_batch(where: torch.device) -> None:
     widths, pieces = CASES["three times"]
     plan = plan_pieces(widths, pieces)
 
@@ -195,13 +188,7 @@ def test_compiled_forward_and_backward_equal_eager_for_any_batch(device: str) ->
         first, second = regroup([x, y], plan)
         return torch.sin(first).sum() * torch.cos(permute_pooled(second, [4, 4], [1, 0, 1])).sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
-    for batch in (5, 9):
-        tensors = inputs(widths, torch_device(device), batch)
-        got, want = compiled(*tensors), loss(*tensors)
-        assert_close(got, want, 1e-6)
-        for one, other in zip(*(torch.autograd.grad(value, tensors) for value in (got, want)), strict=True):
-            assert_close(one, other)
+    assert_compiled_equals_eager(loss, (tuple(inputs(widths, where, batch)) for batch in (5, 9)), 1e-6)
 
 
 @pytest.mark.parametrize("order", [[2, 0, 1], [1, 1, 0], [2], [], [3, 3, 3, 0]])
@@ -212,8 +199,7 @@ def test_permute_pooled_puts_tables_in_order(device: str, order: list[int]) -> N
     got = permute_pooled(pooled, dims, order)
     want = torch.cat([pooled[:, :0], *(pooled.split(dims, 1)[t] for t in order)], 1)
     assert_same_bits(got, want)
-    for one, other in zip(gradients([got], [pooled]), gradients([want], [pooled]), strict=True):
-        assert_close(one, other)
+    assert_close(gradients([got], [pooled]), gradients([want], [pooled]))
 
 
 def test_a_permutation_has_its_inverse_for_gradient() -> None:
@@ -295,5 +281,4 @@ def test_the_same_bits_with_one_tensor_a_launch(device: str, monkeypatch: pytest
     grads = gradients(once, tensors)
     monkeypatch.setattr(regrouping, "_MOST", 1)
     again = op_regroup(tensors, pieces)
-    for one, other in zip([*once, *grads], [*again, *gradients(again, tensors)], strict=True):
-        assert_same_bits(one, other)
+    assert_same_bits([*once, *grads], [*again, *gradients(again, tensors)])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DEVICES, assert_close, assert_same_bits, torch_device
+from kernel_inputs import DEVICES, UPDATES, assert_close, assert_compiled_equals_eager, assert_same_bits, torch_device
 from torch import Tensor
 
 from shardwise.kernels import (
@@ -32,22 +32,10 @@ from shardwise.kernels.jagged.offsets import (
 )
 
 OPS = torch.ops.shardwise
-LOOSE = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LOOPS = cpu_segments, "loops"
+LOOSE = settings(max_examples=50, deadline=None)
 INDICES = st.sampled_from([torch.int32, torch.int64])
 SIZES = st.lists(st.integers(0, 20), max_size=9)
-
-
-@pytest.fixture(params=["torch", "numba"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The CPU's two ways: torch's ops, and the loops that numba compiles."""
-    if request.param == "torch":
-        monkeypatch.setattr(cpu_segments, "loops", lambda: None)
-    elif cpu_segments.loops() is None:
-        pytest.skip("numba is not installed")
-    else:
-        # threads share the smallest of works
-        monkeypatch.setattr(cpu_segments, "_ALONE", 0)
-    return request.param
 
 
 def ends_of(sizes: list[int]) -> list[int]:
@@ -182,53 +170,52 @@ def test_packs_pass_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda p: unpack_segments(p, lengths), packed)
 
 
-def bad(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+IDS, FLOATS, T = torch.tensor([0, 1]), torch.ones(2), torch.tensor
+
+
+def places(*offsets: int, size: int) -> Callable[[], Any]:
+    return lambda: offsets_range(T(offsets, dtype=torch.int64), size)
+
+
+# each is refused on both paths
+REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (ValueError, "must not decrease, entry 2 is 2 after 3", places(0, 3, 2, size=5)),
+    (ValueError, "must go from 0 to 5, got from 1 to 5", places(1, 2, size=5)),
+    (ValueError, "must not decrease, entry 2 is 5 after 6", places(0, 6, size=5)),
+    (ValueError, "must go from 0 to 2, got from 2 to 2", places(size=2)),
+    (ValueError, "must not decrease", places(0, -1, 2, size=2)),
+    (IndexError, r"permute\[1\] is 3, out of range for 3", lambda: invert_permute(T([0, 3, 1]))),
+    (IndexError, r"permute\[1\] is -1", lambda: invert_permute(T([0, -1, 1]))),
+    (ValueError, "it is no permutation", lambda: invert_permute(T([0, 1, 1]))),
+    (ValueError, "lengths must have a dimension", lambda: complete_cumsum(IDS[0])),
+    (ValueError, "at least one entry", lambda: offsets_to_lengths(IDS[:0])),
+    (TypeError, "offsets must be int32 or int64", lambda: offsets_range(FLOATS, 2)),
+    (ValueError, "offsets must be 1-D", lambda: offsets_range(IDS[None], 2)),
+    (TypeError, "permute must be int32 or int64", lambda: invert_permute(IDS.short())),
+    (ValueError, "at least one entry", lambda: segment_sum(IDS[:0], FLOATS)),
+    (ValueError, "batch_size must be positive, got 0", lambda: segment_sum(IDS, FLOATS, batch_size=0)),
+    (ValueError, "values must have a first dimension", lambda: segment_sum(IDS, FLOATS[0])),
+    (ValueError, "max_length must be >= 0, got -1", lambda: pack_segments(FLOATS, IDS, -1)),
+    (ValueError, "lengths sum to 1, expected 2 values", lambda: pack_segments(FLOATS, IDS, 2)),
+    (ValueError, "lengths must be >= 0, got -1", lambda: pack_segments(FLOATS, T([3, -1]), 2)),
+    (ValueError, r"packed must be \[1, max_length, ...\]", lambda: unpack_segments(FLOATS[:, None], IDS[:1])),
+    (ValueError, "lengths sum to 1, expected 3 values", lambda: unpack_segments(FLOATS[:, None], IDS, total=3)),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "call"), REFUSED)
+def test_what_does_not_fit_is_refused(path: str, error: type[Exception], message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(error, match=message):
         call()
 
 
-@pytest.mark.parametrize(
-    ("offsets", "size", "message"),
-    [
-        ([0, 3, 2], 5, "must not decrease, entry 2 is 2 after 3"),
-        ([1, 2], 5, "must go from 0 to 5, got from 1 to 5"),
-        ([0, 6], 5, "must not decrease, entry 2 is 5 after 6"),
-        ([], 2, "must go from 0 to 2, got from 2 to 2"),
-        ([0, -1, 2], 2, "must not decrease"),
-    ],
-)
-def test_begins_that_do_not_fit_are_refused(path: str, offsets: list[int], size: int, message: str) -> None:
-    bad(lambda: offsets_range(torch.tensor(offsets, dtype=torch.int64), size), ValueError, message)
-
-
-def test_what_is_no_permutation_has_no_inverse(path: str) -> None:
-    bad(lambda: invert_permute(torch.tensor([0, 3, 1])), IndexError, r"permute\[1\] is 3, out of range for 3")
-    bad(lambda: invert_permute(torch.tensor([0, -1, 1])), IndexError, r"permute\[1\] is -1")
-    bad(lambda: invert_permute(torch.tensor([0, 1, 1])), ValueError, "it is no permutation")
-
-
 @pytest.mark.parametrize("offsets", [[0, 4, 3], [-1, 2], [0, 7], [0, 2**62], [5, 2**62, 6]])
-def test_offsets_that_leave_the_values_are_refused(path: str, offsets: list[int]) -> None:
-    message = r"offsets must not decrease nor leave 0 ... 6, got"
-    bad(lambda: segment_sum(torch.tensor(offsets), torch.ones(6)), ValueError, message)
-    bad(lambda: segment_sum(torch.tensor(offsets), torch.ones(13, 2), batch_size=2), ValueError, message)
-
-
-def test_shapes_and_dtypes_are_checked() -> None:
-    ids, floats = torch.tensor([0, 1]), torch.ones(2)
-    bad(lambda: complete_cumsum(ids[0]), ValueError, "lengths must have a dimension")
-    bad(lambda: offsets_to_lengths(ids[:0]), ValueError, "at least one entry")
-    bad(lambda: offsets_range(floats, 2), TypeError, "offsets must be int32 or int64")
-    bad(lambda: offsets_range(ids[None], 2), ValueError, "offsets must be 1-D")
-    bad(lambda: invert_permute(ids.short()), TypeError, "permute must be int32 or int64")
-    bad(lambda: segment_sum(ids[:0], floats), ValueError, "at least one entry")
-    bad(lambda: segment_sum(ids, floats, batch_size=0), ValueError, "batch_size must be positive, got 0")
-    bad(lambda: segment_sum(ids, floats[0]), ValueError, "values must have a first dimension")
-    bad(lambda: pack_segments(floats, ids, -1), ValueError, "max_length must be >= 0, got -1")
-    bad(lambda: pack_segments(floats, ids, 2), ValueError, "lengths sum to 1, expected 2 values")
-    bad(lambda: pack_segments(floats, torch.tensor([3, -1]), 2), ValueError, "lengths must be >= 0, got -1")
-    bad(lambda: unpack_segments(floats[:, None], ids[:1]), ValueError, r"packed must be \[1, max_length, ...\]")
-    bad(lambda: unpack_segments(floats[:, None], ids, total=3), ValueError, "lengths sum to 1, expected 3 values")
+@pytest.mark.parametrize(("values", "batch_size"), [(torch.ones(6), 1), (torch.ones(13, 2), 2)], ids=["one", "two"])
+def test_offsets_that_leave_the_values_are_refused(
+    path: str, offsets: list[int], values: Tensor, batch_size: int
+) -> None:
+    with pytest.raises(ValueError, match="offsets must not decrease nor leave 0 ... 6, got"):
+        segment_sum(T(offsets), values, batch_size=batch_size)
 
 
 # The same on every device.
@@ -238,11 +225,12 @@ SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (20,), (128,), (2, 3)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("device", DEVICES)
-def test_sums_and_their_gradients_equal_the_reference(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    place = torch_device(device)
-    offsets = torch.tensor([0, 0, 3, 21, 22, 22], device=place)
-    values = (torch.randn(45, *shape, generator=torch.Generator().manual_seed(0)) * 8).to(dtype).to(place)
+@pytest.mark.parametrize("device", UPDATES)
+def test_sums_and_their_gradients_equal_the_reference(
+    where: torch.device, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    offsets = torch.tensor([0, 0, 3, 21, 22, 22], device=where)
+    values = (torch.randn(45, *shape, generator=torch.Generator().manual_seed(0)) * 8).to(dtype).to(where)
     for batch_size in (1, 2):
         got, expected = (
             segment_sum(offsets, values, batch_size=batch_size),
@@ -257,25 +245,25 @@ def test_sums_and_their_gradients_equal_the_reference(device: str, shape: tuple[
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("device", DEVICES)
-def test_places_and_inverses_equal_the_reference(device: str, dtype: torch.dtype) -> None:
-    place = torch_device(device)
-    offsets = torch.tensor([0, 0, 3, 90, 90, 91], dtype=dtype, device=place)
+@pytest.mark.parametrize("device", UPDATES)
+def test_places_and_inverses_equal_the_reference(where: torch.device, dtype: torch.dtype) -> None:
+    offsets = torch.tensor([0, 0, 3, 90, 90, 91], dtype=dtype, device=where)
     assert_same_bits(offsets_range(offsets, 100), offsets_range_ref(offsets, 100))
     assert_same_bits(offsets_range(offsets[:1], 7), torch.arange(7, dtype=dtype))
-    permute = torch.randperm(100, generator=torch.Generator().manual_seed(0)).to(dtype).to(place)
+    permute = torch.randperm(100, generator=torch.Generator().manual_seed(0)).to(dtype).to(where)
     assert_same_bits(invert_permute(permute), invert_permute_ref(permute))
     assert invert_permute(permute[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("device", DEVICES)
-def test_offsets_equal_the_reference_in_blocks_rows_and_beyond_one_launch(device: str, dtype: torch.dtype) -> None:
-    place = torch_device(device)
-    lengths = torch.randint(0, 9, (3, 100), generator=torch.Generator().manual_seed(0)).to(dtype).to(place)
+@pytest.mark.parametrize("device", UPDATES)
+def test_offsets_equal_the_reference_in_blocks_rows_and_beyond_one_launch(
+    where: torch.device, dtype: torch.dtype
+) -> None:
+    lengths = torch.randint(0, 9, (3, 100), generator=torch.Generator().manual_seed(0)).to(dtype).to(where)
     for some in (lengths[0], lengths, lengths.t(), lengths[:, :16], lengths[:, :1], lengths[:0], lengths[:, :0]):
         assert_same_bits(complete_cumsum(some), complete_cumsum_ref(some))
-    long = torch.ones((1 << 14) + 1, dtype=dtype, device=place)
+    long = torch.ones((1 << 14) + 1, dtype=dtype, device=where)
     assert_same_bits(complete_cumsum(long), torch.arange((1 << 14) + 2, dtype=dtype))
     if dtype == torch.int64:
         # sums of 64 bits, whatever a block's are
@@ -283,15 +271,14 @@ def test_offsets_equal_the_reference_in_blocks_rows_and_beyond_one_launch(device
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_on_a_gpu_nothing_outside_is_read_or_written(device: str) -> None:
+def test_on_a_gpu_nothing_outside_is_read_or_written(device: str, where: torch.device) -> None:
     """Nobody waits for a GPU to say what does not fit; memory is safe, and no device assert ends the process."""
-    place = torch_device(device)
-    values = torch.ones(6, device=place)
+    values = torch.ones(6, device=where)
     for offsets in ([0, 9, 3], [-5, 2], [4, 2, 6], [0, 2**62]):
-        assert segment_sum(torch.tensor(offsets, device=place), values).shape == (len(offsets) - 1,)
-        assert segment_sum(torch.tensor(offsets, device=place), values[:, None].repeat(1, 3)).isfinite().all()
-    assert invert_permute(torch.tensor([1, 5, -1], device=place)).tolist() == [-1, 0, -1]
-    assert offsets_range(torch.tensor([2, 3], device=place), 5).tolist() == [-1, -1, 0, 0, 1]
+        assert segment_sum(torch.tensor(offsets, device=where), values).shape == (len(offsets) - 1,)
+        assert segment_sum(torch.tensor(offsets, device=where), values[:, None].repeat(1, 3)).isfinite().all()
+    assert invert_permute(torch.tensor([1, 5, -1], device=where)).tolist() == [-1, 0, -1]
+    assert offsets_range(torch.tensor([2, 3], device=where), 5).tolist() == [-1, -1, 0, 0, 1]
 
 
 def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
@@ -309,16 +296,14 @@ def op_calls(device: torch.device) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("name", op_calls(torch.device("cpu")))
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", UPDATES)
 def test_opcheck(device: str, name: str) -> None:
     op, args = op_calls(torch_device(device))[name]
     torch.library.opcheck(op, args)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_compiled_forward_and_backward_equal_eager(device: str) -> None:
-    place = torch_device(device)
-
+@pytest.mark.parametrize("device", UPDATES)
+def test_compiled_forward_and_backward_equal_eager(where: torch.device) -> None:
     def loss(values: Tensor, lengths: Tensor) -> Tensor:
         offsets = complete_cumsum(lengths)
         places = offsets_range(offsets, values.shape[0])
@@ -327,11 +312,10 @@ def test_compiled_forward_and_backward_equal_eager(device: str) -> None:
         again = unpack_segments(packed, lengths, total=values.shape[0])
         return sums.sin().sum() + packed.cos().sum() + again.exp().sum() + invert_permute(lengths.argsort())[0]
 
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    for sizes in ([3, 0, 2], [3, 5, 1], [3, 2, 1, 4]):
-        lengths = torch.tensor(sizes, device=place)
-        values = torch.linspace(-1, 1, sum(sizes), device=place).requires_grad_()
-        (got,) = torch.autograd.grad(compiled(values, lengths), values)
-        (want,) = torch.autograd.grad(loss(values, lengths), values)
-        assert_close(got, want)
+    assert_compiled_equals_eager(
+        loss,
+        (
+            (torch.linspace(-1, 1, sum(sizes), device=where).requires_grad_(), torch.tensor(sizes, device=where))
+            for sizes in ([3, 0, 2], [3, 5, 1], [3, 2, 1, 4])
+        ),
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DEVICES, assert_close, assert_same_bits, torch_device
+from kernel_inputs import DEVICES, assert_close, assert_compiled_equals_eager, assert_same_bits, torch_device
 from torch import Tensor
 
 from shardwise.kernels import jagged_index_add, jagged_index_select, keyed_jagged_index_select
@@ -117,9 +117,8 @@ def test_gradients_of_halves_are_added_in_fp32(device: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_column_slice_of_values_is_read_where_it_lies(device: str) -> None:
+def test_a_column_slice_of_values_is_read_where_it_lies(where: torch.device) -> None:
     """Neither contiguous nor aligned to 16 bytes."""
-    where = torch_device(device)
     whole, lengths, indices = tensors("rows of 20", where)
     for values in (whole[:, 3:11], whole.flatten()[1 : 1 + whole.shape[0]]):
         for way in WAYS:
@@ -204,8 +203,7 @@ KEYED = {
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("case", KEYED)
 @pytest.mark.parametrize("device", DEVICES)
-def test_keyed_select_and_its_gradients_match_the_reference(device: str, case: str, weighted: bool) -> None:
-    where = torch_device(device)
+def test_keyed_select_and_its_gradients_match_the_reference(where: torch.device, case: str, weighted: bool) -> None:
     keys, lengths, samples = KEYED[case]
     size = len(lengths) // keys if keys else 2
     sizes, chosen = torch.tensor(lengths, dtype=torch.int64, device=where), torch.tensor(samples, device=where).long()
@@ -280,21 +278,16 @@ def test_opcheck(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_forward_and_backward_equal_eager_for_any_size(device: str, known: bool) -> None:
-    torch._dynamo.reset()
-
+def test_compiled_forward_and_backward_equal_eager_for_any_size(where: torch.device, known: bool) -> None:
     def loss(values: Tensor, lengths: Tensor, indices: Tensor, total: int | None) -> Tensor:
         out, chosen = jagged_index_select(values, lengths, indices, selected_lengths_sum=total)
         return torch.sin(out).sum() + chosen.sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
-    for case in ("rows of three", "rows of 20"):
-        values, lengths, indices = tensors(case, torch_device(device))
-        values.requires_grad_()
-        total = int(lengths[indices].sum()) if known else None
-        got, want = compiled(values, lengths, indices, total), loss(values, lengths, indices, total)
-        assert_close(got, want, 1e-6)
-        assert_close(torch.autograd.grad(got, values)[0], torch.autograd.grad(want, values)[0])
+    def batch(case: str) -> tuple[Any, ...]:
+        values, lengths, indices = tensors(case, where)
+        return values.requires_grad_(), lengths, indices, int(lengths[indices].sum()) if known else None
+
+    assert_compiled_equals_eager(loss, map(batch, ("rows of three", "rows of 20")), 1e-6)
 
 
 def keyed_call(**changed: Any) -> Any:
@@ -355,8 +348,7 @@ def test_bad_input_is_named(case: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_kernels_take_bags_that_do_not_exist_for_empty_and_stay_in_memory(device: str) -> None:
-    where = torch_device(device)
+def test_kernels_take_bags_that_do_not_exist_for_empty_and_stay_in_memory(where: torch.device) -> None:
     values, offsets = torch.arange(1.0, 4.0, device=where), torch.tensor([0, 1, 1, 3], device=where)
     out, lengths, _, _ = OPS.jagged_index_select(
         values, None, offsets, torch.tensor([5, 2, -1], device=where), 3, torch.int64, None

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from bucket_inputs import CPU_PATHS, PATHS, running_on
+from bucket_inputs import CPU_PATHS, running_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import assert_same_bits
+from kernel_inputs import UPDATES, assert_same_bits
 from torch import Tensor
 
 from shardwise.kernels import jagged_unique, unique_ids
 from shardwise.kernels.cpu import buckets as cpu_buckets
 from shardwise.kernels.jagged.unique import jagged_unique_ref
 
+LOOPS = cpu_buckets, "loops"
 INTEGERS = [torch.int32, torch.int64]
 LISTS = {
     "some": [5, 3, 5, 5, 0, 3],
@@ -32,14 +33,13 @@ LARGE = {"whole range": [2**63 - 1, -(2**63), 0, 2**63 - 1], "wide": [2**55, 3, 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("name", [*LISTS, *LARGE])
-@pytest.mark.parametrize("path", PATHS)
-def test_ids_are_numbered_in_their_order(path: str, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("device", UPDATES)
+def test_ids_are_numbered_in_their_order(where: torch.device, name: str, dtype: torch.dtype) -> None:
     ids = {**LISTS, **LARGE}[name]
     if name in LARGE and dtype == torch.int32:
         pytest.skip("int32 does not hold these ids")
-    with running_on(path) as device:
-        found = unique_ids(torch.tensor(ids, dtype=dtype, device=device), return_counts=True)
-        plain = unique_ids(torch.tensor(ids, dtype=dtype, device=device))
+    found = unique_ids(torch.tensor(ids, dtype=dtype, device=where), return_counts=True)
+    plain = unique_ids(torch.tensor(ids, dtype=dtype, device=where))
     distinct = sorted(set(ids))
     assert found.counts is not None and plain.counts is None
     assert found.ids.tolist() == plain.ids.tolist() == distinct and found.ids.dtype == dtype
@@ -82,50 +82,43 @@ SHARED = [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("rows", [10, 1000, 2**40])
-@pytest.mark.parametrize("path", PATHS)
-def test_the_ids_of_each_table_are_numbered(path: str, rows: int) -> None:
-    with running_on(path) as device:
-        for ids, offsets in ((torch.int32, torch.int64), (torch.int64, torch.int32)):
-            args = batch_tensors(BAGS, ids, offsets, device)
-            result = jagged_unique(*args, [rows] * 3, SHARED)
-            assert_numbered(result, BAGS, SHARED, 3)
-            assert (result.ids.dtype, result.lengths.dtype, result.offsets.dtype) == (ids, offsets, offsets)
-            alone = jagged_unique(*args, [rows] * 4)
-            assert_numbered(alone, BAGS, [0, 1, 2, 3], 4)
-            for one, other in zip(alone, jagged_unique_ref(*args, [rows] * 4), strict=True):
-                assert_same_bits(one, other)
+@pytest.mark.parametrize("device", UPDATES)
+def test_the_ids_of_each_table_are_numbered(where: torch.device, rows: int) -> None:
+    for ids, offsets in ((torch.int32, torch.int64), (torch.int64, torch.int32)):
+        args = batch_tensors(BAGS, ids, offsets, where)
+        result = jagged_unique(*args, [rows] * 3, SHARED)
+        assert_numbered(result, BAGS, SHARED, 3)
+        assert (result.ids.dtype, result.lengths.dtype, result.offsets.dtype) == (ids, offsets, offsets)
+        alone = jagged_unique(*args, [rows] * 4)
+        assert_numbered(alone, BAGS, [0, 1, 2, 3], 4)
+        assert_same_bits(alone, jagged_unique_ref(*args, [rows] * 4))
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_no_ids_no_batch_and_no_tables_are_ordinary(path: str) -> None:
-    with running_on(path) as device:
-        for bags in ([[[], []], [[], []]], [[], []]):
-            args = batch_tensors(bags, torch.int64, torch.int64, device)
-            result = jagged_unique(*args, [5, 0])
-            assert result.lengths.tolist() == [0] * (len(args[1]) - 1)
-            assert result.offsets.tolist() == [0] * len(args[1])
-            assert result.ids.tolist() == result.inverse.tolist() == []
-        none = jagged_unique(args[0], torch.zeros(1, dtype=torch.int64, device=device), [])
-        assert [len(tensor) for tensor in none] == [0, 1, 0, 0]
+@pytest.mark.parametrize("device", UPDATES)
+def test_no_ids_no_batch_and_no_tables_are_ordinary(where: torch.device) -> None:
+    for bags in ([[[], []], [[], []]], [[], []]):
+        args = batch_tensors(bags, torch.int64, torch.int64, where)
+        result = jagged_unique(*args, [5, 0])
+        assert result.lengths.tolist() == [0] * (len(args[1]) - 1)
+        assert result.offsets.tolist() == [0] * len(args[1])
+        assert result.ids.tolist() == result.inverse.tolist() == []
+    none = jagged_unique(args[0], torch.zeros(1, dtype=torch.int64, device=where), [])
+    assert [len(tensor) for tensor in none] == [0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("path", CPU_PATHS)
-def test_any_batch_is_numbered_as_sets_are(path: str) -> None:
-    @settings(max_examples=50, deadline=None, derandomize=True)
-    @given(st.data())
-    def numbered(data: Any) -> None:
-        tables = sorted(data.draw(st.lists(st.integers(0, 2), max_size=4)))
-        tables = [sorted(set(tables)).index(table) for table in tables]
-        batch, rows = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([3, 40, 2**31 - 1]))
-        bag = st.lists(st.integers(0, rows - 1), max_size=4)
-        bags = [[data.draw(bag) for _ in range(batch)] for _ in tables]
-        args = batch_tensors(bags, data.draw(st.sampled_from(INTEGERS)), torch.int64, device)
-        count = len(set(tables))
-        assert_numbered(jagged_unique(*args, [rows] * count, tables), bags, tables, count)
-        assert unique_ids(args[0]).ids.tolist() == sorted(set(args[0].tolist()))
-
-    with running_on(path) as device:
-        numbered()
+@pytest.mark.parametrize("device", CPU_PATHS)
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_batch_is_numbered_as_sets_are(device: str, data: Any) -> None:
+    tables = sorted(data.draw(st.lists(st.integers(0, 2), max_size=4)))
+    tables = [sorted(set(tables)).index(table) for table in tables]
+    batch, rows = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([3, 40, 2**31 - 1]))
+    bag = st.lists(st.integers(0, rows - 1), max_size=4)
+    bags = [[data.draw(bag) for _ in range(batch)] for _ in tables]
+    args = batch_tensors(bags, data.draw(st.sampled_from(INTEGERS)), torch.int64, "cpu")
+    count = len(set(tables))
+    assert_numbered(jagged_unique(*args, [rows] * count, tables), bags, tables, count)
+    assert unique_ids(args[0]).ids.tolist() == sorted(set(args[0].tolist()))
 
 
 def test_threads_number_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,20 +128,18 @@ def test_threads_number_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_on("numba"):
         alone = jagged_unique(ids, offsets, [1000] * 10)
         monkeypatch.setattr(cpu_buckets, "parts_of", lambda ids, most: min(4, most))
-        for one, other in zip(jagged_unique(ids, offsets, [1000] * 10), alone, strict=True):
-            assert_same_bits(one, other)
+        assert_same_bits(jagged_unique(ids, offsets, [1000] * 10), alone)
         ids[600] = 1000
         with pytest.raises(ValueError, match=re.escape("ids[600] of feature")):
             jagged_unique(ids, offsets, [1000] * 10)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_rows_fetched_once_are_handed_out_to_all_ids(path: str) -> None:
-    with running_on(path) as device:
-        ids, offsets = batch_tensors(BAGS[:2], torch.int64, torch.int64, device)
-        result = jagged_unique(ids, offsets, [10], [0, 0])
-        rows = torch.randn(10, 3, device=device)
-        assert_same_bits(rows[result.ids][result.inverse], rows[ids])
+@pytest.mark.parametrize("device", UPDATES)
+def test_rows_fetched_once_are_handed_out_to_all_ids(where: torch.device) -> None:
+    ids, offsets = batch_tensors(BAGS[:2], torch.int64, torch.int64, where)
+    result = jagged_unique(ids, offsets, [10], [0, 0])
+    rows = torch.randn(10, 3, device=where)
+    assert_same_bits(rows[result.ids][result.inverse], rows[ids])
 
 
 def test_they_compile() -> None:
@@ -186,18 +177,17 @@ BAD: list[tuple[tuple[Any, ...], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("args", "error", "message"), BAD, ids=[message for _, _, message in BAD])
-@pytest.mark.parametrize("path", CPU_PATHS)
-def test_bad_input_is_named(path: str, args: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with running_on(path), pytest.raises(error, match=re.escape(message)):
+@pytest.mark.parametrize("device", CPU_PATHS)
+def test_bad_input_is_named(device: str, args: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
         jagged_unique(*args)
 
 
-@pytest.mark.parametrize("path", PATHS[1:-1])
-def test_an_id_outside_its_table_is_named_where_kernels_run(path: str) -> None:
-    """The size of the result waits for the device anyhow, and what is wrong comes along."""
-    with running_on(path) as device:
-        ids, offsets = T([1, 9], device=device), T([0, 1, 2], device=device)
-        with pytest.raises(ValueError, match=re.escape("ids[1] of feature 1 is 9, outside table 1 of 5 rows")):
-            jagged_unique(ids, offsets, [5, 5])
-        with pytest.raises(ValueError, match="offsets must go from 0 to 2 ids, got 0 to 1"):
-            jagged_unique(ids, offsets - offsets // 2, [5, 5])
+@pytest.mark.parametrize("device", UPDATES[1:-1])
+def test_an_id_outside_its_table_is_named_where_kernels_run(where: torch.device) -> None:
+    """The size of the result waits for the where anyhow, and what is wrong comes along."""
+    ids, offsets = T([1, 9], device=where), T([0, 1, 2], device=where)
+    with pytest.raises(ValueError, match=re.escape("ids[1] of feature 1 is 9, outside table 1 of 5 rows")):
+        jagged_unique(ids, offsets, [5, 5])
+    with pytest.raises(ValueError, match="offsets must go from 0 to 2 ids, got 0 to 1"):
+        jagged_unique(ids, offsets - offsets // 2, [5, 5])

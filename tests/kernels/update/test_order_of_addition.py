@@ -168,10 +168,9 @@ def test_a_row_has_the_same_bits_with_other_neighbours(device: str, rule: str) -
 
 @pytest.mark.parametrize(("device", "rule"), per_rule(DEVICES[1:]))
 def test_a_row_has_the_same_bits_on_every_tile_and_grid(
-    device: str, rule: str, monkeypatch: pytest.MonkeyPatch
+    device: str, where: torch.device, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of a tile and programs of a grid; the columns of a tile are fixed by the dim (see update_tile)."""
-    where = torch_device(device)
     pairs = interleaved(marked_pairs(), other_pairs(100, seed=7), seed=9)
     expected = updated_rows(pairs, rule, where)
     own, block_d, warps = update.update_tile(DIM)

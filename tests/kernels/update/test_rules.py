@@ -56,11 +56,12 @@ def train(batch: Inputs, state: Optimizer, models: list[oracle.Dense], steps: in
 @pytest.mark.parametrize("decay", ["none", "l2", "decoupled"])
 @pytest.mark.parametrize(("device", "rule"), per_rule(UPDATES))
 def test_training_equals_the_dense_model(device: str, rule: str, decay: str) -> None:
-    """20 steps, of which the interpreter makes 6: torch and numba say the rest of the same formula."""
+    """20 steps, of the usual rule 100, of which the interpreter makes 6 and 8: the others say the rest of a formula."""
+    few, many = (8, 100) if (rule, decay) == ("rowwise_adagrad", "none") else (6, 20)
     batch = inputs(TRAINED, torch_device(device))
     state = optimizer(rule, batch, decay=decay)
     models = twins(batch, state)
-    train(batch, state, models, 6 if device == "interpreted" else 20)
+    train(batch, state, models, few if device == "interpreted" else many)
     for t, model in enumerate(models):
         assert_close(batch.tables()[t], model.table, 1e-5)
         for (name, kind), tensor in zip(DEFINED[rule].states.items(), state.states, strict=True):
@@ -118,20 +119,34 @@ def test_rounding_keeps_the_mean_and_a_neighbouring_value(device: str, dtype: to
         assert mean is None or other.double().mean().item() == mean
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_columns_and_steps_are_rounded_apart(dtype: torch.dtype) -> None:
+    """Rows that were all rounded alike passed: the mean over many columns was right, and so was each neighbour."""
+    # halfway between two values of either dtype
+    w = torch.full((64, 64), 1.0 + 2.0**-8 + (2.0**-11 - 2.0**-8) * (dtype == torch.float16))
+    place = torch.arange(64)
+    seed = torch.tensor([5])
+
+    def ups(step: int) -> Tensor:
+        return round_stochastically(w, dtype, place, salt_of(seed, torch.tensor([step]))) > w
+
+    once = ups(1)
+    # of 64 fair coins between 13 and 51 fall alike, but for one time in a million
+    for alike in ((once[:-1] == once[1:]).sum(1), (once[:, :-1] == once[:, 1:]).sum(0), (once == ups(2)).sum(1)):
+        assert int(alike.min()) >= 13 and int(alike.max()) <= 51
+
+
 @pytest.mark.parametrize("device", UPDATES)
-def test_a_table_is_rounded_alike_alone_and_behind_another(device: str) -> None:
-    where_ = torch_device(device)
-    alone = inputs(Case("alone", tables=((9, 8),), dtype=torch.bfloat16), where_)
-    both = inputs(
-        Case("both", tables=((5, 8), (9, 8)), features=((0, False), (1, False)), dtype=torch.bfloat16), where_
-    )
+def test_a_table_is_rounded_alike_alone_and_behind_another(where: torch.device) -> None:
+    alone = inputs(Case("alone", tables=((9, 8),), dtype=torch.bfloat16), where)
+    both = inputs(Case("both", tables=((5, 8), (9, 8)), features=((0, False), (1, False)), dtype=torch.bfloat16), where)
     both.tables()[1].copy_(alone.tables()[0])
     begin = both.offsets[both.case.batch]
     ids = both.indices[int(begin) :]
     alone = replace(alone, indices=ids, offsets=both.offsets[both.case.batch :] - begin)
     grad = upstream(both)
     for batch, g in ((both, grad), (alone, grad[:, 8:].contiguous())):
-        state = replace(optimizer("adagrad", batch), seed=torch.tensor([5], device=where_))
+        state = replace(optimizer("adagrad", batch), seed=torch.tensor([5], device=where))
         fused_update(*update_args(batch.weights, state, g, batch))
     assert_same_bits(both.tables()[1], alone.tables()[0])
 
@@ -212,8 +227,7 @@ def test_a_rule_of_ones_own_trains_by_its_formula(device: str, rule: str) -> Non
                 size = (1 / g.clamp(0.5, 2)).mean(1, keepdim=True)
                 new = tables[t] - hyper["lr"] * g.sign() * (1 / (1 + size)).sqrt()
             tables[t], states[t] = torch.where(hit, new, tables[t]), torch.where(hit, kept, states[t])
-    for got, expected in zip(batch.tables(), tables, strict=True):
-        assert_close(got, expected, 1e-5)
+    assert_close(batch.tables(), tables, 1e-5)
 
 
 def test_a_second_rule_of_a_name_leaves_the_first_alone() -> None:
@@ -265,3 +279,30 @@ def test_kernel_and_twin_are_one_source() -> None:
     traced: Tensor | Any = rule.in_triton
     assert traced is rule.in_triton
     assert rule.function is not traced
+
+
+def turning(flip: bool) -> str:
+    def turned(w: Any, g: Any, lr: float = 0.5) -> Any:
+        return w + lr * g if flip else w - lr * g
+
+    return define_rule()(turned).name
+
+
+def test_rules_of_one_text_that_read_another_bool_are_other_rules() -> None:
+    """Only numbers were in the name, so the second rule ran the machine code of the first."""
+    pytest.importorskip("numba")
+    before = set(DEFINED)
+    batch = inputs(Case("one", tables=((4, 8),), features=((0, False),), batch=3, lengths=(1, 2)))
+    grad, moved = upstream(batch), []
+    try:
+        for flip in (False, True):
+            weights = batch.weights.clone()
+            args = list(update_args(weights, optimizer("sgd", batch), grad, batch))
+            args[args.index("sgd")] = turning(flip)
+            fused_update(*args)
+            moved.append(weights - batch.weights)
+    finally:
+        for name in set(DEFINED) - before:
+            del DEFINED[name]
+    assert not torch.equal(moved[0], torch.zeros_like(moved[0]))
+    torch.testing.assert_close(moved[1], -moved[0], rtol=0, atol=1e-6)
