@@ -14,8 +14,8 @@ from shardwise.embeddings.collections.bag_collection import EmbeddingBagCollecti
 from shardwise.embeddings.collections.collection import require_features
 from shardwise.embeddings.collections.feature_processors import (
     FeatureProcessedEmbeddingBagCollection as FloatFeatureProcessedEmbeddingBagCollection,
+    FeatureProcessorsCollection,
 )
-from shardwise.embeddings.collections.feature_processors import FeatureProcessorsCollection
 from shardwise.embeddings.config import EmbeddingBagConfig
 from shardwise.embeddings.interfaces import PooledTables
 from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from numba import float32, int64, uint64
-from numba.core import cgutils
-from numba.core import types as numba_types
+from numba.core import cgutils, types as numba_types
 from numba.extending import intrinsic
 
 from ..features import (

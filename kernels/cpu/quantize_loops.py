@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 from numba import int64
-from numba.core import cgutils
-from numba.core import types as numba_types
+from numba.core import cgutils, types as numba_types
 from numba.extending import intrinsic
 
 from .njit import (

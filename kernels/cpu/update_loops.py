@@ -31,8 +31,7 @@ from ..features import (
     ROWS,
 )
 from ..transpose import CHUNK
-from .njit import _FORM as PARTS_FORM
-from .njit import f4, i8, pointer
+from .njit import _FORM as PARTS_FORM, f4, i8, pointer
 from .vectors import (
     AHEAD,
     FORM,

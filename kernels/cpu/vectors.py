@@ -7,8 +7,7 @@ from typing import Any
 
 import numba
 from numba import float32, int64
-from numba.core import cgutils
-from numba.core import types as numba_types
+from numba.core import cgutils, types as numba_types
 from numba.extending import intrinsic, models, register_model
 
 # numba keeps compiled code by the name of its function and sees changes of that function's file only: whoever changes

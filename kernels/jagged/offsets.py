@@ -29,8 +29,7 @@ from .._op import (
     triton,
     unwatched,
 )
-from ..cpu import padded as cpu_padded
-from ..cpu import segments as cpu_segments
+from ..cpu import padded as cpu_padded, segments as cpu_segments
 from ..memory import MANY, require_memory
 from .padded import jagged_to_padded_dense, padded_dense_to_jagged
 from .segments import INDEX_DTYPES, bad_index, check_index, gather_rows, locate, positions_of, unit_of

@@ -40,8 +40,8 @@ from ..features import (
     ORDER,
     ROWS,
     batch_size,
+    row_alignment as alignment,
 )
-from ..features import row_alignment as alignment
 from ..launch_plans import PLANS, Plan, plan_launches
 from ..row_formats import (
     DTYPES,

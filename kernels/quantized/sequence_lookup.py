@@ -26,8 +26,8 @@ from ..features import (
     ROWS,
     batch_size,
     feature_of_position,
+    row_alignment as alignment,
 )
-from ..features import row_alignment as alignment
 from ..row_formats import row_format
 from .pooled_lookup import (
     row_units,

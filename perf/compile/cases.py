@@ -41,8 +41,7 @@ from ...kernels.update import (
     update,
 )
 from ...kernels.update.rules import BUILT_IN
-from . import cases_jagged as launched_jagged
-from . import cases_quantized as launched_quantized
+from . import cases_jagged as launched_jagged, cases_quantized as launched_quantized
 
 _OWN = (bounds, finite, index_op, pooled, row_chunks, row_keys, sequence, update, weight_gradient)
 _MODULES = (*_OWN, *launched_jagged.MODULES, *launched_quantized.MODULES)

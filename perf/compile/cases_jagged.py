@@ -13,26 +13,20 @@ from torch import Tensor
 
 from ...kernels.jagged import (
     bmm as jagged_bmm,
-)
-from ...kernels.jagged import (
     bucketize,
     calibration,
     elementwise,
     index_add,
     index_select,
+    offsets as jagged,
     padded,
     permute,
+    regroup as regrouping,
     segments,
     softmax,
     unary_embeddings,
     unique,
     vector_product,
-)
-from ...kernels.jagged import (
-    offsets as jagged,
-)
-from ...kernels.jagged import (
-    regroup as regrouping,
 )
 from ...kernels.jagged.regroup_plan import plan_pieces
 

@@ -9,9 +9,11 @@ from types import ModuleType
 import torch
 
 from ...kernels.features import Feature, pack_features
-from ...kernels.quantized import pooled_lookup as quantized_lookup
-from ...kernels.quantized import rows as quantize
-from ...kernels.quantized import sequence_lookup as quantized_sequence
+from ...kernels.quantized import (
+    pooled_lookup as quantized_lookup,
+    rows as quantize,
+    sequence_lookup as quantized_sequence,
+)
 from ...kernels.row_formats import ROW_FORMATS, TABLE_BOUNDARY, row_format
 
 # kernel files whose launches are noted

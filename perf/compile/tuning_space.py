@@ -53,8 +53,7 @@ def _run_forced(run: Callable[[], object], kernel: str, config: Config) -> None:
 
 def _launch_of(kernel: str, dtype: str, dim: int) -> Callable[[], object]:
     """A launch of the kernel on rows of this class."""
-    from . import cases_jagged as launched_jagged
-    from . import cases_quantized as launched_quantized
+    from . import cases_jagged as launched_jagged, cases_quantized as launched_quantized
 
     if kernel in QUANTIZED:
         kind = row_format(dtype)

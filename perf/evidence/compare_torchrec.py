@@ -30,8 +30,7 @@ from shardwise.perf.suite.cases.operations import (
     name_of,
     reason,
 )
-from shardwise.perf.suite.measure import Budget
-from shardwise.perf.suite.measure import run as measure
+from shardwise.perf.suite.measure import Budget, run as measure
 from shardwise.perf.suite.operations.operation import Operation, Size
 from shardwise.perf.suite.options import FLAG, Options
 from shardwise.perf.suite.record import Record, median, ratio

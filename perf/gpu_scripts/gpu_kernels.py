@@ -17,13 +17,13 @@ from torch import Tensor
 
 from shardwise.kernels import (
     ROW_FORMATS,
+    RULES as DEFINED,
     check_ids,
     dequantize_rows,
     quantize_rows,
     raise_from_guard,
     sequence_lookup,
 )
-from shardwise.kernels import RULES as DEFINED
 from shardwise.kernels.lookup import pooled, sequence
 from shardwise.kernels.lookup.bounds import OK
 from shardwise.kernels.quantized.pooled_lookup import quantized_pooled_lookup_ref

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..constants import NUM_POOLINGS
 from ..constraints import ParameterConstraints
-from ..topology import Storage
-from ..topology import placement as placement
+from ..topology import Storage, placement as placement
 from .sharding_option import SharderData, SharderDataMap, ShardingOption, StorageUsageType
 
 # exchanges whose elements a codec may make smaller

@@ -203,8 +203,7 @@ def _even_dim(value: Value, world_size: int) -> int | None:
 
 def _dtensor(value: Value, env: ShardingEnv, dim: int) -> Tensor:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor import Shard as Along
+    from torch.distributed.tensor import DTensor, Shard as Along
 
     assert env.process_group is not None
     mesh = DeviceMesh.from_group(env.process_group, value.device.type)

@@ -45,8 +45,8 @@ from ...planner.layout import (
     Shard,
     TableOptions,
     check_settings,
+    data_parallel as data_parallel_shards,
 )
-from ...planner.layout import data_parallel as data_parallel_shards
 from ..comms.env import get_local_size
 
 

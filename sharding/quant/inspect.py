@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.embeddings import EmbeddingBagCollection, EmbeddingCollection
-from shardwise.embeddings.quant import EmbeddingBagCollection as QuantEmbeddingBagCollection
-from shardwise.embeddings.quant import EmbeddingCollection as QuantEmbeddingCollection
-from shardwise.embeddings.quant import QuantizedTables
+from shardwise.embeddings.quant import (
+    EmbeddingBagCollection as QuantEmbeddingBagCollection,
+    EmbeddingCollection as QuantEmbeddingCollection,
+    QuantizedTables,
+)
 
 from .collection import ShardedQuantizedCollection
 from .modules import ShardedQuantEmbeddingBagCollection, ShardedQuantEmbeddingCollection

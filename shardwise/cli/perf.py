@@ -283,8 +283,7 @@ def _counts(
         versions,
         write,
     )
-    from ..perf.counts.counted_ranks import STEPS as OF_RANKS
-    from ..perf.counts.counted_ranks import counts_of_ranks
+    from ..perf.counts.counted_ranks import STEPS as OF_RANKS, counts_of_ranks
     from ..perf.counts.counted_steps import STEPS
     from ..perf.counts.steps import counts_of, missing
 

@@ -27,8 +27,6 @@ from shardwise.cli.plan import dtype, share, size
 from shardwise.kernels import _op
 from shardwise.perf.compile import (
     cases as launched,
-)
-from shardwise.perf.compile import (
     checked,
     compiled,
     tuning_space,

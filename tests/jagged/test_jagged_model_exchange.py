@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jagged_model import KEYS, Batch, Form, batches, build, check, exchange, forms, pick, starts
 from torch import Tensor
 

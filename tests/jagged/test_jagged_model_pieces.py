@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jagged_model import (
     BAGS,
     WEIGHTS,

@@ -5,8 +5,7 @@ Also what a KeyedJaggedTensor says of members and bags that contradict each othe
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, tensor
 
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor

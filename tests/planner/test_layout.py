@@ -10,8 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from lines_run import lines_run
 
 from shardwise.planner import layout

@@ -20,8 +20,7 @@ from shardwise.kernels import (
     jagged_softmax,
     jagged_vector_product,
 )
-from shardwise.kernels.jagged import bmm as jagged_bmm
-from shardwise.kernels.jagged import unary_embeddings, vector_product
+from shardwise.kernels.jagged import bmm as jagged_bmm, unary_embeddings, vector_product
 from shardwise.kernels.jagged.softmax import jagged_softmax_ref
 
 Rows = list[list[float]]

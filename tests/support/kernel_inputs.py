@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.kernels import RULES as DEFINED
-from shardwise.kernels import Feature, Segment, flatten_segments, new_guard, pack_features
+from shardwise.kernels import RULES as DEFINED, Feature, Segment, flatten_segments, new_guard, pack_features
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 
 Tensors = Tensor | Iterable[Tensor]

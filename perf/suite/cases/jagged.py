@@ -18,25 +18,19 @@ from shardwise import kernels
 from shardwise.kernels import plan_regroup
 from shardwise.kernels.jagged import (
     bmm as jagged_bmm,
-)
-from shardwise.kernels.jagged import (
     bucketize,
     elementwise,
     index_add,
     index_select,
     keyed_select,
+    offsets as jagged,
     padded,
     permute,
+    regroup as regrouping,
     softmax,
     unary_embeddings,
     unique,
     vector_product,
-)
-from shardwise.kernels.jagged import (
-    offsets as jagged,
-)
-from shardwise.kernels.jagged import (
-    regroup as regrouping,
 )
 from shardwise.kernels.jagged.segments import move_segments_ref
 from shardwise.perf.suite.case import (

@@ -44,11 +44,7 @@ from shardwise.kernels import (
 from shardwise.kernels._op import INTERPRETED
 from shardwise.kernels.cpu import (
     lookup as cpu_lookup,
-)
-from shardwise.kernels.cpu import (
     threads as cpu_threads,
-)
-from shardwise.kernels.cpu import (
     update as cpu_update,
 )
 from shardwise.kernels.lookup import pooled as pooled_module

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from bag_rows import CASES, OPS, Bags, as_lists, exact, wanted
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kernel_inputs import DEVICES, UPDATES, assert_close, assert_same_bits, torch_device
 from torch import Tensor
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kernel_inputs import DEVICES, UPDATES, assert_close, assert_compiled_equals_eager, assert_same_bits, torch_device
 from torch import Tensor
 

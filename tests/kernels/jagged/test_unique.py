@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bucket_inputs import CPU_PATHS, running_on
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kernel_inputs import UPDATES, assert_same_bits
 from torch import Tensor
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kernel_inputs import (
     CASES,
     DEVICES,

@@ -29,8 +29,8 @@ from kernel_inputs import (
     per_rule,
     torch_device,
     update_args,
+    upstream as gradient_for,
 )
-from kernel_inputs import upstream as gradient_for
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kernel_inputs import (
     CASES,
     DEVICES,
@@ -36,8 +35,6 @@ from torch._subclasses import FakeTensorMode
 
 from shardwise.kernels import (
     RULES as DEFINED,
-)
-from shardwise.kernels import (
     Feature,
     Segment,
     configs,

@@ -27,8 +27,7 @@ from kernel_inputs import (
 )
 from torch import Tensor
 
-from shardwise.kernels import RULES as DEFINED
-from shardwise.kernels import Feature, define_rule, fused_update, origin_of, pack_features, rule_named
+from shardwise.kernels import RULES as DEFINED, Feature, define_rule, fused_update, origin_of, pack_features, rule_named
 from shardwise.kernels.rule import absolute, exp, log, maximum, minimum, row_mean, row_sum, sign, sqrt, where
 from shardwise.kernels.update.rounding import round_stochastically, salt_of
 from shardwise.kernels.update.update import fused_update_ref

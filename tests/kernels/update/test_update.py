@@ -34,8 +34,6 @@ from kernel_inputs import (
 
 from shardwise.kernels import (
     RULES as DEFINED,
-)
-from shardwise.kernels import (
     fused_update,
 )
 from shardwise.kernels.update.update import fused_update_ref

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from bucket_inputs import CASES, Bags, running_on
-from recorded_calls import Call as Recorded
-from recorded_calls import assert_sound, by_kind
+from recorded_calls import Call as Recorded, assert_sound, by_kind
 from torch import Tensor
 
 from shardwise.kernels import block_bucketize, histogram_binning_calibration_by_feature, jagged_unique

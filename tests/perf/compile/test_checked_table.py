@@ -14,14 +14,10 @@ import pytest
 from shardwise.kernels import RULES, _op, define_rule
 from shardwise.perf.compile import (
     cases as launched,
-)
-from shardwise.perf.compile import (
     checked,
+    checks as promises,
     compiled,
     tuning_space,
-)
-from shardwise.perf.compile import (
-    checks as promises,
 )
 from shardwise.perf.compile.cases import Case
 from shardwise.perf.compile.checked import changed, fingerprints, group

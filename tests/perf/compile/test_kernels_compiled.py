@@ -17,8 +17,7 @@ import pytest
 from shardwise.kernels._op import tl, triton
 from shardwise.kernels.lookup import sequence
 from shardwise.kernels.update.rules import BUILT_IN
-from shardwise.perf.compile import cases as launched
-from shardwise.perf.compile import compiled
+from shardwise.perf.compile import cases as launched, compiled
 from shardwise.perf.compile.cases import Batch, Case
 from shardwise.perf.compile.checks import LONG_WAITS_OF_UPDATES, broken_promises, promised_moves
 from shardwise.perf.compile.compiled import Report

@@ -10,9 +10,7 @@ from functools import cache
 import pytest
 import test_kernels_compiled
 
-from shardwise.perf.compile import cases as launched
-from shardwise.perf.compile import cases_jagged as launched_jagged
-from shardwise.perf.compile import compiled
+from shardwise.perf.compile import cases as launched, cases_jagged as launched_jagged, compiled
 from shardwise.perf.compile.cases import Case
 from shardwise.perf.compile.checks import broken_promises
 

@@ -28,8 +28,7 @@ from shardwise.kernels.jagged import regroup as regrouping
 from shardwise.kernels.jagged.regroup_plan import Runs, transposed
 from shardwise.kernels.quantized.row_numbers import paired
 from shardwise.perf.compile.recorded import SECTOR, Fault, recorded
-from shardwise.perf.suite import declared as of_lookups
-from shardwise.perf.suite import declared_jagged as declared
+from shardwise.perf.suite import declared as of_lookups, declared_jagged as declared
 
 OPS = torch.ops.shardwise
 

@@ -12,8 +12,7 @@ import torch
 from shardwise.kernels import configs, persistent_grid
 from shardwise.kernels.persistent_grid import Multiprocessors, persistent_programs, resident_programs
 from shardwise.kernels.update import update
-from shardwise.perf.compile import cases as launched
-from shardwise.perf.compile import compiled
+from shardwise.perf.compile import cases as launched, compiled
 from shardwise.perf.compile.cases import Batch
 
 HERE = torch.device("cuda", 1)

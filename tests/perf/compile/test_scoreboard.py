@@ -12,14 +12,8 @@ import torch
 from shardwise.kernels._op import tl, triton
 from shardwise.perf.compile import (
     cases as launched,
-)
-from shardwise.perf.compile import (
     cases_jagged as launched_jagged,
-)
-from shardwise.perf.compile import (
     checks as promises,
-)
-from shardwise.perf.compile import (
     compiled,
 )
 from shardwise.perf.compile.cases import Batch, Case

@@ -13,8 +13,7 @@ import pytest
 
 from shardwise.kernels import configs
 from shardwise.kernels.configs import Key
-from shardwise.perf.compile import cases as launched
-from shardwise.perf.compile import compiled, tuning_space
+from shardwise.perf.compile import cases as launched, compiled, tuning_space
 from shardwise.perf.compile.cases import Case
 from shardwise.perf.compile.checks import broken_promises
 from shardwise.perf.compile.tuning_space import candidate_cases, cases_of

@@ -27,12 +27,8 @@ from shardwise.kernels import numba_loops
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.perf.counts import (
     baseline as count_baseline,
-)
-from shardwise.perf.counts import (
     counted_ranks,
     counted_steps,
-)
-from shardwise.perf.counts import (
     steps as count_steps,
 )
 from shardwise.perf.counts.baseline import Change, changes

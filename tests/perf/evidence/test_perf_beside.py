@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from shardwise.kernels.cpu import update as cpu_update
-from shardwise.perf.evidence import __main__ as evidence
-from shardwise.perf.evidence import compare_sharding, compare_torchrec
+from shardwise.perf.evidence import __main__ as evidence, compare_sharding, compare_torchrec
 from shardwise.perf.evidence.compare_torchrec import (
     Bounds,
     Row,

@@ -26,8 +26,8 @@ from shardwise.perf.suite.batches import (
     first_samples,
     make,
     of_workload,
+    optimizer as fresh_states,
 )
-from shardwise.perf.suite.batches import optimizer as fresh_states
 from shardwise.perf.suite.case import (
     DEVICES,
     SUITES,

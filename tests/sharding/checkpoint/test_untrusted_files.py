@@ -29,8 +29,7 @@ from shardwise.inference import ModelFacts, load_program, read_tables
 from shardwise.inference.folder import ModelDamaged, file_facts, read_facts, write_facts
 from shardwise.kernels import configs
 from shardwise.planner.constants_measured import Constants
-from shardwise.planner.plan.files import read_constraints
-from shardwise.planner.plan.files import read_tables as planned_tables
+from shardwise.planner.plan.files import read_constraints, read_tables as planned_tables
 from shardwise.planner.plan.plan_files import read_plan
 
 SECONDS = 30

@@ -9,8 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from jagged_batches import kjt as keyed
 from ranks import run_ranks
 from torch import Tensor

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ranks import run_ranks
 from sharding_mixes import Mix, TableCase, batches_of_rank, build, dressed, environment, shard, train
 from torch import Tensor

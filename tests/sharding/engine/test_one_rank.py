@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from failing_model import Fault, build, features_of
-from failing_model import train as train_failing
+from failing_model import Fault, build, features_of, train as train_failing
 from jagged_batches import gradient_of
 from model_zoo import Net, batch_of, dense_optimizer, drain, plain_loop, sharded, state_of
 from ranks import error_of, run_ranks, world_group

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jagged_batches import kjt as kjt_of
-from jagged_batches import random_kjt
+from jagged_batches import kjt as kjt_of, random_kjt
 from ranks import error_of, run_ranks
 from sharding_steps import local_tensors
 from torch import Tensor

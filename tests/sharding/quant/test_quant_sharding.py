@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jagged_batches import draw
-from jagged_batches import kjt as kjt_of
+from jagged_batches import draw, kjt as kjt_of
 from ranks import error_of
 from sharding_mixes import same_tensors
 from torch import nn
