@@ -282,6 +282,22 @@ def test_after_an_error_inside_tables_are_updated_in_the_backward_again() -> Non
     assert not torch.equal(before, model.ebc.embedding_bags["a"].weight)  # type: ignore[union-attr,index]
 
 
+def test_tables_wait_after_an_accumulation_within_another_as_before_it() -> None:
+    model, _ = sharded(1)
+    table = weight(model.ebc, "a")  # type: ignore[arg-type]
+    before = table.detach().clone()
+    with accumulate(model):
+        with accumulate(model):
+            model(micro_batch(0, 0, 1)).backward()
+        model(micro_batch(1, 0, 1)).backward()
+    # had the outer one ended with the inner one, that micro-batch would have been the last, and its step missing
+    with accumulate(model):
+        model(micro_batch(2, 0, 1)).backward()
+    assert torch.equal(before, table)
+    fused_of(model).step()
+    assert not torch.equal(before, table)
+
+
 def test_dense_parameters_with_an_optimizer_in_the_backward_are_refused() -> None:
     model, _ = sharded(1)
     apply_optimizer_in_backward(torch.optim.SGD, model.over.parameters(), {"lr": 0.1})  # type: ignore[union-attr]

@@ -287,6 +287,39 @@ def test_pipelines_take_turns_with_each_other_and_with_the_model_itself() -> Non
     assert run_ranks(2, take_turns) == [True, True]
 
 
+class ByMode(nn.Module):
+    """Looks pooled features up in training, weighted ones when it evaluates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = sharded("pw")
+
+    def forward(self, batch: Batch) -> Any:
+        self.model.module.parts = "p" if self.training else "w"
+        return self.model(batch)
+
+
+def evaluate_with_other_modules() -> bool:
+    model, plain = ByMode(), ByMode()
+    pipeline: Any = TrainPipelineSparseDist(model, torch.optim.SGD([torch.zeros(1)]), CPU)
+    batches, outputs, expected = iter([batch_of(n) for n in range(9)]), [], []
+    for n, training in enumerate((True, True, True, False, False, False, True, True)):
+        model.train(training)
+        plain.train(training)
+        with torch.set_grad_enabled(training):
+            outputs.append(pipeline.progress(batches).detach().clone())
+            loss, output = plain(batch_of(n))
+        expected.append(output.detach().clone())
+        if training:
+            loss.backward()
+    return same(expected, outputs) and equal(model.model, plain.model)
+
+
+@pytest.mark.ranks
+def test_a_batch_that_left_for_a_step_of_training_leaves_anew_for_one_of_evaluation() -> None:
+    assert run_ranks(2, evaluate_with_other_modules) == [True, True]
+
+
 class Dense(nn.Module):
     """Nothing sharded."""
 
