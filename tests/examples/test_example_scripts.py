@@ -199,6 +199,7 @@ def test_every_name_of_models_is_shown_in_an_example() -> None:
     assert set(models.__all__) - shown - known <= {"auc", "log_loss", "normalized_entropy", "DLRMTrain"}
 
 
+@pytest.mark.full
 def test_export_serves_and_reads_what_it_wrote() -> None:
     said = run_script("examples/export.py").splitlines()
     assert said[:3] == [

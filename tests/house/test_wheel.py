@@ -88,6 +88,7 @@ def test_a_checkout_without_links_gives_the_same_wheel(trees: dict[str, Path], l
     assert contents[0] == contents[1]
 
 
+@pytest.mark.full
 def test_no_archive_holds_a_link(trees: dict[str, Path]) -> None:
     for tree in trees.values():
         with zipfile.ZipFile(wheel_of(tree)) as archive:
@@ -207,7 +208,7 @@ def test_the_unpacked_wheel_imports_from_itself(wheel: Path, tmp_path: Path) -> 
     assert imported_from(tmp_path) == str(tmp_path / "shardwise" / "jagged" / "__init__.py")
 
 
-@pytest.mark.parametrize("gone", [FOLDERS, ("jagged",)], ids=["all", "one"])
+@pytest.mark.parametrize("gone", [FOLDERS, pytest.param(("jagged",), marks=pytest.mark.full)], ids=["all", "one"])
 def test_a_checkout_without_links_imports_through_the_root(tmp_path: Path, gone: tuple[str, ...]) -> None:
     tree = checkout(tmp_path / "tree")
     for folder in gone:

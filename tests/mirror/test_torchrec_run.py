@@ -39,7 +39,7 @@ def run(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "shardwise.torchrec", *arguments, folder=folder, status=None)
 
 
-@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+@pytest.mark.parametrize("start", ["spawn", pytest.param("forkserver", marks=pytest.mark.full)])
 def test_a_script_and_its_children_are_served(tmp_path: Path, start: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -69,6 +69,7 @@ def test_what_cannot_be_run_is_one_line_and_status_2(tmp_path: Path, arguments: 
     assert said in result.stderr
 
 
+@pytest.mark.full
 def test_other_subprocesses_are_served(tmp_path: Path) -> None:
     code = "import torchrec.optim; print(torchrec.optim.RowWiseAdagrad.__module__)"
     script = tmp_path / "launch.py"
@@ -159,22 +160,21 @@ def test_the_introduction_prints_its_model_plan_batch_and_rows(tmp_path: Path) -
     assert result.stderr.count("there is no CUDA here, so all runs on the CPU") == 1
 
 
+@pytest.mark.full
 def test_the_introduction_by_module_paths_trains_the_rows_it_looked_up(tmp_path: Path) -> None:
     out = run_tutorial("introduction_by_path", folder=tmp_path).stdout
     assert [row[1] for row in rows_of(out, "param | sharding type")] == ["table_wise"] * 2
     assert "product_table moved rows [101, 202, 303]\nuser_table moved rows []\n" in out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sharding_type", "kernel", "cuts"),
     [
-        # their programs differ from the others' by a word
-        pytest.param("TABLE_WISE", "fused", {"large": ["[4096, 64]"], "small": ["[1024, 64]"]}, marks=pytest.mark.full),
+        ("TABLE_WISE", "fused", {"large": ["[4096, 64]"], "small": ["[1024, 64]"]}),
         ("ROW_WISE", "fused", {"large": ["[2048, 64]"] * 2, "small": ["[512, 64]"] * 2}),
-        pytest.param(
-            "COLUMN_WISE", "fused", {"large": ["[4096, 32]"] * 2, "small": ["[1024, 32]"] * 2}, marks=pytest.mark.full
-        ),
-        pytest.param("DATA_PARALLEL", "dense", {}, marks=pytest.mark.full),
+        ("COLUMN_WISE", "fused", {"large": ["[4096, 32]"] * 2, "small": ["[1024, 32]"] * 2}),
+        ("DATA_PARALLEL", "dense", {}),
     ],
 )
 def test_the_sharding_tutorial_prints_the_plan_of_each_type(

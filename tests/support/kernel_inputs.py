@@ -104,9 +104,13 @@ def per_device(cases: Sequence[Case], devices: Sequence[Any] = DEVICES) -> list[
     ]
 
 
-def per_rule(devices: Sequence[Any]) -> list[Any]:
-    """(device, rule) pairs; the interpreter takes rules that are not among KINDS in `make test-all` alone."""
-    return crossed(devices, RULES, lambda rule: rule not in KINDS)
+# rules whose kernels differ in kind: without a state, with one a row, and with both kinds and sums over the row
+KINDS = ("sgd", "rowwise_adagrad", "partial_rowwise_lamb")
+
+
+def per_rule(devices: Sequence[Any], kinds: Sequence[str] = KINDS) -> list[Any]:
+    """(device, rule) pairs; the interpreter takes rules that are not among `kinds` in `make test-all` alone."""
+    return crossed(devices, RULES, lambda rule: rule not in kinds)
 
 
 def crossed(devices: Sequence[Any], names: Iterable[Any], repeats: Callable[..., bool]) -> list[Any]:
@@ -251,8 +255,6 @@ def _draw(how: str, rows: int, count: int, generator: torch.Generator) -> list[i
 
 # "gradient" is no optimizer: it writes the sums of a row's gradients
 RULES = [rule for rule in DEFINED if rule != "gradient"]
-# rules whose kernels differ in kind: without a state, with one a row, and with both kinds and sums over the row
-KINDS = ("sgd", "rowwise_adagrad", "partial_rowwise_lamb")
 # what tests use unless they say otherwise; each rule takes what it knows of these
 HYPER = {
     "lr": 0.1, "eps": 1e-6, "beta1": 0.9, "beta2": 0.99, "momentum": 0.5, "weight_decay": 0.125, "eta": 0.25,

@@ -181,6 +181,7 @@ def large(op: str) -> tuple[tuple[Any, ...], list[Tensor]]:
     return arguments, results(OPS[op].ref, wide)
 
 
+@pytest.mark.full
 @EVERY_OP
 @pytest.mark.parametrize("device", ["cpu", "numba"])
 def test_large_batches_are_cut_into_blocks_and_shared_among_threads(device: str, op: str) -> None:

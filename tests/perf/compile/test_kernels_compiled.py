@@ -13,6 +13,7 @@ from functools import cache
 from unittest.mock import patch
 
 import pytest
+from targets import targeted
 
 from shardwise.kernels._op import tl, triton
 from shardwise.kernels.lookup import sequence
@@ -77,7 +78,7 @@ def sentences(*planted: Case, target: str = "sm_90") -> list[str]:
     return [sentence for _, _, sentence in broken_promises([(*task, found[i]) for i, task in enumerate(tasks)])]
 
 
-@pytest.mark.parametrize(("name", "target"), MATRIX, ids=[f"{name} {target}" for name, target in MATRIX])
+@pytest.mark.parametrize(("name", "target"), targeted(MATRIX))
 def test_a_case_keeps_its_promises(name: str, target: str) -> None:
     assert broken_promises([(cases()[name], target, report(name, target))]) == []
 

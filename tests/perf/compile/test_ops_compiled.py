@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import test_kernels_compiled
+from targets import targeted
 
 from shardwise.perf.compile import cases as launched, cases_jagged as launched_jagged, compiled
 from shardwise.perf.compile.cases import Case
@@ -75,14 +76,14 @@ def cases() -> dict[str, Case]:
     return {case.name: case for case in jagged} | test_kernels_compiled.cases()
 
 
-@pytest.mark.parametrize(("name", "target"), MATRIX, ids=[f"{name} {target}" for name, target in MATRIX])
+@pytest.mark.parametrize(("name", "target"), targeted(MATRIX))
 def test_a_case_keeps_its_promises(name: str, target: str) -> None:
     found = compiled.compile_case(cases()[name], target)
     assert broken_promises([(cases()[name], target, found)]) == []
     assert not [what for what, listed in NOTHING_OF.items() if (name, target) in listed and getattr(found, what)]
 
 
-@pytest.mark.parametrize(("name", "target", "loads", "stores"), WIDE, ids=[f"{row[0]} {row[1]}" for row in WIDE])
+@pytest.mark.parametrize(("name", "target", "loads", "stores"), targeted(WIDE))
 def test_rows_move_16_bytes_at_a_time(name: str, target: str, loads: int, stores: int) -> None:
     found = compiled.compile_case(cases()[name], target)
     assert (found.accesses["load", 16], found.accesses["store", 16]) == (loads, stores)

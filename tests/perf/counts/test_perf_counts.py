@@ -162,6 +162,7 @@ def test_what_is_planted_into_a_step_fails_the_check_by_name(
     assert part in said
 
 
+@pytest.mark.full
 def test_a_python_call_more_fails_the_check_by_name(
     baseline: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_text_that_is_gone_or_stands_twice_is_not_planted() -> None:
     assert "stands 0 times" in str(mutations.place(replace(DEFECT, old="return scaled(y, 1)"), texts))
 
 
+@pytest.mark.full
 def test_a_defect_is_caught_by_a_test_that_fails_and_the_tree_is_as_it_was(tree: Path) -> None:
     result = mutations.plant_and_test(tree, DEFECT)
     assert result["status"] == "caught" and result["by"] == "tests/test_once.py::test_once"

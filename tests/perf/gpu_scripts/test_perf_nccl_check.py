@@ -46,6 +46,7 @@ def two() -> dict[str, Any]:
     return nccl_check.run(torch.device("cpu"), FEW, list(nccl_check.SECTIONS))
 
 
+@pytest.mark.full
 def test_two_ranks_pass_every_section() -> None:
     for report in run_ranks(2, two):
         require_ok(report, 2)

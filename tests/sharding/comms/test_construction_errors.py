@@ -211,6 +211,7 @@ def construct_alone() -> None:
         time.sleep(30)
 
 
+@pytest.mark.full
 def test_a_rank_that_constructs_nothing_is_waited_for_no_longer_than_timeout_s() -> None:
     first, _ = lone_ranks(2, construct_alone, stopped=1, deadline=25)
     assert first.error == "RankFailure"

@@ -407,6 +407,7 @@ def test_what_one_rank_raises_in_a_step_is_told() -> None:
         assert second.error == "ZeroDivisionError"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_rank_killed_in_a_step_ends_its_peers() -> None:
     """Fault 34: ids of the next batch are on their way meanwhile."""
