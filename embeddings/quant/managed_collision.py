@@ -82,6 +82,7 @@ class QuantManagedCollisionEmbeddingCollection(_BehindMaps, EmbeddingCollection)
             self, features: KeyedJaggedTensor
         ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor]:
             """That of the collection behind maps, which does not know the type."""
+            ...
 
     _shown_name = "QuantManagedCollisionEmbeddingCollection"
 
@@ -138,6 +139,7 @@ class QuantManagedCollisionEmbeddingBagCollection(_BehindMaps, EmbeddingBagColle
             self, features: KeyedJaggedTensor
         ) -> tuple[KeyedTensor, KeyedJaggedTensor]:
             """That of the collection behind maps, which does not know the type."""
+            ...
 
     _shown_name = "QuantManagedCollisionEmbeddingBagCollection"
 

@@ -61,6 +61,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
         def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[KeyedTensor]:
             """That of `ShardedCollection`, which does not know the type."""
+            ...
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -101,6 +102,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
         def forward(self, features: KeyedJaggedTensor | Exception) -> LazyAwaitable[dict[str, JaggedTensor]]:
             """That of `ShardedCollection`, which does not know the type."""
+            ...
 
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)

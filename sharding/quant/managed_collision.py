@@ -90,6 +90,7 @@ class ShardedQuantManagedCollisionEmbeddingCollection(_BehindMaps, ShardedQuantE
             self, features: KeyedJaggedTensor
         ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor]:
             """That of the collection behind maps, which does not know the type."""
+            ...
 
 
 class ShardedQuantManagedCollisionEmbeddingBagCollection(_BehindMaps, ShardedQuantEmbeddingBagCollection):
@@ -101,6 +102,7 @@ class ShardedQuantManagedCollisionEmbeddingBagCollection(_BehindMaps, ShardedQua
             self, features: KeyedJaggedTensor
         ) -> tuple[KeyedTensor, KeyedJaggedTensor]:
             """That of the collection behind maps, which does not know the type."""
+            ...
 
 
 class _SharderBehindMaps(BaseQuantEmbeddingSharder[M]):

@@ -107,7 +107,7 @@ def build(fault: Fault, *, timeout_s: float | None = 60) -> DistributedModelPara
     """The model, its tables cut by rows over all ranks."""
     torch.manual_seed(0)
     model, world = Model(fault), dist.get_world_size()
-    where = dict.fromkeys(("user", "item"), row_wise())
+    where: dict[str, Any] = dict.fromkeys(("user", "item"), row_wise())
     tables = construct_module_sharding_plan(model.tables, where, world_size=world, local_size=world)
     return DistributedModelParallel(model, plan=ShardingPlan({"tables": tables}), timeout_s=timeout_s)
 

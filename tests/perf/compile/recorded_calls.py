@@ -33,7 +33,7 @@ def assert_sound(make: Callable[[], Call], orders: Sequence[int] = (1,)) -> None
     assert launches
     assert [race for launch in launches for race in races(launch)] == []
     if done.traffic is not None:
-        assert_within(launches, *done[1:])
+        assert_within(launches, done.traffic, *done[2:])
     for order in orders:
         torch.manual_seed(0)
         with recorded(order=order):

@@ -164,7 +164,7 @@ def in_sequence(case: Case) -> Call:
     return Call([out], traffic, {"Q": there.payload, "S": there.scales, "Y": out}, "S", 2, 40)
 
 
-def read_by(there: Batch) -> tuple[Any, ...]:
+def read_by(there: Batch) -> tuple[Any, Any, Any, Any]:
     return row_format(there.case.format), there.scales, there.indices, there.offsets
 
 

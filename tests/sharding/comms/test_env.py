@@ -77,7 +77,7 @@ def part_of_mesh() -> tuple[list[int], list[int], int, str, str]:
     env = ShardingEnv.from_mesh(cube["host", "local"])
     swapped = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("host", "local"))
     axes, order = (error_of(ShardingEnv.from_mesh, mesh) for mesh in (cube, swapped))
-    return *map(ranks_of, (env.process_group, env.local_group())), env.rank, axes, order
+    return ranks_of(env.process_group), ranks_of(env.local_group()), env.rank, axes, order
 
 
 def test_an_env_can_be_part_of_a_larger_mesh() -> None:
