@@ -42,12 +42,6 @@ def test_the_workflow_installs_what_the_makefile_does() -> None:
     assert not re.search(r"\t", WORKFLOW + HOOKS)
 
 
-def test_without_processes_leaves_every_mark_out() -> None:
-    marks = {mark.split(":")[0] for mark in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
-    [quick] = re.findall(r"^ +QUICK: (.*)$", WORKFLOW, re.M)
-    assert set(quick.split(" and ")) == {f"not {mark}" for mark in marks}
-
-
 def test_hooks_and_constraints_have_one_ruff_and_all_folders() -> None:
     [pinned] = re.findall(r"^ruff==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
     assert f"rev: v{pinned}\n" in HOOKS
