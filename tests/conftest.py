@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,10 @@ pytest_plugins = ["durations"]
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
     # numbers read from tensors and shapes that depend on data, which later versions have in whole graphs unasked
     torch._dynamo.config.capture_scalar_outputs = torch._dynamo.config.capture_dynamic_output_shape_ops = True
+
+# the same examples in every run: what one run finds the next one finds too
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.load_profile("same")
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
