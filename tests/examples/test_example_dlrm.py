@@ -275,6 +275,7 @@ def test_int8_tables_are_a_quarter_of_the_size_and_as_good(trained: tuple[dict[s
     assert result["int8"]["ratio"] > 3.5
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_exported_model_is_served_without_the_training_parts(
     trained: tuple[dict[str, Any], Path], tmp_path: Path

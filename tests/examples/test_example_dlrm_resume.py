@@ -124,7 +124,7 @@ def test_a_pipeline_resumes_to_the_same_bits(tmp_path: Path, undisturbed: Callab
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(2, 1), *(pytest.param(*ranks, marks=pytest.mark.full) for ranks in ((1, 2), (2, 3), (4, 2))), (3, 4)],
+    [(2, 1), *(pytest.param(*ranks, marks=pytest.mark.full) for ranks in ((1, 2), (2, 3), (4, 2), (3, 4)))],
 )
 def test_another_number_of_ranks_continues_with_the_same_data(
     tmp_path: Path, undisturbed: Callable[..., Run], before: int, after: int

@@ -98,6 +98,7 @@ def test_every_strategy_trains_as_one_process(ranks: int) -> None:
     assert ("2 replicas of 2 ranks: averaged" in said) == (ranks == 4)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @ranks_of_pairs
 def test_micro_batches_train_alike_in_a_loop_and_in_a_pipeline(ranks: int) -> None:
@@ -116,6 +117,7 @@ def test_a_checkpoint_goes_on_under_another_plan(ranks: int) -> None:
     assert said[1] == "goes on as if nothing had happened: True"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @ranks_of_pairs
 def test_every_pipeline_makes_the_steps_of_a_plain_loop(ranks: int) -> None:

@@ -178,6 +178,7 @@ def of_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.full
 def test_hundreds_of_requests_at_once_with_bad_ones_are_all_answered_right(folder: Path) -> None:
     args = argparse.Namespace(requests=300, bad=0.3, instances=3, max_instances=8, max_bytes=2**16, seed=1)
     made = load_test.requests(load_program(folder), args)

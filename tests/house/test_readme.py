@@ -13,6 +13,7 @@ from checkout import ROOT
 README = ROOT / "README.md"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_quick_start_runs_on_two_ranks(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)

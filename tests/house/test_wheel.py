@@ -52,18 +52,26 @@ def build(tree: Path, *options: str, fails: bool = False) -> str:
     return run("-m", "build", "--no-isolation", "--outdir", str(tree / "out"), *options, str(tree), fails=fails)
 
 
-@pytest.fixture(scope="module")
-def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+class Trees(dict[str, Path]):
     """A checkout of each kind with the wheel in out/, that of "text" built from a source archive beside it."""
-    found = {}
-    for links in LINKS:
-        tree = found[links] = without_links(checkout(tmp_path_factory.mktemp("wheel") / "tree"), links)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, links: str) -> Path:
+        tree = self[links] = without_links(checkout(self._folder / links), links)
         build(tree, *(["--wheel"] if links != "text" else []))
-    return found
+        return tree
 
 
 @pytest.fixture(scope="module")
-def wheel(trees: dict[str, Path]) -> Path:
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Trees:
+    return Trees(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel(trees: Trees) -> Path:
     return wheel_of(trees["links"])
 
 
@@ -74,7 +82,7 @@ def wheel_of(tree: Path) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("links", LINKS[1:])
-def test_a_checkout_without_links_gives_the_same_wheel(trees: dict[str, Path], links: str) -> None:
+def test_a_checkout_without_links_gives_the_same_wheel(trees: Trees, links: str) -> None:
     """A checkout by git with core.symlinks=false has text files for links.
 
     Its wheel had the files of shardwise/ alone, without a word, and failed at the first import.
@@ -89,8 +97,8 @@ def test_a_checkout_without_links_gives_the_same_wheel(trees: dict[str, Path], l
 
 
 @pytest.mark.full
-def test_no_archive_holds_a_link(trees: dict[str, Path]) -> None:
-    for tree in trees.values():
+def test_no_archive_holds_a_link(trees: Trees) -> None:
+    for tree in (trees[links] for links in LINKS):
         with zipfile.ZipFile(wheel_of(tree)) as archive:
             assert {stat.S_IFMT(entry.external_attr >> 16) for entry in archive.infolist()} == {stat.S_IFREG}
     (source,) = (trees["text"] / "out").glob("*.tar.gz")
@@ -110,8 +118,8 @@ def test_a_tree_that_lacks_a_folder_is_not_built(tmp_path: Path) -> None:
     assert not [*tree.glob("out/*")]
 
 
-@pytest.mark.parametrize("links", LINKS)
-def test_an_editable_install_finds_every_folder(trees: dict[str, Path], links: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("links", ["links", *(pytest.param(kind, marks=pytest.mark.full) for kind in LINKS[1:])])
+def test_an_editable_install_finds_every_folder(trees: Trees, links: str, tmp_path: Path) -> None:
     code = "import sys, setuptools.build_meta as b; b.build_editable(sys.argv[1])"
     run("-c", code, str(tmp_path), cwd=trees[links])
     (built,) = tmp_path.glob("*.whl")

@@ -265,6 +265,7 @@ def test_compiled_forward_and_backward_equal_eager(device: str, name: str, monke
     assert_same_bits(step(batch), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", [d for d in DEVICES if d == "cpu" or d == DEVICES[2]])
 def test_inductor_compiles_a_fused_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = inputs(MIXED, torch_device(device))

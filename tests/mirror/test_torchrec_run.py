@@ -198,6 +198,7 @@ def test_the_sharding_tutorial_prints_the_plan_of_each_type(
         assert f"rank:{rank},answers are those of the unsharded tables" in out
 
 
+@pytest.mark.full
 def test_the_announcements_snippet_plans_shards_quantizes_and_serves(tmp_path: Path) -> None:
     out = run_tutorial("announcement", folder=tmp_path).stdout
     assert 'KeyedJaggedTensor({\n    "user": [[1], [2, 3]],\n    "item": [[5], [6]]\n})' in out

@@ -177,6 +177,7 @@ def test_bad_ids_and_positions_past_the_last_offset_train_nothing(in_pieces: Cal
     assert_same_bits(weights, trained(without, "sgd", 1)[0])
 
 
+@pytest.mark.full
 def test_a_rule_that_numba_cannot_compile_runs_on_torch_with_one_warning() -> None:
     pytest.importorskip("numba")
 

@@ -74,6 +74,7 @@ def test_files_and_names_of_tests_that_are_gone_are_told(tree: Path) -> None:
     assert "is called twice" in mutations.without_tests(replace(DEFECT, named="once or twice"), tree)
 
 
+@pytest.mark.full
 def test_every_defect_can_be_planted_and_says_what_it_breaks_and_which_tests_hold_it() -> None:
     planted, texts = mutations.defects(), mutations.sources(mutations.ROOT)
     assert len({defect.name for defect in planted}) == len(planted) >= 36

@@ -389,6 +389,7 @@ def step_of(rank: int, batches: Sequence[int], module: Any, world: Meeting, host
     return Step(log, outputs, model._exchange.sent - sent, 2 * predicted)
 
 
+@pytest.mark.full
 def test_64_ranks_in_step_call_the_same_collectives_and_find_what_one_process_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

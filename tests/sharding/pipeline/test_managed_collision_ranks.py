@@ -343,6 +343,7 @@ def refused() -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_what_ranks_cannot_do_is_refused_by_name() -> None:
     for said in run_ranks(2, refused):
         assert "table 'a': an id map gives out rows of one rank, but every rank holds them" in said[0]
