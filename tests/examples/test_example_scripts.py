@@ -87,7 +87,8 @@ def test_managed_collision_learns_ids_that_come_and_go(ranks: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 4])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_every_strategy_trains_as_one_process(ranks: int) -> None:
     said = run_script("examples/sharding.py", ranks=ranks).splitlines()
     steps = [line for line in said if line.startswith("step")]

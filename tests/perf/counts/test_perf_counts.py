@@ -299,9 +299,8 @@ def test_the_repository_has_counts_of_the_torch_that_the_tests_are_run_with() ->
     assert any(name.endswith(f"torch {torch_version}") for name in count_baseline.read(count_baseline.BASELINE))
 
 
-@pytest.mark.parametrize(
-    "only", ["^(?!.*ranks)", pytest.param("ranks", marks=[pytest.mark.ranks, pytest.mark.full])], ids=["one", "two"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("only", ["^(?!.*ranks)", pytest.param("ranks", marks=pytest.mark.ranks)], ids=["one", "two"])
 def test_no_count_of_the_repository_rose(only: str) -> None:
     """CI: what a step calls, allocates, launches, sends and waits for only falls, or somebody says why."""
     if (here := count_baseline.versions()) not in count_baseline.read(count_baseline.BASELINE):

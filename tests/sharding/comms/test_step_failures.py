@@ -63,6 +63,7 @@ def require_named(found: list[Said], rank: int) -> None:
             assert f"Rank {other} was " in said.text
 
 
+@pytest.mark.full
 @PLACES
 def test_a_killed_rank_ends_its_peers(places: tuple[str, ...]) -> None:
     """Fault 34: a rank killed in forward, backward or input exchange left the others waiting for half an hour."""
