@@ -90,6 +90,12 @@ def test_blocks_that_stay_keep_their_numbers_under_other_rows(tmp_path: Path) ->
     assert list(read_manifest(made).tables[A].shards) == cut
 
 
+def test_a_plan_of_whole_tables_gives_each_to_the_rank_that_has_least(tmp_path: Path) -> None:
+    made = reshard(saved(tmp_path / "a", "sgd"), tmp_path / "b", plan="table_wise", world_size=2)
+    tables = read_manifest(made).tables
+    assert sorted(shard.rank for name in (A, B) for shard in tables[name].shards) == [0, 1]
+
+
 def test_tables_that_the_plan_leaves_out_keep_their_cut(tmp_path: Path) -> None:
     source = saved(tmp_path / "a", "adam")
     made = reshard(source, tmp_path / "b", plan={B: "row_wise"}, world_size=2)

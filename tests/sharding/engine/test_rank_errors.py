@@ -123,6 +123,25 @@ FAULTS: dict[str, tuple[Callable[[KeyedJaggedTensor], Any], str, str]] = {
 }
 
 
+def look_up_shared() -> list[str]:
+    """What a lookup of ids that one of two tables of a feature has raises, in both orders of the tables."""
+    found = []
+    for names in (("large", "small"), ("small", "large")):
+        rows = {"large": 40, "small": 9}
+        ebc = EmbeddingBagCollection([EmbeddingBagConfig(rows[n], 4, n, feature_names=["f"]) for n in names])
+        where: dict[str, Any] = {"large": table_wise(0), "small": table_wise(1)}
+        plan = construct_module_sharding_plan(ebc, where, world_size=dist.get_world_size())
+        model = DistributedModelParallel(ebc, plan=ShardingPlan({"": plan}))
+        ids = torch.tensor([3, 12 * dist.get_rank()])
+        found.append(error_of(model, KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([1, 1]))))
+    return found
+
+
+def test_ids_of_a_shared_feature_are_those_of_its_smallest_table() -> None:
+    said = "IndexError: rank 1: feature 'f' (table 'small'), sample 1: id 12 is outside [0, 9)"
+    assert run_ranks(2, look_up_shared) == [[said] * 2] * 2
+
+
 def state_of(dmp: DistributedModelParallel) -> dict[str, Tensor]:
     state = {name: value.detach().clone() for name, value in local_tensors(dmp.state_dict()).items()}
     for states in dmp.fused_optimizer.state_dict()["state"].values():

@@ -163,6 +163,14 @@ def test_every_row_format_keeps_its_bits(cuts: str, kind: str, format: str) -> N
     expect_bits_of_unsharded(quantized(kind, format), cuts, kind)
 
 
+@pytest.mark.parametrize(("format", "dim"), [("int4", 7), ("int2", 5)])
+def test_columns_that_end_within_a_byte_are_whole_at_the_end_of_a_row(format: str, dim: int) -> None:
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(n, dim, t, feature_names=FEATURES[t]) for t, n in ROWS.items()])
+    model, kjt = quantize_inference_model(bags, quantization_dtype=FORMATS[format]), batch()
+    for cuts in (PLANS["table_wise"], (column_wise([0, 1], [4, dim - 4]), row_wise(), table_wise(0))):
+        assert same_bits(sharded(model, cuts)(kjt), model(kjt))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_column_blocks_may_be_cut_at_different_rows(kind: str) -> None:
     model, kjt = quantized(kind), batch(kind)
