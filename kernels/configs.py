@@ -208,11 +208,9 @@ def length_class(ids: int, bags: int) -> int:
     return next_power_of_2(-(-ids // max(bags, 1)))
 
 
-def tile(
-    kernel: str, heuristic: Tile, dtype: torch.dtype | str, width: int, length: int, device: torch.device, whole: bool
-) -> Tile:
-    """Rows, columns and warps of a tile: tuned ones for rows of this class that move by whole vectors, if known."""
-    config = _found(kernel, dtype, width, length, device) if whole else None
+def tile(kernel: str, heuristic: Tile, dtype: torch.dtype | str, width: int, length: int, device: torch.device) -> Tile:
+    """Rows, columns and warps of a tile of rows that move by whole vectors: tuned ones for their class, if known."""
+    config = _found(kernel, dtype, width, length, device)
     return heuristic if not config else (config["rows"], config["columns"], config["warps"])
 
 
@@ -224,7 +222,7 @@ def gather_tile(kernel: str, rows: Tensor, dim: int, align: int, length: int = 1
 @lru_cache(maxsize=4096)
 def _gather_tile(kernel: str, dtype: torch.dtype, dim: int, align: int, length: int, device: torch.device) -> Tile:
     found, width = _op.gather_tile(dim, dtype.itemsize, align), next_power_of_2(dim)
-    return tile(kernel, found, dtype, width, length, device, align == min(width, 16 // dtype.itemsize))
+    return tile(kernel, found, dtype, width, length, device) if align == min(width, 16 // dtype.itemsize) else found
 
 
 def update_tile(

@@ -240,7 +240,8 @@ def _select(
     selected_lengths_sum: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not runs_kernel(values):
-        return _select_torch(values, weights, offsets, indices, batch_size, lengths_dtype, selected_lengths_sum)
+        out, lengths, picked, ends = _select_torch(values, weights, offsets, indices, batch_size, selected_lengths_sum)
+        return out, lengths.to(lengths_dtype, copy=True), picked, ends
     device, samples = values.device, indices.shape[0]
     keys = (offsets.shape[0] - 1) // batch_size if batch_size else 0
     bags = keys * samples
@@ -287,14 +288,13 @@ def _select_torch(
     offsets: Tensor,
     indices: Tensor,
     batch_size: int,
-    lengths_dtype: torch.dtype,
     selected_lengths_sum: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_offsets(offsets, values.shape[0])
     chosen = pick(offsets.diff(), indices, batch_size)
     at = positions(pick(offsets[:-1], indices, batch_size), chosen, selected_lengths_sum)
     picked = values.new_empty(0, dtype=_weights_dtype(weights)) if weights is None else weights.index_select(0, at)
-    return values.index_select(0, at), chosen.to(lengths_dtype, copy=True), picked, offsets_of(chosen)
+    return values.index_select(0, at), chosen, picked, offsets_of(chosen)
 
 
 def _weights_dtype(weights: Tensor | None) -> torch.dtype:

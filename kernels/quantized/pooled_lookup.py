@@ -316,8 +316,8 @@ def tuned_tile(
 ) -> tuple[int, int, int]:
     """The tile of a config, or of the heuristic."""
     classed = next_power_of_2(width)
-    whole = align == min(classed, 16 // units.itemsize)
-    return configs.tile(kernel, tile(width, kind, align), kind.name, classed, length, units.device, whole)
+    found, whole = tile(width, kind, align), align == min(classed, 16 // units.itemsize)
+    return configs.tile(kernel, found, kind.name, classed, length, units.device) if whole else found
 
 
 def row_units(payload: Tensor, kind: RowFormat) -> Tensor:
