@@ -49,7 +49,7 @@ quick: .venv/.installed  ## a few minutes: the torch path without processes of r
 
 # Triton reads TRITON_INTERPRET when a kernel is defined, so each way of running the kernels is a process of its own.
 test: TIER := test
-test: phases  ## what a contributor waits for, about 8 minutes on 2 cores: every area, all four phases
+test: phases  ## what a contributor waits for, at most 8 minutes on 2 cores: every area, all four phases
 
 test-all: TIER := all
 test-all: phases  ## everything but gpu and long, at most 20 minutes in .ci/run, which runs it
