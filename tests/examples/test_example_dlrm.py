@@ -1,4 +1,7 @@
-"""The DLRM example learns, trains the same at one rank and at two, explains itself; with int8 tables it is as good."""
+"""The DLRM example learns, trains the same at one rank and at two, explains itself; with int8 tables it is as good.
+
+Takes 25 s: the example trains on one rank and on two.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""TorchRec's import paths and arguments lead to ours, as many as are committed; what we lack is said by name."""
+"""TorchRec's import paths and arguments lead to ours, as many as are committed; what we lack is said by name.
+
+Takes 25 s: each import of a name that TorchRec has is tried in a new process where it changes what is imported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Planting defects: a text is found wherever it moved, and only a test that fails because of it has caught it."""
+"""Planting defects: a text is found wherever it moved, and only a test that fails because of it has caught it.
+
+Takes half a minute: defects are planted in a small tree, whose tests run in processes of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The script for a machine with a GPU runs here, small: every section, a failing one, and its shell wrapper."""
+"""The script for a machine with a GPU runs here, small: every section, a failing one, and its shell wrapper.
+
+Takes a minute in the interpreter: all sections of the check at small sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The search keeps within limits, gives the same plan always, and finds the best; what it is checked against."""
+"""The search keeps within limits, gives the same plan always, and finds the best; what it is checked against.
+
+Takes 25 s: searches of random problems.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Upstream gradients are given, so the tables after some steps are those of one process, bit for bit, wherever sums have
 one order: everywhere but in averages of rows that are cut and added where they lie, whose gradients are divided before
 they travel. There they are those of one process within the tolerance.
+
+Takes a minute: plans of every strategy at each number of ranks, in float64 against one process.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ What a model does to a batch before a sharded module is left alone with a warnin
 of the next batch are brought to their slots while a batch trains: there the store is a toy cache. A row that is not
 held is poisoned on the device, and comes back from memory of the host with its optimizer states; a slot has the number
 of its row.
+
+Takes 25 s: fifty steps of every pipeline over ranks beside a plain loop.
 """
 
 from __future__ import annotations

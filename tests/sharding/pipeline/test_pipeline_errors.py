@@ -1,4 +1,7 @@
-"""Pipelines end, fail and go on together: on all ranks, in the step whose batch it is."""
+"""Pipelines end, fail and go on together: on all ranks, in the step whose batch it is.
+
+Takes a minute: every kind of pipeline over ranks, and ranks that fail, each with processes of their own.
+"""
 
 from __future__ import annotations
 
