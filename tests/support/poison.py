@@ -35,8 +35,7 @@ def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return allocate_poisoned
 
 
-# made once: after a reset the compiler lists torch's functions anew, these in place of torch's own, and will not trace
-# a wrapper of the next test that calls torch's own, which the list then lacks
+# made once: the compiler keeps a list of torch's functions as it finds them, and may refuse wrappers of another test
 WRAPPERS = [(owner, name, _poisoning(getattr(owner, name))) for owner, name in ALLOCATORS]
 
 
