@@ -41,6 +41,7 @@ from ...kernels.update import (
     update,
 )
 from ...kernels.update.rules import BUILT_IN
+from ..tune.candidates import RULES as MAIN_RULES
 from . import cases_jagged as launched_jagged, cases_quantized as launched_quantized
 
 _OWN = (bounds, finite, index_op, pooled, row_chunks, row_keys, sequence, update, weight_gradient)
@@ -55,8 +56,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 # every power-of-two class, rows on 16 bytes and not
 DIMS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 32, 40, 48, 64, 128, 200, 256, 512, 1023, 1024, 2048, 4096)
 FEW_DIMS = (1, 3, 4, 20, 64, 128, 1023, 4096)
-# rules that differ in what they keep: nothing, a number a row, elements; the others run at FEW_DIMS
-MAIN_RULES = ("sgd", "rowwise_adagrad", "adam")
+# MAIN_RULES differ in what they keep: nothing, a number a row, elements; the others run at FEW_DIMS
 # rules at every setting: with lamb, which adds over a row twice
 SET_RULES = (*MAIN_RULES, "lamb")
 
