@@ -32,12 +32,12 @@ from ..tables.grouped import Found, look_up_groups, plan_columns
 from ..tables.row_sums import Accumulation
 from ..tables.table_group import TableGroup
 from ..tables.table_layout import LookupFeature, OptimizerSpec, TableShape
+from ..tables.table_module import TableModule
 
 
-class TableCollection(nn.Module):
+class TableCollection(TableModule):
     """Tables of a collection, grouped by dtype and optimizer; the base of the pooled and the sequence collection."""
 
-    _children_name: str
     _config_type: type[BaseEmbeddingConfig] = BaseEmbeddingConfig
 
     def __init__(
@@ -276,6 +276,7 @@ class TableCollection(nn.Module):
         return list(zip(self._groups, self._members, strict=True))
 
     def _table_parameters(self) -> list[nn.Parameter]:
+        # every forward asks: not by `_children`, a call more
         children = self._modules[self._children_name]
         assert isinstance(children, nn.ModuleDict)
         return [child._parameters["weight"] for child in children.values()]  # type: ignore[misc]
@@ -286,20 +287,12 @@ class TableCollection(nn.Module):
     def _child(self, config: BaseEmbeddingConfig, weight: Tensor) -> nn.Module:
         raise AssertionError("each collection makes its own children")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
-        children = self._modules[self._children_name]
-        assert isinstance(children, nn.ModuleDict)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._settle()
         if recurse:
-            move_tables(self._groups, children, fn)
+            move_tables(self._groups, self._children(), fn)
             self._share_guard()
-        # what a subclass added besides the tables
-        self._modules[self._children_name] = None
-        try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            self._modules[self._children_name] = children
-        return self
+        return super()._apply(fn, recurse)
 
     def __copy__(self) -> TableCollection:
         # shares everything, as a shallow copy of any module does
@@ -341,8 +334,7 @@ def _address(tensor: Tensor) -> int:
 def _take_back_replaced(module: nn.Module, _: Any) -> None:
     """After `load_state_dict(assign=True)`: the collection's own parameters return, with the values of the new ones."""
     assert isinstance(module, TableCollection)
-    children = module._modules[module._children_name]
-    assert isinstance(children, nn.ModuleDict)
+    children = module._children()
     for group in module._groups:
         found = [children[table.name]._parameters["weight"] for table in group.tables]
         given = {n: new for n, new in enumerate(found) if new is not None and new is not group.parameters[n]}

@@ -20,6 +20,7 @@ from shardwise.embeddings.config import BaseEmbeddingConfig, PoolingType, embedd
 from shardwise.embeddings.policy import LookupPolicy
 from shardwise.embeddings.tables.grouped import Found, look_up_groups, plan_columns
 from shardwise.embeddings.tables.table_layout import LookupFeature
+from shardwise.embeddings.tables.table_module import TableModule
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.kernels import quantize_pooled, row_format
 
@@ -69,10 +70,9 @@ def tell_what_does_nothing(who: str, *, register_tbes: bool, row_alignment: int)
             warnings.warn(message, stacklevel=3)
 
 
-class QuantizedCollection(nn.Module):
+class QuantizedCollection(TableModule):
     """Tables grouped by format; the part of the pooled and the sequence collection that both have."""
 
-    _children_name: str
     # what `repr` calls it
     _shown_name: str
     _config_type: type[BaseEmbeddingConfig] = BaseEmbeddingConfig
@@ -208,24 +208,12 @@ class QuantizedCollection(nn.Module):
                 self._views[config.name, name] = buffer
         self.add_module(self._children_name, children)
 
-    def _children(self) -> nn.ModuleDict:
-        children = self._modules[self._children_name]
-        assert isinstance(children, nn.ModuleDict)
-        return children
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if recurse:
             for group in self._groups:
                 group.move(fn)
             self._show()
-        # what a subclass has besides the tables
-        children = self._children()
-        self._modules[self._children_name] = None
-        try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            self._modules[self._children_name] = children
-        return self
+        return super()._apply(fn, recurse)
 
     def _get_name(self) -> str:
         return self._shown_name

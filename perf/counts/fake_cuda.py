@@ -1,9 +1,9 @@
 """A CUDA device that is not there: tensors that say they lie on one, with their values in host memory.
 
 Python sees `device.type == "cuda"` and `is_cuda`, so the code takes the path that CUDA takes; every operation below
-autograd comes to `Pretended`, which tells a `Seen` what it is and does it on the host. An op of shardwise runs twice:
-on the host by its CPU path for the values, and by its own implementation on tensors without values, in which Triton
-kernels are noted instead of launched. So nothing here depends on how large a batch is.
+autograd comes to `FakeCudaMode`, which tells an `Observer` what it is and does it on the host. An op of shardwise runs
+twice: on the host by its CPU path for the values, and by its own implementation on tensors without values, in which
+Triton kernels are noted instead of launched. So nothing here depends on how large a batch is.
 
 torch sees a meta tensor, because its autograd asks for a device that is there.
 """
@@ -43,7 +43,7 @@ _LEAVES = {
 }
 
 
-class Seen(Protocol):
+class Observer(Protocol):
     """What is told what happens."""
 
     def operation(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -56,7 +56,7 @@ class Seen(Protocol):
         """`where` is "to device" or "to host"."""
 
 
-class Pretend(Tensor):
+class FakeCudaTensor(Tensor):
     """A tensor that says it is on a GPU; `host` holds its values, or is a meta tensor where nobody may ask for them."""
 
     host: Tensor
@@ -65,9 +65,9 @@ class Pretend(Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, host: Tensor) -> Pretend:
+    def __new__(cls, host: Tensor) -> FakeCudaTensor:
         make: Any = Tensor._make_wrapper_subclass
-        made: Pretend = make(
+        made: FakeCudaTensor = make(
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
             device="meta", requires_grad=False,
         )  # fmt: skip
@@ -92,7 +92,7 @@ class Pretend(Tensor):
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        assert isinstance(other, Pretend)
+        assert isinstance(other, FakeCudaTensor)
         _DATA.__set__(self, other)
         self.host = other.host
 
@@ -110,20 +110,20 @@ class Pretend(Tensor):
         return self.cpu().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Pretend({list(self.shape)}, {self.dtype})"
+        return f"FakeCudaTensor({list(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is _ATEN._has_compatible_shallow_copy_type.default:
             # one stand-in may take the place of another
             return True
-        raise RuntimeError(f"{func} on a tensor of a device that is not there, outside of `pretended`")
+        raise RuntimeError(f"{func} on a tensor of a device that is not there, outside of `use_fake_cuda`")
 
 
-class Pretended(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Does what is asked of the device that is not there, and tells `seen`."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Observer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
         self.inside = 0  # ops of shardwise that this is inside of
@@ -134,7 +134,7 @@ class Pretended(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         leaves = tree_leaves((args, kwargs))
-        ours = any(isinstance(one, Pretend) for one in leaves)
+        ours = any(isinstance(one, FakeCudaTensor) for one in leaves)
         device = kwargs.get("device")
         # "meta" is what torch takes the device for
         there = None if device is None else torch.device(device).type != "cpu"
@@ -158,7 +158,7 @@ class Pretended(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def leaf(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: Sequence[Any]) -> Any:
         """An operation that CUDA has kernels of its own for, done on the host."""
-        bare = self.inside > 0 or any(isinstance(one, Pretend) and one.host.is_meta for one in leaves)
+        bare = self.inside > 0 or any(isinstance(one, FakeCudaTensor) and one.host.is_meta for one in leaves)
         if "device" in kwargs and not bare:
             kwargs["device"] = torch.device("cpu")
         host_args, host_kwargs = tree_map(partial(_on_host, bare), (_tensors(func, args), kwargs))
@@ -178,7 +178,9 @@ class Pretended(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op of shardwise: its launches from its implementation, its values from the path of the CPU."""
-        without_values = any(isinstance(one, Pretend) and one.host.is_meta for one in tree_leaves((args, kwargs)))
+        without_values = any(
+            isinstance(one, FakeCudaTensor) and one.host.is_meta for one in tree_leaves((args, kwargs))
+        )
         bare_args, bare_kwargs = (args, kwargs) if without_values else tree_map(_bare, (args, kwargs))
         self.inside += 1
         try:
@@ -192,35 +194,35 @@ class Pretended(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def to_copy(self, source: Tensor, kwargs: dict[str, Any], there: bool | None) -> Any:
         waits = not kwargs.get("non_blocking", False)
-        host = source.host if isinstance(source, Pretend) else source
+        host = source.host if isinstance(source, FakeCudaTensor) else source
         rest = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking")}
         same_type = kwargs.get("dtype") in (None, source.dtype)
-        if isinstance(source, Pretend) and there is False:
+        if isinstance(source, FakeCudaTensor) and there is False:
             if not same_type:
                 self.seen.operation(_ATEN._to_copy.default, [host], rest, host)
             self.seen.copy("to host", waits)
             # without values nobody knows what would be there
             return _ATEN._to_copy.default(torch.zeros(host.shape, dtype=host.dtype) if host.is_meta else host, **rest)
-        if not isinstance(source, Pretend):
+        if not isinstance(source, FakeCudaTensor):
             self.seen.copy("to device", waits)
             result = _ATEN._to_copy.default(host, **rest)
-            return Pretend(result.to("meta") if self.inside else result)
+            return FakeCudaTensor(result.to("meta") if self.inside else result)
         if same_type and there and rest.get("memory_format") is None:
             # torch takes the device for another; there is nothing to do
-            return Pretend(_ATEN.alias.default(host))
+            return FakeCudaTensor(_ATEN.alias.default(host))
         result = _ATEN._to_copy.default(host, **rest)
         self.seen.operation(_ATEN._to_copy.default, [host], rest, result)
-        return Pretend(result)
+        return FakeCudaTensor(result)
 
     def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if isinstance(target, Pretend) and isinstance(source, Pretend):
+        if isinstance(target, FakeCudaTensor) and isinstance(source, FakeCudaTensor):
             target.host.copy_(source.host)
             self.seen.operation(_ATEN.copy_.default, [target.host, source.host], {}, target.host)
         else:
-            into, out = (one.host if isinstance(one, Pretend) else one for one in (target, source))
+            into, out = (one.host if isinstance(one, FakeCudaTensor) else one for one in (target, source))
             if not out.is_meta:
                 into.copy_(out)
-            self.seen.copy("to device" if isinstance(target, Pretend) else "to host", not non_blocking)
+            self.seen.copy("to device" if isinstance(target, FakeCudaTensor) else "to host", not non_blocking)
         return target
 
 
@@ -242,7 +244,7 @@ def is_view(func: Op) -> bool:
 
 
 def _on_host(bare: bool, one: Any) -> Any:
-    if isinstance(one, Pretend):
+    if isinstance(one, FakeCudaTensor):
         return one.host.to("meta") if bare else one.host
     # a scalar on the host may meet tensors of the device
     return one.to("meta") if bare and isinstance(one, Tensor) and one.dim() else one
@@ -259,13 +261,13 @@ def _tensors(func: Any, args: Sequence[Any]) -> list[Any]:
 
 def _bare(one: Any) -> Any:
     """The same without values; every tensor for itself."""
-    if not isinstance(one, Pretend):
+    if not isinstance(one, FakeCudaTensor):
         return one
-    return Pretend(torch.empty_strided(one.host.size(), one.host.stride(), dtype=one.dtype, device="meta"))
+    return FakeCudaTensor(torch.empty_strided(one.host.size(), one.host.stride(), dtype=one.dtype, device="meta"))
 
 
 def _values(one: Any) -> Any:
-    return one.host if isinstance(one, Pretend) else one
+    return one.host if isinstance(one, FakeCudaTensor) else one
 
 
 def written(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -281,12 +283,12 @@ def _wrapped(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     """What the op returned as tensors of the device; an argument that it wrote to is that argument."""
     changed = written(func, args, kwargs)
     for one in changed:
-        if isinstance(one, Pretend) and (one.shape, one.stride()) != (one.host.shape, one.host.stride()):
-            _DATA.__set__(one, Pretend(one.host))
+        if isinstance(one, FakeCudaTensor) and (one.shape, one.stride()) != (one.host.shape, one.host.stride()):
+            _DATA.__set__(one, FakeCudaTensor(one.host))
     returns = func._schema.returns
     if len(returns) and all(r.alias_info is not None and r.alias_info.is_write for r in returns):
         return changed[0] if len(returns) == 1 else tuple(changed)
-    return tree_map(lambda one: Pretend(one) if isinstance(one, Tensor) else one, result)
+    return tree_map(lambda one: FakeCudaTensor(one) if isinstance(one, Tensor) else one, result)
 
 
 class _Event:
@@ -300,7 +302,7 @@ class _Event:
 
 
 @contextmanager
-def pretended(seen: Seen) -> Iterator[None]:
+def use_fake_cuda(seen: Observer) -> Iterator[None]:
     """The device "cuda" is there, as far as Python sees, and what it would do is told to `seen`.
 
     Raises:
@@ -330,7 +332,7 @@ def pretended(seen: Seen) -> Iterator[None]:
         stack.enter_context(patch.object(jit, "run", noted))
         for name, stand_in in cuda:
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
-        stack.enter_context(Pretended(seen))
+        stack.enter_context(FakeCudaMode(seen))
         # torch.tensor(..., device="cuda") makes its values on the host first
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, lift)

@@ -1,6 +1,6 @@
 """Count what a piece of code would launch on a GPU, without one: Triton kernels, torch's kernels, copies, host syncs.
 
-    with pretended(found := Counted()):
+    with use_fake_cuda(found := Counted()):
         model = EmbeddingBagCollection(tables=tables, device=CUDA)
         found.clear()
         model(batch)
@@ -29,7 +29,7 @@ from shardwise.perf.counts.fake_cuda import (
     CUDA,
     Op,
     is_view,
-    pretended,
+    use_fake_cuda,
     written,
 )
 
@@ -160,7 +160,7 @@ _INDEXED = ("index", "_index_put_impl_")
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "bincount"}
 
 
-__all__ = ["CUDA", "Counted", "launches", "pretended"]
+__all__ = ["CUDA", "Counted", "launches", "use_fake_cuda"]
 
 _ROOT = Path(os.path.realpath(__file__)).parents[2]
 _FOLDERS = ("kernels", "jagged", "embeddings", "sharding", "models", "inference", "shardwise")
@@ -217,7 +217,7 @@ def _caller() -> str:
 
 
 def launches(run: Callable[[], Any]) -> Counter[str]:
-    """Kernels that `run` launches by name; it is called within `pretended` and makes its tensors on `CUDA`."""
-    with pretended(found := Counted()):
+    """Kernels that `run` launches by name; it is called within `use_fake_cuda` and makes its tensors on `CUDA`."""
+    with use_fake_cuda(found := Counted()):
         run()
     return found.kernels

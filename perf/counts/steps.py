@@ -21,7 +21,7 @@ from shardwise.kernels import numba_loops
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.perf.counts.calls import allocations, collectives, python_calls
 from shardwise.perf.counts.counted_steps import Step
-from shardwise.perf.counts.launches import CUDA, Counted, pretended
+from shardwise.perf.counts.launches import CUDA, Counted, use_fake_cuda
 from shardwise.perf.suite import ranks
 from shardwise.perf.suite.case import Call
 from shardwise.perf.suite.libraries import without_numba
@@ -154,7 +154,7 @@ def by_folder(call: Call) -> Counter[str]:
 
 def on_device(step: Step) -> Counts:
     """Counts of the path that CUDA takes."""
-    with pretended(seen := Counted()):
+    with use_fake_cuda(seen := Counted()):
         prepare = step.make(CUDA)
         for turn in range(WARM_UP):
             prepare(turn)()

@@ -31,7 +31,7 @@ import torch
 
 from shardwise.kernels import configs
 from shardwise.kernels._op import triton
-from shardwise.perf.counts.fake_cuda import Pretend, pretended
+from shardwise.perf.counts.fake_cuda import FakeCudaTensor, use_fake_cuda
 from shardwise.perf.counts.launches import CUDA, Counted
 from shardwise.perf.gpu_scripts import gpu_kernels, gpu_ops, gpu_yardsticks
 from shardwise.perf.gpu_scripts.gpu_shapes import (
@@ -179,7 +179,7 @@ def compiling(folder: Path, architecture: int, jobs: int) -> Iterator[Compiled]:
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {"TRITON_CACHE_DIR": str(folder.resolve())}))
         stack.enter_context(keyed_by_version())
-        stack.enter_context(pretended(Counted()))
+        stack.enter_context(use_fake_cuda(Counted()))
         stack.enter_context(patch.object(jit, "run", compiled))
         stack.callback(lambda: [kernel.device_caches.clear() for kernel in seen.values()])
         stack.enter_context(patch.object(knobs.compilation, "listener", listened))
@@ -236,9 +236,11 @@ def compile_all(
     And what the checks launch, some hundreds of kernels, if `checks`.
     """
     # what is made inside would be taken for tensors of the device, with values
-    made = [(shape, *hollow(shape, Pretend)) for shape in shapes]
-    repeated = [hollow(shape, Pretend, rule) for shape in _repeated() for rule in gpu_kernels.RULES] if checks else []
-    links, at = (Pretend(torch.empty(n, dtype=torch.int64, device="meta")) for n in (gpu_yardsticks.LINE, 1))
+    made = [(shape, *hollow(shape, FakeCudaTensor)) for shape in shapes]
+    repeated = (
+        [hollow(shape, FakeCudaTensor, rule) for shape in _repeated() for rule in gpu_kernels.RULES] if checks else []
+    )
+    links, at = (FakeCudaTensor(torch.empty(n, dtype=torch.int64, device="meta")) for n in (gpu_yardsticks.LINE, 1))
     refused: list[str] = []
     with compiling(folder, architecture, jobs) as done:
         gpu_yardsticks.chase(links, at, 2)

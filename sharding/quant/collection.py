@@ -19,6 +19,7 @@ from shardwise.embeddings.config import PoolingType, embedding_names_by_table
 from shardwise.embeddings.quant import QuantizedCollection, QuantizedTable, TableWeights
 from shardwise.embeddings.quant.collection import note_formats, require_formats
 from shardwise.embeddings.quant.tables import scales_as
+from shardwise.embeddings.tables.table_module import TableModule
 from shardwise.embeddings.tables.variable_batch import pad_strides
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode, row_format
@@ -45,7 +46,7 @@ class BufferOfShard:
     sharding_type: str
 
 
-class ShardedQuantizedCollection(nn.Module):
+class ShardedQuantizedCollection(TableModule):
     """What the sharded pooled and sequence collections share.
 
     Args:
@@ -59,7 +60,6 @@ class ShardedQuantizedCollection(nn.Module):
         ValueError: the plan does not fit a table, or cuts it where it cannot be cut; names the table.
     """
 
-    _children_name: str
     _is_pooled: bool
 
     def __init__(
@@ -222,23 +222,11 @@ class ShardedQuantizedCollection(nn.Module):
         if remapping is not None:
             yield "", "index_remapping", (0, remapping.shape[0]), (0, 1), remapping
 
-    def _children(self) -> nn.ModuleDict:
-        children = self._modules[self._children_name]
-        assert isinstance(children, nn.ModuleDict)
-        return children
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if recurse:
             self._tables.move(fn)
             self._show()
-        # what a subclass has besides the tables
-        children = self._children()
-        self._modules[self._children_name] = None
-        try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            self._modules[self._children_name] = children
-        return self
+        return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

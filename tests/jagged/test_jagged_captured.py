@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, apply_optimizer_in_backward
 from shardwise.jagged._keys import Order, keys_of
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
-from shardwise.perf.counts.launches import CUDA, Counted, pretended
+from shardwise.perf.counts.launches import CUDA, Counted, use_fake_cuda
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
 KEYS = ["a", "b", "c"]
@@ -69,7 +69,7 @@ def test_a_captured_permute_waits_for_nothing_and_gives_the_same_bags(
     monkeypatch: pytest.MonkeyPatch, order: list[int], weighted: bool, capacity: int | None
 ) -> None:
     expected = read(batch("cpu", weighted=weighted, capacity=capacity).permute(order))
-    with pretended(found := Counted()):
+    with use_fake_cuda(found := Counted()):
         held = batch(CUDA, weighted=weighted, capacity=capacity)
         # what a warm-up leaves: the order on the device, and sizes of a batch that no replay has
         held.permute(order)
@@ -89,7 +89,7 @@ def test_a_captured_permute_waits_for_nothing_and_gives_the_same_bags(
 
 def test_a_collection_whose_tables_have_another_order_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A permute of keys read their sizes and copied from memory that is not pinned: a capture refuses both."""
-    with pretended(found := Counted()):
+    with use_fake_cuda(found := Counted()):
         tables = [EmbeddingBagConfig(50, 8, f"t{k}", feature_names=[k]) for k in "cab"]
         model = EmbeddingBagCollection(tables=tables, device=CUDA)
         apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
@@ -109,7 +109,7 @@ def test_a_collection_whose_tables_have_another_order_is_captured(monkeypatch: p
 
 
 def test_what_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(Counted()):
+    with use_fake_cuda(Counted()):
         held = batch(CUDA)
         varied = KeyedJaggedTensor(
             ["a", "b"], torch.arange(3).to(CUDA), lengths=torch.tensor([1, 1, 1]).to(CUDA),

@@ -21,7 +21,7 @@ from shardwise import (
 from shardwise.embeddings.tables.id_check import PendingCheck
 from shardwise.kernels import new_guard
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED, on_own_device
-from shardwise.perf.counts import fake_cuda as pretend
+from shardwise.perf.counts import fake_cuda
 
 SCHEMA = "look(Tensor weights, Tensor(a!)[] states, int n, Tensor? scale=None) -> Tensor"
 OPS = sorted(name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("shardwise::"))
@@ -182,13 +182,13 @@ class Launches:
 @pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
 def test_a_collection_on_the_second_gpu_launches_there(monkeypatch: pytest.MonkeyPatch, current: Current) -> None:
     """Its kernels went to the current GPU: addresses of another one, on a stream that nothing orders with its own."""
-    monkeypatch.setattr(pretend, "CUDA", torch.device("cuda", 1))
+    monkeypatch.setattr(fake_cuda, "CUDA", torch.device("cuda", 1))
     launches = Launches(current)
-    with pretend.pretended(launches), patch.object(torch.cuda, "current_device", current.ask):
+    with fake_cuda.use_fake_cuda(launches), patch.object(torch.cuda, "current_device", current.ask):
         tables = [EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["f", "g"])]
-        model = EmbeddingBagCollection(tables=tables, device=pretend.CUDA)
+        model = EmbeddingBagCollection(tables=tables, device=fake_cuda.CUDA)
         apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
-        ids, lengths = torch.arange(12).to(pretend.CUDA), torch.full((6,), 2).to(pretend.CUDA)
+        ids, lengths = torch.arange(12).to(fake_cuda.CUDA), torch.full((6,), 2).to(fake_cuda.CUDA)
         batch = KeyedJaggedTensor(keys=["f", "g"], values=ids, lengths=lengths)
         model(batch).values().sum().backward()
     assert len(launches.devices) >= 6 and set(launches.devices) == {1}

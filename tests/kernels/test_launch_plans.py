@@ -36,8 +36,8 @@ from shardwise.kernels.row_formats import row_format
 from shardwise.kernels.rule import rule_named
 from shardwise.kernels.update.step import numbers_of
 from shardwise.kernels.update.update import _kernel_numbers
-from shardwise.perf.counts.fake_cuda import Pretend
-from shardwise.perf.counts.launches import CUDA, Counted, pretended
+from shardwise.perf.counts.fake_cuda import FakeCudaTensor
+from shardwise.perf.counts.launches import CUDA, Counted, use_fake_cuda
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
 FOLDER = str(Path(kernels.__file__).resolve().parent)
@@ -71,9 +71,9 @@ def bytecodes(call: Callable[[], object]) -> int:
     return count
 
 
-def there(*shape: int, dtype: torch.dtype = torch.float32) -> Pretend:
+def there(*shape: int, dtype: torch.dtype = torch.float32) -> FakeCudaTensor:
     """A tensor on the device that is not there, without values."""
-    return Pretend(torch.empty(*shape, dtype=dtype, device="meta"))
+    return FakeCudaTensor(torch.empty(*shape, dtype=dtype, device="meta"))
 
 
 def calls_of(features: int, mixed: bool) -> dict[str, Callable[[], object]]:
@@ -126,7 +126,7 @@ def calls_of(features: int, mixed: bool) -> dict[str, Callable[[], object]]:
 def test_the_host_does_no_more_for_856_features_than_for_26(mixed: bool) -> None:
     """A lookup took Python 45 us over 26 features and 650 us over 856, a check 15 and 77, an update 90 and 289."""
     few, many = calls_of(26, mixed), calls_of(856, mixed)
-    with pretended(seen := Counted()):
+    with use_fake_cuda(seen := Counted()):
         for name, call in few.items():
             call()
             seen.clear()
@@ -209,7 +209,7 @@ def test_a_bad_id_is_named_though_the_kernel_gets_no_names() -> None:
     features = kernels.pack_features([Feature(0, 5, 4, 0), Feature(20, 5, 4, 5)])
     with pytest.raises(IndexError, match="feature 'b'"):
         kernels.check_ids(ids, offsets, features, kernels.new_guard(), names=names)
-    with pretended(Counted()):
+    with use_fake_cuda(Counted()):
         moved: list[Tensor] = [one.to(CUDA) for one in (torch.tensor([1, 4]), offsets, features)]
         guard = kernels.new_guard(CUDA)
         with pytest.MonkeyPatch.context() as patch:
@@ -247,7 +247,7 @@ def test_a_step_of_adam_launches_five_kernels_less() -> None:
     """Eleven small kernels of torch computed its numbers."""
     from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, apply_optimizer_in_backward
 
-    with pretended(seen := Counted()):
+    with use_fake_cuda(seen := Counted()):
         model = EmbeddingBagCollection([EmbeddingBagConfig(10, 16, "t", feature_names=["f"])], device=CUDA)
         apply_optimizer_in_backward(torch.optim.Adam, model.parameters(), {"lr": 0.1})
         for _ in range(2):

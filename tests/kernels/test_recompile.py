@@ -26,7 +26,7 @@ from shardwise.kernels.jagged.unique import _of_tables
 from shardwise.kernels.row_formats import ROW_FORMATS, TABLE_BOUNDARY, row_format
 from shardwise.kernels.rule import RULES
 from shardwise.perf.compile import cases as launched
-from shardwise.perf.counts.fake_cuda import Pretend, pretended
+from shardwise.perf.counts.fake_cuda import FakeCudaTensor, use_fake_cuda
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
 
@@ -81,7 +81,7 @@ class Launches:
 
         # a tensor without values needs no memory
         with (
-            pretended(Nothing()),
+            use_fake_cuda(Nothing()),
             patch.object(JITFunction, "run", run),
             patch.object(memory, "_memory_of", lambda device: None),
         ):
@@ -92,7 +92,7 @@ def gpu(*shape: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> Tens
     """A tensor without values; with a shift it is a slice that begins so many numbers into its memory."""
     with _disable_current_modes():
         numbers = torch.empty(shift + torch.Size(shape).numel(), dtype=dtype, device="meta")
-        return Pretend(numbers[shift:].view(shape))
+        return FakeCudaTensor(numbers[shift:].view(shape))
 
 
 class Batch:
@@ -126,7 +126,7 @@ def tables(dims: list[int], itemsize: int = 4, boundary: int | None = None) -> t
 
 def on_gpu(tensor: Tensor) -> Tensor:
     with _disable_current_modes():
-        return Pretend(tensor.to("meta"))
+        return FakeCudaTensor(tensor.to("meta"))
 
 
 def look_up(batch: Batch, index: torch.dtype = torch.int64) -> None:

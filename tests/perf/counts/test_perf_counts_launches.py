@@ -14,7 +14,7 @@ from shardwise.perf.counts.launches import (
     CUDA,
     Counted,
     launches,
-    pretended,
+    use_fake_cuda,
 )
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
@@ -28,7 +28,7 @@ def _poison() -> Iterator[None]:
 
 def test_operations_count_as_many_kernels_as_torch_launches_for_them() -> None:
     x, mask = torch.randn(8, 4), torch.tensor([True, False] * 4)
-    with pretended(found := Counted()):
+    with use_fake_cuda(found := Counted()):
         on = x.to(CUDA)
         on_mask = mask.to(CUDA)
         assert found.copies == {"to device": 2}
@@ -69,7 +69,7 @@ def test_a_step_counts_the_same_whatever_its_ids_and_changes_the_tables() -> Non
     from shardwise import apply_optimizer_in_backward
 
     steps = []
-    with pretended(found := Counted()):
+    with use_fake_cuda(found := Counted()):
         tables = [EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["f"])]
         model = EmbeddingBagCollection(tables=tables, device=CUDA)
         apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
@@ -98,7 +98,7 @@ def test_a_step_of_26_tables_at_batch_64_launches_few_kernels(rule: str, length:
     from shardwise import RowWiseAdagrad, apply_optimizer_in_backward
 
     names = [f"f{t}" for t in range(26)]
-    with pretended(found := Counted()):
+    with use_fake_cuda(found := Counted()):
         tables = [EmbeddingBagConfig(100, 128, f"t{name}", feature_names=[name]) for name in names]
         model = EmbeddingBagCollection(tables=tables, device=CUDA)
         chosen = torch.optim.SGD if rule == "SGD" else RowWiseAdagrad

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardwise.kernels import configs
-from shardwise.perf.counts.fake_cuda import Pretend
+from shardwise.perf.counts.fake_cuda import FakeCudaTensor
 from shardwise.perf.gpu_scripts import (
     gpu_ab,
     gpu_check,
@@ -175,7 +175,7 @@ def test_kernels_made_beforehand_serve_elsewhere_and_another_build_of_triton(tmp
     import triton.runtime.cache
 
     shape = replace(SHAPES["64 x 26"], workload=equal("few", 2, 1000, 128, 64, 1))
-    batch, state = hollow(shape, Pretend)
+    batch, state = hollow(shape, FakeCudaTensor)
 
     def made(folder: Path) -> gpu_precompile.Compiled:
         with gpu_precompile.compiling(folder, 90, 2) as done:

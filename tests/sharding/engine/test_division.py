@@ -19,7 +19,7 @@ from shardwise import KeyedJaggedTensor
 from shardwise.embeddings import OptimizerSpec
 from shardwise.kernels import BoundsCheckMode
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
-from shardwise.perf.counts.launches import CUDA, Counted, pretended
+from shardwise.perf.counts.launches import CUDA, Counted, use_fake_cuda
 from shardwise.planner import layout
 from shardwise.planner.layout import Shard, TableOptions
 from shardwise.sharding.engine.results import _places_of
@@ -119,7 +119,7 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs t
 @needs_triton
 def test_numbers_of_bags_are_found_by_lengths_that_fit_nothing() -> None:
     """They are looked at later; repeat_interleave would stop the device."""
-    with pretended(seen := Counted()):
+    with use_fake_cuda(seen := Counted()):
         ids, numbers = torch.zeros(4).to(CUDA), torch.tensor([5, 6]).to(CUDA)
         seen.clear()
         for lengths in ([1, 3], [9, -7], [-1, 2], [0, 0]):
@@ -177,7 +177,7 @@ def like_the_host() -> list[bool]:
     found = []
     for setting in SETTINGS:
         here = trained(*setting, CPU)
-        with pretended(Counted()):
+        with use_fake_cuda(Counted()):
             there = trained(*setting, CUDA)
         found.append(len(here) == len(there) and all(map(torch.equal, here, there)))
     return found

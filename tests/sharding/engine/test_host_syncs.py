@@ -19,7 +19,7 @@ from shardwise.jagged._segments import Beside
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.lookup.bounds import OK
 from shardwise.perf.counts.counted_ranks import WAYS, sharded_step
-from shardwise.perf.counts.launches import CUDA, Counted, pretended
+from shardwise.perf.counts.launches import CUDA, Counted, use_fake_cuda
 from shardwise.planner import layout
 from shardwise.sharding.comms.codecs import FP16, FormatCodec
 from shardwise.sharding.comms.exchange import Exchange
@@ -38,7 +38,7 @@ def waits() -> dict[str, list[str]]:
     """By how tables are cut, what a rank waits for in a step."""
     found = {}
     for way in WAYS:
-        with pretended(seen := Counted()):
+        with use_fake_cuda(seen := Counted()):
             prepare = sharded_step(CUDA, way=way)
             for turn in range(2):
                 prepare(turn)()
@@ -70,7 +70,7 @@ def batch(lengths: list[int]) -> KeyedJaggedTensor:
 
 
 def test_numbers_beside_sizes_come_in_one_copy_and_only_where_sizes_are_read() -> None:
-    with pretended(seen := Counted()):
+    with use_fake_cuda(seen := Counted()):
         kjt, beside, later = batch([1, 0, 2, 0]), Beside(torch.tensor([7, 8]).to(CUDA)), Beside(torch.ones(2).to(CUDA))
         seen.clear()
         assert kjt._sizes(beside) == [1, 2]
@@ -112,7 +112,7 @@ def test_a_bad_batch_raises_before_its_ids_leave(
     def written(ids: Tensor, offsets: Tensor, features: Tensor, into: Any, **more: Any) -> None:
         into.host.copy_(torch.tensor(guard))
 
-    with pretended(seen := Counted()):
+    with use_fake_cuda(seen := Counted()):
         model = sharded(
             {"a": 10, "b": 3}, lambda name, rows: layout.table_wise(name, rows, 4, 0), ShardingEnv.from_local(1, 0)
         )
@@ -135,7 +135,7 @@ def compressed() -> list[str]:
     """What a rank waits for when it sends rows as fp16, with a flag."""
     exchange, codec = Exchange(dist.group.WORLD), FormatCodec(FP16)
     sizes = [4, 4]
-    with pretended(seen := Counted()):
+    with use_fake_cuda(seen := Counted()):
         send, flag = torch.ones(8).to(CUDA), torch.full((1,), dist.get_rank(), dtype=torch.int32).to(CUDA)
         seen.clear()
         pending = exchange.rows(send, sizes, sizes, codec=codec, flag=flag)
@@ -155,7 +155,7 @@ def checked() -> list[list[str]]:
     codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
     policies = (LookupPolicy(), codecs), (LookupPolicy(gradient_check=GradientCheckMode.RAISE), None)
     for policy, codec in policies:
-        with pretended(seen := Counted()):
+        with use_fake_cuda(seen := Counted()):
             model = sharded(
                 {"a": 10, "b": 10}, lambda name, rows: layout.row_wise(name, rows, 4, range(2)), environment(),
                 is_weighted=True, policy=policy, codecs=codec,
