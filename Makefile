@@ -5,6 +5,7 @@ RANKS ?= 2
 JOBS ?= 2
 DATA ?=
 ARGS ?=
+PEER ?= .peer/bin/python
 EXTRAS ?= test,data,cpu,cli,plan,migrate,serve,perf
 
 BIN := .venv/bin
@@ -77,7 +78,8 @@ perf: .venv/.installed  ## measure the CPU suite in under 10 minutes: table, run
 
 # in an environment of its own, which docs/beside_torchrec.md makes
 evidence:  ## compare with TorchRec and FBGEMM in PEER (.peer/bin/python) and rewrite the documents; NAME=... for one
-	PYTHONPATH=. $(or $(PEER),.peer/bin/python) -m shardwise.perf.evidence $(NAME) --write $(ARGS)
+	@test -x $(PEER) || { echo "no interpreter at $(PEER): docs/beside_torchrec.md makes one; else PEER=<python>"; exit 2; }
+	PYTHONPATH=. $(PEER) -m shardwise.perf.evidence $(NAME) --write $(ARGS)
 
 # in MATRIX (.matrix/), an environment a pair; minutes and gigabytes each, so no part of .ci/run
 matrix:  ## the tests on other versions, VERSIONS="torch:triton ...", into perf/results/matrix.json

@@ -38,7 +38,7 @@ def _switch(name: str) -> bool:
     return value == "1"
 
 
-# whether loops that numba compiles may do the CPU's work where numba is installed (cpu/numba_loops.py)
+# whether loops that numba compiles may do the CPU's work where numba is installed (kernels/numba_loops.py)
 NUMBA = _switch("SHARDWISE_NUMBA")
 
 

@@ -28,7 +28,8 @@ __all__ = ["TABLE", "install", "uninstall"]
 # this module is the root of the mirror under our own name
 __path__: list[str] = []
 __version__ = SERVED_VERSION
-serve("shardwise.torchrec", theirs="torchrec")
+if __name__ != "__main__":
+    serve("shardwise.torchrec", theirs="torchrec")
 
 
 def __getattr__(name: str) -> object:
@@ -42,6 +43,10 @@ def __dir__() -> list[str]:
 
 
 if __name__ == "__main__":
+    from importlib import import_module
+
     from .migration.run import main
 
+    # the program may import this module too, which is none that `serve` makes
+    import_module("shardwise.torchrec")
     main()

@@ -74,6 +74,8 @@ def read(path: Path) -> dict[str, dict[str, Counts]]:
         text = read_text(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist: `shardwise perf counts --update` writes it") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no file of `shardwise perf counts`: {error}") from None
     try:
         given = json.loads(text)
         if given["format"] != FORMAT:

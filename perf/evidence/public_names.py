@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="Write them to this file.")
     parser.add_argument("--compare", type=Path, help="Say what this earlier file has otherwise.")
     arguments = parser.parse_args()
+    if arguments.compare and not arguments.compare.is_file():
+        parser.error(f"there is no file {arguments.compare}")
     names = public_names()
     print(", ".join(f"{len(entries)} of {part}" for part, entries in names.items()))
     if arguments.write:

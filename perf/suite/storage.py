@@ -60,15 +60,6 @@ def save(
         beside.unlink(missing_ok=True)
 
 
-def check_writable(path: Path) -> None:
-    """Raise OSError now where `save` would later."""
-    there = path.exists()
-    with path.open("a", encoding="utf-8"):
-        pass
-    if not there:
-        path.unlink()
-
-
 def to_json(measured: Measured, machine_info: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
     """The file as plain data."""
     return {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import needs_checkout, progress, table_of, wide_console
+from .output import needs_checkout, progress, require_writable, table_of, wide_console
 from .tune import add_autotune
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def add_kernels(commands: click.Group) -> None:
         what a warp waits for in an iteration (as `kernels registers` says), and how many loads and stores of how many
         bytes ("5x16"). Of some targets a part of all cases is compiled (perf/compile/compiled.py). Ends with status 1
         and a line for each promise that a case breaks: a spill, a failing compiler, a narrow access to aligned rows, a
-        row that is gathered late, and others (perf/compile/checks.py).
+        row that is gathered late, and others (perf/compile/checks.py). Works on a checkout alone.
         """
         needs_checkout("kernels check")
         from ..kernels._op import HAS_TRITON, INTERPRETED, triton
@@ -95,7 +95,8 @@ def add_kernels(commands: click.Group) -> None:
 
         Registers of a thread on each target; then, on the first of them, spilled bytes, bytes of shared memory,
         barriers, and of the longest loop the latencies that one warp alone waits in an iteration and how often it waits
-        for memory in turn (perf/compile/scoreboard.py; NVIDIA's only); loads and stores of 8 bytes and more.
+        for memory in turn (perf/compile/scoreboard.py; NVIDIA's only); loads and stores of 8 bytes and more. Works on a
+        checkout alone.
         """
         needs_checkout("kernels registers")
         from ..kernels._op import HAS_TRITON, INTERPRETED, triton
@@ -133,7 +134,8 @@ def add_kernels(commands: click.Group) -> None:
 
         Prints a line for each kernel: cases, launches, instructions, faults, the largest difference by what was
         allowed, and the stream that uses least of the 32-byte sectors that it touches. Ends with status 1 where
-        anything is wrong. The usual cases take a minute, --all a quarter of an hour on two cores.
+        anything is wrong. The usual cases take a minute, --all a quarter of an hour on two cores. Works on a checkout
+        alone.
         """
         needs_checkout("kernels run")
         from ..kernels._op import HAS_TRITON, INTERPRETED
@@ -142,6 +144,8 @@ def add_kernels(commands: click.Group) -> None:
             raise click.UsageError("triton is not installed, and it is what compiles the kernels: pip install triton")
         if INTERPRETED:
             raise click.UsageError("TRITON_INTERPRET is set: the kernels are interpreted, not compiled; unset it")
+        if file is not None:
+            require_writable(file)
         from ..perf.gpu.cases import runs
 
         begin = perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,7 +26,20 @@ class Wrong(click.ClickException):
 def needs_checkout(command: str) -> None:
     """Refuse a command whose rooms a wheel leaves out."""
     if not in_checkout():
-        raise click.UsageError(f"`shardwise {command}` works on a checkout of shardwise: run it there")
+        told = f"`shardwise {command}` works on a checkout of shardwise: in its folder, `python -m shardwise {command}`"
+        raise click.UsageError(told)
+
+
+def require_writable(path: Path) -> None:
+    """Say now that a file cannot be written, not after minutes of work."""
+    there = path.exists()
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise click.UsageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import needs_checkout, table_of, wide_console
+from .output import Wrong, needs_checkout, require_writable, table_of, wide_console
 
 if TYPE_CHECKING:
     from ..perf.counts.baseline import Found
@@ -129,7 +129,7 @@ def add_perf(commands: click.Group) -> None:
 
         stored = _loaded(files)
         if html is not None:
-            _writable(html)
+            require_writable(html)
         _show(stored)
         if html is not None:
             html.write_text(page(stored), encoding="utf-8")
@@ -148,15 +148,18 @@ def add_perf(commands: click.Group) -> None:
 
         Python calls and allocations are of the CPU path, with numba and on torch alone; kernels, copies and host syncs
         of the path that CUDA takes; collectives and bytes sent of two gloo processes. Numbers depend on the versions of
-        Python and torch, and are compared with the baseline of the same versions alone.
+        Python and torch, and are compared with the baseline of the same versions alone. Works on a checkout alone.
         """
         needs_checkout("perf counts")
+        for path in filter(None, (json_file, baseline if update else None)):
+            require_writable(path)
         try:
             status = _counts(re.compile(only), check, update, parts, json_file, baseline)
         except re.error as error:
             raise click.UsageError(f"--only is no regular expression: {error}") from None
         except (ValueError, RuntimeError, OSError) as error:
-            raise click.ClickException(str(error)) from None
+            # 1 is of a count that rose
+            raise Wrong(str(error)) from None
         click.get_current_context().exit(status)
 
 
@@ -177,7 +180,7 @@ def _run(
         raise click.UsageError(f"--json and --html both name {out}")
     for path in (out, html):
         if path is not None:
-            _writable(path)
+            require_writable(path)
     torch.set_num_threads(threads or machine.cores())
     others = machine.importable_peers() if peers else frozenset[str]()
     if peers:
@@ -243,16 +246,6 @@ def _loaded(paths: Sequence[Path]) -> list[Stored]:
         return [load(path) for path in paths]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-
-
-def _writable(path: Path) -> None:
-    """Told now, not after minutes of measuring."""
-    from ..perf.suite.storage import check_writable
-
-    try:
-        check_writable(path)
-    except OSError as error:
-        raise click.UsageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def _finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:

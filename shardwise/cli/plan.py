@@ -41,6 +41,7 @@ from .output import (
     one_line,
     print_json,
     progress,
+    require_writable,
 )
 
 # what files and arguments that are no good raise
@@ -371,6 +372,7 @@ def _difference(a: Path, b: Path) -> Any:
 def _calibrate(world_size: int, device: str, seconds: float, threads: int, out: Path, as_json: bool) -> None:
     from ..sharding.calibration.calibrate import calibrate
 
+    require_writable(out)
     with one_line(*WRONG, told_as=Wrong), progress("measuring") as tell:
         try:
             found = calibrate(

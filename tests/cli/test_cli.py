@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 from shardwise import DataType, __version__, cli
 from shardwise._version import how_to_install
 from shardwise.cli import kernels as cli_kernels
+from shardwise.cli.output import require_writable
 from shardwise.cli.plan import dtype, share, size
 from shardwise.kernels import _op
 from shardwise.perf.compile import (
@@ -73,6 +74,27 @@ def compiled_as(found: Report | str, monkeypatch: pytest.MonkeyPatch) -> list[tu
 
     monkeypatch.setattr(compiled, "compile_all", compile_all)
     return asked
+
+
+def test_a_place_that_cannot_be_written_is_told_before_and_a_file_there_is_kept(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new.json")
+    assert not (tmp_path / "new.json").exists()
+    (tmp_path / "old.json").write_text("kept")
+    require_writable(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "kept"
+    for path in (tmp_path / "no folder" / "a.json", tmp_path):
+        with pytest.raises(click.UsageError, match="cannot be written"):
+            require_writable(path)
+
+
+@pytest.mark.parametrize("command", [
+    ["kernels", "run", "--json"], ["plan", "calibrate", "--out"], ["perf", "counts", "--json"],
+    ["perf", "counts", "--update", "--baseline"],
+])  # fmt: skip
+def test_a_file_that_cannot_be_written_is_said_before_the_work(command: list[str], tmp_path: Path) -> None:
+    result = run(*command, str(tmp_path / "missing" / "found.json"))
+    assert result.exit_code == 2 and "found.json cannot be written: No such file" in result.output, result.output
+    assert "Traceback" not in result.output and not result.stdout
 
 
 @NEEDS_CASES

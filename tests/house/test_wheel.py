@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -168,9 +169,35 @@ def test_the_wheel_leaves_the_rooms_out_that_are_named_alike(wheel: Path) -> Non
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert not [name for name in names if name.startswith(tuple(f"shardwise/{room}" for room in package.LEFT_OUT))]
-    assert f"LEFT_OUT = {tuple(room.strip('/').replace('/', '.') for room in package.LEFT_OUT)}".replace("'", '"') in (
-        ROOT / "setup.py"
-    ).read_text(encoding="utf-8")
+    (named,) = re.findall(
+        r"^LEFT_OUT = \($.*?^\)$", (ROOT / "setup.py").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert eval(named.removeprefix("LEFT_OUT = ")) == package.LEFT_OUT
+
+
+def test_what_an_older_build_left_is_in_no_wheel(trees: Trees, wheel: Path) -> None:
+    tree = trees["links"]
+    for stale in ("cli_old.py", "perf/counts/counts.py", "kernels/lookup.py"):
+        path = tree / "build" / "lib" / "shardwise" / stale
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    build(tree, "--wheel")
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.namelist() == names
+
+
+@pytest.mark.full
+def test_an_unpacked_source_archive_is_no_checkout(trees: Trees, tmp_path: Path) -> None:
+    """It has a pyproject.toml, and lacks the rooms that a wheel lacks."""
+    (source,) = (trees["text"] / "out").glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.iterdir()
+    code = "from shardwise._version import in_checkout; print(in_checkout())"
+    for folder, expected in ((tree, "False"), (ROOT, "True")):
+        assert run("-c", code, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}) == expected
 
 
 # what needs nothing but the wheel, and what says that it needs a checkout

@@ -89,6 +89,19 @@ def test_a_module_runs_by_its_name(tmp_path: Path) -> None:
     assert result.stdout.strip() == "__main__ package a -b", result.stderr
 
 
+def test_a_program_that_installs_the_names_by_itself_runs_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    lines = (
+        "import shardwise.torchrec",
+        "shardwise.torchrec.install()",
+        "import torchrec",
+        "print(torchrec.KeyedTensor)",
+    )
+    script.write_text("\n".join(lines))
+    result = run(script, folder=tmp_path)
+    assert "shardwise.jagged" in result.stdout, result.stderr
+
+
 def test_an_error_has_the_traceback_of_the_script_alone(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("import torchrec\ndef f():\n    raise KeyError('boom')\nf()\n")

@@ -30,8 +30,11 @@ PACKAGE = Path(shardwise.__file__).resolve().parent
 LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 SECONDS = 300.0
 _BUILD = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
-# rooms of a checkout that stay out of a wheel, as setup.py has it
-LEFT_OUT = ("perf/compile/", "perf/counts/", "perf/evidence/", "perf/gpu/", "perf/gpu_scripts/")
+# what a checkout has and a wheel has not, as setup.py says it
+LEFT_OUT = (
+    *("perf/compile/", "perf/counts/", "perf/evidence/", "perf/gpu/", "perf/gpu_scripts/"),
+    *("perf/conftest.py", "perf/test_cases.py"),
+)
 # what a peer may be installed as
 DISTRIBUTIONS: Mapping[str, Sequence[str]] = {"fbgemm": ("fbgemm-gpu", "fbgemm-gpu-cpu"), "torchrec": ("torchrec",)}
 

@@ -248,12 +248,13 @@ def test_without_numba_its_counts_are_left_out_and_said(baseline: str, monkeypat
     assert numba_loops.loops("lookup_loops") is not None or find("numba") is None
 
 
-BAD: dict[str, tuple[str | None, str]] = {
+BAD: dict[str, tuple[str | bytes | None, str]] = {
     "no file": (None, "does not exist: `shardwise perf counts --update` writes it"),
     "no JSON": ("counts", "is no file of `shardwise perf counts`"),
     "other JSON": ('{"cases": []}', "is no file of `shardwise perf counts`"),
     "a list": ("[1, 2]", "is no file of `shardwise perf counts`"),
     "another format": ('{"format": 7, "counts": {}}', "has format 7, this version of shardwise reads 1"),
+    "no text": (b"\xc7counts", "counts.json is no file of `shardwise perf counts`"),
     "no number": ('{"format": 1, "counts": {"v": {"s": {"c": {"total": 1.5}}}}}', "counts are whole numbers"),
 }
 
@@ -263,15 +264,15 @@ def test_a_bad_baseline_is_refused_before_anything_is_counted(what: str, tmp_pat
     text, message = BAD[what]
     file = tmp_path / "counts.json"
     if text is not None:
-        file.write_text(text)
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
     status, said = invoke("--check", "--baseline", str(file))
-    assert status == 1
+    assert status == 2, "1 is of a count that rose"
     assert message in said.replace("\n", " ")
 
 
 def test_an_unknown_step_and_a_bad_expression_are_named() -> None:
     status, said = invoke("--only", "no such step")
-    assert status == 1
+    assert status == 2
     assert "no step has 'no such step' in its name; there are: EBC forward" in said
     status, said = invoke("--only", "(")
     assert status == 2

@@ -17,7 +17,6 @@ from shardwise.perf.suite.record import Lap, Record
 from shardwise.perf.suite.report import rows
 from shardwise.perf.suite.storage import (
     TEST,
-    check_writable,
     load,
     save,
 )
@@ -138,17 +137,6 @@ def test_bytes_that_are_no_text_and_a_missing_file_are_refused(tmp_path: Path) -
     for name in ("bad.json", "none.json"):
         with pytest.raises(ValueError, match=name):
             load(tmp_path / name)
-
-
-def test_a_place_that_cannot_be_written_is_told_before_and_a_file_there_is_kept(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new.json")
-    assert not (tmp_path / "new.json").exists()
-    (tmp_path / "old.json").write_text("kept")
-    check_writable(tmp_path / "old.json")
-    assert (tmp_path / "old.json").read_text() == "kept"
-    for path in (tmp_path / "no folder" / "a.json", tmp_path):
-        with pytest.raises(OSError):
-            check_writable(path)
 
 
 def test_statistics_are_those_of_the_turns_that_count() -> None:
