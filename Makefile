@@ -78,7 +78,7 @@ perf: .venv/.installed  ## measure the CPU suite in under 10 minutes: table, run
 
 # in an environment of its own, which docs/beside_torchrec.md makes
 evidence:  ## compare with TorchRec and FBGEMM in PEER (.peer/bin/python) and rewrite the documents; NAME=... for one
-	@test -x $(PEER) || { echo "no interpreter at $(PEER): docs/beside_torchrec.md makes one; else PEER=<python>"; exit 2; }
+	@command -v $(PEER) > /dev/null || { echo "no interpreter at $(PEER): docs/beside_torchrec.md makes one; else PEER=<python>"; exit 2; }
 	PYTHONPATH=. $(PEER) -m shardwise.perf.evidence $(NAME) --write $(ARGS)
 
 # in MATRIX (.matrix/), an environment a pair; minutes and gigabytes each, so no part of .ci/run

@@ -138,14 +138,14 @@ def add_kernels(commands: click.Group) -> None:
         alone.
         """
         needs_checkout("kernels run")
+        if file is not None:
+            require_writable(file)
         from ..kernels._op import HAS_TRITON, INTERPRETED
 
         if not HAS_TRITON:
             raise click.UsageError("triton is not installed, and it is what compiles the kernels: pip install triton")
         if INTERPRETED:
             raise click.UsageError("TRITON_INTERPRET is set: the kernels are interpreted, not compiled; unset it")
-        if file is not None:
-            require_writable(file)
         from ..perf.gpu.cases import runs
 
         begin = perf_counter()

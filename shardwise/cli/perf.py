@@ -151,8 +151,6 @@ def add_perf(commands: click.Group) -> None:
         Python and torch, and are compared with the baseline of the same versions alone. Works on a checkout alone.
         """
         needs_checkout("perf counts")
-        for path in filter(None, (json_file, baseline if update else None)):
-            require_writable(path)
         try:
             status = _counts(re.compile(only), check, update, parts, json_file, baseline)
         except re.error as error:
@@ -281,8 +279,11 @@ def _counts(
     from ..perf.counts.steps import counts_of, missing
 
     path, here = baseline or BASELINE, versions()
-    # what is wrong with the file is said before anything is counted
+    # what is wrong with a file is said before anything is counted
     kept = read(path) if path.exists() or (check and not update) else {}
+    for written in (json_file, path if update else None):
+        if written is not None:
+            require_writable(written)
     names = [step.name for step in (*STEPS, *OF_RANKS)]
     chosen = [name for name in names if only.search(name)]
     if not chosen:
