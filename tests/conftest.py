@@ -46,6 +46,13 @@ def _seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readline, which pytest imports, tells every process that the terminal has 80 columns."""
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _poison() -> Iterator[None]:
     with poisoned():
         yield

@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "perf" / "results" / "matrix.json"
-EXTRAS = "test,data,cpu,cli,plan,migrate,serve,perf"
+EXTRAS = "test,data,cpu,plan,migrate,serve,perf"
 # what the Makefile's `test` runs: name, environment, arguments of pytest
 PHASES: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("torch path", {}, ()),

@@ -20,7 +20,7 @@ MAX_LINES = 800
 MAX_MODULES = 20
 
 # what all may import: the standard library is all that it needs
-LEAVES = {"_version", "untrusted"}
+LEAVES = {"_names", "_version", "untrusted"}
 # folder -> the parts of shardwise it may import, itself and LEAVES apart; "" is the facade
 OURS: dict[str, set[str]] = {
     "kernels": set(),
@@ -54,7 +54,7 @@ COLLECTIVES = {
     *("reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "isend", "irecv"),
 }
 # the commands that run it; nothing else imports perf
-COMMANDS_OF_PERF = tuple(f"shardwise/cli/{name}.py" for name in ("perf", "tune", "kernels"))
+COMMANDS_OF_PERF = tuple(f"shardwise/cli/{name}.py" for name in ("doctor", "perf", "tune", "kernels"))
 # perf drives the facade as users do, and its commands load it when they are called
 LAZY_PAIRS = {("perf", "shardwise")}
 # room -> the rooms of the same folder that it may import; a room is a folder, and the face of a top folder (which may
@@ -73,9 +73,11 @@ ROOMS: dict[str, set[str]] = {
     "perf": {"perf/suite", "perf/suite/cases"},
     "perf/compile": {"perf/tune"},
     "perf/counts": {"perf/suite"},
+    "perf/doctor": {"perf/selftest", "perf/suite"},
     "perf/evidence": {"perf/counts", "perf/suite", "perf/suite/cases", "perf/suite/operations"},
-    "perf/gpu/cases": {"perf/gpu", "perf/suite"},
+    "perf/gpu/cases": {"perf/gpu", "perf/selftest", "perf/suite"},
     "perf/gpu_scripts": {"perf/counts", "perf/suite", "perf/suite/cases", "perf/suite/operations", "perf/tune"},
+    "perf/selftest": {"perf/suite"},
     "perf/suite/cases": {"perf/suite", "perf/suite/operations"},
     "perf/tune": {"perf/suite", "perf/suite/cases"},
     "planner/cost": {"planner", "planner/search", "planner/torchrec"},

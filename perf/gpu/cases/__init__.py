@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import chain
 
+from shardwise.perf.selftest.tolerances import TOLERANCES
+
 from . import ids, jagged, lookup, quantized, update
 from .case import Case, Result, run_case
-from .tolerances import TOLERANCES
 
 CASES: tuple[Case, ...] = tuple(
     chain(lookup.cases(), update.cases(), jagged.cases(), ids.cases(), quantized.cases()),

@@ -16,9 +16,9 @@ from shardwise.kernels import (
     histogram_binning_calibration_by_feature,
     jagged_unique,
 )
+from shardwise.perf.selftest.tolerances import CALIBRATION, SAME
 
 from .case import Case, name_of
-from .tolerances import CALIBRATION, SAME
 
 INTEGERS = (torch.int64, torch.int32)
 BUCKETS = ("jagged.bucketize.bucket_of_id", "jagged.bucketize.place_in_buckets")

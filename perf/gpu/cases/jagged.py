@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from shardwise import kernels as ops
+from shardwise.perf.selftest.agreement import Tolerance
+from shardwise.perf.selftest.tolerances import EXPONENTIAL, PRODUCT, SAME, SUM
 
-from .case import Case, Tolerance, name_of
-from .tolerances import EXPONENTIAL, PRODUCT, SAME, SUM
+from .case import Case, name_of
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32)

@@ -24,10 +24,10 @@ from shardwise.kernels.lookup.bounds import check_ids_ref
 from shardwise.kernels.lookup.pooled import pooled_lookup_ref
 from shardwise.kernels.lookup.sequence import sequence_lookup_ref
 from shardwise.kernels.lookup.weight_gradient import per_id_weight_gradient_ref
+from shardwise.perf.selftest.flat_tables import Batch
+from shardwise.perf.selftest.tolerances import DOT, SAME, WEIGHTED
 
-from .batches import Batch
 from .case import Case, name_of
-from .tolerances import DOT, SAME, WEIGHTED
 
 # tables of several classes of dim, rows on 16 bytes and not, features summed and averaged
 MIXED = Batch(((11, 8), (6, 3), (1, 16), (9, 8), (5, 20)), tuple((t, t % 2 == 1) for t in range(5)), bags=4)

@@ -24,9 +24,9 @@ from shardwise.kernels.quantized.pooled_lookup import quantized_pooled_lookup_re
 from shardwise.kernels.quantized.rows import quantize_rows_ref
 from shardwise.kernels.quantized.sequence_lookup import quantized_sequence_lookup_ref
 from shardwise.kernels.row_formats import TABLE_BOUNDARY, dequantize_rows_ref
+from shardwise.perf.selftest.tolerances import SAME
 
 from .case import Case, name_of
-from .tolerances import SAME
 
 POOLED = ("quantized.pooled_lookup.quantized_pooled_lookup",)
 SEQUENCE = ("quantized.sequence_lookup.resolve_rows", "quantized.sequence_lookup.gather_values")

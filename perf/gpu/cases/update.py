@@ -18,10 +18,10 @@ from shardwise.kernels import RULES, configs, fused_update, new_guard
 from shardwise.kernels.update.index_op import update_index
 from shardwise.kernels.update.rules import BUILT_IN
 from shardwise.kernels.update.update import fused_update_ref
+from shardwise.perf.selftest.flat_tables import Batch
+from shardwise.perf.selftest.tolerances import AVERAGED, RULE, RULE_BY_STEPS, SAME
 
-from .batches import Batch
 from .case import Case, name_of
-from .tolerances import AVERAGED, RULE, RULE_BY_STEPS, SAME
 
 UPDATE = "update.kernel.update"
 INDEX = ("update.row_keys.row_keys", "update.row_chunks.chunk_alone")

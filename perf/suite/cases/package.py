@@ -132,8 +132,8 @@ def check_wheel(wheel: Path) -> None:
 def installed_files() -> Sequence[Path]:
     """Files of this shardwise that a wheel has, through the links of a checkout."""
     found = [Path(folder) / name for folder, _, names in os.walk(PACKAGE, followlinks=True) for name in names]
-    kinds, tuned = (".py", ".typed"), PACKAGE / "kernels" / "tuned"
-    packed = [path for path in found if path.suffix in kinds or (path.suffix == ".json" and path.parent == tuned)]
+    data = (PACKAGE / "kernels" / "tuned", PACKAGE / "migration")
+    packed = [one for one in found if one.suffix in (".py", ".typed") or (one.suffix == ".json" and one.parent in data)]
     return [path for path in packed if not path.relative_to(PACKAGE).as_posix().startswith(LEFT_OUT)]
 
 

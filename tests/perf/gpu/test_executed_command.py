@@ -17,8 +17,8 @@ from click.testing import CliRunner, Result
 from shardwise import cli
 from shardwise.kernels import _op
 from shardwise.perf.gpu.cases import runs
-from shardwise.perf.gpu.cases.tolerances import SAME
 from shardwise.perf.gpu.launches import Cut
+from shardwise.perf.selftest.tolerances import SAME
 
 
 def run(*arguments: str) -> Result:

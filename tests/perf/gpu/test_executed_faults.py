@@ -15,10 +15,10 @@ from shardwise.kernels._op import tl, triton
 from shardwise.kernels.features import ROWS
 from shardwise.kernels.lookup import sequence
 from shardwise.perf.gpu import Fault
-from shardwise.perf.gpu.cases.batches import Batch
-from shardwise.perf.gpu.cases.case import compare, difference_of
-from shardwise.perf.gpu.cases.tolerances import RULE, SAME
 from shardwise.perf.gpu.launches import Cut, Log, executed, specialize
+from shardwise.perf.selftest.agreement import compare, difference_of
+from shardwise.perf.selftest.flat_tables import Batch
+from shardwise.perf.selftest.tolerances import RULE, SAME
 
 pytestmark = pytest.mark.executed
 

@@ -1,4 +1,4 @@
-"""Tables and batches of ids for the cases of lookups and updates, small, seeded, with what is odd in them.
+"""Tables and batches of ids for checks of lookups and updates, small, seeded, with what is odd in them.
 
 Letters: W flat tables, F features, B bags of each, R rows, D columns.
 """

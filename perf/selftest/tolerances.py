@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .case import Tolerance
+from .agreement import Tolerance
 
 _HALVES = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
