@@ -6,7 +6,7 @@ JOBS ?= 2
 DATA ?=
 ARGS ?=
 PEER ?= .peer/bin/python
-EXTRAS ?= test,data,cpu,cli,plan,migrate,serve,perf
+EXTRAS ?= test,data,cpu,plan,migrate,serve,perf
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt

@@ -9,9 +9,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
+from shardwise._names import did_you_mean
 from shardwise.embeddings.config import DataType
 from shardwise.planner.layout import (
     CAPABILITIES,
@@ -145,12 +145,10 @@ def check_settings_of(
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that is unknown."""
+    """The end of a sentence about a name that is unknown: the one that is alike, or else those that there are."""
     every = list(known)
-    close = get_close_matches(name, every, n=1, cutoff=0.5)
-    if close:
-        return f": did you mean {close[0]!r}?"
-    return f": there are {', '.join(every[:12])}{', ...' if len(every) > 12 else ''}" if every else ""
+    told = f": there are {', '.join(every[:12])}{', ...' if len(every) > 12 else ''}" if every else ""
+    return did_you_mean(name, every) or told
 
 
 def described(table: Table, constraint: ParameterConstraints | None) -> Table:

@@ -20,13 +20,13 @@ of "*" hold for all tables, where a table's own do not say otherwise:
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise._version import how_to_install
 from shardwise.embeddings.config import DataType
 from shardwise.untrusted import parse_json, read_regular
 
@@ -197,13 +197,7 @@ def read_data(path: str | os.PathLike[str]) -> Any:
 
 
 def _toml(text: str) -> Any:
-    for name in ("tomllib", "tomli"):
-        try:
-            library = import_module(name)
-        except ImportError:
-            continue
-        return library.loads(text)
-    raise ValueError(f"Python 3.10 reads it with tomli: {how_to_install('cli')}, or write JSON")
+    return import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
 
 
 def data_type_from(value: Any) -> DataType:

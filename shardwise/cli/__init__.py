@@ -1,51 +1,45 @@
-"""The command line, `shardwise` or `python -m shardwise`. Needs click and rich, the extra `cli`.
+"""The command line, `shardwise` or `python -m shardwise`.
 
-`kernels` is about the Triton kernels, which it compiles, executes and times (kernels.py, tune.py). `ckpt` looks
-at checkpoints and writes them anew (ckpt.py). `export` writes models that serve (export.py). `migrate` reports
-on programs written for TorchRec (migrate.py). `perf` measures and compares (perf.py). `plan` plans where tables
-go (plan.py).
+This file knows the commands by name and loads what one needs when it runs: `--version` imports nothing besides, help
+and completion import click alone (help.py). A command is the function `add_<name>` of the file of its name, which
+gives a group of commands one more; files of commands import the standard library, click and each other at their top,
+and all else where it is used. `kernels` has a part in tune.py. What commands have in common is in output.py.
 """
 
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from .._version import __version__, how_to_install
+from .._version import __version__
 
 if TYPE_CHECKING:
     import click
 
+# the first sentence of each command's help, for help and completion of them all
+COMMANDS = {
+    "ckpt": "Look at checkpoints, compare them, and write them anew",
+    "doctor": "Check this machine: versions, devices, bandwidths, links, every family of ops, what is tuned",
+    "export": "Quantize a model's tables and write it into the folder OUT_DIR, which serves it",
+    "kernels": "Compile, run and tune the Triton kernels",
+    "migrate": "What the programs PATHS take from TorchRec: what works, behaves otherwise, or is missing",
+    "perf": "Measure shardwise on this machine, and compare what was measured",
+    "plan": "Plan where tables go, or look at plans",
+}
+VERSION = f"shardwise, version {__version__}"
+
 
 def main() -> None:
     """Run the command that the arguments of the process name."""
-    missing = [library for library in ("click", "rich") if find_spec(library) is None]
-    if missing:
-        sys.exit(f"shardwise: the command line needs {' and '.join(missing)}: {how_to_install('cli')}")
+    if sys.argv[1:] == ["--version"]:
+        # importing click takes as long as starting Python
+        print(VERSION)
+        return
     commands()(prog_name="shardwise")
 
 
 def commands() -> click.Group:
     """The commands, for click to run."""
-    import click
+    from .help import Commands
 
-    from .ckpt import add_ckpt
-    from .export import add_export
-    from .kernels import add_kernels
-    from .migrate import add_migrate
-    from .perf import add_perf
-    from .plan import add_plan
-
-    @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-    @click.version_option(__version__)
-    def shardwise() -> None:
-        """Sharded embedding tables for PyTorch recommender models."""
-
-    add_kernels(shardwise)
-    add_ckpt(shardwise)
-    add_export(shardwise)
-    add_migrate(shardwise)
-    add_perf(shardwise)
-    add_plan(shardwise)
-    return shardwise
+    return Commands(COMMANDS, VERSION)

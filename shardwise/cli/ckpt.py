@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import one_line, print_json, wide_console
+from .output import console, one_line, print_json, print_table
 
 if TYPE_CHECKING:
     from ..checkpoint import Manifest, Stored, TableFacts
@@ -26,7 +26,10 @@ def add_ckpt(commands: click.Group) -> None:
 
     @commands.group()
     def ckpt() -> None:
-        """About checkpoints. PATH is a step folder, or a folder of them: of that the newest good one is taken."""
+        """Look at checkpoints, compare them, and write them anew.
+
+        PATH is a step folder, or a folder of them: of that the newest good one is taken.
+        """
 
     @ckpt.command()
     @click.argument("path", type=there)
@@ -189,15 +192,13 @@ def _show(path: Path, manifest: Manifest) -> None:
     dense = _dense(manifest)
     elements = sum(math.prod(one.shape) for one in dense)
     whole = sum(one.bytes for one in manifest.files)
-    console = wide_console(160, soft_wrap=True)
-    console.print(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
-    console.print(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
-    console.print(table)
-    console.print(
-        f"{len(dense)} dense tensors, {elements} elements; {len(manifest.files)} files, {whole / _MIB:.1f} MiB"
-    )
+    shown = console()
+    shown.print(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
+    shown.print(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    print_table(table)
+    shown.print(f"{len(dense)} dense tensors, {elements} elements; {len(manifest.files)} files, {whole / _MIB:.1f} MiB")
     if manifest.extra:
-        console.print(f"extra: {', '.join(manifest.extra)}")
+        shown.print(f"extra: {', '.join(manifest.extra)}")
 
 
 def _states(manifest: Manifest, name: str) -> list[str]:

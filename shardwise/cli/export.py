@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from .output import one_line, table_of, wide_console
+from .output import console, one_line, print_table, table_of
 
 if TYPE_CHECKING:
     import torch
@@ -256,10 +256,10 @@ def _print(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> None:
     for one in facts.tables:
         table.add_row(one.name, f"{one.rows} x {one.dim}", one.format, *_sizes(was[one.name], one.bytes))
     table.add_row("all tables", "", "", *_sizes(sum(was.values()), sum(one.bytes for one in facts.tables)))
-    console = wide_console(120, soft_wrap=True)
-    console.print(table)
-    console.print(f"{folder}: {', '.join(f'{file.name} {decimal(file.bytes)}' for file in facts.files)}")
-    console.print(f"takes {_inputs(facts)}; gives {', '.join(one.name for one in facts.outputs)}")
+    shown = console()
+    print_table(table)
+    shown.print(f"{folder}: {', '.join(f'{file.name} {decimal(file.bytes)}' for file in facts.files)}")
+    shown.print(f"takes {_inputs(facts)}; gives {', '.join(one.name for one in facts.outputs)}")
 
 
 def _sizes(before: int, after: int) -> tuple[str, str, str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import needs_checkout, progress, require_writable, table_of, wide_console
+from .output import needs_checkout, print_table, progress, require_writable, table_of
 from .tune import add_autotune
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def add_kernels(commands: click.Group) -> None:
 
     @commands.group()
     def kernels() -> None:
-        """About the Triton kernels."""
+        """Compile, run and tune the Triton kernels."""
 
     @kernels.command()
     @click.option("--target", "targets", multiple=True, callback=_known, metavar="NAME", help="Default: all of them.")
@@ -128,7 +128,7 @@ def add_kernels(commands: click.Group) -> None:
         Ops of the library run end to end on small inputs: each launch is compiled as on a GPU, and its PTX is executed,
         program by program, on the CPU. Reported are addresses outside of every buffer, misaligned vector accesses,
         races within a program and between programs, reads of shared memory that nobody wrote, threads that miss a
-        barrier, and results that differ from the reference by more than is allowed (perf/gpu/cases/tolerances.py).
+        barrier, and results that differ from the reference by more than is allowed (perf/selftest/tolerances.py).
         With --all each barrier is then taken out of its program, which has to be reported too, unless the accesses that
         it alone orders are seen to be of one thread each.
 
@@ -171,7 +171,7 @@ def add_kernels(commands: click.Group) -> None:
 
 def _known(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
     """Names of targets; a wheel, which compiles for none, lacks their list."""
-    if not names:
+    if not names or context.resilient_parsing:
         return names
     needs_checkout(f"kernels {context.info_name}")
     from ..perf.compile.compiled import TARGETS
@@ -232,7 +232,7 @@ def _print_reports(reports: Sequence[tuple[Case, str, Report | str]]) -> None:
             sizes = (report.registers, report.spills, report.shared_bytes, report.barriers)
             cells = (*sizes, report.waits, report.long_waits)
             table.add_row(case.name, target, *map(str, cells), _accesses(report, "load"), _accesses(report, "store"))
-    wide_console(160).print(table)
+    print_table(table)
 
 
 def _accesses(report: Report, what: str, least: int = 1) -> str:
@@ -276,7 +276,7 @@ def _report(found: dict[str, Any], unexplained: Sequence[Cut]) -> int:
             "; ".join(f"{value:.1e} {kind}" if value else kind for kind, value in entry["differences"].items()),
             _least(entry["sector_share"]),
         )  # fmt: skip
-    wide_console(170).print(table)
+    print_table(table)
     for one in unexplained:
         print(f"{one.kernel}: nothing reports that barrier {one.barrier} of program {one.variant} is missing")
     for sentence in found["wrong"]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,33 +16,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._version import how_to_install
-from .output import print_json
+from .output import print_json, progress
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
     from ..migration.names import Finding
-    from ..migration.source import Unreadable, Use
+    from ..migration.report import Problem, ReadFile, Report
+    from ..migration.source import Use
 
-# worst first, as the report has them
-_STATUSES = ("missing", "differs", "mapped")
-# lines of a file that the text names one by one
+# files of a name, and lines of each, that the text names one by one
+_FILES_SHOWN = 4
 _LINES_SHOWN = 4
-# of a column; what is longer pushes the rest of its line to the right
-_WIDEST = 70
-
-
-@dataclass(frozen=True)
-class _Report:
-    """Names with their places, files that could not be read, and files that were written."""
-
-    files: int
-    places: dict[str, list[tuple[Path, Use]]]
-    problems: list[str]
-    written: list[Path]
-
-    def findings(self) -> list[Finding]:
-        from ..migration.names import finding
-
-        return sorted(map(finding, self.places), key=lambda one: (_STATUSES.index(one.status), one.name))
+# at most of a name and of what is said of it, and what its places need beside them; else it has lines of its own
+_WIDEST, _PLACES = 62, 28
+# until a bar is shown
+_SILENT_S = 1.0
+_COLOURS = {"missing": "red", "numbers": "magenta", "error": "yellow", "looks": "cyan", "works": "green"}
+# what a terminal would obey, and what cannot be written as UTF-8
+_UNSEEN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def add_migrate(commands: click.Group) -> None:
@@ -49,127 +44,231 @@ def add_migrate(commands: click.Group) -> None:
 
     @commands.command()
     @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+    @click.option("--diff", is_flag=True, help="Print what --write would change, for `patch -p0`.")
     @click.option("--write", is_flag=True, help="Rewrite the imports in the files.")
+    @click.option("-v", "--verbose", is_flag=True, help="Say what shardwise does instead, and name every place.")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-    def migrate(paths: tuple[Path, ...], write: bool, as_json: bool) -> None:
-        """What the programs PATHS take from TorchRec: mapped to ours, behaving differently, or missing.
+    def migrate(paths: tuple[Path, ...], diff: bool, write: bool, verbose: bool, as_json: bool) -> None:
+        """What the programs PATHS take from TorchRec: what works, behaves otherwise, or is missing.
 
         PATHS are files, and folders for all .py and .ipynb files below them but those of virtual environments and
         hidden folders. The code cells of a notebook are one program. Nothing of the programs is run. With --write,
         what `shardwise` has is imported from there and the rest from `shardwise.torchrec.<TorchRec's path>`; nothing
-        but import statements changes. Names inside strings, star imports and lines for IPython are left alone. Ends
-        with status 1 if a name is missing, a file cannot be read or written, or a folder has no program.
+        but import statements changes. Names inside strings, star imports and lines for IPython are left alone.
+
+        Status 0: nothing is missing. 1: a name is missing. 2: a file cannot be read or written, is no Python, or a
+        folder has no program.
         """
+        if diff and (write or as_json):
+            raise click.UsageError(
+                f"--diff writes nothing and prints no JSON: leave out {'--write' if write else '--json'}"
+            )
         if find_spec("libcst") is None:
-            raise click.ClickException(f"migrate reads programs with libcst: {how_to_install('migrate')}")
-        report = _read([*_programs(paths)], write)
-        bare = [path for path in paths if path.is_dir() and next(_below(path), None) is None]
-        report.problems.extend(f"{path}: no .py or .ipynb file below it" for path in bare)
-        if as_json:
+            raise click.UsageError(f"migrate reads programs with libcst: {how_to_install('migrate')}")
+        report = _read(paths, write)
+        if diff:
+            _print_diff(report)
+        elif as_json:
             print_json(_as_json(report))
         else:
-            _print(report)
-        sys.exit(1 if report.problems or any(one.status == "missing" for one in report.findings()) else 0)
+            _print(report, verbose)
+        for problem in report.problems:
+            _tell(f"{_seen(str(problem.path))}:{problem.place and f'{problem.place}:'} {problem.message}")
+        if diff:
+            _tell(_summary(report, "to rewrite"))
+        sys.exit(2 if report.problems else 1 if report.counts.missing else 0)
 
 
-def _programs(paths: Iterable[Path]) -> Iterator[Path]:
-    """The files themselves and those below the folders, each once."""
-    seen: set[Path] = set()
-    for path in paths:
-        for one in _below(path) if path.is_dir() else [path]:
-            if one.resolve() not in seen:
-                seen.add(one.resolve())
-                yield one
+def _read(paths: Sequence[Path], write: bool) -> Report:
+    from ..migration.report import Problem, Report, programs, read_file, replace_file
+
+    problems: list[Problem] = []
+    files: list[ReadFile] = []
+    written: list[Path] = []
+    for path in _with_bar([*programs(paths, problems)]):
+        read = read_file(path)
+        if isinstance(read, Problem):
+            problems.append(read)
+            continue
+        files.append(read)
+        if write and read.changes:
+            refused = replace_file(path, read.program.rewritten)
+            if refused is None:
+                written.append(path)
+            else:
+                problems.append(refused)
+    return Report(files, problems, written)
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    for place, folders, files in os.walk(folder):
-        inside = (name for name in sorted(folders) if not name.startswith("."))
-        folders[:] = [name for name in inside if not (Path(place) / name / "pyvenv.cfg").is_file()]
-        yield from (Path(place) / name for name in sorted(files) if name.endswith((".py", ".ipynb")))
+def _with_bar(paths: Sequence[Path]) -> Iterator[Path]:
+    """The paths, with a bar on stderr once they take their time."""
+    with ExitStack() as stack:
+        start = time.monotonic()
+        advance: Callable[..., None] | None = None
+        for number, path in enumerate(paths):
+            if advance is None and time.monotonic() - start > _SILENT_S:
+                advance = stack.enter_context(progress("reading", total=len(paths)))
+            if advance is not None:
+                advance(completed=number)
+            yield path
+        if advance is not None:
+            advance(completed=len(paths))
 
 
-def _read(files: Sequence[Path], write: bool) -> _Report:
-    from ..migration.notebook import is_notebook, read_notebook
-    from ..migration.source import Unreadable, read_program
-    from ..untrusted import read_regular
-
-    report = _Report(len(files), {}, [], [])
-    for file in files:
-        try:
-            source = read_regular(file)
-            program = (read_notebook if is_notebook(file.name, source) else read_program)(source)
-            for use in program.uses:
-                report.places.setdefault(use.name, []).append((file, use))
-            if write and program.rewritten != source:
-                _replace(file, program.rewritten)
-                report.written.append(file)
-        except Unreadable as error:
-            report.problems.append(f"{file}:{_line(error)}: {error}")
-        except OSError as error:
-            report.problems.append(f"{file}: {error.strerror}")
-    return report
-
-
-def _replace(file: Path, content: bytes) -> None:
-    """Write `content` beside the file and put it in its place, so that a reader sees the old or the new."""
-    # of a link, the file that it leads to
-    file = file.resolve()
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "wb") as beside:
-            beside.write(content)
-        shutil.copymode(file, name)
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _counts(findings: Sequence[Finding]) -> dict[str, int]:
-    return {status: sum(one.status == status for one in findings) for status in _STATUSES}
-
-
-def _as_json(report: _Report) -> dict[str, Any]:
-    findings = report.findings()
+def _as_json(report: Report) -> dict[str, Any]:
     names = [
         {
-            "name": one.name, "status": one.status, "ours": one.ours or None, "hint": one.hint or None,
-            "differences": [{"link": row.link, "row": row.begins} for row in one.differences],
+            "name": one.name, "status": one.status, "word": one.word,
+            "ours": one.ours or None, "hint": one.hint or None,
+            "differences": [
+                {key: getattr(row, key) for key in ("word", "torchrec", "shardwise", "why", "link")}
+                for row in one.differences
+            ],
             "places": [
                 {"file": str(file), **({} if use.cell is None else {"cell": use.cell}), "line": use.line}
                 for file, use in report.places[one.name]
             ],
         }
-        for one in findings
+        for one in report.findings
     ]  # fmt: skip
     return {
-        "files": report.files, "counts": _counts(findings), "names": names, "problems": report.problems,
+        "counts": {"files": len(report.files), **asdict(report.counts)},
+        "files": [{"file": str(file.path), **asdict(file.counts)} for file in report.files],
+        "names": names,
+        "problems": [
+            {"file": str(problem.path), "place": problem.place or None, "message": problem.message}
+            for problem in report.problems
+        ],
         "written": [*map(str, report.written)],
-    }  # fmt: skip
+    }
 
 
-def _print(report: _Report) -> None:
-    findings = report.findings()
-    lines = [("TorchRec", "status", "here", "where")]
-    lines += [(one.name, one.status, _here(one), _where(report.places[one.name])) for one in findings]
-    widths = [min(_WIDEST, max(map(len, column))) for column in list(zip(*lines, strict=True))[:-1]]
-    for *cells, where in lines if findings else ():
-        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), where]))
-    if rows := list(dict.fromkeys(row for one in findings for row in one.differences)):
-        click.echo("\nWhat differs:")
-        for row in rows:
-            about = sorted({one.name.rpartition(".")[2] for one in findings if row in one.differences})
-            click.echo(f"  {row.link}: {row.begins} ... ({', '.join(about)})")
-        click.echo("")
-    for line in [*report.problems, *(f"rewrote {file}" for file in report.written)]:
-        click.echo(line)
-    unread = f" ({len(report.problems)} with a problem)" if report.problems else ""
-    mapped, differing, missing = (_counts(findings)[status] for status in reversed(_STATUSES))
-    click.echo(
-        f"{report.files} file{'s' * (report.files != 1)}{unread}: "
-        f"{mapped} names mapped, {differing} that behave differently, {missing} missing"
+def _print_diff(report: Report) -> None:
+    """The diff on stdout, as bytes where it goes into a file or a pipe; where to apply it on stderr."""
+    from ..migration.diff import folder_of, unified
+
+    changed = [file for file in report.files if file.changes]
+    if not changed:
+        return
+    working = Path.cwd()
+    folder = folder_of((file.path for file in changed), working)
+    stdout = sys.stdout.buffer
+    on_terminal = sys.stdout.isatty()
+    for file in changed:
+        text = unified(file.path, file.source, file.program.rewritten, folder)
+        if on_terminal:
+            _print_coloured(text.decode(errors="replace"))
+        else:
+            stdout.write(text)
+    stdout.flush()
+    if folder != working.resolve():
+        _tell(f"The files are named as in {folder}: apply it there, with `patch -p0` or `git apply -p0`.")
+
+
+def _print_coloured(text: str) -> None:
+    for line in text.removesuffix("\n").split("\n"):
+        head = line.startswith(("--- ", "+++ "))
+        colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
+        click.secho(_seen(line.removesuffix("\r")), fg=None if head else colour, bold=head)
+
+
+def _print(report: Report, verbose: bool) -> None:
+    out = _console()
+    using = [file for file in report.files if file.counts.names]
+    tables = [_names_table(report, out.width, verbose)] if report.findings else []
+    if report.differences:
+        from ..migration.differences import WORDS
+
+        legend = "; ".join(f"{word}: {meaning}" for word, meaning in WORDS.items())
+        more = "" if verbose else " --verbose says what shardwise does instead."
+        tables += [_text(f"What TorchRec does and shardwise does otherwise ({legend}).{more}", "bold")]
+        tables += [_differences_table(report, verbose)]
+    if len(using) > 1:
+        tables.append(_files_table(using))
+    for table in tables:
+        _show(out, table)
+        out.print()
+    _show(out, _text(_summary(report, "rewritten" if report.written else "to rewrite")))
+
+
+def _names_table(report: Report, width: int, verbose: bool) -> RenderableType:
+    """A line for each name where that fits, else a few."""
+    from rich.table import Table
+
+    rows = [
+        (one.word or one.status, one.name, _here(one), _where(report.places[one.name], verbose))
+        for one in report.findings
+    ]
+    names, here = (min(_WIDEST, max(len(row[column]) for row in rows)) for column in (1, 2))
+    if len("missing") + 2 + names + 2 + here + 2 + _PLACES <= width:
+        table = Table(box=None, pad_edge=False)
+        for title, limit in (("status", 7), ("TorchRec", names), ("here", here), ("where", None)):
+            table.add_column(title, overflow="fold", min_width=limit, max_width=limit)
+        for status, *cells in rows:
+            table.add_row(_text(status, _COLOURS[status]), *map(_text, cells))
+        return table
+    table = _two_columns()
+    for status, name, *cells in rows:
+        table.add_row(_text(status, _COLOURS[status]), _text(name, "bold"))
+        for cell in cells:
+            table.add_row("", _text(cell))
+    return table
+
+
+def _differences_table(report: Report, verbose: bool) -> RenderableType:
+    table = _two_columns()
+    for row in report.differences:
+        about = dict.fromkeys(one.name.rpartition(".")[2] for one in report.findings if row in one.differences)
+        text = f"{row.torchrec} ({', '.join(about)})"
+        table.add_row(_text(row.word, _COLOURS[row.word]), _text(text))
+        if verbose:
+            table.add_row("", _text(f"Here: {row.shardwise}"))
+            table.add_row("", _text(f"Why: {row.why} ({row.link})"))
+    return table
+
+
+def _two_columns() -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _files_table(files: Sequence[ReadFile]) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("file", overflow="fold")
+    for title in ("names", "work", "differ", "missing", "imports"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for file in files:
+        counts = file.counts
+        numbers = (counts.names, counts.works, counts.differs, counts.missing, counts.imports)
+        table.add_row(_text(_seen(str(file.path))), *map(str, numbers))
+    return table
+
+
+def _summary(report: Report, imports: str) -> str:
+    counts = report.counts
+    number = counts.imports
+    if report.written:
+        number = sum(file.counts.imports for file in report.files if file.path in report.written)
+    words = {"numbers": counts.numbers, "error": counts.error, "looks": counts.looks}
+    by_word = (
+        f" ({', '.join(f'{number} {word}' for word, number in words.items() if number)})" if counts.differs else ""
     )
+    unread = f" ({len(report.problems)} with a problem)" if report.problems else ""
+    files, names = _many(len(report.files), "file"), _many(counts.names, "name")
+    return (
+        f"{files} read{unread}, {names} of TorchRec: {counts.works} work, {counts.differs} differ{by_word}, "
+        f"{counts.missing} missing; {_many(number, 'import')} {imports}"
+    )
+
+
+def _many(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _here(one: Finding) -> str:
@@ -180,17 +279,50 @@ def _here(one: Finding) -> str:
     return one.hint or "nothing like it"
 
 
-def _where(places: Sequence[tuple[Path, Use]]) -> str:
-    """Each file with its lines, the first of them if they are many."""
+def _where(places: Sequence[tuple[Path, Use]], verbose: bool) -> str:
+    """The first files, each with its first lines, or all."""
     lines: dict[Path, list[str]] = {}
     for file, use in places:
-        lines.setdefault(file, []).append(_line(use))
+        lines.setdefault(file, []).append(use.place)
+    files, each = (len(places), len(places)) if verbose else (_FILES_SHOWN, _LINES_SHOWN)
     shown = []
-    for file, all_of_it in lines.items():
-        more = f" and {len(all_of_it) - _LINES_SHOWN} more" if len(all_of_it) > _LINES_SHOWN else ""
-        shown.append(f"{file}:{', '.join(all_of_it[:_LINES_SHOWN])}{more}")
-    return "; ".join(shown)
+    for file, all_of_it in [*lines.items()][:files]:
+        more = f" and {len(all_of_it) - each} more" if len(all_of_it) > each else ""
+        shown.append(f"{_seen(str(file))}:{', '.join(all_of_it[:each])}{more}")
+    if len(lines) > files:
+        shown.append(f"and {_many(len(lines) - files, 'more file')}")
+    return "\n".join(shown)
 
 
-def _line(place: Use | Unreadable) -> str:
-    return str(place.line) if place.cell is None else f"cell {place.cell}:{place.line}"
+def _show(out: Console, what: RenderableType) -> None:
+    """Print without the blanks that fill a table to its width."""
+    with out.capture() as printed:
+        out.print(what)
+    for line in printed.get().splitlines():
+        click.echo(line.rstrip(), color=out.is_terminal or None)
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Text for a table, in which no bracket is markup and no character a command to the terminal."""
+    from rich.text import Text
+
+    return Text("\n".join(map(_seen, text.split("\n"))), style=style, overflow="fold")
+
+
+def _seen(text: str) -> str:
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def _tell(text: str) -> None:
+    """A line on stderr, whole where that is a file or a pipe."""
+    err = _console(stderr=True)
+    err.print(_text(text), soft_wrap=not err.is_terminal)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 160
+    return console

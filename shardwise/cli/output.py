@@ -1,12 +1,14 @@
-"""What the commands have in common: errors as one line, JSON, tables as wide as they are, progress on stderr."""
+"""What the commands have in common: errors as one line, JSON, tables that fit the terminal, bars on stderr."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -15,6 +17,11 @@ from .._version import in_checkout
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+# of a file or a pipe; of a terminal that does not say
+_FILE_COLUMNS, _TERMINAL_COLUMNS = 160, 80
+# what a column that folds must keep
+_READABLE = 16
 
 
 class Wrong(click.ClickException):
@@ -58,34 +65,106 @@ def print_json(data: Any, indent: int = 2) -> None:
     click.echo(json.dumps(data, indent=indent))
 
 
-def wide_console(width: int, *, soft_wrap: bool = False) -> Console:
-    """Where a line of a table is a line of the output, on a narrow terminal and in a file."""
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--json`, the argument `as_json`: one document on stdout and nothing else there."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(command)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where tables are printed: as wide as the terminal, in a file or a pipe 160 columns; $COLUMNS counts for both.
+
+    What is printed is taken as it stands: brackets and colons in names of tables and paths mean nothing.
+    """
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=soft_wrap)
-    console.width = max(console.width, width)
-    return console
+    context = click.get_current_context(silent=True)
+    return Console(
+        stderr=stderr,
+        width=_width(sys.stderr if stderr else sys.stdout),
+        no_color=True if context is not None and context.color is False else None,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
 
 
-def table_of(*left: str, right: tuple[str, ...], last: tuple[str, ...] = ()) -> Table:
-    """A table without lines: columns to the left, numbers to the right, then columns to the left again."""
+def _width(stream: TextIO) -> int:
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    if not stream.isatty():
+        return _FILE_COLUMNS
+    try:
+        # 0 of a terminal that was not told its size
+        return os.get_terminal_size(stream.fileno()).columns or _TERMINAL_COLUMNS
+    except OSError:
+        return _TERMINAL_COLUMNS
+
+
+def table_of(*left: str, right: tuple[str, ...] = (), last: tuple[str, ...] = ()) -> Table:
+    """A table without lines: columns to the left, numbers to the right, then columns to the left again.
+
+    What is wider than its column is folded; numbers stay whole.
+    """
     from rich.table import Table
 
-    table = Table(*left, box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for column in left:
+        table.add_column(column, overflow="fold")
     for column in right:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for column in last:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     return table
 
 
-@contextmanager
-def progress(doing: str, total: float | None = None) -> Iterator[Callable[..., None]]:
-    """A bar on stderr; what it yields changes it, by the arguments of rich's `Progress.update`."""
-    from rich.console import Console
-    from rich.progress import Progress
+def print_table(table: Table, *, drop: Sequence[str] = ()) -> None:
+    """Print a table that fits the console: what is wide is folded, and columns of `drop` go, one by one.
 
+    A column goes where the others could not have `_READABLE` columns each, or all that they hold; stderr then says so.
+    """
+    shown, left_out = console(), []
+    for name in drop:
+        if _least(table, shown) <= shown.width:
+            break
+        kept = [column for column in table.columns if column.header != name]
+        if len(kept) < len(table.columns):
+            left_out.append(name)
+            table.columns = kept
+    shown.print(table)
+    if left_out:
+        names = ", ".join(left_out)
+        click.echo(f"columns left out, for there is no room: {names}; COLUMNS=160 shows more", err=True)
+
+
+def _least(table: Table, shown: Console) -> int:
+    """Columns of the terminal that a table needs where what folds is still readable."""
+    width = 0
+    for column in table.columns:
+        widest = max((shown.measure(cell).maximum for cell in (column.header, *column.cells)), default=0)
+        width += (widest if column.no_wrap else min(widest, _READABLE)) + 2
+    return width
+
+
+@contextmanager
+def progress(doing: str, total: float | None = None, *, unit: str = "") -> Iterator[Callable[..., None]]:
+    """A bar on stderr; what it yields changes it, by the arguments of rich's `Progress.update`.
+
+    With `unit="bytes"` the numbers beside it are sizes.
+    """
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    done: ProgressColumn = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), done, TimeRemainingColumn())
     # no refreshing thread: processes are forks of this one
-    with Progress(console=Console(stderr=True), auto_refresh=False) as shown:
+    with Progress(*columns, console=console(stderr=True), auto_refresh=False) as shown:
         task = shown.add_task(doing, total=total)
         yield lambda **change: shown.update(task, refresh=True, **change)

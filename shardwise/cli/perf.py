@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import Wrong, needs_checkout, require_writable, table_of, wide_console
+from .output import Wrong, console, needs_checkout, print_table, require_writable, table_of
 
 if TYPE_CHECKING:
     from ..perf.counts.baseline import Found
@@ -228,13 +228,13 @@ def _with_progress(cases: Sequence[Case], setting: Setting, budget: Budget) -> M
 def _show(stored: Sequence[Stored]) -> None:
     from ..perf.suite.report import heading, remarks, table
 
-    console = wide_console(200)
+    shown = console()
     for one in stored:
-        console.print(heading(one), markup=False, soft_wrap=True)
-    console.print(table(stored))
+        shown.print(heading(one))
+    print_table(table(stored))
     for one in stored:
         for said in remarks(one):
-            console.print(said, markup=False, soft_wrap=True)
+            shown.print(said)
 
 
 def _loaded(paths: Sequence[Path]) -> list[Stored]:
@@ -331,7 +331,7 @@ def _print_counts(before: Found, found: Found, parts: bool) -> None:
                 known: Mapping[str, int] = {} if old is None else old.parts
                 for part in sorted({*count.parts, *known}):
                     table.add_row("", f"  {part}", *_count_cells(None if old is None else known, count.parts, part))
-    wide_console(140).print(table)
+    print_table(table)
 
 
 def _count_cells(before: Mapping[str, int] | None, now: Mapping[str, int], part: str) -> tuple[str, str, str]:

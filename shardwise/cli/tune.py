@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import progress, table_of, wide_console
+from .output import print_table, progress, table_of
 
 if TYPE_CHECKING:
     from ..perf.tune.tuner import File, Found
@@ -245,7 +245,7 @@ def _report(results: Iterable[Found], file: File | None) -> None:
             table.add_row(one.what, f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.ratio:.2f}", told(one.config))
     except KeyboardInterrupt:
         ended = "Ctrl-C"
-    wide_console(120).print(table)
+    print_table(table)
     for sentence in dropped:
         click.echo(sentence)
     where = "nothing is kept of a proof: give --out" if file is None else f"written to {file.path}"

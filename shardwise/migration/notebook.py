@@ -81,25 +81,32 @@ def read_notebook(source: bytes) -> Program:
     uses: list[Use] = []
     changed: dict[int, str] = {}
     shared = []
+    imports = 0
     for cell in cells:
         first = cell.text.lstrip().split("\n", 1)[0]
         if _ALONE.match(first):
             at = cell.text.index(first)
-            _read_cells([(cell, cell.text[:at] + _blank(first, 0) + cell.text[at + len(first) :])], uses, changed)
+            imports += _read_cells(
+                [(cell, cell.text[:at] + _blank(first, 0) + cell.text[at + len(first) :])], uses, changed
+            )
         elif _AMONG.match(first) or (not _OTHER.match(first) and _is_python(_plain(cell))):
             shared.append((cell, _plain(cell)))
-    _read_cells(shared, uses, changed)
+    imports += _read_cells(shared, uses, changed)
     ascii_only = text.isascii()
     for cell in sorted(cells, key=lambda cell: cell.start, reverse=True):
         if changed.get(cell.number, cell.text) != cell.text:
             new = _as_json(text[cell.start : cell.end], cell.text, changed[cell.number], ascii_only)
             text = text[: cell.start] + new + text[cell.end :]
     mark = source[:3] if source.startswith(b"\xef\xbb\xbf") else b""
-    return Program(tuple(sorted(uses, key=lambda use: (use.cell or 0, use.line, use.name))), mark + text.encode())
+    uses.sort(key=lambda use: (use.cell or 0, use.line, use.name))
+    return Program(tuple(uses), mark + text.encode(), imports)
 
 
-def _read_cells(cells: Sequence[tuple[_Cell, str]], uses: list[Use], changed: dict[int, str]) -> None:
-    """Add the uses in cells, each with its Python as text of the same bytes and lines, and what they become."""
+def _read_cells(cells: Sequence[tuple[_Cell, str]], uses: list[Use], changed: dict[int, str]) -> int:
+    """Add the uses in cells, each with its Python as text of the same bytes and lines, and what they become.
+
+    Returns how many imports that changes.
+    """
     starts, body, lines = [], b"", [0]
     for cell, python in cells:
         try:
@@ -114,17 +121,18 @@ def _read_cells(cells: Sequence[tuple[_Cell, str]], uses: list[Use], changed: di
         body += encoded + b"\n"
         # as the parser counts them
         lines.append(lines[-1] + len(re.findall(rb"\r\n?|\n", encoded + b"\n")))
-    found, edits = read_body(body)
-    for use in found:
+    found = read_body(body, starts)
+    for use in found.uses:
         at = bisect_left(lines, use.line) - 1
         uses.append(replace(use, line=use.line - lines[at], cell=cells[at][0].number))
     of_cell: dict[int, list[Edit]] = {}
-    for start, end, new in edits:
+    for start, end, new in found.edits:
         at = bisect_right(starts, start) - 1
         of_cell.setdefault(at, []).append((start - starts[at], end - starts[at], new))
     for at, some in of_cell.items():
         cell = cells[at][0]
         changed[cell.number] = edited(cell.text.encode(), some).decode()
+    return found.imports
 
 
 def _plain(cell: _Cell) -> str:

@@ -128,11 +128,12 @@ def test_the_table_has_every_kernel_that_is_tuned() -> None:
 
 def commands(group: str) -> Any:
     """The command `shardwise group`."""
-    pytest.importorskip("click")
-    pytest.importorskip("rich")
+    import click
+
     from shardwise import cli
 
-    return cli.commands().commands[group]
+    root = cli.commands()
+    return root.get_command(click.Context(root), group)
 
 
 def options(command: Any) -> set[str]:

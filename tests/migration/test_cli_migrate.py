@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from shardwise import cli
 from shardwise._version import how_to_install
+from shardwise.migration.differences import differences
 from shardwise.migration.notebook import _Inside, is_notebook, read_notebook
 from shardwise.migration.source import Unreadable, read_program
 
@@ -87,56 +88,98 @@ def written(folder: Path, **programs: str) -> Path:
     return folder
 
 
-def test_the_report_has_a_line_for_each_name(tmp_path: Path) -> None:
-    result = run(written(tmp_path, good=GOOD, lacking=LACKING))
-    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert result.exit_code == 1
-    assert lines == [
-        "TorchRec status here where",
-        "torchrec.distributed.planner.Topologie missing nearest: torchrec.distributed.planner.Topology "
+# what the rows about Topology say
+TOPOLOGY = next(row for row in differences() if row.names == ("Topology",))
+LEGEND = (
+    "What TorchRec does and shardwise does otherwise (numbers: results differ in value; error: one raises or refuses "
+    "where the other does not, or does it otherwise; looks: names, types, texts, logs or the plan differ). "
+)
+# of one file
+SUMMARY = "1 file read, {0} names of TorchRec: {0} work, 0 differ, 0 missing; {1} imports to rewrite"
+
+
+def words_of(printed: str) -> list[str]:
+    """Its lines with single blanks, so that no test depends on widths."""
+    return [" ".join(line.split()) for line in printed.splitlines()]
+
+
+def test_the_report_has_a_line_for_each_name_each_difference_and_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    result = run(written(tmp_path, good=GOOD, lacking=LACKING, other="import torch\n"))
+    assert result.exit_code == 1 and result.stderr == ""
+    assert words_of(result.stdout) == [
+        "status TorchRec here where",
+        "missing torchrec.distributed.planner.Topologie nearest: torchrec.distributed.planner.Topology "
         f"{tmp_path}/lacking.py:1",
-        f"torchrec.distributed.planner.Topology differs shardwise.Topology {tmp_path}/lacking.py:3",
-        f"torchrec mapped shardwise.torchrec {tmp_path}/good.py:2",
-        f"torchrec.Pipelineable mapped shardwise.Pipelineable {tmp_path}/good.py:4",
-        f"torchrec.distributed.planner mapped shardwise.torchrec.distributed.planner {tmp_path}/lacking.py:2",
-        f"torchrec.optim.SGD mapped torch.optim.SGD {tmp_path}/good.py:1",
+        f"looks torchrec.distributed.planner.Topology shardwise.Topology {tmp_path}/lacking.py:3",
+        f"works torchrec shardwise.torchrec {tmp_path}/good.py:2",
+        f"works torchrec.Pipelineable shardwise.Pipelineable {tmp_path}/good.py:4",
+        f"works torchrec.distributed.planner shardwise.torchrec.distributed.planner {tmp_path}/lacking.py:2",
+        f"works torchrec.optim.SGD torch.optim.SGD {tmp_path}/good.py:1",
         "",
-        "What differs:",
-        "docs/differences.md#sharding: A `Topology` assumes 32 GiB ... (Topology)",
+        f"{LEGEND}--verbose says what shardwise does instead.",
         "",
-        "2 files: 4 names mapped, 1 that behave differently, 1 missing",
+        "looks A `Topology` assumes 32 GiB on every GPU (Topology)",
+        "",
+        "file names work differ missing imports",
+        f"{tmp_path}/good.py 3 3 0 0 2",
+        f"{tmp_path}/lacking.py 3 1 1 1 2",
+        "",
+        "3 files read, 6 names of TorchRec: 4 work, 1 differ (1 looks), 1 missing; 4 imports to rewrite",
     ]
+
+
+def test_a_verbose_report_says_what_we_do_and_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    text = "import torchrec\ntorchrec.distributed.planner.Topology\n" * 6
+    many = {f"p{number}": text for number in range(6)}
+    short, long = (words_of(run(written(tmp_path, **many), *more).stdout) for more in ([], ["--verbose"]))
+    assert [f"{tmp_path}/p3.py:2, 4, 6, 8 and 2 more", "and 2 more files"] == short[4:6]
+    assert f"{tmp_path}/p5.py:2, 4, 6, 8, 10, 12" in long
+    said = "looks A `Topology` assumes 32 GiB on every GPU (Topology)"
+    assert short[short.index(said) + 1] == ""
+    assert long[long.index(said) :][1:4] == [
+        f"Here: {TOPOLOGY.shardwise}", f"Why: {TOPOLOGY.why} (docs/differences.md#sharding)", "",
+    ]  # fmt: skip
 
 
 def test_status_is_0_when_nothing_is_missing(tmp_path: Path) -> None:
     result = run(written(tmp_path, good=GOOD) / "good.py")
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (
-        0, "1 file: 3 names mapped, 0 that behave differently, 0 missing",
-    )  # fmt: skip
+        0,
+        SUMMARY.format(3, 2),
+    )
     nothing = run(written(tmp_path, none="import torch\n") / "none.py")
-    assert (nothing.exit_code, nothing.stdout) == (0, "1 file: 0 names mapped, 0 that behave differently, 0 missing\n")
+    assert (nothing.exit_code, nothing.stdout) == (0, SUMMARY.format(0, 0) + "\n")
 
 
 def test_json_has_all_of_it(tmp_path: Path) -> None:
     found = json_of(written(tmp_path, lacking=LACKING))
     place = str(tmp_path / "lacking.py")
+    counts = {"works": 1, "differs": 1, "missing": 1, "imports": 2, "numbers": 0, "error": 0, "looks": 1}
     assert found == {
-        "files": 1,
-        "counts": {"missing": 1, "differs": 1, "mapped": 1},
+        "counts": {"files": 1, "names": 3, **counts},
+        "files": [{"file": place, "names": 3, **counts}],
         "names": [
             {
-                "name": "torchrec.distributed.planner.Topologie", "status": "missing", "ours": None,
+                "name": "torchrec.distributed.planner.Topologie", "status": "missing", "word": None, "ours": None,
                 "hint": "nearest: torchrec.distributed.planner.Topology", "differences": [],
                 "places": [{"file": place, "line": 1}],
             },
             {
-                "name": "torchrec.distributed.planner.Topology", "status": "differs", "ours": "shardwise.Topology",
-                "hint": None, "places": [{"file": place, "line": 3}],
-                "differences": [{"link": "docs/differences.md#sharding", "row": "A `Topology` assumes 32 GiB"}],
+                "name": "torchrec.distributed.planner.Topology", "status": "differs", "word": "looks",
+                "ours": "shardwise.Topology", "hint": None, "places": [{"file": place, "line": 3}],
+                "differences": [{
+                    "word": "looks", "torchrec": TOPOLOGY.torchrec, "shardwise": TOPOLOGY.shardwise,
+                    "why": TOPOLOGY.why, "link": "docs/differences.md#sharding",
+                }],
             },
             {
-                "name": "torchrec.distributed.planner", "status": "mapped", "hint": None, "differences": [],
+                "name": "torchrec.distributed.planner", "status": "works", "word": None, "hint": None,
                 "ours": "shardwise.torchrec.distributed.planner", "places": [{"file": place, "line": 2}],
+                "differences": [],
             },
         ],
         "problems": [],
@@ -148,10 +191,11 @@ def test_a_file_that_is_no_python_does_not_stop_the_others(tmp_path: Path) -> No
     written(tmp_path, bad="import torchrec\nif x:\ny = 3\n", good=GOOD)
     (tmp_path / "old.py").write_bytes(b"import torchrec\n# caf\xe9\n")
     result = run(tmp_path, "--write")
-    assert result.exit_code == 1
-    assert f"{tmp_path}/bad.py:3: no Python: expected an indented block" in result.stdout
-    assert f"{tmp_path}/old.py:2: not UTF-8: byte 0xe9\n" in result.stdout
-    assert "3 files (2 with a problem): 3 names mapped" in result.stdout
+    assert result.exit_code == 2
+    assert f"{tmp_path}/bad.py:3: no Python: expected an indented block" in result.stderr
+    assert f"{tmp_path}/old.py:2: not UTF-8: byte 0xe9\n" in result.stderr
+    assert "1 file read (2 with a problem), 3 names of TorchRec: 3 work" in result.stdout
+    assert "2 imports rewritten\n" in result.stdout
     assert "shardwise" in (tmp_path / "good.py").read_text()
     assert (tmp_path / "old.py").read_bytes() == b"import torchrec\n# caf\xe9\n"
 
@@ -164,7 +208,7 @@ def test_a_folder_is_its_programs_but_not_its_environments(tmp_path: Path) -> No
     (tmp_path / "deep" / "notes.txt").write_text(GOOD)
     os.symlink(tmp_path, tmp_path / "deep" / "loop")
     found = json_of(tmp_path, tmp_path / "deep" / "er" / "one.py")
-    assert found["files"] == 2
+    assert found["counts"]["files"] == 2
     assert {place["file"] for one in found["names"] for place in one["places"]} == {
         str(tmp_path / "deep/er/one.py"), str(tmp_path / "__pycache__/one.py"),
     }  # fmt: skip
@@ -184,13 +228,14 @@ def test_write_changes_the_imports_once(tmp_path: Path) -> None:
     assert (tmp_path / "other.py").stat().st_mtime_ns == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good.py", "link.py", "other.py"]
     again = json_of(tmp_path, "--write")
-    assert again["written"] == [] and again["counts"] == found["counts"]
+    assert again["written"] == [] and again["counts"] == {**found["counts"], "imports": 0}
 
 
 def test_what_is_missing_stays_missing_after_a_rewrite(tmp_path: Path) -> None:
     file = written(tmp_path, lacking=LACKING) / "lacking.py"
     assert run(file, "--write").exit_code == 1
-    assert json_of(file)["counts"] == {"missing": 1, "differs": 1, "mapped": 1}
+    counts = json_of(file)["counts"]
+    assert (counts["missing"], counts["differs"], counts["works"], counts["imports"]) == (1, 1, 1, 0)
 
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,15 +246,50 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "replace", full)
     result = run(file, "--write")
-    assert result.exit_code == 1 and f"{file}: No space left on device\n" in result.stdout
+    assert result.exit_code == 2 and f"{file}: No space left on device\n" in result.stderr
+    assert result.stdout.endswith("2 imports to rewrite\n")
     assert file.read_text() == GOOD and [*tmp_path.iterdir()] == [file]
 
 
 def test_without_libcst_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.cli.migrate.find_spec", lambda _: None)
     result = run(written(tmp_path, good=GOOD))
-    assert result.exit_code == 1
-    assert result.stderr == f"Error: migrate reads programs with libcst: {how_to_install('migrate')}\n"
+    assert result.exit_code == 2
+    assert f"Error: migrate reads programs with libcst: {how_to_install('migrate')}\n" in result.stderr
+
+
+# prints what is loaded after a command, or after its options were completed
+LOADED = """
+import json, sys
+import click
+from click.shell_completion import ShellComplete
+from shardwise.cli.migrate import add_migrate
+commands = click.Group("shardwise")
+add_migrate(commands)
+if sys.argv[1] == "complete":
+    found = ShellComplete(commands, {}, "shardwise", "_X").get_completions(["migrate"], "--")
+    assert "--write" in [item.value for item in found], found
+else:
+    try:
+        commands(sys.argv[1:])
+    except SystemExit as ended:
+        assert ended.code == 0
+print("\\n" + json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [(["complete"], set()), (["migrate", "--help"], set()), (["migrate", "FILE"], {"libcst", "rich"})],
+)
+def test_help_and_completion_load_no_library_and_a_report_loads_no_torch(
+    arguments: list[str], allowed: set[str], tmp_path: Path
+) -> None:
+    """A report loaded torch to ask whether two classes were one: 2 s of processor time for a file of ten lines."""
+    file = written(tmp_path, good=GOOD) / "good.py"
+    printed = run_python("-c", LOADED, *(str(file) if one == "FILE" else one for one in arguments)).stdout
+    loaded = {*json.loads(printed.splitlines()[-1])}
+    assert loaded & {"torch", "numpy", "rich", "libcst", "numba", "scipy", "triton"} <= allowed
 
 
 @pytest.mark.full
@@ -418,10 +498,8 @@ def test_the_command_reads_and_writes_notebooks_in_a_folder(tmp_path: Path) -> N
     file.write_text(json.dumps(notebook()))
     result = run(tmp_path)
     assert result.exit_code == 1
-    assert (
-        f"{file}:cell 5:6" in result.stdout
-        and "1 file: 4 names mapped, 2 that behave differently, 2 missing" in result.stdout
-    )
+    assert "cell 5:6" in result.stdout
+    assert "1 file read, 8 names of TorchRec: 4 work, 2 differ (1 numbers, 1 looks), 2 missing;" in result.stdout
     found = json_of(tmp_path, "--write")
     assert found["written"] == [str(file)]
     assert {"file": str(file), "cell": 7, "line": 1} in [place for one in found["names"] for place in one["places"]]
@@ -430,23 +508,24 @@ def test_the_command_reads_and_writes_notebooks_in_a_folder(tmp_path: Path) -> N
     other = tmp_path / "intro.ipynb.txt"
     other.write_text(json.dumps(notebook()))
     assert is_notebook(other.name, other.read_bytes())
-    assert json_of(other)["counts"] == found["counts"] == {"missing": 2, "differs": 2, "mapped": 4}
+    assert json_of(other)["counts"] == found["counts"]
+    assert [found["counts"][what] for what in ("missing", "differs", "works", "imports")] == [2, 2, 4, 4]
     bad = tmp_path / "bad.ipynb"
     bad.write_text(json.dumps(notebook([("code", "import torchrec\nif")])))
     result = run(bad, "--write")
-    assert result.exit_code == 1 and f"{bad}:cell 1:2: no Python: " in result.stdout
+    assert result.exit_code == 2 and f"{bad}:cell 1:2: no Python: " in result.stderr
     assert json.loads(bad.read_text()) == notebook([("code", "import torchrec\nif")])
 
 
 def test_a_folder_without_a_program_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("import torchrec")
     result = run(tmp_path)
-    assert result.exit_code == 1 and f"{tmp_path}: no .py or .ipynb file below it\n" in result.stdout
+    assert result.exit_code == 2 and result.stderr == f"{tmp_path}: no .py or .ipynb file below it\n"
 
 
 def test_an_empty_file_has_no_names(tmp_path: Path) -> None:
     (tmp_path / "__init__.py").touch()
-    assert run(tmp_path).stdout == "1 file: 0 names mapped, 0 that behave differently, 0 missing\n"
+    assert run(tmp_path).stdout == SUMMARY.format(0, 0) + "\n"
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-8-sig"])

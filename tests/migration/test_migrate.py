@@ -3,42 +3,57 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
+from runpy import run_path
 
 import pytest
 from checkout import ROOT
 
 import shardwise
+from shardwise.migration.differences import WORDS, differences
 from shardwise.migration.names import (
-    DIFFERENCES,
-    Row,
+    _in_facade,
     finding,
     home_of,
     name_at,
 )
 from shardwise.migration.torchrec_names import FBGEMM, TABLE
 
-DIFFERENCES_MD = ROOT / "docs" / "differences.md"
-ROWS = [Row(section, begins) for section, table in DIFFERENCES.items() for begins in table]
+PAGE = ROOT / "docs" / "differences.md"
+printed = run_path(str(PAGE.with_suffix(".py")))["printed"]
 
 
-def rows_of(section: str) -> list[str]:
-    """The rows of a section of docs/differences.md."""
-    text = DIFFERENCES_MD.read_text()
-    found = re.search(rf"^### {re.escape(section)}\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found, f"docs/differences.md has no section {section!r}"
-    return [line.removeprefix("| ") for line in found[1].splitlines() if line.startswith("| ")]
+def test_the_page_has_the_rows_of_the_data_and_no_others() -> None:
+    assert printed(PAGE.read_text()) == PAGE.read_text(), "run `python docs/differences.py`"
+    different = PAGE.read_text().partition("\n## The same")[0]
+    rows = [line for line in different.splitlines() if line.startswith("| ") and not line.startswith("| |")]
+    assert len(rows) == len(differences())
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.begins for row in ROWS])
-def test_each_difference_is_one_row_of_the_page(row: Row) -> None:
-    assert len([line for line in rows_of(row.section) if line.startswith(row.begins)]) == 1
+def test_each_difference_has_one_of_three_words_that_the_page_explains() -> None:
+    assert {row.word for row in differences()} == WORDS.keys()
+    for word, meaning in WORDS.items():
+        assert re.search(rf"(?m)^- `{word}`: .*\b{re.escape(meaning.split()[-1])}", PAGE.read_text()), meaning
+
+
+def test_each_difference_begins_otherwise_and_has_no_cell_that_breaks_the_table() -> None:
+    rows = [(row.section, row.torchrec) for row in differences()]
+    assert len({*rows}) == len(rows)
+    cells = [cell for row in differences() for cell in (row.torchrec, row.shardwise, row.why)]
+    assert not [cell for cell in cells if not cell.strip() or " | " in cell or "\n" in cell]
+
+
+def test_the_gravest_word_of_a_name_comes_first() -> None:
+    found = finding("torchrec.EmbeddingBagCollection")
+    order = [[*WORDS].index(row.word) for row in found.differences]
+    assert order == sorted(order) and len({*order}) == 3 and found.word == "numbers"
+    assert finding("torchrec.PoolingType").word is None
 
 
 def test_each_name_that_differs_is_one_that_we_have() -> None:
     ours = {name for names in [*TABLE.values(), *FBGEMM.values()] for name in names}
     ours |= {f"quant.{name}" for path, names in TABLE.items() if path.startswith("torchrec.quant") for name in names}
-    named = {name for table in DIFFERENCES.values() for names in table.values() for name in names.split()}
-    assert named <= ours
+    assert {name for row in differences() for name in row.names} <= ours
 
 
 @pytest.mark.parametrize(
@@ -81,13 +96,21 @@ def test_only_the_very_same_object_is_taken_from_the_facade() -> None:
                 assert name in shardwise.__all__
 
 
+def test_what_the_facade_has_is_the_object_that_the_table_names() -> None:
+    for module, names in {**TABLE, **FBGEMM}.items():
+        for name in names.keys() & set(shardwise.__all__):
+            home, _, ours = names[name].partition(":")
+            same = getattr(shardwise, name) is getattr(import_module(home), ours)
+            assert _in_facade(module, name) == same, f"{module}.{name}"
+
+
 def test_a_name_that_differs_is_linked_to_its_rows() -> None:
     found = finding("torchrec.distributed.planner.Topology")
     assert (found.status, found.ours) == ("differs", "shardwise.Topology")
-    assert [(row.link, row.begins) for row in found.differences] == [
-        ("docs/differences.md#sharding", "A `Topology` assumes 32 GiB")
+    assert [(row.link, row.word, row.torchrec) for row in found.differences] == [
+        ("docs/differences.md#sharding", "looks", "A `Topology` assumes 32 GiB on every GPU")
     ]
-    assert finding("torchrec.distributed.types.ShardingType").status == "mapped"
+    assert finding("torchrec.distributed.types.ShardingType").status == "works"
 
 
 @pytest.mark.parametrize(

@@ -226,13 +226,142 @@ def test_the_tutorials_imports_are_all_found() -> None:
     assert {Use("torchrec.distributed.DistributedModelParallel", 24)} < {
         *read_program(textwrap.dedent(source).encode()).uses
     }
-    made = [line for line in rewritten(source).splitlines() if "shardwise" in line]
-    assert made[0] == "import shardwise.torchrec as torchrec"
-    assert made[1:4] == [
-        f"from shardwise import {n}" for n in ("EmbeddingBagCollection", "KeyedJaggedTensor", "JaggedTensor")
-    ]
-    assert made[-2:] == [
-        "from shardwise import EmbeddingShardingPlanner, Topology",
-        "from shardwise.torchrec.inference.modules import (",
-    ]
-    assert "    quantize_inference_model,\n    shard_quant_model,\n)" in rewritten(source)
+    # what the quantized modules import stays by itself, for `shardwise` has it elsewhere
+    assert rewritten(source) == textwrap.dedent("""\
+        import os
+        import torch
+        import shardwise.torchrec as torchrec
+        import torch.distributed as dist
+        from typing import cast
+        from shardwise import (
+            DistributedModelParallel,
+            EmbeddingBagCollection,
+            EmbeddingBagCollectionSharder,
+            EmbeddingComputeKernel,
+            EmbeddingShardingPlanner,
+            JaggedTensor,
+            KeyedJaggedTensor,
+            ModuleSharder,
+            ParameterConstraints,
+            ShardingEnv,
+            ShardingType,
+            Topology,
+        )
+        from shardwise.torchrec.inference.modules import (
+            quantize_inference_model,
+            shard_quant_model,
+        )
+    """) + textwrap.dedent(source[source.index("        ebc =") :])
+
+
+# of an import that shardwise has
+A, B, C = (f"from torchrec import {name}\n" for name in ("EmbeddingBagCollection", "DataType", "PoolingType"))
+IN_BACKWARD = "torchrec.optim.apply_optimizer_in_backward"
+AB = "from shardwise import DataType, EmbeddingBagCollection\n"
+A_ALONE, B_ALONE = ("from shardwise import EmbeddingBagCollection\n", "from shardwise import DataType\n")
+
+
+def indented(text: str) -> str:
+    return textwrap.indent(text, "    ")
+
+
+# as it was -> as it is written
+MERGED = {
+    A + B: AB,
+    A + B + "x = 1\n": AB + "x = 1\n",
+    # the order of isort: constants, classes, functions; numbers by value, whatever the case
+    f"from {IN_BACKWARD} import apply_optimizer_in_backward\n" + B + "from torchrec.optim import LAMB\n": (
+        "from shardwise import LAMB, DataType, apply_optimizer_in_backward\n"
+    ),
+    # what is imported twice, and under another name
+    A + "from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollection as E\n" + B: (
+        "from shardwise import DataType, EmbeddingBagCollection, EmbeddingBagCollection as E\n"
+    ),
+    "import torchrec\nimport torchrec.optim\nimport torchrec as t\nimport torchrec.optim as o\n": (
+        "import shardwise.torchrec as torchrec\nimport shardwise.torchrec as t\nimport shardwise.torchrec.optim as o\n"
+    ),
+    # of two modules
+    "from torchrec.optim import LAMB, SGD\n" + B + "from torchrec.optim import Adam\n": (
+        "from shardwise import LAMB, DataType\nfrom shardwise.torchrec.optim import SGD, Adam\n"
+    ),
+    # with what was there
+    "from shardwise import PoolingType\n" + A: "from shardwise import EmbeddingBagCollection, PoolingType\n",
+    "from shardwise import PoolingType\nfrom shardwise import Topology\n": (
+        "from shardwise import PoolingType\nfrom shardwise import Topology\n"
+    ),
+    # across what does nothing to them, at the top alone
+    A + "import os\nfrom torch import nn\n\n" + B + "\n\ndef f(): ...\n": (
+        AB + "import os\nfrom torch import nn\n\n\ndef f(): ...\n"
+    ),
+    A + "import os\n\n" + B + "import torch\n": AB + "import os\n\nimport torch\n",
+    A + "\n" + B + "\n" + C + "x = 1\n": (
+        "from shardwise import DataType, EmbeddingBagCollection, PoolingType\n\nx = 1\n"
+    ),
+    A + "import mine\n" + B: A_ALONE + "import mine\n" + B_ALONE,
+    A + "from . import mine\n" + B: A_ALONE + "from . import mine\n" + B_ALONE,
+    A + "from torch import *\n" + B: A_ALONE + "from torch import *\n" + B_ALONE,
+    A + "x = 1\n" + B: A_ALONE + "x = 1\n" + B_ALONE,
+    A + "import os; os.x = 1\n" + B: A_ALONE + "import os; os.x = 1\n" + B_ALONE,
+    # in a block only side by side
+    "def f():\n" + indented(A + B + "return 1\n"): "def f():\n" + indented(AB + "return 1\n"),
+    "def f():\n" + indented(A + "import os\n" + B): "def f():\n" + indented(A_ALONE + "import os\n" + B_ALONE),
+    "if TYPE_CHECKING:\n" + indented(A + "\n" + B) + C: (
+        "if TYPE_CHECKING:\n" + indented(AB) + "from shardwise import PoolingType\n"
+    ),
+    "try:\n" + indented(A + B) + "except ImportError:\n" + indented(C) + A: (
+        "try:\n" + indented(AB) + "except ImportError:\n" + indented("from shardwise import PoolingType\n") + A_ALONE
+    ),
+    # what is missing raises where it did
+    "try:\n" + indented(A + "from torchrec import mystery\n" + B) + "except ImportError: ...\n": (
+        "try:\n"
+        + indented(A_ALONE + "from shardwise.torchrec import mystery\n" + B_ALONE)
+        + "except ImportError: ...\n"
+    ),
+    # comments
+    A + B[:-1] + "  # noqa: F401\n" + C: (
+        "from shardwise import EmbeddingBagCollection, PoolingType\nfrom shardwise import DataType  # noqa: F401\n"
+    ),
+    A + "# types\n" + B + C: A_ALONE + "# types\nfrom shardwise import DataType, PoolingType\n",
+    A + B + "# isort: off\n" + C: A_ALONE + B_ALONE + "# isort: off\nfrom shardwise import PoolingType\n",
+    A + "from torchrec import (\n    DataType,  # types\n)\n": (
+        A_ALONE + "from shardwise import (\n    DataType,  # types\n)\n"
+    ),
+    # a name that two give a value: the last one keeps it
+    A + "from torchrec.quant import EmbeddingBagCollection\n" + B + C: (
+        A_ALONE + "from shardwise.torchrec.quant import EmbeddingBagCollection\n"
+        "from shardwise import DataType, PoolingType\n"
+    ),
+    A + "from torch import nn as DataType\n" + B + C: (
+        "from shardwise import EmbeddingBagCollection, PoolingType\nfrom torch import nn as DataType\n" + B_ALONE
+    ),
+    A
+    + B[:-1]
+    + ";\n"
+    + C: "from shardwise import EmbeddingBagCollection, PoolingType\nfrom shardwise import DataType;\n",
+    # the first line or the last
+    A + B[:-1]: AB[:-1],
+    A + "from torchrec import DataType, \\\n    PoolingType\n\n\n": (
+        "from shardwise import DataType, EmbeddingBagCollection, PoolingType\n\n\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("source", MERGED)
+def test_imports_of_one_module_become_one_where_nothing_between_can_notice(source: str, newline: str) -> None:
+    wanted = MERGED[source].replace("\n", newline).encode()
+    assert read_program(source.replace("\n", newline).encode()).rewritten == wanted
+    assert read_program(wanted) == read_program(wanted).__class__(read_program(wanted).uses, wanted, 0)
+
+
+def test_a_statement_that_changes_counts_once() -> None:
+    source = A + B + "from torchrec.optim import SGD, LAMB\nimport torchrec, torchrec.optim as o\nimport torch\n"
+    assert [read_program(text.encode()).imports for text in (source, "from torchrec import *\n", "")] == [4, 0, 0]
+
+
+def test_a_merged_line_that_is_too_long_is_broken_with_the_indent_of_its_block() -> None:
+    names = ["EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig", "KeyedTensor"]
+    source = "".join(f"\t\tfrom torchrec import {name}\n" for name in reversed(names))
+    listed = "".join(f"\t\t\t{name},\n" for name in names)
+    around = "class C:\n\tdef f():\n{}\t\treturn KeyedTensor\n"
+    assert rewritten(around.format(source)) == around.format(f"\t\tfrom shardwise import (\n{listed}\t\t)\n")
