@@ -1,8 +1,9 @@
-"""Takes the pictures of docs/planner.md: `python docs/planner_pictures.py [folder]`, with a Chromium and table sets.
+"""Takes the pictures of docs/planner.md and the README: `python docs/planner_pictures.py [folder]`.
 
-Plans 26 tables (MLPerf's DLRM-DCNv2, multi-hot) on 8 ranks and 500 made-up tables on 64, writes their reports and
-takes the top of each page. The sizes of the 26 are read from $SHARDWISE_TABLES, or from ../shared/tables beside the
-repository; $CHROMIUM names the browser.
+Needs a Chromium and table sets. Plans 26 tables (MLPerf's DLRM-DCNv2, multi-hot) on 8 ranks and 500 made-up tables on
+64, writes their reports and takes the top of each page; of the first also its two charts alone, for the README. The
+sizes of the 26 are read from $SHARDWISE_TABLES, or from ../shared/tables beside the repository; $CHROMIUM names the
+browser.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def take(page: str, picture: Path, height: int) -> None:
 
 
 def write(folder: Path) -> None:
-    """Both pictures."""
-    for name, planned, height in (("26", few_tables(), 2130), ("500", many_tables(), 1500)):
+    """All pictures."""
+    pictures = (("26", few_tables(), 2130), ("500", many_tables(), 1500), ("top", few_tables(), 1065))
+    for name, planned, height in pictures:
         take(report(planned), (folder / f"planner_report_{name}.png").resolve(), height)
 
 
