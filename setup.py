@@ -3,8 +3,8 @@
 shardwise/ has links to these folders, for programs that run in a checkout. A build does not look at them: zip files and
 git with core.symlinks=false leave text files in their place, and a wheel that is made there must be whole too.
 
-Rooms that only a checkout has a use for stay out of a wheel: what they compare with, read and write lies there. A source
-archive has them (MANIFEST.in), and gives the same wheel.
+Rooms that only a checkout has a use for stay out of a wheel: what they compare with, read and write lies there. A
+source archive has them (MANIFEST.in), and gives the same wheel.
 """
 
 import re
@@ -61,8 +61,8 @@ setup(
     long_description=readme(),
     long_description_content_type="text/markdown",
     project_urls={
-        name: f"{REPOSITORY}/{place}"
-        for name, place in (("Source", ""), ("Documentation", "tree/HEAD/docs"), ("Issues", "issues"))
+        name: REPOSITORY + place
+        for name, place in (("Source", ""), ("Documentation", "/tree/HEAD/docs"), ("Issues", "/issues"))
         if REPOSITORY
     },
 )

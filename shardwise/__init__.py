@@ -28,7 +28,8 @@ if not all((_HERE / name).is_dir() for name in _SUB_PACKAGES) and (_ROOT / "kern
             ours = package == __name__ and folder in _SUB_PACKAGES
             return _machinery.PathFinder.find_spec(name, [str(_ROOT)]) if ours else None
 
-    _sys.meta_path.append(_Beside)
+    # before the finder of an editable install, which may be of another checkout
+    _sys.meta_path.insert(0, _Beside)
 
 if TYPE_CHECKING:
     from .data import (

@@ -3,9 +3,9 @@
     make installed PYTHONS="python3.10 python3.13"      interpreters, by name or path
 
 The wheel is built as pip builds it and installed with what it requires: whatever torch the index has for that Python,
-which on Linux is one for CUDA, of gigabytes. Nothing of the checkout can be imported: the steps run in a folder of their
-own, without PYTHONPATH. Environments are removed afterwards. The result, of an interpreter that could not install it as
-well, is perf/results/installed.json; what it says of other Pythons stays. Only the standard library is needed.
+which on Linux is one for CUDA, of gigabytes. Nothing of the checkout can be imported: the steps run in a folder of
+their own, without PYTHONPATH. Environments are removed afterwards. The result, of an interpreter that could not install
+it as well, is perf/results/installed.json; what it says of other Pythons stays. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ STEPS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     ("shardwise --version", ("-m", "shardwise", "--version"), "shardwise, version "),
     ("shardwise doctor --quick", ("-m", "shardwise", "doctor", "--quick"), "nothing is wrong"),
-    ("an extra is named by its packages", ("-c", "from shardwise._version import how_to_install as h; print(h('cpu'))"),
-     'pip install "numba'),
-    ("nothing of the checkout is imported", ("-c", "import shardwise.kernels as k; print(k.__file__)"), "site-packages"),
+    (
+        "an extra is named by its packages",
+        ("-c", "from shardwise._version import how_to_install; print(how_to_install('cpu'))"),
+        'pip install "numba',
+    ),
+    ("nothing of the checkout is imported", ("-c", "import shardwise.jagged as j; print(j.__file__)"), "site-packages"),
 )  # fmt: skip
 
 
