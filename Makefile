@@ -17,7 +17,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $(CORES) / $(RANKS) )); echo $$(( n > 0 ? n : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev demo quick test test-all phases test-long durations perf evidence matrix kernels-check lint types check clean
+.PHONY: help env dev demo quick test test-all phases test-long durations perf evidence matrix kernels-check installed lint links types check clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,11 +88,22 @@ matrix:  ## the tests on other versions, VERSIONS="torch:triton ...", into perf/
 kernels-check: .venv/.installed  ## every kernel compiled by VERSIONS="triton ...", those that pass into perf/compile/checked.json
 	$(BIN)/python perf/evidence/matrix.py --kernels $(or $(VERSIONS),3.6.0 3.7.1 3.8.0 3.9.0) $(ARGS)
 
+# in an empty environment of each, removed afterwards; gigabytes of torch, so no part of .ci/run
+installed:  ## the wheel and the quick start on PYTHONS="python3.10 python3.13 ...", into perf/results/installed.json
+	$(PYTHON) perf/evidence/installed.py $(or $(PYTHONS),python3.10 python3.11 python3.12 python3.13) $(ARGS)
+
 lint: .venv/.dev  ## ruff: rules and format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: .venv/.dev  ## mypy --strict and pyright
+# they look for shardwise.kernels in shardwise/ alone, whatever setup.py and Python's finders say
+links:
+	@for name in data embeddings inference jagged kernels models perf planner sharding; do test -d shardwise/$$name || { \
+		echo "mypy and pyright need the link shardwise/$$name -> ../$$name, which is not here; everything else works without."; \
+		echo "In git: git config core.symlinks true; git checkout -- shardwise. Elsewhere: ln -sfn ../$$name shardwise/$$name"; \
+		exit 2; }; done
+
+types: links .venv/.dev  ## mypy --strict and pyright
 	@$(BIN)/mypy --strict
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 

@@ -3,9 +3,11 @@
 shardwise/ has links to these folders, for programs that run in a checkout. A build does not look at them: zip files and
 git with core.symlinks=false leave text files in their place, and a wheel that is made there must be whole too.
 
-Rooms that only a checkout has a use for stay out of a wheel: what they compare with, read and write lies there.
+Rooms that only a checkout has a use for stay out of a wheel: what they compare with, read and write lies there. A
+source archive has them (MANIFEST.in), and gives the same wheel.
 """
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +22,16 @@ LEFT_OUT = (
     *("perf/compile/", "perf/counts/", "perf/evidence/", "perf/gpu/", "perf/gpu_scripts/"),
     *("perf/conftest.py", "perf/test_cases.py"),
 )
+
+# https://..., once the sources have a public address; docs/releasing.md
+REPOSITORY = ""
+
+
+def readme() -> str:
+    """README.md as the page on an index: its links lead to the files, and are words alone while these are nowhere."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    link = rf"[\1]({REPOSITORY}/blob/HEAD/\2)" if REPOSITORY else r"\1"
+    return re.sub(r"\[([^]]+)\]\((?![a-z]+:|#)([^)\s]+)\)", link, text)
 
 
 class Build(build_py):
@@ -46,4 +58,11 @@ setup(
     cmdclass={"build_py": Build},
     packages=["shardwise", *(f"shardwise.{name}" for name in (*own, *inside))],
     package_dir={f"shardwise.{folder}": folder for folder in FOLDERS},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    project_urls={
+        name: REPOSITORY + place
+        for name, place in (("Source", ""), ("Documentation", "/tree/HEAD/docs"), ("Issues", "/issues"))
+        if REPOSITORY
+    },
 )

@@ -1,5 +1,8 @@
 """Readers of click data, each an iterator of `Batch`: generated clicks, MovieLens, Criteo, random batches; splits."""
 
+if __name__ == "data":
+    raise ImportError("import shardwise.data: 'data' alone would be a second copy of it")
+
 from .batch import Batch
 from .clicks import ClickFeature, Clicks
 from .criteo import Criteo

@@ -1,5 +1,8 @@
 """Single-device modules: table configs, collections, and the optimizers that run in their backward."""
 
+if __name__ == "embeddings":
+    raise ImportError("import shardwise.embeddings: 'embeddings' alone would be a second copy of it")
+
 from .collections.bag_collection import EmbeddingBagCollection
 from .collections.feature_processors import (
     FeatureProcessedEmbeddingBagCollection,

@@ -5,6 +5,9 @@ Names are loaded at first use: what serves needs none of what trains.
 
 from __future__ import annotations
 
+if __name__ == "inference":
+    raise ImportError("import shardwise.inference: 'inference' alone would be a second copy of it")
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 

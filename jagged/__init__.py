@@ -1,5 +1,8 @@
 """Ragged batches: JaggedTensor (bags), KeyedJaggedTensor (bags of ids per feature), KeyedTensor (dense)."""
 
+if __name__ == "jagged":
+    raise ImportError("import shardwise.jagged: 'jagged' alone would be a second copy of it")
+
 from ._pytree import flatten_kjt_list, register, unflatten_kjt_list
 from .equal import jt_is_equal, kjt_is_equal, validate_keyed_jagged_tensor
 from .jagged_tensor import JaggedTensor

@@ -3,6 +3,9 @@
 Every op is a Triton kernel beside a torch twin; importing this package registers them as `torch.ops.shardwise.*`.
 """
 
+if __name__ == "kernels":
+    raise ImportError("import shardwise.kernels: 'kernels' alone would be a second copy of it")
+
 from ._op import capturing
 from .configs import use_configs
 from .features import Feature, Segment, flatten_segments, origin_of, pack_features, table_rows

@@ -1,5 +1,8 @@
 """Models over embedding collections: DLRM and DeepFM, their parts, and the metrics to judge them by."""
 
+if __name__ == "models":
+    raise ImportError("import shardwise.models: 'models' alone would be a second copy of it")
+
 from .crossnet import CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet
 from .deepfm import DeepFM, FactorizationMachine, FMInteractionArch, SimpleDeepFMNN, SimpleDeepFMNNWrapper
 from .dlrm import DLRM, DenseArch, DLRMTrain, InteractionArch, OverArch, SparseArch

@@ -1,1 +1,11 @@
-"""To be written."""
+"""Measurements, checks, counts and comparisons of shardwise by shardwise; the rooms are in CONTRIBUTING.md."""
+
+if __name__ == "perf":
+    import sys
+
+    if "_pytest" not in sys.modules:
+        raise ImportError("import shardwise.perf: 'perf' alone would be a second copy of it")
+    import shardwise.perf
+
+    # `pytest perf/` calls what it collects by its folder
+    sys.modules[__name__] = shardwise.perf

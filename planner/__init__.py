@@ -6,6 +6,9 @@ Names load at first use. TorchRec's names are also in modules of TorchRec's name
 
 from __future__ import annotations
 
+if __name__ == "planner":
+    raise ImportError("import shardwise.planner: 'planner' alone would be a second copy of it")
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 

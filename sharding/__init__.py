@@ -5,6 +5,9 @@ Names load at first use: the planner reads `planner.layout`, and `sharding.dmp.d
 
 from __future__ import annotations
 
+if __name__ == "sharding":
+    raise ImportError("import shardwise.sharding: 'sharding' alone would be a second copy of it")
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -11,12 +11,25 @@ from typing import TYPE_CHECKING
 
 from ._version import __version__
 
-# The sub-packages are folders beside this one, linked here. A checkout without symlinks finds them through the root.
+# The sub-packages are folders beside this one, linked here.
 _SUB_PACKAGES = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
 _HERE = _Path(__file__).parent
 _ROOT = _HERE.resolve().parent
 if not all((_HERE / name).is_dir() for name in _SUB_PACKAGES) and (_ROOT / "kernels" / "_op.py").is_file():
-    __path__.append(str(_ROOT))
+    import importlib.machinery as _machinery
+    import sys as _sys
+
+    class _Beside:
+        """Finds them in a checkout without links, by name: with the root on __path__ all in it would be ours."""
+
+        @staticmethod
+        def find_spec(name: str, path: object, target: object = None) -> _machinery.ModuleSpec | None:
+            package, _, folder = name.rpartition(".")
+            ours = package == __name__ and folder in _SUB_PACKAGES
+            return _machinery.PathFinder.find_spec(name, [str(_ROOT)]) if ours else None
+
+    # before the finder of an editable install, which may be of another checkout
+    _sys.meta_path.insert(0, _Beside)
 
 if TYPE_CHECKING:
     from .data import (

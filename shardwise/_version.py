@@ -46,7 +46,7 @@ def _packages(requirements: list[str], extra: str) -> list[str]:
 
 
 def in_checkout() -> bool:
-    """Whether this is a checkout, which holds the rooms that wheels and source archives leave out."""
+    """Whether this is a checkout or an unpacked source archive, which hold the rooms that wheels leave out."""
     from importlib.util import find_spec
 
     return find_spec("shardwise.perf.compile") is not None

@@ -30,6 +30,10 @@ STARTERS = frozenset(
     (
         "run_ranks",
         "run_python",
+        "run_process",
+        "run_in_tree",
+        "build_tree",
+        "Trees",
         "lone_ranks",
         "start_lone_ranks",
         "subprocess",

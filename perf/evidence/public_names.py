@@ -83,13 +83,16 @@ def _packages() -> dict[str, dict[str, Any]]:
 
 def _below(package: Any) -> list[str]:
     """The packages below it that have an `__all__`, without perf and what is served for others."""
-    walked = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    names = [
+    # those beside it are asked one by one: without the links in shardwise/ no folder lists them
+    beside = [import_module(f"{package.__name__}.{name}") for name in package._SUB_PACKAGES]
+    names = {
         found.name
-        for found in walked
-        if found.ispkg and not found.name.startswith(("shardwise.perf", "shardwise.served"))
-    ]
-    return [name for name in names if hasattr(import_module(name), "__all__")]
+        for walked in (package, *beside)
+        for found in pkgutil.walk_packages(walked.__path__, f"{walked.__name__}.")
+        if found.ispkg
+    }.union(each.__name__ for each in beside)
+    names = {name for name in names if not name.startswith(("shardwise.perf", "shardwise.served"))}
+    return [name for name in sorted(names) if hasattr(import_module(name), "__all__")]
 
 
 def facts(value: object) -> dict[str, Any]:

@@ -10,16 +10,13 @@ import os
 import re
 import shlex
 import shutil
-import stat
-import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkout import ROOT
+from trees import FOLDERS, LINKS, Trees, build_tree, checkout, run_in_tree, run_process, wheel_of
 
 from shardwise.perf.suite.cases import package
 
@@ -28,52 +25,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FOLDERS = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
-
-
-def checkout(to: Path) -> Path:
-    """A copy of what git would archive, links as links."""
-    shutil.copytree(ROOT, to, symlinks=True, ignore=LEFT_BEHIND)
-    return to
-
-
-# how the links arrive: git; git with core.symlinks=false and most unpackers of zip files; archives that drop them
-LINKS = ("links", "text", "missing")
-
-
-def without_links(tree: Path, links: str) -> Path:
-    for folder in FOLDERS if links != "links" else ():
-        (tree / "shardwise" / folder).unlink()
-        if links == "text":
-            (tree / "shardwise" / folder).write_text(f"../{folder}")
-    return tree
-
-
-def run(*arguments: str, fails: bool = False, **options: Any) -> str:
-    """What a Python process prints, which ends well, or `fails`."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, **options)
-    printed: str = done.stdout + done.stderr
-    assert (done.returncode != 0) == fails, printed
-    return printed if fails else done.stdout.strip()
-
-
-def build(tree: Path, *options: str, fails: bool = False) -> str:
-    return run("-m", "build", "--no-isolation", "--outdir", str(tree / "out"), *options, str(tree), fails=fails)
-
-
-class Trees(dict[str, Path]):
-    """A checkout of each kind with the wheel in out/, that of "text" built from a source archive beside it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def __missing__(self, links: str) -> Path:
-        tree = self[links] = without_links(checkout(self._folder / links), links)
-        build(tree, *(["--wheel"] if links != "text" else []))
-        return tree
 
 
 @pytest.fixture(scope="module")
@@ -86,60 +38,25 @@ def wheel(trees: Trees) -> Path:
     return wheel_of(trees["links"])
 
 
-def wheel_of(tree: Path) -> Path:
-    (built,) = (tree / "out").glob("*.whl")
-    return built
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("links", LINKS[1:])
-def test_a_checkout_without_links_gives_the_same_wheel(trees: Trees, links: str) -> None:
-    """A checkout by git with core.symlinks=false has text files for links.
-
-    Its wheel had the files of shardwise/ alone, without a word, and failed at the first import.
-    """
-    contents = []
-    for tree in (trees["links"], trees[links]):
-        with zipfile.ZipFile(wheel_of(tree)) as archive:
-            names = [name for name in archive.namelist() if not name.endswith("/RECORD")]
-            contents.append({name: archive.read(name) for name in names})
-    assert contents[0].keys() == contents[1].keys()
-    assert contents[0] == contents[1]
-
-
-@pytest.mark.full
-def test_no_archive_holds_a_link(trees: Trees) -> None:
-    for tree in (trees[links] for links in LINKS):
-        with zipfile.ZipFile(wheel_of(tree)) as archive:
-            assert {stat.S_IFMT(entry.external_attr >> 16) for entry in archive.infolist()} == {stat.S_IFREG}
-    (source,) = (trees["text"] / "out").glob("*.tar.gz")
-    with tarfile.open(source) as archive:
-        entries = archive.getmembers()
-    assert all(entry.isfile() or entry.isdir() for entry in entries)
-    # and no text in a link's place
-    below = {entry.name.split("/", 1)[1] for entry in entries if entry.isfile()}
-    assert {"setup.py", "kernels/lookup/pooled.py", "shardwise/__init__.py"} <= below
-    assert not below & {f"shardwise/{folder}" for folder in FOLDERS}
-
-
 def test_a_tree_that_lacks_a_folder_is_not_built(tmp_path: Path) -> None:
     tree = checkout(tmp_path / "tree")
     shutil.rmtree(tree / "planner")
-    assert "it lacks planner; take a whole checkout" in build(tree, "--wheel", fails=True)
+    assert "it lacks planner; take a whole checkout" in build_tree(tree, "--wheel", fails=True)
     assert not [*tree.glob("out/*")]
 
 
+@pytest.mark.parametrize("mode", ["lenient", pytest.param("strict", marks=pytest.mark.full)])
 @pytest.mark.parametrize("links", ["links", *(pytest.param(kind, marks=pytest.mark.full) for kind in LINKS[1:])])
-def test_an_editable_install_finds_every_folder(trees: Trees, links: str, tmp_path: Path) -> None:
-    code = "import sys, setuptools.build_meta as b; b.build_editable(sys.argv[1])"
-    run("-c", code, str(tmp_path), cwd=trees[links])
+def test_an_editable_install_finds_every_folder(trees: Trees, links: str, mode: str, tmp_path: Path) -> None:
+    code = "import sys, setuptools.build_meta as b; b.build_editable(sys.argv[1], {'editable_mode': sys.argv[2]})"
+    run_process("-c", code, str(tmp_path), mode, cwd=trees[links])
     (built,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(built) as archive:
         archive.extractall(tmp_path)
     # without the site packages: shardwise itself may be installed there
     look = "import importlib.util as u, site, sys; site.addsitedir(sys.argv[1])\n"
     look += "for name in sys.argv[2:]: print(u.find_spec(f'shardwise.{name}').origin)"
-    found = run("-I", "-S", "-c", look, str(tmp_path), *FOLDERS, "perf.suite.cases", "served")
+    found = run_process("-I", "-S", "-c", look, str(tmp_path), *FOLDERS, "perf.suite.cases", "served")
     places = [str(Path(place).resolve().parent) for place in found.split()]
     assert places == [str(trees[links] / folder) for folder in (*FOLDERS, "perf/suite/cases", "shardwise/served")]
 
@@ -190,21 +107,9 @@ def test_what_an_older_build_left_is_in_no_wheel(trees: Trees, wheel: Path) -> N
         path.write_text("")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    build(tree, "--wheel")
+    build_tree(tree, "--wheel")
     with zipfile.ZipFile(wheel) as archive:
         assert archive.namelist() == names
-
-
-@pytest.mark.full
-def test_an_unpacked_source_archive_is_no_checkout(trees: Trees, tmp_path: Path) -> None:
-    """It has a pyproject.toml, and lacks the rooms that a wheel lacks."""
-    (source,) = (trees["text"] / "out").glob("*.tar.gz")
-    with tarfile.open(source) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (tree,) = tmp_path.iterdir()
-    code = "from shardwise._version import in_checkout; print(in_checkout())"
-    for folder, expected in ((tree, "False"), (ROOT, "True")):
-        assert run("-c", code, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}) == expected
 
 
 # what needs nothing but the wheel, and what says that it needs a checkout
@@ -239,7 +144,7 @@ print("\\n" + json.dumps(found))
 def test_every_command_of_an_installed_wheel_works_or_asks_for_a_checkout(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
-    printed = run(
+    printed = run_process(
         "-c", RUN_THEM, json.dumps([words for words, _, _ in COMMANDS]), cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
     )  # fmt: skip
@@ -267,7 +172,7 @@ def test_from_a_wheel_an_extra_is_installed_by_the_names_of_its_packages(wheel: 
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     extras = PROJECT["project"]["optional-dependencies"]
-    commands = json.loads(run("-c", SAY, *extras, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}))
+    commands = json.loads(run_in_tree(tmp_path, "-c", SAY, *extras))
     for command, packages in zip(commands, extras.values(), strict=True):
         pip, install, *named = shlex.split(command)
         assert (pip, install) == ("pip", "install")
@@ -278,7 +183,9 @@ def test_where_nothing_is_known_of_an_extra_its_name_is_said(wheel: Path, tmp_pa
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path, [name for name in archive.namelist() if ".dist-info/" not in name])
     # nothing else that is installed has metadata of shardwise
-    printed = run("-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{SAY}", "cpu", cwd=tmp_path)
+    printed = run_process(
+        "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{SAY}", "cpu", cwd=tmp_path
+    )
     assert json.loads(printed) == ["install what the extra 'cpu' of shardwise names"]
 
 
@@ -293,4 +200,4 @@ def test_a_checkout_without_links_imports_through_the_root(tmp_path: Path, gone:
 def imported_from(path: Path) -> str:
     """Where `shardwise.jagged` lies for a process that starts with `path` on its PYTHONPATH."""
     code = "import shardwise, shardwise.jagged; shardwise.KeyedJaggedTensor; print(shardwise.jagged.__file__)"
-    return run("-c", code, cwd=path, env={**os.environ, "PYTHONPATH": str(path)})
+    return run_in_tree(path, "-c", code)
