@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +25,24 @@ if TYPE_CHECKING:
 _FILE_COLUMNS, _TERMINAL_COLUMNS = 160, 80
 # what a column that folds must keep
 _READABLE = 16
+# of what takes no longer nothing is shown
+_QUICK_S = 1.0
 
 
 class Wrong(click.ClickException):
     """A file or an argument that is no good: one line, and status 2."""
 
     exit_code = 2
+
+
+class Finite(click.FloatRange):
+    """A number within a range; "nan" and "inf" are none, which no range of click's keeps out."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number.", param, ctx)
+        return number
 
 
 def needs_checkout(command: str) -> None:
@@ -144,6 +159,51 @@ def _least(table: Table, shown: Console) -> int:
         widest = max((shown.measure(cell).maximum for cell in (column.header, *column.cells)), default=0)
         width += (widest if column.no_wrap else min(widest, _READABLE)) + 2
     return width
+
+
+@contextmanager
+def spinner(doing: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr with what is being done, which a call changes, and for how long; gone in the end.
+
+    It comes after a second, and only on a terminal. It turns in a thread, so nothing may fork beside it.
+    """
+    to = console(stderr=True)
+    if not to.is_terminal:
+        yield lambda _: None
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    shown = Progress(*columns, console=to, transient=True)
+    # beside what is being done the spinner and the time
+    room = max(8, to.width - 12)
+    task = shown.add_task(doing[:room], total=None)
+    late = threading.Timer(_QUICK_S, shown.start)
+    late.daemon = True
+    late.start()
+    try:
+        yield lambda text: shown.update(task, description=text[:room])
+    finally:
+        late.cancel()
+        late.join()
+        shown.stop()
+
+
+@contextmanager
+def told_warnings() -> Iterator[list[str]]:
+    """What warns inside is a line each on stderr, once, after all of it; yields the lines, which it fills then."""
+    lines: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", category=UserWarning)
+        try:
+            yield lines
+        finally:
+            meant = (str(one.message) for one in caught if issubclass(one.category, UserWarning))
+            lines += dict.fromkeys(" ".join(text.split()) for text in meant)
+            mark = click.style("Warning:", fg="yellow", bold=True)
+            context = click.get_current_context(silent=True)
+            for line in lines:
+                click.echo(f"{mark} {line}", err=True, color=context.color if context is not None else None)
 
 
 @contextmanager
