@@ -182,6 +182,7 @@ def _aside(one: Record) -> str:
         name: value for name, value in one.notes.items() if name.startswith("no ") or (name == "cut" and value != 1)
     }
     kept |= {name: value for name, value in one.notes.items() if "/" in str(value) and name not in kept}
+    kept |= {name: value for name, value in one.notes.items() if name == "budget"}
     return ", ".join(f"{name} {value}" for name, value in kept.items())
 
 

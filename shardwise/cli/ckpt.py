@@ -15,13 +15,13 @@ from .._names import did_you_mean
 from .output import (
     FINE,
     NO,
-    console,
     json_option,
     load_torch,
     one_line,
     print_json,
     print_table,
     require_writable,
+    show as show_text,
     spinner,
     table_of,
 )
@@ -222,14 +222,13 @@ def _show(path: Path, manifest: Manifest) -> None:
     dense = _dense(manifest)
     elements = sum(math.prod(one.shape) for one in dense)
     whole = sum(one.bytes for one in manifest.files)
-    shown = console()
-    shown.print(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
-    shown.print(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    show_text(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
+    show_text(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     print_table(table, drop=("updates", "dtype", "states", "optimizer"))
     files = f"{len(manifest.files)} files, {whole / _MIB:,.1f} MiB"
-    shown.print(f"{len(dense)} dense tensors, {elements:,} elements; {files}")
+    show_text(f"{len(dense)} dense tensors, {elements:,} elements; {files}")
     if manifest.extra:
-        shown.print(f"extra: {', '.join(manifest.extra)}")
+        show_text(f"extra: {', '.join(manifest.extra)}")
 
 
 def _states(manifest: Manifest, name: str) -> list[str]:

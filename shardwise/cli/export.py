@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from .._names import did_you_mean
-from .output import console, json_option, load_torch, one_line, print_json, print_table, spinner, table_of
+from .output import json_option, load_torch, one_line, print_json, print_table, show, spinner, table_of
 
 if TYPE_CHECKING:
     import torch
@@ -266,10 +266,9 @@ def _print(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> None:
     for one in facts.tables:
         table.add_row(one.name, f"{one.rows} x {one.dim}", one.format, *_sizes(was[one.name], one.bytes))
     table.add_row("all tables", "", "", *_sizes(sum(was.values()), sum(one.bytes for one in facts.tables)))
-    shown = console()
     print_table(table)
-    shown.print(f"{folder}: {', '.join(f'{file.name} {decimal(file.bytes)}' for file in facts.files)}")
-    shown.print(f"takes {_inputs(facts)}; gives {', '.join(one.name for one in facts.outputs)}")
+    show(f"{folder}: {', '.join(f'{file.name} {decimal(file.bytes)}' for file in facts.files)}")
+    show(f"takes {_inputs(facts)}; gives {', '.join(one.name for one in facts.outputs)}")
 
 
 def _as_json(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> dict[str, Any]:

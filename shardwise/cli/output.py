@@ -247,7 +247,7 @@ def spinner(doing: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress(doing: str, total: float | None = None, *, unit: str = "") -> Iterator[Callable[..., None]]:
-    """A bar on stderr; what it yields changes it, by the arguments of rich's `Progress.update`.
+    """A bar on a terminal's stderr while it lasts; what it yields changes it, as rich's `Progress.update` does.
 
     With `unit="bytes"` the numbers beside it are sizes.
     """
@@ -263,7 +263,8 @@ def progress(doing: str, total: float | None = None, *, unit: str = "") -> Itera
 
     done: ProgressColumn = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), done, TimeRemainingColumn())
+    to = console(stderr=True)
     # no refreshing thread: processes are forks of this one
-    with Progress(*columns, console=console(stderr=True), auto_refresh=False) as shown:
+    with Progress(*columns, console=to, auto_refresh=False, transient=True, disable=not to.is_terminal) as shown:
         task = shown.add_task(doing, total=total)
         yield lambda **change: shown.update(task, refresh=True, **change)

@@ -23,7 +23,6 @@ from .output import (
     WRONG,
     Writing,
     Wrong,
-    console,
     json_option,
     load_torch,
     needs_checkout,
@@ -32,6 +31,7 @@ from .output import (
     print_table,
     progress,
     require_writable,
+    show,
     table_of,
 )
 
@@ -144,9 +144,8 @@ def add_perf(commands: click.Group) -> None:
         if as_json:
             print_json({"good": found.good, "judged": found.judged, **asdict(found)})
         else:
-            shown = console()
             for line in compared(found):
-                shown.print(line)
+                show(line)
         # nothing was compared: these are the wrong files
         sys.exit(NO if not found.good else FINE if found.judged else WRONG)
 
@@ -268,13 +267,12 @@ def _with_progress(cases: Sequence[Case], setting: Setting, budget: Budget) -> M
 def _show(stored: Sequence[Stored]) -> None:
     from ..perf.suite.report import dispensable, heading, remarks, table
 
-    shown = console()
     for one in stored:
-        shown.print(heading(one))
+        show(heading(one))
     print_table(table(stored), drop=dispensable(stored))
     for one in stored:
         for said in remarks(one):
-            shown.print(said)
+            show(said)
 
 
 def _loaded(paths: Sequence[Path]) -> list[Stored]:
