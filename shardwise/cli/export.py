@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from .output import console, one_line, print_table, table_of
+from .._names import did_you_mean
+from .output import json_option, load_torch, one_line, print_json, print_table, show, spinner, table_of
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,7 @@ def add_export(commands: click.Group) -> None:
     @click.option("--output-dtype", type=click.Choice(_OUTPUTS), default="fp32", help="Of lookups.", show_default=True)
     @click.option("--aoti", is_flag=True, help="Also compile it ahead of time, for this machine's processor.")
     @click.option("--force", is_flag=True, help="Replace the model that is in OUT_DIR.")
+    @json_option
     def export(
         folder: Path,
         factory: str,
@@ -67,6 +69,7 @@ def add_export(commands: click.Group) -> None:
         output_dtype: str,
         aoti: bool,
         force: bool,
+        as_json: bool,
     ) -> None:
         """Quantize a model's tables and write it into the folder OUT_DIR, which serves it.
 
@@ -75,12 +78,17 @@ def add_export(commands: click.Group) -> None:
         takes an argument, it gets the checkpoint's manifest. The weights of --checkpoint are loaded into the model, by
         the names that it had when it was saved.
         """
+        dtypes = _per_table(exceptions)
+        load_torch()
         from ..inference.folder import require_free
 
         with one_line(ValueError, TypeError, OSError, RuntimeError, LookupError):
             require_free(folder.absolute(), force=force)
-            dtypes = _per_table(exceptions)
-            _print(folder, *_export(folder, factory, checkpoint, (dtype, dtypes, output_dtype), aoti, force))
+            facts, before = _export(folder, factory, checkpoint, (dtype, dtypes, output_dtype), aoti, force)
+        if as_json:
+            print_json(_as_json(folder, facts, before))
+        else:
+            _print(folder, facts, before)
 
 
 def _export(
@@ -92,26 +100,22 @@ def _export(
     force: bool,
 ) -> tuple[ModelFacts, dict[str, int]]:
     """Do it step by step; also the bytes that each table had."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from ..inference import export_model, quantize_inference_model
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("reading the checkpoint" if checkpoint else "making the model")
+    with spinner("reading the checkpoint" if checkpoint else "making the model") as tell:
         manifest, weights = _checkpoint(checkpoint)
-        progress.update(task, description=f"making the model of {factory}")
+        tell(f"making the model of {factory}")
         model, signature, call = _made(_named(factory), factory, manifest)
         if weights is not None:
             _load(model, weights)
         before = _trained_bytes(model)
-        progress.update(task, description="quantizing the tables")
+        tell("quantizing the tables")
         each, exceptions, output = dtypes
         if before:
             unknown = sorted(set(exceptions) - set(before))
             if unknown:
-                raise ValueError(f"--table-dtype names {unknown}; the tables are {sorted(before)}")
+                near = did_you_mean(unknown[0], before) or f"; the tables are {', '.join(sorted(before))}"
+                raise ValueError(f"--table-dtype names {unknown[0]!r}, which is no table{near}")
             model = quantize_inference_model(
                 model,
                 per_table_weight_dtype={name: _torch_dtype(one) for name, one in exceptions.items()},
@@ -124,7 +128,7 @@ def _export(
                 f"the model of {factory} has no float tables to quantize: --dtype, --table-dtype and --output-dtype"
                 " have no effect on it"
             )
-        progress.update(task, description=f"tracing{', compiling' if aoti else ''} and writing the model")
+        tell(f"tracing{', compiling' if aoti else ''} and writing the model")
         facts = export_model(model, folder, signature=signature, call=call, compiled=aoti, force=force)
     return facts, before
 
@@ -153,17 +157,20 @@ def _named(text: str) -> Callable[..., Any]:
         raise ValueError(f"--model {text}: write MODULE:FACTORY or FILE.py:FACTORY")
     path = Path(module) if module.endswith(".py") else None
     if path is not None and not path.is_file():
-        raise ValueError(f"--model {text}: there is no file {module}")
+        there = [one.name for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise ValueError(f"--model {text}: there is no file {module}{did_you_mean(path.name, there)}")
     # as `python -m` and `python FILE.py` do
     sys.path.insert(0, "." if path is None else str(path.absolute().parent))
     try:
-        found = getattr(import_module(module) if path is None else _imported(path), name, None)
+        imported = import_module(module) if path is None else _imported(path)
     except ModuleNotFoundError as error:
         raise ValueError(f"--model {text}: {error}") from error
     except Exception as error:
         raise _failed(text, error) from error
+    found = getattr(imported, name, None)
     if not callable(found):
-        raise ValueError(f"--model {text}: {module} has no function {name}")
+        functions = [one for one, value in vars(imported).items() if callable(value) and not one.startswith("_")]
+        raise ValueError(f"--model {text}: {module} has no function {name}{did_you_mean(name, functions)}")
     return found  # type: ignore[no-any-return]
 
 
@@ -232,12 +239,15 @@ def _trained_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def _per_table(exceptions: tuple[str, ...]) -> dict[str, str]:
-    """TABLE=DTYPE, by table; ValueError for anything else."""
+    """TABLE=DTYPE, by table; a usage error for anything else."""
     found = {}
     for text in exceptions:
         name, equals, dtype = text.rpartition("=")
         if not equals or dtype not in _DTYPES:
-            raise ValueError(f"--table-dtype {text}: write TABLE=DTYPE, DTYPE one of {', '.join(_DTYPES)}")
+            near = did_you_mean(dtype, _DTYPES) if equals else ""
+            raise click.BadParameter(
+                f"{text!r}: write TABLE=DTYPE, DTYPE one of {', '.join(_DTYPES)}{near}", param_hint="--table-dtype"
+            )
         found[name] = dtype
     return found
 
@@ -256,10 +266,24 @@ def _print(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> None:
     for one in facts.tables:
         table.add_row(one.name, f"{one.rows} x {one.dim}", one.format, *_sizes(was[one.name], one.bytes))
     table.add_row("all tables", "", "", *_sizes(sum(was.values()), sum(one.bytes for one in facts.tables)))
-    shown = console()
     print_table(table)
-    shown.print(f"{folder}: {', '.join(f'{file.name} {decimal(file.bytes)}' for file in facts.files)}")
-    shown.print(f"takes {_inputs(facts)}; gives {', '.join(one.name for one in facts.outputs)}")
+    show(f"{folder}: {', '.join(f'{file.name} {decimal(file.bytes)}' for file in facts.files)}")
+    show(f"takes {_inputs(facts)}; gives {', '.join(one.name for one in facts.outputs)}")
+
+
+def _as_json(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> dict[str, Any]:
+    """What was written, for programs; sizes in bytes."""
+    return {
+        "path": str(folder),
+        "tables": [
+            {"name": one.name, "rows": one.rows, "dim": one.dim, "format": one.format,
+             "bytes_before": before.get(one.name, one.fp32_bytes), "bytes": one.bytes}
+            for one in facts.tables
+        ],
+        "files": {file.name: file.bytes for file in facts.files},
+        "dense": [*facts.dense], "features": [one.name for one in facts.features], "weighted": facts.weighted,
+        "outputs": [one.name for one in facts.outputs],
+    }  # fmt: skip
 
 
 def _sizes(before: int, after: int) -> tuple[str, str, str]:
