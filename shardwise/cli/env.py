@@ -83,7 +83,7 @@ def _installation() -> dict[str, Any]:
     editable = False
     try:
         about = distribution("shardwise").read_text("direct_url.json")
-        editable = bool(about) and bool(json.loads(about).get("dir_info", {}).get("editable"))
+        editable = bool(json.loads(about or "{}").get("dir_info", {}).get("editable"))
     except (PackageNotFoundError, ValueError, AttributeError):
         pass
     root = root_of_sources()

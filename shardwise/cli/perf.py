@@ -6,7 +6,6 @@ Needs the extra `perf`.
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from .output import (
     FINE,
     NO,
     WRONG,
+    Finite,
     Writing,
     Wrong,
     json_option,
@@ -63,13 +63,12 @@ def add_perf(commands: click.Group) -> None:
     @click.option("--threads", type=click.IntRange(1, 1024), help="Threads of the CPU.  [default: one for each core]")
     @click.option(
         "--limit-s",
-        type=click.FloatRange(1),
-        callback=_finite,
+        type=Finite(1),
         default=480.0,
         show_default=True,
         help="No case begins later.",
     )
-    @click.option("--memory-gib", type=click.FloatRange(0.1), callback=_finite, help="That tables of a case may take.")
+    @click.option("--memory-gib", type=Finite(0.1), help="That tables of a case may take.")
     @click.option("--list", "listing", is_flag=True, help="Print the cases and measure nothing.")
     @out_option("Write what was measured; `report` and `compare` read it")
     @click.option("--html", type=target, help="Write the page of `report` as well.")
@@ -108,8 +107,7 @@ def add_perf(commands: click.Group) -> None:
     @click.argument("new", type=file)
     @click.option(
         "--at-least",
-        type=click.FloatRange(0),
-        callback=_finite,
+        type=Finite(0),
         default=5.0,
         show_default=True,
         help="Percent that count.",
@@ -117,8 +115,7 @@ def add_perf(commands: click.Group) -> None:
     @click.option(
         "--iqr",
         "iqrs",
-        type=click.FloatRange(0),
-        callback=_finite,
+        type=Finite(0),
         default=3.0,
         show_default=True,
         help="IQRs that count.",
@@ -282,13 +279,6 @@ def _loaded(paths: Sequence[Path]) -> list[Stored]:
         return [load(path) for path in paths]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-
-
-def _finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """Ranges of click let nan pass, which is less than nothing."""
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is no number of this kind")
-    return value
 
 
 def _checked(expression: str) -> None:

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import Finite, Wrong, json_option, one_line, print_json, progress, require_writable, spinner, told_warnings
+from .output import (
+    Finite,
+    Wrong,
+    json_option,
+    load_torch,
+    one_line,
+    print_json,
+    progress,
+    require_writable,
+    spinner,
+    told_warnings,
+)
 from .plan_request import (
     MOST_RANKS,
     MOST_SAMPLES,
@@ -101,6 +112,7 @@ def add_plan(commands: click.Group) -> None:
         require_said(asked)
         _require_writable(out, html)
         limit = asked.pop("seconds")
+        load_torch()
         with told_warnings() as warned, spinner("reading") as tell, one_line(*unusable(), told_as=Wrong):
             if asked["optimizer"] is not None:
                 asked["optimizer"] = optimizer(asked["optimizer"]) or ""
@@ -120,6 +132,7 @@ def add_plan(commands: click.Group) -> None:
         --verbose tells each rank's time and memory by part, and each table with its alternatives.
         """
         _require_writable(html)
+        load_torch()
         with told_warnings() as warned, spinner("reading") as tell, one_line(*unusable(), told_as=Wrong):
             from ..planner.plan.plan_files import is_whole, planned_from_json, read_plan
 
@@ -127,10 +140,10 @@ def add_plan(commands: click.Group) -> None:
             about = read.get("about")
             words = about.get("explanation") if isinstance(about, dict) else None
             if isinstance(words, str) and not is_whole(read) and not (as_json or html):
-                from .plan_printed import folded
+                from .plan_printed import print_text
 
                 # a plan that TorchRec's search made has words, and nothing to make more of
-                click.echo(folded(words))
+                print_text(words)
                 return
             planned = planned_from_json(read, str(path))
             _proven(planned, tell)
@@ -144,6 +157,7 @@ def add_plan(commands: click.Group) -> None:
     @json_option
     def diff(a: Path, b: Path, verbose: bool, as_json: bool) -> None:
         """What changes from the plan in file A to that in file B; ends with status 1 if anything does."""
+        load_torch()
         with told_warnings(), spinner("comparing") as tell, one_line(*unusable(), told_as=Wrong):
             found = _difference(a, b, tell)
         if as_json:
@@ -180,6 +194,7 @@ def add_plan(commands: click.Group) -> None:
     ) -> None:
         """Plan again what the file PLAN was made from, with a change, and show both."""
         _require_writable(out, html)
+        load_torch()
         with told_warnings(), spinner("reading") as tell, one_line(*unusable(), told_as=Wrong):
             from ..planner.plan.plan_files import load_planned
             from ..planner.reports.difference import diff as difference_of
@@ -256,12 +271,12 @@ def _give(planned: Planned, as_json: bool, verbose: bool, path: Path | None, cou
     """Print a plan; `path` is its file, if it has one."""
     from ..planner.plan.explanation import explain
     from ..planner.plan.plan_files import planned_to_json
-    from .plan_printed import columns, print_plan
+    from .plan_printed import columns, print_plan, print_text
 
     if as_json:
         print_json(planned_to_json(planned))
     elif verbose:
-        click.echo(explain(planned, tables=count, width=columns()))
+        print_text(explain(planned, tables=count, width=columns()))
     else:
         print_plan(planned, path, warned)
 

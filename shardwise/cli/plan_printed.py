@@ -64,6 +64,11 @@ def folded(text: str, width: int | None = None) -> str:
     return "\n".join(lines)
 
 
+def print_text(text: str) -> None:
+    """A text of many lines, folded."""
+    _print([_printable(line) for line in folded(text).splitlines()])
+
+
 def print_plan(planned: Planned, path: Path | None = None, warned: int = 0) -> None:
     """The plan in 30 lines.
 
@@ -268,7 +273,7 @@ def print_difference(found: Difference | CutDifference, verbose: bool, lines: in
 
     width = columns()
     if verbose or not found:
-        _print([_printable(line) for line in folded(str(found), width).splitlines()])
+        print_text(str(found))
     elif isinstance(found, Difference):
         _print(_differences(found, lines, width))
     else:

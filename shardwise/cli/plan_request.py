@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from .export import _failed, _named
+from .factory import factory_named, failed
 from .output import Wrong
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def optimizer(text: str) -> str | None:
     try:
         return optimizer_named(text)
     except ValueError as error:
-        raise click.BadParameter(f"{error}; 'none' is one too", param_hint="'--optimizer'") from error
+        raise click.BadParameter(str(error), param_hint="'--optimizer'") from error
 
 
 def unusable() -> tuple[type[Exception], ...]:
@@ -148,7 +148,7 @@ def tables_of(
 
     # what a user's file prints is no part of the plan
     with redirect_stdout(sys.stderr):
-        function = _named(factory)
+        function = factory_named(factory)
         if needed := _needed(function):
             raise ValueError(f"--model {factory} takes {needed}, and is called with nothing here: give it a default")
         try:
@@ -158,7 +158,7 @@ def tables_of(
             raise ValueError(str(error)) from None
         except Exception as error:
             more = "; a model is made on the meta device here, where tensors have no values" * _wants_values(error)
-            raise ValueError(f"{_failed(factory, error)}{more}") from error
+            raise ValueError(f"{failed(factory, error)}{more}") from error
     for path, one in module.named_modules():
         if isinstance(one, QuantizedCollection):
             raise ValueError(
