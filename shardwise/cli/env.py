@@ -34,7 +34,7 @@ _NAMES = (
 _SECRET_NAME = re.compile(
     r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PRIVATE|APIKEY|(^|_)(KEY|PAT|PWD)(_|$)", re.IGNORECASE
 )
-_SECRET_VALUE = re.compile(r"://[^/\s]*@|[A-Za-z0-9_\-+/=]{32,}")
+_URL_SECRET, _TOKEN = re.compile(r"://[^/\s]*@"), re.compile(r"[A-Za-z0-9_\-+=]{32,}")
 HIDDEN = "(set; not shown)"
 
 
@@ -171,10 +171,9 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     for name, value in environment.items():
         if not value or not (name in _NAMES or name.startswith(_PREFIXES)):
             continue
-        # a long path of short words is no secret
-        hidden = _SECRET_NAME.search(name) or any(
-            _SECRET_VALUE.search(part) for part in re.split(r"[:/,\s]+(?!/)", value)
-        )
+        # of a path each part is looked at: a long one of short words is no secret
+        parts = re.split(r"[:/,;\s]+", value)
+        hidden = _SECRET_NAME.search(name) or _URL_SECRET.search(value) or any(map(_TOKEN.fullmatch, parts))
         plain = value.replace(home, "~") if len(home) > 1 else value
         found[name] = HIDDEN if hidden else "".join(letter if letter.isprintable() else "?" for letter in plain)
     return found

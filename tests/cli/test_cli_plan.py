@@ -15,7 +15,7 @@ import click
 from checkout import run_python
 from click.testing import CliRunner, Result
 
-from shardwise import DataType, cli
+from shardwise import DataType, ShardingPlan, cli
 from shardwise.cli.plan_request import dtype, share, size
 from shardwise.planner.constants_measured import CARDS
 from shardwise.planner.plan.explanation import explain
@@ -128,8 +128,9 @@ def test_plans_that_say_nothing_about_themselves_are_compared_by_their_shards(ma
     other.write_text(json.dumps(said))
     assert run_plan("diff", made, bare).stdout == "no difference\n"
     result = run_plan("diff", bare, other)
-    table, before, after = result.stdout.splitlines()[1].split("  ")
-    assert result.exit_code == 1 and table == "t2   ".strip() and before and after.strip() == "is not there"
+    names, row = (line.split(maxsplit=2) for line in result.stdout.splitlines())
+    assert result.exit_code == 1 and names == ["table", "before", "after"]
+    assert row[0] == "t2" and row[2].endswith("is not there")
     refused = run_plan("explain", bare)
     assert refused.exit_code == 2 and "says nothing about how it was made" in refused.stderr
 
@@ -252,6 +253,103 @@ def test_what_is_wrong_is_said_in_a_line_with_status_2(
     first = result.stderr.splitlines()[0]
     assert first.startswith("Error: ") and text in first
     assert "Traceback" not in result.stderr and result.stdout == ""
+
+
+MODEL = """
+import torch
+from shardwise import (
+    EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, RowWiseAdagrad,
+    apply_optimizer_in_backward,
+)
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bags = EmbeddingBagCollection([
+            EmbeddingBagConfig(2_000_000_000, 64, "user", feature_names=["u"]),
+            EmbeddingBagConfig(100, 32, "shop", feature_names=["s", "t"]),
+        ])
+        self.seq = EmbeddingCollection([EmbeddingConfig(1000, 16, "word", feature_names=["w"])])
+        self.over = torch.nn.Linear(4, 1)
+
+def make():
+    print("a file may print")
+    return Two()
+
+def fused():
+    model = Two()
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    return model, None
+
+def dense(): return torch.nn.Linear(2, 2)
+def number(): return 3
+def fails(): raise KeyError("oh")
+def reads(): return float(torch.ones(2).sum())
+def wants(manifest): return Two()
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model_for_plan.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_a_model_is_planned_without_its_memory(model: Path, tmp_path: Path) -> None:
+    """Its tables take 512 GB: they are made on the meta device, and the plan names the modules that have them."""
+    asked = ("--world-size", 8, "--card", "H200", "--json")
+    result = run_plan("--model", f"{model}:make", *asked, "--out", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert {name: sorted(one) for name, one in said["plan"].items()} == {"bags": ["shop", "user"], "seq": ["word"]}
+    assert "a file may print" in result.stderr
+    by_name = {one["name"]: one for one in said["about"]["tables"]}
+    assert by_name["shop"]["features"] == ["s", "t"] and by_name["word"]["pooled"] is False
+    assert [one["optimizer"] for one in by_name.values()] == ["SGD"] * 3
+    # without an optimizer in the backward a replica would train otherwise: its module does not offer it, nor whatif
+    assert all("data_parallel" not in one["sharding_types"] for one in said["about"]["constraints"].values())
+    assert run_plan("whatif", tmp_path / "plan.json", "--world-size", 16).exit_code == 0
+    assert [*ShardingPlan.load(tmp_path / "plan.json").plan] == ["bags", "seq"]
+
+
+def test_the_optimizer_of_a_model_is_its_own(model: Path) -> None:
+    def optimizers(*arguments: str) -> set[str]:
+        result = run_plan("--world-size", 16, "--card", "h200", "--json", *arguments)
+        assert result.exit_code == 0, result.output
+        return {one.get("optimizer", "") for one in json.loads(result.stdout)["about"]["tables"]}
+
+    assert optimizers("--model", f"{model}:fused") == optimizers("--model", f"{model}:fused", "--optimizer", "adam")
+    assert optimizers("--model", f"{model}:fused") == {"RowWiseAdagrad"}
+    assert optimizers("--model", f"{model}:make", "--optimizer", "adam") == {"Adam"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mkae", "has no function mkae: did you mean 'make'?"),
+        ("dense", "Linear has no tables: none of its modules is an EmbeddingBagCollection"),
+        ("number", "returned a int: it must return a model"),
+        ("fails", "KeyError: 'oh' ("),
+        ("reads", "a model is made on the meta device here, where tensors have no values"),
+        ("wants", "takes manifest, and is called with nothing here"),
+    ],
+)
+def test_a_factory_that_is_no_good_is_a_line(name: str, text: str, model: Path) -> None:
+    result = run_plan("--model", f"{model}:{name}", "--world-size", 2, "--card", "h100")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert result.exit_code == 2 and result.stdout == "" and len(errors) == 1 and text in errors[0]
+
+
+def test_a_quantized_model_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "served_model.py").write_text(
+        "import torch\nfrom shardwise import EmbeddingBagConfig\n"
+        "from shardwise.embeddings.quant import EmbeddingBagCollection\n"
+        "class Served(EmbeddingBagCollection):\n    def __init__(self): torch.nn.Module.__init__(self)\n"
+        "def make(): return torch.nn.ModuleDict({'ebc': Served()})\n"
+    )
+    result = run_plan("--model", f"{tmp_path / 'served_model.py'}:make", "--world-size", 2, "--card", "h100")
+    assert result.exit_code == 2 and "module 'ebc' is quantized (Served)" in result.stderr
 
 
 @pytest.mark.parametrize(
