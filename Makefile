@@ -74,7 +74,7 @@ durations: .venv/.installed  ## what the last run took: files over 20 s; ARGS="c
 # both cores, as a program has that runs alone
 perf: .venv/.installed  ## measure the CPU suite in under 10 minutes: table, runs/perf.json and runs/perf.html
 	@mkdir -p runs
-	OMP_NUM_THREADS=$(CORES) $(BIN)/shardwise perf run --json runs/perf.json --html runs/perf.html $(ARGS)
+	OMP_NUM_THREADS=$(CORES) $(BIN)/shardwise perf run --out runs/perf.json --html runs/perf.html $(ARGS)
 
 # in an environment of its own, which docs/beside_torchrec.md makes
 evidence:  ## compare with TorchRec and FBGEMM in PEER (.peer/bin/python) and rewrite the documents; NAME=... for one

@@ -1,4 +1,4 @@
-"""Measurements, checks, counts and comparisons of shardwise by shardwise; the rooms are in CONTRIBUTING.md."""
+"""How fast, how right and on what: measurements, exact counts, kernels without a GPU, a check-up, evidence."""
 
 if __name__ == "perf":
     import sys

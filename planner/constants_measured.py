@@ -15,9 +15,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise._names import did_you_mean
 from shardwise.untrusted import parse_json, read_regular
 
 FORMAT = "shardwise planner constants 1"
+# the cost models by name: ours, which has these constants, and TorchRec's
+COSTS = ("shardwise", "torchrec")
 
 
 @dataclass(frozen=True)
@@ -118,14 +121,21 @@ NUMBERS = tuple(field.name for field in fields(Constants) if field.name != "sour
 
 @dataclass(frozen=True)
 class Card:
-    """A device and its usual host: memory in GiB, and the constants that its data sheet suggests."""
+    """A device and its usual host: memory in GiB, and the constants that its data sheet suggests.
+
+    `target` is the architecture that kernels are compiled for, "" where they are for none: of a CPU, and of a card that
+    is known for the sake of plans that were made for it, and not offered.
+    """
 
     name: str
     memory_gib: float
     constants: Constants
+    target: str = ""
 
 
-def _card(name: str, memory_gib: float, memory_gb_s: float, link_gb_s: float, network_gb_s: float, of: str) -> Card:
+def _card(
+    name: str, target: str, memory_gib: float, memory_gb_s: float, link_gb_s: float, network_gb_s: float, of: str
+) -> Card:
     """A GPU by its peaks: memory, links to other GPUs of the host each way, the network each way per GPU.
 
     Efficiencies: 0.9 of the memory's peak for copies (a copy of ours reached 0.90 on an H200), 0.65 for rows (FBGEMM's
@@ -154,17 +164,32 @@ def _card(name: str, memory_gib: float, memory_gb_s: float, link_gb_s: float, ne
             step_us=1500.0,
             source=f"{of}; efficiencies are estimates, nothing was measured on this card",
         ),
+        target,
     )
 
 
-# memory in GiB as the driver shows it, peaks in GB/s each way
+# memory in GiB as the driver shows it, peaks in GB/s each way, where data sheets tell both directions together. Cards
+# that nothing else joins have PCIe, 64 GB/s both ways of a Gen4 x16
 _CARDS = (
-    _card("h200", 139.8, 4800, 450, 50, "NVIDIA H200 SXM data sheet, 400 Gb/s a GPU to other hosts"),
-    _card("h100", 79.6, 3350, 450, 50, "NVIDIA H100 SXM data sheet, 400 Gb/s a GPU to other hosts"),
-    _card("a100-80", 79.3, 2039, 300, 25, "NVIDIA A100 80GB SXM data sheet, 200 Gb/s a GPU to other hosts"),
-    _card("a100-40", 39.6, 1555, 300, 25, "NVIDIA A100 40GB SXM data sheet, 200 Gb/s a GPU to other hosts"),
-    _card("v100-32", 31.7, 900, 150, 12.5, "NVIDIA V100 32GB SXM2 data sheet, 100 Gb/s a GPU to other hosts"),
-    _card("mi300x", 191.5, 5300, 448, 50, "AMD Instinct MI300X data sheet, 400 Gb/s a GPU to other hosts"),
+    _card("b200", "sm_100", 178.3, 8000, 900, 50, "NVIDIA HGX B200 data sheet, 400 Gb/s a GPU to other hosts"),
+    _card("gh200", "sm_90", 94.5, 4000, 450, 50, "NVIDIA GH200 96GB data sheet, 400 Gb/s a GPU to other hosts"),
+    _card("h200", "sm_90", 139.8, 4800, 450, 50, "NVIDIA H200 SXM data sheet, 400 Gb/s a GPU to other hosts"),
+    _card("h100", "sm_90", 79.6, 3350, 450, 50, "NVIDIA H100 SXM data sheet, 400 Gb/s a GPU to other hosts"),
+    _card("a100-80", "sm_80", 79.3, 2039, 300, 25, "NVIDIA A100 80GB SXM data sheet, 200 Gb/s a GPU to other hosts"),
+    _card("a100-40", "sm_80", 39.6, 1555, 300, 25, "NVIDIA A100 40GB SXM data sheet, 200 Gb/s a GPU to other hosts"),
+    _card(
+        "a100-80-pcie", "sm_80", 79.3, 1935, 32, 25, "NVIDIA A100 80GB PCIe data sheet, 200 Gb/s a GPU to other hosts"
+    ),
+    _card(
+        "a100-40-pcie", "sm_80", 39.4, 1555, 32, 25, "NVIDIA A100 40GB PCIe data sheet, 200 Gb/s a GPU to other hosts"
+    ),
+    _card("l40s", "sm_89", 44.4, 864, 32, 25, "NVIDIA L40S data sheet, 200 Gb/s a GPU to other hosts"),
+    _card("l4", "sm_89", 22.0, 300, 32, 12.5, "NVIDIA L4 data sheet, 100 Gb/s a GPU to other hosts"),
+    _card("a10", "sm_86", 22.0, 600, 32, 12.5, "NVIDIA A10 data sheet, 100 Gb/s a GPU to other hosts"),
+    _card("v100-32", "", 31.7, 900, 150, 12.5, "NVIDIA V100 32GB SXM2 data sheet, 100 Gb/s a GPU to other hosts"),
+    _card("mi355x", "gfx950", 287.9, 8000, 537.6, 50, "AMD Instinct MI355X data sheet, 400 Gb/s a GPU to other hosts"),
+    _card("mi325x", "gfx942", 255.9, 6000, 448, 50, "AMD Instinct MI325X data sheet, 400 Gb/s a GPU to other hosts"),
+    _card("mi300x", "gfx942", 191.5, 5300, 448, 50, "AMD Instinct MI300X data sheet, 400 Gb/s a GPU to other hosts"),
 )
 # one thread of a server's CPU: the order of magnitude that `calibrate` finds with gloo
 _CPU = Card(
@@ -193,13 +218,23 @@ _CPU = Card(
 CARDS: Mapping[str, Card] = {card.name: card for card in (*_CARDS, _CPU)}
 
 
+# the cards that kernels are compiled for, by name
+OFFERED = tuple(card.name for card in _CARDS if card.target)
+
+
 def card_named(name: str) -> Card:
     """A card by its name, in any case.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is none of this name; says which was meant, or which there are.
     """
     found = CARDS.get(name.lower())
     if found is None:
-        raise ValueError(f"card {name!r} is unknown; these are known: {', '.join(CARDS)}")
+        raise ValueError(f"card {name!r} is unknown{meant_card(name)}")
     return found
+
+
+def meant_card(name: str) -> str:
+    """The end of a sentence about a card that is unknown: its kinds, the one that is alike, or all that there are."""
+    kinds = [card for card in OFFERED if card.partition("-")[0] == name.lower()]
+    return f": say which, {', '.join(kinds)}" if kinds else did_you_mean(name, OFFERED) or ": " + ", ".join(OFFERED)

@@ -26,7 +26,7 @@ from .constants import (
     SSD_MEM_BW,
     WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
 )
-from .constants_measured import CARDS
+from .constants_measured import CARDS, meant_card
 
 
 @dataclass(unsafe_hash=True)
@@ -272,7 +272,7 @@ class Topology:
         if pod_size is not None and not 0 < pod_size <= world_size:
             raise ValueError(f"pod_size={pod_size} must be from 1 to world_size={world_size}")
         if card is not None and card not in CARD_HBM_GIB:
-            raise ValueError(f"card {card!r} is not known: give hbm_cap instead, or one of {', '.join(CARD_HBM_GIB)}")
+            raise ValueError(f"card {card!r} is not known, and hbm_cap says as much of its memory{meant_card(card)}")
         speeds = {
             "hbm_mem_bw": hbm_mem_bw, "ddr_mem_bw": ddr_mem_bw, "ssd_mem_bw": ssd_mem_bw,
             "hbm_to_ddr_mem_bw": hbm_to_ddr_mem_bw, "intra_host_bw": intra_host_bw, "inter_host_bw": inter_host_bw,

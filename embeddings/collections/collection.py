@@ -61,7 +61,8 @@ class TableCollection(TableModule):
         self._seen: list[bool] = []
         self._seen_memory: list[int] = []
         self._group(
-            [table_dtype(config) for config in self._configs], torch.device("cpu" if device is None else device)
+            [table_dtype(config) for config in self._configs],
+            torch.get_default_device() if device is None else torch.device(device),
         )
         self._make_children()
         self.register_load_state_dict_post_hook(_take_back_replaced)  # type: ignore[no-untyped-call]

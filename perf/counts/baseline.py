@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,17 @@ def write(path: Path, counts: Mapping[str, Found]) -> None:
             lines.append(f"  }}{',' * (s + 1 < len(steps))}")
         lines.append(f"}}{',' * (v + 1 < len(counts))}")
     path.write_text("\n".join([*lines, "}", "}"]) + "\n")
+
+
+def document(counts: Mapping[str, Found]) -> dict[str, Any]:
+    """What a file of these counts says."""
+    return {
+        "format": FORMAT,
+        "counts": {
+            key: {step: {name: asdict(count) for name, count in of_step.items()} for step, of_step in steps.items()}
+            for key, steps in counts.items()
+        },
+    }
 
 
 def changes(before: Found, now: Found) -> list[Change]:

@@ -44,7 +44,7 @@ def _of_memory(name: str, device: str) -> Iterator[Finding]:
     least = 4 * COPY_BYTES + 2 * TABLE_BYTES
     if free is not None and free < 2 * least:
         text = f"{free // MIB} MiB are free, and it takes {2 * least // MIB}"
-        yield Finding(UNTESTED, f"{name}, memory", text)
+        yield Finding(UNTESTED, f"{name}, memory", text, "end what else uses the memory, and run it again")
         return
     pairs = [[torch.ones(COPY_BYTES // 4, device=device) for _ in range(2)] for _ in range(2)]
     copies = [partial(to.copy_, source) for to, source in pairs]
@@ -89,5 +89,6 @@ def _finding(what: str, nbytes: int, times: Sequence[float], words: str) -> Find
     text = f"{mid:.3g} GB/s ({low:.3g} to {high:.3g}); {words}"
     data = {"gb_per_s": mid, "p10": low, "p90": high, "calls": len(rates), "bytes": nbytes}
     if high > 2 * low:
-        return Finding(NOTE, what, f"{text}. It varies: something else runs here", data=data)
+        text += ". It varies: something else runs here"
+        return Finding(NOTE, what, text, "run it again when nothing else runs, before numbers are compared", data)
     return Finding(OK, what, text, data=data)

@@ -131,7 +131,7 @@ def kernels_for(what: str, architecture: str) -> Finding:
         return Finding(OK, what, text)
     known = ", ".join((*PROVEN.whole, *PROVEN.part))
     text = f"nobody has compiled the kernels for {architecture}; they are for {known}. The self-test below says more"
-    return Finding(NOTE, what, text)
+    return Finding(NOTE, what, text, "run models there once the self-test has passed, and please report it")
 
 
 def _driver() -> str:

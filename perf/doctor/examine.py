@@ -39,7 +39,7 @@ def examine(devices: Sequence[str], *, quick: bool, seconds: float, tell: Tell) 
     broken = _broken(environment)
     if broken:
         yield environment
-        yield Section("Devices", [Finding(UNTESTED, "the rest", broken)])
+        yield Section("Devices", [Finding(UNTESTED, "the rest", broken, "mend the problem above, and run it again")])
         return
     yield from _of_shardwise([*devices], quick, seconds, tell)
     yield environment
@@ -68,7 +68,7 @@ def _of_shardwise(devices: list[str], quick: bool, seconds: float, tell: Tell) -
     ]
     for name, doing, part in parts:
         if quick:
-            yield Section(name, [Finding(UNTESTED, name.lower(), "left out by --quick")])
+            yield Section(name, [Finding(UNTESTED, name.lower(), "left out by --quick", "leave --quick out")])
             continue
         tell(doing, 0, 0)
         yield Section(name, [*_guarded(name, part)])
@@ -83,7 +83,7 @@ def _guarded(name: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Findi
         yield from part()
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        yield Finding(PROBLEM, name.lower(), f"ended early: {text}")
+        yield Finding(PROBLEM, name.lower(), f"ended early: {text}", "please report it with `shardwise doctor --json`")
 
 
 def document(sections: Sequence[Section], seconds: float) -> dict[str, Any]:

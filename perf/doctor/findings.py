@@ -14,7 +14,7 @@ class Finding:
     """One line of the report.
 
     `mark` is OK, NOTE (works, and could be better or should be known), PROBLEM (something needed is broken: the status
-    is 1) or UNTESTED. `mend` is what to do, a command where there is one. `data` is for programs.
+    is 1) or UNTESTED. `mend` is what to do, a command where there is one; all but OK have it. `data` is for programs.
     """
 
     mark: str

@@ -15,7 +15,7 @@ from .findings import NOTE, OK, PROBLEM, UNTESTED, Finding
 from .proven import PROVEN
 
 NAMES = {"triton": "Triton", "numba": "numba", "torch": "torch alone", run.INTERPRETER: "Triton's interpreter"}
-# sentences of failures that are printed for a path; the rest is in the JSON
+# sentences of failures that the text has of a path; the JSON has all of them
 MOST = 12
 
 
@@ -29,7 +29,8 @@ def self_test(devices: Sequence[str], seconds: float, tell: Tell) -> Iterator[Fi
         text = f"compiling took {done.compile_seconds:.0f} s before that; what is compiled is kept for the next process"
         yield Finding(OK, "compiled", text, data={"seconds": round(done.compile_seconds, 1)})
     if done.unchecked:
-        yield Finding(UNTESTED, "other ops", f"no check knows {', '.join(done.unchecked)}")
+        text = f"no check knows {', '.join(done.unchecked)}"
+        yield Finding(UNTESTED, "other ops", text, "please report it: each op should have a check in perf/selftest/")
     if "cpu" in devices and _op.HAS_TRITON and not _op.INTERPRETED and not torch.cuda.is_available():
         yield from _interpreted(max(0.0, seconds - done.seconds), tell)
 
@@ -39,7 +40,8 @@ def _interpreted(seconds: float, tell: Tell) -> Iterator[Finding]:
         yield from _of_paths(run.self_test_interpreted(seconds, tell=tell), seconds)
     except (RuntimeError, OSError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
-        yield Finding(UNTESTED, f"CPU, {NAMES[run.INTERPRETER]}", f"its process ended: {why}")
+        mend = "TRITON_INTERPRET=1 shardwise doctor --device cpu says more"
+        yield Finding(UNTESTED, f"CPU, {NAMES[run.INTERPRETER]}", f"its process ended: {why}", mend)
 
 
 def _of_paths(done: SelfTest, seconds: float) -> Iterator[Finding]:
@@ -60,18 +62,20 @@ def _of_path(path: Path, results: Sequence[Result], seconds: float) -> Iterator[
             for one in results
         ],
     }  # fmt: skip
-    good = [one.family for one in results if one.passed and not one.failed and not one.untested]
+    good = [one.family for one in results if one.passed and not one.failed]
     if good:
         every = "all" if len(good) == len(results) else f"{len(good)} of {len(results)}"
         text = f"{every} families passed, {counted['passed']} checks of values and gradients"
+        if counted["untested"]:
+            # that a family passed is said of all its checks alone
+            text = f"{counted['passed']} of {counted.total()} checks passed, of {every} families"
         yield Finding(OK, what, text, data=data)
     failures = [f"{one.family}, {sentence}" for one in results for sentence in one.failed]
-    for sentence in failures[:MOST]:
-        yield Finding(PROBLEM, what, f"failed: {sentence}", data={} if good else data)
     if failures:
-        more = f", {len(failures) - MOST} more failed" if len(failures) > MOST else ""
-        text = f"{len(failures)} checks gave other values than their references{more}: results here cannot be trusted"
-        yield Finding(PROBLEM, what, text, _mend(path))
+        text = f"{len(failures)} of {counted.total()} checks failed: results here cannot be trusted"
+        more = [f"and {len(failures) - MOST} more"] if len(failures) > MOST else []
+        data = {**({} if good else data), "failures": failures}
+        yield Finding(PROBLEM, what, "\n".join([text, *failures[:MOST], *more]), _mend(path), data)
     left = [one.family for one in results if one.untested]
     if left:
         text = f"{counted['untested']} checks did not fit {seconds:.3g} s: {', '.join(left)}"
@@ -89,9 +93,11 @@ def proof() -> Iterator[Finding]:
     cuda = torch.cuda.is_available()
     if not PROVEN.gpus:
         text = "no kernel of shardwise has run on a GPU yet"
+        mend = "run `shardwise doctor` on a machine with a GPU; what follows is proven without one"
         if cuda:
             text += ", when this version was made: the self-test above is the first that is known of"
-        yield Finding(NOTE, "GPUs", text, "please report what `shardwise doctor --json` says" if cuda else "")
+            mend = "please report what `shardwise doctor --json` says"
+        yield Finding(NOTE, "GPUs", text, mend)
     else:
         yield Finding(OK, "GPUs", f"kernels were tested and timed on {', '.join(PROVEN.gpus)}")
     by_count: dict[int, list[str]] = {}
@@ -109,4 +115,5 @@ def proof() -> Iterator[Finding]:
     pairs = ", ".join(f"{a} with {b}" for a, b in PROVEN.pairs)
     yield Finding(OK, "interpreted", f"tests of values and gradients passed on torch and triton {pairs}")
     if find_spec("triton") is None:
-        yield Finding(UNTESTED, "here", "triton is not installed: the interpreter's self-test was left out")
+        text = "triton is not installed: the interpreter's self-test was left out"
+        yield Finding(UNTESTED, "here", text, "pip install triton, which Linux has wheels of")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import distributions
@@ -80,6 +81,10 @@ def _triton_interpret() -> Finding | None:
 
 def _threads(cores: int) -> Finding | None:
     asked = os.environ.get("OMP_NUM_THREADS", "")
+    # OpenMP takes a number for each level of nesting too, "4,2"
+    if asked and not re.fullmatch(r"\s*0*[1-9]\d*(\s*,\s*0*[1-9]\d*)*\s*", asked):
+        text = f"is {asked!r}, which is no number of threads: it is passed over, all {cores} cores are taken"
+        return Finding(NOTE, "OMP_NUM_THREADS", text, f"export OMP_NUM_THREADS={cores}")
     if asked.isdecimal() and int(asked) > cores:
         text = f"is {asked} on {cores} cores: threads wait for one another"
         return Finding(NOTE, "OMP_NUM_THREADS", text, f"export OMP_NUM_THREADS={cores}")

@@ -6,6 +6,7 @@ needs it.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
@@ -30,6 +31,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 # oldest and newest Python, oldest torch, oldest and newest triton that it is tested on
 PYTHON = ((3, 10), (3, 14))
 TORCH = (2, 9)
+# what hides GPUs from torch
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 TRITON = tuple(_numbers(f([*PROVEN.compiled], key=_numbers))[:2] for f in (min, max))
 
 
@@ -91,7 +94,7 @@ def _of_torch(torch: Any) -> Finding:
             "install a CUDA build of torch: https://pytorch.org/get-started/locally", data,
         )  # fmt: skip
     if (torch.version.cuda or torch.version.hip) and not torch.cuda.is_available():
-        return Finding(NOTE, "torch", f"{text}, and finds no GPU: {_why_no_gpu(torch)}", data=data)
+        return Finding(NOTE, "torch", f"{text}, and finds no GPU: {_why_no_gpu(torch)}", _to_find_one(), data)
     return Finding(OK, "torch", text, data=data)
 
 
@@ -110,6 +113,16 @@ def _why_no_gpu(torch: Any) -> str:
     except Exception as error:
         return " ".join(str(error).split())[:200]
     return "there is none"
+
+
+def _to_find_one() -> str:
+    """How torch may come to see a GPU."""
+    hidden = next((name for name in VISIBLE if name in os.environ), "")
+    if hidden:
+        return f"unset {hidden}, which is {os.environ[hidden]!r}"
+    if nvidia_driver() or Path("/dev/kfd").exists():
+        return "install a torch that was built for what the driver supports: https://pytorch.org/get-started/locally"
+    return "without a GPU nothing is to be done; with one, install its driver, or give it to the container"
 
 
 def _triton(torch: Any) -> Finding:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardwise._names import did_you_mean, did_you_mean_of
+
 Call = Callable[[], object]
 # seconds (or bytes, where the case says so) of each of so many rounds, by who: "shardwise" and the peers
 Series = Mapping[str, Sequence[float]]
@@ -108,19 +110,18 @@ def chosen(cases: Sequence[Case], suites: Sequence[str], device: str, only: str 
     """
     unknown = [suite for suite in suites if suite not in SUITES]
     if unknown:
-        raise ValueError(f"there is no suite {unknown[0]!r}; there are {', '.join(SUITES)}")
+        near = did_you_mean(unknown[0], SUITES) or f"; there are {', '.join(SUITES)}"
+        raise ValueError(f"there is no suite {unknown[0]!r}{near}")
     try:
         wanted = re.compile(only)
     except re.error as error:
         raise ValueError(f"{only!r} is no regular expression: {error}") from None
-    found = [
-        case
-        for case in cases
-        if case.suites & {*suites} and device in case.devices and wanted.search(f"{case.group}: {case.name}")
-    ]
+    there = [case for case in cases if case.suites & {*suites} and device in case.devices]
+    found = [case for case in there if wanted.search(f"{case.group}: {case.name}")]
     if not found:
         having = f" has {only!r} in its group and name" if only else " is there"
-        raise ValueError(f"of the suites {', '.join(suites)} no case for {device}{having}")
+        near = did_you_mean_of(only, (f"{case.group}: {case.name}" for case in there))
+        raise ValueError(f"of the suites {', '.join(suites)} no case for {device}{having}{near}")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.perf.suite import record
 from shardwise.perf.suite.case import PEERS
@@ -103,16 +103,52 @@ def _cells(one: Record) -> dict[str, str]:
 
 def table(stored: Sequence[Stored]) -> Table:
     """For rich to print."""
-    from rich.markup import escape
     from rich.table import Table
 
     names = columns(stored)
-    found = Table("group", "case", box=None, pad_edge=False)
+    found = Table(box=None, pad_edge=False)
+    for name in ("group", "case"):
+        found.add_column(name, overflow="fold")
     for name in names:
-        found.add_column(name, justify="right")
+        found.add_column(name, justify="right", no_wrap=True)
     for row in rows(stored):
-        found.add_row(row.group, escape(row.name), *(row.cells.get(name, "") for name in names))
+        found.add_row(row.group, row.name, *(row.cells.get(name, "") for name in names))
     return found
+
+
+def dispensable(stored: Sequence[Stored]) -> list[str]:
+    """Columns that a narrow terminal does without, the first to go first; medians and peers stay longest."""
+    names = columns(stored)
+    order = ("floor", "% of copy", "IQR", "GB/s")
+    found = [name for kind in order for name in names if name.split(" [")[0] == kind]
+    return [*found, "group", *(f"/ {peer}" for peer in reversed(PEERS))]
+
+
+def as_data(stored: Sequence[Stored]) -> list[dict[str, Any]]:
+    """The same for programs: of each file the machine, the numbers of each case in seconds or bytes, what failed."""
+    return [
+        {
+            "file": one.path, "machine": {**one.machine}, "about": {**one.about},
+            "cases": [_numbers(each) for each in record.split(one.measured.records)],
+            "failed": [{"group": bad.group, "name": bad.name, "error": bad.error} for bad in one.measured.failures],
+            "not_run": [*one.measured.not_run],
+        }
+        for one in stored
+    ]  # fmt: skip
+
+
+def _numbers(one: Record) -> dict[str, Any]:
+    quartiles = {peer: found for peer in record.peers(one) if (found := record.ratio(one, peer))}
+    timed = one.unit == "s"
+    return {
+        "group": one.group, "name": one.name, "unit": one.unit, "median": record.median(one),
+        "relative_iqr": record.relative_iqr(record.values(one)) if timed else 0.0,
+        "gb_per_s": record.gb_per_s(one) if timed else None,
+        "percent_of_copy": record.percent_of_copy(one) if timed else None,
+        "floor_s": record.floor_s(one) if timed else None,
+        "beside": {peer: dict(zip(("q1", "median", "q3"), found, strict=True)) for peer, found in quartiles.items()},
+        "notes": {**one.notes},
+    }  # fmt: skip
 
 
 def heading(one: Stored) -> str:
@@ -146,6 +182,7 @@ def _aside(one: Record) -> str:
         name: value for name, value in one.notes.items() if name.startswith("no ") or (name == "cut" and value != 1)
     }
     kept |= {name: value for name, value in one.notes.items() if "/" in str(value) and name not in kept}
+    kept |= {name: value for name, value in one.notes.items() if name == "budget"}
     return ", ".join(f"{name} {value}" for name, value in kept.items())
 
 

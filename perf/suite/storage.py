@@ -46,7 +46,12 @@ def save(
     path: Path, measured: Measured, *, machine_info: Mapping[str, Any], about: Mapping[str, Any] | None = None
 ) -> None:
     """Write what was measured; the file is whole or not there."""
-    text = json.dumps(to_json(measured, machine_info, about or {}), indent=1, default=str)
+    write(path, to_json(measured, machine_info, about or {}))
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Write what `to_json` gave; the file is whole or not there."""
+    text = json.dumps(document, indent=1, default=str)
     path = path.resolve()
     if path.exists() and not path.is_file():
         # a device or a pipe is written to, not replaced
@@ -163,7 +168,16 @@ def load(path: Path) -> Stored:
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("benchmarks"), list):
-        raise ValueError(f"{path} holds no measurements: it has no list 'benchmarks', as `perf run --json` writes it")
+        raise ValueError(f"{path} holds no measurements: it has no list 'benchmarks', as `perf run --out` writes it")
+    return parsed(found, str(path))
+
+
+def parsed(found: Mapping[str, Any], path: str) -> Stored:
+    """What `to_json` gave, or a file of pytest-benchmark; `path` is for errors.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     more = found.get("shardwise") or {}
     if more and more.get("format") != FORMAT:
         raise ValueError(f"{path} has format {more.get('format')!r} of another shardwise; this one reads {FORMAT}")
@@ -174,7 +188,7 @@ def load(path: Path) -> Stored:
         commit = found.get("commit_info") or {}
         about |= {"datetime": found.get("datetime"), "commit": commit.get("id"), "dirty": commit.get("dirty")}
         measured = Measured(tuple(records), tuple(failures), tuple(more.get("not_run", ())))
-        return Stored(str(path), measured, _machine(found.get("machine_info") or {}), about)
+        return Stored(path, measured, _machine(found.get("machine_info") or {}), about)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ..constants_measured import CARDS, Constants
+from ..constants_measured import CARDS, COSTS, Constants
 from ..constraints import ParameterConstraints
 from ..search.problem import Choice
 from ..tables import Table
@@ -37,9 +37,6 @@ class CostModel(Protocol):
     def base_ms(self, tables: Sequence[Table]) -> float:
         """Milliseconds that every rank spends in a step for these tables whatever the plan."""
         ...
-
-
-COSTS = ("shardwise", "torchrec")
 
 
 def cost_model(

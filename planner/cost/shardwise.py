@@ -47,6 +47,8 @@ from typing import Any
 
 import numpy as np
 
+from shardwise._names import did_you_mean
+
 from ..constants_measured import CARDS, Constants
 from ..constraints import ParameterConstraints
 from ..search.problem import (
@@ -130,6 +132,18 @@ STATES: dict[str, tuple[int, int]] = {
 }  # fmt: skip
 # one whose rule is not known
 _UNKNOWN = (2, 0)
+
+
+def optimizer_named(name: str) -> str:
+    """The class name of an optimizer that is known, in any case.
+
+    Raises:
+        ValueError: none has this name; says which was meant, or which there are.
+    """
+    found = {known.lower(): known for known in STATES}.get(name.lower())
+    if found is None:
+        raise ValueError(f"optimizer {name!r} is unknown{did_you_mean(name, STATES) or ': ' + ', '.join(STATES)}")
+    return found
 
 
 def state_bytes(optimizer: str | None, width: int) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardwise.embeddings.config import DataType
 
+from ..constants_measured import OFFERED
 from ..constraints import constraint_of
 from ..errors import PlannerError, PlannerErrorType
 from ..search.problem import DoesNotFitError, Problem
@@ -286,8 +287,10 @@ def _bigger_cards(request: Request) -> _Candidates:
     reserved = request.reserved or (0,) * request.topology.world_size
     has = max(left + kept for left, kept in zip(request.topology.hbm, reserved, strict=True))
     by_size: dict[int, list[str]] = {}
-    for card, gib in CARD_HBM_GIB.items():
-        by_size.setdefault(gib, []).append(card)
+    for card in OFFERED:
+        # one by PCIe has the memory of the other that is named
+        if not card.endswith("-pcie"):
+            by_size.setdefault(CARD_HBM_GIB[card], []).append(card)
     for gib, cards in sorted(by_size.items()):
         if gib * GIB > has:
             text = f"cards of {gib} GiB ({' or '.join(cards)}) instead of {has / GIB:.4g} GiB"

@@ -251,6 +251,8 @@ def _split(choice: Choice, current: Choice) -> str:
 
 # so many lines of ranks and of tables are shown in full; of more, the ones that matter
 RANKS, TABLES = 16, 40
+# the column of ranks that has words
+BLOCKS = "blocks by strategy"
 
 
 def explain(planned: Planned, *, tables: int | None = None, width: int = 120) -> str:
@@ -258,15 +260,15 @@ def explain(planned: Planned, *, tables: int | None = None, width: int = 120) ->
 
     Args:
         tables: tell so many tables one by one, those with most work; by default all of up to 40, else 20.
-        width: columns of the terminal; sentences are wrapped to it, tables of numbers are as wide as they are.
+        width: columns of the terminal, 80 or more.
     """
     told = rows(planned)
-    groups = _groups(told)
+    groups = groups_alike(told)
     shown = len(groups) if tables is None and len(groups) <= TABLES else 20 if tables is None else max(0, tables)
     chapters = [
         _header(planned, width),
         _slowest(planned, told, width),
-        _ranks(planned),
+        _ranks(planned, width),
         _tables(planned, groups, shown, width),
     ]
     return "\n\n".join("\n".join(lines) for lines in chapters if lines)
@@ -362,7 +364,7 @@ def _slowest(planned: Planned, told: Sequence[Row], width: int) -> list[str]:
     return textwrap.wrap(text, max(40, width))
 
 
-def _ranks(planned: Planned) -> list[str]:
+def _ranks(planned: Planned, width: int) -> list[str]:
     held, found = planned.loads, pieces(planned)
     order = list(range(planned.problem.world_size))
     if len(order) > RANKS:
@@ -377,22 +379,35 @@ def _ranks(planned: Planned) -> list[str]:
         )
         if values.any()
     ]
-    names = ["rank", "step ms", *(PART_NAMES[PARTS[n]] for n in used)]
-    names += [f"{name} GiB" for name, _, _ in memories] + ["blocks by strategy"]
-    lines = []
+    times = ["step ms", *(PART_NAMES[PARTS[n]] for n in used)]
+    contents = [*(f"{name} GiB" for name, _, _ in memories), BLOCKS]
+    lines: list[tuple[str, list[str], list[str]]] = []
     for rank in order:
-        cells = [str(rank), ms(float(held.time_ms[rank])), *(ms(float(held.parts_ms[n, rank])) for n in used)]
-        cells += [f"{gib(int(values[rank]))} of {gib(int(limits[rank]))}" for _, values, limits in memories]
-        lines.append([*cells, _by_strategy(planned, found[rank])])
-    text = _columns(names, lines)
+        of_time = [ms(float(held.time_ms[rank])), *(ms(float(held.parts_ms[n, rank])) for n in used)]
+        of_memory = [f"{gib(int(values[rank]))} of {gib(int(limits[rank]))}" for _, values, limits in memories]
+        lines.append((str(rank), of_time, [*of_memory, by_strategy(planned, found[rank])]))
+    left = ""
     if len(order) < planned.problem.world_size:
         time = held.time_ms[np.setdiff1d(np.arange(held.time_ms.size), order)]
-        left = f"{counted(time.size, 'rank')} more, from {ms(float(time.max()))} to {ms(float(time.min()))} ms"
-        text.insert(-2, f"  ... {left}")
-    return text
+        left = f"  ... {counted(time.size, 'rank')} more, from {ms(float(time.max()))} to {ms(float(time.min()))} ms"
+    whole = _columns(["rank", *times, *contents], [[rank, *first, *then] for rank, first, then in lines], left)
+    if max(map(len, whole)) <= width:
+        return whole
+    # times above, what lies there below
+    above = _columns(["rank", *times], [[rank, *first] for rank, first, _ in lines], left)
+    below = _columns(["rank", *contents], [[rank, *then] for rank, _, then in lines], left)
+    return [*above, "", *(part for line in below for part in _hung(line, width))]
 
 
-def _by_strategy(planned: Planned, mine: Sequence[Piece]) -> str:
+def _hung(line: str, width: int) -> list[str]:
+    """A line of columns that is too long, its last column folded below itself."""
+    if len(line) <= width:
+        return [line]
+    margin = line.rfind("  ") + 2
+    return textwrap.wrap(line[margin:], width, initial_indent=line[:margin], subsequent_indent=" " * margin)
+
+
+def by_strategy(planned: Planned, mine: Sequence[Piece]) -> str:
     """ "3 TW, 2 CW"."""
     assignment, items = planned.solution.assignment, planned.problem.items
     count: Counter[str] = Counter()
@@ -402,7 +417,7 @@ def _by_strategy(planned: Planned, mine: Sequence[Piece]) -> str:
     return ", ".join(f"{count[name]} {STRATEGIES.get(name, name)}" for name in order if count[name]) or "nothing"
 
 
-def _groups(told: Sequence[Row]) -> list[list[Row]]:
+def groups_alike(told: Sequence[Row]) -> list[list[Row]]:
     """Rows of equal tables that are cut the same way, in the order of their first."""
     found: dict[tuple[object, ...], list[Row]] = {}
     for row in told:
@@ -430,7 +445,7 @@ def _tables(planned: Planned, groups: Sequence[Sequence[Row]], shown: int, width
         starts = [start for one in group for start in one.starts]
         spread = f"{where(choice, starts, world)}{together}"
         each = " each" if len(group) > 1 else ""
-        lines.append(f"  {name}: {sizes}")
+        lines += textwrap.wrap(f"{name}: {sizes}", max(40, width), initial_indent="  ", subsequent_indent="    ")
         text = (
             f"{choice.sharding_type} {choice.compute_kernel}{cut(choice)} on {spread}: {ms(choice.work_ms)} ms,"
             f" {gib(bytes_of(choice))} GiB{each}."
@@ -453,13 +468,16 @@ def _others(rest: Sequence[Row]) -> str:
     return f"... and {counted(tables, 'table')} with less work: {kinds}; together {ms(work)} ms and {gib(held)} GiB."
 
 
-def _columns(names: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Numbers to the right under their names of a word a line, the last column to the left."""
+def _columns(names: Sequence[str], lines: Sequence[Sequence[str]], left: str) -> list[str]:
+    """Numbers to the right under their names of a word a line, blocks to the left; `left` comes before the last two."""
     words = [name.rsplit(" ", 1) for name in names]
     above = [word[0] if len(word) > 1 else "" for word in words]
     titles = [[*above[:-1], ""], [*(word[-1] for word in words[:-1]), names[-1]]]
     widths = [max(map(len, column)) for column in zip(*titles, *lines, strict=True)]
-    return [
-        "  ".join([*(cell.rjust(width) for cell, width in zip(line[:-1], widths, strict=False)), line[-1]]).rstrip()
+    if names[-1] == BLOCKS:
+        widths[-1] = 0
+    text = [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in [*titles, *lines]
     ]
+    return [*text[:-2], left, *text[-2:]] if left else text

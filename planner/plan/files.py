@@ -22,15 +22,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwise._names import did_you_mean
 from shardwise.embeddings.config import DataType
 from shardwise.untrusted import parse_json, read_regular
 
 from ..constraints import ANY, ParameterConstraints, nearest
+from ..cost.shardwise import optimizer_named
 from ..tables import (
     ELEMENT_BYTES,
     Feature,
@@ -41,6 +43,8 @@ from ..tables import (
 T = TypeVar("T")
 # what sets of tables say besides, for people
 _REMARKS = ("length_max", "length_p50")
+# sizes beyond these are slips of the hand, and more than prices and the search can count
+MOST_ROWS, MOST_COLUMNS, MOST_IDS = 2**44, 2**17, 1e9
 # of a constraint: Python objects that a file cannot have
 _OBJECTS = ("cache_params", "key_value_params", "bounds_check_mode")
 
@@ -56,7 +60,16 @@ def read_tables(path: str | os.PathLike[str]) -> list[Table]:
     every = data.get("tables") if isinstance(data, dict) else data
     if not isinstance(every, list) or not every:
         raise ValueError(f'{path}: no tables: expected a list of them, or an object that has one as "tables"')
-    tables = [table_from(one, f"{path}: table {_called(one, number)}") for number, one in enumerate(every)]
+    tables = []
+    for number, one in enumerate(every):
+        where = f"{path}: table {_called(one, number)}"
+        table = table_from(one, where)
+        if table.optimizer is not None:
+            try:
+                table = replace(table, optimizer=optimizer_named(table.optimizer))
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+        tables.append(table)
     seen: set[str] = set()
     for table in tables:
         if table.path in seen:
@@ -80,8 +93,8 @@ def table_from(said: Any, where: str) -> Table:
     pooled = _field(said, "pooled", where, _truth, said.get("pooling_kind") != "sequence")
     return Table(
         name,
-        _field(said, "num_embeddings", where, _positive),
-        _field(said, "embedding_dim", where, _positive),
+        _field(said, "num_embeddings", where, _up_to(MOST_ROWS)),
+        _field(said, "embedding_dim", where, _up_to(MOST_COLUMNS)),
         _field(said, "data_type", where, data_type_from, DataType.FP32),
         _features(said, name, where),
         pooled,
@@ -208,7 +221,8 @@ def data_type_from(value: Any) -> DataType:
     """
     known = {kind.value: kind for kind in ELEMENT_BYTES}
     if not isinstance(value, str) or value.upper() not in known:
-        raise ValueError(f"must be one of {', '.join(known)}, got {value!r}")
+        near = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise ValueError(f"must be one of {', '.join(known)}, got {value!r}{near}")
     return known[value.upper()]
 
 
@@ -252,8 +266,13 @@ _truth = _reader(lambda value: isinstance(value, bool), "true or false")
 _positive = _reader(lambda value: _is_whole(value) and value >= 1, "a positive whole number")
 _rank = _reader(lambda value: _is_whole(value) and value >= 0, "ranks, numbers from 0")
 _number = _reader(
-    lambda value: (_is_whole(value) or isinstance(value, float)) and 0 <= value < float("inf"), "a number of 0 or more"
+    lambda value: (_is_whole(value) or isinstance(value, float)) and 0 <= value <= MOST_IDS,
+    f"a number from 0 to {MOST_IDS:g}",
 )
+
+
+def _up_to(most: int) -> Callable[[Any], Any]:
+    return _reader(lambda value: _is_whole(value) and 1 <= value <= most, f"a positive whole number, {most:,} at most")
 
 
 def _amount(value: Any) -> float:
@@ -276,7 +295,9 @@ def _maybe(read: Callable[[Any], T]) -> Callable[[Any], T | None]:
 def _skew(value: Any) -> Skew:
     known = {"alpha": _amount, "shift": _amount, "sorted_ids": _truth}
     if not isinstance(value, dict) or not set(value) <= set(known):
-        raise ValueError(f"must be an object of {', '.join(known)}, got {value!r}")
+        unknown = sorted(set(value) - set(known)) if isinstance(value, dict) else []
+        near = did_you_mean(unknown[0], known) if unknown else ""
+        raise ValueError(f"must be an object of {', '.join(known)}, got {value!r}{near}")
     read: dict[str, Any] = {what: known[what](one) for what, one in value.items()}
     return Skew(**read)
 

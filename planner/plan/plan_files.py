@@ -113,6 +113,8 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f'{path}: no plan: expected an object with "format": "{FORMAT}"')
     if data.get("version") != VERSION:
         raise ValueError(f"{path}: version {data.get('version')!r} of the format; this version reads {VERSION}")
+    if not isinstance(data.get("plan"), dict):
+        raise ValueError(f'{path}: no plan: expected tables by module as "plan"')
     return data
 
 
@@ -131,10 +133,11 @@ def planned_from_json(data: Mapping[str, Any], where: str, *, cost: CostModel | 
         tables = tuple(table_from(one, f"{where}: table {one.get('name')!r}") for one in about["tables"])
         request = Request(
             tables, topology, batch_size, model, constraints_from(about["constraints"], where),
-            tuple(about["reserved_bytes"]), about["settings"],
+            tuple(about["reserved_bytes"]), {name: str(text) for name, text in about["settings"].items()},
         )  # fmt: skip
         problem, here = problem_of(request)
         said = about["predicted"]
+        _require_numbers(said)
         solution = Solution(
             _assignment(problem, about["choices"], where), said["step_ms"], said["bound_ms"], said["bound_from"],
             said["proven"], said["steps"],
@@ -166,6 +169,15 @@ def planned_from_json(data: Mapping[str, Any], where: str, *, cost: CostModel | 
             stacklevel=2,
         )
     return planned
+
+
+def _require_numbers(said: Mapping[str, Any]) -> None:
+    """TypeError for predictions that are none."""
+    for name in ("step_ms", "bound_ms", "seconds", "steps"):
+        if not isinstance(said[name], (int, float)) or isinstance(said[name], bool):
+            raise TypeError(f"{name} must be a number, got {said[name]!r}")
+    if not isinstance(said["bound_from"], str):
+        raise TypeError(f"bound_from must be a text, got {said['bound_from']!r}")
 
 
 def is_whole(data: Mapping[str, Any]) -> bool:

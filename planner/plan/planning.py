@@ -34,7 +34,7 @@ from ..search.problem import (
     Solution,
 )
 from ..search.relax import relax
-from ..search.solve import solve
+from ..search.solve import Tell, solve
 from ..tables import Table
 from ..topology import Topology
 from .advice import no_room
@@ -98,16 +98,18 @@ def warn_of_kernels(planned: Planned) -> None:
         )
 
 
-def plan_or_advise(request: Request, *, seconds: float | None = None) -> Planned:
-    """The plan for a request. Raises as `plan_tables`."""
+def plan_or_advise(request: Request, *, seconds: float | None = None, tell: Tell | None = None) -> Planned:
+    """The plan for a request; `tell` as `solve`. Raises as `plan_tables`."""
     try:
-        return plan_request(request, seconds=seconds)
+        return plan_request(request, seconds=seconds, tell=tell)
     except DoesNotFitError as error:
+        if tell is not None:
+            tell("no plan fits; trying what would", np.inf, np.inf)
         free, _ = problem_of(without_constraints(request))
         raise no_room(request, error, free, has_plan) from error
 
 
-def plan_request(request: Request, *, seconds: float | None = None) -> Planned:
+def plan_request(request: Request, *, seconds: float | None = None, tell: Tell | None = None) -> Planned:
     """As `plan_tables`, without advice.
 
     Raises:
@@ -116,7 +118,7 @@ def plan_request(request: Request, *, seconds: float | None = None) -> Planned:
     """
     begin = time.perf_counter()
     problem, here = problem_of(request)
-    solution = solve(problem, seconds=seconds) if problem.items else _nothing(problem)
+    solution = solve(problem, seconds=seconds, tell=tell) if problem.items else _nothing(problem)
     taken = time.perf_counter() - begin
     return Planned(
         here, request.topology, request.batch_size, request.cost.name, problem, solution, dict(request.settings), taken,

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.embeddings.config import DataType
 
+from ..constants_measured import meant_card
 from ..constraints import ParameterConstraints, constraint_of, nearest
 from ..cost.model import CostModel, constants_of, cost_model
 from ..cost.shardwise import ShardwiseCost
@@ -88,7 +89,7 @@ def with_card(request: Request, card: str) -> Request:
         PlannerError: the card is not known.
     """
     if card not in CARD_HBM_GIB:
-        raise PlannerError(f"card {card!r}{nearest(card, CARD_HBM_GIB)}", PlannerErrorType.INPUT_VALIDATION)
+        raise PlannerError(f"card {card!r} is unknown{meant_card(card)}", PlannerErrorType.INPUT_VALIDATION)
     changed = with_hbm(request, CARD_HBM_GIB[card] * GIB, card=card)
     if not isinstance(changed.cost, ShardwiseCost):
         return changed

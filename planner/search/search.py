@@ -11,7 +11,7 @@ Work is counted in steps, not timed, unless the caller gives a deadline: a step 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -285,6 +285,7 @@ class Search:
     Attributes:
         best, time_ms, fits: the best assignment so far; while none fits in memory, the one that comes nearest.
         steps: spent so far.
+        tell: called with the time of each plan that fits and is the best so far.
     """
 
     def __init__(self, space: Space, bound_ms: float, prices: Floats) -> None:
@@ -295,6 +296,7 @@ class Search:
         self.time_ms = self.pressure = np.inf
         self.fits = False
         self.steps = 0
+        self.tell: Callable[[float], None] = lambda _: None
         self._tries = 0
         self._moves: Iterator[int] | None = None
         self._packing: Packing | None = None
@@ -365,6 +367,8 @@ class Search:
         if better:
             self.best, self.time_ms = packing.assignment(), packing.time_ms
             self.pressure, self.fits = packing.total, fits
+            if fits:
+                self.tell(self.time_ms)
 
 
 def late(deadline: float | None) -> bool:

@@ -7,6 +7,7 @@ say how good the plan is and take most of the time. Each only where the gap is s
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,12 +43,17 @@ FAR = 3e-3
 PROGRAM = 2000
 
 
-def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
+# what is being done, milliseconds of the best plan so far (inf without one) and its bound
+Tell = Callable[[str, float, float], None]
+
+
+def solve(problem: Problem, *, seconds: float | None = None, tell: Tell | None = None) -> Solution:
     """The best assignment found, the same for the same problem.
 
     Args:
         seconds: stop then and return the best so far with all bounds that there was time for, or go on until then while
             the gap is open; by default a fixed amount of work, a second or less, and `certify` has the dearer bounds.
+        tell: called now and then, to show how far it is.
 
     Raises:
         DoesNotFitError: no assignment stays within memory, or none was found.
@@ -62,11 +68,18 @@ def solve(problem: Problem, *, seconds: float | None = None) -> Solution:
     space = read(problem)
     worth = {"hbm": relaxed.ms_per_hbm_byte, "ddr": relaxed.ms_per_ddr_byte}
     search = Search(space, relaxed.bound_ms, np.array([worth[memory] for memory in space.memories]))
+    if tell is not None:
+        tell("searching", np.inf, relaxed.bound_ms)
+        search.tell = lambda time_ms: tell("searching", time_ms, relaxed.bound_ms)
     search.begin(deadline)
     search.go_on(STEPS[0], relaxed.bound_ms * (1 + ENOUGH), deadline)
     at_once = deadline is None and search.fits
     known = _quickly(problem, search, relaxed) if at_once else _known(problem, search, relaxed, deadline)
     if _is_open(known, deadline):
+        if tell is not None:
+            bound_ms = known.bound_ms
+            tell("searching on", known.time_ms, bound_ms)
+            search.tell = lambda time_ms: tell("searching on", min(time_ms, known.time_ms), bound_ms)
         enough_ms = _enough_ms(known, deadline)
         items, ranks = len(problem.items), problem.world_size
         effort = min(MORE, SIZE / (items * ranks), DENSE * ranks / items)

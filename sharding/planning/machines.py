@@ -58,4 +58,9 @@ def card_of(name: str, hbm_bytes: int) -> str | None:
     """Which of the planner's cards a GPU is, by the name that CUDA has for it; None if it is none of them."""
     words = name.lower().replace("-", " ").split()
     near = [card for card in CARD_HBM_GIB if card.partition("-")[0] in words]
-    return min(near, key=lambda card: abs(CARD_HBM_GIB[card] * GIB - hbm_bytes), default=None)
+    # its memory, then whether it is joined by PCIe alone, as the name says
+    return min(
+        near,
+        key=lambda card: (abs(CARD_HBM_GIB[card] * GIB - hbm_bytes) // GIB, ("pcie" in card) != ("pcie" in words)),
+        default=None,
+    )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "ckpt": "Look at checkpoints, compare them, and write them anew",
     "doctor": "Check this machine: versions, devices, bandwidths, links, every family of ops, what is tuned",
+    "env": "What shardwise runs on here: versions, devices, environment; to paste into an issue",
     "export": "Quantize a model's tables and write it into the folder OUT_DIR, which serves it",
     "kernels": "Compile, run and tune the Triton kernels",
     "migrate": "What the programs PATHS take from TorchRec: what works, behaves otherwise, or is missing",

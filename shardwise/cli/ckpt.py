@@ -11,17 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import console, one_line, print_json, print_table
+from .._names import did_you_mean
+from .output import (
+    FINE,
+    NO,
+    json_option,
+    load_torch,
+    one_line,
+    print_json,
+    print_table,
+    require_writable,
+    show as show_text,
+    spinner,
+    table_of,
+)
 
 if TYPE_CHECKING:
     from ..checkpoint import Manifest, Stored, TableFacts
 
 _MIB = 2**20
+_WRONG = (ValueError, OSError)
 
 
 def add_ckpt(commands: click.Group) -> None:
     """Give a group of commands the group `ckpt`."""
-    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
     there = click.Path(exists=True, path_type=Path)
 
     @commands.group()
@@ -33,15 +46,16 @@ def add_ckpt(commands: click.Group) -> None:
 
     @ckpt.command()
     @click.argument("path", type=there)
-    @as_json
+    @json_option
     def show(path: Path, as_json: bool) -> None:
         """Tables, optimizer states, shards, sizes, versions and the step of the checkpoint at PATH.
 
         Reads the manifest alone; `verify` looks at the files.
         """
+        load_torch()
         from ..checkpoint import read_manifest
 
-        with one_line(ValueError, OSError):
+        with one_line(*_WRONG):
             found = _at(path)
             manifest = read_manifest(found)
         if as_json:
@@ -51,38 +65,45 @@ def add_ckpt(commands: click.Group) -> None:
 
     @ckpt.command()
     @click.argument("path", type=there)
-    @as_json
+    @json_option
     def verify(path: Path, as_json: bool) -> None:
         """Read all bytes of the checkpoint at PATH, or of every one in that folder, and compare their checksums.
 
         Ends with status 1, and a line for each thing that is wrong.
         """
+        load_torch()
         from ..checkpoint import verify as problems_of
 
-        with one_line(ValueError, OSError):
-            problems = {str(one): problems_of(one) for one in _all(path)}
+        problems: dict[str, list[str]] = {}
+        with one_line(*_WRONG), spinner(f"reading {path}") as tell:
+            for place in _all(path):
+                tell(f"reading all of {place}")
+                problems[str(place)] = problems_of(place)
         if as_json:
             print_json({one: {"good": not found, "problems": found} for one, found in problems.items()})
         else:
             for one, found in problems.items():
                 for line in found or [f"{one}: good"]:
                     click.echo(line)
-        sys.exit(1 if any(problems.values()) else 0)
+        sys.exit(NO if any(problems.values()) else FINE)
 
     @ckpt.command()
     @click.argument("a", type=there)
     @click.argument("b", type=there)
     @click.option("--any-plan", is_flag=True, help="Pass over differences of plans and numbers of ranks.")
-    @as_json
+    @json_option
     def diff(a: Path, b: Path, any_plan: bool, as_json: bool) -> None:
         """What checkpoints A and B do not share: tables, shapes, dtypes, plans, settings, and values, read in blocks.
 
         Ends with status 1 if there is anything.
         """
+        load_torch()
         from ..checkpoint import diff
 
-        with one_line(ValueError, OSError):
-            found = diff(_at(a), _at(b))
+        with one_line(*_WRONG):
+            places = _at(a), _at(b)
+            with spinner(f"comparing {places[0]} and {places[1]}"):
+                found = diff(*places)
         same = found.same_content if any_plan else not found
         if as_json:
             print_json({"same": same, "same_content": found.same_content, **found.as_json()})
@@ -91,7 +112,7 @@ def add_ckpt(commands: click.Group) -> None:
                 click.echo(line)
             if found and found.same_content:
                 click.echo("a model loads the same from both")
-        sys.exit(0 if same else 1)
+        sys.exit(FINE if same else NO)
 
     @ckpt.command()
     @click.argument("source", type=there)
@@ -101,28 +122,40 @@ def add_ckpt(commands: click.Group) -> None:
     @click.option(
         "--resplit", type=click.Choice(["mean"]), help="What becomes of numbers per row where columns are cut anew."
     )
-    @as_json
+    @json_option
     def reshard(
         source: Path, target: Path, world_size: int | None, plan: str | None, resplit: str | None, as_json: bool
     ) -> None:
         """Write the checkpoint at SOURCE into the folder TARGET, cut for other ranks; loading fits any plan without."""
+        load_torch()
         from ..checkpoint import reshard
+        from ..sharding.checkpoint.recut import STRATEGIES
 
-        with one_line(ValueError, OSError):
-            made = reshard(_at(source), target, world_size=world_size, plan=plan, resplit=resplit)
+        if plan is not None and plan not in STRATEGIES:
+            near = did_you_mean(plan, STRATEGIES) or f": there are {', '.join(STRATEGIES)}"
+            raise click.BadParameter(f"unknown strategy {plan!r}{near}", param_hint="--plan")
+        with one_line(*_WRONG):
+            place = _at(source)
+            with spinner(f"writing {place} into {target}"):
+                made = reshard(place, target, world_size=world_size, plan=plan, resplit=resplit)
         _made(made, as_json)
 
     @ckpt.command()
     @click.argument("path", type=there)
     @click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
     @click.option("--states", is_flag=True, help="Also the states of all optimizers.")
-    @as_json
+    @json_option
     def export(path: Path, target: Path, states: bool, as_json: bool) -> None:
         """Write the checkpoint at PATH as one safetensors file TARGET of whole tensors."""
+        # what is written first has another name, which no user knows
+        require_writable(target)
+        load_torch()
         from ..checkpoint import export
 
-        with one_line(ValueError, OSError):
-            made = export(_at(path), target, states=states)
+        with one_line(*_WRONG):
+            place = _at(path)
+            with spinner(f"writing {place} into {target}"):
+                made = export(place, target, states=states)
         _made(made, as_json)
 
 
@@ -179,26 +212,23 @@ def _shown(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _show(path: Path, manifest: Manifest) -> None:
-    from rich.table import Table
-
-    table = Table("table", "rows x columns", "dtype", "optimizer", "updates", "states", "shards", box=None)
-    table.add_column("MiB", justify="right")
+    table = table_of("table", right=("rows", "dim", "MiB"), last=("shards", "dtype", "optimizer", "states", "updates"))
     for name, one in manifest.tables.items():
-        size = f"{one.rows} x {one.dim}"
+        states = " ".join(_states(manifest, name)) or "-"
         table.add_row(
-            name, size, _dtype(one.dtype), one.rule or "-", str(one.steps), " ".join(_states(manifest, name)) or "-",
-            _cut(one), f"{_bytes(manifest, name) / _MIB:.1f}",
+            name, f"{one.rows:,}", str(one.dim), f"{_bytes(manifest, name) / _MIB:,.1f}", _cut(one),
+            _dtype(one.dtype), one.rule or "-", states, f"{one.steps:,}",
         )  # fmt: skip
     dense = _dense(manifest)
     elements = sum(math.prod(one.shape) for one in dense)
     whole = sum(one.bytes for one in manifest.files)
-    shown = console()
-    shown.print(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
-    shown.print(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
-    print_table(table)
-    shown.print(f"{len(dense)} dense tensors, {elements} elements; {len(manifest.files)} files, {whole / _MIB:.1f} MiB")
+    show_text(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
+    show_text(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    print_table(table, drop=("updates", "dtype", "states", "optimizer"))
+    files = f"{len(manifest.files)} files, {whole / _MIB:,.1f} MiB"
+    show_text(f"{len(dense)} dense tensors, {elements:,} elements; {files}")
     if manifest.extra:
-        shown.print(f"extra: {', '.join(manifest.extra)}")
+        show_text(f"extra: {', '.join(manifest.extra)}")
 
 
 def _states(manifest: Manifest, name: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .output import console, print_json
+from .output import FINE, NO, Finite, console, json_option, print_json, show
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,10 +34,10 @@ def add_doctor(commands: click.Group) -> None:
     @click.option("--device", metavar="NAME", help="Only cpu, cuda (every GPU) or cuda:0.  [default: all of them]")
     @click.option("--quick", is_flag=True, help="Measure nothing and run no op.")
     @click.option(
-        "--seconds", type=click.FloatRange(min=0, min_open=True), default=20.0, show_default=True,
+        "--seconds", type=Finite(min=0, min_open=True), default=20.0, show_default=True,
         help="For the self-test at most, compiling apart.",
     )  # fmt: skip
-    @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+    @json_option
     def doctor(device: str | None, quick: bool, seconds: float, as_json: bool) -> None:
         """Check this machine: versions, devices, bandwidths, links, every family of ops, what is tuned.
 
@@ -65,7 +65,7 @@ def add_doctor(commands: click.Group) -> None:
             print_json(document(sections, time.perf_counter() - begin))
         else:
             click.echo(_summary(sections, time.perf_counter() - begin))
-        sys.exit(1 if count(sections, PROBLEM) else 0)
+        sys.exit(NO if count(sections, PROBLEM) else FINE)
 
 
 def _chosen(device: str | None, present: list[str]) -> list[str]:
@@ -97,8 +97,8 @@ def _print(section: Section) -> None:
         if one.mend:
             text.append(f"\n-> {one.mend}", style="bold")
         table.add_row(Text(one.mark, style=STYLES[one.mark]), one.what, text)
-    to.print(Text(f"\n{section.name}", style="bold"))
-    to.print(table)
+    show(Text(f"\n{section.name}", style="bold"))
+    show(table)
 
 
 def _summary(sections: list[Section], seconds: float) -> str:

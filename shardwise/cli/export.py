@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from traceback import extract_tb
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from .output import console, one_line, print_table, table_of
+from .._names import did_you_mean
+from .factory import factory_named, failed
+from .output import json_option, load_torch, one_line, print_json, print_table, show, spinner, table_of
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +55,7 @@ def add_export(commands: click.Group) -> None:
     @click.option("--output-dtype", type=click.Choice(_OUTPUTS), default="fp32", help="Of lookups.", show_default=True)
     @click.option("--aoti", is_flag=True, help="Also compile it ahead of time, for this machine's processor.")
     @click.option("--force", is_flag=True, help="Replace the model that is in OUT_DIR.")
+    @json_option
     def export(
         folder: Path,
         factory: str,
@@ -67,6 +65,7 @@ def add_export(commands: click.Group) -> None:
         output_dtype: str,
         aoti: bool,
         force: bool,
+        as_json: bool,
     ) -> None:
         """Quantize a model's tables and write it into the folder OUT_DIR, which serves it.
 
@@ -75,12 +74,17 @@ def add_export(commands: click.Group) -> None:
         takes an argument, it gets the checkpoint's manifest. The weights of --checkpoint are loaded into the model, by
         the names that it had when it was saved.
         """
+        dtypes = _per_table(exceptions)
+        load_torch()
         from ..inference.folder import require_free
 
         with one_line(ValueError, TypeError, OSError, RuntimeError, LookupError):
             require_free(folder.absolute(), force=force)
-            dtypes = _per_table(exceptions)
-            _print(folder, *_export(folder, factory, checkpoint, (dtype, dtypes, output_dtype), aoti, force))
+            facts, before = _export(folder, factory, checkpoint, (dtype, dtypes, output_dtype), aoti, force)
+        if as_json:
+            print_json(_as_json(folder, facts, before))
+        else:
+            _print(folder, facts, before)
 
 
 def _export(
@@ -92,26 +96,22 @@ def _export(
     force: bool,
 ) -> tuple[ModelFacts, dict[str, int]]:
     """Do it step by step; also the bytes that each table had."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from ..inference import export_model, quantize_inference_model
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("reading the checkpoint" if checkpoint else "making the model")
+    with spinner("reading the checkpoint" if checkpoint else "making the model") as tell:
         manifest, weights = _checkpoint(checkpoint)
-        progress.update(task, description=f"making the model of {factory}")
-        model, signature, call = _made(_named(factory), factory, manifest)
+        tell(f"making the model of {factory}")
+        model, signature, call = _made(factory_named(factory), factory, manifest)
         if weights is not None:
             _load(model, weights)
         before = _trained_bytes(model)
-        progress.update(task, description="quantizing the tables")
+        tell("quantizing the tables")
         each, exceptions, output = dtypes
         if before:
             unknown = sorted(set(exceptions) - set(before))
             if unknown:
-                raise ValueError(f"--table-dtype names {unknown}; the tables are {sorted(before)}")
+                near = did_you_mean(unknown[0], before) or f"; the tables are {', '.join(sorted(before))}"
+                raise ValueError(f"--table-dtype names {unknown[0]!r}, which is no table{near}")
             model = quantize_inference_model(
                 model,
                 per_table_weight_dtype={name: _torch_dtype(one) for name, one in exceptions.items()},
@@ -124,7 +124,7 @@ def _export(
                 f"the model of {factory} has no float tables to quantize: --dtype, --table-dtype and --output-dtype"
                 " have no effect on it"
             )
-        progress.update(task, description=f"tracing{', compiling' if aoti else ''} and writing the model")
+        tell(f"tracing{', compiling' if aoti else ''} and writing the model")
         facts = export_model(model, folder, signature=signature, call=call, compiled=aoti, force=force)
     return facts, before
 
@@ -140,41 +140,6 @@ def _checkpoint(path: Path | None) -> tuple[Manifest | None, dict[str, torch.Ten
     if found != path:
         click.echo(f"{found.name} is the newest good checkpoint of {path}", err=True)
     return read_manifest(found), full_state_dict(found)
-
-
-def _named(text: str) -> Callable[..., Any]:
-    """The function that MODULE:FACTORY or FILE.py:FACTORY names.
-
-    Raises:
-        ValueError: there is none; says what is missing.
-    """
-    module, colon, name = text.rpartition(":")
-    if not colon or not module or not name:
-        raise ValueError(f"--model {text}: write MODULE:FACTORY or FILE.py:FACTORY")
-    path = Path(module) if module.endswith(".py") else None
-    if path is not None and not path.is_file():
-        raise ValueError(f"--model {text}: there is no file {module}")
-    # as `python -m` and `python FILE.py` do
-    sys.path.insert(0, "." if path is None else str(path.absolute().parent))
-    try:
-        found = getattr(import_module(module) if path is None else _imported(path), name, None)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--model {text}: {error}") from error
-    except Exception as error:
-        raise _failed(text, error) from error
-    if not callable(found):
-        raise ValueError(f"--model {text}: {module} has no function {name}")
-    return found  # type: ignore[no-any-return]
-
-
-def _imported(path: Path) -> ModuleType:
-    """The module that a file is, also where another one has its name."""
-    spec = spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _made(factory: Callable[..., Any], text: str, manifest: Manifest | None) -> _Made:
@@ -195,20 +160,13 @@ def _made(factory: Callable[..., Any], text: str, manifest: Manifest | None) -> 
         if isinstance(found, PredictFactory):
             return _Made(*parts_of(found, None, None))
     except Exception as error:
-        raise _failed(text, error) from error
+        raise failed(text, error) from error
     if isinstance(found, tuple) and len(found) in (2, 3):
         return _Made(*found)
     raise TypeError(
         f"{text} returned a {type(found).__name__}: it must return (model, signature), (model, signature, call) or a"
         " PredictFactory"
     )
-
-
-def _failed(text: str, error: Exception) -> ValueError:
-    """What to say of an error in the user's own code: what it is and, if the message does not say it, where."""
-    frame = extract_tb(error.__traceback__)[-1]
-    place = "" if isinstance(error, SyntaxError) else f" ({frame.filename}:{frame.lineno})"
-    return ValueError(f"--model {text}: {type(error).__name__}: {error}{place}")
 
 
 def _load(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
@@ -232,12 +190,15 @@ def _trained_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def _per_table(exceptions: tuple[str, ...]) -> dict[str, str]:
-    """TABLE=DTYPE, by table; ValueError for anything else."""
+    """TABLE=DTYPE, by table; a usage error for anything else."""
     found = {}
     for text in exceptions:
         name, equals, dtype = text.rpartition("=")
         if not equals or dtype not in _DTYPES:
-            raise ValueError(f"--table-dtype {text}: write TABLE=DTYPE, DTYPE one of {', '.join(_DTYPES)}")
+            near = did_you_mean(dtype, _DTYPES) if equals else ""
+            raise click.BadParameter(
+                f"{text!r}: write TABLE=DTYPE, DTYPE one of {', '.join(_DTYPES)}{near}", param_hint="--table-dtype"
+            )
         found[name] = dtype
     return found
 
@@ -256,10 +217,24 @@ def _print(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> None:
     for one in facts.tables:
         table.add_row(one.name, f"{one.rows} x {one.dim}", one.format, *_sizes(was[one.name], one.bytes))
     table.add_row("all tables", "", "", *_sizes(sum(was.values()), sum(one.bytes for one in facts.tables)))
-    shown = console()
     print_table(table)
-    shown.print(f"{folder}: {', '.join(f'{file.name} {decimal(file.bytes)}' for file in facts.files)}")
-    shown.print(f"takes {_inputs(facts)}; gives {', '.join(one.name for one in facts.outputs)}")
+    show(f"{folder}: {', '.join(f'{file.name} {decimal(file.bytes)}' for file in facts.files)}")
+    show(f"takes {_inputs(facts)}; gives {', '.join(one.name for one in facts.outputs)}")
+
+
+def _as_json(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> dict[str, Any]:
+    """What was written, for programs; sizes in bytes."""
+    return {
+        "path": str(folder),
+        "tables": [
+            {"name": one.name, "rows": one.rows, "dim": one.dim, "format": one.format,
+             "bytes_before": before.get(one.name, one.fp32_bytes), "bytes": one.bytes}
+            for one in facts.tables
+        ],
+        "files": {file.name: file.bytes for file in facts.files},
+        "dense": [*facts.dense], "features": [one.name for one in facts.features], "weighted": facts.weighted,
+        "outputs": [one.name for one in facts.outputs],
+    }  # fmt: skip
 
 
 def _sizes(before: int, after: int) -> tuple[str, str, str]:

@@ -31,7 +31,12 @@ _NOT_ONE_OF = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*") is not (?:one
 # of an option its names, and what click says of its value in brackets
 _NAMES = re.compile(r"(?<![\w|-])--?[a-z][\w-]*")
 _FACTS = re.compile(r"\[[^\[\]]*\]$")
-_COMPLETION = """\b
+_EPILOG = """\b
+Status of every command:
+  0 fine; 1 the answer is no: differs, fails, is missing;
+  2 wrong arguments or files; 130 after Ctrl-C
+
+\b
 Completion in bash (zsh: zsh_source):
   eval "$(_SHARDWISE_COMPLETE=bash_source shardwise)"
 """
@@ -185,7 +190,7 @@ class Commands(Group):
         super().__init__(
             "shardwise",
             help="Sharded embedding tables for PyTorch recommender models.",
-            epilog=_COMPLETION,
+            epilog=_EPILOG,
             context_settings={
                 "help_option_names": ["-h", "--help"], "max_content_width": _WIDEST, "color": colour,
             },

@@ -17,7 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import needs_checkout, print_table, progress, require_writable, table_of
+from .._names import did_you_mean, did_you_mean_of
+from .output import (
+    FINE,
+    NO,
+    Writing,
+    Wrong,
+    json_option,
+    load_torch,
+    needs_checkout,
+    out_option,
+    print_json,
+    print_table,
+    progress,
+    require_writable,
+    table_of,
+)
 from .tune import add_autotune
 
 if TYPE_CHECKING:
@@ -25,6 +40,8 @@ if TYPE_CHECKING:
     from ..perf.compile.compiled import Report
     from ..perf.gpu.cases.runs import Missing, Outcome
     from ..perf.gpu.launches import Cut
+
+_LIKE = "'pooled_lookup D=128 fp32'"
 
 
 def add_kernels(commands: click.Group) -> None:
@@ -41,7 +58,10 @@ def add_kernels(commands: click.Group) -> None:
     @click.option("--changed", is_flag=True, help="Only kernels that have not passed as they are now on this Triton.")
     @click.option("--record", is_flag=True, help="Write into perf/compile/checked.json which passed on this Triton.")
     @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes.", show_default=True)
-    def check(targets: tuple[str, ...], kernel: str, candidates: bool, changed: bool, record: bool, jobs: int) -> None:
+    @json_option
+    def check(
+        targets: tuple[str, ...], kernel: str, candidates: bool, changed: bool, record: bool, jobs: int, as_json: bool
+    ) -> None:
         """Compile every kernel as launches ask for it and as tuned files say, without a GPU.
 
         Prints a line for each case and target: registers of a thread, spilled bytes, bytes of shared memory, barriers,
@@ -51,6 +71,7 @@ def add_kernels(commands: click.Group) -> None:
         row that is gathered late, and others (perf/compile/checks.py). Works on a checkout alone.
         """
         needs_checkout("kernels check")
+        load_torch()
         from ..kernels._op import HAS_TRITON, INTERPRETED, triton
         from ..perf.compile import checked
         from ..perf.compile.cases import cases
@@ -69,7 +90,7 @@ def add_kernels(commands: click.Group) -> None:
             # also before a check of some minutes that ends with writing it
             table = checked.read_table() if changed or record else {}
         except ValueError as error:
-            raise click.ClickException(str(error)) from None
+            raise Wrong(str(error)) from None
         launched = [*cases(), *tuned_cases()]
         # of what is compiled now, whatever becomes of the files meanwhile
         asked = checked.fingerprints(launched)
@@ -77,20 +98,24 @@ def add_kernels(commands: click.Group) -> None:
         more = candidate_cases() if candidates else []
         chosen = [case for case in (*known, *more) if kernel in case.name]
         if not any(kernel in case.name for case in (*launched, *more)):
-            raise click.UsageError(f"no case has {kernel!r} in its name; names are like 'pooled_lookup D=128 fp32'")
+            near = did_you_mean_of(kernel, (case.name for case in (*launched, *more)))
+            raise click.UsageError(
+                f"no case has {kernel!r} in its name{near or '; names are like '}{'' if near else _LIKE}"
+            )
         if not chosen:
             those = f"every kernel with {kernel!r} in its name" if kernel else "every kernel"
-            print(f"{those} passed on triton {triton.__version__} as it is now")
-        broken = _check(chosen, targets or [*TARGETS], jobs) if chosen else []
+            click.echo(f"{those} passed on triton {triton.__version__} as it is now", err=as_json)
+        broken = _check(chosen, targets or [*TARGETS], jobs, as_json)
         if record:
             failing = {checked.group(case) for case in broken}
             checked.record({name: found for name, found in asked.items() if name not in failing}, triton.__version__)
-        sys.exit(1 if broken else 0)
+        sys.exit(NO if broken else FINE)
 
     @kernels.command()
     @click.option("--target", "targets", multiple=True, callback=_known, metavar="NAME", help="Default: four of them.")
     @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes.", show_default=True)
-    def registers(targets: tuple[str, ...], jobs: int) -> None:
+    @json_option
+    def registers(targets: tuple[str, ...], jobs: int, as_json: bool) -> None:
         """Print what typical kernels take and wait for, compiled without a GPU, as a table of Markdown.
 
         Registers of a thread on each target; then, on the first of them, spilled bytes, bytes of shared memory,
@@ -99,6 +124,7 @@ def add_kernels(commands: click.Group) -> None:
         checkout alone.
         """
         needs_checkout("kernels registers")
+        load_torch()
         from ..kernels._op import HAS_TRITON, INTERPRETED, triton
         from ..perf.compile.cases import cases
         from ..perf.compile.compiled import TYPICAL, WHOLE
@@ -110,19 +136,28 @@ def add_kernels(commands: click.Group) -> None:
             raise click.ClickException(
                 f"no case is called {unknown[0]!r} any more: correct TYPICAL in perf/compile/compiled.py"
             )
-        print(f"triton {triton.__version__}\n")
-        _print_registers([named[name] for name in TYPICAL], targets or WHOLE, jobs)
+        typical, asked = [named[name] for name in TYPICAL], targets or WHOLE
+        if as_json:
+            tasks = [(case, target) for case in typical for target in asked]
+            found = [(*task, report) for task, report in zip(tasks, _compiled(tasks, jobs), strict=True)]
+            print_json({"triton": triton.__version__, "cases": [_report_json(*one) for one in found]})
+        else:
+            print(f"triton {triton.__version__}\n")
+            _print_registers(typical, asked, jobs)
 
-    @kernels.command()
+    @kernels.command(cls=Writing)
     @click.option("--kernel", default="", metavar="TEXT", help="Only cases with this in their name or their kernels'.")
     @click.option("--all", "every", is_flag=True, help="Every rule, dtype, format and odd batch; then each barrier.")
     @click.option(
         "--barriers/--no-barriers", default=None, help="Take each barrier out in turn.  [default: with --all]"
     )
     @click.option("--shuffle", is_flag=True, help="Programs of a launch in another order than the grid's.")
-    @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all of it here.")
+    @out_option("Write all of it")
     @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes.", show_default=True)
-    def run(kernel: str, every: bool, barriers: bool | None, shuffle: bool, file: Path | None, jobs: int) -> None:
+    @json_option
+    def run(
+        kernel: str, every: bool, barriers: bool | None, shuffle: bool, out: Path | None, jobs: int, as_json: bool
+    ) -> None:
         """Run every kernel as compiled for sm_90, without a GPU, and compare what it gives with its reference.
 
         Ops of the library run end to end on small inputs: each launch is compiled as on a GPU, and its PTX is executed,
@@ -138,8 +173,9 @@ def add_kernels(commands: click.Group) -> None:
         alone.
         """
         needs_checkout("kernels run")
-        if file is not None:
-            require_writable(file)
+        if out is not None:
+            require_writable(out)
+        load_torch()
         from ..kernels._op import HAS_TRITON, INTERPRETED
 
         if not HAS_TRITON:
@@ -152,19 +188,23 @@ def add_kernels(commands: click.Group) -> None:
         chosen = runs.select(kernel, every)
         if not chosen:
             where = "no case" if every else "no usual case"
-            raise click.UsageError(
-                f"{where} has {kernel!r} in its name or in its kernels'; names are like 'pooled lookup, D=128' and"
-                " 'update.update'; --all has more"
-            )
+            there = runs.select("", every)
+            near = did_you_mean_of(kernel, (name for case in there for name in (case.name, *case.kernels)))
+            like = "; names are like 'pooled lookup, D=128' and 'update.update'; --all has more"
+            raise click.UsageError(f"{where} has {kernel!r} in its name or in its kernels'{near or like}")
         try:
             ran, cut = _run([case.name for case in chosen], every if barriers is None else barriers, shuffle, jobs)
         except RuntimeError as error:
             raise click.ClickException(f"a process ended: {error}; --jobs 1 shows where") from None
         command = f"shardwise kernels run{f' --kernel {kernel!r}' * bool(kernel)}{' --all' * every}"
         found = runs.document(ran, cut, command + " --shuffle" * shuffle, perf_counter() - begin)
-        if file is not None:
-            file.write_text(json.dumps(found, indent=1) + "\n")
-        sys.exit(_report(found, runs.unexplained(cut)))
+        if out is not None:
+            out.write_text(json.dumps(found, indent=1) + "\n")
+        unexplained = runs.unexplained(cut)
+        if as_json:
+            print_json({**found, "unexplained": [vars(one) for one in unexplained]})
+            sys.exit(NO if found["wrong"] or unexplained else FINE)
+        sys.exit(_report(found, unexplained))
 
     add_autotune(kernels)
 
@@ -177,25 +217,39 @@ def _known(context: click.Context, parameter: click.Parameter, names: tuple[str,
     from ..perf.compile.compiled import TARGETS
 
     if unknown := [name for name in names if name not in TARGETS]:
-        raise click.BadParameter(f"{unknown[0]!r} is not one of {', '.join(map(repr, TARGETS))}.")
+        near = did_you_mean(unknown[0], TARGETS)
+        raise click.BadParameter(f"{unknown[0]!r} is not one of {', '.join(map(repr, TARGETS))}{near or '.'}")
     return names
 
 
-def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int) -> list[Case]:
-    """Compile and print; cases that break a promise."""
-    from ..kernels._op import triton
-    from ..perf.compile.checks import broken_promises
-    from ..perf.compile.compiled import compile_all, has_case
+def _compiled(tasks: Sequence[tuple[Case, str]], jobs: int) -> list[Report | str]:
+    """What comes of each case and target, with a bar."""
+    from ..perf.compile.compiled import compile_all
 
-    tasks = [(case, target) for case in cases for target in targets if has_case(target, case)]
     found: dict[int, Report | str] = {}
     with progress("compiling", len(tasks)) as tell:
         for place, report in compile_all(tasks, jobs):
             found[place] = report
             tell(advance=1)
-    reports = [(*tasks[place], found[place]) for place in range(len(tasks))]
-    _print_reports(reports)
+    return [found[place] for place in range(len(tasks))]
+
+
+def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int, as_json: bool) -> list[Case]:
+    """Compile and print; cases that break a promise."""
+    from ..kernels._op import triton
+    from ..perf.compile.checks import broken_promises
+    from ..perf.compile.compiled import has_case
+
+    tasks = [(case, target) for case in cases for target in targets if has_case(target, case)]
+    reports = [(*task, report) for task, report in zip(tasks, _compiled(tasks, jobs) if tasks else [], strict=True)]
     broken = broken_promises(reports)
+    if as_json:
+        told = [{"case": case.name, "target": target, "broken": sentence} for case, target, sentence in broken]
+        compiled_cases = [_report_json(*one) for one in reports]
+        print_json({"triton": triton.__version__, "cases": compiled_cases, "broken": told})
+    if as_json or not tasks:
+        return [case for case, _, _ in broken]
+    _print_reports(reports)
     for case, target, sentence in broken:
         print(f"{case.name} on {target}: {sentence}")
     compiled = f"{len(tasks)} cases and targets compiled by triton {triton.__version__}"
@@ -204,10 +258,7 @@ def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int) -> list[Cas
 
 
 def _print_registers(cases: Sequence[Case], targets: Sequence[str], jobs: int) -> None:
-    from ..perf.compile.compiled import compile_all
-
-    tasks = [(case, target) for case in cases for target in targets]
-    found = dict(compile_all(tasks, jobs))
+    found = _compiled([(case, target) for case in cases for target in targets], jobs)
     # the first target that has all the numbers
     main = next((place for place, target in enumerate(targets) if target.startswith("sm_9")), 0)
     spilled = f"spilled on {targets[main]}"
@@ -224,6 +275,15 @@ def _print_registers(cases: Sequence[Case], targets: Sequence[str], jobs: int) -
         print(f"| {' | '.join(map(str, [case.name, *registers, *numbers, *wide]))} |")
 
 
+def _report_json(case: Case, target: str, report: Report | str) -> dict[str, Any]:
+    """A case compiled for a target, for programs; accesses as [what, bytes of a thread, how many]."""
+    named = {"case": case.name, "target": target}
+    if isinstance(report, str):
+        return {**named, "error": report}
+    accesses = [[what, size, number] for (what, size), number in report.accesses.items()]
+    return {**named, **vars(report), "accesses": accesses}
+
+
 def _print_reports(reports: Sequence[tuple[Case, str, Report | str]]) -> None:
     numbers = ("registers", "spilled", "shared", "barriers", "waits", "in turn")
     table = table_of("case", "target", right=numbers, last=("loads", "stores"))
@@ -232,7 +292,7 @@ def _print_reports(reports: Sequence[tuple[Case, str, Report | str]]) -> None:
             sizes = (report.registers, report.spills, report.shared_bytes, report.barriers)
             cells = (*sizes, report.waits, report.long_waits)
             table.add_row(case.name, target, *map(str, cells), _accesses(report, "load"), _accesses(report, "store"))
-    print_table(table)
+    print_table(table, drop=("stores", "loads", "in turn", "waits", "barriers"))
 
 
 def _accesses(report: Report, what: str, least: int = 1) -> str:
@@ -276,7 +336,7 @@ def _report(found: dict[str, Any], unexplained: Sequence[Cut]) -> int:
             "; ".join(f"{value:.1e} {kind}" if value else kind for kind, value in entry["differences"].items()),
             _least(entry["sector_share"]),
         )  # fmt: skip
-    print_table(table)
+    print_table(table, drop=("least of its sectors", "instructions", "launches"))
     for one in unexplained:
         print(f"{one.kernel}: nothing reports that barrier {one.barrier} of program {one.variant} is missing")
     for sentence in found["wrong"]:
@@ -289,7 +349,7 @@ def _report(found: dict[str, Any], unexplained: Sequence[Cut]) -> int:
             if found["barriers"][kind]:
                 total += f", {found['barriers'][kind]} {kind}"
     print(f"{total}: {f'{wrong} things are wrong' if wrong else 'no fault, every result as close as it must be'}")
-    return 1 if wrong else 0
+    return NO if wrong else FINE
 
 
 def _least(shares: dict[str, float]) -> str:

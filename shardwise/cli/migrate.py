@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -16,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._version import how_to_install
-from .output import print_json, progress
+from .output import FINE, NO, WRONG, console, json_option, print_json, progress, show
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
     from rich.table import Table
     from rich.text import Text
 
@@ -47,7 +46,7 @@ def add_migrate(commands: click.Group) -> None:
     @click.option("--diff", is_flag=True, help="Print what --write would change, for `patch -p0`.")
     @click.option("--write", is_flag=True, help="Rewrite the imports in the files.")
     @click.option("-v", "--verbose", is_flag=True, help="Say what shardwise does instead, and name every place.")
-    @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+    @json_option
     def migrate(paths: tuple[Path, ...], diff: bool, write: bool, verbose: bool, as_json: bool) -> None:
         """What the programs PATHS take from TorchRec: what works, behaves otherwise, or is missing.
 
@@ -76,7 +75,7 @@ def add_migrate(commands: click.Group) -> None:
             _tell(f"{_seen(str(problem.path))}:{problem.place and f'{problem.place}:'} {problem.message}")
         if diff:
             _tell(_summary(report, "to rewrite"))
-        sys.exit(2 if report.problems else 1 if report.counts.missing else 0)
+        sys.exit(WRONG if report.problems else NO if report.counts.missing else FINE)
 
 
 def _read(paths: Sequence[Path], write: bool) -> Report:
@@ -173,9 +172,8 @@ def _print_coloured(text: str) -> None:
 
 
 def _print(report: Report, verbose: bool) -> None:
-    out = _console()
     using = [file for file in report.files if file.counts.names]
-    tables = [_names_table(report, out.width, verbose)] if report.findings else []
+    tables = [_names_table(report, console().width, verbose)] if report.findings else []
     if report.differences:
         from ..migration.differences import WORDS
 
@@ -186,9 +184,9 @@ def _print(report: Report, verbose: bool) -> None:
     if len(using) > 1:
         tables.append(_files_table(using))
     for table in tables:
-        _show(out, table)
-        out.print()
-    _show(out, _text(_summary(report, "rewritten" if report.written else "to rewrite")))
+        show(table)
+        click.echo()
+    show(_text(_summary(report, "rewritten" if report.written else "to rewrite")))
 
 
 def _names_table(report: Report, width: int, verbose: bool) -> RenderableType:
@@ -294,14 +292,6 @@ def _where(places: Sequence[tuple[Path, Use]], verbose: bool) -> str:
     return "\n".join(shown)
 
 
-def _show(out: Console, what: RenderableType) -> None:
-    """Print without the blanks that fill a table to its width."""
-    with out.capture() as printed:
-        out.print(what)
-    for line in printed.get().splitlines():
-        click.echo(line.rstrip(), color=out.is_terminal or None)
-
-
 def _text(text: str, style: str = "") -> Text:
     """Text for a table, in which no bracket is markup and no character a command to the terminal."""
     from rich.text import Text
@@ -315,14 +305,5 @@ def _seen(text: str) -> str:
 
 def _tell(text: str) -> None:
     """A line on stderr, whole where that is a file or a pipe."""
-    err = _console(stderr=True)
+    err = console(stderr=True)
     err.print(_text(text), soft_wrap=not err.is_terminal)
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False, stderr=stderr)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 160
-    return console

@@ -1,33 +1,57 @@
-"""What the commands have in common: errors as one line, JSON, tables that fit the terminal, bars on stderr."""
+"""What the commands have in common: errors as one line, JSON, tables that fit the terminal, bars on stderr.
+
+A command ends with status `FINE`; with `NO` where that is its answer: things differ, a promise is broken, a check
+fails, a name is missing; with `WRONG` for arguments and files that are no good. help.py ends it with 130 after Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from .._version import in_checkout
+from .help import Command
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.table import Table
 
+FINE, NO, WRONG = 0, 1, 2
 # of a file or a pipe; of a terminal that does not say
 _FILE_COLUMNS, _TERMINAL_COLUMNS = 160, 80
 # what a column that folds must keep
 _READABLE = 16
+# of what takes no longer nothing is shown
+_QUICK_S = 1.0
+_BLANKS = re.compile(r"(?: |\x1b\[[\d;]*m)+$")
 
 
 class Wrong(click.ClickException):
     """A file or an argument that is no good: one line, and status 2."""
 
-    exit_code = 2
+    exit_code = WRONG
+
+
+class Finite(click.FloatRange):
+    """A number within a range; "nan" and "inf" are none, which no range of click's keeps out."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number.", param, ctx)
+        return number
 
 
 def needs_checkout(command: str) -> None:
@@ -50,24 +74,84 @@ def require_writable(path: Path) -> None:
 
 
 @contextmanager
-def one_line(*kinds: type[Exception], told_as: type[click.ClickException] = click.ClickException) -> Iterator[None]:
+def one_line(*kinds: type[Exception], told_as: type[click.ClickException] = Wrong) -> Iterator[None]:
     """Errors of these kinds are one line and a status, not a traceback."""
     try:
         yield
     except kinds as error:
-        # the text of a KeyError is in quotes
-        text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        raise told_as(str(text)) from error
+        # the text of a KeyError is in quotes, that of an OSError has a number before it
+        text: object = error.args[0] if isinstance(error, KeyError) and error.args else error
+        if isinstance(error, OSError) and error.strerror and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        # a library's sentence may have lines of its own
+        raise told_as("; ".join(line.strip() for line in str(text).splitlines() if line.strip())) from error
 
 
 def print_json(data: Any, indent: int = 2) -> None:
-    """JSON, for programs."""
-    click.echo(json.dumps(data, indent=indent))
+    """The one document of `--json`. JSON has no word for NaN and infinity: they are null."""
+    click.echo(json.dumps(_in_json(data), indent=indent, allow_nan=False, default=str))
+
+
+def _in_json(data: Any) -> Any:
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    if isinstance(data, Mapping):
+        return {key: _in_json(value) for key, value in data.items()}
+    return [*map(_in_json, data)] if isinstance(data, (list, tuple)) else data
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--json`, the argument `as_json`: one document on stdout and nothing else there."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(command)
+
+
+class Writing(Command):
+    """A command of options alone with `--out FILE` beside `--json`; `--json FILE`, its first name, is taken for it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        named = []
+        for place, word in enumerate(args):
+            option, equals, file = word.partition("=")
+            followed = equals or (place + 1 < len(args) and not args[place + 1].startswith("-"))
+            named.append(f"--out{equals}{file}" if option == "--json" and followed else word)
+        return super().parse_args(ctx, named)
+
+
+def out_option(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--out FILE`, the argument `out`, for a command of the class `Writing`."""
+    path = click.Path(dir_okay=False, path_type=Path)
+    return click.option("--out", type=path, help=f"{what}; scripts may say --json FILE.")
+
+
+def load_torch() -> None:
+    """Import torch, which takes seconds; on a terminal stderr says so meanwhile.
+
+    Raises:
+        Wrong: it does not import.
+    """
+    if "torch" in sys.modules:
+        return
+    with waiting("importing torch"):
+        try:
+            import_module("torch")
+        except (ImportError, OSError) as error:
+            why = " ".join(f"{error}".split())[:300]
+            raise Wrong(f"torch does not import: {why}; `shardwise doctor` says more") from None
+
+
+@contextmanager
+def waiting(doing: str) -> Iterator[None]:
+    """A line on a terminal's stderr that is there while something is done; elsewhere nothing."""
+    shown = sys.stderr.isatty()
+    if shown:
+        sys.stderr.write(f"{doing} ...")
+        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if shown:
+            sys.stderr.write(f"\r{'':{len(doing) + 4}}\r")
+            sys.stderr.flush()
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -131,10 +215,24 @@ def print_table(table: Table, *, drop: Sequence[str] = ()) -> None:
         if len(kept) < len(table.columns):
             left_out.append(name)
             table.columns = kept
-    shown.print(table)
+    show(table)
     if left_out:
         names = ", ".join(left_out)
         click.echo(f"columns left out, for there is no room: {names}; COLUMNS=160 shows more", err=True)
+
+
+def show(what: RenderableType) -> None:
+    """Print what rich can without the blanks that fill it to its width."""
+    out = console()
+    with out.capture() as printed:
+        out.print(what)
+    for line in printed.get().splitlines():
+        click.echo(_trimmed(line), color=out.is_terminal or None)
+
+
+def _trimmed(line: str) -> str:
+    """A line without blanks at its end, which may lie before the end of a colour."""
+    return _BLANKS.sub(lambda found: found[0].replace(" ", ""), line)
 
 
 def _least(table: Table, shown: Console) -> int:
@@ -147,8 +245,53 @@ def _least(table: Table, shown: Console) -> int:
 
 
 @contextmanager
+def spinner(doing: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr with what is being done, which a call changes, and for how long; gone in the end.
+
+    It comes after a second, and only on a terminal. It turns in a thread, so nothing may fork beside it.
+    """
+    to = console(stderr=True)
+    if not to.is_terminal:
+        yield lambda _: None
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    shown = Progress(*columns, console=to, transient=True)
+    # beside what is being done the spinner and the time
+    room = max(8, to.width - 12)
+    task = shown.add_task(doing[:room], total=None)
+    late = threading.Timer(_QUICK_S, shown.start)
+    late.daemon = True
+    late.start()
+    try:
+        yield lambda text: shown.update(task, description=text[:room])
+    finally:
+        late.cancel()
+        late.join()
+        shown.stop()
+
+
+@contextmanager
+def told_warnings() -> Iterator[list[str]]:
+    """What warns inside is a line each on stderr, once, after all of it; yields the lines, which it fills then."""
+    lines: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", category=UserWarning)
+        try:
+            yield lines
+        finally:
+            meant = (str(one.message) for one in caught if issubclass(one.category, UserWarning))
+            lines += dict.fromkeys(" ".join(text.split()) for text in meant)
+            mark = click.style("Warning:", fg="yellow", bold=True)
+            context = click.get_current_context(silent=True)
+            for line in lines:
+                click.echo(f"{mark} {line}", err=True, color=context.color if context is not None else None)
+
+
+@contextmanager
 def progress(doing: str, total: float | None = None, *, unit: str = "") -> Iterator[Callable[..., None]]:
-    """A bar on stderr; what it yields changes it, by the arguments of rich's `Progress.update`.
+    """A bar on a terminal's stderr while it lasts; what it yields changes it, as rich's `Progress.update` does.
 
     With `unit="bytes"` the numbers beside it are sizes.
     """
@@ -164,7 +307,8 @@ def progress(doing: str, total: float | None = None, *, unit: str = "") -> Itera
 
     done: ProgressColumn = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), done, TimeRemainingColumn())
+    to = console(stderr=True)
     # no refreshing thread: processes are forks of this one
-    with Progress(*columns, console=console(stderr=True), auto_refresh=False) as shown:
+    with Progress(*columns, console=to, auto_refresh=False, transient=True, disable=not to.is_terminal) as shown:
         task = shown.add_task(doing, total=total)
         yield lambda **change: shown.update(task, refresh=True, **change)

@@ -5,16 +5,35 @@ Needs the extra `perf`.
 
 from __future__ import annotations
 
-import math
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import Wrong, console, needs_checkout, print_table, require_writable, table_of
+from .output import (
+    FINE,
+    NO,
+    WRONG,
+    Finite,
+    Writing,
+    Wrong,
+    json_option,
+    load_torch,
+    needs_checkout,
+    out_option,
+    print_json,
+    print_table,
+    progress,
+    require_writable,
+    show,
+    table_of,
+)
 
 if TYPE_CHECKING:
     from ..perf.counts.baseline import Found
@@ -32,7 +51,7 @@ def add_perf(commands: click.Group) -> None:
     def perf() -> None:
         """Measure shardwise on this machine, and compare what was measured."""
 
-    @perf.command()
+    @perf.command(cls=Writing)
     @click.option(
         "--suite", "suites", multiple=True, metavar="NAME", help="cpu, cuda, full, ebc, operations; may repeat."
     )
@@ -44,22 +63,25 @@ def add_perf(commands: click.Group) -> None:
     @click.option("--threads", type=click.IntRange(1, 1024), help="Threads of the CPU.  [default: one for each core]")
     @click.option(
         "--limit-s",
-        type=click.FloatRange(1),
-        callback=_finite,
+        type=Finite(1),
         default=480.0,
         show_default=True,
         help="No case begins later.",
     )
-    @click.option("--memory-gib", type=click.FloatRange(0.1), callback=_finite, help="That tables of a case may take.")
+    @click.option("--memory-gib", type=Finite(0.1), help="That tables of a case may take.")
     @click.option("--list", "listing", is_flag=True, help="Print the cases and measure nothing.")
-    @click.option("--json", "out", type=target, help="Write what was measured; `report` and `compare` read it.")
+    @out_option("Write what was measured; `report` and `compare` read it")
     @click.option("--html", type=target, help="Write the page of `report` as well.")
-    def run(out: Path | None, listing: bool, suites: tuple[str, ...], device: str, only: str, **how: Any) -> None:
+    @json_option
+    def run(
+        out: Path | None, listing: bool, suites: tuple[str, ...], device: str, only: str, as_json: bool, **how: Any
+    ) -> None:
         """Check cases, then time ours beside torch and other peers; a table.
 
         Ends with status 1 if a case fails: it raises, or its result is not that of its reference; it is not timed then.
         Also if nothing was measured; with 130 after Ctrl-C, what was measured until then being written.
         """
+        load_torch()
         import torch
 
         from ..perf.suite.case import chosen
@@ -67,25 +89,25 @@ def add_perf(commands: click.Group) -> None:
 
         if device == "cuda" and not torch.cuda.is_available():
             raise click.UsageError("--device cuda: torch sees no CUDA device here")
-        if out is None and not listing:
-            raise click.UsageError("where should the measurements go? --json FILE")
+        if out is None and not listing and not as_json:
+            raise click.UsageError("where should the measurements go? --out FILE, or --json")
         try:
             cases = chosen(CASES, suites or (device,), device, only)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
-        if listing:
+        if listing and as_json:
+            print_json([{"group": case.group, "name": case.name} for case in cases])
+        elif listing:
             click.echo("\n".join(f"{case.group}: {case.name}" for case in cases))
-            return
-        assert out is not None
-        sys.exit(_run(cases, suites or (device,), device, out, **how))
+        else:
+            sys.exit(_run(cases, suites or (device,), device, out, as_json, **how))
 
     @perf.command()
     @click.argument("base", type=file)
     @click.argument("new", type=file)
     @click.option(
         "--at-least",
-        type=click.FloatRange(0),
-        callback=_finite,
+        type=Finite(0),
         default=5.0,
         show_default=True,
         help="Percent that count.",
@@ -93,15 +115,15 @@ def add_perf(commands: click.Group) -> None:
     @click.option(
         "--iqr",
         "iqrs",
-        type=click.FloatRange(0),
-        callback=_finite,
+        type=Finite(0),
         default=3.0,
         show_default=True,
         help="IQRs that count.",
     )
     @click.option("--only", default="", metavar="REGEX", help="Only cases with this in 'group: name'.")
     @click.option("--force", is_flag=True, help="Compare also what was measured on another device.")
-    def compare(base: Path, new: Path, at_least: float, iqrs: float, only: str, force: bool) -> None:
+    @json_option
+    def compare(base: Path, new: Path, at_least: float, iqrs: float, only: str, force: bool, as_json: bool) -> None:
         """Name the cases that are slower in NEW than in BASE; ends with status 1 if there are any.
 
         Slower means by more than the larger of --at-least percent and --iqr times the range between the quartiles of
@@ -116,33 +138,43 @@ def add_perf(commands: click.Group) -> None:
         if refused and not force:
             raise click.UsageError(f"{refused}; --force compares them all the same")
         found = comparing.compare(before, after, at_least, iqrs, only)
-        click.echo("\n".join(compared(found)))
-        # 2: nothing was compared
-        sys.exit(1 if not found.good else 0 if found.judged else 2)
+        if as_json:
+            print_json({"good": found.good, "judged": found.judged, **asdict(found)})
+        else:
+            for line in compared(found):
+                show(line)
+        # nothing was compared: these are the wrong files
+        sys.exit(NO if not found.good else FINE if found.judged else WRONG)
 
     @perf.command()
     @click.argument("files", type=file, nargs=-1, required=True)
     @click.option("--html", type=target, help="Write a page that a browser shows, without scripts.")
-    def report(files: tuple[Path, ...], html: Path | None) -> None:
+    @json_option
+    def report(files: tuple[Path, ...], html: Path | None, as_json: bool) -> None:
         """Show what was measured: a table, of several files side by side."""
+        from ..perf.suite.report import as_data
         from ..perf.suite.report_html import page
 
         stored = _loaded(files)
         if html is not None:
             require_writable(html)
-        _show(stored)
+        if as_json:
+            print_json(as_data(stored))
+        else:
+            _show(stored)
         if html is not None:
             html.write_text(page(stored), encoding="utf-8")
 
-    @perf.command()
+    @perf.command(cls=Writing)
     @click.option("--only", default="", metavar="REGEX", help="Only steps whose name this is found in.")
     @click.option("--check", is_flag=True, help="End with status 1 if a count rose above the baseline.")
     @click.option("--update", is_flag=True, help="Write what was counted into the baseline.")
     @click.option("--parts", is_flag=True, help="Also print what each count is made up of.")
-    @click.option("--json", "json_file", type=target, help="Write what was counted into this file, as a baseline.")
+    @out_option("Write what was counted, as a baseline")
     @click.option("--baseline", type=target, help="Default: perf/counts/counts.json of the repository.")
+    @json_option
     def counts(
-        only: str, check: bool, update: bool, parts: bool, json_file: Path | None, baseline: Path | None
+        only: str, check: bool, update: bool, parts: bool, out: Path | None, baseline: Path | None, as_json: bool
     ) -> None:
         """Count what steps call, allocate, launch, send and wait for, exactly and without a GPU.
 
@@ -151,18 +183,18 @@ def add_perf(commands: click.Group) -> None:
         Python and torch, and are compared with the baseline of the same versions alone. Works on a checkout alone.
         """
         needs_checkout("perf counts")
+        load_torch()
         try:
-            status = _counts(re.compile(only), check, update, parts, json_file, baseline)
+            status = _counts(re.compile(only), check, update, parts, out, baseline, as_json)
         except re.error as error:
             raise click.UsageError(f"--only is no regular expression: {error}") from None
         except (ValueError, RuntimeError, OSError) as error:
-            # 1 is of a count that rose
             raise Wrong(str(error)) from None
         click.get_current_context().exit(status)
 
 
 def _run(
-    cases: Sequence[Case], suites: Sequence[str], device: str, out: Path,
+    cases: Sequence[Case], suites: Sequence[str], device: str, out: Path | None, as_json: bool,
     *, html: Path | None, small: bool, peers: bool, laps: int | None, threads: int | None, limit_s: float,
     memory_gib: float | None,
 ) -> int:  # fmt: skip
@@ -174,8 +206,8 @@ def _run(
     from ..perf.suite.measure import BUDGETS
     from ..perf.suite.report_html import page
 
-    if html is not None and html.resolve() == out.resolve():
-        raise click.UsageError(f"--json and --html both name {out}")
+    if html is not None and out is not None and html.resolve() == out.resolve():
+        raise click.UsageError(f"--out and --html both name {out}")
     for path in (out, html):
         if path is not None:
             require_writable(path)
@@ -192,49 +224,52 @@ def _run(
     measured = _with_progress(cases, setting, budget)
     about = {"suites": list(suites), "small": small, "laps": budget.laps, "peers": sorted(setting.peers), "load": load}
     info = machine.machine_info(device, torch.get_num_threads())
-    storage.save(out, measured, machine_info=info, about=about)
-    stored = [storage.load(out)]
+    document = storage.to_json(measured, info, about)
+    if out is not None:
+        storage.write(out, document)
+    # as `report` has it of a file
+    name = "what was measured" if out is None else str(out)
+    stored = [storage.parsed(json.loads(json.dumps(document, default=str)), name)]
     if html is not None:
         html.write_text(page(stored), encoding="utf-8")
-    _show(stored)
+    if as_json:
+        print_json(document)
+    else:
+        _show(stored)
     if measured.interrupted:
         # as a shell has it of a program that Ctrl-C ended
         return 130
-    return 1 if measured.failures or not measured.records else 0
+    return NO if measured.failures or not measured.records else FINE
 
 
 def _with_progress(cases: Sequence[Case], setting: Setting, budget: Budget) -> Measured:
-    """A line for each case on a terminal, or for each lap elsewhere, on stderr."""
-    from rich.console import Console
-
+    """A bar on a terminal, or a line for each lap elsewhere, on stderr."""
     from ..perf.suite.measure import run
 
-    console = Console(stderr=True)
     seen = -1
+    terminal = sys.stderr.isatty()
 
     def tell(name: str, lap: int, place: int) -> None:
         nonlocal seen
-        if console.is_terminal:
-            status.update(f"lap {lap + 1}, case {place + 1} of {len(cases)}: {name}")
+        if terminal:
+            shown(completed=place, description=f"lap {lap + 1}: {name[:40]}")
         elif lap != seen:
-            seen = lap
-            console.print(f"lap {lap + 1} over {len(cases)} cases")
+            click.echo(f"lap {lap + 1} over {len(cases)} cases", err=True)
+        seen = lap
 
-    # no refreshing thread: it would take turns with what is measured
-    with console.status("measuring", refresh_per_second=0.1) as status:
+    with progress("measuring", len(cases)) as shown:
         return run(cases, setting, budget, tell=tell)
 
 
 def _show(stored: Sequence[Stored]) -> None:
-    from ..perf.suite.report import heading, remarks, table
+    from ..perf.suite.report import dispensable, heading, remarks, table
 
-    shown = console()
     for one in stored:
-        shown.print(heading(one))
-    print_table(table(stored))
+        show(heading(one))
+    print_table(table(stored), drop=dispensable(stored))
     for one in stored:
         for said in remarks(one):
-            shown.print(said)
+            show(said)
 
 
 def _loaded(paths: Sequence[Path]) -> list[Stored]:
@@ -246,13 +281,6 @@ def _loaded(paths: Sequence[Path]) -> list[Stored]:
         raise click.UsageError(str(error)) from None
 
 
-def _finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """Ranges of click let nan pass, which is less than nothing."""
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is no number of this kind")
-    return value
-
-
 def _checked(expression: str) -> None:
     try:
         re.compile(expression)
@@ -261,15 +289,20 @@ def _checked(expression: str) -> None:
 
 
 def _counts(
-    only: re.Pattern[str], check: bool, update: bool, parts: bool, json_file: Path | None, baseline: Path | None
+    only: re.Pattern[str],
+    check: bool,
+    update: bool,
+    parts: bool,
+    out: Path | None,
+    baseline: Path | None,
+    as_json: bool,
 ) -> int:
     """Count, print and compare; the status of the process."""
-    from rich.console import Console
-    from rich.progress import track
-
+    from .._names import did_you_mean_of
     from ..perf.counts.baseline import (
         BASELINE,
         changes,
+        document,
         read,
         versions,
         write,
@@ -281,43 +314,52 @@ def _counts(
     path, here = baseline or BASELINE, versions()
     # what is wrong with a file is said before anything is counted
     kept = read(path) if path.exists() or (check and not update) else {}
-    for written in (json_file, path if update else None):
+    for written in (out, path if update else None):
         if written is not None:
             require_writable(written)
     names = [step.name for step in (*STEPS, *OF_RANKS)]
     chosen = [name for name in names if only.search(name)]
     if not chosen:
-        raise ValueError(f"no step has {only.pattern!r} in its name; there are: {'; '.join(names)}")
+        near = did_you_mean_of(only.pattern, names) or f"; there are: {'; '.join(names)}"
+        raise ValueError(f"no step has {only.pattern!r} in its name{near}")
     alone = [step for step in STEPS if step.name in chosen]
-    found = {
-        step.name: counts_of(step) for step in track(alone, "counting", console=Console(stderr=True), transient=True)
-    }
-    if len(alone) < len(chosen):
-        found |= counts_of_ranks(chosen)
+    found = {}
+    with progress("counting", len(chosen)) as shown:
+        for step in alone:
+            shown(description=f"counting {step.name[:40]}")
+            found[step.name] = counts_of(step)
+            shown(advance=1)
+        if len(alone) < len(chosen):
+            found |= counts_of_ranks(chosen)
+            shown(completed=len(chosen))
     before = kept.get(here, {})
-    _print_counts(before, found, parts)
+    tell = partial(click.echo, err=as_json)
+    if as_json:
+        print_json(document({here: found}))
+    else:
+        _print_counts(before, found, parts)
     for why in missing():
-        print(why)
-    if json_file is not None:
-        write(json_file, {here: found})
+        tell(why)
+    if out is not None:
+        write(out, {here: found})
     differences = changes(before, found)
     if update:
         write(path, {**kept, here: {**before, **found}})
-        print(f"{path} holds {len(found)} steps of {here}")
-        return 0
+        tell(f"{path} holds {len(found)} steps of {here}")
+        return FINE
     if here not in kept:
-        print(f"nothing to compare with: the baseline has no counts of {here}" + (
-            f", only of {'; '.join(sorted(kept))}" if kept else ""))  # fmt: skip
-        return 1 if check else 0
+        others = f", only of {'; '.join(sorted(kept))}" if kept else ""
+        tell(f"nothing to compare with: the baseline has no counts of {here}{others}")
+        return NO if check else FINE
     rose = [one for one in differences if one.rose]
     for one in differences:
         if one.rose or (one.before is None):
-            print(one)
+            tell(str(one))
     if any(one.fell for one in differences):
-        print("counts fell: `shardwise perf counts --update` keeps that")
+        tell("counts fell: `shardwise perf counts --update` keeps that")
     if not rose:
-        print(f"no count rose above the baseline of {here}")
-    return 1 if rose and check else 0
+        tell(f"no count rose above the baseline of {here}")
+    return NO if rose and check else FINE
 
 
 def _print_counts(before: Found, found: Found, parts: bool) -> None:

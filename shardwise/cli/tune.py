@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import print_table, progress, table_of
+from .._names import did_you_mean, did_you_mean_of
+from .output import NO, json_option, load_torch, print_json, print_table, progress, table_of
 
 if TYPE_CHECKING:
     from ..perf.tune.tuner import File, Found
@@ -38,6 +39,7 @@ def add_autotune(kernels: click.Group) -> None:
     @click.option("--again", is_flag=True, help="Also entries that the file has.")
     @click.option("--dry-run", is_flag=True, help="List what would be timed; needs no GPU.")
     @click.option("--small", is_flag=True, help="Sizes of a proof, that the interpreter bears too.")
+    @json_option
     def autotune(
         device: str,
         workload: Path | None,
@@ -51,6 +53,7 @@ def add_autotune(kernels: click.Group) -> None:
         again: bool,
         dry_run: bool,
         small: bool,
+        as_json: bool,
     ) -> None:
         """Time configs of the kernels on this machine and write the best of each to a file for its device.
 
@@ -63,12 +66,14 @@ def add_autotune(kernels: click.Group) -> None:
             raise click.UsageError("--workload says dims and lengths: leave --dims and --lengths out")
         if batch is not None and workload is None:
             raise click.UsageError("--batch belongs to --workload")
-        seconds, types = _seconds(budget), _dtypes(dtypes, device)
+        seconds = _seconds(budget)
+        load_torch()
+        types = _dtypes(dtypes, device)
         shapes = _workloads(device, workload, batch, _numbers("--dims", dims), _numbers("--lengths", lengths), small)
         if device == "cpu":
-            _tune_cpu(shapes, types, kernel, seconds, out, again, dry_run, small)
+            _tune_cpu(shapes, types, kernel, seconds, out, again, dry_run, small, as_json)
         else:
-            _tune_kernels(shapes, types, kernel, seconds, out, again, dry_run, small, workload is not None)
+            _tune_kernels(shapes, types, kernel, seconds, out, again, dry_run, small, as_json, workload is not None)
 
 
 def _seconds(text: str) -> float:
@@ -94,9 +99,8 @@ def _dtypes(text: str | None, device: str) -> list[str]:
     known = [*FLOATS] if device == "cpu" else [*FLOATS, *FORMATS]
     for name in found:
         if name not in known:
-            raise click.BadParameter(
-                f"unknown dtype {name!r}: expected one of {', '.join(known)}", param_hint="--dtypes"
-            )
+            near = did_you_mean(name, known) or f": expected one of {', '.join(known)}"
+            raise click.BadParameter(f"unknown dtype {name!r}{near}", param_hint="--dtypes")
     return found
 
 
@@ -123,15 +127,18 @@ def _tune_kernels(
     again: bool,
     dry_run: bool,
     small: bool,
+    as_json: bool,
     together: bool,
 ) -> None:
     from ..perf.tune import tuner_inputs
 
-    jobs = [job for job in tuner_inputs.jobs_of(workloads, dtypes, together=together) if kernel in str(job)]
+    every = [*tuner_inputs.jobs_of(workloads, dtypes, together=together)]
+    jobs = [job for job in every if kernel in str(job)]
     if not jobs:
-        raise click.UsageError(f"no entry has {kernel!r} in its name; names are like 'pooled_lookup fp32 D=128 L=32'")
+        near = did_you_mean_of(kernel, map(str, every)) or "; names are like 'pooled_lookup fp32 D=128 L=32'"
+        raise click.UsageError(f"no entry has {kernel!r} in its name{near}")
     if dry_run:
-        _list_jobs(jobs)
+        _list_jobs(jobs, as_json)
         return
     import torch
 
@@ -154,7 +161,7 @@ def _tune_kernels(
         found = tune_all(
             jobs, device, file=file, repeats=repeats, rounds=rounds, seconds=seconds, again=again, tell=tell
         )
-        _report(found, file)
+        _report(found, file, as_json)
 
 
 def _tune_cpu(
@@ -166,6 +173,7 @@ def _tune_cpu(
     again: bool,
     dry_run: bool,
     small: bool,
+    as_json: bool,
 ) -> None:
     import torch
 
@@ -179,8 +187,13 @@ def _tune_cpu(
     known = tuner_cpu.settings_of(shapes)
     chosen = {name: value for name, (value, _) in known.items() if kernel in name}
     if not chosen:
-        raise click.UsageError(f"no setting has {kernel!r} in its name; there are {', '.join(known)}")
+        near = did_you_mean_of(kernel, known) or f"; there are {', '.join(known)}"
+        raise click.UsageError(f"no setting has {kernel!r} in its name{near}")
     turns, threads = 2 if small else 9, torch.get_num_threads()
+    if dry_run and as_json:
+        tried = {name: [value, *tuner_cpu.values_of(name, value)] for name, value in chosen.items()}
+        print_json({"entries": [{"entry": name, "values": values} for name, values in tried.items()]})
+        return
     if dry_run:
         for name, value in chosen.items():
             click.echo(f"{name}: {value} against {', '.join(map(str, tuner_cpu.values_of(name, value)))}")
@@ -190,13 +203,17 @@ def _tune_cpu(
         return
     with _tuning(len(chosen)) as tell:
         found = tuner_cpu.tune_all(known, [*chosen], file=file, turns=turns, seconds=seconds, again=again, tell=tell)
-        _report(found, file)
+        _report(found, file, as_json)
 
 
-def _list_jobs(jobs: list[Job]) -> None:
+def _list_jobs(jobs: list[Job], as_json: bool) -> None:
     from ..perf.tune.candidates import candidates
     from ..perf.tune.tuner import SECONDS_A_CANDIDATE, told
 
+    if as_json:
+        tries = [(job, candidates(job.key.kernel, job.key.dtype, job.key.dim)) for job in jobs]
+        print_json({"entries": [{"entry": str(job), "configs": [{}, *map(dict, tried)]} for job, tried in tries]})
+        return
     count = 0
     for job in jobs:
         tried = candidates(job.key.kernel, job.key.dtype, job.key.dim)
@@ -227,17 +244,19 @@ def _tuning(total: int) -> Iterator[Callable[[int, str], None]]:
         yield lambda done, what: shown(completed=done, description=what or "tuned")
 
 
-def _report(results: Iterable[Found], file: File | None) -> None:
+def _report(results: Iterable[Found], file: File | None, as_json: bool) -> None:
     """Print what is found, also of a run that is interrupted, and where it went."""
     from ..perf.tune.tuner import told
 
     table = table_of("entry", right=("default us", "best us", "ratio"), last=("config",))
     dropped: list[str] = []
+    entries: list[dict[str, Any]] = []
     failed = 0
     ended = "the budget or the list"
     try:
         for one in results:
             dropped += one.dropped
+            entries.append({**vars(one), "failed": one.failed, "ratio": one.ratio})
             if one.failed:
                 failed += 1
                 table.add_row(one.what, "failed")
@@ -245,10 +264,14 @@ def _report(results: Iterable[Found], file: File | None) -> None:
             table.add_row(one.what, f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.ratio:.2f}", told(one.config))
     except KeyboardInterrupt:
         ended = "Ctrl-C"
-    print_table(table)
+    if as_json:
+        print_json({"entries": entries, "ended": ended, "file": None if file is None else str(file.path)})
+    else:
+        print_table(table)
     for sentence in dropped:
-        click.echo(sentence)
+        click.echo(sentence, err=as_json)
     where = "nothing is kept of a proof: give --out" if file is None else f"written to {file.path}"
-    click.echo(f"{table.row_count - failed} entries until {ended} ended{f', {failed} failed' * (failed > 0)}; {where}")
+    told_failed = f", {failed} failed" * (failed > 0)
+    click.echo(f"{table.row_count - failed} entries until {ended} ended{told_failed}; {where}", err=as_json)
     if failed and failed == table.row_count:
-        sys.exit(1)
+        sys.exit(NO)

@@ -75,8 +75,8 @@ def test_a_place_that_cannot_be_written_is_told_before_and_a_file_there_is_kept(
 
 
 @pytest.mark.parametrize("command", [
-    ["kernels", "run", "--json"], ["plan", "calibrate", "--out"], ["perf", "counts", "--json"],
-    ["perf", "counts", "--update", "--baseline"],
+    ["kernels", "run", "--out"], ["kernels", "run", "--json"], ["plan", "calibrate", "--out"],
+    ["perf", "counts", "--out"], ["perf", "counts", "--update", "--baseline"],
 ])  # fmt: skip
 def test_a_file_that_cannot_be_written_is_said_before_the_work(command: list[str], tmp_path: Path) -> None:
     result = run(*command, str(tmp_path / "missing" / "found.json"))
@@ -188,7 +188,7 @@ def test_a_damaged_table_ends_a_check_before_it_begins(monkeypatch: pytest.Monke
     monkeypatch.setattr(cli_kernels, "_check", lambda *asked: pytest.fail("nothing was to be compiled"))
     for option in ("--record", "--changed"):
         result = run("kernels", "check", option)
-        assert result.exit_code == 1 and "checked.json is no table of kernels" in result.output
+        assert result.exit_code == 2 and "checked.json is no table of kernels" in result.output
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,6 @@ from shardwise.cli.output import console, print_table, table_of
 
 # what commands load when they run
 HEAVY = ("torch", "numpy", "rich", "scipy", "numba", "triton", "libcst", "safetensors", "tqdm", "aiohttp")
-# `shardwise.cli.plan` is made lazy by itself
-WAITING = ("plan",)
 
 
 def run(*arguments: str) -> Result:
@@ -91,8 +89,6 @@ def test_the_version_costs_no_import_of_click() -> None:
 
 @pytest.mark.parametrize("top", sorted({words[:1] for words in PATHS}), ids=" ".join)
 def test_help_and_completion_import_nothing_heavy(top: tuple[str, ...]) -> None:
-    if top and top[0] in WAITING:
-        pytest.xfail("loads what it plans with")
     asked: list[tuple[list[str], list[str] | None]] = []
     for words, command in every_command():
         if words[:1] == top:

@@ -15,8 +15,8 @@ import click
 from checkout import run_python
 from click.testing import CliRunner, Result
 
-from shardwise import DataType, cli
-from shardwise.cli.plan import dtype, share, size
+from shardwise import DataType, ShardingPlan, cli
+from shardwise.cli.plan_request import dtype, share, size
 from shardwise.planner.constants_measured import CARDS
 from shardwise.planner.plan.explanation import explain
 from shardwise.planner.plan.plan_files import load_planned
@@ -55,17 +55,17 @@ def made(tables: Path, tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
-def test_a_plan_is_printed_as_explain_has_it_with_all_that_decided_it(tables: Path, tmp_path: Path) -> None:
+def test_verbose_prints_what_explain_has_with_all_that_decided_it(tables: Path, tmp_path: Path) -> None:
     rules = tmp_path / "c.toml"
     rules.write_text('[item]\nsharding_types = ["row_wise"]\n[t1]\nranks = [3]\n')
     out = tmp_path / "plan.json"
     result = run_plan(
         "--tables", tables, "--world-size", 4, "--hosts", 2, "--hbm", "80GiB", "--batch-size", 1024,
-        "--constraints", rules, "--reserve", "10GiB", "--out", out,
+        "--constraints", rules, "--reserve", "10GiB", "--out", out, "--verbose",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     plan = load_planned(out)
-    assert result.stdout == f"{explain(plan)}\n"
+    assert result.stdout == f"{explain(plan, width=160)}\n"
     assert plan.topology.hbm == [70 * 2**30] * 4 and plan.topology.local_world_size == 2 and plan.batch_size == 1024
     kinds = {table.name: (choice.sharding_type, starts) for table, choice, starts in plan.placed()}
     assert kinds["item"][0] == "row_wise" and kinds["t1"] == ("table_wise", (3,))
@@ -100,9 +100,12 @@ def test_a_report_is_written(tables: Path, made: Path, tmp_path: Path) -> None:
         assert text.startswith("<!DOCTYPE html>") and "<svg" in text and "user" in text
 
 
-def test_a_file_is_explained_as_the_plan_was(made: Path) -> None:
-    assert run_plan("explain", made).stdout == f"{explain(load_planned(made))}\n"
-    assert run_plan("explain", made, "--tables", 1).stdout == f"{explain(load_planned(made), tables=1)}\n"
+def test_a_file_is_explained_as_the_plan_was(made: Path, tables: Path) -> None:
+    whole = load_planned(made)
+    assert run_plan("explain", made, "--verbose").stdout == f"{explain(whole, width=160)}\n"
+    assert run_plan("explain", made, "--tables", 1).stdout == f"{explain(whole, tables=1, width=160)}\n"
+    first = run_plan("--tables", tables, "--world-size", 4, "--hosts", 2, "--card", "h100").stdout
+    assert run_plan("explain", made).stdout == first
     assert json.loads(run_plan("explain", made, "--json").stdout) == json.loads(made.read_text())
 
 
@@ -125,7 +128,9 @@ def test_plans_that_say_nothing_about_themselves_are_compared_by_their_shards(ma
     other.write_text(json.dumps(said))
     assert run_plan("diff", made, bare).stdout == "no difference\n"
     result = run_plan("diff", bare, other)
-    assert result.exit_code == 1 and result.stdout.startswith("t2: ") and "is not there" in result.stdout
+    names, row = (line.split(maxsplit=2) for line in result.stdout.splitlines())
+    assert result.exit_code == 1 and names == ["table", "before", "after"]
+    assert row[0] == "t2" and row[2].endswith("is not there")
     refused = run_plan("explain", bare)
     assert refused.exit_code == 2 and "says nothing about how it was made" in refused.stderr
 
@@ -176,14 +181,32 @@ def on_h100(*arguments: str, tables: str = "tables.json") -> list[str]:
 
 
 WRONG = {
-    "nothing": ([], "say what to plan: --tables FILE --world-size N"),
+    "nothing": ([], "say what to plan: --tables FILE or --model FILE.py:FACTORY, and --world-size N"),
     "no memory": (wrong(), "say how much memory a GPU has: --card h100, or --hbm 80GiB"),
     "hosts": (on_h100("--hosts", "3"), "2 ranks do not divide among 3 hosts"),
     "a GPU's memory on a CPU": (wrong("--device", "cpu", "--hbm", "1GB"), "--hbm and --card are of GPUs"),
     "a size": (wrong("--hbm", "80Gi"), "'80Gi' is no size: write 80GiB (of 1024^3 bytes), 80GB (of 10^9), or bytes"),
     "a share": (wrong("--hbm", "8GB", "--reserve", "115%"), "'115%' is no part of memory"),
     "too much reserved": (wrong("--hbm", "8GiB", "--reserve", "9GiB"), "is more than the 8 GiB of a GPU"),
-    "a card": (wrong("--card", "h900"), "'h900' is not one of"),
+    "a card": (wrong("--card", "h900"), "card 'h900' is unknown: did you mean 'h"),
+    "a card that comes in kinds": (wrong("--card", "A100"), "card 'A100' is unknown: say which, a100-80, a100-40, "),
+    "a card without kernels": (wrong("--card", "v100-32"), "card 'v100-32' has no kernels compiled for it"),
+    "an optimizer": (on_h100("--optimizer", "RowwiseAdagrat"), "unknown: did you mean 'RowWiseAdagrad'?"),
+    "an optimizer of another plan": (["whatif", "plan.json", "--optimizer", "Foo"], "optimizer 'Foo' is unknown: SGD,"),
+    "no number of seconds": (on_h100("--seconds", "nan"), "'nan' is no finite number"),
+    "endless seconds": (["whatif", "plan.json", "--seconds", "inf"], "'inf' is no finite number"),
+    "no memory at all": (wrong("--hbm", "0"), "'0' leaves no room for tables"),
+    "more memory than there is": (wrong("--hbm", "9999999TiB"), "is more than any machine has"),
+    "too many ranks": (["--tables", "tables.json", "--world-size", "100000"], "100000 is not in the range"),
+    "no samples": (on_h100("--batch-size", "0"), "0 is not in the range"),
+    "tables twice": (on_h100("--model", "m.py:make"), "--tables and --model both say what to plan"),
+    "constants of the other model": (
+        on_h100("--constants", "tables.json", "--cost", "torchrec"),
+        "--constants are of --cost shardwise",
+    ),
+    "too many columns": (on_h100(tables="wide.json"), "embedding_dim must be a positive whole number, 131,072 at most"),
+    "an optimizer in a file": (on_h100(tables="adm.json"), "adm.json: table 'a': optimizer 'Adm' is unknown: did you"),
+    "a plan whose numbers are none": (["explain", "words.json"], "step_ms must be a number, got 'soon'"),
     "a file that is not there": (wrong(tables="x.json"), "'x.json' does not exist"),
     "a file that is no plan": (["explain", "tables.json"], "tables.json: no plan: expected an object with"),
     "bad tables": (
@@ -207,7 +230,7 @@ WRONG = {
     ),
     "a plan into no folder": (
         on_h100("--out", "no/where.json"),
-        "No such file or directory: 'no/where.json'",
+        "no/where.json cannot be written: No such file or directory",
     ),
 }
 
@@ -218,6 +241,11 @@ def test_what_is_wrong_is_said_in_a_line_with_status_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text('[{"name": "a", "embedding_dim": 4}]')
+    Path("wide.json").write_text('[{"name": "a", "num_embeddings": 9, "embedding_dim": 1000000000000}]')
+    Path("adm.json").write_text('[{"name": "a", "num_embeddings": 9, "embedding_dim": 4, "optimizer": "Adm"}]')
+    read = json.loads(made.read_text())
+    read["about"]["predicted"]["step_ms"] = "soon"
+    Path("words.json").write_text(json.dumps(read))
     Path("other.toml").write_text("[itme]\nnot_on = [0]\n")
     arguments, text = WRONG[case]
     result = run_plan(*arguments)
@@ -225,6 +253,103 @@ def test_what_is_wrong_is_said_in_a_line_with_status_2(
     first = result.stderr.splitlines()[0]
     assert first.startswith("Error: ") and text in first
     assert "Traceback" not in result.stderr and result.stdout == ""
+
+
+MODEL = """
+import torch
+from shardwise import (
+    EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, RowWiseAdagrad,
+    apply_optimizer_in_backward,
+)
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bags = EmbeddingBagCollection([
+            EmbeddingBagConfig(2_000_000_000, 64, "user", feature_names=["u"]),
+            EmbeddingBagConfig(100, 32, "shop", feature_names=["s", "t"]),
+        ])
+        self.seq = EmbeddingCollection([EmbeddingConfig(1000, 16, "word", feature_names=["w"])])
+        self.over = torch.nn.Linear(4, 1)
+
+def make():
+    print("a file may print")
+    return Two()
+
+def fused():
+    model = Two()
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    return model, None
+
+def dense(): return torch.nn.Linear(2, 2)
+def number(): return 3
+def fails(): raise KeyError("oh")
+def reads(): return float(torch.ones(2).sum())
+def wants(manifest): return Two()
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model_for_plan.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_a_model_is_planned_without_its_memory(model: Path, tmp_path: Path) -> None:
+    """Its tables take 512 GB: they are made on the meta device, and the plan names the modules that have them."""
+    asked = ("--world-size", 8, "--card", "H200", "--json")
+    result = run_plan("--model", f"{model}:make", *asked, "--out", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert {name: sorted(one) for name, one in said["plan"].items()} == {"bags": ["shop", "user"], "seq": ["word"]}
+    assert "a file may print" in result.stderr
+    by_name = {one["name"]: one for one in said["about"]["tables"]}
+    assert by_name["shop"]["features"] == ["s", "t"] and by_name["word"]["pooled"] is False
+    assert [one["optimizer"] for one in by_name.values()] == ["SGD"] * 3
+    # without an optimizer in the backward a replica would train otherwise: its module does not offer it, nor whatif
+    assert all("data_parallel" not in one["sharding_types"] for one in said["about"]["constraints"].values())
+    assert run_plan("whatif", tmp_path / "plan.json", "--world-size", 16).exit_code == 0
+    assert [*ShardingPlan.load(tmp_path / "plan.json").plan] == ["bags", "seq"]
+
+
+def test_the_optimizer_of_a_model_is_its_own(model: Path) -> None:
+    def optimizers(*arguments: str) -> set[str]:
+        result = run_plan("--world-size", 16, "--card", "h200", "--json", *arguments)
+        assert result.exit_code == 0, result.output
+        return {one.get("optimizer", "") for one in json.loads(result.stdout)["about"]["tables"]}
+
+    assert optimizers("--model", f"{model}:fused") == optimizers("--model", f"{model}:fused", "--optimizer", "adam")
+    assert optimizers("--model", f"{model}:fused") == {"RowWiseAdagrad"}
+    assert optimizers("--model", f"{model}:make", "--optimizer", "adam") == {"Adam"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mkae", "has no function mkae: did you mean 'make'?"),
+        ("dense", "Linear has no tables: none of its modules is an EmbeddingBagCollection"),
+        ("number", "returned a int: it must return a model"),
+        ("fails", "KeyError: 'oh' ("),
+        ("reads", "a model is made on the meta device here, where tensors have no values"),
+        ("wants", "takes manifest, and is called with nothing here"),
+    ],
+)
+def test_a_factory_that_is_no_good_is_a_line(name: str, text: str, model: Path) -> None:
+    result = run_plan("--model", f"{model}:{name}", "--world-size", 2, "--card", "h100")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert result.exit_code == 2 and result.stdout == "" and len(errors) == 1 and text in errors[0]
+
+
+def test_a_quantized_model_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "served_model.py").write_text(
+        "import torch\nfrom shardwise import EmbeddingBagConfig\n"
+        "from shardwise.embeddings.quant import EmbeddingBagCollection\n"
+        "class Served(EmbeddingBagCollection):\n    def __init__(self): torch.nn.Module.__init__(self)\n"
+        "def make(): return torch.nn.ModuleDict({'ebc': Served()})\n"
+    )
+    result = run_plan("--model", f"{tmp_path / 'served_model.py'}:make", "--world-size", 2, "--card", "h100")
+    assert result.exit_code == 2 and "module 'ebc' is quantized (Served)" in result.stderr
 
 
 @pytest.mark.parametrize(

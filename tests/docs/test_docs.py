@@ -18,6 +18,7 @@ from shardwise.checkpoint import LoadPolicy
 from shardwise.kernels import configs
 from shardwise.perf.evidence import pipeline_overlap
 from shardwise.perf.evidence.soak import summary
+from shardwise.planner.constants_measured import CARDS, OFFERED
 from shardwise.planner.plan.explanation import PART_NAMES
 from shardwise.planner.search.problem import PARTS
 
@@ -95,6 +96,17 @@ def test_every_part_of_a_step_has_a_row() -> None:
     page = read("planner")
     assert [name for name in PART_NAMES.values() if f"\n| {name} | " not in page] == []
     assert tuple(PART_NAMES) == PARTS
+
+
+def test_the_table_of_cards_has_every_card_that_is_offered_with_its_peaks() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| (sm_\d+|gfx\d+) \| (.*) \|$", read("planner"), re.MULTILINE)
+    assert [name for name, _, _ in rows] == [*OFFERED]
+    for name, target, numbers in rows:
+        gib, memory, links, network = (float(number.replace(",", "")) for number in numbers.split(" | "))
+        card = CARDS[name]
+        assert (target, gib) == (card.target, card.memory_gib)
+        peaks = (card.constants.copy_gb_s / 0.9, card.constants.intra_gb_s / 0.75, card.constants.inter_gb_s / 0.8)
+        assert peaks == pytest.approx((memory, links, network))
 
 
 def test_fields_of_constraints_that_are_named_are_there() -> None:

@@ -54,7 +54,7 @@ COLLECTIVES = {
     *("reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "isend", "irecv"),
 }
 # the commands that run it; nothing else imports perf
-COMMANDS_OF_PERF = tuple(f"shardwise/cli/{name}.py" for name in ("doctor", "perf", "tune", "kernels"))
+COMMANDS_OF_PERF = tuple(f"shardwise/cli/{name}.py" for name in ("doctor", "env", "perf", "tune", "kernels"))
 # perf drives the facade as users do, and its commands load it when they are called
 LAZY_PAIRS = {("perf", "shardwise")}
 # room -> the rooms of the same folder that it may import; a room is a folder, and the face of a top folder (which may

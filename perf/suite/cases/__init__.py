@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwise.perf.suite.case import Case
 from shardwise.perf.suite.cases import (
+    command_line,
     jagged,
     keyed,
     lookup,
@@ -18,6 +19,8 @@ from shardwise.perf.suite.cases import (
 
 CASES: tuple[Case, ...] = tuple(
     case
-    for module in (lookup, update, quantized, jagged, keyed, modules, sharded, planner, package, operations)
+    for module in (
+        lookup, update, quantized, jagged, keyed, modules, sharded, planner, package, command_line, operations,
+    )
     for case in module.CASES
-)
+)  # fmt: skip

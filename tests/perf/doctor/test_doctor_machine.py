@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import multiprocessing
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 
 from shardwise.kernels import _op, configs, numba_loops
 from shardwise.perf.doctor import bandwidth, devices, links, tested, tuned, versions
@@ -283,30 +285,54 @@ def _of_results(*results: Result) -> Sequence[Finding]:
 def test_what_was_not_tested_is_never_ok() -> None:
     path = OpPath("cuda:0", "triton")
     left = Result("offsets", path, passed=1, untested=["b: 20 s were over"])
-    (found,) = _of_results(left)
+    (found,) = _of_results(Result("offsets", path, untested=["b: 20 s were over"]))
     assert found.mark == UNTESTED and found.what == "GPU 0, Triton"
     assert found.text == "1 checks did not fit 20 s: offsets" and "--seconds" in found.mend
     good, rest = _of_results(left, Result("padded", path, passed=2))
-    assert (good.mark, rest.mark) == (OK, UNTESTED)
-    assert good.text == "1 of 2 families passed, 3 checks of values and gradients"
+    assert (good.mark, rest.mark, rest.text) == (OK, UNTESTED, found.text)
+    assert good.text == "3 of 4 checks passed, of all families"
     assert good.data["families"][0]["untested"] == ["b: 20 s were over"]
 
 
 def test_many_failures_are_counted_and_not_all_printed() -> None:
     path = OpPath("cpu", "numba")
-    found = _of_results(Result("offsets", path, failed=[f"check {n}: differs" for n in range(20)]))
-    assert {one.mark for one in found} == {PROBLEM} and len(found) == tested.MOST + 1
-    assert found[-1].text.startswith("20 checks gave other values than their references, 8 more failed")
-    assert found[-1].mend.startswith("SHARDWISE_NUMBA=0 does without numba")
+    (found,) = _of_results(Result("offsets", path, failed=[f"check {n}: differs" for n in range(20)]))
+    lines = found.text.splitlines()
+    assert found.mark == PROBLEM and len(lines) == tested.MOST + 2
+    assert lines[0] == "20 of 20 checks failed: results here cannot be trusted" and lines[-1] == "and 8 more"
+    assert lines[1] == "offsets, check 0: differs" and len(found.data["failures"]) == 20
+    assert found.mend.startswith("SHARDWISE_NUMBA=0 does without numba")
 
 
 def test_without_a_gpu_it_says_that_no_kernel_has_run_on_one() -> None:
     first, *rest = tested.proof()
     if not PROVEN.gpus and not torch.cuda.is_available():
-        assert first == Finding(NOTE, "GPUs", "no kernel of shardwise has run on a GPU yet")
+        assert (first.mark, first.text) == (NOTE, "no kernel of shardwise has run on a GPU yet")
+        assert "what follows is proven without one" in first.mend
     assert {one.what for one in rest} >= {"compiled", "executed", "interpreted"}
 
 
 def test_numba_is_asked_once_whether_it_works() -> None:
     """The doctor and ops must not differ in this."""
     assert (devices._path_on_cpu().data["path"] == "numba") == (numba_loops.compiles() and not _op.INTERPRETED)
+
+
+@pytest.mark.parametrize("name", versions.VISIBLE)
+def test_a_variable_that_hides_gpus_is_what_to_unset(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in versions.VISIBLE:
+        monkeypatch.delenv(one, raising=False)
+    monkeypatch.setenv(name, "7,abc")
+    assert versions._to_find_one() == f"unset {name}, which is '7,abc'"
+
+
+def test_every_finding_that_is_not_ok_says_how_to_mend_it() -> None:
+    """Fourteen said what was wrong and left people alone with it."""
+    silent = []
+    for path in sorted((ROOT / "perf" / "doctor").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding":
+                mark = ast.unparse(node.args[0])
+                mended = len(node.args) > 3 or any(one.arg == "mend" for one in node.keywords)
+                if mark != "OK" and not mended:
+                    silent.append(f"{path.name}:{node.lineno}")
+    assert silent == []

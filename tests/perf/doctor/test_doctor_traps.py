@@ -39,6 +39,8 @@ def test_where_no_trap_is_open_one_line_says_so(monkeypatch: pytest.MonkeyPatch)
         ("SHARDWISE_TUNED", "/nowhere/tuned.json", NOTE, "names /nowhere/tuned.json, which is not there"),
         ("TRITON_INTERPRET", "1", NOTE, "kernels are interpreted, a thousand times slower"),
         ("OMP_NUM_THREADS", "8", NOTE, "is 8 on 2 cores"),
+        ("OMP_NUM_THREADS", "0", NOTE, "is '0', which is no number of threads"),
+        ("OMP_NUM_THREADS", "two", NOTE, "is 'two', which is no number of threads"),
         ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0", NOTE, "may wait for a dead one for half an hour"),
     ],
 )
@@ -47,6 +49,12 @@ def test_variables(name: str, value: str, mark: str, words: str, monkeypatch: py
     monkeypatch.setenv(name, value)
     (found,) = [one for one in traps.traps(2) if one.what == name]
     assert found.mark == mark and words in found.text and found.mend
+
+
+@pytest.mark.parametrize("good", ["1", "2", "2,1", " 1"])
+def test_numbers_of_threads_are_no_trap(good: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", good)
+    assert traps._threads(2) is None
 
 
 def test_threads_of_ranks_are_told_where_nobody_set_them() -> None:

@@ -181,6 +181,17 @@ def test_what_does_not_fit_the_time_is_not_tested_and_has_not_passed() -> None:
 
 
 @NEEDS_CPU_PATHS
+@pytest.mark.usefixtures("torch_alone")
+def test_no_family_is_left_out_as_long_as_there_is_time_for_a_check_of_each() -> None:
+    """Families came one after another: of the interpreter's 24 the last 9 were never tested on a slow machine."""
+    families = {one.family for one in run.all_checks()}
+    ticks = count()
+    done = run.self_test(["cpu"], seconds=len(families) + 0.5, clock=lambda: float(next(ticks)))
+    assert {one.family for one in done.results if one.passed} == families
+    assert run.counted(done.results)["untested"] > 0
+
+
+@NEEDS_CPU_PATHS
 def test_what_was_not_compiled_in_time_is_not_tested() -> None:
     pytest.importorskip("numba")
     done = run.self_test(["cpu"], compile_seconds=0)

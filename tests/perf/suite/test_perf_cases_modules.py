@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import weakref
 import zipfile
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from shardwise.perf.suite.case import (
     Setting,
 )
 from shardwise.perf.suite.cases import (
+    command_line,
     modules,
     package,
     planner,
@@ -166,6 +168,36 @@ def test_an_import_is_of_this_shardwise_and_costs_little_by_itself() -> None:
         assert len(taken) == 2 and min(taken) > 0
     with pytest.raises(RuntimeError, match="No module named 'shardwise.nothing'"):
         package.import_seconds("import shardwise.nothing")
+
+
+def test_answers_of_the_command_line_are_measured_whole_beside_a_process_that_does_nothing() -> None:
+    answers = {answer.name: answer for answer in command_line.ANSWERS}
+    assert {name: answer.budget for name, answer in answers.items()} == {
+        "shardwise --version": 4, "shardwise --help": 8, "shardwise perf run --help": 8, "shardwise, completion": 8,
+    }  # fmt: skip
+    series = command_line.rounds(answers["shardwise, completion"], 2)
+    assert {who: len(found) for who, found in series.items()} == {OURS: 2, command_line.NOTHING: 2}
+    assert all(seconds > 0 for found in series.values() for seconds in found)
+    # a loop of half a second is counted, and time that a process sleeps is not
+    loop = "import time\nwhile time.process_time() < 0.5: pass"
+    assert 0.5 <= command_line.cpu_seconds(["-c", loop])[0] < 1.5
+    assert sys.platform == "win32" or command_line.cpu_seconds(["-c", "import time; time.sleep(0.7)"])[0] < 0.6
+
+
+def test_an_answer_over_its_budget_or_with_other_words_fails_its_case() -> None:
+    answer = command_line.ANSWERS[0]
+    command_line.require_within(answer, {OURS: [0.12, 0.11, 9.0], command_line.NOTHING: [0.03, 0.03, 0.03]})
+    with pytest.raises(AssertionError, match=r"130 ms of CPU, 4.3x of python -c pass with 30 ms; its budget is 4x"):
+        command_line.require_within(answer, {OURS: [0.13, 0.12, 9.0], command_line.NOTHING: [0.03, 0.03, 0.03]})
+    for broken, words in (
+        (replace(answer, prints="another"), "without .another."),
+        (replace(answer, budget=1e-3), "its budget is 0.001x"),
+    ):
+        made = command_line.make_answer(Setting(small=True, peers=frozenset()), answer=broken)
+        with pytest.raises(AssertionError, match=words):
+            made.check()
+    with pytest.raises(RuntimeError, match="No such"):
+        command_line.cpu_seconds(["-c", "raise SystemExit('No such')"])
 
 
 def test_the_wheel_that_is_measured_is_the_one_that_users_get(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def test_a_value_that_changes_bits_is_dropped_and_told_of(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dtypes", "fp31"], "unknown dtype 'fp31': expected one of fp32, fp16, bf16, int8"),
+        (["--dtypes", "fp31"], "unknown dtype 'fp31': did you mean 'fp32'?"),
+        (["--dtypes", "x"], "unknown dtype 'x': expected one of fp32, fp16, bf16, int8"),
         (["--device", "cpu", "--dtypes", "int8"], "unknown dtype 'int8'"),
         (["--dims", "64,0"], "'64,0' must be positive whole numbers"),
         (["--lengths", "-1"], "'-1' must be positive whole numbers"),
@@ -294,7 +295,7 @@ def test_the_command_ends_badly_where_every_entry_failed(
     results += [tuner.Found("good", {}, 2.0, 1.0)] * (2 - failing)
     ended = 0
     try:
-        cli_tune._report(results, None)
+        cli_tune._report(results, None, as_json=False)
     except SystemExit as error:
         ended = error.code  # type: ignore[assignment]
     assert ended == status

@@ -16,7 +16,8 @@ from ranks import run_ranks
 
 from shardwise import DataType, ShardingEnv
 from shardwise.kernels import rule_named
-from shardwise.planner.constants_measured import CARDS, NUMBERS, Constants, card_named
+from shardwise.perf.compile.compiled import TARGETS
+from shardwise.planner.constants_measured import CARDS, NUMBERS, OFFERED, Constants, card_named
 from shardwise.planner.cost.shardwise import STATES, ShardwiseCost, block_bytes, distinct_ids, shares, step_bytes
 from shardwise.planner.cost.ways import Way, ways_of
 from shardwise.planner.layout import split_rows
@@ -303,6 +304,26 @@ def test_presets_say_that_nobody_measured_them() -> None:
     assert card_named("H100") is CARDS["h100"]
     with pytest.raises(ValueError, match="card 'tpu' is unknown"):
         card_named("tpu")
+    with pytest.raises(ValueError, match="card 'A100' is unknown: say which, a100-80, a100-40, a100-80-pcie"):
+        card_named("A100")
+    with pytest.raises(ValueError, match="card 'mi300' is unknown: did you mean 'mi300x'?"):
+        card_named("mi300")
+
+
+def test_kernels_are_compiled_for_every_card_that_is_offered() -> None:
+    """A card of an architecture that kernels are not compiled for would be planned for and then run plain torch."""
+    assert {name for name, card in CARDS.items() if card.target} == set(OFFERED) == set(CARDS) - {"cpu", "v100-32"}
+    assert {CARDS[name].target for name in OFFERED} <= set(TARGETS)
+    wanted = {"b200": "sm_100", "gh200": "sm_90", "l4": "sm_89", "l40s": "sm_89", "a10": "sm_86", "a100-80": "sm_80"}
+    wanted |= {"mi300x": "gfx942", "mi325x": "gfx942", "mi355x": "gfx950"}
+    assert {name: CARDS[name].target for name in wanted} == wanted
+
+
+def test_faster_links_and_memory_make_a_card_faster() -> None:
+    for slow, fast in (("l4", "a10"), ("a10", "l40s"), ("l40s", "a100-80-pcie"), ("a100-80", "h100"), ("h200", "b200")):
+        one, other = CARDS[slow].constants, CARDS[fast].constants
+        assert one.row_gb_s < other.row_gb_s and one.intra_gb_s <= other.intra_gb_s
+    assert CARDS["a100-80-pcie"].constants.intra_gb_s < CARDS["a100-80"].constants.intra_gb_s / 9
 
 
 @pytest.mark.parametrize(("rows", "draws"), [(1, 5), (10, 3), (1000, 1), (1000, 5000), (10**9, 10**6)])

@@ -328,7 +328,8 @@ def test_show_prints_a_line_for_each_table(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "step 5 of 1 ranks" in result.stdout
     line = next(line for line in result.stdout.splitlines() if A in line)
-    assert "9 x 8" in line and "rowwise_adagrad" in line and "momentum1" in line and "1 x 2 on rank 0" in line
+    assert line.split()[1:3] == ["9", "8"]
+    assert "rowwise_adagrad" in line and "momentum1" in line and "1 x 2 on rank 0" in line
     assert "2 dense tensors, 17 elements" in result.stdout
     assert "extra: epoch" in result.stdout
 
@@ -388,7 +389,7 @@ def test_diff_ends_with_status_1_where_there_is_a_difference(folder: Path) -> No
 def test_reshard_prints_where_it_is_and_any_plan_passes_over_it(folder: Path, tmp_path: Path) -> None:
     a = folder / "step-000000000005"
     refused = run("reshard", a, tmp_path / "cut", "--world-size", "3", "--plan", "row_wise")
-    assert refused.exit_code == 1 and refused.stderr.startswith(f"Error: {A}: momentum1 is a number a row of each")
+    assert refused.exit_code == 2 and refused.stderr.startswith(f"Error: {A}: momentum1 is a number a row of each")
     result = run("reshard", a, tmp_path / "cut", "--world-size", "3")
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path}/cut/step-000000000005\n")
     made = Path(result.stdout.strip())
@@ -409,11 +410,11 @@ def test_export_writes_a_file(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "verify", "diff", "reshard", "export"])
-def test_what_is_no_checkpoint_is_one_line_and_status_1(command: str, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_one_line_and_status_2(command: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     more = {"diff": [tmp_path / "empty"], "reshard": [tmp_path / "b"], "export": [tmp_path / "b"]}.get(command, [])
     result = run(command, tmp_path / "empty", *more)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith(f"Error: {tmp_path}/empty is no checkpoint, and no folder that has")
 
@@ -421,7 +422,7 @@ def test_what_is_no_checkpoint_is_one_line_and_status_1(command: str, tmp_path: 
 def test_a_manifest_that_is_none_is_one_line(folder: Path) -> None:
     (folder / "step-000000000012" / "manifest.json").write_text("[1, 2")
     result = run("show", folder / "step-000000000012")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1 and "manifest.json: JSONDecodeError" in result.stderr
 
 

@@ -302,7 +302,11 @@ def test_the_topology_of_these_processes_is_read(monkeypatch: pytest.MonkeyPatch
     ("name", "gib", "card"),
     [
         ("NVIDIA H100 80GB HBM3", 79.1, "h100"), ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"),
-        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"), ("NVIDIA GeForce GTX 1080", 8, None),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"), ("NVIDIA A100 80GB PCIe", 79.3, "a100-80-pcie"),
+        ("NVIDIA B200", 178.4, "b200"), ("NVIDIA L40S", 44.4, "l40s"), ("NVIDIA L4", 22.0, "l4"),
+        ("NVIDIA A10", 22.1, "a10"),
+        ("NVIDIA GH200 480GB", 94.5, "gh200"), ("AMD Instinct MI355X", 287.9, "mi355x"),
+        ("NVIDIA GeForce GTX 1080", 8, None),
     ],
 )  # fmt: skip
 def test_a_card_is_known_by_its_name(name: str, gib: float, card: str | None) -> None:
