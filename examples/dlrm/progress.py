@@ -144,7 +144,7 @@ class Checkpoints:
         except ValueError as error:
             raise SystemExit(f"train.py: {found[0]}: {error}") from None
         progress = Progress(**extra["progress"])
-        progress.history = [tuple(line) for line in progress.history]
+        progress.history = [(step, loss, rate) for step, loss, rate in progress.history]
         self._saved_step = progress.step
         return progress
 

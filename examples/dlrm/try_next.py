@@ -57,8 +57,10 @@ def next_steps(
     if tables is not None:
         page = tables.with_name(tables.name.replace(TABLES, "_plan.html"))
         samples = args.batch_size // world_size
-        parts = [python, "-m", "shardwise", "plan", "--tables", tables, "--world-size", "8", "--batch-size", samples]
-        steps.append(Step("plan the same tables for eight GPUs", _line(*parts, "--html", page)))
+        parts = [python, "-m", "shardwise", "plan", "--tables", tables, "--world-size", 8, "--card", "h100"]
+        steps.append(
+            Step("plan the same tables for eight GPUs", _line(*parts, "--batch-size", samples, "--html", page))
+        )
     return steps
 
 

@@ -84,10 +84,8 @@ def test_training_on_generated_clicks_learns_and_reports(
     assert written["versions"]["shardwise"] == shardwise.__version__
     printed = capsys.readouterr().out
     # the plan in three lines, the table of epochs, the ceiling
-    assert [line.split(":")[0] for line in printed.split("plan: ")[1].splitlines()[1:3]] == [
-        "  a step takes " + printed.split("a step takes ")[1].splitlines()[0],
-        "  rank 0",
-    ]
+    plan = printed.split("plan: ")[1].splitlines()[:3]
+    assert plan[1].startswith("  a step takes ") and plan[2].startswith("  rank 0: ") and "words" in plan[2]
     assert "for 256 samples a rank with 25.5 ids each" in printed and "Tables, most work first" not in printed
     assert f"{epochs[1]['test_auc']:.4f}" in printed
     assert f"{result['ceiling_auc']:.4f}" in printed
