@@ -25,7 +25,9 @@ class Terminal:
     def __init__(self, *, active: bool) -> None:
         self.active = active
         self._moves = active and sys.stdout.isatty()
-        self._began = self._said_at = time.monotonic()
+        self._began = time.monotonic()
+        # whoever started this has waited already
+        self._said_at = self._began - LATER_QUIET_S
         # what is going on now, and how far it is
         self._status: Callable[[], str] | None = None
         self._shown: Any = None

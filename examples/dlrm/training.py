@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
         terminal.say(
             "restarted workers may hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/reliability.md says why)"
         )
-    with terminal.doing("numba compiles loops for this processor, once a machine"):
+    with terminal.doing("numba compiles loops for this processor, once a machine, 15 to 40 s in all"):
         loops = compile_loops(args, device)
     terminal.say(loops)
     counts = LookupCounts(source.feature_rows, active=args.page is not None)
@@ -144,7 +144,8 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
             health = health_of_tables(found, weights, served)
             write_page(args.page, Run(result, progress.history, str(model.plan), planned, health, steps, loops))
             terminal.say(f"\nthe page of this run, for a browser: {args.page}")
-        terminal.say("\n".join(["", *(line for step in steps for line in (f"{step.what}:", f"  {step.command}"))]))
+        lines = [line for step in steps for line in (f"  {step.what}:", f"    {step.command}")]
+        terminal.say("\n".join(["", "what to try next", *lines]))
     return result
 
 
