@@ -9,7 +9,9 @@ PEER ?= .peer/bin/python
 EXTRAS ?= test,data,cpu,plan,migrate,serve,perf
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install -qq -c constraints.txt
+# pip tells what it fetches and how far it is; where torch is there already, what it would list is satisfied
+QUIET = $(if $(wildcard .venv/lib*/python*/site-packages/torch),-q)
+PIP = $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt
 # triton has wheels for Linux only; without it the kernels run on their torch twins
 TRITON := triton; platform_system == 'Linux'
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
@@ -39,8 +41,14 @@ env: .venv/.installed  ## make the environment in .venv
 
 dev: .venv/.dev  ## the same with ruff, mypy and pyright
 
-demo: .venv/.installed  ## train a DLRM on RANKS gloo processes: generated clicks, or the files in DATA
-	$(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) examples/dlrm/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
+# checkpoints of the demo before are overwritten; a folder that ARGS names is treated as train.py does
+KEPT := $(if $(findstring --checkpoint-dir,$(ARGS)),,--checkpoint-dir runs/demo/checkpoints --overwrite)
+
+demo: .venv/.installed  ## train a DLRM on RANKS gloo processes: generated clicks, or the files in DATA; runs/demo.html
+	@test -z "$(DATA)" || test -d "$(DATA)" || { echo "make demo: DATA=$(DATA): no such folder"; exit 2; }
+	@(sleep 2; echo "  torchrun imports torch, and so does each of $(RANKS) ranks") &
+	$(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) examples/dlrm/train.py --page runs/demo.html $(KEPT) \
+	    --patience 2 --log-every 16 $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 # A file's tests stay together: what one of them sets up serves the others. Long files come first (tests/durations.py).
 TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

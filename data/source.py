@@ -22,7 +22,8 @@ class Source(Protocol):
     `feature_rows` gives the rows that the table of each sparse feature needs, in the order of the batch's keys;
     `dense_names` names the dense columns; `skipped` counts the bad rows left out so far, by reason; `identity` tells
     the data and the order of its batches from others, in values that JSON has. `ids_per_sample` is the mean number of
-    ids of each sparse feature in training, by which tables are planned.
+    ids of each sparse feature in training, by which tables are planned. `train_samples` counts the samples of an epoch,
+    bad ones among them, which may take a pass over the files the first time that it is asked for.
     """
 
     @property
@@ -30,6 +31,9 @@ class Source(Protocol):
 
     @property
     def ids_per_sample(self) -> Mapping[str, float]: ...
+
+    @property
+    def train_samples(self) -> int: ...
 
     @property
     def dense_names(self) -> tuple[str, ...]: ...

@@ -61,6 +61,7 @@ def build_dlrm(feature_rows: Mapping[str, int], dense: int, dim: int, device: to
 
 
 def build_model(source: Source, args: argparse.Namespace, device: torch.device) -> DistributedModelParallel:
+    """The model, its tables where the best plan for this run's batches has them; all ranks call this together."""
     # Seeded weights on the CPU, the same on each rank: sharding keeps them, so the run does not depend on the number of
     # ranks. Tables too large for one process go on device="meta" instead, and each rank makes its own shards.
     torch.manual_seed(args.seed)

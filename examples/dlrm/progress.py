@@ -8,6 +8,7 @@ random state to keep; a model with dropout would keep `torch.get_rng_state()` of
 from __future__ import annotations
 
 import argparse
+import shutil
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from shardwise import CombinedOptimizer, DistributedModelParallel, checkpoint
 from shardwise.data import Position, Source, restore_position
 
+# so many lines of metrics are remembered for the page; of more, every second one
+HISTORY = 600
 # options that make another model or another order of batches: a run cannot go on with others
 SETTINGS = ("steps", "dim", "optimizer", "lr", "seed")
 
@@ -34,8 +37,15 @@ class Progress:
     line_steps: int = 0
     # spent training, not saving or evaluating
     seconds: float = 0.0
+    # of them those of steps past a process's first ones, which are slow, and how many steps these are
+    timed_seconds: float = 0.0
+    timed_steps: int = 0
+    line_seconds: float = 0.0
+    line_timed_steps: int = 0
     # the results of each finished epoch
     epochs: list[dict[str, float]] = field(default_factory=list)
+    # step, mean loss, samples a second of lines of metrics; the speed is None where none was timed
+    history: list[tuple[int, float, float | None]] = field(default_factory=list)
 
     def advance(self) -> None:
         """One more step is trained."""
@@ -43,10 +53,11 @@ class Progress:
         self.epoch_step += 1
         self.line_steps += 1
 
-    def gather(self, rank_sum: Tensor, *, seconds: float) -> None:
+    def gather(self, rank_sum: Tensor, *, seconds: float, timed_seconds: float, timed_steps: int) -> None:
         """Adds the mean over ranks of the sums of losses that each rank has and sets this rank's back to 0.
 
-        Sums of float32 losses are exact in float64, so how often this is called does not change a digit.
+        `seconds` were spent on these steps, `timed_seconds` of them on `timed_steps` steps past the warm-up. Sums of
+        float32 losses are exact in float64, so how often this is called does not change a digit.
         """
         dist.all_reduce(rank_sum)
         mean = float(rank_sum) / dist.get_world_size()
@@ -54,11 +65,21 @@ class Progress:
         self.epoch_loss += mean
         self.line_loss += mean
         self.seconds += seconds
+        self.timed_seconds += timed_seconds
+        self.timed_steps += timed_steps
+        self.line_seconds += timed_seconds
+        self.line_timed_steps += timed_steps
 
-    def end_line(self) -> float:
-        """The mean loss since the last line of metrics."""
+    def end_line(self, batch_size: int) -> float:
+        """The mean loss since the last line of metrics, which is kept in `history`."""
         mean = self.line_loss / self.line_steps
+        rate = self.line_timed_steps * batch_size / self.line_seconds if self.line_timed_steps else None
         self.line_loss, self.line_steps = 0.0, 0
+        self.line_seconds, self.line_timed_steps = 0.0, 0
+        self.history.append((self.step, mean, rate))
+        if len(self.history) > HISTORY:
+            # a run may be long, and a checkpoint holds this
+            self.history = self.history[1::2]
         return mean
 
     def end_epoch(self, result: dict[str, float]) -> None:
@@ -66,10 +87,13 @@ class Progress:
         self.epochs.append(result)
         self.epoch += 1
         self.epoch_step = 0
-        self.epoch_loss = self.seconds = 0.0
+        self.epoch_loss = self.seconds = self.timed_seconds = 0.0
+        self.timed_steps = 0
 
     def samples_per_s(self, batch_size: int) -> float:
-        """Of this epoch so far."""
+        """Of this epoch so far, without a process's first steps, unless there were no others."""
+        if self.timed_steps:
+            return self.timed_steps * batch_size / self.timed_seconds
         return self.epoch_step * batch_size / self.seconds
 
 
@@ -96,6 +120,13 @@ class Checkpoints:
         dist.broadcast_object_list(found)
         if found[0] is None:
             return Progress()
+        if not self._args.resume and self._args.overwrite:
+            if dist.get_rank() == 0:
+                for path in [*checkpoint.steps(folder), *checkpoint.steps(folder / "best")]:
+                    shutil.rmtree(path)
+            # nobody saves there before all is gone
+            dist.barrier()
+            return Progress()
         if not self._args.resume:
             raise SystemExit(f"train.py: {folder} holds checkpoints: pass --resume, or another --checkpoint-dir")
         try:
@@ -113,6 +144,7 @@ class Checkpoints:
         except ValueError as error:
             raise SystemExit(f"train.py: {found[0]}: {error}") from None
         progress = Progress(**extra["progress"])
+        progress.history = [(step, loss, rate) for step, loss, rate in progress.history]
         self._saved_step = progress.step
         return progress
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from tqdm import tqdm
+from terminal import Bar
 
 from shardwise.untrusted import read_text
 
@@ -30,11 +30,10 @@ class Report:
     """
 
     def __init__(
-        self, path: Path | None, logger: Logger | None, *, active: bool, step: int, finished_epochs: int
+        self, path: Path | None, logger: Logger | None, bar: Bar, *, active: bool, step: int, finished_epochs: int
     ) -> None:
+        self.bar = bar
         self._logger = logger if active else None
-        self._active = active
-        self._bar: Any = None
         self._lines = None
         if path is not None and active:
             cut_lines(path, step, finished_epochs)
@@ -46,37 +45,13 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end_epoch()
         if self._lines is not None:
             self._lines.close()
 
-    def begin_epoch(self, epoch: int, epochs: int, samples: int, total: int | None) -> None:
-        """Shows a bar that stands at `samples` of `total`, which may be unknown."""
-        self._bar = tqdm(
-            desc=f"epoch {epoch + 1}/{epochs}",
-            unit=" samples",
-            unit_scale=True,
-            initial=samples,
-            total=total,
-            leave=False,
-            disable=not self._active,
-        )
-
-    def advance(self, samples: int) -> None:
-        """Moves the bar."""
-        if self._bar is not None:
-            self._bar.update(samples)
-
-    def end_epoch(self) -> None:
-        """Takes the bar away."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
     def write(self, numbers: Mapping[str, float], *, epoch: int, step: int) -> None:
         """Tells the file and the logger, and the bar where there is a loss."""
-        if "loss" in numbers and self._bar is not None:
-            self._bar.set_postfix(loss=f"{numbers['loss']:.4f}")
+        if "loss" in numbers:
+            self.bar.numbers(numbers["loss"], numbers["samples_per_s"])
         if self._lines is not None:
             line = {"epoch": epoch, "step": step, **numbers}
             self._lines.write(json.dumps(without_nan(line)) + "\n")

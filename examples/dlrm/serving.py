@@ -24,16 +24,17 @@ from shardwise.models import DLRMTrain
 CPU = torch.device("cpu")
 
 
-def quantize(model: DistributedModelParallel, source: Source, dim: int) -> DLRMTrain:
-    """The trained model on the CPU of every rank, whole, its tables int8; all ranks call this together.
+def quantize(model: DistributedModelParallel, source: Source, dim: int) -> tuple[DLRMTrain, dict[str, Tensor]]:
+    """The trained model on the CPU of every rank, whole, its tables int8; and its weights as they were before.
 
-    Tables that are too large for one process stay in a checkpoint, from which `shardwise export` takes them where there
-    is the memory.
+    All ranks call this together. Tables that are too large for one process stay in a checkpoint, from which `shardwise
+    export` takes them where there is the memory.
     """
     whole = build_dlrm(source.feature_rows, len(source.dense_names), dim, CPU)
-    whole.load_state_dict(checkpoint.full_state_dict(model))
+    weights = checkpoint.full_state_dict(model)
+    whole.load_state_dict(weights)
     quantize_inference_model(whole)
-    return whole
+    return whole, weights
 
 
 def table_bytes(model: nn.Module) -> int:

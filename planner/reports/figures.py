@@ -42,6 +42,7 @@ class Chart:
         bound: a value that no column can be below, drawn across.
         limits: what each column may hold.
         mark: the column that has its value above it.
+        widest: what a column takes at most, where the figure need not be as wide as a page.
     """
 
     title: str
@@ -52,6 +53,7 @@ class Chart:
     bound: float | None = None
     limits: Floats | None = None
     mark: int | None = None
+    widest: float = math.inf
 
 
 def draw(stacks: Sequence[Sequence[Block]], chart: Chart) -> str:
@@ -63,7 +65,7 @@ def draw(stacks: Sequence[Sequence[Block]], chart: Chart) -> str:
     step = _tick(most)
     scale = HEIGHT / (most * 1.02)
     world = len(stacks)
-    pitch = max(4.0, (WIDTH - LEFT - RIGHT) / world)
+    pitch = min(chart.widest, max(4.0, (WIDTH - LEFT - RIGHT) / world))
     wide = LEFT + RIGHT + pitch * world
     gap = min(14.0, pitch * 0.16) if pitch > 6 else 0.6
     base = TOP + HEIGHT

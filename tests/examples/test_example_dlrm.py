@@ -36,12 +36,12 @@ def needs(folder: Path) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not folder.is_dir(), reason=f"no {folder.name} below $SHARDWISE_DATA or ../shared/data")
 
 
-def example() -> Any:
-    """The module of the script, which finds the files beside it as it does when it is run."""
+def example(name: str = "train") -> Any:
+    """A module of the example, which finds the files beside it as it does when it is run."""
     folder = str(ROOT / "examples" / "dlrm")
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    return importlib.import_module("train")
+    return importlib.import_module(name)
 
 
 def train(*argv: str) -> dict[str, Any]:
@@ -51,6 +51,15 @@ def train(*argv: str) -> dict[str, Any]:
 
 def measured(result: dict[str, Any]) -> list[float]:
     return [epoch[name] for epoch in result["epochs"] for name in ("train_loss", "test_auc", "test_ne")]
+
+
+def test_the_whole_plan_is_for_this_run_s_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan was for 512 samples of one id for each feature, and "proven to be optimal" for those."""
+    train(*CLICKS, "--steps", "1", "--epochs", "1", "--explain")
+    printed = capsys.readouterr().out
+    assert "256 samples a rank" in printed and "is the default" not in printed and "is assumed" not in printed
+    words, history = (re.search(rf"{name}: .* ([\d.]+) ids? a sample", printed) for name in ("t_words", "t_history"))
+    assert words and history and (words[1], history[1]) == ("6.5", "15")
 
 
 CLICKS = ("--epochs", "2", "--steps", "30", "--batch-size", "256", "--dim", "8")
@@ -74,12 +83,10 @@ def test_training_on_generated_clicks_learns_and_reports(
     assert written["epochs"] == epochs
     assert written["versions"]["shardwise"] == shardwise.__version__
     printed = capsys.readouterr().out
-    # the plan, the table, the ceiling
-    assert "t_user" in printed
-    # the plan was for 512 samples of one id for each feature, and "proven to be optimal" for those
-    assert "256 samples a rank" in printed and "is the default" not in printed and "is assumed" not in printed
-    words, history = (re.search(rf"{name}: .* ([\d.]+) ids? a sample", printed) for name in ("t_words", "t_history"))
-    assert words and history and (words[1], history[1]) == ("6.5", "15")
+    # the plan in three lines, the table of epochs, the ceiling
+    plan = printed.split("plan: ")[1].splitlines()[:3]
+    assert plan[1].startswith("  a step takes ") and plan[2].startswith("  rank 0: ") and "words" in plan[2]
+    assert "for 256 samples a rank with 25.5 ids each" in printed and "Tables, most work first" not in printed
     assert f"{epochs[1]['test_auc']:.4f}" in printed
     assert f"{result['ceiling_auc']:.4f}" in printed
 
@@ -132,11 +139,11 @@ class Twin(nn.Module):
 
 def train_with_twin() -> tuple[float, float, float]:
     """One epoch of the example and of its twin: the AUC of both, and how far their losses were apart at most."""
-    script = example()
-    args = script.parse(["--data", str(MOVIELENS), "--device", "cpu"])
-    source, device = script.open_source(args), torch.device("cpu")
-    dmp = script.build_model(source, args, device)
-    optimizer = script.build_optimizer(dmp, args)
+    training, model = example("training"), example("model")
+    args = example("arguments").parse("", ["--data", str(MOVIELENS), "--device", "cpu"])
+    source, device = training.open_source(args), torch.device("cpu")
+    dmp = model.build_model(source, args, device)
+    optimizer = model.build_optimizer(dmp, args)
     twin = Twin(dmp.module.model)
     # eps as in the fused optimizer for the tables, as torch's default for the dense layers
     dense = [*twin.bottom.parameters(), *twin.top.parameters()]
@@ -151,7 +158,7 @@ def train_with_twin() -> tuple[float, float, float]:
             its_loss.backward()
             one.step()
         apart = max(apart, abs(float(loss - other)))
-    logits, labels = script.evaluate(dmp, source.evaluate(args.batch_size), device)
+    logits, labels = training.evaluate(dmp, source.evaluate(args.batch_size), device)
     with torch.no_grad():
         others = torch.cat([twin(batch) for batch in source.evaluate(args.batch_size)])
     return auc(logits, labels), auc(others, labels), apart
@@ -219,24 +226,21 @@ def test_what_cannot_be_done_is_said_in_a_line(
     assert message.format(tmp_path) in str(stopped.value) + capsys.readouterr().err
 
 
-def test_cuda_where_there_is_none_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cuda_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        example().parse(["--device", "cuda"])
-    assert "--device cuda: torch finds no CUDA device here" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^train\.py: --device cuda: torch finds no CUDA device here"):
+        example().main(["--device", "cuda"])
 
 
 def test_the_folder_of_the_results_is_made_before_training(tmp_path: Path) -> None:
     """After hours of training, write_text raised FileNotFoundError for the missing folder and the results were lost."""
-    example().parse(["--device", "cpu", "--json", str(tmp_path / "runs" / "1" / "result.json")])
+    example("arguments").parse("", ["--device", "cpu", "--json", str(tmp_path / "runs" / "1" / "result.json")])
     assert (tmp_path / "runs" / "1").is_dir()
 
 
 def test_an_error_of_training_is_not_taken_for_the_readers() -> None:
     with pytest.raises(ValueError, match="of the model"):
-        for _ in example().read(iter([None])):
+        for _ in example("evaluation").read(iter([None])):
             raise ValueError("of the model")
 
 
@@ -245,7 +249,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(SystemExit):
-        example().parse(["--batch-size", "512"])
+        example("arguments").parse("", ["--batch-size", "512"])
     assert "--batch-size 512 cannot be shared equally by 3 ranks" in capsys.readouterr().err
 
 
@@ -313,7 +317,7 @@ def of_the_checkpoint(folder: Path) -> torch.nn.Module:
     example()
     path = checkpoint.latest(folder)
     assert path is not None
-    model, _, _ = importlib.import_module("serving").from_checkpoint(checkpoint.read_manifest(path))
+    model, _, _ = example("serving").from_checkpoint(checkpoint.read_manifest(path))
     model.load_state_dict(checkpoint.full_state_dict(path))
     return quantize_inference_model(model)
 
@@ -349,10 +353,7 @@ def test_numpy_alone_finds_the_rows_of_the_checkpoint(trained: tuple[dict[str, A
         assert (torch.from_numpy(table.rows(range(len(whole)))) - whole).abs().max() < bound
 
 
-def test_a_folder_that_may_not_be_replaced_is_refused_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_may_not_be_replaced_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="--export: .* is there and is no exported model"):
         train(*SMALL, "--export", str(tmp_path))
-    assert f"--export: {tmp_path} is there and is no exported model" in capsys.readouterr().err

@@ -5,7 +5,6 @@ Takes most of a minute: each claim is a run of the example that stops, and one t
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -60,7 +59,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
 
 def interrupt(folder: Path, stop: int, *argv: str) -> None:
     """Trains up to the line of metrics at or after step `stop`, where every rank's run ends."""
-    report = example().Report
+    report = example("report").Report
     write_line = report.write
 
     def write(self: Any, numbers: dict[str, float], *, epoch: int, step: int) -> None:
@@ -206,8 +205,7 @@ def test_a_line_cut_short_and_lines_beyond_the_checkpoint_are_left_out(tmp_path:
     path = tmp_path / "metrics.jsonl"
     rows = [{"epoch": 1, "step": 4}, {"epoch": 1, "step": 8, "test_auc": 0.5}, {"epoch": 2, "step": 12}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"epoch": 2, "st')
-    example()
-    cut = importlib.import_module("report").cut_lines
+    cut = example("report").cut_lines
     # the checkpoint of the end of an epoch is one before or one after its evaluation
     for step, finished, kept in [(12, 1, 3), (8, 1, 2), (8, 0, 1), (4, 0, 1), (0, 0, 0)]:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"epoch": 2, "st')
