@@ -21,7 +21,7 @@ from .output import (
     print_json,
     print_table,
     require_writable,
-    show as show_text,
+    show,
     spinner,
     table_of,
 )
@@ -222,13 +222,13 @@ def _show(path: Path, manifest: Manifest) -> None:
     dense = _dense(manifest)
     elements = sum(math.prod(one.shape) for one in dense)
     whole = sum(one.bytes for one in manifest.files)
-    show_text(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
-    show_text(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    show(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
+    show(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     print_table(table, drop=("updates", "dtype", "states", "optimizer"))
     files = f"{len(manifest.files)} files, {whole / _MIB:,.1f} MiB"
-    show_text(f"{len(dense)} dense tensors, {elements:,} elements; {files}")
+    show(f"{len(dense)} dense tensors, {elements:,} elements; {files}")
     if manifest.extra:
-        show_text(f"extra: {', '.join(manifest.extra)}")
+        show(f"extra: {', '.join(manifest.extra)}")
 
 
 def _states(manifest: Manifest, name: str) -> list[str]:
