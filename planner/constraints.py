@@ -129,7 +129,7 @@ def check_settings_of(
         if constraint.device_group not in (None, *CAPABILITIES):
             raise _wrong(
                 f"table {table.name!r}: device_group must be one of {', '.join(CAPABILITIES)}, got"
-                f" {constraint.device_group!r}{did_you_mean(constraint.device_group, CAPABILITIES)}"
+                f" {constraint.device_group!r}{did_you_mean(str(constraint.device_group), CAPABILITIES)}"
             )
         if constraint.device_group not in (None, compute_device):
             idle["device_group"] = f"this plan is for {compute_device}, and leaves them to another"

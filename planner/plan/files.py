@@ -266,17 +266,25 @@ _truth = _reader(lambda value: isinstance(value, bool), "true or false")
 _positive = _reader(lambda value: _is_whole(value) and value >= 1, "a positive whole number")
 _rank = _reader(lambda value: _is_whole(value) and value >= 0, "ranks, numbers from 0")
 _number = _reader(
-    lambda value: (_is_whole(value) or isinstance(value, float)) and 0 <= value <= MOST_IDS,
-    f"a number from 0 to {MOST_IDS:g}",
+    lambda value: (_is_whole(value) or isinstance(value, float)) and 0 <= value < float("inf"), "a number of 0 or more"
 )
 
 
 def _up_to(most: int) -> Callable[[Any], Any]:
-    return _reader(lambda value: _is_whole(value) and 1 <= value <= most, f"a positive whole number, {most:,} at most")
+    def read(value: Any) -> int:
+        number: int = _positive(value)
+        if number > most:
+            raise ValueError(f"must be {most:,} at most, got {number:,}")
+        return number
+
+    return read
 
 
 def _amount(value: Any) -> float:
-    return float(_number(value))
+    number = _number(value)
+    if number > MOST_IDS:
+        raise ValueError(f"must be {MOST_IDS:g} at most, got {number}")
+    return float(number)
 
 
 def _list_of(read: Callable[[Any], T]) -> Callable[[Any], list[T]]:

@@ -204,7 +204,7 @@ WRONG = {
         on_h100("--constants", "tables.json", "--cost", "torchrec"),
         "--constants are of --cost shardwise",
     ),
-    "too many columns": (on_h100(tables="wide.json"), "embedding_dim must be a positive whole number, 131,072 at most"),
+    "too many columns": (on_h100(tables="wide.json"), "embedding_dim must be 131,072 at most, got 1,000"),
     "an optimizer in a file": (on_h100(tables="adm.json"), "adm.json: table 'a': optimizer 'Adm' is unknown: did you"),
     "a plan whose numbers are none": (["explain", "words.json"], "step_ms must be a number, got 'soon'"),
     "a file that is not there": (wrong(tables="x.json"), "'x.json' does not exist"),

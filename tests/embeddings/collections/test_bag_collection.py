@@ -415,3 +415,10 @@ def test_no_tables_give_an_empty_dict() -> None:
 def test_tables_of_several_dims_are_refused() -> None:
     with pytest.raises(ValueError, match=r"one embedding_dim, got \{'a': 2, 'b': 3\}"):
         EmbeddingCollection([EmbeddingConfig(5, 2, "a"), EmbeddingConfig(5, 3, "b")])
+
+
+def test_tables_without_a_device_are_where_torch_makes_tensors() -> None:
+    """`with torch.device("meta")` allocated every table on the CPU, though nothing named that."""
+    with torch.device("meta"):
+        ebc = EmbeddingBagCollection([EmbeddingBagConfig(10**9, 64, "user", feature_names=["u"])])
+    assert ebc.device.type == "meta" and {one.device.type for one in ebc.parameters()} == {"meta"}
