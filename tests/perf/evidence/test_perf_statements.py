@@ -78,3 +78,8 @@ def test_a_method_of_ours_is_part_of_a_class(monkeypatch) -> None:  # type: igno
     old, new = ({"packages": {"a.T": public_names.facts(kind)}} for kind in (Old, New))
     [line] = public_names.differences(old, new)
     assert line.startswith("changed  packages: a.T: members") and "*, lr" in line
+
+
+def test_commands_that_are_not_loaded_yet_are_listed() -> None:
+    """Since commands are loaded by name the list had the root alone: one that went would not have been missed."""
+    assert {"shardwise", "shardwise env", "shardwise plan whatif"} <= set(public_names.public_names()["commands"])
