@@ -151,12 +151,13 @@ def _commands() -> dict[str, dict[str, Any]]:
             "help": [command.help, *(getattr(param, "help", None) for param in command.params)],
             "options": sorted(map(_option, command.params)),
         }
-        # commands are loaded when they are asked for
-        context = click.Context(command)
-        for name in command.list_commands(context) if isinstance(command, click.Group) else ():
-            below = command.get_command(context, name)
-            assert below is not None
-            walk(below, f"{path} {name}")
+        if isinstance(command, click.Group):
+            # each is loaded when it is asked for
+            context = click.Context(command)
+            for name in command.list_commands(context):
+                below = command.get_command(context, name)
+                assert below is not None
+                walk(below, f"{path} {name}")
 
     walk(commands(), "shardwise")
     return entries
