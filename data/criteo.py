@@ -39,6 +39,8 @@ DAYS, TOTAL_TRAINING_SAMPLES = 24, 4_195_197_692
 FREQUENCY_THRESHOLD = 3
 # training samples at the begin of the files that tell how often a category is missing
 _PROBE = 4096
+# files of more bytes are not read just to count their lines
+_COUNTED_BYTES = 1 << 30
 _COLUMNS = 1 + len(DENSE_NAMES) + len(CATEGORY_NAMES)
 _INTEGER = r"(?:-?[0-9]{1,18})?"
 _CATEGORY = r"[0-9a-fA-F]{0,8}"
@@ -97,9 +99,15 @@ class Criteo:
                 samples += 1
         return dict(zip(CATEGORY_NAMES, (counts / max(1, samples)).tolist(), strict=True))
 
-    @cached_property
-    def train_samples(self) -> int:
+    @property
+    def train_samples(self) -> int | None:
         """Lines of the files that are for training, good or not: a pass over all of them, without parsing."""
+        return self._train_samples
+
+    @cached_property
+    def _train_samples(self) -> int | None:
+        if sum(path.stat().st_size for path in self.paths) > _COUNTED_BYTES:
+            return None
         return sum(1 for _ in self._split(evaluate=False))
 
     @property

@@ -23,7 +23,8 @@ class Source(Protocol):
     `dense_names` names the dense columns; `skipped` counts the bad rows left out so far, by reason; `identity` tells
     the data and the order of its batches from others, in values that JSON has. `ids_per_sample` is the mean number of
     ids of each sparse feature in training, by which tables are planned. `train_samples` counts the samples of an epoch,
-    bad ones among them, which may take a pass over the files the first time that it is asked for.
+    bad ones among them, which may take a pass over the files the first time that it is asked for; None where files are
+    too large for that.
     """
 
     @property
@@ -33,7 +34,7 @@ class Source(Protocol):
     def ids_per_sample(self) -> Mapping[str, float]: ...
 
     @property
-    def train_samples(self) -> int: ...
+    def train_samples(self) -> int | None: ...
 
     @property
     def dense_names(self) -> tuple[str, ...]: ...

@@ -169,13 +169,13 @@ def train(job: Job, best: BestWeights, logger: Logger | None) -> Progress:
         )
     start = {"step": progress.step, "finished_epochs": len(progress.epochs)}
     with terminal.doing("counting the training samples"):
-        steps = source.train_samples // args.batch_size
-    steps = steps if args.steps is None else min(steps, args.steps)
+        samples = source.train_samples
+    steps = args.steps if samples is None else min(samples // args.batch_size, args.steps or samples)
     clock = Clock()
     # what fails on one rank from here on, a bad row for one, the others say by its name
     with (
         model.watched("in training"),
-        terminal.bar(args.epochs * steps) as bar,
+        terminal.bar(None if steps is None else args.epochs * steps) as bar,
         Report(args.metrics, logger, bar, active=dist.get_rank() == 0, **start) as report,
     ):
         bar.at(progress.step)

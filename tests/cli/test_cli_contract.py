@@ -48,7 +48,7 @@ def test_scripts_may_name_the_file_behind_json(words: list[str], asked: tuple[bo
     assert {name for name, one in COMMANDS.items() if isinstance(one, Writing)} == {
         "kernels run", "perf counts", "perf run",
     }  # fmt: skip
-    options = [click.Option(["--out"]), click.Option(["--json", "as_json"], is_flag=True)]
+    options: list[click.Parameter] = [click.Option(["--out"]), click.Option(["--json", "as_json"], is_flag=True)]
     context = Writing("a", params=options).make_context("a", [*words])
     assert (context.params["as_json"], context.params["out"]) == asked
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from checkout import REAL_DATA
 
-from shardwise.data import Criteo, MovieLens, open_folder
+from shardwise.data import Criteo, MovieLens, criteo, open_folder
 
 DATA = REAL_DATA / "ml_latest_small"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="no ml_latest_small below $SHARDWISE_DATA or ../shared/data")
@@ -280,6 +280,13 @@ def test_how_often_a_category_is_there_is_known_before_training(tmp_path: Path) 
     assert reader.skipped == {}
     (batch,) = reader.train(18)
     assert batch.sparse_features["cat_3"].values().numel() == 5
+
+
+def test_training_lines_are_counted_unless_the_files_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.tsv", numbered(53))
+    assert Criteo(path, evaluate_every=10).train_samples == 48
+    monkeypatch.setattr(criteo, "_COUNTED_BYTES", path.stat().st_size - 1)
+    assert Criteo(path, evaluate_every=10).train_samples is None
 
 
 def test_each_table_has_its_own_rows(tmp_path: Path) -> None:
