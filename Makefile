@@ -46,7 +46,7 @@ KEPT := $(if $(findstring --checkpoint-dir,$(ARGS)),,--checkpoint-dir runs/demo/
 
 demo: .venv/.installed  ## train a DLRM on RANKS gloo processes: generated clicks, or the files in DATA; runs/demo.html
 	@test -z "$(DATA)" || test -d "$(DATA)" || { echo "make demo: DATA=$(DATA): no such folder"; exit 2; }
-	@(sleep 2; echo "  torchrun imports torch, and so does each of $(RANKS) ranks") &
+	@(sleep 2; echo "  torchrun imports torch, and then every rank does") &
 	$(BIN)/torchrun --standalone --nproc_per_node=$(RANKS) examples/dlrm/train.py --page runs/demo.html $(KEPT) \
 	    --patience 2 --log-every 16 $(if $(DATA),--data "$(DATA)") $(ARGS)
 

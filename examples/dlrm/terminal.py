@@ -63,9 +63,8 @@ class Terminal:
     def doing(self, what: str) -> Iterator[None]:
         """Show that this goes on, and for how long it has."""
         begin = time.monotonic()
-        with self._moving(total=None) as update:
+        with self._moving(what, total=None):
             self._status = lambda: f"{what}: {time.monotonic() - begin:.0f} s"
-            update(0, what)
             try:
                 yield
             finally:
@@ -74,7 +73,7 @@ class Terminal:
     @contextmanager
     def bar(self, total: int | None) -> Iterator[Bar]:
         """A bar of so many steps."""
-        with self._moving(total=total) as update:
+        with self._moving("", total=total) as update:
             shown = Bar(total, update)
             self._status = shown.text
             try:
@@ -83,7 +82,7 @@ class Terminal:
                 self._status = None
 
     @contextmanager
-    def _moving(self, total: int | None) -> Iterator[Callable[[int, str], None]]:
+    def _moving(self, text: str, total: int | None) -> Iterator[Callable[[int, str], None]]:
         """What sets the place and the text of the moving line."""
         if not self._moves:
             yield lambda done, text: None
@@ -92,10 +91,10 @@ class Terminal:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        text = TextColumn("{task.description}", markup=False)
-        columns = (text, BarColumn(bar_width=24)) if total else (SpinnerColumn(), text, TimeElapsedColumn())
+        said = TextColumn("{task.description}", markup=False)
+        columns = (BarColumn(bar_width=24), said) if total else (SpinnerColumn(), said, TimeElapsedColumn())
         with Progress(*columns, console=Console(), transient=True) as progress:
-            task = progress.add_task("", total=total)
+            task = progress.add_task(text, total=total)
             self._shown = progress
             try:
                 yield lambda done, text: progress.update(task, completed=done, description=text)

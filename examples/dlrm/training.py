@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
         terminal.say(
             "restarted workers may hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/reliability.md says why)"
         )
-    with terminal.doing("numba compiles loops for this processor, once a machine, 15 to 40 s in all"):
+    with terminal.doing("numba compiles loops for this processor, once a machine, in most of a minute"):
         loops = compile_loops(args, device)
     terminal.say(loops)
     counts = LookupCounts(source.feature_rows, active=args.page is not None)

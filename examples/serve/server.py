@@ -23,8 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-import aiohttp
 import torch
+
+from shardwise._version import how_to_install
+
+try:
+    import aiohttp
+except ModuleNotFoundError:
+    raise SystemExit(f"server.py: aiohttp is missing: {how_to_install('serve')}") from None
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from batches import Batcher, Limits, ModelFailed
