@@ -121,7 +121,8 @@ def dispensable(stored: Sequence[Stored]) -> list[str]:
     names = columns(stored)
     order = ("floor", "% of copy", "IQR", "GB/s")
     found = [name for kind in order for name in names if name.split(" [")[0] == kind]
-    return [*found, "group", *(f"/ {peer}" for peer in reversed(PEERS))]
+    beside = [name for peer in reversed(PEERS) for name in reversed(names) if name.split(" [")[0] == f"/ {peer}"]
+    return [*found, "group", *beside]
 
 
 def as_data(stored: Sequence[Stored]) -> list[dict[str, Any]]:

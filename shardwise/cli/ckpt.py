@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from .._names import did_you_mean
 from .output import (
     FINE,
     NO,
+    console,
     json_option,
     load_torch,
     one_line,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from ..checkpoint import Manifest, Stored, TableFacts
 
 _MIB = 2**20
+# what names of tables end with, as state dicts have them
+_WEIGHT = ".weight"
 _WRONG = (ValueError, OSError)
 
 
@@ -213,10 +216,12 @@ def _shown(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _show(path: Path, manifest: Manifest) -> None:
     table = table_of("table", right=("rows", "dim", "MiB"), last=("shards", "dtype", "optimizer", "states", "updates"))
+    begin, end = _around(manifest.tables)
     for name, one in manifest.tables.items():
         states = " ".join(_states(manifest, name)) or "-"
         table.add_row(
-            name, f"{one.rows:,}", str(one.dim), f"{_bytes(manifest, name) / _MIB:,.1f}", _cut(one),
+            name.removeprefix(begin).removesuffix(end), f"{one.rows:,}", str(one.dim),
+            f"{_bytes(manifest, name) / _MIB:,.1f}", _cut(one),
             _dtype(one.dtype), one.rule or "-", states, f"{one.steps:,}",
         )  # fmt: skip
     dense = _dense(manifest)
@@ -224,11 +229,23 @@ def _show(path: Path, manifest: Manifest) -> None:
     whole = sum(one.bytes for one in manifest.files)
     show(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
     show(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    if begin:
+        show(f"tables are {begin}<table>{end}")
     print_table(table, drop=("updates", "dtype", "states", "optimizer"))
     files = f"{len(manifest.files)} files, {whole / _MIB:,.1f} MiB"
     show(f"{len(dense)} dense tensors, {elements:,} elements; {files}")
     if manifest.extra:
         show(f"extra: {', '.join(manifest.extra)}")
+
+
+def _around(names: Iterable[str]) -> tuple[str, str]:
+    """What long names of tables begin and end with, all of them: modules, and ".weight"; "" where names are short."""
+    every = [*names]
+    if max(map(len, every), default=0) <= console().width // 4:
+        return "", ""
+    end = _WEIGHT if all(name.endswith(_WEIGHT) for name in every) else ""
+    modules, dot, _ = os.path.commonprefix([name.removesuffix(end) for name in every]).rpartition(".")
+    return (modules + dot, end) if dot else ("", "")
 
 
 def _states(manifest: Manifest, name: str) -> list[str]:
@@ -258,11 +275,22 @@ def _cut(table: TableFacts) -> str:
     if table.shards and table.shards[0].replica:
         return "whole on every rank"
     ranks = sorted({one.rank for one in table.shards})
-    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_ranges(ranks)}"
     rows, columns = {one.rows for one in table.shards}, {one.cols for one in table.shards}
     if len(table.shards) == 1:
         return where
     return f"{len(rows)} x {len(columns)} on {where}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """ "0-3, 8" of ranks in order."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
 
 
 def _dtype(dtype: Any) -> str:

@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -26,7 +27,7 @@ from .help import Command
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.table import Table
+    from rich.table import Column, Table
 
 FINE, NO, WRONG = 0, 1, 2
 # of a file or a pipe; of a terminal that does not say
@@ -214,7 +215,9 @@ def print_table(table: Table, *, drop: Sequence[str] = ()) -> None:
         kept = [column for column in table.columns if column.header != name]
         if len(kept) < len(table.columns):
             left_out.append(name)
-            table.columns = kept
+            # rich takes the place of a column from it
+            table.columns = [replace(column, _index=place) for place, column in enumerate(kept)]
+    _divide(table, shown)
     show(table)
     if left_out:
         names = ", ".join(left_out)
@@ -237,11 +240,25 @@ def _trimmed(line: str) -> str:
 
 def _least(table: Table, shown: Console) -> int:
     """Columns of the terminal that a table needs where what folds is still readable."""
-    width = 0
-    for column in table.columns:
-        widest = max((shown.measure(cell).maximum for cell in (column.header, *column.cells)), default=0)
-        width += (widest if column.no_wrap else min(widest, _READABLE)) + 2
-    return width
+    widths = [(column, _widest(column, shown)) for column in table.columns]
+    return sum(width if column.no_wrap else min(width, _READABLE) for column, width in widths) + 2 * len(widths) - 2
+
+
+def _divide(table: Table, shown: Console) -> None:
+    """Give what folds equal parts of what numbers leave, and less to what needs less; rich cuts numbers, too."""
+    if _least(table, shown) > shown.width:
+        return
+    widths = sorted(((_widest(column, shown), column) for column in table.columns), key=lambda one: one[0])
+    room = shown.width - 2 * len(widths) + 2 - sum(width for width, column in widths if column.no_wrap)
+    folding = [one for one in widths if not one[1].no_wrap]
+    for place, (width, column) in enumerate(folding):
+        column.width = min(width, room // (len(folding) - place))
+        room -= column.width
+
+
+def _widest(column: Column, shown: Console) -> int:
+    """Columns of the terminal that the widest line of a column of a table takes."""
+    return max(shown.measure(cell).maximum for cell in (column.header, *column.cells))
 
 
 @contextmanager
