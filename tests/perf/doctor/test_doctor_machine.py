@@ -273,9 +273,11 @@ def test_two_processes_that_cannot_meet_are_a_problem_with_a_reason(monkeypatch:
 
 
 def test_two_processes_that_do_not_come_are_given_up_and_ended() -> None:
+    before = {*multiprocessing.active_children()}
     (found,) = links.links(["cpu"], timeout_s=0.01)
     assert found.mark == PROBLEM and "did not exchange anything within 0.01 s" in found.text
-    assert not multiprocessing.active_children()
+    # other tests of this process keep ranks
+    assert {*multiprocessing.active_children()} <= before
 
 
 def _of_results(*results: Result) -> Sequence[Finding]:
