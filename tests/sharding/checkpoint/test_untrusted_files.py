@@ -256,7 +256,7 @@ def test_json_that_no_writer_of_ours_writes_is_refused(text: str, said: str, tmp
 
 def test_an_infinite_number_in_a_plan_is_still_read(tmp_path: Path) -> None:
     """Python writes Infinity, and what a planner says about its bound may be that."""
-    plan = {"format": "shardwise-plan", "version": 1, "about": {"predicted": {"bound_ms": float("inf")}}}
+    plan = {"format": "shardwise-plan", "version": 1, "plan": {}, "about": {"predicted": {"bound_ms": float("inf")}}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     said: Any = read_plan(tmp_path / "plan.json")
     assert said["about"]["predicted"]["bound_ms"] == float("inf")
