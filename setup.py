@@ -28,10 +28,10 @@ REPOSITORY = ""
 
 
 def readme() -> str:
-    """README.md as the page on an index: its links lead to the files, and are words alone while these are nowhere."""
+    """README.md as the page on an index: links and pictures lead to the files, or are words alone."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     link = rf"[\1]({REPOSITORY}/blob/HEAD/\2)" if REPOSITORY else r"\1"
-    return re.sub(r"\[([^]]+)\]\((?![a-z]+:|#)([^)\s]+)\)", link, text)
+    return re.sub(r"!?\[([^]]+)\]\((?![a-z]+:|#)([^)\s]+)\)", link, text)
 
 
 class Build(build_py):

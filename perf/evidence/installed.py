@@ -34,7 +34,7 @@ STEPS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "quick start of README.md on two ranks",
         ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "quickstart.py"),
-        "torch.Size([3, 64])\ntorch.Size([3, 64])",
+        "user: table_wise on ranks [0]\nstep 0: loss 0.",
     ),
     ("shardwise --version", ("-m", "shardwise", "--version"), "shardwise, version "),
     ("shardwise doctor --quick", ("-m", "shardwise", "doctor", "--quick"), "nothing is wrong"),

@@ -111,6 +111,7 @@ def test_readme_on_an_index_has_no_link_that_leads_nowhere(tmp_path: Path) -> No
     assert told["Description-Content-Type"] == "text/markdown"
     page = str(told.get_payload())
     assert "docs/migration.md has the steps" in page and not RELATIVE.search(page) and not of(told, "Project-URL")
+    assert "\nPart of the page" in page
 
 
 def test_readme_on_an_index_leads_to_the_sources_once_they_have_an_address(tmp_path: Path) -> None:
