@@ -16,7 +16,7 @@ from shardwise.kernels import _op, configs, numba_loops
 from ..suite import machine
 from .findings import NOTE, OK, Finding
 from .proven import PROVEN
-from .versions import nvidia_driver
+from .versions import amd_driver, nvidia_driver
 
 GIB = 1 << 30
 
@@ -137,10 +137,7 @@ def kernels_for(what: str, architecture: str) -> Finding:
 def _driver() -> str:
     """The version of the GPU's driver, as far as it says so."""
     if torch.version.hip:
-        try:
-            return Path("/sys/module/amdgpu/version").read_text().strip()
-        except OSError:
-            return ""
+        return amd_driver()
     if driver := nvidia_driver():
         return driver
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

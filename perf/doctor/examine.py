@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .findings import PROBLEM, UNTESTED, Finding, Section
 from .traps import traps
-from .versions import torch_or_error, versions
+from .versions import cores, torch_or_error, versions
 
 # is told what is done, and how many of how many parts: 0 of 0 where nobody knows
 Tell = Callable[[str, int, int], None]
@@ -33,9 +32,8 @@ def examine(devices: Sequence[str], *, quick: bool, seconds: float, tell: Tell) 
     """
     tell("versions", 0, 0)
     yield Section("Versions", [*versions()])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     tell("environment", 0, 0)
-    environment = Section("Environment", [*traps(cores)])
+    environment = Section("Environment", [*traps(cores())])
     broken = _broken(environment)
     if broken:
         yield environment

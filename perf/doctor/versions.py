@@ -107,6 +107,19 @@ def nvidia_driver() -> str:
     return found[1] if found else "of unknown version"
 
 
+def amd_driver() -> str:
+    """The version of AMD's driver where it is a module of its own, empty where there is none."""
+    try:
+        return Path("/sys/module/amdgpu/version").read_text().strip()
+    except OSError:
+        return ""
+
+
+def cores() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _why_no_gpu(torch: Any) -> str:
     try:
         torch.cuda.init()

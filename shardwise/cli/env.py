@@ -110,10 +110,10 @@ def _git(root: Path, *words: str) -> str:
 
 def _devices() -> dict[str, Any]:
     """The CPU, the GPUs and what torch was built for; what torch does not say is left out where it does not import."""
-    from ..perf.doctor.versions import nvidia_driver, torch_or_error
+    from ..perf.doctor.versions import amd_driver, nvidia_driver, torch_or_error
 
     torch, error = torch_or_error()
-    found: dict[str, Any] = {"cpu": _cpu(torch), "driver": nvidia_driver() or _amd_driver() or None}
+    found: dict[str, Any] = {"cpu": _cpu(torch), "driver": nvidia_driver() or amd_driver() or None}
     if torch is None:
         return {"torch_error": error, **found, "gpus": []}
     found["torch"] = {
@@ -124,6 +124,8 @@ def _devices() -> dict[str, Any]:
 
 
 def _cpu(torch: Any) -> dict[str, Any]:
+    from ..perf.doctor.versions import cores
+
     name = platform.processor() or platform.machine()
     try:
         named = re.search(
@@ -132,10 +134,9 @@ def _cpu(torch: Any) -> dict[str, Any]:
         name = named[1].strip() if named else name
     except OSError:
         pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     capability = torch.backends.cpu.get_cpu_capability() if torch is not None else None
     return {
-        "name": name, "machine": platform.machine(), "cores": cores, "capability": capability,
+        "name": name, "machine": platform.machine(), "cores": cores(), "capability": capability,
         "threads": torch.get_num_threads() if torch is not None else None,
     }  # fmt: skip
 
@@ -155,13 +156,6 @@ def _nccl(torch: Any) -> str | None:
         return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
     except (RuntimeError, AttributeError):
         return None
-
-
-def _amd_driver() -> str:
-    try:
-        return Path("/sys/module/amdgpu/version").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:

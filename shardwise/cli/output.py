@@ -88,9 +88,9 @@ def one_line(*kinds: type[Exception], told_as: type[click.ClickException] = Wron
         raise told_as("; ".join(line.strip() for line in str(text).splitlines() if line.strip())) from error
 
 
-def print_json(data: Any, indent: int = 2) -> None:
+def print_json(data: Any) -> None:
     """The one document of `--json`. JSON has no word for NaN and infinity: they are null."""
-    click.echo(json.dumps(_in_json(data), indent=indent, allow_nan=False, default=str))
+    click.echo(json.dumps(_in_json(data), indent=2, allow_nan=False, default=str))
 
 
 def _in_json(data: Any) -> Any:
