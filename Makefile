@@ -12,6 +12,9 @@ BIN := .venv/bin
 # pip tells what it fetches and how far it is; where torch is there already, what it would list is satisfied
 QUIET = $(if $(wildcard .venv/lib*/python*/site-packages/torch),-q)
 PIP = $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt
+# from 25.1 on pip shows a bar while it unpacks, half a minute without a word before; where it is not to be had, the old
+NEWER_PIP = { $(BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1' \
+    || echo "the pip of $(PYTHON) stays: it says nothing for half a minute while it unpacks"; }
 # triton has wheels for Linux only; without it the kernels run on their torch twins
 TRITON := triton; platform_system == 'Linux'
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
@@ -27,7 +30,7 @@ help:  ## print this list
 
 .venv/.installed: pyproject.toml constraints.txt
 	@echo "[1/2] creating .venv with $$($(PYTHON) --version)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/python || { $(PYTHON) -m venv .venv && $(NEWER_PIP); }
 	@echo "[2/2] installing torch, triton and the test tools into .venv (some minutes the first time)"
 	@$(PIP) -e '.[$(EXTRAS)]' "$(TRITON)"
 	@touch $@

@@ -87,6 +87,7 @@ def test_what_overflows_is_seen(tmp_path: Path, width: int) -> None:
     assert said == 'text. "far too long" reaches out of its picture'
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_what_to_try_next_works_as_it_is_pasted(shown: tuple[dict[str, Any], Path]) -> None:
     pytest.importorskip("aiohttp")

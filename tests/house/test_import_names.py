@@ -67,7 +67,8 @@ print("\\n" + json.dumps([sum(name not in failed for name in right), len(files),
 """
 
 
-@pytest.mark.parametrize("links", ["links", *(pytest.param(kind, marks=pytest.mark.full) for kind in LINKS[1:])])
+@pytest.mark.full
+@pytest.mark.parametrize("links", LINKS)
 def test_no_file_is_loaded_under_two_names(links: str, tmp_path: Path) -> None:
     """Without links the whole root was on shardwise's path: `shardwise.shardwise` and `shardwise.tests` were found."""
     tree = without_links(checkout(tmp_path / "tree"), links).resolve()

@@ -71,7 +71,7 @@ def mixed_problem(seed: int, *, items: int = 16, hosts: int = 2, local: int = 4,
     return Problem(tuple(made), local, hbm, np.zeros(world, np.int64), rng.uniform(0, 0.5, world))
 
 
-@pytest.mark.parametrize("memory", [3.0, 1.5, 1.05])
+@pytest.mark.parametrize("memory", [1.5, *(pytest.param(n, marks=pytest.mark.full) for n in (3.0, 1.05))])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_limits_and_allowed_ranks_are_never_violated(seed: int, memory: float) -> None:
     problem = mixed_problem(seed, memory=memory)
