@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +23,22 @@ from shardwise.data import Position, Source, restore_position
 HISTORY = 600
 # options that make another model or another order of batches: a run cannot go on with others
 SETTINGS = ("steps", "dim", "optimizer", "lr", "seed")
+
+
+def latest_checkpoint(folder: Path | None) -> Path | None:
+    """The newest good one; rank 0 looks, so that all ranks load the same."""
+    if folder is None:
+        return None
+    found = [checkpoint.latest(folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def require_no_checkpoints(args: argparse.Namespace) -> None:
+    """SystemExit where there are some that the arguments neither resume nor give up."""
+    if not (args.resume or args.overwrite) and latest_checkpoint(args.checkpoint_dir) is not None:
+        choices = "pass --resume, --overwrite or another --checkpoint-dir"
+        raise SystemExit(f"train.py: {args.checkpoint_dir} holds checkpoints: {choices}")
 
 
 @dataclass
@@ -113,24 +130,18 @@ class Checkpoints:
     def resume(self) -> Progress:
         """Loads the latest checkpoint into model and optimizer; where there is none, the start."""
         folder = self._args.checkpoint_dir
-        if folder is None:
+        found = latest_checkpoint(folder)
+        if folder is None or found is None:
             return Progress()
-        # rank 0 looks, so that all ranks load the same
-        found = [checkpoint.latest(folder) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(found)
-        if found[0] is None:
-            return Progress()
-        if not self._args.resume and self._args.overwrite:
+        if not self._args.resume:
             if dist.get_rank() == 0:
                 for path in [*checkpoint.steps(folder), *checkpoint.steps(folder / "best")]:
                     shutil.rmtree(path)
             # nobody saves there before all is gone
             dist.barrier()
             return Progress()
-        if not self._args.resume:
-            raise SystemExit(f"train.py: {folder} holds checkpoints: pass --resume, or another --checkpoint-dir")
         try:
-            extra = checkpoint.load(found[0], self._model, self._optimizer).extra
+            extra = checkpoint.load(found, self._model, self._optimizer).extra
         except ValueError as error:
             # damaged, or of another model
             raise SystemExit(f"train.py: {error}") from None
@@ -138,11 +149,11 @@ class Checkpoints:
         differ = [name for name in SETTINGS if extra["settings"][name] != settings[name]]
         if differ:
             listed = "; ".join(f"--{name} was {extra['settings'][name]} and is {settings[name]}" for name in differ)
-            raise SystemExit(f"train.py: {found[0]} cannot be resumed with other settings: {listed}")
+            raise SystemExit(f"train.py: {found} cannot be resumed with other settings: {listed}")
         try:
             restore_position(extra["position"], self._source, self._args.batch_size)
         except ValueError as error:
-            raise SystemExit(f"train.py: {found[0]}: {error}") from None
+            raise SystemExit(f"train.py: {found}: {error}") from None
         progress = Progress(**extra["progress"])
         progress.history = [(step, loss, rate) for step, loss, rate in progress.history]
         self._saved_step = progress.step

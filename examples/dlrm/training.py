@@ -21,7 +21,7 @@ from evaluation import evaluate, evaluate_quantized, read
 from health import LookupCounts, health_of_tables
 from model import build_model, build_optimizer
 from page import Run, write_page
-from progress import Checkpoints, Progress
+from progress import Checkpoints, Progress, require_no_checkpoints
 from report import Logger, Report, without_nan
 from serving import quantize
 from summary import closing, epochs_table, plan_in_short
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
             require_free(args.export, force=True)
         except FileExistsError as error:
             raise SystemExit(f"train.py: --export: {error}") from None
+    require_no_checkpoints(args)
     with terminal.doing(f"opening {args.data}"):
         source = open_source(args)
     with terminal.doing("planning and building the model"):

@@ -164,7 +164,7 @@ def _made(factory: Callable[..., Any], text: str, manifest: Manifest | None) -> 
     if isinstance(found, tuple) and len(found) in (2, 3):
         return _Made(*found)
     raise TypeError(
-        f"{text} returned a {type(found).__name__}: it must return (model, signature), (model, signature, call) or a"
+        f"{text} returned {type(found).__name__}: it must return (model, signature), (model, signature, call) or a"
         " PredictFactory"
     )
 

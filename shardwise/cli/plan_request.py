@@ -199,7 +199,7 @@ def _module(made: Any, factory: str) -> nn.Module:
         return parts_of(made, None, None)[0]
     first = made[0] if isinstance(made, tuple) and made else made
     if not isinstance(first, nn.Module):
-        raise _NoModelError(f"--model {factory} returned a {type(made).__name__}: it must return a model, an nn.Module")
+        raise _NoModelError(f"--model {factory} returned {type(made).__name__}: it must return a model, an nn.Module")
     return first
 
 

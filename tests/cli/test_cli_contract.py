@@ -124,7 +124,7 @@ ENDINGS: Sequence[tuple[int, str, str]] = (
     (2, "export served --model none.py:make", "SyntaxError"),
     (2, "export served --model good.py:maek", "did you mean 'make'?"),
     (2, "export served --model godo.py:make", "did you mean 'good.py'?"),
-    (2, "export served --model good.py:make", "returned a int"),
+    (2, "export served --model good.py:make", "returned int"),
     (2, "export served --model good.py:make --checkpoint no_folder", "no_folder is no checkpoint"),
     (2, "export served --model good.py:make --table-dtype a=in8", "did you mean 'int8'?"),
     (0, "migrate good.py", ""),

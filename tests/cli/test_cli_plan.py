@@ -329,7 +329,7 @@ def test_the_optimizer_of_a_model_is_its_own(model: Path) -> None:
     [
         ("mkae", "has no function mkae: did you mean 'make'?"),
         ("dense", "Linear has no tables: none of its modules is an EmbeddingBagCollection"),
-        ("number", "returned a int: it must return a model"),
+        ("number", "returned int: it must return a model"),
         ("fails", "KeyError: 'oh' ("),
         ("reads", "a model is made on the meta device here, where tensors have no values"),
         ("wants", "takes manifest, and is called with nothing here"),

@@ -166,7 +166,8 @@ def test_a_run_with_other_settings_does_not_resume(tmp_path: Path, change: tuple
 def test_checkpoints_of_another_run_are_not_overwritten(tmp_path: Path) -> None:
     run_ranks(1, train, tmp_path, "--epochs", "1")
     said = run_ranks(1, refusal, tmp_path)[0]
-    assert said == f"train.py: {tmp_path / 'checkpoints'} holds checkpoints: pass --resume, or another --checkpoint-dir"
+    choices = "pass --resume, --overwrite or another --checkpoint-dir"
+    assert said == f"train.py: {tmp_path / 'checkpoints'} holds checkpoints: {choices}"
 
 
 def refusal(folder: Path, *argv: str) -> str:
