@@ -79,15 +79,18 @@ def parse(summary: str, argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("checkpoint_every", "checkpoint_async", "resume", "overwrite"):
         if getattr(args, name) and args.checkpoint_dir is None:
             parser.error(f"--{name.replace('_', '-')} needs --checkpoint-dir")
-    for name in ("json", "metrics", "page"):
-        path = getattr(args, name)
+    for name in ("json", "metrics", "page", "checkpoint_dir", "export"):
+        path, option = getattr(args, name), f"--{name.replace('_', '-')}"
         if path is None:
             continue
+        folder = path if name == "checkpoint_dir" else path.parent
         # before training, which would be lost
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            parser.error(f"--{name} {path}: {error}")
-        if path.is_dir():
-            parser.error(f"--{name} {path} is a folder, name a file")
+            parser.error(f"{option} {path}: {error}")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            parser.error(f"{option} {path}: {folder} cannot be written to")
+        if path.is_dir() and name in ("json", "metrics", "page"):
+            parser.error(f"{option} {path} is a folder, name a file")
     return args

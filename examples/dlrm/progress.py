@@ -25,18 +25,18 @@ HISTORY = 600
 SETTINGS = ("steps", "dim", "optimizer", "lr", "seed")
 
 
-def latest_checkpoint(folder: Path | None) -> Path | None:
-    """The newest good one; rank 0 looks, so that all ranks load the same."""
-    if folder is None:
-        return None
-    found = [checkpoint.latest(folder) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0]
+def kept_checkpoints(folder: Path) -> list[Path]:
+    """Those of a run's steps, and of its best epoch."""
+    return [*checkpoint.steps(folder), *checkpoint.steps(folder / "best")]
 
 
 def require_no_checkpoints(args: argparse.Namespace) -> None:
-    """SystemExit where there are some that the arguments neither resume nor give up."""
-    if not (args.resume or args.overwrite) and latest_checkpoint(args.checkpoint_dir) is not None:
+    """SystemExit on all ranks where there are some that the arguments neither resume nor give up."""
+    if args.checkpoint_dir is None or args.resume or args.overwrite:
+        return
+    found = [bool(kept_checkpoints(args.checkpoint_dir)) if dist.get_rank() == 0 else False]
+    dist.broadcast_object_list(found)
+    if found[0]:
         choices = "pass --resume, --overwrite or another --checkpoint-dir"
         raise SystemExit(f"train.py: {args.checkpoint_dir} holds checkpoints: {choices}")
 
@@ -126,19 +126,27 @@ class Checkpoints:
         self._optimizer = optimizer
         self._saving: checkpoint.Saving | None = None
         self._saved_step: int | None = None
+        # of an earlier run, by --overwrite; on rank 0
+        self.removed = 0
 
     def resume(self) -> Progress:
         """Loads the latest checkpoint into model and optimizer; where there is none, the start."""
         folder = self._args.checkpoint_dir
-        found = latest_checkpoint(folder)
-        if folder is None or found is None:
+        if folder is None:
             return Progress()
         if not self._args.resume:
-            if dist.get_rank() == 0:
-                for path in [*checkpoint.steps(folder), *checkpoint.steps(folder / "best")]:
+            if self._args.overwrite and dist.get_rank() == 0:
+                for path in kept_checkpoints(folder):
                     shutil.rmtree(path)
+                    self.removed += 1
             # nobody saves there before all is gone
             dist.barrier()
+            return Progress()
+        # rank 0 looks, so that all ranks load the same
+        looked = [checkpoint.latest(folder) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(looked)
+        found = looked[0]
+        if found is None:
             return Progress()
         try:
             extra = checkpoint.load(found, self._model, self._optimizer).extra

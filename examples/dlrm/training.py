@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
         terminal.say(
             "restarted workers may hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/reliability.md says why)"
         )
-    with terminal.doing("numba compiles loops for this processor, once a machine, in most of a minute"):
+    with terminal.doing("loops of numba, which it compiles once a machine, in most of a minute"):
         loops = compile_loops(args, device)
     terminal.say(loops)
     counts = LookupCounts(source.feature_rows, active=args.page is not None)
@@ -164,6 +164,8 @@ def train(job: Job, best: BestWeights, logger: Logger | None) -> Progress:
     args, source, model, terminal = job.args, job.source, job.model, job.terminal
     checkpoints = Checkpoints(args, source, model, job.optimizer)
     progress = checkpoints.resume()
+    if checkpoints.removed:
+        terminal.say(f"--overwrite: removed {checkpoints.removed} checkpoints of an earlier run")
     if progress.step:
         terminal.say(
             f"resumed at step {progress.step}, which is step {progress.epoch_step} of epoch {progress.epoch + 1}"

@@ -159,7 +159,7 @@ def _made(factory: Callable[..., Any], text: str, manifest: Manifest | None) -> 
         found = factory(manifest) if wanted else factory()
         if isinstance(found, PredictFactory):
             return _Made(*parts_of(found, None, None))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise failed(text, error) from error
     if isinstance(found, tuple) and len(found) in (2, 3):
         return _Made(*found)

@@ -33,7 +33,7 @@ def factory_named(text: str) -> Callable[..., Any]:
         imported = import_module(module) if path is None else _imported(path)
     except ModuleNotFoundError as error:
         raise ValueError(f"--model {text}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise failed(text, error) from error
     found = getattr(imported, name, None)
     if not callable(found):
@@ -52,7 +52,7 @@ def _imported(path: Path) -> ModuleType:
     return module
 
 
-def failed(text: str, error: Exception) -> ValueError:
+def failed(text: str, error: BaseException) -> ValueError:
     """What to say of an error in the user's own code: what it is and, if the message does not say it, where."""
     frame = extract_tb(error.__traceback__)[-1]
     place = "" if isinstance(error, SyntaxError) else f" ({frame.filename}:{frame.lineno})"

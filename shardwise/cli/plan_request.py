@@ -156,7 +156,7 @@ def tables_of(
                 module = _module(function(), factory)
         except _NoModelError as error:
             raise ValueError(str(error)) from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             more = "; a model is made on the meta device here, where tensors have no values" * _wants_values(error)
             raise ValueError(f"{failed(factory, error)}{more}") from error
     for path, one in module.named_modules():
@@ -213,7 +213,7 @@ def _needed(function: Callable[..., Any]) -> str:
     return ", ".join(one.name for one in every if one.default is one.empty and one.kind not in variadic)
 
 
-def _wants_values(error: Exception) -> bool:
+def _wants_values(error: BaseException) -> bool:
     return isinstance(error, (NotImplementedError, RuntimeError)) and "meta" in str(error)
 
 

@@ -284,6 +284,7 @@ def fused():
 def dense(): return torch.nn.Linear(2, 2)
 def number(): return 3
 def fails(): raise KeyError("oh")
+def leaves(): raise SystemExit(7)
 def reads(): return float(torch.ones(2).sum())
 def wants(manifest): return Two()
 """
@@ -331,6 +332,7 @@ def test_the_optimizer_of_a_model_is_its_own(model: Path) -> None:
         ("dense", "Linear has no tables: none of its modules is an EmbeddingBagCollection"),
         ("number", "returned int: it must return a model"),
         ("fails", "KeyError: 'oh' ("),
+        ("leaves", "SystemExit: 7 ("),
         ("reads", "a model is made on the meta device here, where tensors have no values"),
         ("wants", "takes manifest, and is called with nothing here"),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,7 +168,12 @@ def test_checkpoints_of_another_run_are_not_overwritten(tmp_path: Path) -> None:
     run_ranks(1, train, tmp_path, "--epochs", "1")
     said = run_ranks(1, refusal, tmp_path)[0]
     choices = "pass --resume, --overwrite or another --checkpoint-dir"
-    assert said == f"train.py: {tmp_path / 'checkpoints'} holds checkpoints: {choices}"
+    refused = f"train.py: {tmp_path / 'checkpoints'} holds checkpoints: {choices}"
+    assert said == refused
+    # one of the best epoch alone: a run that kept its own beside it would have two best ones
+    for path in (tmp_path / "checkpoints").glob("step-*"):
+        shutil.rmtree(path)
+    assert run_ranks(1, refusal, tmp_path)[0] == refused
 
 
 def refusal(folder: Path, *argv: str) -> str:

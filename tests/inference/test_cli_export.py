@@ -121,7 +121,7 @@ def test_a_factory_is_found_in_a_file(tmp_path: Path) -> None:
         (["--model", "no/such.py:f"], "there is no file no/such.py"),
         (["--model", f"{HERE}:f"], f"{HERE} has no function f"),
         (["--model", f"{HERE}:of_the_checkpoint"], "takes the manifest of a checkpoint: pass --checkpoint"),
-        (["--model", f"{HERE}:nothing"], "returned a DLRM: it must return (model, signature)"),
+        (["--model", f"{HERE}:nothing"], "returned DLRM: it must return (model, signature)"),
         (["--model", f"{HERE}:misnamed"], "features ['b', 'c'] are not in the batch, which has ['a']"),
         (["--model", f"{HERE}:narrow"], "cannot be multiplied"),
         (["--model", f"{HERE}:broken"], f"{HERE}:broken: KeyError: 'dense' ({__file__}:"),
