@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import CombinedOptimizer, DistributedModelParallel, checkpoint
 from shardwise.data import Position, Source, restore_position
+
+T = TypeVar("T")
 
 # so many lines of metrics are remembered for the page; of more, every second one
 HISTORY = 600
@@ -30,13 +33,18 @@ def kept_checkpoints(folder: Path) -> list[Path]:
     return [*checkpoint.steps(folder), *checkpoint.steps(folder / "best")]
 
 
+def seen_by_rank_0(look: Callable[[], T]) -> T:
+    """What rank 0 finds in the file system, on all ranks, so that all do the same."""
+    found = [look() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return cast(T, found[0])
+
+
 def require_no_checkpoints(args: argparse.Namespace) -> None:
     """SystemExit on all ranks where there are some that the arguments neither resume nor give up."""
     if args.checkpoint_dir is None or args.resume or args.overwrite:
         return
-    found = [bool(kept_checkpoints(args.checkpoint_dir)) if dist.get_rank() == 0 else False]
-    dist.broadcast_object_list(found)
-    if found[0]:
+    if seen_by_rank_0(lambda: kept_checkpoints(args.checkpoint_dir)):
         choices = "pass --resume, --overwrite or another --checkpoint-dir"
         raise SystemExit(f"train.py: {args.checkpoint_dir} holds checkpoints: {choices}")
 
@@ -142,10 +150,7 @@ class Checkpoints:
             # nobody saves there before all is gone
             dist.barrier()
             return Progress()
-        # rank 0 looks, so that all ranks load the same
-        looked = [checkpoint.latest(folder) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(looked)
-        found = looked[0]
+        found = seen_by_rank_0(lambda: checkpoint.latest(folder))
         if found is None:
             return Progress()
         try:
