@@ -47,7 +47,7 @@ from shardwise.perf.suite.libraries import ours, torchrec
 from shardwise.perf.suite.options import Options
 from shardwise.perf.suite.ranks import of_ranks, on_ranks
 from shardwise.sharding.comms import exchange, header
-from shardwise.sharding.engine import collection, departure, results
+from shardwise.sharding.engine import collection, wire
 from shardwise.sharding.modules import sharded_collections as modules
 
 RANKS, STEPS, LOSS_BOUND = 2, 50, 1e-6
@@ -64,17 +64,17 @@ STAGES: Mapping[str, Sequence[tuple[Any, str]]] = {
     "check ids": ((collection, "check_batch"),),
     "pick": ((collection, "route"),),
     "exchange headers": ((header, "tell"), (header, "Told.hear")),
-    "exchange ids": ((exchange, "Exchange.ids"),),
-    "arrange": ((departure, "arrange"),),
+    "exchange ids": ((collection, "pack_ids"), (exchange, "Exchange.ids")),
+    "arrange": ((collection, "unpack_ids"),),
     "look up": ((table_group, "TableGroup.look_up"),),
     "exchange rows": ((exchange, "Exchange.rows"), (exchange, "Pending.wait")),
-    "assemble": ((results, "Columns.cut"), (results, "Columns.put_together")),
-    "pack gradients": ((results, "Columns.gradients"),),
+    "assemble": ((wire, "PooledWire.unpack_rows"),),
+    "pack gradients": ((wire, "PooledWire.pack_gradients"),),
     # the exchange of rows where the backward calls it
     "exchange gradients": (),
     "update": ((table_group, "TableGroup.update"),),
     "rest of forward": ((modules, "ShardedEmbeddingBagCollection.forward"),),
-    "rest of backward": ((collection, "ShardedCollection._update"),),
+    "rest of backward": ((collection, "_update"),),
 }
 
 

@@ -202,14 +202,13 @@ class Step:
         """Milliseconds of this rank's lookup, and of its update, in a step that does not use their results."""
         (batch,) = self._batches[self._next()]
         (collection,) = self.collections()
-        flight = collection.begin(batch)
-        looked_up = timed(lambda: collection.look_up(flight), device)
-        assert flight.pending is not None
-        flight.pending.wait()
-        owner = collection._owner
-        came = torch.randn(sum(owner.gradient_sizes(flight)), device=device)
+        step = collection.begin(batch)
+        looked_up = timed(lambda: collection.look_up(step), device)
+        step.rows.wait()
+        wire, shards = collection.wire, collection.shards
+        gradients = wire.unpack_gradients(step, torch.randn(sum(wire.gradient_sizes(step)), device=device))
         with torch.no_grad():
-            updated = timed(lambda: owner.update(flight, came, weight_gradients=False), device)
+            updated = timed(lambda: shards.update(step, gradients, weight_gradients=False), device)
         return looked_up, updated
 
 

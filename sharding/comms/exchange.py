@@ -93,14 +93,9 @@ class Exchange:
         numbers: list[list[int]] = self.headers(rows.to(device)).wait().tolist()
         return numbers
 
-    def ids(self, blocks: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Pending:
-        """Send the int32 tensors `blocks[d]` to rank d, one after another; `sizes[r]` numbers come from rank r."""
-        pieces: list[Tensor] = []
-        send_sizes = []
-        for block in blocks:
-            pieces += block
-            send_sizes.append(sum(map(len, block)))
-        return self._all_to_all(torch.cat(pieces), send_sizes, list(sizes), "ids")
+    def ids(self, send: Tensor, send_sizes: Sequence[int], sizes: Sequence[int]) -> Pending:
+        """Send `send_sizes[d]` numbers of the flat int32 tensor to each rank d; `sizes[r]` come from rank r."""
+        return self._all_to_all(send, list(send_sizes), list(sizes), "ids")
 
     def rows(
         self,

@@ -35,11 +35,11 @@ def check_batch(
     check_ids(ids, offsets, sending.checked, guard, names=names, fatal=fatal, padded=padded)
     if ids.is_cuda:
         # their sizes, which must be known before they leave, come along; a bad offset explains wrong ones
-        beside = Beside(guard if divided is None else torch.cat([guard, divided.sizes]))
+        beside = Beside(guard if divided is None else torch.cat([guard, divided.sizes_there]))
         try:
             features._sizes(beside)
         finally:
             numbers = beside.read()
             raise_from_guard(guard, ids, offsets, sending.checked, names, fatal=fatal, numbers=numbers[:3])
         if divided is not None:
-            divided.known = numbers[3:]
+            divided.sizes = numbers[3:]

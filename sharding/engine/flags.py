@@ -1,14 +1,16 @@
-"""What ranks tell each other along with rows: numbers that cannot be carried, or are none. All raise, none writes.
+"""Flags that travel with rows and gradients: whether a number cannot be carried, or is none. All raise, none writes.
 
-What comes along is whether something is wrong, found on the device and read where it arrives. Only then does a rank
-look for what it was, and an exchange of its own, which a good step does not need, tells the others its number: 0 where
-all is well; 1 + n where a number of lookup n does not fit the codec; 1 + L + n where the gradient of
-lookup n is not finite; 1 + 2 L where a per-id weight is not. L lookups.
+A flag is found on the device and read where it arrives. Only then does a rank look for what it was, and an exchange of
+its own, which a good step does not need, tells the others its fault: 0 where all is well; 1 + n where a number of
+lookup n does not fit the codec; 1 + L + n where the gradient of lookup n is not finite; 1 + 2 L where a per-id weight
+is not. L lookups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -22,65 +24,62 @@ from .routes import Routes
 _KEPT = "no table of its collection changed"
 
 
-def is_wrong(weights: Tensor | None, sent: Tensor, codec: Codec | None, *, checked: bool) -> Tensor:
-    """Whether `number_of` finds something, int32 [1] beside what is sent; waits for nothing."""
-    found = [] if codec is None else [codec.overflows(sent)]
+def flag_of(sent: Tensor, codec: Codec | None, weights: Tensor | None = None, *, checked: bool = False) -> Tensor:
+    """Whether `fault_of` finds something, int32 [1] beside what is sent; waits for nothing. There is a codec, or it is
+    `checked`.
+    """
+    checks = [] if codec is None else [codec.overflows(sent)]
     if checked:
-        found += [~numbers.isfinite().all() for numbers in (sent, weights) if numbers is not None]
-    wrong = found[0]
-    for one in found[1:]:
-        wrong = wrong | one
-    return wrong.to(torch.int32).view(1)
+        checks += [~numbers.isfinite().all() for numbers in (sent, weights) if numbers is not None]
+    return reduce(or_, checks).to(torch.int32).view(1)
 
 
-def number_of(
-    gradients: Sequence[Tensor],
+def fault_of(
+    gradients: Mapping[int, Tensor],
     weights: Tensor | None,
     sent: Tensor,
     divisor: int,
     codec: Codec | None,
     *,
+    lookups: int,
     checked: bool,
 ) -> int:
-    """What is wrong in a backward: `gradients` of each lookup are `sent` after a division, `checked` for finiteness.
+    """What is wrong in a backward: `gradients` by lookup are `sent` after a division, `checked` for finiteness.
 
     Host syncs on CUDA, on the way to an error.
     """
     if checked and weights is not None and not bool(weights.isfinite().all()):
-        return 1 + 2 * len(gradients)
+        return 1 + 2 * lookups
     if checked and not bool(sent.isfinite().all()):
-        finite = [bool(piece.isfinite().all()) for piece in gradients]
         # what divides by nothing can only be one lookup's as well
-        return 1 + len(gradients) + finite.index(False)
+        return 1 + lookups + next(n for n, grad in gradients.items() if not bool(grad.isfinite().all()))
     if codec is not None and bool(codec.overflows(sent)):
-        fits = [not bool(codec.overflows((piece / divisor).flatten())) for piece in gradients]
-        return 1 + fits.index(False) if False in fits else 1
+        too_large = (n for n, grad in gradients.items() if bool(codec.overflows((grad / divisor).flatten())))
+        return 1 + next(too_large, 0)
     return 0
 
 
-def numbers_of_all(exchange: Exchange, number: int, device: torch.device) -> list[int]:
-    """The number of every rank, given that of this one, once all know that something is wrong."""
-    return [numbers[0] for numbers in exchange.gather([number], device)]
-
-
-def error_of(numbers: Sequence[int], routes: Routes, codec: Codec | None) -> Exception:
-    """What all ranks raise for the first of them whose number is not 0.
+def fault_error(exchange: Exchange, fault: int, routes: Routes, codec: Codec | None, device: torch.device) -> Exception:
+    """What all ranks raise, once all know that something is wrong, for the first whose fault is not 0.
 
     An OverflowError where a number does not fit the codec, which names rank, feature and table; a FloatingPointError
     where a gradient or a per-id weight is not finite.
     """
-    rank, number = next((rank, number) for rank, number in enumerate(numbers) if number)
-    kind, lookup = divmod(number - 1, max(1, len(routes.lookups)))
+    faults = [fault for (fault,) in exchange.gather([fault], device)]
+    rank, fault = next((rank, fault) for rank, fault in enumerate(faults) if fault)
+    kind, lookup = divmod(fault - 1, max(1, len(routes.lookups)))
     if kind == 2:
-        return FloatingPointError(f"rank {rank}: a per-id weight is not finite; {_KEPT}")
+        return agreed(FloatingPointError(f"rank {rank}: a per-id weight is not finite; {_KEPT}"))
     feature, table = routes.lookups[lookup]
     name = f"rank {rank}: feature {feature!r} (table {routes.tables[table].name!r})"
     if kind == 1:
-        return FloatingPointError(f"{name}: its gradient is not finite; {_KEPT}")
+        return agreed(FloatingPointError(f"{name}: its gradient is not finite; {_KEPT}"))
     assert codec is not None
-    return OverflowError(
-        f"{name}: a number is too large for the compressed exchange ({codec.name}); {_KEPT}. Choose a wider format"
-        " or a smaller loss scale"
+    return agreed(
+        OverflowError(
+            f"{name}: a number is too large for the compressed exchange ({codec.name}); {_KEPT}. Choose a wider format"
+            " or a smaller loss scale"
+        )
     )
 
 
@@ -92,7 +91,7 @@ def raise_after_backward(error: Exception) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
 
     def fail() -> None:
-        raise agreed(error)
+        raise error
 
     # a callback that is added by a callback comes after those of others
     engine.queue_callback(lambda: engine.queue_callback(fail))

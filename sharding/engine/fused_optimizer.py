@@ -14,7 +14,7 @@ from shardwise.embeddings.tables.row_sums import add_powers, root_of
 from ..comms.env import ShardingEnv2D
 from ..comms.exchange import Exchange
 from .held import Held
-from .owner import Owner
+from .shards import LocalShards
 from .state import States, publish, take
 
 
@@ -30,9 +30,9 @@ class ShardedFusedOptimizer(FusedOptimizer):
             numbers of its own: each gets that of the row. None, the default, refuses.
     """
 
-    def __init__(self, owner: Owner, states: States, prefix: str) -> None:
-        self._prefix, self._owner, self._held, self._values = prefix, owner, owner.held, states
-        self.accumulation = owner.held.accumulation
+    def __init__(self, shards: LocalShards, states: States, prefix: str) -> None:
+        self._prefix, self._shards, self._held, self._values = prefix, shards, shards.held, states
+        self.accumulation = shards.held.accumulation
         self.resplit: str | None = None
         names: dict[OptimizerSpec, list[str]] = {}
         for table in states.tables.values():
@@ -41,11 +41,11 @@ class ShardedFusedOptimizer(FusedOptimizer):
         self._specs = list(names)
         # the rates that tables train by, until a step passes others on
         self._rates = [spec.lr for spec in names]
-        self._begin([(tables, _groups(owner.held, spec), spec.lr) for spec, tables in names.items()])
+        self._begin([(tables, _groups(shards.held, spec), spec.lr) for spec, tables in names.items()])
 
-    def follow_plan(self, owner: Owner, states: States) -> None:
+    def follow_plan(self, shards: LocalShards, states: States) -> None:
         """Go on with these groups of the same tables; learning rates stay."""
-        self._owner, self._held, self._values = owner, owner.held, states
+        self._shards, self._held, self._values = shards, shards.held, states
         self._held.accumulate_as(self.accumulation)
         self._steered = [_groups(self._held, spec) for spec in self._specs]
         for groups, rate in zip(self._steered, self._rates, strict=True):
@@ -59,7 +59,7 @@ class ShardedFusedOptimizer(FusedOptimizer):
         One exchange, which all ranks ask for together. Replicated tables count once. Of replicas that are averaged now
         and then (`DMPCollection`) it is the mean, one more exchange.
         """
-        power, env = self._owner.power_of_sums(norm_type), self._values.env
+        power, env = self._shards.power_of_sums(norm_type), self._values.env
         if isinstance(env, ShardingEnv2D):
             replicas = Exchange(env.replica_pg)
             powers = replicas.numbers(power.repeat(replicas.world_size)).wait()
@@ -67,7 +67,7 @@ class ShardedFusedOptimizer(FusedOptimizer):
         return root_of(power, norm_type)
 
     def _apply_sums(self) -> None:
-        self._owner.apply_sums()
+        self._shards.apply_sums()
 
     def _put_rates_in_effect(self) -> None:
         super()._put_rates_in_effect()

@@ -150,7 +150,7 @@ def _go_over(
             _Carried(name, old, new, device).go(exchange)
     held.take_parameters(collection._held)
     collection._settle(routes, number, held)
-    collection.fused_optimizer.follow_plan(collection._owner, collection.states)
+    collection.fused_optimizer.follow_plan(collection.shards, collection.states)
 
 
 def _require_same_training(table: Table, old: States, new: States, trained: bool) -> None:

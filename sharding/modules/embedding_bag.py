@@ -19,7 +19,7 @@ from ..engine.fused_optimizer import ShardedFusedOptimizer
 from ..engine.held import Mark
 from ..plan.module_sharder import require_tables, require_type
 from ..plan.plan import ParameterSharding, options_of, shards_of
-from .sharded_collections import InFlightAwaitable, ShardedEmbeddingBagCollection
+from .sharded_collections import ShardedEmbeddingBagCollection, StepAwaitable
 from .sharders import CollectionSharder
 
 # the table's name in a plan, and that of its parameter
@@ -30,13 +30,13 @@ _POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 _NOT_SERVED = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}
 
 
-class EmbeddingBagAwaitable(InFlightAwaitable[Tensor]):
+class EmbeddingBagAwaitable(StepAwaitable[Tensor]):
     """The sums of a batch's bags that are on their way."""
 
     awaited_type = Tensor
 
     def _wait_impl(self) -> Tensor:
-        sums: Tensor = self._collection.finish(self._flight).values()
+        sums: Tensor = self._collection.finish(self._step).values()
         return sums
 
 
@@ -49,6 +49,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         ValueError: `mode` is "max", or `padding_idx`, `max_norm` or `scale_grad_by_freq` are set.
     """
 
+    _awaitable = EmbeddingBagAwaitable
     weight: nn.Parameter
 
     def __init__(
@@ -75,7 +76,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         # under its own name, in the place of the collection's
         del self._modules[self._children_name]
         self.register_parameter(_WEIGHT, self.parameter(_WEIGHT))
-        self._fused_optimizer = _WeightOptimizer(self._owner, self.states, "")
+        self._fused_optimizer = _WeightOptimizer(self.shards, self.states, "")
 
     def parameter_name(self, table: str) -> str:
         """ "weight"."""
@@ -98,9 +99,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         except Exception as error:
             # in the place of the batch, so that no rank waits for this one
             features = error
-        flight = self.begin(features)
-        self.look_up(flight)
-        return EmbeddingBagAwaitable(self, flight)
+        return super().forward(features)  # type: ignore[return-value]
 
     def _batch(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> KeyedJaggedTensor:
         if weights is not None and not self._weighted:

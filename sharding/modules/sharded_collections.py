@@ -20,33 +20,32 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from ..comms.awaitable import LazyAwaitable, W
 from ..engine.collection import ShardedCollection
-from ..engine.dedup import expand_rows
-from ..engine.lookup_autograd import CutGradient
-from ..engine.owner import InFlight
+from ..engine.dedup import CutGradient, expand_rows
+from ..engine.step import Step
 
 # says what each rank holds of a pooled collection, at level INFO
 logger = logging.getLogger(__name__)
 
 
-class InFlightAwaitable(LazyAwaitable[W]):
+class StepAwaitable(LazyAwaitable[W]):
     """The result of a batch that is on its way: what its collection's `finish` makes of it."""
 
-    def __init__(self, collection: Any, flight: InFlight) -> None:
+    def __init__(self, collection: Any, step: Step) -> None:
         super().__init__()
-        self._collection, self._flight = collection, flight
+        self._collection, self._step = collection, step
 
     def _wait_impl(self) -> W:
-        result: W = self._collection.finish(self._flight)
+        result: W = self._collection.finish(self._step)
         return result
 
 
-class EmbeddingBagCollectionAwaitable(InFlightAwaitable[KeyedTensor]):
+class EmbeddingBagCollectionAwaitable(StepAwaitable[KeyedTensor]):
     """The `KeyedTensor` of a batch that is on its way."""
 
     awaited_type = KeyedTensor
 
 
-class EmbeddingCollectionAwaitable(InFlightAwaitable[dict[str, JaggedTensor]]):
+class EmbeddingCollectionAwaitable(StepAwaitable[dict[str, JaggedTensor]]):
     """The rows of a batch that are on their way, by feature."""
 
     awaited_type = dict
@@ -55,7 +54,7 @@ class EmbeddingCollectionAwaitable(InFlightAwaitable[dict[str, JaggedTensor]]):
 class ShardedEmbeddingBagCollection(ShardedCollection):
     """An `EmbeddingBagCollection` over several ranks: same inputs, same `KeyedTensor`, same parameter names."""
 
-    _awaitable = EmbeddingBagCollectionAwaitable
+    _awaitable: type[Any] = EmbeddingBagCollectionAwaitable
 
     if TYPE_CHECKING:
 
@@ -71,21 +70,18 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         # checked once; each output has its own values
         self._output = KeyedTensor(names, self._routes.dims, torch.empty(0, sum(self._routes.dims), device="cpu"))
 
-    def finish(self, flight: InFlight) -> KeyedTensor:
-        """The result of a batch.
+    def finish(self, step: Step) -> KeyedTensor:
+        """The result of a batch, the second half of its forward.
 
         Raises:
             OverflowError: a number does not fit a compressed exchange; on all ranks.
         """
-        values, dims = self._exchanged(flight), self._routes.dims
+        values, dims = self.exchanged(step), self._routes.dims
         if self._routes.dense:
-            assert self._columns is not None
-            dense = self._dense_pieces(flight)
-            pieces = [dense[n] if n in dense else self._columns.of_lookup(values, n) for n in range(len(dims))]
-            values = torch.cat(pieces, dim=1)
-        given = flight.batch.given
-        if given.inverse_indices_or_none() is not None:
-            values = expand_pooled(values, dims, inverse_of(given, self._routes.features))
+            pieces = {**self.wire.by_lookup(step, values), **self.dense_rows(step)}
+            values = torch.cat([pieces[lookup] for lookup in range(len(dims))], dim=1)
+        if step.given.inverse_indices_or_none() is not None:
+            values = expand_pooled(values, dims, inverse_of(step.given, self._routes.features))
         return self._output.with_values(values.to(self._policy.output_dtype))
 
 
@@ -109,34 +105,32 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self._names = [name for names in self._names_by_table for name in names]
         self._need_indices = module.need_indices()
 
-    def finish(self, flight: InFlight) -> dict[str, JaggedTensor]:
+    def finish(self, step: Step) -> dict[str, JaggedTensor]:
         """The result of a batch. Raises as `ShardedEmbeddingBagCollection.finish`."""
-        given, padded, order = flight.batch.given, flight.batch.padded, self._rows.lookups
-        values = self._exchanged(flight)
-        rows = dict(zip(order, torch.split(values, [self._ids_of(flight, n) for n in order]), strict=True))
-        rows.update(self._dense_pieces(flight))
+        given, padded = step.given, step.padded
+        by_lookup = {**self.wire.by_lookup(step, self.exchanged(step)), **self.dense_rows(step)}
         features, dtype = self._routes.features, self._policy.output_dtype
-        found = [self._of_ids(flight, n, rows[n]).to(dtype) for n in range(len(features))]
+        rows = [self._rows_of_ids(step, n, by_lookup[n]).to(dtype) for n in range(len(features))]
         if given.inverse_indices_or_none() is not None:
-            return self._full_batch(given, padded, found)
+            return self._full_batch(given, padded, rows)
         strides, begin, place = given.stride_per_key(), given.lengths_offset_per_key(), given.index_per_key()
         output = {}
-        for n, (name, feature) in enumerate(zip(self._names, features, strict=True)):
+        for name, feature, of_feature in zip(self._names, features, rows, strict=True):
             key = place[feature]
             ids = padded[feature].values() if self._need_indices else None
             lengths = given.lengths()[begin[key] : begin[key] + strides[key]]
-            output[name] = JaggedTensor(found[n], weights=ids, lengths=lengths)
+            output[name] = JaggedTensor(of_feature, weights=ids, lengths=lengths)
         return output
 
-    def _of_ids(self, flight: InFlight, lookup: int, rows: Tensor) -> Tensor:
+    def _rows_of_ids(self, step: Step, lookup: int, rows: Tensor) -> Tensor:
         """The row of each id of a lookup, from those of the ids that travelled."""
-        found = expand_rows(flight.batch, self._routes.features[lookup], rows)
+        expanded = expand_rows(step, self._routes.features[lookup], rows)
         spec = self._routes.table_of(lookup).optimizer
-        if flight.batch.inverse is None or spec is None or spec.max_gradient is None:
-            return found
+        if step.inverse is None or spec is None or spec.max_gradient is None:
+            return expanded
         # each id's gradient is cut before those of one row are added, here to what it is after the division there
         most, checked = spec.max_gradient * self.divisor, self.checks_gradients
-        return CutGradient.apply(found, most, checked)  # type: ignore[no-any-return, no-untyped-call]
+        return CutGradient.apply(expanded, most, checked)  # type: ignore[no-any-return, no-untyped-call]
 
     def _full_batch(
         self, given: KeyedJaggedTensor, padded: KeyedJaggedTensor, rows: Sequence[Tensor]

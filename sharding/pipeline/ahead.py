@@ -56,7 +56,7 @@ class Ahead(Generic[In]):
                     except Exception as error:
                         # in the place of the batch, so that no rank waits for this one
                         features = error
-                    fetched.started.append(Started(call, features, call.module.depart(features)))
+                    fetched.started.append(Started(call, features, call.module.start(features)))
 
     def send(self, fetched: Fetched[In]) -> None:
         """Wait for the sizes of all ranks, and have the batch's ids leave.
@@ -66,7 +66,7 @@ class Ahead(Generic[In]):
         with on(self._stream):
             for one in fetched.started:
                 try:
-                    one.call.module.send_ids(one.departure)
+                    one.call.module.send_ids(one.step)
                 except Exception as error:
                     fetched.error = fetched.error or error
         if fetched.error is not None:
@@ -86,9 +86,9 @@ class Ahead(Generic[In]):
             for one in fetched.started:
                 if one.call.module.maps_ids and not maps:
                     continue
-                flight = one.call.module.arrive(one.departure)
+                one.call.module.receive_ids(one.step)
                 if here is not None:
-                    record_stream(flight, here)
+                    record_stream(one.step, here)
         wait_for(self._stream)
 
     def prefetch(self, fetched: Fetched[In]) -> None:
@@ -101,7 +101,7 @@ class Ahead(Generic[In]):
         for one in fetched.started:
             if one.call.module.maps_ids:
                 continue
-            one.call.module.prefetch(one.call.module.arrive(one.departure))
+            one.call.module.prefetch(one.step)
 
     @contextmanager
     def taken(self, fetched: Fetched[In], batch: Any) -> Iterator[None]:
@@ -111,15 +111,17 @@ class Ahead(Generic[In]):
             RuntimeError: the model left something.
         """
         for one in fetched.started:
-            one.call.module.expected.add(one.departure, None if one.call.is_prepared else one.features)
+            one.step.taken_by = None if one.call.is_prepared else one.features
+            one.call.module.routed_ahead.append(one.step)
         left: list[str] = []
         try:
             with self._calls.watching(batch):
                 yield
         finally:
             for one in fetched.started:
-                for departure in one.call.module.expected.pop_all():
-                    one.call.module.drop(departure)
+                waiting = one.call.module.routed_ahead
+                while waiting:
+                    one.call.module.drop(waiting.popleft())
                     left.append(one.call.name)
             fetched.started = []
         if left:
@@ -133,7 +135,7 @@ class Ahead(Generic[In]):
         # what comes lies in memory of that stream, which must know of its end before it gives the memory away
         with on(self._stream):
             for one in fetched.started:
-                one.departure.settle()
+                one.step.settle()
         for one in fetched.started:
-            one.call.module.drop(one.departure)
+            one.call.module.drop(one.step)
         fetched.started, fetched.mode = [], None

@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_unflatten
 
 from shardwise.sharding.comms.awaitable import Awaitable
-from shardwise.sharding.engine.departure import StepContext
+from shardwise.sharding.engine.stages import StepContext
 
 
 class BaseArgInfoStep(ABC):

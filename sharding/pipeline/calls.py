@@ -24,7 +24,7 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.dmp.unwrap import get_unwrapped_module
 from shardwise.sharding.engine.collection import ShardedCollection
-from shardwise.sharding.engine.departure import Departure
+from shardwise.sharding.engine.step import Step
 from shardwise.sharding.modules.nested import ShardedFeatureProcessedEmbeddingBagCollection
 from shardwise.sharding.modules.placement import sharded_collections
 
@@ -176,7 +176,7 @@ class Started:
 
     call: Call
     features: Any
-    departure: Departure
+    step: Step
 
 
 class Calls:

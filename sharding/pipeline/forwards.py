@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from shardwise.sharding.comms.awaitable import Awaitable, LazyAwaitable
-from shardwise.sharding.engine.departure import Staged, StepContext
+from shardwise.sharding.engine.stages import ShardedModule, StepContext
 
 from .arguments import CallArgs, PrefetchTrainPipelineContext, TrainPipelineContext
 from .streams import current, on, record_stream, wait_for
@@ -36,7 +36,7 @@ class BaseForward(Generic[Context]):
     """
 
     def __init__(
-        self, name: str, args: CallArgs, module: Staged, context: Context, stream: torch.Stream | None = None
+        self, name: str, args: CallArgs, module: ShardedModule, context: Context, stream: torch.Stream | None = None
     ) -> None:
         self._name, self._args, self._module, self._context, self._stream = name, args, module, context, stream
 
@@ -98,7 +98,7 @@ class PrefetchPipelinedForward(BaseForward[PrefetchTrainPipelineContext]):
         self,
         name: str,
         args: CallArgs,
-        module: Staged,
+        module: ShardedModule,
         context: PrefetchTrainPipelineContext,
         prefetch_stream: torch.Stream | None = None,
     ) -> None:

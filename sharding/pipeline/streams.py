@@ -76,4 +76,5 @@ def record_stream(thing: Any, stream: Any) -> None:
             record_stream(part, stream)
     elif is_dataclass(thing):
         for field in fields(thing):
-            record_stream(getattr(thing, field.name), stream)
+            # those of later phases of a step are not there yet
+            record_stream(getattr(thing, field.name, None), stream)

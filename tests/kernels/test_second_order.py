@@ -55,7 +55,7 @@ from shardwise.kernels import (
 )
 from shardwise.sharding import EmbeddingBagCollectionSharder, construct_module_sharding_plan, table_wise
 from shardwise.sharding.comms.async_collective import copies
-from shardwise.sharding.engine.lookup_autograd import CutGradient
+from shardwise.sharding.engine.dedup import CutGradient
 from shardwise.sharding.torchrec.comm_ops import alltoall_pooled
 
 OPS = torch.ops.shardwise

@@ -24,7 +24,7 @@ from shardwise import (
     KeyedJaggedTensor,
 )
 from shardwise.sharding import construct_module_sharding_plan, row_wise
-from shardwise.sharding.engine.owner import Owner
+from shardwise.sharding.engine.shards import LocalShards
 from shardwise.sharding.plan.plan import ShardingPlan
 
 ROWS, DIM = 12, 4
@@ -125,13 +125,13 @@ def train(
     inner = model.module
     assert isinstance(inner, Model)
     optimizer = torch.optim.SGD([*inner.first.parameters(), *inner.last.parameters()], lr=0.1)
-    look_up: Any = Owner.look_up
+    look_up: Any = LocalShards.look_up
 
-    def looked_up(owner: Owner, *args: Any) -> None:
+    def looked_up(shards: LocalShards, *args: Any) -> Any:
         inner.come("look up")
-        look_up(owner, *args)
+        return look_up(shards, *args)
 
-    with patch.object(Owner, "look_up", looked_up):
+    with patch.object(LocalShards, "look_up", looked_up):
         for step in range(steps):
             inner.step = step
             with model.watched() if watched else nullcontext():

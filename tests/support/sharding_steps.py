@@ -1,4 +1,4 @@
-"""Some steps of one rank, which began elsewhere, against those of one process."""
+"""Steps of one rank: some that began elsewhere, against those of one process; and some without process groups."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from sharding_mixes import Mix, Run, address, batch_of, batches_of_rank, rows_of_rank, span_of, train
 from torch import Tensor
+
+from shardwise import KeyedJaggedTensor
+from shardwise.sharding.engine.route import Division, Sending, route
+from shardwise.sharding.engine.routes import Routes
+from shardwise.sharding.engine.step import Step
+from shardwise.sharding.engine.wire import Receiving, pack_ids, pack_sizes, unpack_ids, unpack_sizes
 
 
 def train_on(mix: Mix, model: Any, steps: Iterable[int]) -> list[list[Tensor]]:
@@ -53,3 +59,43 @@ def local_part(value: Any) -> Tensor:
         return torch.cat(shards, dim=shards[0].dim() - 1) if len(shards) > 1 else (*shards, torch.empty(0))[0]
     local: Tensor = value.to_local() if hasattr(value, "to_local") else value
     return local
+
+
+def routed_step(
+    kjt: KeyedJaggedTensor,
+    routes: Routes,
+    sending: Sending,
+    weights: Tensor | None = None,
+    *,
+    lenient: bool = False,
+    divided: Division | None = None,
+) -> Step:
+    """A step whose ids are lined up and whose sizes are known."""
+    nobody: Any = None
+    step = Step(True, nobody)
+    step.routed, step.sending = kjt, sending
+    route(step, routes, weights, lenient=lenient, divided=divided)
+    pack_sizes(step)
+    return step
+
+
+def blocks_of(step: Step) -> list[Tensor]:
+    """What goes to each rank."""
+    data, sizes = pack_ids(step)
+    return list(torch.split(data, sizes))
+
+
+def handed_over(steps: Sequence[Step], receiving: Receiving, rank: int, blocks: Sequence[Tensor] | None = None) -> Step:
+    """What `rank` gets of the steps of all ranks; `blocks` from each, if they were made before."""
+    step = Step(True, receiving)
+    sizes = [pack_sizes(one)[rank] for one in steps]
+    groups = max(len(of_rank) for of_rank in sizes)
+    unpack_sizes(step, [[*of_rank, *[0] * (groups - len(of_rank))] for of_rank in sizes])
+    blocks = [blocks_of(one)[rank] for one in steps] if blocks is None else blocks
+    # what is expected is what was sent
+    assert [block.shape[0] for block in blocks] == receiving.sizes(step.batches, step.ids_from)
+    assert all(block.dtype == torch.int32 for block in blocks)
+    own = steps[rank]
+    step.sent_ids, step.sent_lengths, step.sent_weights = own.sent_ids, own.sent_lengths, own.sent_weights
+    unpack_ids(step, torch.cat(list(blocks)))
+    return step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings, strategies as st
 from jagged_batches import kjt as keyed
 from ranks import run_ranks
+from sharding_steps import blocks_of, handed_over, routed_step
 from torch import Tensor
 
 from shardwise import KeyedJaggedTensor
@@ -25,15 +26,9 @@ from shardwise.sharding.comms.exchange import (
     Pending,
     _in_use,
 )
-from shardwise.sharding.engine.route import (
-    Inbound,
-    Outbound,
-    Receiving,
-    Sending,
-    arrange,
-    route,
-)
+from shardwise.sharding.engine.route import Sending
 from shardwise.sharding.engine.routes import Routes, Table, plan_routes
+from shardwise.sharding.engine.wire import Receiving, pack_weight_gradients
 
 CPU = torch.device("cpu")
 
@@ -51,15 +46,16 @@ def blocks_and_rows(seed: int) -> tuple[bool, float, float, int]:
         return [numbers((seed + 3 * source + 5 * target) % 7, source), numbers(source * target % 3, target)]
 
     sizes_of = [sum(t.shape[0] for t in block(r, rank)) for r in range(world)]
-    received = torch.split(exchange.ids([block(rank, r) for r in range(world)], sizes_of).wait(), sizes_of)
+    mine = [torch.cat(block(rank, r)) for r in range(world)]
+    received = torch.split(exchange.ids(torch.cat(mine), list(map(len, mine)), sizes_of).wait(), sizes_of)
     same = all(torch.equal(torch.cat(block(r, rank)), received[r]) for r in range(world))
 
     generator = torch.Generator().manual_seed(seed * 10 + rank)
     sizes = [[(seed * s + 2 * t + s) % 5 for t in range(world)] for s in range(world)]
-    mine, theirs = sizes[rank], [sizes[r][rank] for r in range(world)]
-    rows, gradients = (torch.randn(sum(n), generator=generator) for n in (mine, theirs))
-    forth = exchange.rows(rows, mine, theirs).wait()
-    back = exchange.rows_transpose(gradients, theirs, mine).wait()
+    sent, theirs = sizes[rank], [sizes[r][rank] for r in range(world)]
+    rows, gradients = (torch.randn(sum(n), generator=generator) for n in (sent, theirs))
+    forth = exchange.rows(rows, sent, theirs).wait()
+    back = exchange.rows_transpose(gradients, theirs, sent).wait()
     return same, float(torch.dot(forth, gradients)), float(torch.dot(rows, back)), exchange.calls
 
 
@@ -241,20 +237,6 @@ def routes_of(plans: list[list[Shard]], world: int, **more: Any) -> Routes:
     return plan_routes(tables, [shard for shards in plans for shard in shards], world, **more)
 
 
-def hand_over(routes: Routes, sent: list[Outbound], rank: int, update: bool) -> Inbound:
-    """What `rank` gets of what all ranks sent, as the exchange would bring it."""
-    receiving, blocks = Receiving(routes, rank, update, CPU), []
-    ids_from = [sum(o.counts[o.sending.first_stream[rank] : o.sending.first_stream[rank + 1]]) for o in sent]
-    for outbound, ids in zip(sent, ids_from, strict=True):
-        block = torch.cat(outbound.blocks()[rank])
-        assert block.dtype == torch.int32
-        # what is expected is what was sent
-        assert block.shape[0] == receiving.elements(outbound.batch, ids)
-        blocks.append(block)
-    per_group = [sum(o.ids_to_groups[rank][g] for o in sent) for g in range(receiving.groups)]
-    return arrange(blocks, receiving, [o.batch for o in sent], ids_from, per_group)
-
-
 @settings(deadline=None)
 @given(worlds(), st.booleans(), st.booleans())
 def test_ids_arrive_in_the_order_of_one_process(
@@ -266,9 +248,9 @@ def test_ids_arrive_in_the_order_of_one_process(
     routes = routes_of(plans, world, pooled=pooled, weighted=True)
     kjts = [kjt_of(one) for one in bags]
     sending = Sending(routes, [f"f{n}" for n in range(len(plans))], update, CPU)
-    sent = [route(kjt, routes, sending, kjt.weights(), lenient=False) for kjt in kjts]
+    sent = [routed_step(kjt, routes, sending, kjt.weights()) for kjt in kjts]
     for rank in range(world):
-        inbound = hand_over(routes, sent, rank, update)
+        step = handed_over(sent, Receiving(routes, rank, update, CPU), rank)
         ids, lengths, weights = [], [], []
         groups = [group for group in routes.serving[rank].groups if update or not group.is_replica]
         for group in groups:
@@ -281,18 +263,20 @@ def test_ids_arrive_in_the_order_of_one_process(
                     ids += [i for bag in kept for i, _ in bag]
                     weights += [w for bag in kept for _, w in bag]
                     lengths += [len(bag) for bag in kept] if pooled else [sum(map(len, kept))]
-        assert inbound.ids.tolist() == ids
-        assert inbound.offsets.diff().tolist() == lengths
-        assert int(inbound.offsets[0]) == 0
-        assert inbound.weights is not None and inbound.weights.tolist() == weights
-        assert inbound.batches == [kjt.stride() if pooled else 1 for kjt in kjts]
-        samples, first_slot = inbound.lengths.shape[1], Receiving(routes, rank, update, CPU).first_slot
+        assert step.received_ids.tolist() == ids
+        assert step.received_offsets.diff().tolist() == lengths
+        assert int(step.received_offsets[0]) == 0
+        assert step.received_weights is not None and step.received_weights.tolist() == weights
+        assert step.batches == [kjt.stride() if pooled else 1 for kjt in kjts]
+        samples, first_slot = step.received_lengths.shape[1], [0, *accumulate(len(group.slots) for group in groups)]
         slots = [sum(lengths[a * samples : b * samples]) for a, b in pairwise(first_slot)]
-        assert [b - a for a, b in pairwise(inbound.first_id)] == slots
-        # each id came with those of its source, stream by stream
-        came = torch.cat([torch.cat(o.blocks()[rank][:1]) for o in sent])
-        places = inbound.places(came.shape[0])
-        assert torch.equal(came[places], inbound.ids)
+        assert [b - a for a, b in pairwise(step.first_id)] == slots
+        # what each id is given goes back to its source, stream by stream
+        came = torch.cat([blocks_of(other)[rank][: other.ids_to[rank]] for other in sent])
+        step.returned_from = step.ids_from
+        back, sizes = pack_weight_gradients(step, [step.received_ids + 1.0])
+        # once from each slot that looks it up
+        assert sizes == step.ids_from and bool(((back % (came + 1) == 0) & (back > 0)).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -302,10 +286,10 @@ def test_ids_travel_as_int32_where_every_row_number_fits(rows: int, dtype: torch
     table = Table("t", rows, 1, torch.float32, OptimizerSpec("sgd"), ("f0",))
     routes = plan_routes([table], layout.table_wise("t", rows, 1, 0), 1)
     batch = kjt_of([[[0, 2**31 - 2], [7]]], dtype)
-    outbound = route(batch, routes, Sending(routes, ["f0"], True, CPU), None, lenient=False)
-    assert outbound.ids.dtype == (torch.int32 if rows < 2**31 else torch.int64)
-    assert outbound.ids.tolist() == [0, 2**31 - 2, 7]
-    assert len(outbound.blocks()[0][0]) == (3 if rows < 2**31 else 6)
+    step = routed_step(batch, routes, Sending(routes, ["f0"], True, CPU))
+    assert step.sent_ids.dtype == (torch.int32 if rows < 2**31 else torch.int64)
+    assert step.sent_ids.tolist() == [0, 2**31 - 2, 7]
+    assert len(blocks_of(step)[0]) - step.sent_lengths.numel() == (3 if rows < 2**31 else 6)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -313,9 +297,9 @@ def test_an_id_beyond_int32_stays_outside_of_every_table(world: int) -> None:
     table = Table("t", 9, 1, torch.float32, OptimizerSpec("sgd"), ("f0",))
     routes = plan_routes([table], layout.row_wise("t", 9, 1, range(world)), world)
     sending = Sending(routes, ["f0"], True, CPU)
-    outbound = route(kjt_of([[[2**32 + 3, -(2**32) + 3, 9, -1]]]), routes, sending, None, lenient=True)
-    assert outbound.ids.shape == (4,)
-    assert not any(0 <= i < 9 for i in outbound.ids.tolist())
+    step = routed_step(kjt_of([[[2**32 + 3, -(2**32) + 3, 9, -1]]]), routes, sending, lenient=True)
+    assert step.sent_ids.shape == (4,)
+    assert not any(0 <= i < 9 for i in step.sent_ids.tolist())
 
 
 def test_columns_that_are_cut_for_some_rows_only_are_refused() -> None:

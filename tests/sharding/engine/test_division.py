@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from ranks import run_ranks
 from sharding_mixes import Mix, TableCase, batches_of_rank, build, dressed, environment, shard, train
+from sharding_steps import blocks_of, routed_step
 from torch import Tensor
 
 from shardwise import KeyedJaggedTensor
@@ -22,15 +23,9 @@ from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.perf.counts.launches import CUDA, Counted, use_fake_cuda
 from shardwise.planner import layout
 from shardwise.planner.layout import Shard, TableOptions
-from shardwise.sharding.engine.results import _places_of
-from shardwise.sharding.engine.route import (
-    Outbound,
-    Sending,
-    _of_bags,
-    divide_ahead,
-    route,
-)
+from shardwise.sharding.engine.route import Sending, _of_bags, divide_ahead
 from shardwise.sharding.engine.routes import Routes, Table, plan_routes
+from shardwise.sharding.engine.step import Step
 
 CPU = torch.device("cpu")
 ROWS, DIM, WORLD, BATCH = 9, 4, 3, 2
@@ -55,27 +50,30 @@ def routes_of(places: Iterable[str], **more: Any) -> Routes:
     return plan_routes(tables, shards, WORLD, **more)
 
 
-def same(one: Outbound, other: Outbound, routes: Routes) -> None:
-    """What leaves, what is looked up at home, and how results find their ids."""
+def same(one: Step, other: Step, routes: Routes) -> None:
+    """What leaves, what is looked up here, and how results find their ids."""
     assert one.counts == other.counts and one.ids_to_groups == other.ids_to_groups and one.batch == other.batch
-    for mine, theirs in zip(one.blocks(), other.blocks(), strict=True):
-        assert [part.tolist() for part in mine] == [part.tolist() for part in theirs]
-    assert len(one.home) == len(other.home)
-    for home, another in zip(one.home, other.home, strict=True):
-        assert home.sizes == another.sizes
-        assert torch.equal(home.ids, another.ids) and torch.equal(home.offsets, another.offsets)
-        assert (home.weights is None) == (another.weights is None)
-        if home.weights is not None and another.weights is not None:
-            assert torch.equal(home.weights, another.weights)
+    for block, another in zip(blocks_of(one), blocks_of(other), strict=True):
+        assert block.tolist() == another.tolist()
+    assert len(one.replicated) == len(other.replicated)
+    for batch, other_batch in zip(one.replicated, other.replicated, strict=True):
+        assert batch.sizes == other_batch.sizes
+        assert torch.equal(batch.ids, other_batch.ids) and torch.equal(batch.offsets, other_batch.offsets)
+        assert (batch.weights is None) == (other_batch.weights is None)
+        if batch.weights is not None and other_batch.weights is not None:
+            assert torch.equal(batch.weights, other_batch.weights)
+    first, second = one.division, other.division
     for cut in range(len(routes.cuts)):
-        assert one.counts_of_cut(cut) == other.counts_of_cut(cut)
-        assert torch.equal(one.lengths_of_cut(cut), other.lengths_of_cut(cut))
-        assert (one.places is None) == (other.places is None)
-        if one.places is not None:
-            assert torch.equal(_places_of(one, cut), _places_of(other, cut))
-        if one.cut_weights is not None:
-            assert other.cut_weights is not None
-            assert torch.equal(one.cut_weights[one.ids_of_cut(cut)], other.cut_weights[other.ids_of_cut(cut)])
+        assert first is not None and second is not None
+        assert first.counts_of_cut(cut) == second.counts_of_cut(cut)
+        assert torch.equal(first.lengths_of_cut(cut), second.lengths_of_cut(cut))
+        assert (first.places is None) == (second.places is None)
+        if first.places is not None:
+            assert torch.equal(first.places_of_cut(cut), second.places_of_cut(cut))
+        if first.given_weights is not None:
+            assert second.given_weights is not None
+            ids, other_ids = first.ids_of_cut(cut), second.ids_of_cut(cut)
+            assert torch.equal(first.given_weights[ids], second.given_weights[other_ids])
 
 
 @settings(deadline=None)
@@ -100,8 +98,8 @@ def test_what_is_divided_ahead_leaves_as_what_is_divided_later(
     sending = Sending(routes, keys, update, CPU)
     divided = divide_ahead(kjt, routes, sending, weights, lenient=lenient)
     assert (divided is None) == (not routes.cuts)
-    later = route(kjt, routes, sending, weights, lenient=lenient)
-    same(later, route(kjt, routes, sending, weights, lenient=lenient, divided=divided), routes)
+    later = routed_step(kjt, routes, sending, weights, lenient=lenient)
+    same(later, routed_step(kjt, routes, sending, weights, lenient=lenient, divided=divided), routes)
 
 
 def test_a_cut_feature_that_another_table_looks_up_is_divided_later() -> None:

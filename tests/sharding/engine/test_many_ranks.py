@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lines_run import lines_run
+from sharding_steps import blocks_of, handed_over, routed_step
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -35,18 +36,12 @@ from shardwise.planner import layout
 from shardwise.planner.layout import Shard
 from shardwise.sharding.comms.exchange import Buffers, Exchange, Pending
 from shardwise.sharding.engine import collection, fused_optimizer
-from shardwise.sharding.engine.owner import Owner
-from shardwise.sharding.engine.results import Columns, Rows
-from shardwise.sharding.engine.route import (
-    Inbound,
-    Outbound,
-    Receiving,
-    Sending,
-    arrange,
-    route,
-)
+from shardwise.sharding.engine.columns import OutputColumns
+from shardwise.sharding.engine.route import Sending
 from shardwise.sharding.engine.routes import Routes, Table, plan_routes
+from shardwise.sharding.engine.step import Step
 from shardwise.sharding.engine.traffic import Traffic, predicted_bytes
+from shardwise.sharding.engine.wire import PooledWire, Receiving
 from shardwise.sharding.modules import generators
 from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection
 from shardwise.sharding.plan.plan import shards_of
@@ -129,9 +124,9 @@ class Routed:
     sending: Sending
     batches: list[int]
     kjts: list[KeyedJaggedTensor]
-    sent: list[Outbound]
+    sent: list[Step]
     # of each source, what goes to each target
-    blocks: list[list[list[Tensor]]]
+    blocks: list[list[Tensor]]
 
 
 def targets(world: int) -> list[int]:
@@ -149,13 +144,12 @@ def made(shards: Sequence[Shard], world: int) -> tuple[Routes, Sending]:
     ]
     layout.validate(shards, {table.name: (table.rows, table.dim) for table in tables}, world)
     routes = plan_routes(tables, shards, world, local_size=HOST)
-    Rows(routes)
     sending = Sending(routes, NAMES, True, CPU)
     for rank in targets(world):
         # each rank makes these for itself; what it sends does not depend on its number
         Sending(routes, NAMES, True, CPU)
         Receiving(routes, rank, True, CPU)
-        Columns(routes, rank)
+        OutputColumns(routes, rank)
     return routes, sending
 
 
@@ -164,10 +158,10 @@ def routed(world: int) -> Routed:
     routes, sending = made(shards_for(world, ROWS, 128), world)
     batches = [4 if rank % (world // 64) == 0 else 0 for rank in range(world)]
     kjts = [batch_of(rank, batch) for rank, batch in enumerate(batches)]
-    nothing = route(batch_of(0, 0), routes, sending, None, lenient=False)
-    sent = [route(kjt, routes, sending, None, lenient=False) if kjt.stride() else nothing for kjt in kjts]
-    empty = nothing.blocks()
-    blocks = [out.blocks() if out.batch else empty for out in sent]
+    nothing = routed_step(batch_of(0, 0), routes, sending)
+    sent = [routed_step(kjt, routes, sending) if kjt.stride() else nothing for kjt in kjts]
+    empty = blocks_of(nothing)
+    blocks = [blocks_of(step) if step.batch else empty for step in sent]
     return Routed(routes, sending, batches, kjts, sent, blocks)
 
 
@@ -187,7 +181,6 @@ def asked_of(kjt: KeyedJaggedTensor, shard: Shard) -> Tensor:
 
 def test_what_a_rank_expects_of_another_is_what_that_sends(world: int) -> None:
     found = routed(world)
-    first = found.sending.first_stream
     for rank in targets(world):
         receiving = Receiving(found.routes, rank, True, CPU)
         # streams: ids of a table's rows [low, high) travel once, however many of its columns are here
@@ -197,31 +190,25 @@ def test_what_a_rank_expects_of_another_is_what_that_sends(world: int) -> None:
             for slot in group.slots
         }
         assert len(shards) == receiving.streams
-        for source, out in enumerate(found.sent):
-            ids = sum(out.counts[first[rank] : first[rank + 1]])
-            size = sum(piece.shape[0] for piece in found.blocks[source][rank])
-            assert size == receiving.elements(out.batch, ids)
+        expected = receiving.sizes(found.batches, [step.ids_to[rank] for step in found.sent])
+        for source, step in enumerate(found.sent):
+            assert found.blocks[source][rank].shape[0] == expected[source]
             # those of some, counted anew
-            if out.batch and source % (world // 4) == 0:
-                assert ids == sum(asked_of(found.kjts[source], shard).shape[0] for shard in shards.values())
-
-
-def inbound_of(found: Routed, rank: int) -> Inbound:
-    first, receiving = found.sending.first_stream, Receiving(found.routes, rank, True, CPU)
-    ids_from = [sum(out.counts[first[rank] : first[rank + 1]]) for out in found.sent]
-    per_group = [sum(out.ids_to_groups[rank][g] for out in found.sent) for g in range(receiving.groups)]
-    blocks = [torch.cat(mine[rank]) for mine in found.blocks]
-    return arrange(blocks, receiving, found.batches, ids_from, per_group)
+            if step.batch and source % (world // 4) == 0:
+                assert step.ids_to[rank] == sum(
+                    asked_of(found.kjts[source], shard).shape[0] for shard in shards.values()
+                )
 
 
 def test_ids_of_all_ranks_arrive_in_global_order(world: int) -> None:
     found = routed(world)
     for rank in targets(world)[::4]:
-        inbound = inbound_of(found, rank)
+        receiving = Receiving(found.routes, rank, True, CPU)
+        step = handed_over(found.sent, receiving, rank, [blocks[rank] for blocks in found.blocks])
         slots = [(group.shards[s.shard], s) for group in found.routes.serving[rank].groups for s in group.slots]
         wanted = [asked_of(kjt, shard) for shard, _ in slots for kjt in found.kjts if kjt.stride()]
-        assert torch.equal(inbound.ids, torch.cat(wanted).to(inbound.ids.dtype))
-        assert inbound.lengths.shape == (len(slots), sum(found.batches))
+        assert torch.equal(step.received_ids, torch.cat(wanted).to(step.received_ids.dtype))
+        assert step.received_lengths.shape == (len(slots), sum(found.batches))
 
 
 def test_every_id_goes_to_each_rank_that_has_its_row_once(world: int) -> None:
@@ -233,29 +220,26 @@ def test_every_id_goes_to_each_rank_that_has_its_row_once(world: int) -> None:
         for n, (kind, where) in zip(IDS, strategies(world), strict=True)
         if kind != "replica"
     )
-    for out in found.sent:
-        assert sum(out.counts) == out.batch * (copies + replicas * world)
+    for step in found.sent:
+        assert sum(step.counts) == step.batch * (copies + replicas * world)
 
 
 def test_bytes_between_ranks_are_those_that_the_plan_predicts(world: int) -> None:
-    found, first = routed(world), routed(world).sending.first_stream
+    found = routed(world)
     cut = {n for n, (kind, _) in enumerate(strategies(world)) if kind in ("row", "grid", "host")}
     sources = range(0, world, world // 16)
     predicted = {rank: predicted_bytes(found.routes, rank, found.batches, HOTNESS) for rank in sources}
     for rank in sources:
-        out, ids = found.sent[rank], 0.0
+        step = found.sent[rank]
         for target, (pair, block) in enumerate(zip(predicted[rank], found.blocks[rank], strict=True)):
-            assert block[1].numel() * 4 == pair.lengths
+            assert (block.numel() - step.ids_to[target]) * 4 == pair.lengths
             streams = found.routes.serving[target].streams
             if not any(stream.lookup in cut for stream in streams):
-                assert block[0].numel() * 4 == pair.ids
-            ids += block[0].numel() * 4
-            counts = out.counts[first[target] : first[target + 1]]
-            assert sum(counts) * 4 == block[0].numel() * 4
-        assert ids == pytest.approx(sum(pair.ids for pair in predicted[rank]))
+                assert step.ids_to[target] * 4 == pair.ids
+        assert sum(step.ids_to) * 4 == pytest.approx(sum(pair.ids for pair in predicted[rank]))
     for target in targets(world)[::8]:
         # ids spread evenly over the rows of cut tables: six standard deviations
-        came = sum(found.blocks[rank][target][0].numel() for rank in sources)
+        came = sum(found.sent[rank].ids_to[target] for rank in sources)
         mean = sum(predicted[rank][target].ids for rank in sources) / 4
         assert abs(came - mean) <= 6 * mean**0.5
 
@@ -266,15 +250,16 @@ def test_results_and_gradients_have_the_sizes_that_both_sides_expect(world: int)
     traffic: dict[int, list[Traffic]] = {
         rank: predicted_bytes(found.routes, rank, found.batches, HOTNESS) for rank in some
     }
+    wires = {rank: PooledWire(found.routes, rank) for rank in some}
     sizes = {
-        rank: Columns(found.routes, rank).gradients(torch.zeros(found.batches[rank], 26 * 128), Buffers())[1]
-        for rank in some
+        rank: wire.pack_gradients(found.sent[rank], torch.zeros(found.batches[rank], 26 * 128), Buffers())[1]
+        for rank, wire in wires.items()
     }
-    for rank in some:
-        unused: Any = None
-        owner = Owner(found.routes, rank, unused, unused, unused, None)
-        flight: Any = SimpleNamespace(outbound=found.sent[rank], inbound=SimpleNamespace(batches=found.batches))
-        results, gradients = owner._result_sizes(flight), owner.gradient_sizes(flight)
+    for rank, wire in wires.items():
+        step: Any = SimpleNamespace(
+            batch=found.batches[rank], batches=found.batches, ids_to_groups=found.sent[rank].ids_to_groups
+        )
+        results, gradients = wire.row_sizes(step), wire.gradient_sizes(step)
         for other in some:
             assert results[other] * 4 == traffic[other][rank].rows
             assert gradients[other] == sizes[other][rank]
@@ -348,7 +333,7 @@ class Recorded(Exchange):
 
 
 @dataclass
-class Step:
+class Seen:
     """What a rank saw: its calls of the exchange, outputs of two steps, bytes that it sent and those predicted."""
 
     log: list[str]
@@ -370,7 +355,7 @@ def small() -> EmbeddingBagCollection:
     return module
 
 
-def step_of(rank: int, batches: Sequence[int], module: Any, world: Meeting, host: Meeting) -> Step:
+def step_of(rank: int, batches: Sequence[int], module: Any, world: Meeting, host: Meeting) -> Seen:
     """Two steps of one rank."""
     log: list[str] = []
     env: Any = SimpleNamespace(
@@ -386,7 +371,7 @@ def step_of(rank: int, batches: Sequence[int], module: Any, world: Meeting, host
         values.backward(values.detach() * len(batches))
     traffic = predicted_bytes(model._routes, rank, batches, HOTNESS)
     predicted = sum(p.headers + p.ids + p.lengths + p.rows + p.gradients for p in traffic)
-    return Step(log, outputs, model._exchange.sent - sent, 2 * predicted)
+    return Seen(log, outputs, model._exchange.sent - sent, 2 * predicted)
 
 
 @pytest.mark.full
@@ -402,7 +387,7 @@ def test_64_ranks_in_step_call_the_same_collectives_and_find_what_one_process_do
     hosts = [Meeting(layout.ranks_of(host, HOST)) for host in range(size // HOST)]
     module = small()
 
-    def run(rank: int) -> Step:
+    def run(rank: int) -> Seen:
         try:
             return step_of(rank, batches, module, everyone, hosts[rank // HOST])
         except BaseException:

@@ -483,10 +483,10 @@ def test_a_batch_that_is_dropped_leaves_no_row_of_other_ids(on_one_rank: Sharded
     rows, _ = on_one_rank(kjt({"f": [[1, 2, 3]]}))
     rows["f"].values().sum().backward()
     engine = on_one_rank._embedding_module
-    departure = engine.depart(kjt({"f": [[7, 8, 9]]}))
-    engine.send_ids(departure)
-    engine.arrive(departure)
-    engine.drop(departure)
+    step = engine.start(kjt({"f": [[7, 8, 9]]}))
+    engine.send_ids(step)
+    engine.receive_ids(step)
+    engine.drop(step)
     on_one_rank.eval()
     assert on_one_rank(kjt({"f": [[7, 8, 9]]}))[0]["f"].values().tolist() == [[0.5] * 4] * 3
 

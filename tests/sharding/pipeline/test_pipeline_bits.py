@@ -72,15 +72,15 @@ def beside_a_plain_loop(
     else:
         expected = plain_loop(plain, (batch_of(step, vbe=vbe) for step in range(steps)))
     collection = piped.module.get_submodule(watched)
-    depart, piped.module.forwards = collection.depart, 0
+    start, piped.module.forwards = collection.start, 0
 
     def counted(features: KeyedJaggedTensor) -> Any:
         ahead[0] += not piped.module.forwards
-        return depart(features)
+        return start(features)
 
     piped.module.register_forward_pre_hook(lambda module, _: setattr(module, "forwards", module.forwards + 1))
     piped.module.register_forward_hook(lambda module, *_: setattr(module, "forwards", module.forwards - 1))
-    collection.depart = counted
+    collection.start = counted
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipeline = pipeline_of(kind, piped, **settings)

@@ -1,0 +1,221 @@
+"""What a rank does with its own shards in a step: look rows up, and update them by the gradients of all ranks.
+
+Letters as in routes.py.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.embeddings import NoFreeSlots, TableGroup
+from shardwise.embeddings.tables.row_sums import add_powers, power_of, sum_rows
+
+from ...planner.layout import Span
+from ..comms.exchange import Exchange
+from .held import Held
+from .id_map import IdMap, RenewingIdMap
+from .routes import ROWS, Routes
+from .row_state import Touched, WholeRows, touched_rows
+from .step import Step
+
+
+class LocalShards:
+    """This rank's shards, group by group, as its part of the routes lists them."""
+
+    def __init__(self, routes: Routes, rank: int, held: Held, exchange: Exchange) -> None:
+        self.routes, self.rank, self.held = routes, rank, held
+        self.parts = routes.serving[rank].groups
+        self._exchange = exchange
+        # tables cut by columns whose rule looks at whole rows: their shards update together
+        self._whole = WholeRows(routes)
+        self.updates_together = bool(self._whole.blocks)
+        self._with_others = [any(self._whole.has(shard) for shard in part.shards) for part in self.parts]
+        # [G + 1] where the slots of each group begin
+        self._first_slot = [0]
+        for part in self.parts:
+            self._first_slot.append(self._first_slot[-1] + len(part.slots))
+        # groups that answer an evaluation and a training step
+        asked = [g for g, part in enumerate(self.parts) if part.slots]
+        self._asked = [g for g in asked if not self.parts[g].is_replica], asked
+
+    def translate(self, step: Step, id_maps: Mapping[str, IdMap]) -> None:
+        """Replace the ids that came for tables with an id map by their rows."""
+        # ids that did not travel are the caller's own
+        ids, rows, at = step.received_ids, step.received_ids.clone(), 0
+        # host sync on CUDA: where the ids of each slot begin
+        ends = [0, *step.received_lengths.sum(1).cumsum(0).tolist()]
+        # column shards of the same rows see the same ids: they are translated once
+        translated: dict[tuple[str, Span], Tensor] = {}
+        for group, part in zip(self.held.groups, self.parts, strict=True):
+            slots = part.slots if step.update or not part.is_replica else ()
+            for number, shard in enumerate(part.shards):
+                begin, at = at, at + sum(slot.shard == number for slot in slots)
+                id_map, key = id_maps.get(shard.table), (shard.table, shard.rows)
+                if id_map is None or begin == at:
+                    continue
+                if key not in translated:
+                    translated[key] = id_map.translate(shard.table, ids[ends[begin] : ends[at]], group.step)
+                    renewal = id_map.renewal() if isinstance(id_map, RenewingIdMap) else None
+                    if renewal is not None:
+                        step.renewals[key] = renewal
+                rows[ends[begin] : ends[at]] = translated[key]
+        step.received_ids = rows
+
+    def renew(self, step: Step) -> None:
+        """Have the rows begin anew that went to other ids."""
+        for group, part in zip(self.held.groups, self.parts, strict=True):
+            for number, shard in enumerate(part.shards):
+                renewal = step.renewals.get((shard.table, shard.rows))
+                if renewal is not None:
+                    group.renew(number, renewal.rows, renewal.values[:, slice(*shard.cols)])
+        step.renewals = {}
+
+    def prefetch(self, step: Step) -> bool:
+        """Bring the rows that were asked for to slots, ahead of the lookup; False where a store has no room yet."""
+        if step.leases:
+            return True
+        for g in self._asked[step.update]:
+            group, (ids, offsets, _) = self.held.groups[g], self._inputs(step, g)
+            try:
+                step.leases[g] = group.store.resolve(ids, offsets, group.step)
+            except NoFreeSlots:
+                # rows of the batch before hold them: the lookup asks again, after its update
+                self.release(step)
+                step.leases = {}
+                return False
+        return True
+
+    def look_up(self, step: Step) -> dict[int, Tensor]:
+        """The rows that were asked for, by group: sums [samples, columns], or [n, width] where rows travel."""
+        rows: dict[int, Tensor] = {}
+        # whether a backward comes back for the rows
+        weights = step.sent_weights
+        holds = step.update and (step.trains or (weights is not None and weights.requires_grad))
+        groups = self.held.groups
+        step.frozen = list(map(TableGroup.frozen, groups))
+        if step.renewals:
+            self.renew(step)
+        prefetched, step.leases = step.leases, {}
+        for g in self._asked[step.update]:
+            group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
+            slots, lease = prefetched.get(g) or group.store.resolve(ids, offsets, group.step)
+            if not part.is_replica:
+                by_rows = not self.routes.pooled or part.kind == ROWS
+                rows[g] = group.look_up(slots, offsets, factors, "sequence" if by_rows else group.pooling)
+            if holds:
+                step.leases[g] = slots, lease
+            else:
+                group.store.release(lease)
+        return rows
+
+    def look_up_replicated(self, step: Step, *, dense: bool) -> dict[int, Tensor]:
+        """Rows of this rank's own batch in tables that every rank holds, by lookup; `dense` by their gradient alone."""
+        by_lookup: dict[int, Tensor] = {}
+        first = len(self.routes.replicas) if dense else 0
+        parts, groups = (self.routes.dense, self.held.dense) if dense else (self.routes.replicas, self.held.replicas)
+        for part, group, batch in zip(parts, groups, step.replicated[first:], strict=False):
+            if self.routes.pooled:
+                pooled = group.pooled(batch.ids, batch.offsets, batch.weights)
+                pieces = pooled.split_with_sizes([slot.width for slot in part.slots], dim=1)
+            else:
+                pieces = group.sequence(batch.ids, batch.offsets).split_with_sizes(batch.sizes)
+            by_lookup.update(zip([slot.lookup for slot in part.slots], pieces, strict=True))
+        return by_lookup
+
+    def replicated_weight_gradients(self, step: Step, gradients: Sequence[Tensor], divisor: int) -> list[Tensor]:
+        """Gradients of the per-id weights of this rank's own batch, given those of each group of replicas."""
+        of_weights = []
+        for group, batch, grad in zip(self.held.replicas, step.replicated, gradients, strict=False):
+            slots, lease = group.store.resolve(batch.ids, batch.offsets, group.step)
+            # a gradient is cut as it is after the division, here too
+            of_weights.append(group.weight_gradient(grad / divisor, slots, batch.offsets) * divisor)
+            group.store.release(lease)
+        return of_weights
+
+    def _inputs(self, step: Step, g: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ids [n], offsets and weights [n] that group `g` serves in this step."""
+        weights = step.received_weights
+        if not self.routes.pooled or not (self.routes.weighted or self.parts[g].kind == ROWS):
+            weights = None
+        if len(step.first_id) == 2:
+            return step.received_ids, step.received_offsets, weights
+        samples, begin, end = step.received_lengths.shape[1], step.first_id[g], step.first_id[g + 1]
+        offsets = step.received_offsets[self._first_slot[g] * samples : self._first_slot[g + 1] * samples + 1]
+        return step.received_ids[begin:end], offsets - begin, None if weights is None else weights[begin:end]
+
+    def update(self, step: Step, gradients: Sequence[Tensor], *, weight_gradients: bool) -> list[Tensor]:
+        """Apply the fused update for the gradients [samples, columns] or [n, width] of each group's lookup.
+
+        Returns the gradients of per-id weights of each group whose rows went back, if they are wanted. A batch of which
+        each id travelled once has gradients that were cut to size before they were added up. While gradients are
+        accumulated they are added to those that wait for `apply_sums`.
+        """
+        waits, clips = self.held.accumulation.waits, step.inverse is None
+        of_weights: list[Tensor] = []
+        together: list[Touched] = []
+        for g, (slots, _) in step.leases.items():
+            group, part, grad, (ids, offsets, factors) = (
+                self.held.groups[g], self.parts[g], gradients[g], self._inputs(step, g)
+            )  # fmt: skip
+            if weight_gradients and not part.is_replica:
+                # before the update: this gradient is of the rows that were looked up
+                of_weights.append(group.weight_gradient(grad, slots, offsets))
+            if not step.trains:
+                continue
+            pooling = group.pooling if self.routes.pooled else "sequence"
+            if self._with_others[g]:
+                # of tables that all ranks know to be frozen: the others wait for what this one gives. What was frozen
+                # since counts where gradients wait; an update at once leaves it alone by itself
+                frozen = tuple(map(operator.or_, step.frozen[g], group.frozen())) if waits else step.frozen[g]
+                sums = sum_rows(group, grad, slots, offsets, factors, pooling, ids, frozen=frozen, clips=clips)
+                if waits:
+                    group.add_sums(sums)
+                else:
+                    together += touched_rows(group, part, sums, group.frozen())
+            elif group.optimizer is not None:
+                group.update(
+                    grad, slots, offsets, factors, pooling=pooling, frozen=step.frozen[g],
+                    ids=ids if group.has_slots else None, clips=clips,
+                )  # fmt: skip
+        if step.trains and waits:
+            # on a rank without tables too
+            self.held.accumulation.begin()
+        elif step.trains and self._whole.blocks:
+            self._whole.update(together, self._exchange, self.held.device)
+        self.release(step)
+        return of_weights
+
+    @torch.no_grad()
+    def apply_sums(self) -> None:
+        """One step for the gradients that wait; all ranks call this together."""
+        together: list[Touched] = []
+        for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):
+            if not self._with_others[g]:
+                group.apply_sums()
+            elif group.sums is not None:
+                together += touched_rows(group, part, group.sums)
+        if self._whole.blocks:
+            self._whole.update(together, self._exchange, self.held.device)
+        for group in self.held.groups:
+            group.drop_sums()
+
+    def power_of_sums(self, norm_type: float) -> Tensor:
+        """`power_of` for the gradients that wait on all ranks, replicated ones once: the same bits on all ranks."""
+        local = [
+            sums.gradient
+            for group, part in zip(self.held.groups, self.parts, strict=True)
+            for sums in group.sums or ()
+            if self.rank == 0 or not part.is_replica
+        ]
+        power = power_of(local, norm_type, self.held.device)
+        # each rank adds the numbers of all in one order
+        return add_powers(self._exchange.numbers(power.repeat(self._exchange.world_size)).wait(), norm_type)
+
+    def release(self, step: Step) -> None:
+        """Let the slots of a step go, after its update or where that is left out."""
+        for g, (_, lease) in step.leases.items():
+            self.held.groups[g].release(lease)

@@ -1,0 +1,98 @@
+"""The stages of a step under TorchRec's names, for pipelines that call them one by one.
+
+`input_dist` (ids travel), `compute` (rows are looked up and sent off) and `output_dist` (a lazy result). All ranks call
+the stages of their batches in the same order; several batches may be under way.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from typing import Any
+
+from ..comms.awaitable import Awaitable, LazyAwaitable
+from .step import Step
+
+
+class StepContext:
+    """What belongs to one step of one module; `step` once its ids have arrived."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+
+
+class SizesAwaitable(Awaitable[Awaitable[Step]]):
+    """Sizes of all ranks that are on their way; the ids leave once they are here."""
+
+    def __init__(self, module: ShardedModule, step: Step, ctx: StepContext) -> None:
+        super().__init__()
+        self._module, self._step, self._ctx = module, step, ctx
+
+    def _wait_impl(self) -> Awaitable[Step]:
+        self._module.send_ids(self._step)
+        return IdsAwaitable(self._module, self._step, self._ctx)
+
+
+class IdsAwaitable(Awaitable[Step]):
+    """Ids of all ranks that are on their way."""
+
+    def __init__(self, module: ShardedModule, step: Step, ctx: StepContext) -> None:
+        super().__init__()
+        self._module, self._step, self._ctx = module, step, ctx
+
+    def _wait_impl(self) -> Step:
+        self._module.receive_ids(self._step)
+        self._ctx.step = self._step
+        return self._step
+
+
+class ShardedModule(abc.ABC):
+    """A module whose tables lie on several ranks: the stages of its step."""
+
+    @abc.abstractmethod
+    def start(self, features: Any) -> Step:
+        """Route this rank's batch and tell all ranks its sizes."""
+
+    @abc.abstractmethod
+    def send_ids(self, step: Step) -> None:
+        """Wait for the sizes of all ranks, and send ids."""
+
+    @abc.abstractmethod
+    def receive_ids(self, step: Step) -> None:
+        """Wait for the ids of all ranks."""
+
+    @abc.abstractmethod
+    def look_up(self, step: Step) -> None:
+        """Find rows and send them off."""
+
+    @abc.abstractmethod
+    def output_dist(self, ctx: StepContext, output: Step) -> LazyAwaitable[Any]:
+        """The result, which waits for the rows of other ranks when it is used."""
+
+    @abc.abstractmethod
+    def fused_parameter_names(self) -> list[str]:
+        """Parameters that the backward trains or that other ranks hold."""
+
+    def create_context(self) -> StepContext:
+        """For one step."""
+        return StepContext()
+
+    def input_dist(self, ctx: StepContext, features: Any) -> Awaitable[Awaitable[Step]]:
+        """Send the batch's sizes: the first wait is for those of all ranks, and sends ids; the second is for ids.
+
+        Raises nothing; the first wait raises as `begin`.
+        """
+        return SizesAwaitable(self, self.start(features), ctx)
+
+    def compute(self, ctx: StepContext, dist_input: Step) -> Step:
+        """Look up what all ranks asked this one for, and send the rows off."""
+        self.look_up(dist_input)
+        return dist_input
+
+    def compute_and_output_dist(self, ctx: StepContext, input: Step) -> LazyAwaitable[Any]:
+        """Both."""
+        return self.output_dist(ctx, self.compute(ctx, input))
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Names of parameters whose gradients are not to be reduced by anybody else."""
+        yield from (f"{prefix}.{name}" if prefix else name for name in self.fused_parameter_names())

@@ -1,0 +1,102 @@
+"""One batch's life in a sharded collection: from the ids that are routed to the rows that are released.
+
+A `Step` goes through the phases below, on every rank in the same order, and the fields of a phase exist from then on:
+reading one too early is an AttributeError. Several steps may be under way at a time.
+
+Letters: W ranks, B samples of this rank (1 where nothing is pooled), S streams that leave this rank, N ids that leave
+it; G groups of shards that this rank serves, with slots in them, M ids that it serves for all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shardwise.jagged import KeyedJaggedTensor
+
+from ...planner.layout import Span
+
+if TYPE_CHECKING:
+    from ..comms.exchange import Pending
+    from ..comms.header import Told
+    from .id_map import Renewal
+    from .route import Division, ReplicatedBatch, Sending
+    from .wire import Receiving
+
+# of a step: what has been done for it
+STARTED, IDS_SENT, IDS_RECEIVED, LOOKED_UP = range(4)
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """What one batch of one collection needs, on this rank."""
+
+    # whether a backward may follow: replicated tables then learn every rank's ids
+    update: bool
+    # how what comes is put in order; another object since means another plan or device
+    receiving: Receiving
+    phase: int = STARTED
+    # the very object that the forward must be called with to take this step, or None: any
+    taken_by: object | None = None
+
+    # STARTED: the batch as it was given, padded to one batch size, and as it travels: that, or each id once
+    given: KeyedJaggedTensor = field(init=False)
+    padded: KeyedJaggedTensor = field(init=False)
+    routed: KeyedJaggedTensor = field(init=False)
+    # where each id of `padded` lies in `routed`, if ids travel once
+    inverse: Tensor | None = None
+    # its ids, lined up for the ranks that serve them: rank after rank, stream after stream
+    sending: Sending = field(init=False)
+    batch: int = field(init=False)  # B
+    counts: list[int] = field(init=False)  # [S] ids of each stream
+    ids_to: list[int] = field(init=False)  # [W] ids that each rank gets
+    ids_to_groups: list[list[int]] = field(init=False)  # [W][groups of the rank]
+    sent_ids: Tensor = field(init=False)  # [N]
+    sent_lengths: Tensor = field(init=False)  # [S, B] int32
+    # [N] a factor for each id, through which gradients of weights go back
+    sent_weights: Tensor | None = None
+    # what is looked up here, in tables that every rank holds; and the ids that were divided among row ranges
+    replicated: list[ReplicatedBatch] = field(init=False)
+    division: Division | None = None
+    # sizes of the message to each rank, on their way; all that there is of a batch that is bad on this rank
+    header: Told = field(init=False)
+
+    # IDS_SENT: what each rank said of its message to this one
+    batches: list[int] = field(init=False)  # [W] samples
+    ids_from: list[int] = field(init=False)  # [W] ids
+    returned_from: list[int] = field(init=False)  # [W] those whose results go back
+    ids_by_group: Sequence[Sequence[int]] = field(init=False)  # [G][W] ids of each group
+    # ids on their way; None for a rank that is alone
+    ids: Pending | None = None
+
+    # IDS_RECEIVED: what this rank serves, in the order [slot][global sample][position]
+    received_ids: Tensor = field(init=False)  # [M]
+    received_lengths: Tensor = field(init=False)  # [slots, samples of all ranks] int32
+    received_offsets: Tensor = field(init=False)  # [slots * samples + 1]
+    received_weights: Tensor | None = None  # [M]
+    first_id: list[int] = field(init=False)  # [G + 1] where the ids of each group begin
+    # lengths of each rank as they came: [W] of [streams * B_r]
+    arrived_lengths: list[Tensor] = field(init=False)
+    # rows of tables with an id map that begin anew before the lookup, by table and rows of the shard
+    renewals: dict[tuple[str, Span], Renewal] = field(default_factory=dict)
+
+    # LOOKED_UP, or prefetched: by group the slots of its ids, and what holds them there until the update
+    leases: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+    # whether the backward trains tables: not one of a module in eval()
+    trains: bool = True
+    # of each group the tables that were frozen at the lookup
+    frozen: list[tuple[bool, ...]] = field(init=False)
+    # rows on their way to those who asked, and how many numbers come from each rank
+    rows: Pending = field(init=False)
+    row_sizes: list[int] = field(init=False)  # [W]
+    # rows of each group, until all ranks are known to have sent theirs as they are
+    unsure_rows: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """Wait for what travels, without a look at it; on the stream that sent it, to whose memory it returns."""
+        self.header.pending.wait()
+        if self.ids is not None:
+            self.ids.wait()
