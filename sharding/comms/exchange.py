@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -128,17 +129,8 @@ class Exchange:
         pending.decoding = _Decoding(coding, list(sizes), came, flag is not None)
         return pending
 
-    def rows_transpose(
-        self,
-        send: Tensor,
-        send_sizes: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        codec: Codec | None = None,
-        flag: Tensor | None = None,
-    ) -> Pending:
-        """The transpose of `rows`: gradients travel against the rows, from who received to who sent."""
-        return self.rows(send, send_sizes, sizes, codec=codec, flag=flag, what="row gradients")
+    # the transpose of `rows`: gradients travel against the rows, from who received to who sent
+    rows_transpose = partialmethod(rows, what="row gradients")
 
     def numbers(
         self, send: Tensor, send_sizes: Sequence[int] | None = None, sizes: Sequence[int] | None = None

@@ -85,65 +85,56 @@ class ExchangedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        """Gradients travel to the ranks that hold the rows, which update them; those of weights travel back."""
         if torch.is_grad_enabled():
             return no_second_derivative("lookup in sharded tables", ExchangedLookup.backward, ctx, grad_outputs)
-        (grad,), watch = grad_outputs, ctx.collection._exchange.watch
+        collection: ShardedCollection = ctx.collection
+        step, wire, shards, exchange = ctx.step, collection.wire, collection.shards, collection._exchange
+        (grad,), divisor, weight_gradients = grad_outputs, collection.divisor, any(ctx.needs_input_grad[3:])
+        # of the weights that were sent, and of those of each group of replicas
+        of_weights: list[Tensor | None] = [None] * (1 + len(wire.routes.replicas))
         try:
-            return None, None, None, *_update(ctx.collection, ctx.step, grad, any(ctx.needs_input_grad[3:]))
+            if not step.trains:
+                warn_of_eval()
+                if not weight_gradients:
+                    # all ranks know, and send nothing
+                    shards.release(step)
+                    return None, None, None, *of_weights
+            grad = grad.float()
+            if wire.has_averages:
+                grad = wire.gradient_of_sums(step, grad, divisor, checked=collection.checks_gradients)
+            sent, sizes = wire.pack_gradients(step, grad, exchange.buffers)
+            if divisor > 1:
+                sent.div_(divisor)
+            checked, flag = collection._policy.gradient_check is GradientCheckMode.RAISE, None
+            weights = step.sent_weights if checked and wire.routes.weighted else None
+            if checked or wire.codec_back is not None:
+                flag = flag_of(sent, wire.codec_back, weights, checked=checked)
+            sizes_back = wire.gradient_sizes(step)
+            pending = exchange.rows_transpose(sent, sizes, sizes_back, codec=wire.codec_back, flag=flag)
+            received = pending.wait()
+            if any(pending.flags):
+                fault, lookups = 0, len(wire.routes.lookups)
+                if pending.flags[exchange.rank]:
+                    by_lookup = wire.by_lookup(step, grad)
+                    fault = fault_of(by_lookup, weights, sent, divisor, wire.codec_back, lookups, checked=checked)
+                shards.release(step)
+                raise_after_backward(fault_error(exchange, fault, wire.routes, wire.codec_back, collection.device))
+                return None, None, None, *of_weights
+            exchange.buffers.recycle(sent, received)
+            if weight_gradients and wire.routes.replicas:
+                of_weights[1:] = shards.replicated_weight_gradients(step, wire.by_lookup(step, grad), divisor)
+            of_rows = shards.update(step, wire.unpack_gradients(step, received), weight_gradients=weight_gradients)
+            exchange.buffers.recycle(received, grad)
+            if weight_gradients:
+                sent, sizes = pack_weight_gradients(step, of_rows)
+                received = exchange.rows_transpose(sent, sizes, returned_sizes(step)).wait()
+                of_weights[0] = unpack_weight_gradients(step, received) * divisor
         except BaseException as error:
-            if watch is not None:
-                watch.report(error, "in backward")
+            if exchange.watch is not None:
+                exchange.watch.report(error, "in backward")
             raise
-
-
-def _update(collection: ShardedCollection, step: Step, grad: Tensor, weight_gradients: bool) -> list[Tensor | None]:
-    """The transpose of a forward: gradients travel to the ranks that hold the rows, which update them.
-
-    Returns the gradients of the per-id weights that were sent, and of those of each group of replicas, if wanted.
-    """
-    wire, shards, exchange, divisor = collection.wire, collection.shards, collection._exchange, collection.divisor
-    of_weights: list[Tensor | None] = [None] * (1 + len(wire.routes.replicas))
-    if not step.trains:
-        warn_of_eval()
-        if not weight_gradients:
-            # all ranks know, and send nothing
-            shards.release(step)
-            return of_weights
-    checked = collection._policy.gradient_check is GradientCheckMode.RAISE
-    grad = wire.gradient_of_sums(step, grad.float(), divisor, checked=collection.checks_gradients)
-    sent, sizes = wire.pack_gradients(step, grad, exchange.buffers)
-    if divisor > 1:
-        sent.div_(divisor)
-    weights = step.sent_weights if checked and wire.routes.weighted else None
-    flag = None
-    if checked or wire.codec_back is not None:
-        flag = flag_of(sent, wire.codec_back, weights, checked=checked)
-    sizes_back = wire.gradient_sizes(step)
-    pending = exchange.rows_transpose(sent, sizes, sizes_back, codec=wire.codec_back, flag=flag)
-    received = pending.wait()
-    if any(pending.flags):
-        fault = 0
-        if pending.flags[exchange.rank]:
-            fault = fault_of(
-                wire.by_lookup(step, grad), weights, sent, divisor, wire.codec_back,
-                lookups=len(wire.routes.lookups), checked=checked,
-            )  # fmt: skip
-        shards.release(step)
-        raise_after_backward(fault_error(exchange, fault, wire.routes, wire.codec_back, collection.device))
-        return of_weights
-    exchange.buffers.recycle(sent, received)
-    if weight_gradients and wire.routes.replicas:
-        by_lookup = wire.by_lookup(step, grad)
-        of_groups = [torch.cat([by_lookup[slot.lookup] for slot in group.slots], 1) for group in wire.routes.replicas]
-        of_weights[1:] = shards.replicated_weight_gradients(step, of_groups, divisor)
-    of_rows = shards.update(step, wire.unpack_gradients(step, received), weight_gradients=weight_gradients)
-    exchange.buffers.recycle(received, grad)
-    if weight_gradients:
-        sent, sizes = pack_weight_gradients(step, of_rows)
-        of_weights[0] = (
-            unpack_weight_gradients(step, exchange.rows_transpose(sent, sizes, returned_sizes(step)).wait()) * divisor
-        )
-    return of_weights
+        return None, None, None, *of_weights
 
 
 class ShardedCollection(nn.Module, ShardedModule):
@@ -329,7 +320,35 @@ class ShardedCollection(nn.Module, ShardedModule):
         step = Step(update, self._receiving[update])
         sizes: list[list[int]] | Exception
         try:
-            self._route(step, features)
+            if isinstance(features, Exception):
+                raise features
+            features = step.given = step.padded = require_features(features, "a sharded collection", self._weighted)
+            if features.variable_stride_per_key():
+                if self._pooled:
+                    require_full_batch(features, "a sharded collection")
+                features = step.padded = pad_strides(features)
+            device = features.device()
+            if device != self._held.device:
+                raise ValueError(f"ids are on {device}, the tables on {self._held.device}")
+            keys = tuple(features.keys())
+            sending = self._sending.get((keys, update)) or self._sending_of(keys, update)
+            weights = features.weights_or_none() if self._weighted else None
+            if weights is not None and not update:
+                weights = weights.detach()
+            # ids outside their tables may pass, and count as none
+            lenient = self._policy.bounds_check is not BoundsCheckMode.FATAL and bool(sending.used)
+            dedup = self._dedup and not lenient and not self._id_maps
+            ahead, divided = device.type == "cuda" and runs_kernel(features.values()), None
+            if ahead and not dedup:
+                divided = divide_ahead(features, self._routes, sending, weights, lenient=lenient)
+            check_batch(features, sending, self._policy.bounds_check, divided)
+            if dedup:
+                features, step.inverse = dedup_ids(features, sending)
+                sending = self._sending_of(tuple(features.keys()), update)
+                if ahead:
+                    divided = divide_ahead(features, self._routes, sending, weights, lenient=lenient)
+            step.routed, step.sending = features, sending
+            route(step, self._routes, weights, lenient=lenient, divided=divided)
             sizes = pack_sizes(step)
         except Exception as error:
             sizes = error
@@ -337,46 +356,14 @@ class ShardedCollection(nn.Module, ShardedModule):
         if self.shards.updates_together:
             # a table that is frozen on one rank alone would leave the others waiting for its part
             number = (number + self._held.frozen_tables()) % 2**63
-        weights = step.sent_weights
+        factors = step.sent_weights
         step.header = header.tell(
             self._exchange, self._held.device,
             sizes if isinstance(sizes, Exception) else [header.Sizes(b, i, r, g) for b, i, r, *g in sizes],
-            wants=header.Wants(update, weights is not None and weights.requires_grad, self.training),
+            wants=header.Wants(update, factors is not None and factors.requires_grad, self.training),
             fingerprint=number, groups=self._most_groups,
         )  # fmt: skip
         return step
-
-    def _route(self, step: Step, features: KeyedJaggedTensor | Exception) -> None:
-        """Check the batch, and line its ids up for the ranks that serve them."""
-        if isinstance(features, Exception):
-            raise features
-        features = step.given = step.padded = require_features(features, "a sharded collection", self._weighted)
-        if features.variable_stride_per_key():
-            if self._pooled:
-                require_full_batch(features, "a sharded collection")
-            features = step.padded = pad_strides(features)
-        device = features.device()
-        if device != self._held.device:
-            raise ValueError(f"ids are on {device}, the tables on {self._held.device}")
-        keys = tuple(features.keys())
-        sending = self._sending.get((keys, step.update)) or self._sending_of(keys, step.update)
-        weights = features.weights_or_none() if self._weighted else None
-        if weights is not None and not step.update:
-            weights = weights.detach()
-        # ids outside their tables may pass, and count as none
-        lenient = self._policy.bounds_check is not BoundsCheckMode.FATAL and bool(sending.used)
-        dedup = self._dedup and not lenient and not self._id_maps
-        ahead, divided = device.type == "cuda" and runs_kernel(features.values()), None
-        if ahead and not dedup:
-            divided = divide_ahead(features, self._routes, sending, weights, lenient=lenient)
-        check_batch(features, sending, self._policy.bounds_check, divided)
-        if dedup:
-            features, step.inverse = dedup_ids(features, sending)
-            sending = self._sending_of(tuple(features.keys()), step.update)
-            if ahead:
-                divided = divide_ahead(features, self._routes, sending, weights, lenient=lenient)
-        step.routed, step.sending = features, sending
-        route(step, self._routes, weights, lenient=lenient, divided=divided)
 
     def _sending_of(self, keys: tuple[str, ...], update: bool) -> Sending:
         if (keys, update) not in self._sending:

@@ -40,8 +40,8 @@ def fault_of(
     sent: Tensor,
     divisor: int,
     codec: Codec | None,
-    *,
     lookups: int,
+    *,
     checked: bool,
 ) -> int:
     """What is wrong in a backward: `gradients` by lookup are `sent` after a division, `checked` for finiteness.

@@ -126,10 +126,11 @@ class LocalShards:
             by_lookup.update(zip([slot.lookup for slot in part.slots], pieces, strict=True))
         return by_lookup
 
-    def replicated_weight_gradients(self, step: Step, gradients: Sequence[Tensor], divisor: int) -> list[Tensor]:
-        """Gradients of the per-id weights of this rank's own batch, given those of each group of replicas."""
+    def replicated_weight_gradients(self, step: Step, gradients: Mapping[int, Tensor], divisor: int) -> list[Tensor]:
+        """Gradients of the per-id weights of this rank's own batch in replicas, given those of the output by lookup."""
         of_weights = []
-        for group, batch, grad in zip(self.held.replicas, step.replicated, gradients, strict=False):
+        for group, part, batch in zip(self.held.replicas, self.routes.replicas, step.replicated, strict=False):
+            grad = torch.cat([gradients[slot.lookup] for slot in part.slots], dim=1)
             slots, lease = group.store.resolve(batch.ids, batch.offsets, group.step)
             # a gradient is cut as it is after the division, here too
             of_weights.append(group.weight_gradient(grad / divisor, slots, batch.offsets) * divisor)

@@ -151,6 +151,8 @@ class Wire(abc.ABC):
 
     def __init__(self, routes: Routes, rank: int, codec: Codec | None = None, codec_back: Codec | None = None) -> None:
         self.routes, self.rank, self.codec, self.codec_back = routes, rank, codec, codec_back
+        # whether sums become averages where they arrive
+        self.has_averages = False
         # groups of shards that this rank serves, and where the slots of each begin
         self.groups = routes.serving[rank].groups
         self.first_slot = list(accumulate((len(group.slots) for group in self.groups), initial=0))
@@ -186,7 +188,7 @@ class Wire(abc.ABC):
         """What belongs to each lookup in the output or its gradient, as views."""
 
     def gradient_of_sums(self, step: Step, grad: Tensor, divisor: int, *, checked: bool) -> Tensor:
-        """The gradient of what was sent, given that of the output; it will be divided by `divisor`."""
+        """The gradient of what was sent, given the output's, which differ where the wire `has_averages`."""
         return grad
 
     def looks_up_rows(self, group: Group) -> bool:
@@ -268,6 +270,7 @@ class PooledWire(Wire):
     ) -> None:
         super().__init__(routes, rank, codec, codec_back)
         self._host, self.columns = host, OutputColumns(routes, rank)
+        self.has_averages = bool(self.columns.divided)
         near = [routes.are_counterparts(rank, other) for other in range(routes.world_size)]
         pairs = list(zip(routes.serving, near, strict=True))
         # [W] P and H of what comes from each rank, and both; columns of its gradient that this one wants
@@ -332,7 +335,7 @@ class PooledWire(Wire):
         for layer in others:
             for run in layer:
                 output[:, run.low : run.high] += matrices[run.key][:, run.first : run.first + run.high - run.low]
-        if columns.divided:
+        if self.has_averages:
             self._divide(step, output)
         return output
 
@@ -343,9 +346,7 @@ class PooledWire(Wire):
             self.columns.of_lookup(values, lookup).div_(step.division.lengths_of_cut(cut).clamp(min=1)[:, None])
 
     def gradient_of_sums(self, step: Step, grad: Tensor, divisor: int, *, checked: bool) -> Tensor:
-        """Where sums become averages here, theirs: an optimizer cuts the gradient of the average, so it is cut here."""
-        if not self.columns.divided:
-            return grad
+        # an optimizer cuts the gradient of the average, after its division by `divisor`: so it is cut here
         grad = grad.clone()
         for lookup, most in self.columns.max_gradient.items():
             if most is not None:
