@@ -1,4 +1,4 @@
-"""Where an op runs, and how it is registered. Nothing else in shardwise reads the environment.
+"""Dispatch and registration of ops: which path one runs on. Nothing else in shardwise reads the environment.
 
 A CUDA tensor goes to the Triton kernel; a CPU tensor to the torch twin, or to the interpreted kernel under
 TRITON_INTERPRET=1. Without triton everything runs on the torch twins, with one warning where a GPU is present.
@@ -268,22 +268,22 @@ def register_autograd(
 def no_second_derivative(
     what: str, backward: Callable[..., tuple[Tensor | None, ...]], ctx: Any, upstream: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """What a `backward` gives, which is to be differentiated no further: whoever does gets a RuntimeError.
+    """The gradients of a `backward` that is to be differentiated no further: whoever does gets a RuntimeError.
 
     For a backward that runs with `create_graph`, which is where gradients are enabled in it.
     """
     with torch.no_grad():
-        found = backward(ctx, *upstream)
+        grads = backward(ctx, *upstream)
     if not any(grad is not None and grad.requires_grad for grad in upstream):
-        return found
+        return grads
     text = f"{what}: a second derivative through its backward is not implemented"
-    return tuple(None if grad is None else no_gradient(text, grad) for grad in found)
+    return tuple(None if grad is None else no_gradient(text, grad) for grad in grads)
 
 
 def no_gradient(text: str, tensor: Tensor) -> Tensor:
     """The tensor, through which a backward raises RuntimeError with this text."""
-    found: Tensor = _Refused.apply(text, tensor.detach().requires_grad_())  # type: ignore[no-untyped-call]
-    return found
+    refusing: Tensor = _Refused.apply(text, tensor.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    return refusing
 
 
 class _Refused(torch.autograd.Function):
@@ -306,12 +306,12 @@ def next_power_of_2(n: int) -> int:
 
 @triton.jit
 def multiple(x, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x, which is a multiple of ALIGN, told to the compiler, which ignores tl.multiple_of on an argument."""
+    """x, declared to be a multiple of ALIGN: the compiler ignores tl.multiple_of on an argument."""
     return x // ALIGN * ALIGN
 
 
 def launch_options(warps: int, registers: int) -> dict[str, int]:
-    """Options of a launch: warps, and the registers of a thread at most where a compiler can be told (not AMD's).
+    """Options of a launch: warps, and the registers of a thread at most where a compiler takes a limit (not AMD's).
 
     Left alone (0 registers), ptxas spills a value or two to fit one more program on a multiprocessor.
     """

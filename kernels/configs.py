@@ -69,7 +69,7 @@ CPU_LIMITS = {
 
 @dataclass(frozen=True)
 class Key:
-    """What an entry is for: `dim` and `length` are classes, `dtype` is also a format of quantized rows."""
+    """The launches that an entry is for: `dim` and `length` are classes, `dtype` is also a format of quantized rows."""
 
     kernel: str
     dtype: str
@@ -83,7 +83,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a file says of one device. `cpu` is by setting and by the number of threads that it was tuned for."""
+    """A file's configs for one device. `cpu` is by setting and by the number of threads that it was tuned for."""
 
     device: str
     architecture: str
@@ -130,11 +130,11 @@ def use_configs(*paths: str | Path) -> None:
         FileNotFoundError: a path is not there. What is no good in a file is warned of at the first lookup.
     """
     global _given
-    found = tuple(Path(path) for path in paths)
-    for path in found:
+    given = tuple(Path(path) for path in paths)
+    for path in given:
         if not path.exists():
             raise FileNotFoundError(f"no file or folder of tuned configs at {path}")
-    _given = found
+    _given = given
     forget()
 
 
@@ -192,7 +192,7 @@ def variant(settings: Mapping[str, Setting]) -> Iterator[None]:
 
 
 def setting(name: str, usual: S) -> S:
-    """What a launch does where no `variant` says otherwise."""
+    """A launch's setting: the `variant`'s, or the usual one where it has none."""
     _read.add(name)
     value: Any = _variant.get(name, usual)
     return cast(S, value)
@@ -221,8 +221,12 @@ def gather_tile(kernel: str, rows: Tensor, dim: int, align: int, length: int = 1
 
 @lru_cache(maxsize=4096)
 def _gather_tile(kernel: str, dtype: torch.dtype, dim: int, align: int, length: int, device: torch.device) -> Tile:
-    found, width = _op.gather_tile(dim, dtype.itemsize, align), next_power_of_2(dim)
-    return tile(kernel, found, dtype, width, length, device) if align == min(width, 16 // dtype.itemsize) else found
+    heuristic, width = _op.gather_tile(dim, dtype.itemsize, align), next_power_of_2(dim)
+    return (
+        tile(kernel, heuristic, dtype, width, length, device)
+        if align == min(width, 16 // dtype.itemsize)
+        else heuristic
+    )
 
 
 def update_tile(
@@ -266,10 +270,10 @@ def cpu(setting: str, heuristic: int) -> int:
 def asked() -> Iterator[dict[str, int]]:
     """Settings of the CPU path that calls in the context look up, and their heuristics' values."""
     global _asked
-    found: dict[str, int] = {}
-    _asked = found
+    settings: dict[str, int] = {}
+    _asked = settings
     try:
-        yield found
+        yield settings
     finally:
         _asked = None
 
@@ -298,13 +302,13 @@ def _found(kernel: str, dtype: torch.dtype | str, width: int, length: int, devic
 
 @lru_cache(maxsize=64)
 def _cpu_settings(threads: int) -> Mapping[str, int]:
-    found: dict[str, int] = {}
+    tuned: dict[str, int] = {}
     files = [file for file in _files() if file.cpu]
     name = cpu_name() if files else ""
     for file in reversed(files):
         if file.device == name:
-            found.update({setting: value for (setting, n), value in file.cpu.items() if n == threads})
-    return {**found, **_forced_cpu}
+            tuned.update({setting: value for (setting, n), value in file.cpu.items() if n == threads})
+    return {**tuned, **_forced_cpu}
 
 
 @cache
@@ -322,10 +326,10 @@ def identity(device: torch.device) -> tuple[str, str]:
 def cpu_name() -> str:
     """The model of this CPU as it says itself, or the name of its architecture."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine() or "cpu"
+        match = None
+    return match[1].strip() if match else platform.processor() or platform.machine() or "cpu"
 
 
 def slug(name: str) -> str:
@@ -350,13 +354,13 @@ def _files() -> tuple[Tuned, ...]:
     if missing := [path for path in named if not path.exists()]:
         warnings.warn(f"shardwise: no tuned configs at {missing[0]}, the heuristics serve", stacklevel=2)
     paths = [file for path in (*named, FOLDER) for file in _listed(path)]
-    found = []
+    tuned = []
     for path in dict.fromkeys(paths):
         try:
-            found.append(read(path))
+            tuned.append(read(path))
         except (OSError, ValueError, RecursionError) as error:
             warnings.warn(f"shardwise: the tuned configs of {path} are not used: {error}", stacklevel=2)
-    return tuple(found)
+    return tuple(tuned)
 
 
 def _listed(path: Path) -> list[Path]:
@@ -379,34 +383,34 @@ def read(path: Path) -> Tuned:
     if unknown := set(content) - {"shardwise_tuned", "device", "architecture", "entries", "cpu"}:
         raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
     device, architecture = (_text(content, name) for name in ("device", "architecture"))
-    entries = dict(_entry(one) for one in _list(content, "entries"))
-    return Tuned(device, architecture, entries, dict(_cpu_entry(one) for one in _list(content, "cpu")))
+    entries = dict(_entry(entry) for entry in _list(content, "entries"))
+    return Tuned(device, architecture, entries, dict(_cpu_entry(entry) for entry in _list(content, "cpu")))
 
 
 def _list(content: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
-    found = content.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    entries = content.get(name, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{name} must be a list of objects")
-    return found
+    return entries
 
 
 def _text(content: Mapping[str, Any], name: str) -> str:
-    found = content.get(name)
-    if not isinstance(found, str):
-        raise ValueError(f"{name} must be text, got {found!r}")
-    return found
+    text = content.get(name)
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be text, got {text!r}")
+    return text
 
 
 def _whole(content: Mapping[str, Any], name: str, low: int, high: int, power: bool = True) -> int:
-    found = content.get(name)
-    if type(found) is not int or not low <= found <= high or (power and found & (found - 1)):
+    value = content.get(name)
+    if type(value) is not int or not low <= value <= high or (power and value & (value - 1)):
         kind = "a power of two" if power else "a whole number"
-        raise ValueError(f"{name} must be {kind} from {low} to {high}, got {found!r}")
-    return found
+        raise ValueError(f"{name} must be {kind} from {low} to {high}, got {value!r}")
+    return value
 
 
-def _entry(one: Mapping[str, Any]) -> tuple[Key, Config]:
-    kernel, config = _text(one, "kernel"), one.get("config")
+def _entry(entry: Mapping[str, Any]) -> tuple[Key, Config]:
+    kernel, config = _text(entry, "kernel"), entry.get("config")
     fields = FIELDS.get("update" if kernel.startswith("update ") else kernel)
     if fields is None or kernel == "update":
         raise ValueError(f"unknown kernel {kernel!r}")
@@ -416,18 +420,18 @@ def _entry(one: Mapping[str, Any]) -> tuple[Key, Config]:
     if not set(config) <= set(fields) or (config and fields is _TILE and set(config) != set(fields)):
         raise ValueError(f"config of {kernel!r} must have {', '.join(fields)}, got {', '.join(config)}")
     key = Key(
-        kernel, _text(one, "dtype"), _whole(one, "dim", 1, 1 << 20), _whole(one, "length", 1, 1 << 30),
-        _text(one, "triton"),
+        kernel, _text(entry, "dtype"), _whole(entry, "dim", 1, 1 << 20), _whole(entry, "length", 1, 1 << 30),
+        _text(entry, "triton"),
     )  # fmt: skip
     return key, {name: _whole(config, name, *LIMITS[name]) for name in config}
 
 
-def _cpu_entry(one: Mapping[str, Any]) -> tuple[tuple[str, int], int]:
-    setting = _text(one, "setting")
+def _cpu_entry(entry: Mapping[str, Any]) -> tuple[tuple[str, int], int]:
+    setting = _text(entry, "setting")
     if setting not in CPU_LIMITS:
         raise ValueError(f"unknown setting {setting!r}")
-    threads = _whole(one, "threads", 1, 1 << 12, power=False)
-    return (setting, threads), _whole(one, "value", *CPU_LIMITS[setting], power=False)
+    threads = _whole(entry, "threads", 1, 1 << 12, power=False)
+    return (setting, threads), _whole(entry, "value", *CPU_LIMITS[setting], power=False)
 
 
 for _cache in (_found, _gather_tile, _cpu_settings):

@@ -1,4 +1,4 @@
-"""What a launch must know about each feature, as one int64 tensor, and how a batch's offsets divide among features.
+"""The feature tensor, int64 [F, 8]: all that a launch must know of each feature; and a batch's offsets by feature.
 
 A feature looks ids up in one table; several features may share a table. Tables of one dtype lie in one flat buffer W,
 tables of equal dim side by side, each dim's first table on a 16-byte boundary (`Segment`).
@@ -159,8 +159,8 @@ def locate_ids(indices: Tensor, offsets: Tensor, features: Tensor) -> tuple[Tens
     """
     count = features.shape[0]
     batch = batch_size(offsets, count)
-    bag = bag_of_position(offsets, indices.shape[0])
-    f = (bag // max(batch, 1)).clamp(max=count - 1)
+    bag = bag_of_position(offsets, indices.shape[0])  # [N]
+    f = (bag // max(batch, 1)).clamp(max=count - 1)  # [N]
     return bag, f, (bag < count * batch) & (indices >= 0) & (indices < features[f, ROWS])
 
 
@@ -172,7 +172,7 @@ def linear_rows(
     ids are those before offsets[-1]. Unlike `locate_ids` it does not search, and waits for a device.
     """
     per_feature = offsets[::batch].diff() if batch else torch.zeros(features.shape[0], dtype=torch.int64, device="cpu")
-    valid = (ids >= 0) & (ids < features[:, ROWS].repeat_interleave(per_feature))
+    valid = (ids >= 0) & (ids < features[:, ROWS].repeat_interleave(per_feature))  # [N]
     return ids + ((features[:, BASE] - base) // dim).repeat_interleave(per_feature), valid
 
 

@@ -1,7 +1,7 @@
 """Memory in pages of 2 MB where Linux gives them: fewer page faults for fresh outputs, fewer TLB misses for tables.
 
 The C library maps tensors beyond 32 MB anew each time, so without this every step faults its output in, 4 KB at a time.
-Smaller ones it is told to keep for the next step.
+Smaller ones it is asked to keep for the next step.
 """
 
 from __future__ import annotations

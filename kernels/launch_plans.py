@@ -1,4 +1,4 @@
-"""What a launch needs of the widths of its features alone, found once: a step asks again and again for the same ones.
+"""Launch plans: all that follows from features' widths alone, computed once, as a step asks for the same ones again.
 
 A plan is a pure function of widths and sizes of elements and holds no tensor. Letters as in features.py.
 """
@@ -73,12 +73,12 @@ def plan_launches(
 ) -> Plan:
     """Neighbours in the order of launches of one class, which is a width or begins with one, share a launch."""
     columns, launches, first = column_offsets(dims), [], 0
-    for found, members in groupby(launch_order(dims), key=class_of):
+    for kind, members in groupby(launch_order(dims), key=class_of):
         fs = list(members)
         starts = (columns[-1], *(columns[f] for f in fs if columns[f]))
         launches.append(
             Launch(
-                first, len(fs), found[0] if isinstance(found, tuple) else found, min(map(align_of, fs)),
+                first, len(fs), kind[0] if isinstance(kind, tuple) else kind, min(map(align_of, fs)),
                 min(row_alignment(n, out_itemsize) for n in starts), min(row_alignment(dims[f], 1) for f in fs),
             )
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sizes that ask for more memory than there is: an error that names the argument and the bytes.
+"""Refusal of sizes that ask for more memory than there is: an error that names the argument and the bytes.
 
 A system that promises more memory than it has (Linux, as a rule) grants what it cannot give, and ends the process when
 that is written. So what can never fit is refused here by what the machine, or the container, has in all. What would fit
@@ -76,14 +76,14 @@ def _memory_of(device: torch.device) -> int | None:
 @cache
 def _memory_of_host() -> int | None:
     """Memory and swap of this machine, or what its container may have of them."""
-    found = []
+    limits = []
     with suppress(AttributeError, ValueError, OSError):
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + _swap())
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + _swap())
     for file in _LIMITS:
         # "max" is no limit
         with suppress(OSError, ValueError):
-            found.append(int(Path(file).read_text()))
-    return min((n for n in found if n > 0), default=None)
+            limits.append(int(Path(file).read_text()))
+    return min((n for n in limits if n > 0), default=None)
 
 
 def _swap() -> int:

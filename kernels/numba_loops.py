@@ -1,4 +1,4 @@
-"""Where loops that numba compiles are found: files that are not imported where numba, the extra `cpu`, is missing.
+"""The door to the loops that numba compiles: their files are not imported where numba, the extra `cpu`, is missing.
 
 `SHARDWISE_NUMBA=0` turns them off, and so do `NUMBA_DISABLE_JIT=1` and `numba.config.DISABLE_JIT` before the first use:
 under these the loops would be Python that reads raw addresses.
@@ -40,7 +40,7 @@ def _warn_of_numba(error: str) -> None:
 
 
 def arithmetic() -> tuple[str, str]:
-    """What does the CPU's updates of fp32 rows, and the processor it does them for: sums over a row depend on both."""
+    """The compiler of the CPU's updates of fp32 rows, and its target processor: sums over a row depend on both."""
     if not compiles():
         return "torch alone", torch.backends.cpu.get_cpu_capability()
     numba = importlib.import_module("numba")

@@ -1,4 +1,4 @@
-"""How many programs a persistent grid has: so many for each multiprocessor of the device that it is launched on."""
+"""The size of a persistent grid: so many programs for each multiprocessor of the device that it is launched on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _USUAL = Multiprocessors(132, 65_536, 2048)
 
 @cache
 def multiprocessors(device: torch.device) -> Multiprocessors:
-    """What the device says of its multiprocessors; of an H100 where it is no GPU."""
+    """The device's multiprocessors as its driver lists them; an H100's where it is no GPU."""
     if device.type != "cuda":
         return _USUAL
     properties: Any = torch.cuda.get_device_properties(device)

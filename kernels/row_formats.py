@@ -1,4 +1,4 @@
-"""What the rows of a quantized table are made of: which numbers, how many bits, and what turns them into values again.
+"""Formats of quantized rows: which numbers, of how many bits, and the scales that turn them into values again.
 
 A table of R rows and D columns is two planes, the payload first: payload uint8 [R, row_bytes], then scales [R, k] where
 k is 2 (scale, bias), 1 (scale) or 0. A row of payload holds nothing else, so that it can be read 16 bytes at a time.

@@ -1,4 +1,4 @@
-"""What an optimizer rule is: one small function, traced into the Triton kernel and run by torch as its own twin.
+"""Optimizer rules: a rule is one small function, traced into the Triton kernel and run by torch as its own twin.
 
 A rule sees distinct rows of a table: w and g [U, D] fp32 (the rows, and their gradients added up), its states, [U, D]
 for an "element" state and [U, 1] for a "row" state, then numbers such as lr. It returns the new w and the new states.
@@ -220,18 +220,18 @@ class Rule:
 
     def exact_values(self, hyper: Tensor, step: Tensor) -> list[Tensor]:
         """The numbers [] of `values`, in fp64."""
-        found: dict[str, Tensor] = dict(zip(self.hyper, hyper.unbind(), strict=True))
+        values: dict[str, Tensor] = dict(zip(self.hyper, hyper.unbind(), strict=True))
         count = step[0].double()
         if self.scalars is not None:
-            found.update(self.scalars(count, **found))
-        found[_STEP] = count
-        return [found[name] for name in self.numbers]
+            values.update(self.scalars(count, **values))
+        values[_STEP] = count
+        return [values[name] for name in self.numbers]
 
     def apply(self, w: Tensor, g: Tensor, states: list[Tensor], numbers: Sequence[Tensor]) -> list[Tensor]:
         """The rule by torch: new rows and new states of w, g [U, D] and states [U, D] or [U, 1]."""
         row = [None] if self.takes_row else []
-        found = self.function(w, g, *states, *row, *numbers)
-        return list(found) if self.states else [found]
+        updated = self.function(w, g, *states, *row, *numbers)
+        return list(updated) if self.states else [updated]
 
 
 class Update(NamedTuple):

@@ -44,13 +44,13 @@ def transpose_index(indices: Tensor, offsets: Tensor, features: Tensor, segments
     """Sort the ids of a batch by row, ids of one row in sample order; bad ids go last under a padding key."""
     bag, f, valid = locate_ids(indices, offsets, features)
     rows_total = segments[-1].end_row
-    keys = torch.where(valid, indices + features[f, FIRST_ROW], rows_total).to(key_dtype(rows_total))
+    keys = torch.where(valid, indices + features[f, FIRST_ROW], rows_total).to(key_dtype(rows_total))  # [N]
     keys, position = torch.sort(keys, stable=True)
     return Transposed(keys, position, bag[position].clamp(max=offsets.shape[0] - 2))
 
 
 def key_dtype(rows: int) -> torch.dtype:
-    """What holds the numbers of so many rows, and the padding key: half as long sorts in half the passes."""
+    """The narrowest type for so many row numbers and the padding key: half as long sorts in half the passes."""
     return torch.int32 if rows < 2**31 else torch.int64
 
 
@@ -72,17 +72,17 @@ def chunks_of(keys: Tensor, low: int, high: int, most: int = CHUNK) -> Chunks:
     n, device = keys.shape[0], keys.device
     at, in_run = _position_in_run(keys)
     head = (in_run % most == 0) & (keys >= low) & (keys < high)
-    number = head.cumsum(0)
+    number = head.cumsum(0)  # [n] chunks up to each position
     count = number[-1:]
     # everything that is not a head writes to entry n, which nobody reads
     target = torch.where(head, number - 1, n)
-    end = (keys < high).sum()
-    start = end.repeat(n + 1).scatter_(0, target, torch.where(head, at, end))
+    end = (keys < high).sum()  # []
+    start = end.repeat(n + 1).scatter_(0, target, torch.where(head, at, end))  # [n + 1]
     row = keys.new_zeros(n + 1).scatter_(0, target, keys)[:n]
     opens = torch.zeros(n + 1, dtype=torch.bool, device=device).scatter_(0, target, head & (in_run == 0))
-    last = at + 1 >= count
+    last = at + 1 >= count  # [n]
     long = (at < count) & ~(opens[:n] & (opens[1:] | last))
-    slot = torch.where(long, long.cumsum(0) - 1, -1)
+    slot = torch.where(long, long.cumsum(0) - 1, -1)  # [n]
     # a run of more than `most` positions has fewer than 2 / most chunks a position
     slots = 2 * n // most + 1
     next_keys = keys.new_full((slots + 1,), high)

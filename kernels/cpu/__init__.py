@@ -1,4 +1,4 @@
-"""What the ops run on the CPU: loops that numba compiles, and torch alone where numba is missing."""
+"""The ops' CPU path: loops that numba compiles, and torch alone where numba is missing."""
 
 from .lookup import ids_are_good, offsets_are_good
 

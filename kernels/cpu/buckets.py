@@ -33,7 +33,7 @@ def parts_of(ids: int, most: int) -> int:
 
 
 def like(loop: Any, tensor: Tensor | None) -> Any:
-    """What tells the loops the type of an int32 or int64 tensor, or of none."""
+    """The loops' stand-in for the type of an int32 or int64 tensor, or of none."""
     return loop.LIKE_INT32 if tensor is None or tensor.dtype == torch.int32 else loop.LIKE_INT64
 
 
@@ -90,20 +90,20 @@ def bucketize(loop: Any, batch: Batch, outputs: tuple[Tensor, ...]) -> int:
         begins.append(begins[-1] + int(lengths[low:high].sum()))
     slices = [(low, high, begin) for (low, high), begin in zip(pairwise(cuts), begins[:-1], strict=True)]
     counts = [at + 8 * part * buckets for part in range(parts)]
-    found = run(
+    reached = run(
         [
-            partial(loop.count_buckets, *source, *bounds, where, new_lengths.data_ptr(), mine)
-            for bounds, mine in zip(slices, counts, strict=True)
+            partial(loop.count_buckets, *source, *bounds, where, new_lengths.data_ptr(), counts_at)
+            for bounds, counts_at in zip(slices, counts, strict=True)
         ]
     )
-    if found != begins[1:] or found[-1] != n:
-        bad = [end for end in found if end < 0]
+    if reached != begins[1:] or reached[-1] != n:
+        bad = [end for end in reached if end < 0]
         return int(max(bad, default=loop.BAD_LENGTHS))
     loop.cursors_of(at, parts, buckets)
     run(
         [
-            partial(loop.place_in_buckets, *source, *bounds, where, mine, *target)
-            for bounds, mine in zip(slices, counts, strict=True)
+            partial(loop.place_in_buckets, *source, *bounds, where, counts_at, *target)
+            for bounds, counts_at in zip(slices, counts, strict=True)
         ]
     )
     return n
@@ -121,14 +121,14 @@ def unique(loop: Any, ids: Tensor, counts: Tensor | None) -> tuple[Tensor, Tenso
     if not _sortable(rows, n):
         return None
     scratch = torch.empty(2 * n + loop.DIGITS, dtype=torch.int64, device="cpu")
-    found, inverse = torch.empty_like(ids), torch.empty(n, dtype=torch.int64, device="cpu")
+    distinct, inverse = torch.empty_like(ids), torch.empty(n, dtype=torch.int64, device="cpu")
     size = loop.unique_run(
-        ids.data_ptr(), 0, n, like(loop, ids), least, rows, 0, scratch.data_ptr(), found.data_ptr(),
+        ids.data_ptr(), 0, n, like(loop, ids), least, rows, 0, scratch.data_ptr(), distinct.data_ptr(),
         inverse.data_ptr(), _address(counts),
     )  # fmt: skip
     if counts is not None:
         counts.resize_(size)
-    return found.resize_(size), inverse
+    return distinct.resize_(size), inverse
 
 
 def unique_per_table(
@@ -143,7 +143,7 @@ def unique_per_table(
     batch = bags // features
     parts = parts_of(n, tables)
     cuts = [tables * part // parts for part in range(parts + 1)]
-    found, inverse = torch.empty_like(ids), torch.empty(n, dtype=torch.int64, device="cpu")
+    distinct, inverse = torch.empty_like(ids), torch.empty(n, dtype=torch.int64, device="cpu")
     lengths, ends = torch.empty(bags, dtype=offsets.dtype, device="cpu"), torch.empty_like(offsets)
     numbers = torch.empty(tables, dtype=torch.int64, device="cpu")
     begins = [0, n] if parts == 1 else offsets[first_features[cuts] * batch].tolist()
@@ -156,18 +156,18 @@ def unique_per_table(
     tasks = [
         partial(
             loop.unique_tables, ids.data_ptr(), n, like(loop, ids), places.data_ptr(), bags, features,
-            hash_sizes.data_ptr(), first_features.data_ptr(), tables, low, high, mine.data_ptr(),
-            found.data_ptr(), inverse.data_ptr(), numbers.data_ptr(),
+            hash_sizes.data_ptr(), first_features.data_ptr(), tables, low, high, scratch.data_ptr(),
+            distinct.data_ptr(), inverse.data_ptr(), numbers.data_ptr(),
         )
-        for (low, high), mine in zip(pairwise(cuts), memory, strict=True)
+        for (low, high), scratch in zip(pairwise(cuts), memory, strict=True)
     ]  # fmt: skip
     sizes = run(tasks) if parts > 1 else [tasks[0]()]
     if min(sizes) < 0:
         return int(max(size for size in sizes if size < 0))
     if parts == 1:
-        found.resize_(sizes[0])
+        distinct.resize_(sizes[0])
     else:
-        found = torch.cat([found[begin : begin + size] for begin, size in zip(begins[:-1], sizes, strict=True)])
+        distinct = torch.cat([distinct[begin : begin + size] for begin, size in zip(begins[:-1], sizes, strict=True)])
         total = 0
         for begin, end, size in zip(begins[:-1], begins[1:], sizes, strict=True):
             inverse[begin:end] += total
@@ -176,7 +176,7 @@ def unique_per_table(
         numbers.data_ptr(), first_features.data_ptr(), tables, batch, lengths.data_ptr(), ends.data_ptr(), bags,
         like(loop, offsets),
     )  # fmt: skip
-    return lengths, ends, found, inverse
+    return lengths, ends, distinct, inverse
 
 
 def _sortable(rows: int, n: int) -> bool:
@@ -185,7 +185,7 @@ def _sortable(rows: int, n: int) -> bool:
 
 
 class Bins(NamedTuple):
-    """What predictions are calibrated by: counts of each bin of each segment, and how a prediction finds its bin."""
+    """A calibration's table: counts of each bin of each segment, and how a prediction finds its bin."""
 
     segment_value: Tensor | None
     segment_lengths: Tensor | None

@@ -183,12 +183,14 @@ def count_buckets(
             return BAD_LENGTHS
         size, local, whole = _feature_sizes(f, block_sizes, totals, buckets)
         if borders.shape[0]:
-            mine = borders[f * (buckets + 1) : (f + 1) * (buckets + 1)]
-            found = _divide_by_borders(ids, at, at + total, int64(block_sizes[f]), local * buckets, mine, where, counts)
+            feature_borders = borders[f * (buckets + 1) : (f + 1) * (buckets + 1)]
+            status = _divide_by_borders(
+                ids, at, at + total, int64(block_sizes[f]), local * buckets, feature_borders, where, counts
+            )
         else:
-            found = _divide_evenly(ids, at, at + total, size, local, local * buckets, whole, where, counts)
-        if found < 0:
-            return found
+            status = _divide_evenly(ids, at, at + total, size, local, local * buckets, whole, where, counts)
+        if status < 0:
+            return status
         while bag < stop:
             for i in range(at, at + int64(lengths[uint64(bag)])):
                 mark = int64(where[uint64(i)])
@@ -327,19 +329,19 @@ def bucketize(
     for p in range(buckets):
         counts[p] = 0
     where_at = scratch_at + 8 * buckets
-    found = count_buckets(
+    reached = count_buckets(
         lengths_at, bags, lengths_like, ids_at, n, ids_like, sizes_at, totals_at, borders_at, ends_at,
         features, batch, buckets, 0, bags, 0, where_at, new_lengths_at, scratch_at,
     )  # fmt: skip
-    if found != n:
-        return found
+    if reached != n:
+        return reached
     cursors_of(scratch_at, 1, buckets)
     place_in_buckets(
         lengths_at, bags, lengths_like, ids_at, n, ids_like, sizes_at, totals_at, borders_at, ends_at,
         features, batch, buckets, 0, bags, 0, where_at, scratch_at, keep_at, keep_all, new_ids_at, weights_at,
         new_weights_at, weights_like, positions_at, permute_at,
     )  # fmt: skip
-    return found
+    return reached
 
 
 @_compiled
@@ -379,7 +381,7 @@ def unique_run(
     ids, inverse = _view(ids_at, end, ids_like), _view(inverse_at, end, LIKE_INT64)
     unique = _view(unique_at, n, ids_like)
     counts = _view(counts_at, n if counts_at else 0, LIKE_INT64)
-    found = int64(0)
+    distinct = int64(0)
     if rows <= DENSE * n:
         # a mark for each row, which then holds its number
         marks = _view(scratch_at, rows, LIKE_INT32)
@@ -390,14 +392,14 @@ def unique_run(
         for row in range(rows):
             times = marks[uint64(row)]
             if times:
-                unique[found] = row + least
+                unique[distinct] = row + least
                 if counts.shape[0]:
-                    counts[found] = times
-                marks[uint64(row)] = found
-                found += 1
+                    counts[distinct] = times
+                marks[uint64(row)] = distinct
+                distinct += 1
         for i in range(begin, end):
             inverse[uint64(i)] = number + marks[uint64(int64(ids[uint64(i)]) - least)]
-        return found
+        return distinct
     # entries of row and position, sorted by row digit by digit
     bits, shift = int64(0), int64(0)
     while (rows - 1) >> bits:
@@ -430,20 +432,20 @@ def unique_run(
             other[uint64(k)] = entry
         entries, other = other, entries
     last, below = int64(-1), (int64(1) << shift) - 1
-    found = int64(-1)
+    distinct = int64(-1)
     for k in range(n):
         entry = entries[uint64(k)]
         row = entry >> shift
-        found += int64(row != last)
+        distinct += int64(row != last)
         last = row
-        unique[uint64(found)] = row + least
-        inverse[uint64(begin + (entry & below))] = number + found
+        unique[uint64(distinct)] = row + least
+        inverse[uint64(begin + (entry & below))] = number + distinct
     if counts.shape[0]:
-        for i in range(found + 1):
+        for i in range(distinct + 1):
             counts[i] = 0
         for i in range(begin, end):
             counts[inverse[i] - number] += 1
-    return found + 1
+    return distinct + 1
 
 
 @_compiled
@@ -473,7 +475,7 @@ def unique_tables(
     batch = bags // features
     hash_sizes, numbers = _view(hash_sizes_at, last, LIKE_INT64), _view(numbers_at, last, LIKE_INT64)
     first_features = _view(first_features_at, last + 1, LIKE_INT64)
-    found, start = int64(0), int64(offsets[first_features[first] * batch])
+    distinct, start = int64(0), int64(offsets[first_features[first] * batch])
     # offsets go from 0 to n, and never back
     if (first == 0 and start != 0) or (last == tables and offsets[bags] != n):
         return BAD_LENGTHS
@@ -491,15 +493,15 @@ def unique_tables(
             for i in range(begin, end):
                 if ids[i] < 0 or ids[i] >= hash_sizes[table]:
                     return BAD_ID - i
-        mine = int64(0)
+        in_table = int64(0)
         if end > begin:
-            mine = unique_run(
-                ids_at, begin, end, ids_like, least, largest - least + 1, found, scratch_at,
-                unique_at + size * (start + found), inverse_at, 0,
+            in_table = unique_run(
+                ids_at, begin, end, ids_like, least, largest - least + 1, distinct, scratch_at,
+                unique_at + size * (start + distinct), inverse_at, 0,
             )  # fmt: skip
-        numbers[table] = mine
-        found += mine
-    return found
+        numbers[table] = in_table
+        distinct += in_table
+    return distinct
 
 
 @_compiled
@@ -521,9 +523,9 @@ def spread(
     offsets[0] = 0
     for table in range(tables):
         begin = first_features[table] * batch
-        mine = first_features[table + 1] * batch - begin
-        for i in range(mine):
-            length = numbers[table] // mine + int64(i < numbers[table] % mine)
+        table_bags = first_features[table + 1] * batch - begin
+        for i in range(table_bags):
+            length = numbers[table] // table_bags + int64(i < numbers[table] % table_bags)
             lengths[begin + i] = length
             total += length
             offsets[begin + i + 1] = total

@@ -113,15 +113,15 @@ def _by_samples(weights: Tensor, lookup: Lookup) -> Tensor:
     batch = batch_size(offsets, count)
     anchor = int(features[:, BASE].min())
     rows = int((features[:, BASE] - anchor + features[:, ROWS] * dim).max()) // dim
-    lengths = offsets.diff().view(count, batch)
+    lengths = offsets.diff().view(count, batch)  # [F, B]
     linear, bags, scale = _in_sample_order(lookup, lengths, anchor)
-    table = table_rows(weights, anchor, rows, dim)
+    table = table_rows(weights, anchor, rows, dim)  # [rows, D], all tables side by side
     if batch * count * dim * 4 < HUGE_PAGE:
         out = bag_sums(table, linear, bags, scale).view(batch, count * dim)
     else:
         out, samples = _new(batch, count * dim), max(1, _block_elements() // (count * dim))
         for low in range(0, batch, samples):
-            bounds = bags[low * count : (low + samples) * count + 1]
+            bounds = bags[low * count : (low + samples) * count + 1]  # [samples * F + 1]
             begin, end = int(bounds[0]), int(bounds[-1])
             p = None if scale is None else scale[begin:end]
             out[low : low + samples].view(-1, dim).copy_(bag_sums(table, linear[begin:end], bounds - begin, p))
@@ -144,10 +144,10 @@ def _in_sample_order(lookup: Lookup, lengths: Tensor, anchor: int) -> tuple[Tens
             linear = ids + ((features[:, BASE] - anchor) // dim)[:, None]
             return linear.t().reshape(-1), offsets, None if scale is None else scale[:end].view_as(ids).t().reshape(-1)
     linear, valid = linear_rows(indices[:end], offsets, batch, features, anchor, dim)
-    in_order = lengths.t().reshape(-1)
-    bags = torch.cat([in_order.new_zeros(1), in_order.cumsum(0)])
-    shift = offsets[:-1].view(count, batch).t().reshape(-1) - bags[:-1]
-    order = shift.repeat_interleave(in_order, output_size=end) + torch.arange(end, device="cpu")
+    in_order = lengths.t().reshape(-1)  # [B * F]
+    bags = torch.cat([in_order.new_zeros(1), in_order.cumsum(0)])  # [B * F + 1]
+    shift = offsets[:-1].view(count, batch).t().reshape(-1) - bags[:-1]  # [B * F] from a place of the result to its id
+    order = shift.repeat_interleave(in_order, output_size=end) + torch.arange(end, device="cpu")  # [N]
     linear, scale = linear[order], None if scale is None else scale[order]
     if bool(valid.all()):
         return linear, bags, scale
@@ -170,26 +170,26 @@ def _by_features(out: Tensor, weights: Tensor, lookup: Lookup) -> None:
     tables = features.tolist()
     bounds = offsets[::batch].tolist() if batch else []
     for f, count, low, high in _blocks(dims, batch, bounds):
-        dim, mine, cuts = dims[f], tables[f : f + count], bounds[f : f + count + 1]
-        bags = offsets[f * batch + low : (f + count - 1) * batch + high + 1]
+        dim, block_tables, cuts = dims[f], tables[f : f + count], bounds[f : f + count + 1]
+        bags = offsets[f * batch + low : (f + count - 1) * batch + high + 1]  # [count * samples + 1]
         begin, end = int(bags[0]), int(bags[-1])
         ids, bags, p = indices[begin:end], bags - begin, None if scale is None else scale[begin:end]
-        anchor = min(table[BASE] for table in mine)
-        stop = max(table[BASE] + table[ROWS] * dim for table in mine)
+        anchor = min(table[BASE] for table in block_tables)
+        stop = max(table[BASE] + table[ROWS] * dim for table in block_tables)
         kept, valid = bags, None
-        if count > 1 and _inside(ids, cuts, [table[ROWS] for table in mine]):
+        if count > 1 and _inside(ids, cuts, [table[ROWS] for table in block_tables]):
             ids = ids.to(torch.int64, copy=True)
-            _add_each(ids, cuts, [(table[BASE] - anchor) // dim for table in mine])
+            _add_each(ids, cuts, [(table[BASE] - anchor) // dim for table in block_tables])
         elif count > 1:
             ids, valid = linear_rows(ids, bags, batch, features[f : f + count], anchor, dim)
-        elif not _all_in(ids, mine[0][ROWS]):
-            valid = (ids >= 0) & (ids < mine[0][ROWS])
+        elif not _all_in(ids, block_tables[0][ROWS]):
+            valid = (ids >= 0) & (ids < block_tables[0][ROWS])
         if valid is not None and not bool(valid.all()):
             ids, kept, p = _without_bad(ids, bags, p, valid)
         sums = bag_sums(table_rows(weights, anchor, (stop - anchor) // dim, dim), ids, kept, p)
         sums = sums.view(count, high - low, dim)
-        if any(table[MEAN] for table in mine):
-            counts = bags.diff().clamp(min=1).view(count, -1)
+        if any(table[MEAN] for table in block_tables):
+            counts = bags.diff().clamp(min=1).view(count, -1)  # [count, samples]
             sums /= torch.where(features[f : f + count, MEAN, None] != 0, counts, 1)[:, :, None]
         out[low:high, columns[f] : columns[f + count]].view(high - low, count, dim).copy_(sums.transpose(0, 1))
 
@@ -212,7 +212,7 @@ def _blocks(dims: Sequence[int], batch: int, bounds: Sequence[int]) -> Iterator[
 
 
 def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: bool) -> bool:
-    """What `check_ids_ref` finds nothing wrong with, by few passes over ids and offsets."""
+    """Whether `check_ids_ref` would find nothing wrong, by few passes over ids and offsets."""
     count = features.shape[0]
     loops = _loops()
     if loops is not None and count and offsets.shape[0] and indices.dtype in _INDEX and offsets.dtype in _INDEX:

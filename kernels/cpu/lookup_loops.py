@@ -49,15 +49,15 @@ def _loaded(builder: Any, count: int, address: Any, kind: int) -> Any:
     """fp32 of so many elements at an address, which are aligned as elements are."""
     element = _ir.FloatType() if kind == FP32 else _ir.HalfType() if kind == FP16 else _ir.IntType(16)
     where = builder.inttoptr(address, _ir.VectorType(element, count).as_pointer())
-    found = builder.load(where, align=4 if kind == FP32 else 2)
+    raw = builder.load(where, align=4 if kind == FP32 else 2)
     wide = _ir.VectorType(_ir.FloatType(), count)
     if kind == FP16:
-        return builder.fpext(found, wide)
+        return builder.fpext(raw, wide)
     if kind == BF16:
         whole = _ir.VectorType(_ir.IntType(32), count)
-        bits = builder.shl(builder.zext(found, whole), _ir.Constant(whole, [16] * count))
+        bits = builder.shl(builder.zext(raw, whole), _ir.Constant(whole, [16] * count))
         return builder.bitcast(bits, wide)
-    return found
+    return raw
 
 
 def _adds(kind: int) -> Any:
@@ -130,14 +130,14 @@ def _word(typing: Any, address: Any, size: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         whole, half = _ir.IntType(64), _ir.IntType(32)
-        found = cgutils.alloca_once(builder, whole)
+        number = cgutils.alloca_once(builder, whole)
         with builder.if_else(builder.icmp_signed("==", args[1], _ir.Constant(whole, 8))) as (then, otherwise):
             with then:
-                builder.store(builder.load(builder.inttoptr(args[0], whole.as_pointer()), align=8), found)
+                builder.store(builder.load(builder.inttoptr(args[0], whole.as_pointer()), align=8), number)
             with otherwise:
                 narrow = builder.load(builder.inttoptr(args[0], half.as_pointer()), align=4)
-                builder.store(builder.sext(narrow, whole), found)
-        return builder.load(found)
+                builder.store(builder.sext(narrow, whole), number)
+        return builder.load(number)
 
     return _types.int64(_types.int64, _types.int64), generate
 

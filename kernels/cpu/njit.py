@@ -1,4 +1,4 @@
-"""What files of loops have in common: how they are compiled, and memory by its address.
+"""The numba decorator of every file of loops, and views of memory by its address.
 
 A tensor as an address (`data_ptr()`) costs a call a twentieth of what it costs as an array.
 """

@@ -106,11 +106,11 @@ def jagged_with_dense(values: Tensor, offsets: Sequence[Tensor], dense: Tensor, 
     loops = _loops()
     if loops is None or values.dtype not in _KINDS or not values.numel():
         total = values.shape[0]
-        found = to_jagged(dense, offsets, total)
+        out = to_jagged(dense, offsets, total)
         if not multiply:
-            return found.add_(values)
-        found.mul_(values)
-        return found if _is_whole(offsets, dense, total) else found.masked_fill_(~_held(offsets, dense, values), 0)
+            return out.add_(values)
+        out.mul_(values)
+        return out if _is_whole(offsets, dense, total) else out.masked_fill_(~_held(offsets, dense, values), 0)
     return _calculated(loops, values, offsets, dense, _MULTIPLY if multiply else _ADD)
 
 
@@ -264,8 +264,8 @@ def _to_padded_torch(
         # of single numbers that are cut it costs least to look up one for each place
         index = begins[:, None] + torch.arange(most, device="cpu")
         vacant = index >= ends[:, None]
-        found = values.take(index.clamp_(max=values.shape[0] - 1))
-        return found.masked_fill_(vacant, values.new_full((), padding_value)).view(shape)
+        padded = values.take(index.clamp_(max=values.shape[0] - 1))
+        return padded.masked_fill_(vacant, values.new_full((), padding_value)).view(shape)
     out = _new(shape, values.dtype).fill_(padding_value)
     if out.numel() == 0:
         return out

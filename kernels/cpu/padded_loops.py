@@ -323,7 +323,7 @@ def _calculate(
 
 @compiled(inline=True)
 def _leave(out: int, values: int, at: int, nbytes: int, how: int) -> None:
-    """What the dense has no place for: values of a sum, 0 of a product."""
+    """Write bytes that the dense has no place for: values of a sum, 0 of a product."""
     if nbytes > 0:
         if how == ADD:
             memcpy(out + at, values + at, nbytes)

@@ -248,14 +248,14 @@ def _over_bags(
     bags, end = offsets.shape[0] - 1, int(offsets[-1])
     parts = 1 if end * columns < _ALONE else min(4 * torch.get_num_threads(), bags, end * columns // _ALONE + 1)
     if parts <= 1:
-        found = (loop(*arguments, 0, bags),)
+        bad_bags = (loop(*arguments, 0, bags),)
     else:
         shares = torch.arange(parts + 1, device="cpu") * end // parts
-        borders = torch.searchsorted(offsets, shares.to(offsets.dtype)).clamp_(max=bags)
+        borders = torch.searchsorted(offsets, shares.to(offsets.dtype)).clamp_(max=bags)  # [parts + 1] bags
         borders[0], borders[-1] = 0, bags
         # sorted, so that every bag is looked at whatever the offsets say
-        found = tuple(run([partial(loop, *arguments, *part) for part in pairwise(sorted(borders.tolist()))]))
-    if max(found) >= 0 or int(offsets[0]) != 0 or end > rows:
+        bad_bags = tuple(run([partial(loop, *arguments, *part) for part in pairwise(sorted(borders.tolist()))]))
+    if max(bad_bags) >= 0 or int(offsets[0]) != 0 or end > rows:
         require_offsets(op, offsets, rows)
     return end
 
@@ -280,7 +280,7 @@ def _row_weights(vectors: Tensor, offsets: Tensor, heads: int) -> tuple[Tensor, 
     """The weight of each row for each head, [rows in bags, H], and which rows no vector reaches, if any."""
     end, length, wide = int(offsets[-1]), vectors.shape[1], accumulator(vectors.dtype)
     bag, place = _places(offsets, end)
-    lanes = vectors.reshape(offsets.shape[0] - 1, heads, length)
+    lanes = vectors.reshape(offsets.shape[0] - 1, heads, length)  # [B, H, L]
     if end == 0 or length >= int(offsets.diff().max()):
         return lanes[bag, :, place].to(wide), None
     if length == 0:
@@ -290,7 +290,7 @@ def _row_weights(vectors: Tensor, offsets: Tensor, heads: int) -> tuple[Tensor, 
 
 def _places(offsets: Tensor, end: int) -> tuple[Tensor, Tensor]:
     """Bag of each row, and its place there."""
-    lengths = offsets.diff()
+    lengths = offsets.diff()  # [B]
     bag = torch.arange(lengths.shape[0], device=offsets.device).repeat_interleave(lengths, output_size=end)
     return bag, torch.arange(end, device=offsets.device) - offsets[:-1].repeat_interleave(lengths, output_size=end)
 
@@ -334,13 +334,15 @@ def dense_bmm_cpu(values: Tensor, offsets: Tensor, dense: Tensor, max_length: in
     last = 0
     for block in blocks_of(offsets, lengths, values.shape[1] + columns):
         starts = offsets[block.low : block.high]
-        ours = matrices[block.low : block.high]
-        padded = padded_rows(values, starts, block.width)
-        product = torch.bmm(padded, ours if exact else ours.to(padded.dtype)).view(-1, columns)
+        block_matrices = matrices[block.low : block.high]
+        padded = padded_rows(values, starts, block.width)  # [bags, width, D]
+        product = torch.bmm(padded, block_matrices if exact else block_matrices.to(padded.dtype)).view(
+            -1, columns
+        )  # [bags * width, E]
         leave_padding(product, block, offsets, cut, out)
         for b in block.alone:
             begin, end = int(starts[b]), int(starts[b] + lengths[block.low + b])
-            out[begin:end] = values[begin:end].to(padded.dtype) @ ours[b].to(padded.dtype)
+            out[begin:end] = values[begin:end].to(padded.dtype) @ block_matrices[b].to(padded.dtype)
         last = block.end
     out[last:] = 0
     if cut:
@@ -357,21 +359,21 @@ def jagged_bmm_cpu(x: Tensor, y: Tensor, offsets: Tensor, max_length: int | None
     exact = accumulator(x.dtype) == x.dtype
     lengths, _ = lengths_of(offsets, max_length)
     for block in blocks_of(offsets, lengths, left + right):
-        starts, mine = offsets[block.low : block.high], out[block.low : block.high]
+        starts, block_out = offsets[block.low : block.high], out[block.low : block.high]
         taken = lengths[block.low : block.high]
         if block.alone:
             taken = torch.where(taken > block.width, 0, taken)
-        padding = (torch.arange(block.width, device=starts.device) >= taken[:, None])[:, :, None]
+        padding = (torch.arange(block.width, device=starts.device) >= taken[:, None])[:, :, None]  # [bags, width, 1]
         # zeros on both sides: a NaN of a neighbour would come through a zero on one
-        one = padded_rows(x, starts, block.width).masked_fill_(padding, 0).transpose(1, 2)
-        other = padded_rows(y, starts, block.width).masked_fill_(padding, 0)
+        x_rows = padded_rows(x, starts, block.width).masked_fill_(padding, 0).transpose(1, 2)  # [bags, D, width]
+        y_rows = padded_rows(y, starts, block.width).masked_fill_(padding, 0)  # [bags, width, E]
         if exact:
-            torch.bmm(one, other, out=mine)
+            torch.bmm(x_rows, y_rows, out=block_out)
         else:
-            mine.copy_(torch.bmm(one, other))
+            block_out.copy_(torch.bmm(x_rows, y_rows))
         for b in block.alone:
             begin, end = int(starts[b]), int(starts[b] + lengths[block.low + b])
-            mine[b] = x[begin:end].to(one.dtype).t() @ y[begin:end].to(one.dtype)
+            block_out[b] = x[begin:end].to(x_rows.dtype).t() @ y[begin:end].to(x_rows.dtype)
     return out
 
 
@@ -406,22 +408,22 @@ def blocks_of(offsets: Tensor, lengths: Tensor, columns: int) -> Iterator[Block]
 def leave_padding(padded: Tensor, block: Block, offsets: Tensor, cut: bool, out: Tensor) -> None:
     """The rows of a block's bags, out of padded [bags * width, D] into `out`; of rows that were left out any."""
     starts, bags = offsets[block.low : block.high], block.high - block.low
-    shift = torch.arange(0, bags * block.width, block.width, device=starts.device) - starts
+    shift = torch.arange(0, bags * block.width, block.width, device=starts.device) - starts  # [bags]
     full = offsets[block.low + 1 : block.high + 1] - starts
     rows = torch.arange(block.begin, block.end, device=starts.device)
-    source = rows + shift.repeat_interleave(full, output_size=block.end - block.begin)
+    source = rows + shift.repeat_interleave(full, output_size=block.end - block.begin)  # [rows] of padded
     if cut or block.alone:
         source.clamp_(max=bags * block.width - 1)
-    mine = out[block.begin : block.end]
-    if mine.dtype == padded.dtype:
-        torch.index_select(padded, 0, source, out=mine)
+    target = out[block.begin : block.end]
+    if target.dtype == padded.dtype:
+        torch.index_select(padded, 0, source, out=target)
     else:
-        mine.copy_(padded.index_select(0, source))
+        target.copy_(padded.index_select(0, source))
 
 
 def padded_rows(values: Tensor, starts: Tensor, width: int) -> Tensor:
     """[bags, width, D] in the accumulator's dtype: the rows from each start on, whosever they are."""
-    index = starts[:, None] + torch.arange(width, device=starts.device)
+    index = starts[:, None] + torch.arange(width, device=starts.device)  # [bags, width]
     rows = values.index_select(0, index.clamp_(max=values.shape[0] - 1).view(-1))
     return rows.view(starts.shape[0], width, values.shape[1]).to(accumulator(values.dtype))
 
@@ -429,7 +431,7 @@ def padded_rows(values: Tensor, starts: Tensor, width: int) -> Tensor:
 def rows_beyond(offsets: Tensor, lengths: Tensor, rows: int) -> Tensor:
     """Which of the rows take no part, [N] bool."""
     full, end = offsets.diff(), int(offsets[-1])
-    stops = (offsets[:-1] + lengths).repeat_interleave(full, output_size=end)
+    stops = (offsets[:-1] + lengths).repeat_interleave(full, output_size=end)  # [rows in bags]
     beyond = torch.ones(rows, dtype=torch.bool, device=offsets.device)
     torch.ge(torch.arange(end, device=offsets.device), stops, out=beyond[:end])
     return beyond
@@ -449,7 +451,7 @@ def require_offsets(op: str, offsets: Tensor, rows: int, what: str = "rows", *, 
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What rows of this dtype are added up in."""
+    """The dtype in which rows of this one are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

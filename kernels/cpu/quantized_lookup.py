@@ -151,7 +151,7 @@ def _sequence_by_torch(out: Tensor, table: _Table, lookup: Lookup, dim: int) -> 
 
 
 def _values_of(quantized: _Table, feature: Sequence[int], dim: int) -> Callable[[Tensor], Tensor]:
-    """What gives the values [n, dim] of a feature's table at row ids [n]."""
+    """A function that gives the values [n, dim] of a feature's table at row ids [n]."""
     payload, scales, format = quantized
     kind = row_format(format)
     width, base, rows, first = kind.row_bytes(dim), feature[BASE], feature[ROWS], feature[FIRST_ROW]
@@ -231,7 +231,7 @@ def _blocks_of_rows(rows: int, dim: int, dtype: torch.dtype) -> list[tuple[int, 
 
 
 def in_parts(loop: Callable[[int, int], Any], count: int, elements: int) -> list[Any]:
-    """What the loop over 0 ... count - 1 returns, cut into more tasks than threads where there is enough to do."""
+    """Results of the loop over 0 ... count - 1, cut into more tasks than threads where there is enough to do."""
     threads = 1 if elements <= ALONE else torch.get_num_threads()
     if threads == 1:
         return [loop(0, count)]

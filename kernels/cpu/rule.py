@@ -96,7 +96,7 @@ class _Split(ast.NodeTransformer):
 
     def __init__(self, sums: dict[str, Any]) -> None:
         self.sums = sums  # the names of row_sum and row_mean
-        self.found: list[tuple[Any, ast.expr]] = []
+        self.calls: list[tuple[Any, ast.expr]] = []
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
         if isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
@@ -107,8 +107,8 @@ class _Split(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.func, ast.Name) or node.func.id not in self.sums:
             return node
-        self.found.append((self.sums[node.func.id], node.args[0]))
-        return ast.Subscript(ast.Name("row", ast.Load()), ast.Constant(len(self.found) - 1), ast.Load())
+        self.calls.append((self.sums[node.func.id], node.args[0]))
+        return ast.Subscript(ast.Name("row", ast.Load()), ast.Constant(len(self.calls) - 1), ast.Load())
 
 
 def _source(rule: Rule) -> tuple[str, dict[str, Any]]:
@@ -123,9 +123,9 @@ def _source(rule: Rule) -> tuple[str, dict[str, Any]]:
     texts: list[str] = []
     means: list[bool] = []
     for statement in definition.body:
-        before = len(split.found)
+        before = len(split.calls)
         statement = split.visit(statement)
-        for which, added in split.found[before:]:
+        for which, added in split.calls[before:]:
             if not isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return)):
                 raise ValueError(f"rule {rule.name!r} adds up a row inside of an `if` or a loop")
             texts.append(_function(f"_part{len(texts)}", arguments, [*done, ast.Return(added)]))
@@ -175,8 +175,8 @@ def _row_source(rule: Rule, means: Sequence[bool]) -> str:
         adding = ["total = _fp32(0)", "for d in range(dim):", f"    total += {call(f'_part{j}', j)}", "return total"]
         texts.append(_definition(f"_total{j}", given, adding, "_reordered"))
         lines.append(f"r{j} = _total{j}({given}){' / _fp32(dim)' if mean else ''}")
-    found = [f"new{k}" if kind == "row" else f"s{k}[d]" for k, kind in enumerate(kinds)]
-    lines += ["for d in range(dim):", f"    {', '.join(['w[d]', *found])} = {call('_rule', len(means))}"]
+    targets = [f"new{k}" if kind == "row" else f"s{k}[d]" for k, kind in enumerate(kinds)]
+    lines += ["for d in range(dim):", f"    {', '.join(['w[d]', *targets])} = {call('_rule', len(means))}"]
     lines += [f"states[{k}][number] = new{k}" for k, kind in enumerate(kinds) if kind == "row"]
     fetch = [
         f"_prefetch(states[{k}], number)" if kind == "row" else f"_prefetch_row(states[{k}], at, dim)"
@@ -184,6 +184,6 @@ def _row_source(rule: Rule, means: Sequence[bool]) -> str:
     ]
     texts.append(_definition("_apply", "w, g, states, at, number, numbers", lines))
     texts.append(_definition("_prefetch_states", "states, at, number, dim", fetch or ["pass"]))
-    held = "".join(f"_f4(tables[{2 + 2 * k}], tables[{3 + 2 * k}]), " for k in range(len(kinds)))
-    texts.append(_definition("_states", "tables", [f"return ({held})"]))
+    views = "".join(f"_f4(tables[{2 + 2 * k}], tables[{3 + 2 * k}]), " for k in range(len(kinds)))
+    texts.append(_definition("_states", "tables", [f"return ({views})"]))
     return "".join(texts)

@@ -78,10 +78,10 @@ def plan_of(permute: Tensor, sizes: Tensor, values: int, moved: Tensor | None = 
     return Plan(room, room.data_ptr(), S, values, total)
 
 
-def raise_for_plan(found: int, order: Sequence[int] | Tensor, sizes: Sequence[int] | Tensor, values: int) -> None:
-    """Say what a plan found wrong, in words."""
+def raise_for_plan(code: int, order: Sequence[int] | Tensor, sizes: Sequence[int] | Tensor, values: int) -> None:
+    """Raise the error of a plan's code, which is negative."""
     compiled = loops()
-    at, kind = divmod(-found, 4)
+    at, kind = divmod(-code, 4)
     if kind == compiled.BAD_ORDER:
         raise IndexError(f"permute[{at}] is {int(order[at])}, out of range for {len(sizes)} segments")
     if kind == compiled.BAD_SIZE:
@@ -128,11 +128,11 @@ def reordered(
         weights = weights.contiguous()
         other = torch.empty_like(weights)
         second = weights.data_ptr(), weights.itemsize, other.data_ptr()
-    found = compiled.reorder(
+    count = compiled.reorder(
         permute.data_ptr(), permute.itemsize, S, lengths.data_ptr(), lengths.itemsize, S, moved.data_ptr(), N,
         values.data_ptr(), values.itemsize, out.data_ptr(), *second,
     )  # fmt: skip
-    return (moved, out, other) if found == N else None
+    return (moved, out, other) if count == N else None
 
 
 def collected_by(plan: Plan, grad: Tensor) -> Tensor:
@@ -159,9 +159,9 @@ def row_sums(lengths: Tensor) -> Tensor | None:
     T, B = lengths.shape
     out = lengths.new_empty(T, dtype=torch.int64)
     task = partial(compiled.row_sums, lengths.data_ptr(), lengths.itemsize, B, out.data_ptr())
-    for found in _divided(task, T, lengths.numel() * lengths.itemsize):
-        if found < 0:
-            t, b = divmod(-found - 1, B)
+    for status in _divided(task, T, lengths.numel() * lengths.itemsize):
+        if status < 0:
+            t, b = divmod(-status - 1, B)
             raise ValueError(f"lengths must be >= 0, lengths[{t}, {b}] is {int(lengths[t, b])}")
     return out
 
@@ -215,11 +215,11 @@ def expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, total
         check_offsets("output_offsets", output_offsets, total)
     order, begins, ends = permute.contiguous(), input_offsets.contiguous(), output_offsets.contiguous()
     out = order.new_empty(total)
-    found = compiled.expand(
+    status = compiled.expand(
         order.data_ptr(), order.itemsize, order.numel(), begins.data_ptr(), begins.numel() - 1, ends.data_ptr(),
         out.data_ptr(), total,
     )  # fmt: skip
-    if found < 0:
+    if status < 0:
         check_order(permute, input_offsets.shape[0] - 1)
         check_offsets("output_offsets", output_offsets, total)
     return out
@@ -238,8 +238,8 @@ def check_order(permute: Tensor, segments: int) -> None:
 def check_offsets(name: str, offsets: Tensor, end: int) -> None:
     """ValueError where offsets on the CPU do not go from 0 to `end`, or decrease."""
     if offsets.shape[0] == 0 or int(offsets[0]) != 0 or int(offsets[-1]) != end:
-        found = f"from {int(offsets[0])} to {int(offsets[-1])}" if offsets.shape[0] else "none"
-        raise ValueError(f"{name} must go from 0 to {end}, got {found}")
+        span = f"from {int(offsets[0])} to {int(offsets[-1])}" if offsets.shape[0] else "none"
+        raise ValueError(f"{name} must go from 0 to {end}, got {span}")
     fallen = offsets[1:] < offsets[:-1]
     if bool(fallen.any()):
         at = int(fallen.int().argmax())
@@ -269,8 +269,8 @@ def places(offsets: Tensor, size: int) -> Tensor | None:
         return None
     offsets = offsets.contiguous()
     out = offsets.new_empty(size)
-    found = compiled.places(offsets.data_ptr(), offsets.itemsize, offsets.numel(), out.data_ptr(), size)
-    if found < 0:
+    status = compiled.places(offsets.data_ptr(), offsets.itemsize, offsets.numel(), out.data_ptr(), size)
+    if status < 0:
         check_begins(offsets, size)
     return out
 

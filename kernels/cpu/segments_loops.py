@@ -412,10 +412,10 @@ def _sum(
         total = _carray(pointer(out + s * D * item), (D,), kind)
         if D == 1:
             row = _carray(pointer(values + begin * item), (end - begin,), kind)
-            one = kind(0)
+            scalar = kind(0)
             for i in range(end - begin):
-                one += row[i]
-            total[0] = one
+                scalar += row[i]
+            total[0] = scalar
         else:
             for d in range(D):
                 total[d] = 0

@@ -59,12 +59,12 @@ def _openmp() -> Any:
     """The library of torch through which the functions of its OpenMP are found; None where it was linked with none."""
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
-            found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
             # whoever has OpenMP has this
-            _ = found.omp_get_max_threads
+            _ = library.omp_get_max_threads
         except (OSError, AttributeError):
             continue
-        return found
+        return library
     return None
 
 
@@ -78,10 +78,10 @@ def _parallel() -> Any:
 
     It calls a C function of one pointer on each of so many threads, this one among them, and waits for all.
     """
-    found = getattr(_openmp(), "GOMP_parallel", None)
-    if found is not None:
-        found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return found
+    parallel = getattr(_openmp(), "GOMP_parallel", None)
+    if parallel is not None:
+        parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return parallel
 
 
 def call(work: int, data: int) -> None:

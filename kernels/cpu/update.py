@@ -128,8 +128,8 @@ def _blocks_of_sums(
     ends = bounds[torch.tensor(cuts, device="cpu")].tolist()
     for (first, last), (begin, end) in zip(pairwise(cuts), pairwise(ends), strict=True):
         of_ids = bounds[first : last + 1] - begin if begin else bounds[first : last + 1]
-        mine = None if scale is None else scale[begin:end]
-        yield rows[first:last], bag_sums(matrix, source[begin:end], of_ids, mine)
+        block_scale = None if scale is None else scale[begin:end]
+        yield rows[first:last], bag_sums(matrix, source[begin:end], of_ids, block_scale)
 
 
 def _gradient_matrix(bag: Tensor, grad: Tensor, dim: int, dims: Sequence[int], batch: int) -> tuple[Tensor, Tensor]:
@@ -139,11 +139,11 @@ def _gradient_matrix(bag: Tensor, grad: Tensor, dim: int, dims: Sequence[int], b
         row_of_bag = samples * len(dims) + torch.arange(len(dims), device=bag.device)[:, None]
         return grad.reshape(-1, dim), row_of_bag.view(-1)[bag]
     columns = column_offsets(dims)
-    mine = [j for j, other in enumerate(dims) if other == dim]
-    number = torch.zeros(len(dims), dtype=torch.int64, device=bag.device)
-    number[mine] = torch.arange(len(mine), device=bag.device)
-    row_of_bag = number[:, None] * batch + samples
-    return torch.cat([grad[:, columns[j] : columns[j] + dim] for j in mine]), row_of_bag.view(-1)[bag]
+    of_dim = [j for j, other in enumerate(dims) if other == dim]
+    number = torch.zeros(len(dims), dtype=torch.int64, device=bag.device)  # [F] place among the features of this dim
+    number[of_dim] = torch.arange(len(of_dim), device=bag.device)
+    row_of_bag = number[:, None] * batch + samples  # [F, B]
+    return torch.cat([grad[:, columns[j] : columns[j] + dim] for j in of_dim]), row_of_bag.view(-1)[bag]
 
 
 # elements that one thread moves before another can have been woken
@@ -164,8 +164,8 @@ _loops = partial(numba_loops.loops, "update_loops")
 def _update_loop(rule: Rule) -> int | None:
     """The update with this rule; None where the rule has what only torch can do. Only where there are loops."""
     try:
-        found: int = importlib.import_module(".rule", __package__).update_of(rule)
-        return found
+        address: int = importlib.import_module(".rule", __package__).update_of(rule)
+        return address
     except Exception as error:
         warnings.warn(
             f"shardwise: numba does not compile the optimizer rule {rule.name!r}, it runs on torch:"
@@ -239,17 +239,17 @@ def update(update: Update, numbers: Tensor, grad: Tensor, lookup: Lookup) -> boo
     long = configs.cpu("update_long", _LONG) if tasks > 1 else total
     words = loops.scratch_words(largest, widest)
     # entries, then scratch, then what is found of long runs
-    found = total + (threads if tasks > 1 else 1) * words
-    room = ids.new_empty(found + 3 * (total // (long + 1) + 1))
+    runs_at = total + (threads if tasks > 1 else 1) * words
+    room = ids.new_empty(runs_at + 3 * (total // (long + 1) + 1))
     at = room.data_ptr()
-    job[loops.ENTRIES], job[loops.SCRATCH], job[loops.FOUND] = at, at + 8 * total, at + 8 * found
+    job[loops.ENTRIES], job[loops.SCRATCH], job[loops.LONG_RUNS] = at, at + 8 * total, at + 8 * runs_at
     job[loops.TASKS], job[loops.LONG], job[loops.SCRATCH_WORDS] = tasks, long, words
     divide(loops.scatter.address, where)
     divide = call if tasks == 1 else spread
     divide(loop, where)
     runs = job[loops.RUNS]
     if runs:
-        for run in room[found : found + 3 * runs].view(runs, 3).tolist():
+        for run in room[runs_at : runs_at + 3 * runs].view(runs, 3).tolist():
             _update_long(loop, job[:], int(room[run[0]]), run, dims[run[2]])
     return True
 
@@ -260,14 +260,14 @@ def _update_long(loop: int, job: array[int], entry: int, run: Sequence[int], dim
     loops, where, blocks = _loops(), job.buffer_info()[0], -(-(end - begin) // CHUNK**2)
     sums = torch.empty(blocks, dim, dtype=torch.float32, device="cpu")
     entries = torch.tensor([begin, end], device="cpu")
-    job[loops.FOUND], job[loops.BLOCKS] = entries.data_ptr(), sums.data_ptr()
+    job[loops.LONG_RUNS], job[loops.BLOCKS] = entries.data_ptr(), sums.data_ptr()
     job[loops.TASKS], job[loops.WIDEST] = blocks, dim
     job[loops.UPDATING] = job[loops.WORKERS] = 0
     spread(loops.sum_blocks.address, where)
     call(loops.join_blocks.address, where)
     # what is left is an update of one row by one gradient
-    one = torch.tensor([entry >> 32 << 32, 0, 1, feature], device="cpu")
-    job[loops.ENTRIES], job[loops.STARTS], job[loops.OWNERS] = (one.data_ptr() + 8 * i for i in (0, 1, 3))
+    single = torch.tensor([entry >> 32 << 32, 0, 1, feature], device="cpu")
+    job[loops.ENTRIES], job[loops.STARTS], job[loops.OWNERS] = (single.data_ptr() + 8 * i for i in (0, 1, 3))
     job[loops.GRADIENT], job[loops.SCALE] = sums.data_ptr(), 0
     job[loops.BUCKETS] = job[loops.TASKS] = job[loops.TOTAL] = job[loops.LONG] = 1
     job[loops.UPDATING] = job[loops.WORKERS] = 0

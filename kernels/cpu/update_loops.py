@@ -57,7 +57,7 @@ N_IDS, N_BAGS, N_FEATURES, N_NUMBERS, COLUMNS, WIDTH, DECAY = range(6, 13)
 PLAN, BORDERS, OWNERS, COUNTS, STARTS, ENTRIES, SOURCE, SCALE = range(13, 21)
 SLICES, BUCKETS, TOTAL, LARGEST = range(21, 25)
 # the update,
-TASKS, LONG, FOUND, BLOCKS, SCRATCH, SCRATCH_WORDS, WIDEST = range(25, 32)
+TASKS, LONG, LONG_RUNS, BLOCKS, SCRATCH, SCRATCH_WORDS, WIDEST = range(25, 32)
 # what was taken and done so far, and from here on addresses and elements of W and of the states
 COUNTING, COUNTED, SCATTERING, UPDATING, WORKERS, RUNS, TABLES = range(32, 39)
 
@@ -347,7 +347,7 @@ def _sum_run(
 
 @compiled()
 def _memory(job: Any, worker: int) -> Any:
-    """What one thread works in: sums [LEVELS, WIDEST], used [LEVELS], at, factor, digits and the largest bucket."""
+    """One thread's scratch: sums [LEVELS, WIDEST], used [LEVELS], at, factor, digits and the largest bucket."""
     dim = job[WIDEST]
     used = job[SCRATCH] + 8 * worker * job[SCRATCH_WORDS]
     at, factor, digits = (
@@ -370,10 +370,10 @@ def scratch_words(largest: int, widest: int) -> int:
 
 @work
 def sum_blocks(address: int) -> None:
-    """Sums of blocks, of CHUNK ** 2 entries each, of one long run: entries FOUND[0] ... FOUND[1] - 1."""
+    """Sums of blocks, of CHUNK ** 2 entries each, of one long run: entries LONG_RUNS[0] ... LONG_RUNS[1] - 1."""
     job = i8(address, TABLES)
     sums, used, at, factor, _, _ = _memory(job, taken(address, WORKERS))
-    begin, end, dim, step = i8(job[FOUND], 2)[0], i8(job[FOUND], 2)[1], job[WIDEST], CHUNK * CHUNK
+    begin, end, dim, step = i8(job[LONG_RUNS], 2)[0], i8(job[LONG_RUNS], 2)[1], job[WIDEST], CHUNK * CHUNK
     entries = i8(job[ENTRIES] + 8 * begin, end - begin)
     while True:
         block = taken(address, UPDATING)
@@ -429,7 +429,7 @@ def _border(starts: Any, entry: int) -> int:
 def update_buckets(address: int) -> None:
     """Sort buckets, add up the gradients of each row and apply the rule.
 
-    Runs of more than LONG entries are left out; where they begin and end, and the feature, comes to stand in FOUND
+    Runs of more than LONG entries are left out; where they begin and end, and the feature, comes to stand in LONG_RUNS
     [RUNS, 3].
     """
     job, tables = i8(address, TABLES), i8(address + 8 * TABLES, 2 + 2 * _STATES)
@@ -452,40 +452,40 @@ def update_buckets(address: int) -> None:
             dim, first_row = FT[f * FIELDS + DIM], FT[f * FIELDS + FIRST_ROW]
             base = FT[f * FIELDS + BASE]
             begin = starts[bucket]
-            mine = i8(job[ENTRIES] + 8 * begin, starts[bucket + 1] - begin)
+            entries = i8(job[ENTRIES] + 8 * begin, starts[bucket + 1] - begin)
             if places[2 * f + 1] > 0:
-                _sort(mine, other, digits, places[2 * f + 1])
-            i, n, soon = 0, mine.shape[0], 0
+                _sort(entries, other, digits, places[2 * f + 1])
+            i, n, soon = 0, entries.shape[0], 0
             while i < n:
-                row, end = _row(mine[i]), i + 1
+                row, end = _row(entries[i]), i + 1
                 # every row once: runs of equal entries make i jump
                 while soon < min(i + AHEAD + 1, n):
-                    ahead = _row(mine[soon])
-                    if soon == 0 or ahead != _row(mine[soon - 1]):
+                    ahead = _row(entries[soon])
+                    if soon == 0 or ahead != _row(entries[soon - 1]):
                         there = base + ahead * dim
                         prefetch_row(W, there, dim)
                         _prefetch_states(states, there, first_row + ahead, dim)
                     soon += 1
-                while end < n and _row(mine[end]) == row:
+                while end < n and _row(entries[end]) == row:
                     end += 1
                 at = base + row * dim
                 w = W[at : at + dim]
                 if end - i > long:
-                    found = i8(job[FOUND] + 24 * taken(address, RUNS), 3)
-                    found[0], found[1], found[2] = begin + i, begin + end, f
+                    long_run = i8(job[LONG_RUNS] + 24 * taken(address, RUNS), 3)
+                    long_run[0], long_run[1], long_run[2] = begin + i, begin + end, f
                 elif end - i == 1 and not scaled and decay == 0:
                     # most rows of most batches: their gradient is read where it is
                     if i + AHEAD < n:
-                        soon_read = f4(job[GRADIENT] + 4 * _at(mine[i + AHEAD]), dim)
+                        soon_read = f4(job[GRADIENT] + 4 * _at(entries[i + AHEAD]), dim)
                         for d in range(0, dim, LINE):
                             prefetch_read(soon_read, d)
-                    _apply(w, f4(job[GRADIENT] + 4 * _at(mine[i]), dim), states, at, first_row + row, numbers)
+                    _apply(w, f4(job[GRADIENT] + 4 * _at(entries[i]), dim), states, at, first_row + row, numbers)
                 else:
                     g = sums[0, :dim]
                     if end - i <= CHUNK:
-                        _sum_chunk(mine, i, end, job, g, positions, factor)
+                        _sum_chunk(entries, i, end, job, g, positions, factor)
                     else:
-                        _sum_run(mine, i, end, job, dim, sums, used, positions, factor)
+                        _sum_run(entries, i, end, job, dim, sums, used, positions, factor)
                     if decay == 1:
                         for d in range(dim):
                             g[d] += factor_of_decay * w[d]

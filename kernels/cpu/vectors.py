@@ -1,4 +1,4 @@
-"""What the loops of the CPU's update are made of: rows, sums of rows that stay in registers, a counter for threads."""
+"""Vector parts of the CPU's loops: prefetched rows, sums of rows that stay in registers, a counter for threads."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class _LanesModel(_models.PrimitiveModel):  # type: ignore[misc]
 
 
 def zeros_of(count: int) -> Any:
-    """What gives so many zeros."""
+    """An intrinsic that gives so many zeros."""
 
     @_intrinsic
     def zeros(typing: Any) -> Any:
@@ -112,8 +112,8 @@ def shuffled(builder: Any, x: Any, lanes: Iterable[int]) -> Any:
 def spread_lanes(builder: Any, count: int, x: Any) -> Any:
     """The same fp32 in every lane."""
     vector = _ir.VectorType(_ir.FloatType(), count)
-    one = builder.insert_element(_ir.Constant(vector, _ir.Undefined), x, _ir.Constant(_ir.IntType(32), 0))
-    return shuffled(builder, one, [0] * count)
+    first_lane = builder.insert_element(_ir.Constant(vector, _ir.Undefined), x, _ir.Constant(_ir.IntType(32), 0))
+    return shuffled(builder, first_lane, [0] * count)
 
 
 def _row_adders(vectors: int) -> Any:

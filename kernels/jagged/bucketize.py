@@ -376,7 +376,7 @@ def _block_bucketize(
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """What a kernel is given for a tensor that it will not read."""
+    """The tensor, or any other in the place of one that the kernel will not read."""
     return other if tensor is None else tensor
 
 
@@ -411,7 +411,7 @@ def _block_bucketize_torch(batch: Batch, with_positions: bool, with_permute: boo
     n, bags, features, device = ids.shape[0], lengths.shape[0], block_sizes.shape[0], ids.device
     if ids.is_cpu:
         raise_bad_values(lengths, ids, block_sizes)
-    bag = torch.arange(bags, device=device).repeat_interleave(lengths, output_size=n)
+    bag = torch.arange(bags, device=device).repeat_interleave(lengths, output_size=n)  # [N]
     f = (
         _feature_of_bag(lengths, features, ends)[bag]
         if borders is not None or totals is not None or keep is not None
@@ -423,19 +423,19 @@ def _block_bucketize_torch(batch: Batch, with_positions: bool, with_permute: boo
     if divided is None:
         f = _feature_of_bag(lengths, features, ends)[bag] if f is None else f
         divided = _divide(ids, f, block_sizes, num_buckets, borders, totals)
-    bucket, local = divided
+    bucket, local = divided  # [N], [N]
     if keep_all:
         local = ids
     elif keep is not None and f is not None:
         local = torch.where(keep.bool()[f], ids, local)
     counts = torch.bincount(torch.add(bag, bucket, alpha=bags), minlength=num_buckets * bags).to(lengths.dtype)
-    order = _stable_order(bucket, num_buckets)
+    order = _stable_order(bucket, num_buckets)  # [N] positions, bucket by bucket
     none = (ids.new_empty(0), ids.new_empty(0), ids.new_empty(0))
     new_weights, positions, permute = none
     if weights is not None:
         new_weights = weights[order]
     if with_positions:
-        starts = lengths.cumsum(0) - lengths
+        starts = lengths.cumsum(0) - lengths  # [F*B]
         positions = (torch.arange(n, device=device) - starts[bag])[order].to(ids.dtype)
     if with_permute:
         permute = torch.empty_like(ids).scatter_(0, order, torch.arange(n, dtype=ids.dtype, device=device))
@@ -453,12 +453,12 @@ def _feature_of_bag(lengths: Tensor, features: int, ends: Tensor | None) -> Tens
 def _divide_inside(
     lengths: Tensor, ids: Tensor, block_sizes: Tensor, buckets: int, ends: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """What `_divide` gives where all ids lie in their blocks, in fewer steps; None where one does not, or on a GPU."""
+    """`_divide` in fewer steps, for ids that all lie in their blocks; None where one does not, or on a GPU."""
     features = block_sizes.shape[0]
     if not ids.is_cpu or not features or ends is not None:
         return None
-    per_feature = lengths.view(features, -1).sum(1)
-    size = block_sizes.long().clamp(min=1).repeat_interleave(per_feature, output_size=ids.shape[0])
+    per_feature = lengths.view(features, -1).sum(1)  # [F]
+    size = block_sizes.long().clamp(min=1).repeat_interleave(per_feature, output_size=ids.shape[0])  # [N]
     bucket = torch.div(ids, size, rounding_mode="trunc")
     if bucket.numel() and (int(bucket.max()) >= buckets or int(block_sizes.min()) < 1):
         return None

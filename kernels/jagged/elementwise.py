@@ -160,13 +160,13 @@ def _checked(values: Tensor, offsets: Sequence[Tensor] | Tensor, dense: Tensor) 
     return offsets
 
 
-def _check_alike(one: str, x: Tensor, other: str, y: Tensor) -> None:
+def _check_alike(x_name: str, x: Tensor, y_name: str, y: Tensor) -> None:
     if x.dtype is not y.dtype:
-        raise TypeError(f"{other} must have the dtype of {one}, {x.dtype}, got {y.dtype}")
+        raise TypeError(f"{y_name} must have the dtype of {x_name}, {x.dtype}, got {y.dtype}")
     if x.device != y.device:
-        raise ValueError(f"{other} is on {y.device}, {one} on {x.device}: move one of them")
+        raise ValueError(f"{y_name} is on {y.device}, {x_name} on {x.device}: move one of them")
     if x.shape != y.shape:
-        raise ValueError(f"{other} must have the shape of {one}, {list(x.shape)}, got {list(y.shape)}")
+        raise ValueError(f"{y_name} must have the shape of {x_name}, {list(x.shape)}, got {list(y.shape)}")
 
 
 def _jagged_dense_add(values: Tensor, offsets: Sequence[Tensor], dense: Tensor) -> Tensor:

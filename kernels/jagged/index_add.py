@@ -72,13 +72,13 @@ def _index_add_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = row < N
     bag = tl.load(owner + row, mask=here, other=-1)
-    found = bag >= 0
+    owned = bag >= 0
     # rows of G lie from the begin of a copy of the bag as rows of X from the begin of the bag
-    place = row - tl.load(O + bag, mask=found, other=0)
+    place = row - tl.load(O + bag, mask=owned, other=0)
     before = bag // B * S
     sample = bag % B
-    copy = tl.load(C + sample, mask=found, other=0)
-    copies = tl.load(C + sample + 1, mask=found, other=0) - copy
+    copy = tl.load(C + sample, mask=owned, other=0)
+    copies = tl.load(C + sample + 1, mask=owned, other=0) - copy
     D = multiple(D, ALIGN)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_row = d < D

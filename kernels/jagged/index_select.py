@@ -126,10 +126,10 @@ def jagged_index_select(
     if is_plain(values, lengths, indices):
         with torch.no_grad():
             bags, ends = lengths.shape[0], lengths.cumsum(0)
-            chosen, starts = pick(lengths, indices, bags), pick(ends - lengths, indices, bags)
+            chosen, starts = pick(lengths, indices, bags), pick(ends - lengths, indices, bags)  # [S] lengths, [S]
             if bags and not (int(ends[-1]) == values.shape[0] and _all_within(lengths, values.shape[0])):
                 raise ValueError(_what_is_wrong(lengths, values))
-            at = positions(starts, chosen, selected_lengths_sum)
+            at = positions(starts, chosen, selected_lengths_sum)  # [M]
         return values.index_select(0, at), chosen
     selected, chosen, _, _ = torch.ops.shardwise.jagged_index_select(
         values, None, offsets_of(lengths), indices, lengths.shape[0], lengths.dtype, selected_lengths_sum
@@ -193,13 +193,13 @@ def pick(numbers: Tensor, indices: Tensor, batch_size: int) -> Tensor:
 def positions(starts: Tensor, lengths: Tensor, total: int | None) -> Tensor:
     """The numbers starts[b] ... starts[b] + lengths[b] - 1 of every bag: [M] int64."""
     ends = lengths.cumsum(0)
-    found = int(ends[-1]) if ends.shape[0] else 0
-    if total is not None and total != found:
-        raise ValueError(f"selected_lengths_sum is {total}, but the selected lengths sum to {found}")
-    if found > MANY:
-        require_memory(f"the selected lengths, which sum to {found}", (found,), torch.int64, starts.device)
-    at = torch.repeat_interleave(starts - ends + lengths, lengths, output_size=found)
-    return at.add_(torch.arange(found, device=at.device))
+    lengths_sum = int(ends[-1]) if ends.shape[0] else 0
+    if total is not None and total != lengths_sum:
+        raise ValueError(f"selected_lengths_sum is {total}, but the selected lengths sum to {lengths_sum}")
+    if lengths_sum > MANY:
+        require_memory(f"the selected lengths, which sum to {lengths_sum}", (lengths_sum,), torch.int64, starts.device)
+    at = torch.repeat_interleave(starts - ends + lengths, lengths, output_size=lengths_sum)
+    return at.add_(torch.arange(lengths_sum, device=at.device))
 
 
 def _all_within(lengths: Tensor, most: int) -> bool:

@@ -66,7 +66,7 @@ def keyed_jagged_index_select(
         chosen, starts = pick(lengths, indices, batch_size), pick(offsets[:-1], indices, batch_size)
         if not torch.equal(pick(offsets[1:], indices, batch_size) - starts, chosen):
             raise ValueError(_contradiction(lengths, offsets))
-        at = positions(starts, chosen, selected_lengths_sum)
+        at = positions(starts, chosen, selected_lengths_sum)  # [M]
     return values.index_select(0, at), chosen, None if weights is None else weights.index_select(0, at)
 
 
@@ -90,7 +90,7 @@ def _check(
 
 
 def _contradiction(lengths: Tensor, offsets: Tensor) -> str:
-    found = offsets.diff()
-    bag = int((found != lengths).nonzero()[0])
+    implied = offsets.diff()
+    bag = int((implied != lengths).nonzero()[0])
     begin, end = int(offsets[bag]), int(offsets[bag + 1])
     return f"bag {bag} has length {int(lengths[bag])}, but its offsets go from {begin} to {end}"

@@ -91,9 +91,9 @@ def complete_cumsum(lengths: Tensor) -> Tensor:
     if lengths.dim() == 0:
         raise ValueError("lengths must have a dimension, got shape []")
     if lengths.dtype in INDEX_DTYPES and direct(lengths):
-        found = cpu_segments.complete_cumsum(lengths)
-        if found is not None:
-            return found
+        offsets = cpu_segments.complete_cumsum(lengths)
+        if offsets is not None:
+            return offsets
     elif lengths.dtype in INDEX_DTYPES and (lengths.is_cuda or INTERPRETED) and _is_one_launch(lengths):
         return torch.ops.shardwise.complete_cumsum(lengths)  # type: ignore[no-any-return]
     return complete_cumsum_ref(lengths)
@@ -148,13 +148,13 @@ def _offsets_range(offsets: Tensor, range_size: int) -> Tensor:
         return locate("place", offsets, range_size, offsets.dtype)
     if offsets.is_cuda:
         return offsets_range_ref(offsets, range_size)
-    found = cpu_segments.places(offsets, range_size)
-    if found is None:
+    places = cpu_segments.places(offsets, range_size)
+    if places is None:
         if range_size or offsets.shape[0]:
             cpu_segments.check_begins(offsets, range_size)
         sizes = torch.cat([offsets, offsets.new_tensor([range_size])]).diff()
-        found = positions_of(torch.zeros_like(offsets), sizes, range_size).to(offsets.dtype)
-    return found
+        places = positions_of(torch.zeros_like(offsets), sizes, range_size).to(offsets.dtype)
+    return places
 
 
 register(
@@ -208,19 +208,19 @@ def _invert_cpu(permute: Tensor) -> Tensor:
     compiled = cpu_segments.loops()
     if compiled is not None:
         permute = permute.contiguous()
-        found = _empty_like(permute)
-        bad = compiled.invert(permute.data_ptr(), permute.itemsize, permute.numel(), found.data_ptr())
+        inverse = _empty_like(permute)
+        bad = compiled.invert(permute.data_ptr(), permute.itemsize, permute.numel(), inverse.data_ptr())
         if bad < 0:
             cpu_segments.check_order(permute, permute.shape[0])
             raise ValueError(f"permute has {int(permute[-bad - 1])} twice, it is no permutation")
-        return found
+        return inverse
     n = permute.shape[0]
     cpu_segments.check_order(permute, n)
-    found = torch.full_like(permute, -1)
-    found.scatter_(0, permute.long(), torch.arange(n, dtype=permute.dtype, device="cpu"))
-    if n and int(found.min()) < 0:
-        raise ValueError(f"permute lacks {int((found < 0).int().argmax())}, it is no permutation")
-    return found
+    inverse = torch.full_like(permute, -1)
+    inverse.scatter_(0, permute.long(), torch.arange(n, dtype=permute.dtype, device="cpu"))
+    if n and int(inverse.min()) < 0:
+        raise ValueError(f"permute lacks {int((inverse < 0).int().argmax())}, it is no permutation")
+    return inverse
 
 
 register(
@@ -296,10 +296,10 @@ def _segment_rows_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_N, BLOCK_D), WIDE)
     for i in range(0, tl.max(end - begin, 0), 2):
         row = begin + i
-        one = tl.load(V + (row * D)[:, None] + d[None, :], mask=(row < end)[:, None] & in_row, other=0)
-        two = tl.load(V + (row * D + D)[:, None] + d[None, :], mask=(row + 1 < end)[:, None] & in_row, other=0)
-        total += one.to(WIDE)
-        total += two.to(WIDE)
+        v0 = tl.load(V + (row * D)[:, None] + d[None, :], mask=(row < end)[:, None] & in_row, other=0)
+        v1 = tl.load(V + (row * D + D)[:, None] + d[None, :], mask=(row + 1 < end)[:, None] & in_row, other=0)
+        total += v0.to(WIDE)
+        total += v1.to(WIDE)
     tl.store(Y + (s * D)[:, None] + d[None, :], total.to(Y.dtype.element_ty), mask=here[:, None] & in_row)
 
 
@@ -377,22 +377,22 @@ def _segment_sum(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
 
 
 def _sum_cpu(offsets: Tensor, values: Tensor, batch_size: int) -> Tensor:
-    found = cpu_segments.segment_sum(offsets, values, batch_size)
-    if found is not None:
-        return found
+    sums = cpu_segments.segment_sum(offsets, values, batch_size)
+    if sums is not None:
+        return sums
     wide = _wide(values)
-    found = None if wide.dtype is values.dtype else cpu_segments.segment_sum(offsets, wide, batch_size)
-    if found is None:
+    sums = None if wide.dtype is values.dtype else cpu_segments.segment_sum(offsets, wide, batch_size)
+    if sums is None:
         cpu_segments.check_ends(offsets, values.shape[0] // batch_size)
         begin, end = int(offsets[0]) * batch_size, int(offsets[-1]) * batch_size
         sizes = offsets.diff() * batch_size
         if wide.dim() == 2 and wide.is_floating_point() and end > begin:
             starts = (offsets[:-1] * batch_size - begin).long()
-            found = F.embedding_bag(torch.arange(begin, end, device="cpu"), wide, starts, mode="sum")
+            sums = F.embedding_bag(torch.arange(begin, end, device="cpu"), wide, starts, mode="sum")
         else:
             bag = torch.arange(sizes.shape[0], device="cpu").repeat_interleave(sizes, output_size=end - begin)
-            found = wide.new_zeros(sizes.shape[0], *wide.shape[1:]).index_add_(0, bag, wide[begin:end])
-    return found if found.dtype == values.dtype else found.to(values.dtype)
+            sums = wide.new_zeros(sizes.shape[0], *wide.shape[1:]).index_add_(0, bag, wide[begin:end])
+    return sums if sums.dtype == values.dtype else sums.to(values.dtype)
 
 
 def _wide(values: Tensor) -> Tensor:
@@ -412,9 +412,9 @@ def _segment_spread(offsets: Tensor, sums: Tensor, size: int, batch_size: int) -
     if sums.is_cuda:
         return segment_spread_ref(offsets, sums, size, batch_size)
     ends = offsets * batch_size
-    found = sums.repeat_interleave(ends.diff(), 0, output_size=int(ends[-1] - ends[0]))
+    spread = sums.repeat_interleave(ends.diff(), 0, output_size=int(ends[-1] - ends[0]))
     before, after = int(ends[0]), size - int(ends[-1])
-    return F.pad(found, (*[0] * (2 * (found.dim() - 1)), before, after)) if before or after else found
+    return F.pad(spread, (*[0] * (2 * (spread.dim() - 1)), before, after)) if before or after else spread
 
 
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -491,7 +491,7 @@ def unpack_segments(packed: Tensor, lengths: Tensor, *, total: int | None = None
     if packed.dim() < 2 or packed.shape[0] != lengths.shape[0]:
         raise ValueError(f"packed must be [{lengths.shape[0]}, max_length, ...], got shape {list(packed.shape)}")
     if total is None:
-        # host sync: nobody told how many values there will be
+        # host sync: nobody gave the number of values
         total = int(lengths.sum())
     return padded_dense_to_jagged(packed, _offsets_of(lengths, total), total)
 
@@ -499,9 +499,9 @@ def unpack_segments(packed: Tensor, lengths: Tensor, *, total: int | None = None
 def _offsets_of(lengths: Tensor, total: int) -> Tensor:
     """Offsets of lengths; on the CPU lengths that are negative or do not add up to `total` raise."""
     if direct(lengths) and lengths.is_cpu:
-        found = cpu_padded.offsets_of(lengths, total)
-        if found is not None:
-            return found
+        offsets = cpu_padded.offsets_of(lengths, total)
+        if offsets is not None:
+            return offsets
         if lengths.numel() and (least := int(lengths.min())) < 0:
             raise ValueError(f"lengths must be >= 0, got {least}")
         if int(lengths.sum()) != total:

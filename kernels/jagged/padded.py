@@ -147,22 +147,22 @@ def _to_padded_kernel(  # type: ignore[no-untyped-def]
         bag = begin + column
     begin, end = _bag_bounds(O[DIMS - 1], bag, live, _number(COUNTS[DIMS - 1]))
     D = multiple(D, ALIGN)
-    held = tl.minimum(end - begin, MOST) * D
+    elements = tl.minimum(end - begin, MOST) * D
     e = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mine = e[None, :] < held[:, None]
+    filled = e[None, :] < elements[:, None]
     source = (begin * D)[:, None] + e[None, :]
-    x = tl.load(V + source, mask=mine, other=0)
+    x = tl.load(V + source, mask=filled, other=0)
     width = multiple(WIDTH, OUT_ALIGN)
     target = (leaf * width)[:, None] + e[None, :]
     inside = (leaf < R)[:, None] & (e < width)[None, :]
     if MODE == 0:
         if not ZERO:
-            x = tl.where(mine, x, tl.load(PAD))
+            x = tl.where(filled, x, tl.load(PAD))
     else:
         if MODE == 1:
             other = tl.load(OTHER + target, mask=inside, other=0)
         else:
-            other = tl.load(OTHER + source, mask=mine, other=0)
+            other = tl.load(OTHER + source, mask=filled, other=0)
         if WIDEN:
             x = x.to(tl.float32)
             other = other.to(tl.float32)
@@ -228,18 +228,18 @@ def _to_jagged_kernel(  # type: ignore[no-untyped-def]
     D = multiple(D, ALIGN)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_row = d < D
-    found = (place >= 0)[:, None] & in_row[None, :]
-    x = tl.load(X + (place * D)[:, None] + d[None, :], mask=found, other=0)
+    in_dense = (place >= 0)[:, None] & in_row[None, :]
+    x = tl.load(X + (place * D)[:, None] + d[None, :], mask=in_dense, other=0)
     own = (position * D)[:, None] + d[None, :]
-    mine = (position < N)[:, None] & in_row[None, :]
+    inside = (position < N)[:, None] & in_row[None, :]
     if MODE != 0:
         # a product of nothing is 0, whatever the other factor is
-        other = tl.load(OTHER + own, mask=mine if MODE == 1 else found, other=0)
+        other = tl.load(OTHER + own, mask=inside if MODE == 1 else in_dense, other=0)
         if WIDEN:
             x = x.to(tl.float32)
             other = other.to(tl.float32)
         x = x + other if MODE == 1 else x * other
-    tl.store(Y + own, x.to(Y.dtype.element_ty), mask=mine)
+    tl.store(Y + own, x.to(Y.dtype.element_ty), mask=inside)
 
 
 def launch_to_padded(

@@ -53,9 +53,9 @@ def permute_1d(
     """
     _check(permute, lengths, 1, values, weights)
     if direct(permute, lengths, values, weights):
-        found = cpu_segments.reordered(permute, lengths, values, weights)
-        if found is not None and permuted_lengths_sum in (None, values.shape[0]):
-            return found
+        permuted = cpu_segments.reordered(permute, lengths, values, weights)
+        if permuted is not None and permuted_lengths_sum in (None, values.shape[0]):
+            return permuted
     if not eager(permute, lengths, values, weights):
         return _on_device(permute, lengths, lengths, values, weights, permuted_lengths_sum)
     moved = lengths.new_empty(permute.shape[0])
@@ -97,8 +97,8 @@ def permute_2d(
         _check_values(permute, lengths, sums, values.shape[0])
         order, sizes = permute.tolist(), sums.tolist()
         _same_sum(sum(sizes[t] for t in order), permuted_lengths_sum)
-        found = _on_torch([values] if weights is None else [values, weights], sizes, order)
-        return lengths.index_select(0, permute), found[0], None if weights is None else found[1]
+        permuted = _on_torch([values] if weights is None else [values, weights], sizes, order)
+        return lengths.index_select(0, permute), permuted[0], None if weights is None else permuted[1]
     _same_sum(plan.total, permuted_lengths_sum)
     moved = lengths.index_select(0, permute)
     return moved, move_by(plan, values), None if weights is None else move_by(plan, weights)
@@ -206,9 +206,9 @@ def _expand(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, outp
 def _expand_cpu(permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, output_size: int) -> Tensor:
     if output_size > MANY:
         require_memory(f"output_size {output_size}", (output_size,), permute.dtype)
-    found = cpu_segments.expand(permute, input_offsets, output_offsets, output_size)
-    if found is not None:
-        return found
+    source = cpu_segments.expand(permute, input_offsets, output_offsets, output_size)
+    if source is not None:
+        return source
     sizes = output_offsets.diff()
     cpu_segments.check_offsets("output_offsets", output_offsets, output_size)
     cpu_segments.check_order(permute, input_offsets.shape[0] - 1)
@@ -246,7 +246,7 @@ def _bad_values(name: str, tensor: Tensor) -> Exception:
 
 
 def _check_values(permute: Tensor, lengths: Tensor, sums: Tensor, values: int) -> None:
-    """What a plan checks, on torch."""
+    """A plan's checks, on torch."""
     if lengths.numel():
         low, high = lengths.aminmax()
         if int(low) < 0:
@@ -260,14 +260,14 @@ def _check_values(permute: Tensor, lengths: Tensor, sums: Tensor, values: int) -
 
 
 def _check_known(sizes: Sequence[int], order: Sequence[int], values: int) -> None:
-    """What a plan checks, on the host."""
+    """A plan's checks, on the host."""
     if min(sizes, default=0) < 0:
         raise ValueError(f"lengths must be >= 0, segment {list(sizes).index(min(sizes))} has {min(sizes)}")
     if sum(sizes) != values:
         raise ValueError(f"lengths sum to {sum(sizes)}, values has {values}")
     if order and not 0 <= min(order) <= max(order) < len(sizes):
-        at, found = next((i, s) for i, s in enumerate(order) if not 0 <= s < len(sizes))
-        raise IndexError(f"permute[{at}] is {found}, out of range for {len(sizes)} segments")
+        at, segment = next((i, s) for i, s in enumerate(order) if not 0 <= s < len(sizes))
+        raise IndexError(f"permute[{at}] is {segment}, out of range for {len(sizes)} segments")
 
 
 def _same_sum(total: int, expected: int | None) -> int:
@@ -291,8 +291,8 @@ def _on_device(
         moved = taken = lengths
     starts, ends = (torch.nn.functional.pad(n.cumsum(0, dtype=torch.int64), (1, 0)) for n in (sizes, taken))
     both = [values] if weights is None else [values, weights]
-    found = torch.ops.shardwise.move_segments(both, permute, starts, ends, total)
-    return moved, found[0], None if weights is None else found[1]
+    permuted = torch.ops.shardwise.move_segments(both, permute, starts, ends, total)
+    return moved, permuted[0], None if weights is None else permuted[1]
 
 
 def _on_torch(tensors: Sequence[Tensor], sizes: Sequence[int], order: Sequence[int]) -> list[Tensor]:

@@ -276,20 +276,20 @@ def _of_outputs(runs: Runs, low: int, high: int) -> Runs:
 
 
 def _regroup_torch(tensors: Sequence[Tensor], runs: Runs) -> list[Tensor]:
-    """What the kernel does, by torch's ops, run by run."""
+    """The kernel's result by torch's ops, run by run."""
     parts: list[list[Tensor]] = [[_nothing(tensors)] for _ in runs.widths]
     wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     for output, _, columns, *pairs in runs.rows():
-        found = [
+        slices = [
             tensors[tensor].narrow(1, first, columns)
             for tensor, first in zip(pairs[::2], pairs[1::2], strict=True)
             if tensor >= 0
         ]
-        if len(found) < 2:
-            parts[output] += found or [tensors[0].new_zeros(tensors[0].shape[0], columns)]
+        if len(slices) < 2:
+            parts[output] += slices or [tensors[0].new_zeros(tensors[0].shape[0], columns)]
             continue
-        total = found[0].to(wide)
-        for other in found[1:]:
+        total = slices[0].to(wide)
+        for other in slices[1:]:
             total = total + other
         parts[output].append(total.to(tensors[0].dtype))
     return [torch.cat(listed, 1) for listed in parts]

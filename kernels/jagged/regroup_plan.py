@@ -1,4 +1,4 @@
-"""Which columns of which tensors go where: plans of regroup.py, made once and kept. Pure Python.
+"""Plans of regroup.py, which columns of which tensors go where, made once and kept. Pure Python.
 
 A piece (tensor, first column, columns) names columns side by side. Runs are how ops read a plan: flat ints, for each
 run of columns that the outputs hold: (output, column, columns, then `repeats` pairs: tensor, column), what is added
@@ -78,11 +78,11 @@ def _plan_regroup(
             first = end - dim
             owners.setdefault(name, []).append((tensor, first, dim))
     for name in (name for group in groups for name in group):
-        found = len(owners.get(name, ()))
-        if found == 0:
+        count = len(owners.get(name, ()))
+        if count == 0:
             raise KeyError(f"unknown key {name!r}, keys are {_listed(owners)}")
-        if found > 1:
-            raise ValueError(f"key {name!r} is in {found} of the KeyedTensors: rename it or leave all but one out")
+        if count > 1:
+            raise ValueError(f"key {name!r} is in {count} of the KeyedTensors: rename it or leave all but one out")
     return plan_pieces([sum(columns) for columns in dims], [[owners[name][0] for name in group] for group in groups])
 
 
@@ -107,7 +107,7 @@ def plan_pieces(widths: Sequence[int], pieces: Sequence[Sequence[Piece]]) -> Reg
 
 
 def _runs(pieces: Sequence[Sequence[Piece]]) -> Runs:
-    """What each output holds: one piece a run."""
+    """The runs of each output: one piece a run."""
     flat: list[int] = []
     widths = []
     for output, listed in enumerate(pieces):
@@ -145,18 +145,18 @@ def transposed(runs: Runs, widths: Sequence[int]) -> Runs:
         if tensor >= 0
     ]
     cuts = _cuts(widths, [use[:3] for use in uses])
-    found: dict[tuple[int, int], list[tuple[int, int]]] = {
+    targets: dict[tuple[int, int], list[tuple[int, int]]] = {
         (tensor, low): [] for tensor, borders in enumerate(cuts) for low in borders[:-1]
     }
     after = {(tensor, low): high for tensor, borders in enumerate(cuts) for low, high in pairwise(borders)}
     for tensor, first, columns, output, column in uses:
         low = first
         while low < first + columns:
-            found[tensor, low].append((output, column + low - first))
+            targets[tensor, low].append((output, column + low - first))
             low = after[tensor, low]
-    repeats = max([1, *map(len, found.values())])
+    repeats = max([1, *map(len, targets.values())])
     flat: list[int] = []
-    for (tensor, low), places in found.items():
+    for (tensor, low), places in targets.items():
         flat += (tensor, low, after[tensor, low] - low)
         for place in [*places, *[(-1, 0)] * (repeats - len(places))]:
             flat += place

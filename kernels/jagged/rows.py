@@ -1,4 +1,4 @@
-"""What the ops on bags of rows share: how their arguments are checked, and how eager CPU batches are quick.
+"""Checks of arguments that the ops on bags of rows share, and their direct way for eager CPU batches.
 
 Letters: N rows, D columns, B bags; O [B + 1] offsets: bag b is rows O[b] ... O[b+1] - 1. Rows past O[B] belong to no
 bag, nor do those of a bag from its `max_length`-th on take part: they come out as 0 and get a gradient of 0.
@@ -46,12 +46,12 @@ def check_offsets(
         raise ValueError(f"{op}: {name} must be on {beside.device} as {like}, got {offsets.device}")
 
 
-def check_like(op: str, name: str, found: Tensor, like: str, expected: Tensor) -> None:
-    """Raise unless `found` has the dtype and device of `expected`, the argument called `like`."""
-    if found.dtype != expected.dtype:
-        raise TypeError(f"{op}: {name} must have the dtype of {like}, {expected.dtype}, got {found.dtype}")
-    if found.device != expected.device:
-        raise ValueError(f"{op}: {name} must be on {expected.device} as {like}, got {found.device}")
+def check_like(op: str, name: str, tensor: Tensor, like: str, expected: Tensor) -> None:
+    """Raise unless `tensor` has the dtype and device of `expected`, the argument called `like`."""
+    if tensor.dtype != expected.dtype:
+        raise TypeError(f"{op}: {name} must have the dtype of {like}, {expected.dtype}, got {tensor.dtype}")
+    if tensor.device != expected.device:
+        raise ValueError(f"{op}: {name} must be on {expected.device} as {like}, got {tensor.device}")
 
 
 def adds_in_fp32(values: Tensor) -> bool:

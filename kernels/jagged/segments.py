@@ -59,28 +59,28 @@ def move_segments_ref(
     """Y[O[s] + i] = V[I[P[s]] + i], zeros where that is no position of V, for each of the tensors in `values`."""
     total = int(output_offsets[-1]) if total is None else total
     at = positions_ref(permute, input_offsets, output_offsets, total)
-    found = []
+    out = []
     for v in values:
         good = (at >= 0) & (at < v.shape[0])
         rows = v[torch.where(good, at, 0)] if v.shape[0] else v.new_zeros(total, *v.shape[1:])
-        found.append(
+        out.append(
             torch.where(good.view(-1, *[1] * (v.dim() - 1)), rows, torch.zeros((), dtype=v.dtype, device=v.device))
         )
-    return found
+    return out
 
 
 def collect_segments_ref(
     grads: Sequence[Tensor], permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, size: int
 ) -> list[Tensor]:
     """The transpose of `move_segments_ref`: what was moved from one of `size` positions is added up there."""
-    found = []
+    out = []
     for grad in grads:
         at = positions_ref(permute, input_offsets, output_offsets, grad.shape[0])
         good = (at >= 0) & (at < size)
         wide = grad if grad.dtype == torch.float64 else grad.float()
         total = wide.new_zeros(size, *grad.shape[1:]).index_add_(0, at[good], wide[good])
-        found.append(total.to(grad.dtype))
-    return found
+        out.append(total.to(grad.dtype))
+    return out
 
 
 @triton.jit(do_not_specialize=["N", "S", "T", "M", "steps"], do_not_specialize_on_alignment=["V", "W", "P", "I", "O"])
@@ -135,17 +135,17 @@ def _locate_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(O + s, mask=here, other=0).to(tl.int64)
     owned = here & (position >= begin)
     if WHAT == "place":
-        found = position - begin
+        source = position - begin
     else:
         owned &= position < tl.load(O + s + 1, mask=here, other=0)
         if WHAT == "segment":
-            found = s
+            source = s
         else:
             p = tl.load(P + s, mask=owned, other=-1).to(tl.int64)
             owned &= (p >= 0) & (p < T)
-            found = tl.load(I + p, mask=owned, other=-1).to(tl.int64) + position - begin
-            owned &= (found >= 0) & (found < N)
-    tl.store(at + position, tl.where(owned, found * UNIT, -1).to(at.dtype.element_ty), mask=here)
+            source = tl.load(I + p, mask=owned, other=-1).to(tl.int64) + position - begin
+            owned &= (source >= 0) & (source < N)
+    tl.store(at + position, tl.where(owned, source * UNIT, -1).to(at.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["I", "O"])
@@ -243,7 +243,7 @@ def _move_segments(
     values: Sequence[Tensor], permute: Tensor, input_offsets: Tensor, output_offsets: Tensor, total: int | None
 ) -> list[Tensor]:
     if total is None:
-        # host sync: nobody told how many values there will be
+        # host sync: nobody gave the number of values
         total = int(output_offsets[-1])
     if total > MANY:
         for v in values:
@@ -322,8 +322,8 @@ def _setup_move(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward_of_move(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     wanted = [grad for grad in grads if grad is not None]
-    found = iter(torch.ops.shardwise.collect_segments(wanted, *ctx.saved_tensors, ctx.size) if wanted else ())
-    return [None if grad is None else next(found) for grad in grads], None, None, None, None
+    collected = iter(torch.ops.shardwise.collect_segments(wanted, *ctx.saved_tensors, ctx.size) if wanted else ())
+    return [None if grad is None else next(collected) for grad in grads], None, None, None, None
 
 
 def _setup_collect(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -334,8 +334,8 @@ def _setup_collect(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward_of_collect(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     wanted = [grad for grad in grads if grad is not None]
-    found = iter(torch.ops.shardwise.move_segments(wanted, *ctx.saved_tensors, ctx.total) if wanted else ())
-    return [None if grad is None else next(found) for grad in grads], None, None, None, None
+    moved = iter(torch.ops.shardwise.move_segments(wanted, *ctx.saved_tensors, ctx.total) if wanted else ())
+    return [None if grad is None else next(moved) for grad in grads], None, None, None, None
 
 
 register_autograd(
@@ -398,7 +398,7 @@ def check_index(name: str, tensor: Tensor, dims: int) -> None:
 
 
 def bad_index(name: str, tensor: Tensor, dims: int) -> Exception:
-    """What to raise for a tensor that is not `dims`-D of int32 or int64."""
+    """The error for a tensor that is not `dims`-D of int32 or int64."""
     if tensor.dtype not in INDEX_DTYPES:
         return TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
     return ValueError(f"{name} must be {dims}-D, got shape {list(tensor.shape)}")

@@ -67,8 +67,8 @@ def unique_ids(ids: Tensor, *, return_counts: bool = False) -> Unique:
     require_ids("ids", ids)
     _require_flat("ids", ids)
     call = _unique_ids if direct(ids) else torch.ops.shardwise.unique_ids
-    found, inverse, counts = call(ids, return_counts)
-    return Unique(found, inverse, counts if return_counts else None)
+    distinct, inverse, counts = call(ids, return_counts)
+    return Unique(distinct, inverse, counts if return_counts else None)
 
 
 def _unique_ids(ids: Tensor, return_counts: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,10 +89,10 @@ def jagged_unique_ref(
     """torch.unique of ids counted on from table to table; a table's distinct ids are spread evenly over its bags."""
     table_of = list(range(len(hash_sizes))) if feature_to_table is None else list(feature_to_table)
     batch, base = batch_size(offsets, len(table_of)), list(accumulate(hash_sizes, initial=0))
-    table = torch.tensor(table_of, device=ids.device).repeat_interleave(batch).repeat_interleave(offsets.diff())
+    table = torch.tensor(table_of, device=ids.device).repeat_interleave(batch).repeat_interleave(offsets.diff())  # [N]
     first_row = torch.tensor(base, device=ids.device)
-    keys, inverse = torch.unique(ids + first_row[table], return_inverse=True)
-    table_of_key = torch.searchsorted(first_row, keys, right=True) - 1
+    keys, inverse = torch.unique(ids + first_row[table], return_inverse=True)  # [U], [N]
+    table_of_key = torch.searchsorted(first_row, keys, right=True) - 1  # [U]
     lengths = []
     for t in range(len(hash_sizes)):
         number, bags = int((table_of_key == t).sum()), table_of.count(t) * batch
@@ -223,13 +223,13 @@ def _jagged_unique(
         _raise_bad_values(ids, offsets, hash_sizes, tables)
     _raise_bad_values(ids, offsets, hash_sizes, tables)
     batch = bags // features
-    bases = first_rows.to(device).repeat_interleave(offsets[::batch].diff(), output_size=n)
-    keys, inverse = torch.unique(ids + bases, return_inverse=True)
+    bases = first_rows.to(device).repeat_interleave(offsets[::batch].diff(), output_size=n)  # [N]
+    keys, inverse = torch.unique(ids + bases, return_inverse=True)  # [U], [N]
     bounds = torch.tensor(list(accumulate(hash_sizes, initial=0)), device=device)
-    starts = torch.searchsorted(keys, bounds)
-    numbers = starts.diff()
-    found = (keys - bounds[:-1].repeat_interleave(numbers, output_size=keys.shape[0])).to(ids.dtype)
-    return *_spread(numbers, first_features, batch, offsets.dtype), found, inverse
+    starts = torch.searchsorted(keys, bounds)  # [T + 1] places in keys
+    numbers = starts.diff()  # [T]
+    distinct = (keys - bounds[:-1].repeat_interleave(numbers, output_size=keys.shape[0])).to(ids.dtype)
+    return *_spread(numbers, first_features, batch, offsets.dtype), distinct, inverse
 
 
 def _jagged_unique_kernels(
@@ -247,27 +247,27 @@ def _jagged_unique_kernels(
         features.bit_length() + 1, _BLOCK,
     )  # fmt: skip
     keys, source = torch.sort(keys, stable=True)
-    number = run_begins(keys).cumsum(0)
+    number = run_begins(keys).cumsum(0)  # [N] counts distinct ids up to each place, from 1
     # a sync: the size of the result must be known, and with it comes whether an id or an offset is bad
     count, largest = torch.stack([number[-1], keys[-1].long()]).tolist()
     if largest == padding:
         _raise_bad_values(ids, offsets, hash_sizes, tables)
         raise ValueError("offsets must begin at 0, not decrease and end at the number of ids")
-    found, inverse = torch.empty(count, dtype=ids.dtype, device=device), torch.empty_like(source)
-    _number_unique_kernel[grid](ids, source, number, found, inverse, n, _BLOCK)
+    distinct, inverse = torch.empty(count, dtype=ids.dtype, device=device), torch.empty_like(source)
+    _number_unique_kernel[grid](ids, source, number, distinct, inverse, n, _BLOCK)
     bounds = torch.tensor(list(accumulate(hash_sizes, initial=0)), dtype=keys.dtype, device=device)
-    at = torch.searchsorted(keys, bounds)
-    numbers = torch.where(at > 0, number[at - 1], 0).diff()
-    return *_spread(numbers, first_features, batch, offsets.dtype), found, inverse
+    at = torch.searchsorted(keys, bounds)  # [T + 1]
+    numbers = torch.where(at > 0, number[at - 1], 0).diff()  # [T]
+    return *_spread(numbers, first_features, batch, offsets.dtype), distinct, inverse
 
 
 def _spread(numbers: Tensor, first_features: Tensor, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Lengths and offsets of bags among which the `numbers` [T] of tables are divided, the first have one more."""
     device, bags = numbers.device, int(first_features[-1]) * batch
-    first_bags = (first_features * batch).to(device)
-    share = first_bags.diff()
-    table = torch.arange(len(numbers), device=device).repeat_interleave(share, output_size=bags)
-    place = torch.arange(bags, device=device) - first_bags[table]
+    first_bags = (first_features * batch).to(device)  # [T + 1]
+    share = first_bags.diff()  # [T] bags of a table
+    table = torch.arange(len(numbers), device=device).repeat_interleave(share, output_size=bags)  # [F*B]
+    place = torch.arange(bags, device=device) - first_bags[table]  # [F*B] of a bag in its table
     offsets = torch.zeros(bags + 1, dtype=dtype, device=device)
     lengths = ((numbers // share)[table] + (place < (numbers % share)[table])).to(dtype)
     torch.cumsum(lengths, 0, out=offsets[1:])
@@ -289,7 +289,7 @@ def _raise_bad_values(ids: Tensor, offsets: Tensor, hash_sizes: Sequence[int], t
         raise ValueError(f"offsets[{bag + 1}] is {int(offsets[bag + 1])} after {int(offsets[bag])}")
     batch = (offsets.shape[0] - 1) // len(tables)
     sizes = torch.tensor([hash_sizes[table] for table in tables], device=ids.device)
-    rows = sizes.repeat_interleave(offsets[::batch].diff(), output_size=ids.shape[0])
+    rows = sizes.repeat_interleave(offsets[::batch].diff(), output_size=ids.shape[0])  # [N]
     bad = (ids < 0) | (ids >= rows)
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
@@ -308,9 +308,9 @@ def _fake_unique(ids: Tensor, return_counts: bool) -> tuple[Tensor, Tensor, Tens
 def _fake_jagged_unique(
     ids: Tensor, offsets: Tensor, hash_sizes: Sequence[int], tables: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = ids.new_empty(torch.library.get_ctx().new_dynamic_size())
+    distinct = ids.new_empty(torch.library.get_ctx().new_dynamic_size())
     lengths = offsets.new_empty(offsets.shape[0] - 1)
-    return lengths, torch.empty_like(offsets), found, ids.new_empty(ids.shape, dtype=torch.int64)
+    return lengths, torch.empty_like(offsets), distinct, ids.new_empty(ids.shape, dtype=torch.int64)
 
 
 register("unique_ids(Tensor ids, bool return_counts) -> (Tensor, Tensor, Tensor)", _unique_ids, _fake_unique)

@@ -40,9 +40,9 @@ _BLOCK = 64 if INTERPRETED else 256
 
 
 class BoundsCheckMode(Enum):
-    """What an id outside its table does: raise, warn once and count as no id, or silently count as no id.
+    """The effect of an id outside its table: raise, warn once and count as no id, or silently count as no id.
 
-    NONE is TorchRec's word for reads that nobody checks; here it is IGNORE.
+    NONE is TorchRec's name for reads that nobody checks; here it is IGNORE.
     """
 
     FATAL = 0
@@ -174,8 +174,8 @@ def check_ids(
     require_ids("offsets", offsets)
     batch_size(offsets, len(names))
     # a kernel has no use for names, and hundreds take the dispatcher longer than a launch
-    said = [] if indices.is_cuda and runs_kernel(indices) else list(names)
-    torch.ops.shardwise.check_ids(indices, offsets, features, guard, said, fatal, padded, step_guard)
+    feature_names = [] if indices.is_cuda and runs_kernel(indices) else list(names)
+    torch.ops.shardwise.check_ids(indices, offsets, features, guard, feature_names, fatal, padded, step_guard)
     if torch.compiler.is_compiling() and not indices.is_cuda:
         # a compiler leaves out what writes a guard that nobody reads, and with it the check
         torch._assert_async((guard == OK).all(), "ids or offsets are bad")

@@ -192,8 +192,8 @@ def pooled_lookup(
     """
     if direct(weights, indices, offsets, per_id_weights, features):
         same_length(per_id_weights, indices)
-        found = pooled_lookup_cpu(weights, indices, offsets, per_id_weights, features, dims)
-        return found if output_dtype is torch.float32 else found.to(output_dtype)
+        pooled = pooled_lookup_cpu(weights, indices, offsets, per_id_weights, features, dims)
+        return pooled if output_dtype is torch.float32 else pooled.to(output_dtype)
     return torch.ops.shardwise.pooled_lookup(  # type: ignore[no-any-return]
         weights, indices, offsets, per_id_weights, features, list(dims), list(segments), pooling, output_dtype
     )

@@ -78,9 +78,9 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     live = (position < N) & (position < tl.load(O + tl.cast(F, tl.int64) * B))
     row = tl.load(I + position, mask=live, other=-1).to(tl.int64)
     feature = FT + feature_of_position(O, position, F, B, STEPS).to(tl.int64) * FIELDS
-    found = live & (row >= 0) & (row < tl.load(feature + ROWS, mask=live, other=0))
-    begin = tl.load(feature + BASE, mask=found, other=0) + row * D
-    tl.store(at + position, tl.where(found, begin // ALIGN, -1), mask=position < N)
+    valid = live & (row >= 0) & (row < tl.load(feature + ROWS, mask=live, other=0))
+    begin = tl.load(feature + BASE, mask=valid, other=0) + row * D
+    tl.store(at + position, tl.where(valid, begin // ALIGN, -1), mask=position < N)
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -48,12 +48,12 @@ def per_id_weight_gradient_ref(
     bag, f, valid = locate_ids(indices, offsets, features)
     lengths = offsets.diff().clamp(min=1)
     for j, dim in enumerate(dims):
-        mine = torch.nonzero(valid & (f == j)).squeeze(1)
+        own = torch.nonzero(valid & (f == j)).squeeze(1)  # [n] positions of ids of this feature
         table = table_rows(weights, int(features[j, BASE]), int(features[j, ROWS]), dim)
-        upstream = grad[bag[mine] - j * batch, columns[j] : columns[j + 1]].float()
+        upstream = grad[bag[own] - j * batch, columns[j] : columns[j + 1]].float()  # [n, D]
         if features[j, MEAN]:
-            upstream = upstream / lengths[bag[mine]][:, None]
-        out[mine] = (upstream * table[indices[mine].long()].float()).sum(1)
+            upstream = upstream / lengths[bag[own]][:, None]
+        out[own] = (upstream * table[indices[own].long()].float()).sum(1)
     return out
 
 

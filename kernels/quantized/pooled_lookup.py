@@ -240,11 +240,11 @@ def quantized_pooled_lookup(
     trained = isinstance(per_id_weights, Tensor) and per_id_weights.requires_grad and torch.is_grad_enabled()
     if trained and not torch.compiler.is_compiling():
         with torch.no_grad():
-            found = quantized_pooled_lookup(
+            pooled = quantized_pooled_lookup(
                 payload, scales, indices, offsets, per_id_weights, features, dims, format, output_dtype
             )
         text = "quantized_pooled_lookup has no gradient by per-id weights: detach them, or look up in float tables"
-        return no_gradient(text, found)
+        return no_gradient(text, pooled)
     return torch.ops.shardwise.quantized_pooled_lookup(  # type: ignore[no-any-return]
         payload, scales, indices, offsets, per_id_weights, features, list(dims), format, output_dtype
     )
@@ -316,8 +316,8 @@ def tuned_tile(
 ) -> tuple[int, int, int]:
     """The tile of a config, or of the heuristic."""
     classed = next_power_of_2(width)
-    found, whole = tile(width, kind, align), align == min(classed, 16 // units.itemsize)
-    return configs.tile(kernel, found, kind.name, classed, length, units.device) if whole else found
+    heuristic, whole = tile(width, kind, align), align == min(classed, 16 // units.itemsize)
+    return configs.tile(kernel, heuristic, kind.name, classed, length, units.device) if whole else heuristic
 
 
 def row_units(payload: Tensor, kind: RowFormat) -> Tensor:

@@ -1,4 +1,4 @@
-"""What lookups of quantized rows do in Triton: numbers out of bytes, values out of numbers, scales out of memory.
+"""Triton functions that decode quantized rows: numbers out of bytes, values out of numbers, scales out of memory.
 
 Numbers become floats by their bits and not by a conversion: those of sm_80 run at a quarter of the speed of an
 addition, and neither sm_80 nor gfx942 has e4m3 as a type. Products and sums here are rounded one by one, as on the CPU;

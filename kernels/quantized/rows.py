@@ -268,11 +268,11 @@ def _is_traced(tensor: Tensor) -> bool:
 
 def _require_rows(weights: Tensor, made: Tensor, kind: RowFormat, dtype: torch.dtype) -> None:
     """ValueError for the first row that was no row of finite numbers, or came to be none: `made` shows it."""
-    found = made if kind.parts else made.view(DTYPES[kind.name])
+    shown = made if kind.parts else made.view(DTYPES[kind.name])
     # one host sync: a minimum and a maximum, which hand on NaN
-    if not found.numel() or bool(torch.stack(found.aminmax()).isfinite().all()):
+    if not shown.numel() or bool(torch.stack(shown.aminmax()).isfinite().all()):
         return
-    row = int((~found.isfinite()).any(1).nonzero()[0])
+    row = int((~shown.isfinite()).any(1).nonzero()[0])
     values = weights[row].float()
     if bool(values.isfinite().all()):
         limit = f"{float(values.min()):g} to {float(values.max()):g}"
@@ -331,9 +331,9 @@ def _made(weights: Tensor, kind: RowFormat, scale_dtype: torch.dtype) -> tuple[T
 
 
 def _quantize_block_ref(weights: Tensor, kind: RowFormat, payload: Tensor, scales: Tensor) -> None:
-    found = quantize_rows_ref(weights, kind.name, scales.dtype)
-    payload.copy_(found[0])
-    scales.copy_(found[1])
+    quantized = quantize_rows_ref(weights, kind.name, scales.dtype)
+    payload.copy_(quantized[0])
+    scales.copy_(quantized[1])
 
 
 def _quantize_block(weights: Tensor, kind: RowFormat, payload: Tensor, scales: Tensor) -> None:

@@ -86,10 +86,10 @@ def _resolve_rows_kernel(  # type: ignore[no-untyped-def]
     live = (position < N) & (position < tl.load(O + tl.cast(F, tl.int64) * B))
     row = tl.load(I + position, mask=live, other=-1).to(tl.int64)
     feature = FT + feature_of_position(O, position, F, B, STEPS).to(tl.int64) * FIELDS
-    found = live & (row >= 0) & (row < tl.load(feature + ROWS, mask=live, other=0))
-    begin = tl.load(feature + BASE, mask=found, other=0) // UNIT + row * units
-    tl.store(at + position, tl.where(found, begin // ALIGN, -1), mask=position < N)
-    tl.store(at + N + position, tl.load(feature + FIRST_ROW, mask=found, other=0) + row, mask=position < N)
+    valid = live & (row >= 0) & (row < tl.load(feature + ROWS, mask=live, other=0))
+    begin = tl.load(feature + BASE, mask=valid, other=0) // UNIT + row * units
+    tl.store(at + position, tl.where(valid, begin // ALIGN, -1), mask=position < N)
+    tl.store(at + N + position, tl.load(feature + FIRST_ROW, mask=valid, other=0) + row, mask=position < N)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -112,11 +112,11 @@ def _gather_values_kernel(  # type: ignore[no-untyped-def]
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = position < N
     begin = tl.load(at + position, mask=here, other=-1)
-    found = begin >= 0
+    valid = begin >= 0
     u = tl.program_id(1) * BLOCK_U + tl.arange(0, BLOCK_U)
-    mask = found[:, None] & (u < multiple(units, ALIGN))[None, :]
+    mask = valid[:, None] & (u < multiple(units, ALIGN))[None, :]
     q = tl.load(Q + (begin * ALIGN)[:, None] + u[None, :], mask=mask, other=0)
-    scale, bias = row_scales(S, tl.load(at + N + position, mask=found, other=0), found, PARTS)
+    scale, bias = row_scales(S, tl.load(at + N + position, mask=valid, other=0), valid, PARTS)
     y0 = row_values(q, scale, bias, 0, BITS, PARTS)
     if PER == 4:
         y1 = row_values(q, scale, bias, 2, BITS, PARTS)

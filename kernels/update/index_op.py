@@ -27,7 +27,7 @@ def update_index(
     hashed: bool,
     ids: Tensor | None = None,
 ) -> list[Tensor]:
-    """What `fused_update` of a batch takes as its `index`, made before there is a gradient; arguments as there.
+    """The `index` that `fused_update` of a batch takes, made before there is a gradient; arguments as there.
 
     `hashed` where rows will be rounded stochastically. Nothing where the update makes none: on a CPU.
     """

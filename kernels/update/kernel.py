@@ -271,13 +271,13 @@ def _update_kernel(  # type: ignore[no-untyped-def]
             w = w - given[NUMBERS - 1] * w
         if TAKES_ROW:
             kept += ((in_row[None, :], D),)  # type: ignore[assignment]
-        found = RULE(w, g, *kept, *given[: NUMBERS - 1])
-        w = found if len(KINDS) == 0 else found[0]
+        updated = RULE(w, g, *kept, *given[: NUMBERS - 1])
+        w = updated if len(KINDS) == 0 else updated[0]
         for k in tl.static_range(len(KINDS)):
             if KINDS[k] == "row":
-                tl.store(states[k] + row[:, None], found[k + 1], mask=whole[:, None])
+                tl.store(states[k] + row[:, None], updated[k + 1], mask=whole[:, None])
             else:
-                tl.store(states[k] + at, found[k + 1], mask=mask)
+                tl.store(states[k] + at, updated[k + 1], mask=mask)
         if ROUNDS:
             w = rounded_stochastically(w, place, d, salt, ROUNDS == 2)
         tl.store(W + at, w.to(W.dtype.element_ty), mask=mask)

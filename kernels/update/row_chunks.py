@@ -1,7 +1,7 @@
 """The transposed index of a batch on a GPU, in few launches: what each touched row adds up, level by level.
 
 Shapes: I [N] ids, O [F*B + 1] bag offsets, P [N] per-id weights, FT [F, 8] features (features.py); K levels (`levels`);
-C_k [5, n_k + 1] chunks of a level, n_k = N // 32**k + 1. What a chunk is, and the order of addition, is said in
+C_k [5, n_k + 1] chunks of a level, n_k = N // 32**k + 1. What a chunk is, and the order of addition, stands in
 transpose.py: chunk c of level 0 is the ids from C_0[START, c] to C_0[START, c + 1] in the order of their rows, and of
 the next level partial sums of the one before. Nothing here waits for the device.
 
@@ -80,7 +80,7 @@ class RowChunks(NamedTuple):
     room: Tensor  # of all levels' chunks
 
     def tensors(self) -> list[Tensor]:
-        """What `of_tensors` makes the same of again."""
+        """The tensors that `of_tensors` takes, in its order."""
         return [self.room, self.totals, self.source, *([] if self.scale is None else [self.scale])]
 
     @staticmethod
@@ -111,16 +111,16 @@ def row_chunks_ref(lookup: Lookup, columns: int) -> tuple[list[Chunks], Tensor, 
     if per_id_weights is not None:
         scale = per_id_weights[index.position].float()
     if pooling == "mean":
-        averaged = features[index.bag // max(batch, 1), MEAN] != 0
-        lengths = torch.where(averaged, offsets.diff()[index.bag], 1).clamp(min=1).float()
+        averaged = features[index.bag // max(batch, 1), MEAN] != 0  # [N]
+        lengths = torch.where(averaged, offsets.diff()[index.bag], 1).clamp(min=1).float()  # [N]
         scale = 1 / lengths if scale is None else scale / lengths
-    keys, found = index.keys, []
+    keys, chunks = index.keys, []
     for level in range(levels(indices.shape[0])):
         chunk = CHUNK if level == 0 or level < levels(indices.shape[0]) - 1 else CHUNK * CHUNK
-        found.append(chunks_of(keys, 0, segments[-1].end_row, chunk))
-        keys = found[-1].next_keys
+        chunks.append(chunks_of(keys, 0, segments[-1].end_row, chunk))
+        keys = chunks[-1].next_keys
     used = int(valid.sum())
-    return found, source[:used], None if scale is None else scale[:used]
+    return chunks, source[:used], None if scale is None else scale[:used]
 
 
 @triton.jit
@@ -370,7 +370,7 @@ def _chunk_alone_kernel(  # type: ignore[no-untyped-def]
     PARTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What `_mark_kernel`, `_block_sums_kernel` and `_chunk_kernel` do, by one program for few ids."""
+    """`_mark_kernel`, `_block_sums_kernel` and `_chunk_kernel` in one program, for few ids."""
     tl.static_assert(BLOCK < 65536)
     zero = tl.full((), 0, tl.int32)
     # what the parts before have: valid ids, and chunks and partial sums of each level

@@ -1,4 +1,4 @@
-"""A row of the flat buffer for each id of a batch, as keys to sort by, and where the gradient of the id will lie.
+"""Sort keys of an update: each id's row of the flat buffer, and where the gradient of the id will lie.
 
 Shapes: I [N] ids, O [F*B + 1] bag offsets, P [N] per-id weights, FT [F, 8] features (features.py). An id that is in no
 bag, or outside its table, gets the number of rows as its key, which is behind all others. One launch, no wait.
@@ -199,7 +199,7 @@ def block_of_ids() -> tuple[int, int]:
 
 
 def index_type(count: int) -> Any:
-    """What holds the numbers of so many things, and of a block of them more."""
+    """The narrowest type for the numbers of so many things, and of a block of them more."""
     return tl.int32 if count < 2**30 else tl.int64
 
 

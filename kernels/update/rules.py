@@ -65,7 +65,7 @@ def rowwise_adagrad(w: Any, g: Any, total: Any, row: Any, lr: float = 0.01, eps:
 def _corrected(
     step: Tensor, lr: float = 0.01, eps: float = 1e-8, beta1: Any = 0.9, beta2: Any = 0.999
 ) -> dict[str, Any]:
-    """What the Adam family needs of the step count: rates 1 - beta, and how much of each moment has built up."""
+    """The Adam family's numbers of a step: rates 1 - beta, and how much of each moment has built up."""
     # both at once, as each operation is a launch
     betas = torch.stack((beta1, beta2))
     rates, parts = 1 - betas, 1 - betas**step

@@ -307,12 +307,12 @@ def _kernel_numbers(rule: Rule, hyper: Tensor, step: Tensor, decay: str) -> Tens
 
 
 def _launch_segment(
-    segment: Segment, update: Update, numbers: Tensor, grad: Tensor, found: RowChunks, lookup: Lookup
+    segment: Segment, update: Update, numbers: Tensor, grad: Tensor, row_chunks: RowChunks, lookup: Lookup
 ) -> None:
     weights, states, step, guard, rule, _, decay, seed = update
     dims = lookup.dims if lookup.pooling != "sequence" else [segment.dim]
     alone = len(lookup.segments) == 1
-    dim, scale = segment.dim, found.scale
+    dim, scale = segment.dim, row_chunks.scale
     align, source_align = row_alignment(dim, 4), _source_alignment(grad, dims, dim)
     table = weights[segment.base :]
     heuristic = update_tile(dim)
@@ -332,11 +332,11 @@ def _launch_segment(
         configs.setting("update.prefetch", False) and not INTERPRETED and not torch.version.hip,
         configs.setting("update.contiguous", False),
     )
-    for number, level in enumerate(found.levels):
+    for number, level in enumerate(row_chunks.levels):
         partial = torch.empty(level.slots, dim, dtype=torch.float32, device=grad.device)
         programs = min(triton.cdiv(level.capacity, block_c), most)
         _update_kernel[(programs,)](
-            table, given, partial, level.chunks, found.totals[number:], found.source,
+            table, given, partial, level.chunks, row_chunks.totals[number:], row_chunks.source,
             numbers if scale is None else scale, grad, numbers, step if seed is None else seed, step, guard,
             segment.first_row, segment.end_row,
             level.chunks.shape[1], level.capacity.bit_length(), programs, dim,
