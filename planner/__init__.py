@@ -1,4 +1,4 @@
-"""Where tables should go. Pure Python: no tensors, no processes; `sharding.planning` plans models with it.
+"""The planner: where tables should go. No tensors, no processes; `sharding.planning` plans models with it.
 
 Names load at first use. TorchRec's names are also in modules of TorchRec's names: `planner.torchrec.types`,
 `planner.torchrec.proposers`.

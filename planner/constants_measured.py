@@ -1,5 +1,4 @@
-"""What a machine does in a step, as numbers with a unit and a source: the constants of the cost model of
-`cost/shardwise.py`.
+"""The constants of the cost model of `cost/shardwise.py`: a machine's speeds, each with a unit and a source.
 
 `shardwise plan calibrate` measures them and writes JSON that `Constants.load` reads. The presets here are not measured:
 they are peaks from vendors' data sheets times an efficiency that is stated with each, and overheads that are guesses.
@@ -168,7 +167,7 @@ def _card(
     )
 
 
-# memory in GiB as the driver shows it, peaks in GB/s each way, where data sheets tell both directions together. Cards
+# memory in GiB as the driver shows it, peaks in GB/s each way, where data sheets add up both directions. Cards
 # that nothing else joins have PCIe, 64 GB/s both ways of a Gen4 x16
 _CARDS = (
     _card("b200", "sm_100", 178.3, 8000, 900, 50, "NVIDIA HGX B200 data sheet, 400 Gb/s a GPU to other hosts"),
@@ -228,10 +227,10 @@ def card_named(name: str) -> Card:
     Raises:
         ValueError: there is none of this name; says which was meant, or which there are.
     """
-    found = CARDS.get(name.lower())
-    if found is None:
+    card = CARDS.get(name.lower())
+    if card is None:
         raise ValueError(f"card {name!r} is unknown{meant_card(name)}")
-    return found
+    return card
 
 
 def meant_card(name: str) -> str:

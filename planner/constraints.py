@@ -1,4 +1,4 @@
-"""What a user allows for a table, and what that does to tables and ranks before anything is priced.
+"""Constraints on tables, a user's, and their effect on tables and ranks before anything is priced.
 
 `ParameterConstraints` has TorchRec's name and fields, and ours behind them. A constraint holds for the tables of its
 name, in every module alike; the one named "*" for all that have none.
@@ -35,7 +35,7 @@ COMPUTE_KERNELS = (
 
 @dataclass
 class ParameterConstraints:
-    """What may be done with a table and what is known of its ids; keyed by table name, in every module alike.
+    """The ways that are allowed for a table, and what is known of its ids; keyed by table name, in every module alike.
 
     Args:
         sharding_types, compute_kernels: those allowed, by value; None allows all.
@@ -83,7 +83,7 @@ def constraint_of(constraints: Mapping[str, ParameterConstraints], name: str) ->
 def check_constraints(
     constraints: Mapping[str, ParameterConstraints], names: Iterable[str], world_size: int | None = None
 ) -> None:
-    """Check that constraints speak of tables, sharding types, kernels and ranks that there are.
+    """Check that constraints name tables, sharding types, kernels and ranks that there are.
 
     Raises:
         PlannerError: one does not; the text names the table, the value and the nearest that there is.
@@ -147,8 +147,8 @@ def check_settings_of(
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about a name that is unknown: the one that is alike, or else those that there are."""
     every = list(known)
-    told = f": there are {', '.join(every[:12])}{', ...' if len(every) > 12 else ''}" if every else ""
-    return did_you_mean(name, every) or told
+    listed = f": there are {', '.join(every[:12])}{', ...' if len(every) > 12 else ''}" if every else ""
+    return did_you_mean(name, every) or listed
 
 
 def described(table: Table, constraint: ParameterConstraints | None) -> Table:
@@ -168,13 +168,13 @@ def described(table: Table, constraint: ParameterConstraints | None) -> Table:
 
 
 def _features(table: Table, constraint: ParameterConstraints) -> tuple[Feature, ...]:
-    said = {
+    per_feature = {
         "pooling_factor": constraint.pooling_factors if constraint.pooling_factors != [1.0] else None,
         "num_poolings": constraint.num_poolings,
         "batch_size": constraint.batch_sizes,
     }
     features = table.features or tuple(map(Feature, constraint.feature_names or [table.name]))
-    for what, values in said.items():
+    for what, values in per_feature.items():
         if values is None:
             continue
         if len(values) != len(features):
@@ -198,8 +198,8 @@ def allowed_ranks(name: str, constraint: ParameterConstraints | None, world_size
     only = range(world_size) if constraint.ranks is None else constraint.ranks
     left = tuple(sorted(set(only) - set(constraint.not_on or ())))
     if not left:
-        said = said_by(constraint, "ranks", "not_on")
-        raise PlannerError(f"table {name!r}: {said} leave no rank", PlannerErrorType.STRICT_CONSTRAINTS)
+        given = as_given(constraint, "ranks", "not_on")
+        raise PlannerError(f"table {name!r}: {given} leave no rank", PlannerErrorType.STRICT_CONSTRAINTS)
     return None if len(left) == world_size else left
 
 
@@ -218,10 +218,10 @@ def groups(tables: Sequence[Table], constraints: Mapping[str, ParameterConstrain
         constraint = constraint_of(constraints, table.name)
         label = None if constraint is None else constraint.same_rank
         together.setdefault((label, table.path if label is None else ""), []).append(table)
-    return [Group(tuple(mine), label) for (label, _), mine in together.items()]
+    return [Group(tuple(members), label) for (label, _), members in together.items()]
 
 
-def said_by(constraint: ParameterConstraints, *names: str) -> str:
+def as_given(constraint: ParameterConstraints, *names: str) -> str:
     """The fields of a constraint that say something, or those of `names` that do, as they would be written."""
     default = ParameterConstraints()
     shown = [

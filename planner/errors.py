@@ -1,4 +1,4 @@
-"""What the planner raises, by TorchRec's names."""
+"""The planner's errors, by TorchRec's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the cells of tables live, as plain data: no tensors, no processes.
+"""The layout of tables, which rank holds which cells, as plain data: no tensors, no processes.
 
 A plan is a list of shards. A strategy is a function from a table to its shards and nothing else: routing, exchange and
 assembly read shards, never strategies. Row shards add, column shards sit side by side, replicas hold the same cells.
@@ -45,7 +45,7 @@ ROW_STATES = ("shard", "table")
 
 @dataclass(frozen=True)
 class Setting:
-    """What the engine makes of a setting of TorchRec's that says nothing of where the cells of a table are.
+    """The engine's reading of a TorchRec setting that says nothing of where the cells of a table are.
 
     Args:
         refused: of these values a plan raises; `instead` says where it is set.
@@ -89,15 +89,15 @@ SERVED_SETTINGS: Mapping[str, Setting] = {
 }
 
 
-def check_settings(table: str, said: object, settings: Mapping[str, Setting]) -> dict[str, str]:
-    """What of `said` has no effect, by name, with the reason; `said` has settings as attributes, not all of them.
+def check_settings(table: str, given: object, settings: Mapping[str, Setting]) -> dict[str, str]:
+    """Settings of `given` without effect, by name, with the reason; `given` has them as attributes, not all of them.
 
     Raises:
         ValueError: a value that no plan can have; names table, setting, value and where it is set instead.
     """
     without = {}
     for name, setting in settings.items():
-        value = getattr(said, name, None)
+        value = getattr(given, name, None)
         if setting.refused(value):
             raise ValueError(
                 f"table {table!r}: a plan does not set {name} (here {value!r}): give the {setting.instead}"
@@ -248,19 +248,19 @@ def validate(shards: Iterable[Shard], sizes: Mapping[str, tuple[int, int]], worl
             if not 0 <= low <= high <= size:
                 raise ValueError(f"table {shard.table!r}: {what} [{low}, {high}) leave the table's {size}")
         by_table[shard.table].append(shard)
-    for name, mine in by_table.items():
+    for name, table_shards in by_table.items():
         rows, dim = sizes[name]
-        replicas = [shard for shard in mine if shard.replica]
+        replicas = [shard for shard in table_shards if shard.replica]
         if replicas:
             ranks = sorted(shard.rank for shard in replicas if (shard.rows, shard.cols) == ((0, rows), (0, dim)))
-            if len(replicas) != len(mine) or ranks != list(range(world_size)):
+            if len(replicas) != len(table_shards) or ranks != list(range(world_size)):
                 raise ValueError(
                     f"table {name!r}: a replicated table needs one whole replica on each of {world_size} ranks"
                 )
             continue
-        fault = _fault(mine, rows, dim)
+        fault = _fault(table_shards, rows, dim)
         if fault:
-            cells = sum((s.rows[1] - s.rows[0]) * (s.cols[1] - s.cols[0]) for s in mine)
+            cells = sum((s.rows[1] - s.rows[0]) * (s.cols[1] - s.cols[0]) for s in table_shards)
             raise ValueError(f"table {name!r}: shards hold {cells} of {rows * dim} cells, {fault}")
 
 

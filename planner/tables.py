@@ -1,4 +1,4 @@
-"""What the planner knows of a table and of the batches that look it up. Plain data.
+"""Tables as the planner knows them, and the batches that look them up. Plain data.
 
 Lengths are means: a sample of feature f brings `pooling_factor` ids a lookup and `num_poolings` lookups. A
 `batch_size` is that of one rank.

@@ -188,7 +188,7 @@ CARD_HBM_GIB = {name: int(card.memory_gib) for name, card in CARDS.items() if na
 
 
 def _given(attribute: str, doc: str) -> Any:
-    """What a topology was made with: it is read, never set."""
+    """A value that a topology was made with: it is read, never set."""
     return property(attrgetter(attribute), doc=doc)
 
 
@@ -338,18 +338,18 @@ class Topology:
             "within a host": self.intra_host_bw,
             "between hosts": self.inter_host_bw,
         }
-        told = ", ".join(f"{name} {speed * 1000 / 1e9:.4g}" for name, speed in speeds.items())
+        rates = ", ".join(f"{name} {speed * 1000 / 1e9:.4g}" for name, speed in speeds.items())
         return (
             f"Topology({self._world_size} ranks ({what}) on {many}; a rank has HBM {_range_gib(self.hbm)},"
-            f" DDR {_range_gib(self.ddr)}; GB/s: {told})"
+            f" DDR {_range_gib(self.ddr)}; GB/s: {rates})"
         )
 
     def _hash(self) -> int:
         storages = [(d.storage.hbm, d.storage.ddr, d.storage.ssd) for d in self._devices]
-        return hash_sha256_to_int([*self._said(), storages])
+        return hash_sha256_to_int([*self._facts(), storages])
 
-    def _said(self) -> list[object]:
-        """What a plan depends on, storage apart."""
+    def _facts(self) -> list[object]:
+        """The facts that a plan depends on, storage apart."""
         return [
             self._world_size,
             self._compute_device,

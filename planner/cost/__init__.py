@@ -1,1 +1,1 @@
-"""What a way to cut a table costs: our engine's model and TorchRec's."""
+"""Costs of the ways to cut a table: our engine's model and TorchRec's."""

@@ -1,4 +1,4 @@
-"""What a cost model is: the time and memory of one way to cut one table; and the models by name, for `cost="..."`.
+"""Cost models, which price one way to cut one table in time and memory; and the models by name, for `cost="..."`.
 
 `shardwise.py` has ours, `torchrec.py` TorchRec's.
 """
@@ -72,6 +72,6 @@ def cost_from(name: str, topology: Topology, batch_size: int, constants: Mapping
 
 
 def constants_of(card: str | None) -> Constants | None:
-    """What is known of a card; None for one of which nobody said how fast it is."""
-    found = None if card is None else CARDS.get(card)
-    return None if found is None else found.constants
+    """A card's constants; None for one whose speed nobody gave."""
+    known = None if card is None else CARDS.get(card)
+    return None if known is None else known.constants

@@ -1,4 +1,4 @@
-"""What a training step of this library's engine costs: `cost="shardwise"`.
+"""The cost model of a training step in this library's engine: `cost="shardwise"`.
 
 A step has phases between exchanges: ids are packed where they come from and travel to the ranks that hold rows; these
 look them up and send the results back, which are put together; gradients take the same way, and rows are updated. All
@@ -89,16 +89,16 @@ def shares(rows: int, draws: float, skew: Skew, parts: tuple[int, ...]) -> tuple
 
     Where ids are not sorted by frequency a part gets its share of the rows.
     """
-    of_rows = np.array(parts, np.float64) / max(rows, 1)
+    of_rows = np.array(parts, np.float64) / max(rows, 1)  # [parts]
     if skew.alpha == 0 or not skew.sorted_ids:
         return of_rows, of_rows * distinct_ids(rows, draws, skew)
-    edges = np.cumsum([0, *parts])
-    lookups, found = np.zeros(len(parts)), np.zeros(len(parts))
-    counts, mass = _blocks(rows, skew, tuple(edges[1:-1].tolist()))
-    part = np.searchsorted(edges, np.cumsum(counts) - counts / 2, side="right") - 1
+    edges = np.cumsum([0, *parts])  # [parts + 1]
+    lookups, distinct = np.zeros(len(parts)), np.zeros(len(parts))
+    counts, mass = _blocks(rows, skew, tuple(edges[1:-1].tolist()))  # [blocks], [blocks]
+    part = np.searchsorted(edges, np.cumsum(counts) - counts / 2, side="right") - 1  # [blocks]
     np.add.at(lookups, part, mass)
-    np.add.at(found, part, counts * _seen(mass / counts, draws))
-    return lookups, found
+    np.add.at(distinct, part, counts * _seen(mass / counts, draws))
+    return lookups, distinct
 
 
 def _seen(probability: Floats, draws: float) -> Floats:
@@ -140,10 +140,10 @@ def optimizer_named(name: str) -> str:
     Raises:
         ValueError: none has this name; says which was meant, or which there are.
     """
-    found = {known.lower(): known for known in STATES}.get(name.lower())
-    if found is None:
+    optimizer = {known.lower(): known for known in STATES}.get(name.lower())
+    if optimizer is None:
         raise ValueError(f"optimizer {name!r} is unknown{did_you_mean(name, STATES) or ': ' + ', '.join(STATES)}")
-    return found
+    return optimizer
 
 
 def state_bytes(optimizer: str | None, width: int) -> int:
@@ -220,8 +220,8 @@ class ShardwiseCost:
 
     def __post_init__(self) -> None:
         preset = "cpu" if self.topology.compute_device == "cpu" else "h100"
-        one = self.constants or CARDS[preset].constants
-        object.__setattr__(self, "constants", one.with_(**given_bandwidths(self.topology, one)))
+        constants = self.constants or CARDS[preset].constants
+        object.__setattr__(self, "constants", constants.with_(**given_bandwidths(self.topology, constants)))
 
     @property
     def name(self) -> str:
@@ -229,29 +229,29 @@ class ShardwiseCost:
         return "shardwise"
 
     def ways(self, table: Table, constraint: ParameterConstraints | None = None) -> Sequence[Way]:
-        """What the engine can do and the constraint allows, see `ways_of`."""
+        """The ways that the engine can do and the constraint allows, see `ways_of`."""
         return ways_of(table, self.topology, constraint)
 
     def base_ms(self, tables: Sequence[Table]) -> float:
-        """What every rank does in a step for its own batch: ids checked and packed, outputs put together and split."""
-        one, world = self.constants, self.topology.world_size
+        """Every rank's time in a step for its own batch: ids checked and packed, outputs put together and split."""
+        constants, world = self.constants, self.topology.world_size
         total = 0.0
         for table in tables:
             ids, rows = table.ids(self.batch_size), self._results(table)
-            total += len(table.features) * one.feature_us * _US + ids * one.sent_id_ns * _NS
+            total += len(table.features) * constants.feature_us * _US + ids * constants.sent_id_ns * _NS
             total += self._moved(table, _SOURCE[table.pooled] * rows * table.embedding_dim)
-        exchanges = _EXCHANGES * one.exchange_us if world > 1 else 0.0
+        exchanges = _EXCHANGES * constants.exchange_us if world > 1 else 0.0
         collections = len({table.module for table in tables})
-        return total + collections * (one.step_us + exchanges) * _US
+        return total + collections * (constants.step_us + exchanges) * _US
 
     def price(self, table: Table, way: Way) -> Choice:
         """Time and bytes of one way; tables that differ by their names alone share the result."""
         plain = tuple(dataclasses.replace(f, name="") for f in table.features)
         key = dataclasses.replace(table, name="", module="", features=plain), way
-        found = self._priced.get(key)
-        if found is None:
-            found = self._priced[key] = self._choice(table, way)
-        return found
+        choice = self._priced.get(key)
+        if choice is None:
+            choice = self._priced[key] = self._choice(table, way)
+        return choice
 
     def _moved(self, table: Table, numbers: Any) -> Any:
         """Time to read or write fp32 numbers one after another."""
@@ -267,8 +267,8 @@ class ShardwiseCost:
         memory = {
             width: block_bytes(table, way, width, self.topology.world_size, self.batch_size) for width in by_width
         }
-        parts = np.stack([by_width[width] for width in way.widths], axis=1)
-        held = np.stack([memory[width] for width in way.widths])
+        parts = np.stack([by_width[width] for width in way.widths], axis=1)  # [P, K, S]
+        held = np.stack([memory[width] for width in way.widths])  # [K, S]
         none = np.zeros_like(held)
         on_host = self.topology.compute_device == "cpu" or way.compute_kernel.startswith("quant_uvm")
         hbm, ddr = (none, held) if on_host else (held, none)
@@ -279,111 +279,113 @@ class ShardwiseCost:
         if table.served:
             return _stacked(self._served(table, way, width), way.span)
         if way.replica:
-            found = self._replica(table) if table.optimizer is not None else self._dense(table)
-            return np.repeat(_stacked(found, 1), way.span, axis=1)
+            times = self._replica(table) if table.optimizer is not None else self._dense(table)
+            return np.repeat(_stacked(times, 1), way.span, axis=1)
         return _stacked(self._cut(table, way, width), way.span)
 
     def _cut(self, table: Table, way: Way, width: int) -> dict[str, Any]:
-        one, world, span = self.constants, self.topology.world_size, way.span
-        mine, bags = table.ids(self.batch_size), world * table.bags(self.batch_size)
-        share, distinct = shares(table.num_embeddings, world * mine, table.skew, way.rows)
-        ids, streams = world * mine * share, len(table.features)
+        constants, world, span = self.constants, self.topology.world_size, way.span
+        rank_ids, bags = table.ids(self.batch_size), world * table.bags(self.batch_size)
+        share, distinct = shares(table.num_embeddings, world * rank_ids, table.skew, way.rows)  # [S], [S]
+        ids, streams = world * rank_ids * share, len(table.features)
         block = bags * width * _RESULT
         results = block if table.pooled else ids * width * _RESULT
-        found: dict[str, Any] = {
+        times: dict[str, Any] = {
             "input_comms": self._wire(ids * _id_bytes(table) + self._length_bytes(table)),
             "fwd_compute": self._lookup(table, width, ids, distinct, bags),
             "bwd_compute": self._update(table, width, ids, distinct, bags),
-            "overhead": streams * one.stream_us * _US,
+            "overhead": streams * constants.stream_us * _US,
         }
         exchange = self._wire(results)
         # how often each rank of the span does what every source does for this block
         sources = world / span
         if span > 1:
-            found["overhead"] += sources * mine * one.cut_id_ns * _NS
+            times["overhead"] += sources * rank_ids * constants.cut_id_ns * _NS
         if table.pooled and span > 1:
             inside = self._is_host(way)
             if inside:
                 exchange = self._through_host(block)
             added = block if inside else (span - 1) * sources * table.bags(self.batch_size) * width * _RESULT
-            found["fwd_compute"] = found["fwd_compute"] + 3 * added / one.copy_gb_s * _NS
+            times["fwd_compute"] = times["fwd_compute"] + 3 * added / constants.copy_gb_s * _NS
         if len(way.widths) > 1:
             # ids travel once for each block: all but one packing of them is more than base_ms has
             again = (len(way.widths) - 1) / len(way.widths)
-            found["overhead"] += again * sources * (mine * one.sent_id_ns * _NS)
-        return {**found, "fwd_comms": exchange, "bwd_comms": exchange}
+            times["overhead"] += again * sources * (rank_ids * constants.sent_id_ns * _NS)
+        return {**times, "fwd_comms": exchange, "bwd_comms": exchange}
 
     def _served(self, table: Table, way: Way, width: int) -> dict[str, Any]:
-        one, bags = self.constants, table.bags(self.batch_size)
+        constants, bags = self.constants, table.bags(self.batch_size)
         rows = (table.num_embeddings,) if way.replica else way.rows
         share, distinct = shares(table.num_embeddings, table.ids(self.batch_size), table.skew, rows)
         ids = table.ids(self.batch_size) * share
         if way.replica:
             # it is where the outputs are, and there alone
-            found = {"fwd_compute": self._lookup(table, width, ids, distinct, bags)}
-            return {part: time * (np.arange(way.span) == 0) for part, time in found.items()}
+            times = {"fwd_compute": self._lookup(table, width, ids, distinct, bags)}
+            return {part: time * (np.arange(way.span) == 0) for part, time in times.items()}
         row = width * table.element_bytes + table.scale_bytes
         results = ids * row if way.span > 1 else (bags if table.pooled else ids) * width * _RESULT
         # other devices than the first send and receive
         moved = 1 - 1 / self.topology.world_size
         compute = self._lookup(table, width, ids, distinct, bags)
         if way.span > 1:
-            compute = compute + 3 * ids * row / one.copy_gb_s * _NS
+            compute = compute + 3 * ids * row / constants.copy_gb_s * _NS
         return {
-            "input_comms": moved * ids * _id_bytes(table) / one.intra_gb_s * _NS,
+            "input_comms": moved * ids * _id_bytes(table) / constants.intra_gb_s * _NS,
             "fwd_compute": compute,
-            "fwd_comms": moved * results / one.intra_gb_s * _NS,
-            "overhead": len(table.features) * one.stream_us * _US,
+            "fwd_comms": moved * results / constants.intra_gb_s * _NS,
+            "overhead": len(table.features) * constants.stream_us * _US,
         }
 
     def _lookup(self, table: Table, width: int, ids: Any, distinct: Any, bags: float) -> Any:
         """A forward on the rank that holds the rows."""
-        one, row = self.constants, width * table.element_bytes
+        constants, row = self.constants, width * table.element_bytes
         written = _FORWARD[table.pooled] * (bags if table.pooled else ids) * width
-        loops = bags * one.bag_ns if table.pooled else 0.0
-        rows = distinct * row / one.row_gb_s + (ids - distinct) * row / one.again_gb_s
-        return (ids * one.id_ns + loops + rows) * _NS + self._moved(table, written)
+        loops = bags * constants.bag_ns if table.pooled else 0.0
+        rows = distinct * row / constants.row_gb_s + (ids - distinct) * row / constants.again_gb_s
+        return (ids * constants.id_ns + loops + rows) * _NS + self._moved(table, written)
 
     def _update(self, table: Table, width: int, ids: Any, distinct: Any, bags: float) -> Any:
         """A backward there."""
-        one = self.constants
+        constants = self.constants
         row = width * table.element_bytes + state_bytes(table.optimizer, width)
         came = _BACKWARD[table.pooled] * (bags if table.pooled else ids) * width
-        gathered = ids * (one.update_id_ns + width * _RESULT / one.again_gb_s)
-        return (gathered + distinct * (one.update_row_ns + 2 * row / one.row_gb_s)) * _NS + self._moved(table, came)
+        reads = ids * (constants.update_id_ns + width * _RESULT / constants.again_gb_s)
+        return (reads + distinct * (constants.update_row_ns + 2 * row / constants.row_gb_s)) * _NS + self._moved(
+            table, came
+        )
 
     def _replica(self, table: Table) -> dict[str, Any]:
         """Looked up at home; ids and gradients of all ranks come here, where every replica makes the same update."""
         world, width = self.topology.world_size, table.embedding_dim
-        mine, bags = table.ids(self.batch_size), table.bags(self.batch_size)
-        (_,), (near,) = shares(table.num_embeddings, mine, table.skew, (table.num_embeddings,))
-        (_,), (all_of,) = shares(table.num_embeddings, world * mine, table.skew, (table.num_embeddings,))
+        rank_ids, bags = table.ids(self.batch_size), table.bags(self.batch_size)
+        (_,), (near,) = shares(table.num_embeddings, rank_ids, table.skew, (table.num_embeddings,))
+        (_,), (all_of,) = shares(table.num_embeddings, world * rank_ids, table.skew, (table.num_embeddings,))
         results = world * self._results(table) * width * _RESULT
         return {
-            "input_comms": self._wire(world * mine * _id_bytes(table) + self._length_bytes(table)),
-            "fwd_compute": self._lookup(table, width, mine, near, bags),
-            "bwd_compute": self._update(table, width, world * mine, all_of, world * bags),
+            "input_comms": self._wire(world * rank_ids * _id_bytes(table) + self._length_bytes(table)),
+            "fwd_compute": self._lookup(table, width, rank_ids, near, bags),
+            "bwd_compute": self._update(table, width, world * rank_ids, all_of, world * bags),
             "bwd_comms": self._wire(results),
             # ids and gradients are packed for every rank
             "overhead": len(table.features) * self.constants.stream_us * _US
-            + (world - 1) * mine * self.constants.sent_id_ns * _NS
+            + (world - 1) * rank_ids * self.constants.sent_id_ns * _NS
             + self._moved(table, (4 if table.pooled else 6) * (world - 1) * self._results(table) * width),
         }
 
     def _dense(self, table: Table) -> dict[str, Any]:
         """Looked up at home; the dense gradient is averaged over ranks, and an ordinary optimizer steps all rows."""
-        one, world, width = self.constants, self.topology.world_size, table.embedding_dim
-        mine, bags = table.ids(self.batch_size), table.bags(self.batch_size)
-        (_,), (near,) = shares(table.num_embeddings, mine, table.skew, (table.num_embeddings,))
+        constants, world, width = self.constants, self.topology.world_size, table.embedding_dim
+        rank_ids, bags = table.ids(self.batch_size), table.bags(self.batch_size)
+        (_,), (near,) = shares(table.num_embeddings, rank_ids, table.skew, (table.num_embeddings,))
         gradient = table.num_embeddings * width * _RESULT
         # filled, reduced into a bucket, read by the optimizer, which reads and writes the rows
-        dense = 5 * gradient / one.copy_gb_s * _NS
+        dense = 5 * gradient / constants.copy_gb_s * _NS
         return {
-            "fwd_compute": self._lookup(table, width, mine, near, bags),
-            "bwd_compute": self._update(table, width, mine, near, bags) + dense,
+            "fwd_compute": self._lookup(table, width, rank_ids, near, bags),
+            "bwd_compute": self._update(table, width, rank_ids, near, bags) + dense,
             # a ring sends and receives twice all but one part, through the slowest link that it has
             "bwd_comms": 2 * gradient * (world - 1) / world / self._slowest_gb_s() * _NS,
-            "overhead": len(table.features) * one.stream_us * _US,
+            "overhead": len(table.features) * constants.stream_us * _US,
         }
 
     def _length_bytes(self, table: Table) -> float:
@@ -418,7 +420,7 @@ class ShardwiseCost:
 
 
 def given_bandwidths(topology: Topology, constants: Constants) -> dict[str, float]:
-    """What changes of the constants, as the topology has bandwidths (bytes per millisecond) other than its defaults."""
+    """Constants replaced by the topology's bandwidths (bytes per millisecond), where those are not its defaults."""
     memory = "ddr_mem_bw" if topology.compute_device == "cpu" else "hbm_mem_bw"
     changes: dict[str, float] = {}
     for what, names in (
@@ -438,8 +440,8 @@ def _id_bytes(table: Table) -> float:
     return (4 if table.num_embeddings < 2**31 else 8) + 4 * table.weighted
 
 
-def _stacked(found: dict[str, Any], span: int) -> Floats:
+def _stacked(times: dict[str, Any], span: int) -> Floats:
     parts = np.zeros((len(PARTS), span))
     for number, part in enumerate(PARTS):
-        parts[number] = found.get(part, 0.0)
+        parts[number] = times.get(part, 0.0)
     return parts

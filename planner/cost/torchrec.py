@@ -89,9 +89,9 @@ class TorchRecCost:
         """TorchRec's types and kernels that the constraint allows, also those that our engine does not run."""
         machine, asked = self._topology, constraint or ParameterConstraints()
         device = machine.compute_device
-        has_ssd = any(one.storage.ssd > 0 for one in machine.devices)
+        has_ssd = any(hardware.storage.ssd > 0 for hardware in machine.devices)
         narrowest = (asked.min_partition,) if asked.min_partition else self._column_widths
-        found: dict[Way, None] = {}
+        ways: dict[Way, None] = {}
         for kind in allowed_types(sharding_types(table.pooled, device), asked.sharding_types):
             for kernel in allowed_kernels(compute_kernels(kind, device), asked.compute_kernels, has_ssd):
                 for width in narrowest:
@@ -100,8 +100,8 @@ class TorchRecCost:
                         min_partition=width, shares=row_shares(machine),
                     )  # fmt: skip
                     one_host = kind == "table_column_wise"
-                    found[Way(kind, kernel, tuple(widths), tuple(rows) * copies, one_host, copies > 1)] = None
-        return list(found)
+                    ways[Way(kind, kernel, tuple(widths), tuple(rows) * copies, one_host, copies > 1)] = None
+        return list(ways)
 
     def price(self, table: Table, way: Way) -> Choice:
         """Milliseconds and bytes of the shards of a way.

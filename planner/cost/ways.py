@@ -54,19 +54,19 @@ def ways_of(table: Table, topology: Topology, constraint: ParameterConstraints |
     allowed.
     """
     asked = constraint or ParameterConstraints()
-    kernels = None if asked.compute_kernels is None else [_ALIASES.get(one, one) for one in asked.compute_kernels]
+    kernels = None if asked.compute_kernels is None else [_ALIASES.get(name, name) for name in asked.compute_kernels]
     served = (SERVING if table.served else CAPABILITIES).get(topology.compute_device, {})
-    found: list[Way] = []
+    ways: list[Way] = []
     others: list[Way] = []
-    for sharding_type, mine in served.items():
+    for sharding_type, offered in served.items():
         if asked.sharding_types is not None and sharding_type not in asked.sharding_types:
             continue
-        allowed = [kernel for kernel in mine if kernels is None or kernel in kernels]
+        allowed = [kernel for kernel in offered if kernels is None or kernel in kernels]
         # kernels of one type do the same work here
         for kernel in allowed[:1]:
             for way, useful in _cuts(sharding_type, kernel, table, topology, asked.min_partition or MIN_COLUMNS):
-                (found if useful else others).append(way)
-    return found or others[:1]
+                (ways if useful else others).append(way)
+    return ways or others[:1]
 
 
 def _cuts(kind: str, kernel: str, table: Table, topology: Topology, narrowest: int) -> Iterator[tuple[Way, bool]]:

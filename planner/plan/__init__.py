@@ -1,1 +1,1 @@
-"""From tables to a plan, and what can be asked of it: advice, alternatives, changes, files."""
+"""Plans: made from tables, explained, changed, written to files; and advice where there is none."""

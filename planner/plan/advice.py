@@ -1,4 +1,4 @@
-"""What to say when tables do not fit: where and by how much, what weighs most, and changes that were tried and fit.
+"""Advice when tables do not fit: where and by how much, what weighs most, and changes that were tried and fit.
 
 A suggestion is made only after planning with it. They come in the order of how much they change: a constraint, one
 table's dtype, what is reserved, the optimizer, several tables' dtype, the batch, more devices, another card.
@@ -81,9 +81,9 @@ class NoRoomError(PlannerError):
         return {
             "error": str(self),
             "error_type": self.error_type.value,
-            "overloads": [asdict(one) for one in self.overloads],
+            "overloads": [asdict(overload) for overload in self.overloads],
             "heaviest": [{"table": path, "bytes": weight} for path, weight in self.heaviest],
-            "suggestions": [{"kind": one.kind, "text": one.text} for one in self.suggestions],
+            "suggestions": [{"kind": suggestion.kind, "text": suggestion.text} for suggestion in self.suggestions],
         }
 
 
@@ -99,12 +99,12 @@ def no_room(
     tries = _Tries(has_plan)
     weighed = _weigh(request, free)
     strict = bool(request.constraints) and tries.fits(whatif.without_constraints(request))
-    found = list(_suggestions(request, weighed, tries))
+    suggestions = list(_suggestions(request, weighed, tries))
     overloads = _overloads(error, free)
     kind = PlannerErrorType.STRICT_CONSTRAINTS if strict else PlannerErrorType.INSUFFICIENT_STORAGE
     heaviest = [(table.path, weighed.bytes_of[table.path]) for table in weighed.tables]
-    text = _text(request, error, strict, overloads, heaviest, weighed, found)
-    return NoRoomError(text, kind, overloads, heaviest, found)
+    text = _text(request, error, strict, overloads, heaviest, weighed, suggestions)
+    return NoRoomError(text, kind, overloads, heaviest, suggestions)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class _Tries:
 
 def _suggestions(request: Request, weighed: _Weighed, tries: _Tries) -> Iterator[Suggestion]:
     heavy = weighed.tables
-    told: list[str] = []
+    suggested: list[str] = []
     for kind, candidates in (
         ("constraint", _laxer(request, heavy)),
         ("dtype", _one_half(request, weighed)),
@@ -180,7 +180,7 @@ def _suggestions(request: Request, weighed: _Weighed, tries: _Tries) -> Iterator
     ):
         for count, (text, make) in enumerate(candidates):
             # half the bytes of one table are less of a change than those of several
-            if count >= TRIES_OF_A_KIND or kind in told:
+            if count >= TRIES_OF_A_KIND or kind in suggested:
                 break
             try:
                 changed = make()
@@ -188,7 +188,7 @@ def _suggestions(request: Request, weighed: _Weighed, tries: _Tries) -> Iterator
                 # a cost model that cannot be asked about other machines
                 break
             if tries.fits(changed):
-                told.append(kind)
+                suggested.append(kind)
                 yield Suggestion(kind, text, changed)
                 break
 
@@ -197,17 +197,17 @@ _Candidates = Iterator[tuple[str, Callable[[], Request]]]
 
 
 def _laxer(request: Request, heavy: Sequence[Table]) -> _Candidates:
-    """One word less in the constraint of one table, the heaviest first."""
+    """One setting less in the constraint of one table, the heaviest first."""
     for table in heavy:
-        name, one = table.name, constraint_of(request.constraints, table.name)
-        if one is None:
+        name, constraint = table.name, constraint_of(request.constraints, table.name)
+        if constraint is None:
             continue
         for kind in ("column_wise", "row_wise", "table_wise"):
-            if one.sharding_types is not None and kind not in one.sharding_types:
-                types = [*one.sharding_types, kind]
+            if constraint.sharding_types is not None and kind not in constraint.sharding_types:
+                types = [*constraint.sharding_types, kind]
                 yield f"allow {kind} for {name!r}", _bind(whatif.with_constraint, request, name, sharding_types=types)
         for field in ("same_rank", "ranks", "not_on"):
-            if getattr(one, field):
+            if getattr(constraint, field):
                 yield f"no {field} for {name!r}", _bind(whatif.with_constraint, request, name, **{field: None})
 
 
@@ -235,9 +235,9 @@ def _more_halves(request: Request, weighed: _Weighed) -> _Candidates:
 
 def _half(request: Request, tables: Sequence[Table]) -> tuple[str, Callable[[], Request]]:
     names = [table.name for table in tables]
-    told = names if len(names) <= HEAVIEST else names[:HEAVIEST]
-    more = f" and the next {len(names) - len(told)} by weight" if len(told) < len(names) else ""
-    text = f"fp16 for {', '.join(map(repr, told))}{more}"
+    shown = names if len(names) <= HEAVIEST else names[:HEAVIEST]
+    more = f" and the next {len(names) - len(shown)} by weight" if len(shown) < len(names) else ""
+    text = f"fp16 for {', '.join(map(repr, shown))}{more}"
     return text, _bind(whatif.with_data_type, request, DataType.FP16, names=names)
 
 
@@ -304,12 +304,12 @@ def _bind(change: Callable[..., Request], *args: object, **more: object) -> Call
 def _overloads(error: DoesNotFitError, problem: Problem) -> list[Overload]:
     if error.over is None:
         return []
-    found = []
+    overloads = []
     for memory, over, limit in zip(("HBM", "DDR"), error.over, (problem.hbm, problem.ddr), strict=True):
         for rank in np.flatnonzero(over).tolist():
             more, room = int(over[rank]), int(limit[rank])
-            found.append(Overload(rank, memory, more, room + more, room))
-    return sorted(found, key=lambda one: (-one.over_bytes, one.rank, one.memory))
+            overloads.append(Overload(rank, memory, more, room + more, room))
+    return sorted(overloads, key=lambda overload: (-overload.over_bytes, overload.rank, overload.memory))
 
 
 def _text(
@@ -319,7 +319,7 @@ def _text(
     overloads: Sequence[Overload],
     heaviest: Sequence[tuple[str, int]],
     weighed: _Weighed,
-    found: Sequence[Suggestion],
+    suggestions: Sequence[Suggestion],
 ) -> str:
     # programs written for TorchRec look for these words
     why = "the strict constraints" if strict else "insufficient storage"
@@ -333,9 +333,9 @@ def _text(
             f" ({_gib(worst.used_bytes)} of {_gib(worst.limit_bytes)} {worst.memory})"
         )
         if len(overloads) > 1:
-            told = [f"{_gib(one.over_bytes)} on rank {one.rank}" for one in overloads[1:HEAVIEST]]
+            others = [f"{_gib(overload.over_bytes)} on rank {overload.rank}" for overload in overloads[1:HEAVIEST]]
             rest = f" and {len(overloads) - HEAVIEST} ranks more" if len(overloads) > HEAVIEST else ""
-            lines[-1] += f", {', '.join(told)}{rest}"
+            lines[-1] += f", {', '.join(others)}{rest}"
         lines[-1] += "."
     world = request.topology.world_size
     lines.append(
@@ -343,9 +343,9 @@ def _text(
         f" together have {_gib(weighed.room_bytes)} for them."
     )
     lines.append(f"Heaviest: {', '.join(f'{path!r} {_gib(weight)}' for path, weight in heaviest[:HEAVIEST])}.")
-    if found:
+    if suggestions:
         lines.append("Each of these would fit (planned with):")
-        lines += [f"  {number}) {one.text}" for number, one in enumerate(found, 1)]
+        lines += [f"  {number}) {suggestion.text}" for number, suggestion in enumerate(suggestions, 1)]
     else:
         lines.append("No single change of dtype, optimizer, constraints, batch, devices or card that was tried fits.")
     return "\n".join(lines)

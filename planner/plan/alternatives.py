@@ -1,4 +1,4 @@
-"""What every other choice of an item would cost: the plan with that item moved and all the others where they are.
+"""Alternatives to a plan: the cost of every other choice of an item, with all the others where they are.
 
 Letters as in search/problem.py: W ranks, K blocks of a choice, S span; N places, the ranks at which a block may begin.
 """
@@ -56,7 +56,7 @@ class Alternative:
 
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """What ranks do without an item, and the bytes [W] that the others leave; `allowed` ranks may hold the item."""
+    """The ranks without an item: time, and the bytes [W] that the others leave; `allowed` ranks may hold the item."""
 
     time_ms: Floats
     hbm: Ints
@@ -70,11 +70,11 @@ def alternatives(planned: Planned, items: Iterable[int] | None = None) -> dict[i
     problem, assignment = planned.problem, planned.solution.assignment
     now = planned.loads
     step = float(now.time_ms.max())
-    found = {}
+    by_item = {}
     for index in range(len(problem.items)) if items is None else items:
         item, chosen, starts = problem.items[index], assignment.choices[index], assignment.starts[index]
         current = item.choices[chosen]
-        time, hbm, ddr = now.time_ms.copy(), problem.hbm - now.hbm, problem.ddr - now.ddr
+        time, hbm, ddr = now.time_ms.copy(), problem.hbm - now.hbm, problem.ddr - now.ddr  # [W]
         for block, start in enumerate(starts):
             where = slice(start, start + current.span)
             time[where] -= current.time_ms[block]
@@ -93,8 +93,8 @@ def alternatives(planned: Planned, items: Iterable[int] | None = None) -> dict[i
             slowest = _slowest(choice, places, rest)
             more = choice.work_ms - current.work_ms
             ways.append(Alternative(number, places, slowest, slowest - step, choice.work_ms, more, *over))
-        found[index] = ways
-    return found
+        by_item[index] = ways
+    return by_item
 
 
 def slowest_ranks(planned: Planned, within: float = 1e-3) -> list[int]:
@@ -106,7 +106,7 @@ def slowest_ranks(planned: Planned, within: float = 1e-3) -> list[int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one item has on one rank: `blocks` of its choice, their milliseconds and bytes."""
+    """One item's part on one rank: `blocks` of its choice, their milliseconds and bytes."""
 
     item: int
     blocks: int
@@ -116,9 +116,9 @@ class Piece:
 
 
 def pieces(planned: Planned) -> list[list[Piece]]:
-    """What lies on each rank, by item."""
+    """The pieces on each rank, by item."""
     problem, assignment = planned.problem, planned.solution.assignment
-    found: list[list[Piece]] = [[] for _ in range(problem.world_size)]
+    by_rank: list[list[Piece]] = [[] for _ in range(problem.world_size)]
     for index, (_, choice, starts) in enumerate(chosen(problem, assignment)):
         here: dict[int, list[tuple[float, int, int]]] = {}
         columns = [array.tolist() for array in (choice.time_ms, choice.hbm, choice.ddr)]
@@ -127,8 +127,8 @@ def pieces(planned: Planned) -> list[list[Piece]]:
                 here.setdefault(start + place, []).append(amounts)
         for rank in sorted(here):
             time, hbm, ddr = (sum(amounts) for amounts in zip(*here[rank], strict=True))
-            found[rank].append(Piece(index, len(here[rank]), time, hbm, ddr))
-    return found
+            by_rank[rank].append(Piece(index, len(here[rank]), time, hbm, ddr))
+    return by_rank
 
 
 def _slowest(choice: Choice, starts: tuple[int, ...], rest: _Rest) -> float:
@@ -159,10 +159,10 @@ def _place_equal(choice: Choice, rest: _Rest, groups: int, within_memory: bool) 
     values of a group name a best way to spread the blocks, and the largest of them says how good it is.
     """
     shape = (-1, choice.span, 1)
-    count = np.arange(1, choice.blocks + 1)
-    hbm = rest.hbm.reshape(shape) - choice.hbm[0][:, None] * count
+    count = np.arange(1, choice.blocks + 1)  # [K]
+    hbm = rest.hbm.reshape(shape) - choice.hbm[0][:, None] * count  # [places, S, K]
     ddr = rest.ddr.reshape(shape) - choice.ddr[0][:, None] * count
-    room = np.minimum(hbm, ddr).min(axis=1)
+    room = np.minimum(hbm, ddr).min(axis=1)  # [places, K]
     if within_memory:
         value = (rest.time_ms.reshape(shape) + choice.time_ms[0][:, None] * count).max(axis=1)
         value[room < 0] = np.inf
@@ -172,7 +172,7 @@ def _place_equal(choice: Choice, rest: _Rest, groups: int, within_memory: bool) 
         value[~np.array(rest.allowed).reshape(-1, choice.span).all(axis=1)] = np.inf
     # [groups, K * places], one block everywhere before two anywhere, so that ties spread
     flat = value.reshape(groups, -1, choice.blocks).swapaxes(1, 2).reshape(groups, -1)
-    last = np.partition(flat, choice.blocks - 1, axis=1)[:, choice.blocks - 1]
+    last = np.partition(flat, choice.blocks - 1, axis=1)[:, choice.blocks - 1]  # [groups]
     group = int(last.argmin())
     if not np.isfinite(last[group]):
         return None
@@ -189,16 +189,18 @@ def _place_each(choice: Choice, rest: _Rest, groups: int, within_memory: bool) -
     size = rest.time_ms.size // groups
     best: tuple[float, tuple[int, ...]] | None = None
     for group in range(groups):
-        mine = slice(group * size, (group + 1) * size)
-        allowed = None if rest.allowed is None else rest.allowed[mine]
-        left = _Rest(rest.time_ms[mine].copy(), rest.hbm[mine].copy(), rest.ddr[mine].copy(), allowed, rest.local_size)
+        ranks = slice(group * size, (group + 1) * size)
+        allowed = None if rest.allowed is None else rest.allowed[ranks]
+        left = _Rest(
+            rest.time_ms[ranks].copy(), rest.hbm[ranks].copy(), rest.ddr[ranks].copy(), allowed, rest.local_size
+        )
         starts = [0] * choice.blocks
         for block in order:
-            one = Choice(
+            single = Choice(
                 choice.sharding_type, choice.compute_kernel, choice.widths[block : block + 1],
                 choice.parts_ms[:, block : block + 1], choice.hbm[block : block + 1], choice.ddr[block : block + 1],
             )  # fmt: skip
-            place = _place_equal(one, left, 1, within_memory)
+            place = _place_equal(single, left, 1, within_memory)
             if place is None:
                 break
             where = slice(place[0], place[0] + choice.span)

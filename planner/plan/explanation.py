@@ -93,7 +93,7 @@ def listed(words: Sequence[str]) -> str:
 
 
 def ranks(numbers: Iterable[int], world_size: int = 0) -> str:
-    """ "rank 3", "ranks 0-3, 7", "all ranks"; a rank that comes several times is told once, with how often."""
+    """ "rank 3", "ranks 0-3, 7", "all ranks"; a rank that comes several times is named once, with how often."""
     times = Counter(numbers)
     if len(times) == world_size > 1 and len(set(times.values())) == 1:
         each = next(iter(times.values()))
@@ -104,12 +104,12 @@ def ranks(numbers: Iterable[int], world_size: int = 0) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    told = []
+    phrases = []
     for run in runs:
         often = times[run[0]]
         note = "" if often == 1 else f" ({often} each)" if len(run) > 1 else f" ({often} blocks)"
-        told += [f"{run[0]}-{run[-1]}{note}"] if len(run) > 2 else [f"{rank}{note}" for rank in run]
-    return f"rank{'s' if len(times) > 1 else ''} {', '.join(told)}"
+        phrases += [f"{run[0]}-{run[-1]}{note}"] if len(run) > 2 else [f"{rank}{note}" for rank in run]
+    return f"rank{'s' if len(times) > 1 else ''} {', '.join(phrases)}"
 
 
 def shape(table: Table) -> str:
@@ -142,7 +142,7 @@ def where(choice: Choice, starts: Sequence[int], world_size: int) -> str:
 
 
 def bytes_of(choice: Choice) -> int:
-    """What a choice takes of all memories."""
+    """The bytes of a choice in all memories."""
     return int(choice.hbm.sum() + choice.ddr.sum())
 
 
@@ -170,66 +170,68 @@ class Row:
 def rows(planned: Planned) -> list[Row]:
     """Every item, the one with most work first."""
     by_path = {table.path: table for table in planned.tables}
-    found = [
+    every = [
         Row(index, item, tuple(by_path[name] for name in item.names), choice, starts)
         for index, (item, choice, starts) in enumerate(chosen(planned.problem, planned.solution.assignment))
     ]
-    return sorted(found, key=lambda row: (-row.choice.work_ms, row.index))
+    return sorted(every, key=lambda row: (-row.choice.work_ms, row.index))
 
 
 def best_of_each(item: Item, ways: Sequence[Alternative], chosen: int) -> list[Alternative]:
     """Of the choices not chosen the best for each strategy and kernel, best first; what does not fit comes last."""
     order = sorted(
-        (one for one in ways if one.number != chosen),
-        key=lambda one: (one.over_bytes, round(one.slower_ms / SAME_MS), one.more_work_ms, one.number),
+        (other for other in ways if other.number != chosen),
+        key=lambda other: (other.over_bytes, round(other.slower_ms / SAME_MS), other.more_work_ms, other.number),
     )
     best: dict[tuple[str, str], Alternative] = {}
-    for one in order:
-        choice = item.choices[one.number]
-        best.setdefault((choice.sharding_type, choice.compute_kernel), one)
+    for other in order:
+        choice = item.choices[other.number]
+        best.setdefault((choice.sharding_type, choice.compute_kernel), other)
     return list(best.values())
 
 
-def verdict(one: Alternative) -> str:
-    """What would become of the step, as the end of a sentence about a choice."""
-    if not one.fits:
-        return f"does not fit ({size(one.over_bytes)} of {one.over_in.upper()} too much)"
-    if one.slower_ms >= SAME_MS:
-        return f"would be {ms(one.slower_ms)} ms slower"
-    if one.slower_ms <= -SAME_MS:
-        return f"would be {ms(-one.slower_ms)} ms faster"
-    if abs(one.more_work_ms) < SAME_MS:
+def outcome(alternative: Alternative) -> str:
+    """The step with this alternative, as the end of a sentence about a choice."""
+    if not alternative.fits:
+        return f"does not fit ({size(alternative.over_bytes)} of {alternative.over_in.upper()} too much)"
+    if alternative.slower_ms >= SAME_MS:
+        return f"would be {ms(alternative.slower_ms)} ms slower"
+    if alternative.slower_ms <= -SAME_MS:
+        return f"would be {ms(-alternative.slower_ms)} ms faster"
+    if abs(alternative.more_work_ms) < SAME_MS:
         return "would be as fast"
-    more = "more" if one.more_work_ms > 0 else "less"
-    return f"would be as fast with {ms(abs(one.more_work_ms))} ms {more} work"
+    more = "more" if alternative.more_work_ms > 0 else "less"
+    return f"would be as fast with {ms(abs(alternative.more_work_ms))} ms {more} work"
 
 
-def why(item: Item, ways: Sequence[Alternative], chosen: int, told: int = 6) -> str:
+def why(item: Item, ways: Sequence[Alternative], chosen: int, most: int = 6) -> str:
     """Why not the next best: the alternatives that fit, best first, and those that do not, in one sentence."""
     others = best_of_each(item, ways, chosen)
     if not others:
         return "Nothing else is allowed."
     current = item.choices[chosen]
-    kernels = {(item.choices[one.number].sharding_type, item.choices[one.number].compute_kernel) for one in others}
+    kernels = {
+        (item.choices[other.number].sharding_type, item.choices[other.number].compute_kernel) for other in others
+    }
     kernels.add((current.sharding_type, current.compute_kernel))
     ambiguous = Counter(strategy for strategy, _ in kernels)
-    fit = [one for one in others if one.fits]
-    said: dict[str, list[Alternative]] = {}
-    for one in fit[:told]:
-        said.setdefault(verdict(one), []).append(one)
+    fit = [other for other in others if other.fits]
+    by_outcome: dict[str, list[Alternative]] = {}
+    for other in fit[:most]:
+        by_outcome.setdefault(outcome(other), []).append(other)
     phrases: list[str] = []
-    for end, alike in said.items():
-        choices = [item.choices[one.number] for one in alike]
+    for end, alike in by_outcome.items():
+        choices = [item.choices[other.number] for other in alike]
         kernel = [f" {choice.compute_kernel}" if ambiguous[choice.sharding_type] > 1 else "" for choice in choices]
         names = [f"{choice.sharding_type}{text}{cut(choice)}" for choice, text in zip(choices, kernel, strict=True)]
         # where the difference comes from, of the best alone
         alone = not phrases and len(alike) == 1 and abs(alike[0].slower_ms) >= SAME_MS
         phrases.append(f"{listed(names)} {end}" + (f" ({_split(choices[0], current)})" if alone else ""))
-    if len(fit) > told:
-        phrases.append(f"{counted(len(fit) - told, 'other')} no better")
-    unfit = [one for one in others if not one.fits]
-    lacking = [f"{size(one.over_bytes)} of {one.over_in.upper()} too much" for one in unfit]
-    named = [item.choices[one.number].sharding_type for one in unfit]
+    if len(fit) > most:
+        phrases.append(f"{counted(len(fit) - most, 'other')} no better")
+    unfit = [other for other in others if not other.fits]
+    lacking = [f"{size(other.over_bytes)} of {other.over_in.upper()} too much" for other in unfit]
+    named = [item.choices[other.number].sharding_type for other in unfit]
     if len(unfit) == 1:
         phrases.append(f"{named[0]} does not fit ({lacking[0]})")
     elif unfit:
@@ -241,12 +243,12 @@ def _split(choice: Choice, current: Choice) -> str:
     """Where the difference comes from, on all ranks together."""
     comms = comms_ms(choice) - comms_ms(current)
     compute = choice.work_ms - current.work_ms - comms
-    told = [
+    differences = [
         f"{ms(abs(value))} ms {'more' if value > 0 else 'less'} {name}"
         for name, value in (("exchange", comms), ("compute", compute))
         if abs(value) >= SAME_MS
     ]
-    return f"{listed(told)} over all ranks" if told else "the same work, elsewhere"
+    return f"{listed(differences)} over all ranks" if differences else "the same work, elsewhere"
 
 
 # so many lines of ranks and of tables are shown in full; of more, the ones that matter
@@ -259,15 +261,15 @@ def explain(planned: Planned, *, tables: int | None = None, width: int = 120) ->
     """The plan in plain text, the same for the same plan.
 
     Args:
-        tables: tell so many tables one by one, those with most work; by default all of up to 40, else 20.
+        tables: how many are described one by one, those with most work; by default all of up to 40, else 20.
         width: columns of the terminal, 80 or more.
     """
-    told = rows(planned)
-    groups = groups_alike(told)
+    all_rows = rows(planned)
+    groups = groups_alike(all_rows)
     shown = len(groups) if tables is None and len(groups) <= TABLES else 20 if tables is None else max(0, tables)
     chapters = [
         _header(planned, width),
-        _slowest(planned, told, width),
+        _slowest(planned, all_rows, width),
         _ranks(planned, width),
         _tables(planned, groups, shown, width),
     ]
@@ -284,7 +286,7 @@ def headline(planned: Planned) -> str:
 
 
 def facts(planned: Planned) -> dict[str, str]:
-    """What is known of the plan as a whole, by short names, each in a sentence or less."""
+    """Facts about the plan as a whole, by short names, each in a sentence or less."""
     solution, problem = planned.certified, planned.problem
     time = planned.loads.time_ms
     slowest = slowest_ranks(planned)
@@ -319,33 +321,33 @@ def _topology(planned: Planned) -> str:
 
 
 def _choices(planned: Planned) -> str:
-    """What the search could choose from."""
+    """The choices of the search, counted and named."""
     every = [choice for item in planned.problem.items for choice in item.choices]
     kinds = {choice.sharding_type for choice in every}
     kernels = listed(sorted({choice.compute_kernel for choice in every})) if every else "none"
     order = [*(name for name in STRATEGIES if name in kinds), *sorted(kinds - set(STRATEGIES))]
     fixed = sum(len(item.names) for item in planned.problem.items if len(item.choices) == 1)
-    told = f"{counted(len(every), 'way')} to place the tables: {listed(order)}; kernels {kernels}" if every else "none"
-    return told + (f"; {counted(fixed, 'table')} with one way only" if fixed else "")
+    text = f"{counted(len(every), 'way')} to place the tables: {listed(order)}; kernels {kernels}" if every else "none"
+    return text + (f"; {counted(fixed, 'table')} with one way only" if fixed else "")
 
 
 def _header(planned: Planned, width: int) -> list[str]:
-    said = facts(planned)
-    margin = max(map(len, said)) + 4
+    entries = facts(planned)
+    margin = max(map(len, entries)) + 4
     lines = [f"Plan: {headline(planned)}"]
-    for name, text in said.items():
+    for name, text in entries.items():
         indent = " " * margin
         first = f"  {name}".ljust(margin)
         lines += textwrap.wrap(text, max(40, width), initial_indent=first, subsequent_indent=indent) or [first.rstrip()]
     return lines
 
 
-def _slowest(planned: Planned, told: Sequence[Row], width: int) -> list[str]:
-    """What decides the step."""
+def _slowest(planned: Planned, all_rows: Sequence[Row], width: int) -> list[str]:
+    """The slowest rank, and the tables that make it so."""
     near = slowest_ranks(planned)
     first = near[0]
     world = planned.problem.world_size
-    names = {row.index: row.name for row in told}
+    names = {row.index: row.name for row in all_rows}
     here = sorted(pieces(planned)[first], key=lambda piece: (-piece.time_ms, piece.item))
     if not here:
         return []
@@ -365,17 +367,17 @@ def _slowest(planned: Planned, told: Sequence[Row], width: int) -> list[str]:
 
 
 def _ranks(planned: Planned, width: int) -> list[str]:
-    held, found = planned.loads, pieces(planned)
+    loads, by_rank = planned.loads, pieces(planned)
     order = list(range(planned.problem.world_size))
     if len(order) > RANKS:
-        order = sorted(order, key=lambda rank: (-held.time_ms[rank], rank))
+        order = sorted(order, key=lambda rank: (-loads.time_ms[rank], rank))
         order = [*order[: RANKS - 4], *order[-2:]]
-    used = [n for n, part in enumerate(PARTS) if held.parts_ms[n].any() or part != "prefetch"]
+    used = [n for n, part in enumerate(PARTS) if loads.parts_ms[n].any() or part != "prefetch"]
     memories = [
         (name, values, limits)
         for name, values, limits in (
-            ("HBM", held.hbm, planned.problem.hbm),
-            ("DDR", held.ddr, planned.problem.ddr),
+            ("HBM", loads.hbm, planned.problem.hbm),
+            ("DDR", loads.ddr, planned.problem.ddr),
         )
         if values.any()
     ]
@@ -383,12 +385,12 @@ def _ranks(planned: Planned, width: int) -> list[str]:
     contents = [*(f"{name} GiB" for name, _, _ in memories), BLOCKS]
     lines: list[tuple[str, list[str], list[str]]] = []
     for rank in order:
-        of_time = [ms(float(held.time_ms[rank])), *(ms(float(held.parts_ms[n, rank])) for n in used)]
+        of_time = [ms(float(loads.time_ms[rank])), *(ms(float(loads.parts_ms[n, rank])) for n in used)]
         of_memory = [f"{gib(int(values[rank]))} of {gib(int(limits[rank]))}" for _, values, limits in memories]
-        lines.append((str(rank), of_time, [*of_memory, by_strategy(planned, found[rank])]))
+        lines.append((str(rank), of_time, [*of_memory, by_strategy(planned, by_rank[rank])]))
     left = ""
     if len(order) < planned.problem.world_size:
-        time = held.time_ms[np.setdiff1d(np.arange(held.time_ms.size), order)]
+        time = loads.time_ms[np.setdiff1d(np.arange(loads.time_ms.size), order)]
         left = f"  ... {counted(time.size, 'rank')} more, from {ms(float(time.max()))} to {ms(float(time.min()))} ms"
     whole = _columns(["rank", *times, *contents], [[rank, *first, *then] for rank, first, then in lines], left)
     if max(map(len, whole)) <= width:
@@ -407,42 +409,42 @@ def _hung(line: str, width: int) -> list[str]:
     return textwrap.wrap(line[margin:], width, initial_indent=line[:margin], subsequent_indent=" " * margin)
 
 
-def by_strategy(planned: Planned, mine: Sequence[Piece]) -> str:
+def by_strategy(planned: Planned, rank_pieces: Sequence[Piece]) -> str:
     """ "3 TW, 2 CW"."""
     assignment, items = planned.solution.assignment, planned.problem.items
     count: Counter[str] = Counter()
-    for piece in mine:
+    for piece in rank_pieces:
         count[items[piece.item].choices[assignment.choices[piece.item]].sharding_type] += piece.blocks
     order = [*STRATEGIES, *sorted(set(count) - set(STRATEGIES))]
     return ", ".join(f"{count[name]} {STRATEGIES.get(name, name)}" for name in order if count[name]) or "nothing"
 
 
-def groups_alike(told: Sequence[Row]) -> list[list[Row]]:
+def groups_alike(all_rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of equal tables that are cut the same way, in the order of their first."""
-    found: dict[tuple[object, ...], list[Row]] = {}
-    for row in told:
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in all_rows:
         alike = [
             (shape(t), lookups(t), t.pooled, t.weighted, t.optimizer, t.module, t.skew, len(t.features))
             for t in row.tables
         ]
         choice = row.choice
         key = (*alike, choice.sharding_type, choice.compute_kernel, choice.widths, row.item.ranks, choice.work_ms)
-        found.setdefault(key, []).append(row)
-    return list(found.values())
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
 
 
 def _tables(planned: Planned, groups: Sequence[Sequence[Row]], shown: int, width: int) -> list[str]:
     chosen = planned.solution.assignment.choices
     world = planned.problem.world_size
-    told = groups[:shown]
-    ways = alternatives(planned, [group[0].index for group in told])
+    detailed = groups[:shown]
+    ways = alternatives(planned, [group[0].index for group in detailed])
     lines = ["Tables, most work first (ms of a step, all ranks together):"]
-    for group in told:
+    for group in detailed:
         row, choice = group[0], group[0].choice
         name = row.name if len(group) == 1 else f"{row.name} and {len(group) - 1} equal"
         sizes = "; ".join(dict.fromkeys(f"{shape(table)}, {lookups(table)}" for table in row.tables))
         together = " on the same rank" if len(row.tables) > 1 else ""
-        starts = [start for one in group for start in one.starts]
+        starts = [start for member in group for start in member.starts]
         spread = f"{where(choice, starts, world)}{together}"
         each = " each" if len(group) > 1 else ""
         lines += textwrap.wrap(f"{name}: {sizes}", max(40, width), initial_indent="  ", subsequent_indent="    ")

@@ -61,9 +61,9 @@ def read_tables(path: str | os.PathLike[str]) -> list[Table]:
     if not isinstance(every, list) or not every:
         raise ValueError(f'{path}: no tables: expected a list of them, or an object that has one as "tables"')
     tables = []
-    for number, one in enumerate(every):
-        where = f"{path}: table {_called(one, number)}"
-        table = table_from(one, where)
+    for number, entry in enumerate(every):
+        where = f"{path}: table {_called(entry, number)}"
+        table = table_from(entry, where)
         if table.optimizer is not None:
             try:
                 table = replace(table, optimizer=optimizer_named(table.optimizer))
@@ -78,47 +78,47 @@ def read_tables(path: str | os.PathLike[str]) -> list[Table]:
     return tables
 
 
-def table_from(said: Any, where: str) -> Table:
+def table_from(entry: Any, where: str) -> Table:
     """The table that a file's object describes; `where` begins the text of errors. Raises as `read_tables`."""
-    if not isinstance(said, dict):
-        raise ValueError(f"{where}: must be an object, got {said!r}")
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: must be an object, got {entry!r}")
     known = {
         "name", "num_embeddings", "embedding_dim", "pooling_factor", "features", "feature_pooling", "num_poolings",
         "batch_sizes", "pooling_kind", "pooled", "weighted", "data_type", "optimizer", "module", "skew",
     }  # fmt: skip
-    unknown = [key for key in said if key not in known and key not in _REMARKS]
+    unknown = [key for key in entry if key not in known and key not in _REMARKS]
     if unknown:
         raise ValueError(f"{where}: unknown field {unknown[0]!r}{nearest(unknown[0], sorted(known))}")
-    name = _field(said, "name", where, _text)
-    pooled = _field(said, "pooled", where, _truth, said.get("pooling_kind") != "sequence")
+    name = _field(entry, "name", where, _text)
+    pooled = _field(entry, "pooled", where, _truth, entry.get("pooling_kind") != "sequence")
     return Table(
         name,
-        _field(said, "num_embeddings", where, _up_to(MOST_ROWS)),
-        _field(said, "embedding_dim", where, _up_to(MOST_COLUMNS)),
-        _field(said, "data_type", where, data_type_from, DataType.FP32),
-        _features(said, name, where),
+        _field(entry, "num_embeddings", where, _up_to(MOST_ROWS)),
+        _field(entry, "embedding_dim", where, _up_to(MOST_COLUMNS)),
+        _field(entry, "data_type", where, data_type_from, DataType.FP32),
+        _features(entry, name, where),
         pooled,
-        _field(said, "weighted", where, _truth, False),
-        _field(said, "optimizer", where, _text, None),
-        _field(said, "module", where, _text, ""),
-        _field(said, "skew", where, _skew, Skew()),
+        _field(entry, "weighted", where, _truth, False),
+        _field(entry, "optimizer", where, _text, None),
+        _field(entry, "module", where, _text, ""),
+        _field(entry, "skew", where, _skew, Skew()),
     )
 
 
-def _features(said: Mapping[str, Any], name: str, where: str) -> tuple[Feature, ...]:
-    names = _field(said, "features", where, _list_of(_text), [name])
-    mean = _field(said, "pooling_factor", where, _amount, 1.0)
+def _features(entry: Mapping[str, Any], name: str, where: str) -> tuple[Feature, ...]:
+    names = _field(entry, "features", where, _list_of(_text), [name])
+    mean = _field(entry, "pooling_factor", where, _amount, 1.0)
     lists: dict[str, list[Any]] = {
-        "feature_pooling": _field(said, "feature_pooling", where, _list_of(_amount), [mean] * len(names)),
-        "num_poolings": _field(said, "num_poolings", where, _list_of(_amount), [1.0] * len(names)),
-        "batch_sizes": _field(said, "batch_sizes", where, _list_of(_maybe(_positive)), [None] * len(names)),
+        "feature_pooling": _field(entry, "feature_pooling", where, _list_of(_amount), [mean] * len(names)),
+        "num_poolings": _field(entry, "num_poolings", where, _list_of(_amount), [1.0] * len(names)),
+        "batch_sizes": _field(entry, "batch_sizes", where, _list_of(_maybe(_positive)), [None] * len(names)),
     }
     for what, values in lists.items():
         if len(values) != len(names):
             raise ValueError(
                 f"{where}: {what} must have one number for each of {len(names)} features, got {len(values)}"
             )
-    return tuple(Feature(*one) for one in zip(names, *lists.values(), strict=True))
+    return tuple(Feature(*arguments) for arguments in zip(names, *lists.values(), strict=True))
 
 
 def read_constraints(path: str | os.PathLike[str]) -> dict[str, ParameterConstraints]:
@@ -136,15 +136,15 @@ def constraints_from(data: Any, where: str) -> dict[str, ParameterConstraints]:
     if not isinstance(data, dict):
         raise ValueError(f"{where}: constraints must be an object with one for each table, got {data!r}")
     default = data.get(ANY, {})
-    found = {}
-    for name, said in data.items():
-        if not isinstance(said, dict):
-            raise ValueError(f"{where}: table {name!r}: its constraint must be an object, got {said!r}")
-        found[name] = _constraint({**default, **said}, f"{where}: table {name!r}")
-    return found
+    constraints = {}
+    for name, entry in data.items():
+        if not isinstance(entry, dict):
+            raise ValueError(f"{where}: table {name!r}: its constraint must be an object, got {entry!r}")
+        constraints[name] = _constraint({**default, **entry}, f"{where}: table {name!r}")
+    return constraints
 
 
-def _constraint(said: Mapping[str, Any], where: str) -> ParameterConstraints:
+def _constraint(entry: Mapping[str, Any], where: str) -> ParameterConstraints:
     readers: dict[str, Callable[[Any], Any]] = {
         "sharding_types": _list_of(_text), "compute_kernels": _list_of(_text), "min_partition": _positive,
         "pooling_factors": _list_of(_amount), "num_poolings": _list_of(_amount), "batch_sizes": _list_of(_positive),
@@ -152,50 +152,50 @@ def _constraint(said: Mapping[str, Any], where: str) -> ParameterConstraints:
         "output_dtype": data_type_from, "device_group": _text, "use_virtual_table": _truth,
         "ranks": _list_of(_rank), "not_on": _list_of(_rank), "same_rank": _text, "skew": _skew,
     }  # fmt: skip
-    for field in said:
+    for field in entry:
         if field in _OBJECTS:
             raise ValueError(f"{where}: {field} cannot be said in a file, only in Python")
         if field not in readers:
             raise ValueError(f"{where}: unknown field {field!r}{nearest(field, readers)}")
-    return ParameterConstraints(**{field: _field(said, field, where, readers[field]) for field in said})
+    return ParameterConstraints(**{field: _field(entry, field, where, readers[field]) for field in entry})
 
 
 def table_to(table: Table) -> dict[str, Any]:
     """A table as a file has it, without what is the default."""
     features = table.features
-    said: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "name": table.name, "num_embeddings": table.num_embeddings, "embedding_dim": table.embedding_dim,
         "data_type": table.data_type.value, "features": [feature.name for feature in features],
         "feature_pooling": [feature.pooling_factor for feature in features],
     }  # fmt: skip
     if any(feature.num_poolings != 1 for feature in features):
-        said["num_poolings"] = [feature.num_poolings for feature in features]
+        entry["num_poolings"] = [feature.num_poolings for feature in features]
     if any(feature.batch_size is not None for feature in features):
-        said["batch_sizes"] = [feature.batch_size for feature in features]
+        entry["batch_sizes"] = [feature.batch_size for feature in features]
     for what, default in (("pooled", True), ("weighted", False), ("optimizer", None), ("module", "")):
         if getattr(table, what) != default:
-            said[what] = getattr(table, what)
+            entry[what] = getattr(table, what)
     if table.skew != Skew():
-        said["skew"] = _plain_skew(table.skew)
-    return said
+        entry["skew"] = _plain_skew(table.skew)
+    return entry
 
 
 def constraint_to(constraint: ParameterConstraints) -> dict[str, Any]:
     """A constraint as a file has it: what differs from the default and a file can have."""
     default = ParameterConstraints()
-    said: dict[str, Any] = {}
+    entry: dict[str, Any] = {}
     for field in fields(constraint):
         value = getattr(constraint, field.name)
         if value == getattr(default, field.name) or field.name in _OBJECTS:
             continue
         if isinstance(value, Skew):
             value = _plain_skew(value)
-        said[field.name] = value.value if isinstance(value, DataType) else value
-    return said
+        entry[field.name] = value.value if isinstance(value, DataType) else value
+    return entry
 
 
 def read_data(path: str | os.PathLike[str]) -> Any:
-    """What a JSON or TOML file says.
+    """The content of a JSON or TOML file.
 
     Raises:
         ValueError: it is not what its suffix says, or TOML and nothing here can read that.
@@ -229,9 +229,9 @@ def data_type_from(value: Any) -> DataType:
 _NEEDED: Any = object()
 
 
-def _field(said: Mapping[str, Any], name: str, where: str, read: Callable[[Any], T], default: Any = _NEEDED) -> T:
-    """One field of an object, read; None counts as not said."""
-    value = said.get(name)
+def _field(entry: Mapping[str, Any], name: str, where: str, read: Callable[[Any], T], default: Any = _NEEDED) -> T:
+    """One field of an object, read; None counts as missing."""
+    value = entry.get(name)
     if value is None:
         if default is _NEEDED:
             raise ValueError(f"{where}: {name} is missing")
@@ -243,8 +243,8 @@ def _field(said: Mapping[str, Any], name: str, where: str, read: Callable[[Any],
         raise ValueError(f"{where}: {name} {error}") from error
 
 
-def _called(said: Any, number: int) -> str:
-    name = said.get("name") if isinstance(said, dict) else None
+def _called(entry: Any, number: int) -> str:
+    name = entry.get("name") if isinstance(entry, dict) else None
     return repr(name) if isinstance(name, str) else f"number {number + 1}"
 
 
@@ -291,7 +291,7 @@ def _list_of(read: Callable[[Any], T]) -> Callable[[Any], list[T]]:
     def read_all(value: Any) -> list[T]:
         if not isinstance(value, list):
             raise ValueError(f"must be a list, got {value!r}")
-        return [read(one) for one in value]
+        return [read(element) for element in value]
 
     return read_all
 
@@ -306,7 +306,7 @@ def _skew(value: Any) -> Skew:
         unknown = sorted(set(value) - set(known)) if isinstance(value, dict) else []
         near = did_you_mean(unknown[0], known) if unknown else ""
         raise ValueError(f"must be an object of {', '.join(known)}, got {value!r}{near}")
-    read: dict[str, Any] = {what: known[what](one) for what, one in value.items()}
+    read: dict[str, Any] = {what: known[what](raw) for what, raw in value.items()}
     return Skew(**read)
 
 

@@ -61,7 +61,7 @@ def planned_to_json(planned: Planned) -> dict[str, Any]:
         "topology": _plain_topology(topology),
         "batch_size": planned.batch_size,
         "cost": {"name": planned.cost, "constants": None if constants is None else asdict(constants)},
-        "constraints": {name: constraint_to(one) for name, one in request.constraints.items()},
+        "constraints": {name: constraint_to(constraint) for name, constraint in request.constraints.items()},
         "reserved_bytes": list(request.reserved),
         "settings": dict(request.settings),
         "choices": [
@@ -102,7 +102,7 @@ def load_planned(path: str | os.PathLike[str], *, cost: CostModel | None = None)
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the file of a plan says, whoever wrote it.
+    """The content of a plan's file, whoever wrote it.
 
     Raises:
         ValueError: it is no plan.
@@ -130,17 +130,17 @@ def planned_from_json(data: Mapping[str, Any], where: str, *, cost: CostModel | 
         topology = _topology_from(about["topology"], int(data["world_size"]), int(data["local_world_size"]))
         batch_size = int(about["batch_size"])
         model = cost or cost_from(about["cost"]["name"], topology, batch_size, about["cost"]["constants"])
-        tables = tuple(table_from(one, f"{where}: table {one.get('name')!r}") for one in about["tables"])
+        tables = tuple(table_from(entry, f"{where}: table {entry.get('name')!r}") for entry in about["tables"])
         request = Request(
             tables, topology, batch_size, model, constraints_from(about["constraints"], where),
             tuple(about["reserved_bytes"]), {name: str(text) for name, text in about["settings"].items()},
         )  # fmt: skip
         problem, here = problem_of(request)
-        said = about["predicted"]
-        _require_numbers(said)
+        predicted = about["predicted"]
+        _require_numbers(predicted)
         solution = Solution(
-            _assignment(problem, about["choices"], where), said["step_ms"], said["bound_ms"], said["bound_from"],
-            said["proven"], said["steps"],
+            _assignment(problem, about["choices"], where), predicted["step_ms"], predicted["bound_ms"],
+            predicted["bound_from"], predicted["proven"], predicted["steps"],
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where}: what it says about how it was made is not whole: {error!r}") from error
@@ -152,14 +152,14 @@ def planned_from_json(data: Mapping[str, Any], where: str, *, cost: CostModel | 
         problem,
         solution,
         dict(request.settings),
-        said["seconds"],
+        predicted["seconds"],
         request,
     )
     for module, of_module in _modules(planned).items():
-        for name, one in of_module.items():
+        for name, expected in of_module.items():
             # a model may have more tables, and training may say more of one
             written = data["plan"].get(module, {}).get(name, {})
-            if {key: written.get(key) for key in one} != one:
+            if {key: written.get(key) for key in expected} != expected:
                 raise ValueError(f"{where}: table {name!r} is not placed as the planner chose: the plan was changed")
     now = float(planned.loads.time_ms.max())
     if abs(now - solution.time_ms) > 1e-6 * solution.time_ms:
@@ -171,13 +171,13 @@ def planned_from_json(data: Mapping[str, Any], where: str, *, cost: CostModel | 
     return planned
 
 
-def _require_numbers(said: Mapping[str, Any]) -> None:
+def _require_numbers(predicted: Mapping[str, Any]) -> None:
     """TypeError for predictions that are none."""
     for name in ("step_ms", "bound_ms", "seconds", "steps"):
-        if not isinstance(said[name], (int, float)) or isinstance(said[name], bool):
-            raise TypeError(f"{name} must be a number, got {said[name]!r}")
-    if not isinstance(said["bound_from"], str):
-        raise TypeError(f"bound_from must be a text, got {said['bound_from']!r}")
+        if not isinstance(predicted[name], (int, float)) or isinstance(predicted[name], bool):
+            raise TypeError(f"{name} must be a number, got {predicted[name]!r}")
+    if not isinstance(predicted["bound_from"], str):
+        raise TypeError(f"bound_from must be a text, got {predicted['bound_from']!r}")
 
 
 def is_whole(data: Mapping[str, Any]) -> bool:
@@ -200,7 +200,7 @@ class CutDifference:
 
     @classmethod
     def between(cls, a: Mapping[str, Any], b: Mapping[str, Any]) -> CutDifference:
-        """What changes from one file to the other."""
+        """The changes from one file to the other, in lines."""
         first, second = _cuts(a), _cuts(b)
         names = dict.fromkeys([*first, *second])
         changed = {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}
@@ -224,45 +224,47 @@ class CutDifference:
 
 def _cuts(data: Mapping[str, Any]) -> dict[str, str]:
     """Path of each table -> how it is placed."""
-    found = {}
+    places = {}
     for module, tables in data["plan"].items():
-        for name, one in tables.items():
-            cuts = sorted((*map(tuple, (s["shard_offsets"], s["shard_sizes"])), s["placement"]) for s in one["shards"])
-            told = f"on ranks {one['ranks']}"
-            where = ", ".join(f"[{r}:{r + h}, {c}:{c + w}] on {at}" for (r, c), (h, w), at in cuts)
-            found[f"{module}.{name}" if module else name] = (
-                f"{one['sharding_type']} {one['compute_kernel']} {where or told}"
+        for name, entry in tables.items():
+            cuts = sorted(
+                (*map(tuple, (s["shard_offsets"], s["shard_sizes"])), s["placement"]) for s in entry["shards"]
             )
-    return found
+            on_ranks = f"on ranks {entry['ranks']}"
+            where = ", ".join(f"[{r}:{r + h}, {c}:{c + w}] on {at}" for (r, c), (h, w), at in cuts)
+            places[f"{module}.{name}" if module else name] = (
+                f"{entry['sharding_type']} {entry['compute_kernel']} {where or on_ranks}"
+            )
+    return places
 
 
-def _assignment(problem: Problem, said: list[dict[str, Any]], where: str) -> Assignment:
+def _assignment(problem: Problem, entries: list[dict[str, Any]], where: str) -> Assignment:
     """The choices of a file among those that there are."""
-    by_names = {tuple(one["tables"]): one for one in said}
+    by_names = {tuple(entry["tables"]): entry for entry in entries}
     numbers, starts = [], []
     for item in problem.items:
-        one = by_names.get(item.names)
-        wanted = one and (one["sharding_type"], one["compute_kernel"], tuple(one["widths"]))
-        found = [
+        entry = by_names.get(item.names)
+        wanted = entry and (entry["sharding_type"], entry["compute_kernel"], tuple(entry["widths"]))
+        matching = [
             number
             for number, choice in enumerate(item.choices)
             if (choice.sharding_type, choice.compute_kernel, choice.widths) == wanted
         ]
-        if one is None or not found:
+        if entry is None or not matching:
             raise ValueError(f"{where}: {', '.join(item.names)}: no choice is as the file says; plan anew")
-        numbers.append(found[0])
-        starts.append(tuple(one["starts"]))
+        numbers.append(matching[0])
+        starts.append(tuple(entry["starts"]))
     return Assignment(tuple(numbers), tuple(starts))
 
 
 def _modules(planned: Planned) -> dict[str, dict[str, Any]]:
     """Module path -> table -> where it goes, as `ShardingPlan` reads it."""
     local, device = planned.topology.local_world_size, planned.topology.compute_device
-    found: dict[str, dict[str, Any]] = {}
+    modules: dict[str, dict[str, Any]] = {}
     for table, choice, starts in planned.placed():
         shards = planned.shards(table, choice, starts)
         replicated = choice.sharding_type == "data_parallel"
-        found.setdefault(table.module, {})[table.name] = {
+        modules.setdefault(table.module, {})[table.name] = {
             "sharding_type": choice.sharding_type,
             "compute_kernel": choice.compute_kernel,
             "ranks": [shard.rank for shard in shards],
@@ -275,29 +277,29 @@ def _modules(planned: Planned) -> dict[str, dict[str, Any]]:
                 for shard in ([] if replicated else shards)
             ],
         }
-    return found
+    return modules
 
 
 def _plain_topology(topology: Topology) -> dict[str, Any]:
-    said: dict[str, Any] = {
+    plain: dict[str, Any] = {
         "compute_device": topology.compute_device, "card": topology.card,
         "pod_size": topology.intra_group_size // topology.local_world_size,
         "hbm_bytes": list(topology.hbm), "ddr_bytes": list(topology.ddr),
         "ssd_bytes": [device.storage.ssd for device in topology.devices],
         "intra_host_bw": topology.intra_host_bw, "inter_host_bw": topology.inter_host_bw,
     }  # fmt: skip
-    return {**said, **{name: getattr(topology, name) for name in _SPEEDS}}
+    return {**plain, **{name: getattr(topology, name) for name in _SPEEDS}}
 
 
-def _topology_from(said: Mapping[str, Any], world: int, local: int) -> Topology:
-    memory = {"hbm_cap": said["hbm_bytes"], "ddr_cap": said["ddr_bytes"], "ssd_cap": said["ssd_bytes"]}
+def _topology_from(plain: Mapping[str, Any], world: int, local: int) -> Topology:
+    memory = {"hbm_cap": plain["hbm_bytes"], "ddr_cap": plain["ddr_bytes"], "ssd_cap": plain["ssd_bytes"]}
     return Topology(
         world,
-        said["compute_device"],
+        plain["compute_device"],
         local_world_size=local,
-        pod_size=said["pod_size"] if said["pod_size"] > 1 else None,
+        pod_size=plain["pod_size"] if plain["pod_size"] > 1 else None,
         custom_topology_data=CustomTopologyData(memory, world),
-        generalized_comms_bandwidths=BasicCommsBandwidths(said["inter_host_bw"], said["intra_host_bw"]),
-        card=said["card"],
-        **{name: said[name] for name in _SPEEDS},
+        generalized_comms_bandwidths=BasicCommsBandwidths(plain["inter_host_bw"], plain["intra_host_bw"]),
+        card=plain["card"],
+        **{name: plain[name] for name in _SPEEDS},
     )

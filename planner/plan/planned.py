@@ -32,7 +32,7 @@ from .explanation import explain
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What `plan_tables` was asked.
+    """The arguments of `plan_tables`.
 
     Args:
         topology: with the memory that tables may use.
@@ -87,7 +87,7 @@ class Planned:
 
     @cached_property
     def certified(self) -> Solution:
-        """`solution` with all bounds: what explanations, reports and files tell."""
+        """`solution` with all bounds: explanations, reports and files go by it."""
         return certify(self.problem, self.solution)
 
     @property

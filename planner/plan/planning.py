@@ -1,4 +1,4 @@
-"""From tables to a plan: prices every way to cut each table, searches, and keeps what is known about the result."""
+"""Planning: price every way to cut each table, search, and keep all that is known about the result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..constraints import (
     Group,
     ParameterConstraints,
     allowed_ranks,
+    as_given,
     check_constraints,
     check_settings_of,
     constraint_of,
     described,
     groups,
-    said_by,
 )
 from ..cost.model import CostModel, cost_model
 from ..errors import PlannerError, PlannerErrorType
@@ -214,13 +214,13 @@ class _Prices:
         )
         # many tables share one constraint; equal ones that are two objects are only priced twice
         key = nameless, id(constraint)
-        found = self._known.get(key)
-        if found is None:
+        choices = self._known.get(key)
+        if choices is None:
             ways = self.cost.ways(table, constraint)
-            found = self._known[key] = tuple(self.cost.price(table, way) for way in ways)
-        if not found:
+            choices = self._known[key] = tuple(self.cost.price(table, way) for way in ways)
+        if not choices:
             raise _no_way(table, constraint, self.cost)
-        return found
+        return choices
 
 
 def _alone(table: Table, price: _Prices, topology: Topology, constraints: Mapping[str, ParameterConstraints]) -> Item:
@@ -233,8 +233,8 @@ def _alone(table: Table, price: _Prices, topology: Topology, constraints: Mappin
     if not left:
         cuts = ", ".join(dict.fromkeys(choice.sharding_type for choice in choices))
         raise _strict(
-            f"table {table.name!r}: {said_by(constraint, 'ranks', 'not_on')} leaves ranks {list(ranks)}, and"
-            f" {said_by(constraint, 'sharding_types', 'compute_kernels', 'min_partition') or 'the cost model'} leaves"
+            f"table {table.name!r}: {as_given(constraint, 'ranks', 'not_on')} leaves ranks {list(ranks)}, and"
+            f" {as_given(constraint, 'sharding_types', 'compute_kernels', 'min_partition') or 'the cost model'} leaves"
             f" {cuts}, which needs others too: allow 'table_wise', or more ranks"
         )
     return Item((table.path,), left, ranks)
@@ -242,10 +242,10 @@ def _alone(table: Table, price: _Prices, topology: Topology, constraints: Mappin
 
 def _has_place(choice: Choice, ranks: Iterable[int]) -> bool:
     """Whether a block of the choice finds all its ranks among these; what one block finds, all do."""
-    found: dict[int, int] = {}
+    ranks_of_block: dict[int, int] = {}
     for rank in ranks:
-        found[rank // choice.span] = found.get(rank // choice.span, 0) + 1
-    return choice.span in found.values()
+        ranks_of_block[rank // choice.span] = ranks_of_block.get(rank // choice.span, 0) + 1
+    return choice.span in ranks_of_block.values()
 
 
 def _together(
@@ -255,27 +255,27 @@ def _together(
     by_kernel: list[dict[str, Choice]] = []
     ranks = set(range(topology.world_size))
     for table in group.tables:
-        whole = {one.compute_kernel: one for one in price(table) if one.sharding_type == TABLE_WISE}
+        whole = {choice.compute_kernel: choice for choice in price(table) if choice.sharding_type == TABLE_WISE}
         constraint = constraint_of(constraints, table.name)
         if not whole:
-            said = said_by(constraint, "sharding_types", "compute_kernels") if constraint else ""
+            given = as_given(constraint, "sharding_types", "compute_kernels") if constraint else ""
             raise _strict(
                 f"table {table.name!r} has same_rank={group.label!r}, so it lies whole on one rank, but it may not be"
-                f" table_wise{f' ({said})' if said else ''}: allow 'table_wise', or leave it out of the group"
+                f" table_wise{f' ({given})' if given else ''}: allow 'table_wise', or leave it out of the group"
             )
         by_kernel.append(whole)
-        mine = allowed_ranks(table.name, constraint, topology.world_size)
-        if mine is not None:
-            ranks &= set(mine)
+        allowed = allowed_ranks(table.name, constraint, topology.world_size)
+        if allowed is not None:
+            ranks &= set(allowed)
     names = ", ".join(repr(table.name) for table in group.tables)
     if not ranks:
         raise _strict(f"tables {names} have same_rank={group.label!r}, and their ranks and not_on leave none in common")
-    shared = [kernel for kernel in by_kernel[0] if all(kernel in one for one in by_kernel)]
+    shared = [kernel for kernel in by_kernel[0] if all(kernel in of_table for of_table in by_kernel)]
     if not shared:
         raise _strict(
             f"tables {names} have same_rank={group.label!r}, and no compute kernel is allowed for all of them"
         )
-    choices = tuple(_sum([one[kernel] for one in by_kernel]) for kernel in shared)
+    choices = tuple(_sum([of_table[kernel] for of_table in by_kernel]) for kernel in shared)
     limited = None if len(ranks) == topology.world_size else tuple(sorted(ranks))
     return Item(tuple(table.path for table in group.tables), choices, limited)
 
@@ -305,7 +305,7 @@ def _no_way(table: Table, constraint: ParameterConstraints | None, cost: CostMod
             what = dict.fromkeys(f"{way.sharding_type} ({way.compute_kernel})" for way in ways)
             blamed.append(f"without {field} there would be {', '.join(what)}")
     return _strict(
-        f"table {table.name!r}: {said_by(constraint, *limits) or said_by(constraint)} leaves no way to place it"
+        f"table {table.name!r}: {as_given(constraint, *limits) or as_given(constraint)} leaves no way to place it"
         f"{': ' + '; '.join(blamed) if blamed else ''}"
     )
 

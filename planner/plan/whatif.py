@@ -1,4 +1,4 @@
-"""The same question with a change: another world, card, memory, dtype, batch size, optimizer, or a laxer constraint.
+"""What-if requests: another world, card, memory, dtype, batch size or optimizer, or a laxer constraint.
 
 Each function takes a `Request` and returns another; nothing is planned here.
 """
@@ -72,7 +72,7 @@ def with_hbm(request: Request, hbm_bytes: int, *, card: str | None = None) -> Re
     reserved = request.reserved or (0,) * old.world_size
     shares = [kept / (left + kept) if left + kept else 0.0 for left, kept in zip(old.hbm, reserved, strict=True)]
     kept = tuple(round(hbm_bytes * share) for share in shares)
-    resized = resized_topology(old, hbm=[hbm_bytes - one for one in kept], card=card or old.card)
+    resized = resized_topology(old, hbm=[hbm_bytes - reserve for reserve in kept], card=card or old.card)
     return _on(replace(request, reserved=kept if any(kept) else ()), resized)
 
 
@@ -101,7 +101,7 @@ def with_card(request: Request, card: str) -> Request:
 def with_reserved(request: Request, share: float) -> Request:
     """Ranks that keep this share of what they reserve."""
     old = request.topology
-    kept = tuple(round(one * share) for one in request.reserved)
+    kept = tuple(round(reserve * share) for reserve in request.reserved)
     freed = [before - after for before, after in zip(request.reserved, kept, strict=True)]
     resized = resized_topology(old, hbm=[left + more for left, more in zip(old.hbm, freed, strict=True)])
     return _on(replace(request, reserved=kept if any(kept) else ()), resized)
@@ -119,7 +119,9 @@ def without_constraints(request: Request) -> Request:
         "sharding_types": None, "compute_kernels": None, "min_partition": None, "ranks": None, "not_on": None,
         "same_rank": None,
     }  # fmt: skip
-    return replace(request, constraints={name: replace(one, **free) for name, one in request.constraints.items()})
+    return replace(
+        request, constraints={name: replace(constraint, **free) for name, constraint in request.constraints.items()}
+    )
 
 
 def resized_topology(

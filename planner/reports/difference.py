@@ -30,15 +30,15 @@ class Placement:
     memory_bytes: int
 
     def __str__(self) -> str:
-        told = f"{self.sharding_type} {self.compute_kernel}"
+        text = f"{self.sharding_type} {self.compute_kernel}"
         if len(self.widths) > 1:
-            told += (
+            text += (
                 f" ({' + '.join(map(str, self.widths))} columns)"
                 if len(self.widths) <= 4
                 else (f" ({len(self.widths)} blocks of {min(self.widths)} to {max(self.widths)} columns)")
             )
-        held = [rank for block in self.ranks for rank in block]
-        return f"{told} on {ranks(held)}"
+        on = [rank for block in self.ranks for rank in block]
+        return f"{text} on {ranks(on)}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Difference:
         return bool(self.tables or self.ranks)
 
     def __str__(self) -> str:
-        return "\n".join(_told(self))
+        return "\n".join(_lines(self))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data that json can write."""
@@ -94,7 +94,7 @@ class Difference:
 
 
 def diff(a: Planned, b: Planned) -> Difference:
-    """What changes from plan `a` to plan `b`: the places of tables, and the time and memory of ranks."""
+    """The changes from plan `a` to plan `b`: the places of tables, and the time and memory of ranks."""
     before, after = _placements(a), _placements(b)
     names = list(dict.fromkeys([*before, *after]))
     changes = [
@@ -102,14 +102,14 @@ def diff(a: Planned, b: Planned) -> Difference:
         for name in names
         if _where(before.get(name)) != _where(after.get(name))
     ]
-    one, two = _ranks(a), _ranks(b)
+    ranks_a, ranks_b = _ranks(a), _ranks(b)
     empty = (None, None, None)
     per_rank = []
-    for rank in range(max(len(one), len(two))):
-        first = one[rank] if rank < len(one) else empty
-        second = two[rank] if rank < len(two) else empty
+    for rank in range(max(len(ranks_a), len(ranks_b))):
+        first = ranks_a[rank] if rank < len(ranks_a) else empty
+        second = ranks_b[rank] if rank < len(ranks_b) else empty
         per_rank.append(RankChange(rank, first[0], second[0], first[1], second[1], first[2], second[2]))
-    same_loads = len(one) == len(two) and all(_alike(row) for row in per_rank)
+    same_loads = len(ranks_a) == len(ranks_b) and all(_alike(row) for row in per_rank)
     decided = (_decided(a), _decided(b))
     settings = {
         name: (decided[0].get(name, ""), decided[1].get(name, ""))
@@ -143,8 +143,12 @@ def _placement(choice: Choice, starts: tuple[int, ...]) -> Placement:
     )
 
 
-def _where(one: Placement | None) -> tuple[object, ...] | None:
-    return None if one is None else (one.sharding_type, one.compute_kernel, one.widths, one.ranks)
+def _where(placement: Placement | None) -> tuple[object, ...] | None:
+    return (
+        None
+        if placement is None
+        else (placement.sharding_type, placement.compute_kernel, placement.widths, placement.ranks)
+    )
 
 
 def _ranks(planned: Planned) -> list[tuple[float, int, int]]:
@@ -154,7 +158,10 @@ def _ranks(planned: Planned) -> list[tuple[float, int, int]]:
 
 def _alike(row: RankChange) -> bool:
     pairs = ((row.before_ms, row.after_ms), (row.before_hbm, row.after_hbm), (row.before_ddr, row.after_ddr))
-    return all(one is not None and two is not None and abs(one - two) <= SAME * abs(one) for one, two in pairs)
+    return all(
+        before is not None and after is not None and abs(before - after) <= SAME * abs(before)
+        for before, after in pairs
+    )
 
 
 def _decided(planned: Planned) -> dict[str, str]:
@@ -167,33 +174,34 @@ def _decided(planned: Planned) -> dict[str, str]:
     }
 
 
-def _told(found: Difference) -> list[str]:
+def _lines(difference: Difference) -> list[str]:
     lines = [
-        f"{name}: {before or 'not said'} -> {after or 'not said'}" for name, (before, after) in found.settings.items()
+        f"{name}: {before or 'not said'} -> {after or 'not said'}"
+        for name, (before, after) in difference.settings.items()
     ]
-    if not found:
-        return [f"no difference: {counted(found.same_tables, 'table')} placed alike", *lines]
-    before, after = found.step_ms
+    if not difference:
+        return [f"no difference: {counted(difference.same_tables, 'table')} placed alike", *lines]
+    before, after = difference.step_ms
     change = f" ({after / before - 1:+.1%})" if before > 0 else ""
     lines.append(
-        f"step: {ms(before)} -> {ms(after)} ms{change}; bound: {' -> '.join(ms(b) for b in found.bound_ms)} ms"
+        f"step: {ms(before)} -> {ms(after)} ms{change}; bound: {' -> '.join(ms(b) for b in difference.bound_ms)} ms"
     )
-    lines.append(f"{counted(len(found.tables), 'table')} placed otherwise, {found.same_tables:,} alike")
-    for change_of in found.tables:
+    lines.append(f"{counted(len(difference.tables), 'table')} placed otherwise, {difference.same_tables:,} alike")
+    for change_of in difference.tables:
         lines.append(f"  {change_of.table}:")
-        for word, one in (("-", change_of.before), ("+", change_of.after)):
-            if one is None:
-                lines.append(f"    {word} not in this plan")
+        for sign, place in (("-", change_of.before), ("+", change_of.after)):
+            if place is None:
+                lines.append(f"    {sign} not in this plan")
             else:
-                lines.append(f"    {word} {one}: {ms(one.work_ms)} ms of all ranks, {gib(one.memory_bytes)} GiB")
-    moved = [row for row in found.ranks if not _alike(row)]
-    lines.append(f"{counted(len(moved), 'rank')} of {len(found.ranks)} with other time or memory")
+                lines.append(f"    {sign} {place}: {ms(place.work_ms)} ms of all ranks, {gib(place.memory_bytes)} GiB")
+    moved = [row for row in difference.ranks if not _alike(row)]
+    lines.append(f"{counted(len(moved), 'rank')} of {len(difference.ranks)} with other time or memory")
     for row in moved:
         times = f"{_or_none(row.before_ms)} -> {_or_none(row.after_ms)} ms"
         memories = [
-            f"{name} {_gib_or_none(one)} -> {_gib_or_none(two)} GiB"
-            for name, one, two in (("HBM", row.before_hbm, row.after_hbm), ("DDR", row.before_ddr, row.after_ddr))
-            if one or two
+            f"{name} {_gib_or_none(was)} -> {_gib_or_none(now)} GiB"
+            for name, was, now in (("HBM", row.before_hbm, row.after_hbm), ("DDR", row.before_ddr, row.after_ddr))
+            if was or now
         ]
         lines.append(f"  rank {row.rank}: {', '.join([times, *memories])}")
     return lines

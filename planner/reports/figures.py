@@ -32,7 +32,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a figure shows besides its blocks.
+    """A figure's frame: all it shows besides its blocks.
 
     Args:
         title, description: for those who do not see it.
@@ -115,15 +115,17 @@ def merged(stack: Sequence[Block], thin: float, most: int, say: Callable[[float]
     for block in stack:
         if block.value < least:
             small.setdefault(block.look, []).append(block)
-    found: list[Block] = []
+    blocks: list[Block] = []
     for block in stack:
         if block.value >= least or len(small[block.look]) == 1:
-            found.append(block)
+            blocks.append(block)
         elif block is small[block.look][-1]:
-            mine = small[block.look]
-            total = sum(one.value for one in mine)
-            found.append(Block(total, block.look, "", f"{counted(len(mine), 'small block')}, {say(total)} together"))
-    return [block for block in found if block.value > 0]
+            together = small[block.look]
+            total = sum(member.value for member in together)
+            blocks.append(
+                Block(total, block.look, "", f"{counted(len(together), 'small block')}, {say(total)} together")
+            )
+    return [block for block in blocks if block.value > 0]
 
 
 def _block(block: Block, x: float, y: float, width: float, tall: float) -> str:

@@ -23,12 +23,12 @@ from ..plan.explanation import (
     listed,
     lookups,
     ms,
+    outcome,
     ranks,
     rows,
     shape,
     share,
     size,
-    verdict,
     way,
     where,
 )
@@ -45,30 +45,30 @@ from .style import (
     swatch,
 )
 
-# of more items than this, those with least work are told without their alternatives
+# of more items than this, those with least work come without their alternatives
 DETAILED = 600
 
 
 def report(planned: Planned) -> str:
     """The page, the same bytes for the same plan."""
-    told = rows(planned)
+    all_rows = rows(planned)
     title = f"Plan: {headline(planned)}"
     body = [
         patterns(),
         f"<h1>{escape(title)}</h1>",
         *_summary(planned),
         *time_by_part(planned),
-        *by_table(planned, told),
+        *by_table(planned, all_rows),
         *rank_numbers(planned),
-        *_tables(planned, told),
+        *_tables(planned, all_rows),
         *_settings(planned),
     ]
     return document(title, style_sheet(), body)
 
 
 def _summary(planned: Planned) -> list[str]:
-    solution, held = planned.certified, planned.loads
-    time = held.time_ms
+    solution, loads = planned.certified, planned.loads
+    time = loads.time_ms
     slowest = slowest_ranks(planned)[0]
     bounded = solution.bound_ms > 0
     if solution.proven:
@@ -77,25 +77,25 @@ def _summary(planned: Planned) -> list[str]:
         lead = f"No plan within the limits is faster than the bound; this one is {share(solution.gap)} above it."
     else:
         lead = "How far the plan is from the best is not known."
-    told = [
+    figures = [
         (f"{ms(float(time.max()))} ms", f"a step, predicted; rank {slowest} is the slowest"),
         (f"{ms(solution.bound_ms)} ms" if bounded else "none", "bound: no plan is faster"),
         (share(solution.gap) if bounded or solution.proven else "unknown", "gap between them"),
     ]
-    for name, used, limit in (("HBM", held.hbm, planned.problem.hbm), ("DDR", held.ddr, planned.problem.ddr)):
+    for name, used, limit in (("HBM", loads.hbm, planned.problem.hbm), ("DDR", loads.ddr, planned.problem.ddr)):
         if used.any():
             full = used / np.maximum(limit, 1)
-            told.append((f"{float(full.max()):.0%}", f"of its {name}, rank {int(full.argmax())}, the fullest"))
-    told.append((f"{planned.seconds:.2f} s", "to plan"))
-    facts_of_it = "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in told)
+            figures.append((f"{float(full.max()):.0%}", f"of its {name}, rank {int(full.argmax())}, the fullest"))
+    figures.append((f"{planned.seconds:.2f} s", "to plan"))
+    facts_of_it = "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in figures)
     return [f"<p>{escape(lead)}</p>", f'<div class="facts">{facts_of_it}</div>']
 
 
-def _tables(planned: Planned, told: Sequence[Row]) -> list[str]:
+def _tables(planned: Planned, all_rows: Sequence[Row]) -> list[str]:
     chosen = planned.solution.assignment.choices
-    ways = alternatives(planned, [row.index for row in told[:DETAILED]])
+    ways = alternatives(planned, [row.index for row in all_rows[:DETAILED]])
     lines = []
-    for row in told:
+    for row in all_rows:
         sizes = "; ".join(dict.fromkeys(f"{shape(table)}, {lookups(table)}" for table in row.tables))
         spread = where(row.choice, row.starts, planned.problem.world_size)
         others = _others(row, ways[row.index], chosen[row.index]) if row.index in ways else ""
@@ -110,7 +110,7 @@ def _tables(planned: Planned, told: Sequence[Row]) -> list[str]:
         '<th scope="col" style="width:36%">table</th><th style="width:3%"></th><th scope="col" style="width:39%">placed'
         '</th><th scope="col" class="n" style="width:13%">ms on all ranks</th><th scope="col" class="n">GiB</th>'
     )
-    rest = f" Of {len(told):,}, the {DETAILED} with most work have them." if len(told) > DETAILED else ""
+    rest = f" Of {len(all_rows):,}, the {DETAILED} with most work have them." if len(all_rows) > DETAILED else ""
     return [
         "<h2>Tables</h2>",
         soft(
@@ -127,12 +127,16 @@ def _others(row: Row, ways: Sequence[Alternative], chosen: int) -> str:
     if not best:
         return "Nothing else is allowed."
     lines = [_line(row.choice, "", "this plan", ' class="now"')]
-    for one in best:
-        lacks = "" if one.fits else f"{size(one.over_bytes)} of {one.over_in.upper()} too much"
-        lines.append(_line(row.item.choices[one.number], f"{one.slower_ms:+.3f}" if one.fits else "", lacks))
+    for alternative in best:
+        lacks = "" if alternative.fits else f"{size(alternative.over_bytes)} of {alternative.over_in.upper()} too much"
+        lines.append(
+            _line(
+                row.item.choices[alternative.number], f"{alternative.slower_ms:+.3f}" if alternative.fits else "", lacks
+            )
+        )
     first = row.item.choices[best[0].number]
     return (
-        f"<details><summary>Next best: {escape(f'{first.sharding_type}{cut(first)} {verdict(best[0])}')}</summary>"
+        f"<details><summary>Next best: {escape(f'{first.sharding_type}{cut(first)} {outcome(best[0])}')}</summary>"
         '<table class="ways"><thead><tr>'
         '<th scope="col">choice</th><th scope="col" class="n">step, ms</th><th scope="col" class="n">exchange, ms</th>'
         '<th scope="col" class="n">compute, ms</th><th scope="col" class="n">GiB</th><th scope="col"></th></tr></thead>'

@@ -75,18 +75,18 @@ def _time_chart(planned: Planned, title: str) -> Chart:
     return Chart(title, description, milliseconds, short, planned.problem.local_size, bound=bound, mark=slowest)
 
 
-def by_table(planned: Planned, told: Sequence[Row]) -> list[str]:
+def by_table(planned: Planned, all_rows: Sequence[Row]) -> list[str]:
     """Each rank's step, and its memories, as columns stacked of tables."""
-    problem, held, found = planned.problem, planned.loads, pieces(planned)
-    by_index = {row.index: row for row in told}
+    problem, loads, by_rank = planned.problem, planned.loads, pieces(planned)
+    by_index = {row.index: row for row in all_rows}
     used = {row.choice.sharding_type for row in by_index.values()}
     legend = [(look(name), name) for name in [*STRATEGIES, *sorted(used - set(STRATEGIES))] if name in used]
     anyway = [("p-overhead", "in every step, whatever the plan")] if problem.base_ms.any() else []
-    times = [[piece.time_ms for piece in mine] for mine in found]
+    times = [[piece.time_ms for piece in on_rank] for on_rank in by_rank]
     stacks = [
         [
             *([Block(base, "p-overhead", "", f"rank {rank}, whatever the plan: {milliseconds(base)}")] if base else []),
-            *_blocks(rank, by_index, found[rank], times[rank], milliseconds),
+            *_blocks(rank, by_index, by_rank[rank], times[rank], milliseconds),
         ]
         for rank, base in enumerate(problem.base_ms.tolist())
     ]
@@ -96,14 +96,26 @@ def by_table(planned: Planned, told: Sequence[Row]) -> list[str]:
         figure(draw(stacks, _time_chart(planned, "Time of each rank by table")), legend + anyway),
     ]
     memories = (
-        ("HBM", "memory of the devices", held.hbm, problem.hbm, [[piece.hbm for piece in mine] for mine in found]),
-        ("DDR", "memory of the hosts", held.ddr, problem.ddr, [[piece.ddr for piece in mine] for mine in found]),
+        (
+            "HBM",
+            "memory of the devices",
+            loads.hbm,
+            problem.hbm,
+            [[piece.hbm for piece in on_rank] for on_rank in by_rank],
+        ),
+        (
+            "DDR",
+            "memory of the hosts",
+            loads.ddr,
+            problem.ddr,
+            [[piece.ddr for piece in on_rank] for on_rank in by_rank],
+        ),
     )
     for name, what, total, limit, amounts in memories:
         if not total.any():
             continue
         stacks = [
-            _blocks(rank, by_index, found[rank], [value / GIB for value in amounts[rank]], lambda v: size(v * GIB))
+            _blocks(rank, by_index, by_rank[rank], [value / GIB for value in amounts[rank]], lambda v: size(v * GIB))
             for rank in range(problem.world_size)
         ]
         lines += _memory(planned, name, what, total / GIB, limit / GIB, stacks, legend)
@@ -120,13 +132,13 @@ def _memory(
     legend: Sequence[tuple[str, str]],
 ) -> list[str]:
     fullest = int((used / np.maximum(limit, 1e-9)).argmax())
-    told = f"rank {fullest} is the fullest with {gib(used[fullest] * GIB)} of {gib(limit[fullest] * GIB)} GiB"
+    sentence = f"rank {fullest} is the fullest with {gib(used[fullest] * GIB)} of {gib(limit[fullest] * GIB)} GiB"
     rim = "The red rim of a column is what tables may use"
     if not shows_limits(float(used.max()), limit):
         rim = f"The limit of {gib(limit.max() * GIB)} GiB is above the picture"
     chart = Chart(
         f"{name} of each rank by table",
-        f"A column for each of {planned.problem.world_size} ranks; {told}.",
+        f"A column for each of {planned.problem.world_size} ranks; {sentence}.",
         lambda value: size(value * GIB),
         short,
         planned.problem.local_size,
@@ -135,35 +147,35 @@ def _memory(
     )
     return [
         f"<h2>What lies in the {what}</h2>",
-        soft(f"GiB of {name}; {told}. {rim}."),
+        soft(f"GiB of {name}; {sentence}. {rim}."),
         figure(draw(stacks, chart), legend),
     ]
 
 
 def _blocks(
-    rank: int, by_index: dict[int, Row], mine: Sequence[Piece], values: Sequence[float], say: Callable[[float], str]
+    rank: int, by_index: dict[int, Row], on_rank: Sequence[Piece], values: Sequence[float], say: Callable[[float], str]
 ) -> list[Block]:
-    found = []
-    for piece, value in zip(mine, values, strict=True):
+    keyed = []
+    for piece, value in zip(on_rank, values, strict=True):
         row = by_index[piece.item]
         kind = row.choice.sharding_type
         level = FROM_BELOW.index(kind) if kind in FROM_BELOW else len(FROM_BELOW)
         part = "" if row.choice.blocks == 1 else f", {piece.blocks} of {counted(row.choice.blocks, 'block')} of columns"
         detail = f"rank {rank}, {row.name}: {say(value)}, {kind} {row.choice.compute_kernel}{part}"
-        found.append(((level, -value, piece.item), Block(value, look(kind), row.name, detail)))
-    return [block for _, block in sorted(found, key=lambda pair: pair[0])]
+        keyed.append(((level, -value, piece.item), Block(value, look(kind), row.name, detail)))
+    return [block for _, block in sorted(keyed, key=lambda pair: pair[0])]
 
 
 def rank_numbers(planned: Planned) -> list[str]:
     """The figures as a table, to be opened."""
-    held, problem, found = planned.loads, planned.problem, pieces(planned)
-    used = [n for n in range(len(PARTS)) if held.parts_ms[n].any()]
+    loads, problem, by_rank = planned.loads, planned.problem, pieces(planned)
+    used = [n for n in range(len(PARTS)) if loads.parts_ms[n].any()]
     names = ["step ms", *(f"{PART_NAMES[PARTS[n]]} ms" for n in used), "HBM GiB", "of", "DDR GiB", "of", "blocks"]
     lines = []
     for rank in range(problem.world_size):
-        cells = [ms(float(held.time_ms[rank])), *(ms(float(held.parts_ms[n, rank])) for n in used)]
-        cells += [gib(int(array[rank])) for array in (held.hbm, problem.hbm, held.ddr, problem.ddr)]
-        cells.append(str(sum(piece.blocks for piece in found[rank])))
+        cells = [ms(float(loads.time_ms[rank])), *(ms(float(loads.parts_ms[n, rank])) for n in used)]
+        cells += [gib(int(array[rank])) for array in (loads.hbm, problem.hbm, loads.ddr, problem.ddr)]
+        cells.append(str(sum(piece.blocks for piece in by_rank[rank])))
         lines.append(f'<tr><th scope="row">{rank}</th>{numbers(cells)}</tr>')
     heads = "".join(f'<th scope="col" class="n">{name}</th>' for name in names)
     return [

@@ -1,4 +1,4 @@
-"""How the report looks: its style sheet, small pieces of HTML, and patterns, by which looks differ beside their colour.
+"""The report's look: style sheet, small pieces of HTML, and patterns, by which looks differ beside their colour.
 
 A strategy's pattern shows how it cuts: level lines for rows, upright lines for columns, both for grids, dots for
 replicas. Parts of time that move bytes between ranks are hatched, those that compute are plain.
@@ -44,12 +44,12 @@ LINES = {
 
 def patterns() -> str:
     """An empty picture that holds the patterns for all others."""
-    found = [
+    elements = [
         f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse">'
         f'<rect width="6" height="6" class="f-{name}"/><path d="{lines}" class="line"/></pattern>'
         for name, lines in LINES.items()
     ]
-    return f'<svg class="defs" width="0" height="0" aria-hidden="true"><defs>{"".join(found)}</defs></svg>'
+    return f'<svg class="defs" width="0" height="0" aria-hidden="true"><defs>{"".join(elements)}</defs></svg>'
 
 
 def style_sheet() -> str:

@@ -1,1 +1,1 @@
-"""From a problem in arrays to the best assignment that can be found, with a proof of how good it is."""
+"""The search: from a problem in arrays to the best assignment that can be found, and a proof of how good it is."""

@@ -36,7 +36,7 @@ LONGER_THAN = range(1, 25)
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """What choices put on single ranks; equal ones of a choice are one piece.
+    """Pieces that choices put on single ranks; equal ones of a choice are one piece.
 
     Args:
         ms: time [N].
@@ -88,7 +88,7 @@ def pieces_of(problem: Problem, kept: Bools, what: str = "time_ms") -> Pieces:
             # of each block only one place lies on a rank
             most = 1 if stacked else min(count, choice.blocks)
             rows.append((value, count, most, int(i), int(c)))
-    table = np.array(rows, np.float64).reshape(-1, 5).T
+    table = np.array(rows, np.float64).reshape(-1, 5).T  # [5, N]
     total, most, items, choices = table[1:].astype(np.int64)
     return Pieces(table[0], total, most, items, choices)
 
@@ -111,7 +111,7 @@ def fixed_weights_refute(pieces: Pieces, room: float, ranks: int, shape: tuple[i
 
 def least_weight(pieces: Pieces, weights: Floats, shape: tuple[int, int]) -> float:
     """Weight of the lightest choice of each item, summed; `shape` is [I, C]."""
-    where = pieces.items * shape[1] + pieces.choices
+    where = pieces.items * shape[1] + pieces.choices  # [N] in a flat [I, C]
     sums = np.full(shape[0] * shape[1], np.inf)
     sums[where] = 0
     sums += np.bincount(where, weights * pieces.total, sums.size)
@@ -120,10 +120,10 @@ def least_weight(pieces: Pieces, weights: Floats, shape: tuple[int, int]) -> flo
 
 def heaviest(pieces: Pieces, sizes: Ints, weights: Floats, room: int) -> tuple[float, Packed]:
     """The heaviest pieces that fit into the room together, of one choice an item; `sizes` [N] are whole numbers."""
-    best = np.zeros(room + 1)
+    best = np.zeros(room + 1)  # [room + 1] weight by room
     trail: list[tuple[Ints, list[list[tuple[int, Ints]]]]] = []
     worth = np.flatnonzero((weights > 0) & (sizes <= room))
-    begins = np.flatnonzero(np.diff(pieces.items[worth], prepend=-1))
+    begins = np.flatnonzero(np.diff(pieces.items[worth], prepend=-1))  # of each item's pieces
     for group in np.split(worth, begins[1:]):
         options, counts = [best], list[list[tuple[int, Ints]]]([[]])
         for choice in np.unique(pieces.choices[group]):
@@ -134,16 +134,16 @@ def heaviest(pieces: Pieces, sizes: Ints, weights: Floats, room: int) -> tuple[f
             options.append(value)
             counts.append(taken)
         stacked = np.stack(options)
-        picked = stacked.argmax(axis=0)
+        picked = stacked.argmax(axis=0)  # [room + 1] option
         best = stacked[picked, np.arange(room + 1)]
         trail.append((picked, counts))
-    left, found = room, dict[int, int]()
+    left, amounts = room, dict[int, int]()
     for picked, counts in reversed(trail):
         for n, number in reversed(counts[picked[left]]):
             if number[left]:
-                found[n] = int(number[left])
-                left -= found[n] * int(sizes[n])
-    return float(best[room]), Packed(np.array(list(found), np.int64), np.array(list(found.values()), np.int64))
+                amounts[n] = int(number[left])
+                left -= amounts[n] * int(sizes[n])
+    return float(best[room]), Packed(np.array(list(amounts), np.int64), np.array(list(amounts.values()), np.int64))
 
 
 def _with_piece(value: Floats, size: int, weight: float, most: int) -> tuple[Floats, Ints]:
@@ -232,7 +232,7 @@ def _program(pieces: Pieces, packings: list[Packed], shape: tuple[int, int]) -> 
     """
     from scipy import sparse
 
-    pairs, row = np.unique(np.stack([pieces.items, pieces.choices], axis=1), axis=0, return_inverse=True)
+    pairs, row = np.unique(np.stack([pieces.items, pieces.choices], axis=1), axis=0, return_inverse=True)  # [., 2], [N]
     lengths = np.array([len(packed.pieces) for packed in packings])
     rows = [np.arange(len(pairs)), row.reshape(-1), len(pairs) + np.repeat(np.arange(len(packings)), lengths)]
     columns = [pairs[:, 0], shape[0] + np.arange(pieces.ms.size), *(shape[0] + packed.pieces for packed in packings)]
@@ -403,5 +403,5 @@ def prove_infeasible(problem: Problem, *, nodes: int = 500) -> str | None:
         reason = fixed_weights_refute(pieces, float(limit.max()), problem.world_size, options.need_ms.shape)
         if reason is not None:
             return f"{reason}, in bytes of {what}"
-    found = solve_exactly(problem, relaxed=relaxed, nodes=nodes)
-    return "every way to place the tables was searched" if np.isinf(found.bound_ms) else None
+    exact = solve_exactly(problem, relaxed=relaxed, nodes=nodes)
+    return "every way to place the tables was searched" if np.isinf(exact.bound_ms) else None

@@ -80,9 +80,9 @@ def affordable(problem: Problem, relaxed: Relaxed, upper_ms: float) -> Bools:
     Work is that of the relaxation, memory paid for at its prices; none is kept if the target is below its bound.
     """
     options, hbm, ddr = relaxed.options, relaxed.ms_per_hbm_byte, relaxed.ms_per_ddr_byte
-    priced = options.work_ms + hbm * options.hbm + ddr * options.ddr
+    priced = options.work_ms + hbm * options.hbm + ddr * options.ddr  # [I, C]
     priced = np.where(np.isfinite(options.need_ms) & (options.need_ms <= upper_ms), priced, np.inf)
-    least = priced.min(axis=1, keepdims=True)
+    least = priced.min(axis=1, keepdims=True)  # [I, 1]
     if not np.isfinite(least).all():
         return np.zeros(priced.shape, bool)
     spare = problem.world_size * upper_ms - problem.base_ms.sum() - least.sum()
@@ -91,13 +91,15 @@ def affordable(problem: Problem, relaxed: Relaxed, upper_ms: float) -> Bools:
     return kept
 
 
-def dominates(one: Choice, other: Choice, problem: Problem) -> bool:
-    """Wherever `other` can lie `one` can lie too, and takes no more of anything."""
-    if one.hbm.shape != other.hbm.shape:
+def dominates(choice: Choice, other: Choice, problem: Problem) -> bool:
+    """Whether `choice` can lie wherever `other` can, and takes no more of anything."""
+    if choice.hbm.shape != other.hbm.shape:
         return False
-    if one.one_host and not other.one_host and problem.local_size < problem.world_size:
+    if choice.one_host and not other.one_host and problem.local_size < problem.world_size:
         return False
-    return bool((one.time_ms <= other.time_ms).all() and (one.hbm <= other.hbm).all() and (one.ddr <= other.ddr).all())
+    return bool(
+        (choice.time_ms <= other.time_ms).all() and (choice.hbm <= other.hbm).all() and (choice.ddr <= other.ddr).all()
+    )
 
 
 def build_model(problem: Problem, kept: Bools, unit_ms: float, memory: bool = True) -> Model:
@@ -226,7 +228,7 @@ BETTER, SLOWER = 5e-7, 1e-3
 
 @dataclass(frozen=True)
 class Exact:
-    """What is known after the search.
+    """The exact search's result.
 
     Args:
         assignment: the best one, the hint if nothing better was found; None if there is none.
@@ -272,23 +274,23 @@ def solve_exactly(
     model = build_model(problem, kept, unit_ms)
     if len(model.upper) > variables:
         return known
-    lower, found = SCALE * relaxed.bound_ms / unit_ms, None
+    lower, minimum = SCALE * relaxed.bound_ms / unit_ms, None
     for share, most in ((1 - BETTER, nodes), (1 + SLOWER, nodes // 4)):
         model.upper[0] = SCALE * share * upper_ms / unit_ms
-        found = _minimise(model, lower, most, None if seconds is None else seconds / 2)
-        if found is not None or hint is None:
+        minimum = _minimise(model, lower, most, None if seconds is None else seconds / 2)
+        if minimum is not None or hint is None:
             break
-    if found is None:
+    if minimum is None:
         return known
-    bound_ms = max(relaxed.bound_ms, found.bound * unit_ms / SCALE * (1 - MARGIN))
+    bound_ms = max(relaxed.bound_ms, minimum.bound * unit_ms / SCALE * (1 - MARGIN))
     best, best_ms = hint, upper_ms
-    if found.values is not None:
-        made = read_assignment(problem, model, found.values)
+    if minimum.values is not None:
+        made = read_assignment(problem, model, minimum.values)
         made_ms = float(loads(problem, made).time_ms.max())
         if made_ms < best_ms and not faults(problem, made):
             best, best_ms = made, made_ms
     proven = best_ms <= bound_ms * (1 + 1e-6)
-    return Exact(best, min(bound_ms, best_ms) if best is not None else bound_ms, proven, found.nodes)
+    return Exact(best, min(bound_ms, best_ms) if best is not None else bound_ms, proven, minimum.nodes)
 
 
 @dataclass(frozen=True, eq=False)

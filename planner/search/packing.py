@@ -1,4 +1,4 @@
-"""What lies where during the search, and how much each change would help.
+"""The search's packing: which blocks lie on which ranks, and how much each change would help.
 
 The search aims at a target time. The pressure of a rank is the square of the time it is over the target, in shares of
 the target, plus what it is over its memory, at a weight that nothing outweighs. A packing of pressure 0 meets the
@@ -58,23 +58,23 @@ class Packing:
         self.starts: list[tuple[int, ...]] = [()] * items
         # span of the choice of each item, 0 if it is missing
         self.spans = np.zeros(items, np.int64)
-        self.room = -space.limits
+        self.room = -space.limits  # [R, W] use less limit
         most = [max((b.shape[1] for b in choices if b is not None and b.shape[2] == 1), default=0)
                 for choices in space.blocks]  # fmt: skip
         self.first = np.concatenate([[0], np.cumsum(most)]).astype(np.int64)
-        self.owner = np.repeat(np.arange(items), most)
+        self.owner = np.repeat(np.arange(items), most)  # item of each block
         # rank of each block on one rank, -1 where there is none; its use
         self.at = np.full(int(self.first[-1]), -1, np.int64)
-        self.use = np.zeros((len(space.limits), int(self.first[-1])))
+        self.use = np.zeros((len(space.limits), int(self.first[-1])))  # [R, blocks]
         # blocks whose rank may not be changed alone
         self.bound = np.zeros(len(self.at), bool)
         scale = np.maximum(space.limits[1:].max(axis=1), 1)
-        self.weights = MEMORY_WEIGHT / scale
+        self.weights = MEMORY_WEIGHT / scale  # [R - 1]
         closed = [next((g.closed for g in groups if g.span == 1), None) for groups in space.groups]
         self.closed = None
         if any(c is not None for c in closed):
             none = np.zeros(space.ranks, bool)
-            self.closed = np.stack([none if c is None else c for c in closed])
+            self.closed = np.stack([none if c is None else c for c in closed])  # [N, W]
         self.target = 0.0
         self.set_target(target_ms)
 
@@ -85,14 +85,14 @@ class Packing:
         self.update_pressure()
 
     def update_pressure(self) -> None:
-        self.here = self._pressure(np.maximum(self.room, 0))
+        self.here = self._pressure(np.maximum(self.room, 0))  # [W]
         self.total = float(self.here.sum())
         busy = self.room[0] * (BUSY_WEIGHT / max(self.target, 1e-300))
-        self.busy = busy - busy.min()
+        self.busy = busy - busy.min()  # [W]
 
     def _pressure(self, over: Floats) -> Floats:
         """Pressure of ranks over their limits by `over` [R, ...]."""
-        share = over[0] * (1 / max(self.target, 1e-300))
+        share = over[0] * (1 / max(self.target, 1e-300))  # [...] of the target
         total: Floats = share * share
         for amount, weight in zip(over[1:], self.weights, strict=True):
             total += amount * weight
@@ -111,7 +111,7 @@ class Packing:
     def delta(self, use: Floats, span: int) -> Floats:
         """How much the pressure would rise by blocks `use` [R, Q, S] in each slot: [Q, n]."""
         if span == 1:
-            over = self.room[:, None, :] + use
+            over = self.room[:, None, :] + use  # [R, Q, W]
             return self._pressure(np.maximum(over, 0, out=over)) - self.here
         n = self.space.ranks // span
         over = self.room[:, None, : n * span].reshape(-1, 1, n, span) + use[:, :, None, :]
@@ -126,7 +126,7 @@ class Packing:
             deltas = self.delta(group.use, group.span)
             if group.closed is not None:
                 deltas[:, group.closed] = np.inf
-            least = _least(deltas, group, self.space)
+            least = _least(deltas, group, self.space)  # [Q]
             if group.span > 1 and int(group.counts.max()) > 1:
                 # few places: all blocks on the same ranks may be the only way
                 deltas = self.delta(group.use * group.counts[:, None], group.span)
@@ -140,13 +140,13 @@ class Packing:
         return best, number
 
     def cost(self, i: int) -> Floats:
-        """What choices of an item cost apart from pressure [C]."""
+        """The cost of an item's choices apart from pressure [C]."""
         costs: Floats = self.space.work[i] + self.prices @ self.space.memory[:, i]
         return costs * (WORK_WEIGHT / max(self.target, 1e-300))
 
     def insert(self, i: int, number: int) -> None:
         """Place a missing item by a choice, every block where the pressure rises least, the largest first."""
-        blocks = self.space.of(i, number)
+        blocks = self.space.of(i, number)  # [R, K, S]
         group = next(g for g in self.space.groups[i] if number in g.numbers)
         choice = self.space.problem.items[i].choices[number]
         uniform = blocks.shape[1] == 1 or bool((blocks == blocks[:, :1]).all())
@@ -174,17 +174,17 @@ class Packing:
                 continue
             self.room[:] = kept
             self.here, self.busy = here, busy
-            risen, found = 0.0, [0] * blocks.shape[1]
+            risen, trial = 0.0, [0] * blocks.shape[1]
             for k in np.argsort(-blocks[0].max(axis=-1), kind="stable"):
                 deltas = self.delta(blocks[:, k : k + 1], group.span)[0]
                 deltas[shut] = np.inf
                 slot = int((deltas + self._busy(group.span)).argmin())
                 risen += float(deltas[slot])
-                found[k] = slot * group.span
-                self.room[:, found[k] : found[k] + group.span] += blocks[:, k]
+                trial[k] = slot * group.span
+                self.room[:, trial[k] : trial[k] + group.span] += blocks[:, k]
                 self.update_pressure()
             if risen < best or not starts:
-                best, starts = risen, found
+                best, starts = risen, trial
         self.room[:] = kept
         self.update_pressure()
         self.place(i, number, tuple(starts))
@@ -195,7 +195,7 @@ class Packing:
 
     def place(self, i: int, number: int, starts: tuple[int, ...]) -> None:
         """Place a missing item so."""
-        blocks = self.space.of(i, number)
+        blocks = self.space.of(i, number)  # [R, K, S]
         self._add(blocks, starts, 1)
         self.chosen[i], self.starts[i], self.spans[i] = number, starts, blocks.shape[2]
         if blocks.shape[2] == 1:
@@ -230,46 +230,46 @@ class Packing:
 
     def best_shift(self, rank: int) -> tuple[float, int, int]:
         """The move of a block from `rank` that lowers pressure most: by how much it rises, block, rank."""
-        mine = np.flatnonzero((self.at == rank) & ~self.bound)
-        if not len(mine):
+        blocks = np.flatnonzero((self.at == rank) & ~self.bound)  # [B] numbers of blocks
+        if not len(blocks):
             return 0.0, -1, -1
-        use = self.use[:, mine]
-        gains = self.here[rank] - self._pressure(np.maximum(self.room[:, rank, None] - use, 0))
-        deltas = self.delta(use[:, :, None], 1) - gains[:, None]
+        use = self.use[:, blocks]  # [R, B]
+        gains = self.here[rank] - self._pressure(np.maximum(self.room[:, rank, None] - use, 0))  # [B]
+        deltas = self.delta(use[:, :, None], 1) - gains[:, None]  # [B, W]
         deltas[:, rank] = np.inf
         if self.closed is not None:
-            deltas[self.closed[self.owner[mine]]] = np.inf
+            deltas[self.closed[self.owner[blocks]]] = np.inf
         best = int(deltas.argmin())
         row, there = divmod(best, self.space.ranks)
-        return float(deltas[row, there]), int(mine[row]), there
+        return float(deltas[row, there]), int(blocks[row]), there
 
     def best_swap(self, rank: int) -> tuple[float, int, int]:
         """The swap of a block on `rank` with one elsewhere that lowers pressure most: rise, block, block."""
-        mine = np.flatnonzero((self.at == rank) & ~self.bound)
-        others = np.flatnonzero((self.at >= 0) & (self.at != rank) & ~self.bound)
-        if not len(mine) or not len(others):
+        blocks = np.flatnonzero((self.at == rank) & ~self.bound)  # [B]
+        others = np.flatnonzero((self.at >= 0) & (self.at != rank) & ~self.bound)  # [E]
+        if not len(blocks) or not len(others):
             return 0.0, -1, -1
         there = self.at[others]
-        more = self.use[:, None, others] - self.use[:, mine, None]
-        over = self.room[:, rank, None, None] + more
-        deltas = self._pressure(np.maximum(over, 0, out=over))
-        over = self.room[:, None, there] - more
+        more = self.use[:, None, others] - self.use[:, blocks, None]  # [R, B, E]
+        over = self.room[:, rank, None, None] + more  # [R, B, E]
+        deltas = self._pressure(np.maximum(over, 0, out=over))  # [B, E]
+        over = self.room[:, None, there] - more  # [R, B, E]
         deltas += self._pressure(np.maximum(over, 0, out=over))
         deltas -= self.here[there] + self.here[rank]
         if self.closed is not None:
-            deltas[self.closed[self.owner[mine]][:, there]] = np.inf
+            deltas[self.closed[self.owner[blocks]][:, there]] = np.inf
             deltas[:, self.closed[self.owner[others], rank]] = np.inf
         best = int(deltas.argmin())
         row, column = divmod(best, len(others))
-        return float(deltas[row, column]), int(mine[row]), int(others[column])
+        return float(deltas[row, column]), int(blocks[row]), int(others[column])
 
     def items_on(self, rank: int) -> list[int]:
         """Items of which a block lies on `rank`, but not on all ranks."""
-        found = dict.fromkeys(self.owner[self.at == rank].tolist())
+        items = dict.fromkeys(self.owner[self.at == rank].tolist())
         for i in np.flatnonzero((self.spans > 1) & (self.spans < self.space.ranks)).tolist():
             if any(start <= rank < start + self.spans[i] for start in self.starts[i]):
-                found[i] = None
-        return list(found)
+                items[i] = None
+        return list(items)
 
     def snapshot(self) -> Snapshot:
         """To come back to."""

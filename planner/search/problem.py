@@ -1,4 +1,4 @@
-"""What the search solves, as plain arrays: a choice for each item, and ranks for the blocks of that choice.
+"""The search's problem as plain arrays: a choice for each item, and ranks for the blocks of that choice.
 
 An item is a table, or several that must stay together. A choice cuts it into blocks; each block lies on `span`
 consecutive ranks: one rank (table-wise, column-wise), the ranks of a host (table-row-wise, grid), or all (row-wise,
@@ -178,7 +178,7 @@ def chosen(problem: Problem, assignment: Assignment) -> Iterator[tuple[Item, Cho
 
 
 def loads(problem: Problem, assignment: Assignment) -> Loads:
-    """What every rank does and holds under an assignment: the specification that the search is checked against."""
+    """Every rank's time and bytes under an assignment: the specification that the search is checked against."""
     ranks = problem.world_size
     parts, hbm, ddr = np.zeros((len(PARTS), ranks)), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     parts[PARTS.index("overhead")] += problem.base_ms
@@ -192,25 +192,25 @@ def loads(problem: Problem, assignment: Assignment) -> Loads:
 
 
 def faults(problem: Problem, assignment: Assignment) -> list[str]:
-    """What is wrong with an assignment, limits of memory included; empty if it may be used."""
-    found = []
+    """Faults of an assignment, limits of memory included; empty if it may be used."""
+    texts = []
     for item, choice, starts in chosen(problem, assignment):
         name = ", ".join(item.names)
         allowed = set(range(problem.world_size)) if item.ranks is None else set(item.ranks)
         if len(starts) != choice.blocks:
-            found.append(f"{name}: {len(starts)} places for {choice.blocks} blocks")
+            texts.append(f"{name}: {len(starts)} places for {choice.blocks} blocks")
         for start in starts:
             if start % choice.span or not 0 <= start <= problem.world_size - choice.span:
-                found.append(f"{name}: a block of {choice.span} ranks cannot begin at rank {start}")
+                texts.append(f"{name}: a block of {choice.span} ranks cannot begin at rank {start}")
             elif not allowed.issuperset(range(start, start + choice.span)):
-                found.append(f"{name}: ranks {start} to {start + choice.span - 1} are not allowed")
+                texts.append(f"{name}: ranks {start} to {start + choice.span - 1} are not allowed")
         if choice.one_host and len({start // problem.local_size for start in starts}) > 1:
-            found.append(f"{name}: its blocks are on more than one host")
-    if not found:
-        held = loads(problem, assignment)
-        for what, used, limit in (("hbm", held.hbm, problem.hbm), ("ddr", held.ddr, problem.ddr)):
-            found += [f"rank {r}: {used[r]} of {limit[r]} bytes of {what}" for r in np.flatnonzero(used > limit)]
-    return found
+            texts.append(f"{name}: its blocks are on more than one host")
+    if not texts:
+        totals = loads(problem, assignment)
+        for what, used, limit in (("hbm", totals.hbm, problem.hbm), ("ddr", totals.ddr, problem.ddr)):
+            texts += [f"rank {r}: {used[r]} of {limit[r]} bytes of {what}" for r in np.flatnonzero(used > limit)]
+    return texts
 
 
 def blocks_of(choice: Choice, problem: Problem) -> Sequence[int]:

@@ -48,7 +48,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
-    """What the relaxation says.
+    """The relaxation's result.
 
     Args:
         bound_ms: no plan is faster; infinite if memory allows no plan.
@@ -92,9 +92,9 @@ def relax(problem: Problem) -> Relaxed:
     """
     best = _relax_part(problem, np.ones(problem.world_size, bool), "mean of all ranks")
     for part in parts_of(problem):
-        found = _relax_part(problem, part, f"mean of ranks {_in_words(part)}")
-        if found.bound_ms > best.bound_ms:
-            best = replace(best, bound_ms=found.bound_ms, reason=found.reason)
+        of_part = _relax_part(problem, part, f"mean of ranks {_in_words(part)}")
+        if of_part.bound_ms > best.bound_ms:
+            best = replace(best, bound_ms=of_part.bound_ms, reason=of_part.reason)
     return best
 
 
@@ -120,7 +120,7 @@ def options_of(problem: Problem, part: Bools | None = None) -> Options:
             key = choice.span, choice.one_host, item.ranks
             if key not in regions:
                 regions[key] = _regions(problem, *key, part)
-            fits = [found for region in regions[key] if (found := _measure(choice, region)) is not None]
+            fits = [measured for region in regions[key] if (measured := _measure(choice, region)) is not None]
             if fits:
                 least = np.min(fits, axis=0)
                 options.need_ms[i, c], options.work_ms[i, c], options.hbm[i, c], options.ddr[i, c] = least
@@ -133,19 +133,19 @@ def _regions(problem: Problem, span: int, one_host: bool, ranks: tuple[int, ...]
     allowed = np.ones(world, bool) if ranks is None else np.isin(np.arange(world), ranks)
     bounds = [(h, h + local) for h in range(0, world, local)] if one_host else [(0, world)]
     rows = [array.astype(np.float64) for array in (problem.hbm, problem.ddr, problem.base_ms, part, allowed)]
-    found: dict[bytes, Region] = {}
+    regions: dict[bytes, Region] = {}
     for begin, end in bounds:
-        here = np.stack([row[begin:end] for row in rows])
-        places = here.reshape(5, -1, span)
+        here = np.stack([row[begin:end] for row in rows])  # [5, ranks]
+        places = here.reshape(5, -1, span)  # [5, places, span]
         places = places[:, places[4].all(axis=1)]
-        if here.tobytes() in found or not places.shape[1]:
+        if here.tobytes() in regions or not places.shape[1]:
             continue
         _, index = np.unique(places.transpose(1, 0, 2).reshape(places.shape[1], -1), axis=0, return_index=True)
         used = here[:, here[4] > 0]
         hbm, ddr, base, inside, _ = places[:, index]
         sums = float(used[0].sum()), float(used[1].sum()), float(used[2].mean())
-        found[here.tobytes()] = Region(hbm, ddr, base, inside, *sums, used.shape[1])
-    return list(found.values())
+        regions[here.tobytes()] = Region(hbm, ddr, base, inside, *sums, used.shape[1])
+    return list(regions.values())
 
 
 def _measure(choice: Choice, region: Region) -> tuple[float, float, float, float] | None:
@@ -180,14 +180,14 @@ def _relax_part(problem: Problem, part: Bools, reason: str) -> Relaxed:
         )
     steps = np.unique(options.need_ms[np.isfinite(options.need_ms) & (options.need_ms > least)])
     targets = np.concatenate([[least], steps])
-    found: dict[int, tuple[float, Cheapest]] = {}
+    at_target: dict[int, tuple[float, Cheapest]] = {}
 
     def reached(n: int) -> float:
         """The target that the choices usable at `targets[n]` allow."""
         score = np.where(options.need_ms <= targets[n], options.work_ms, np.inf)
         cheapest = least_work(score, ((options.hbm, limits[0]), (options.ddr, limits[1])))
-        found[n] = max(float(targets[n]), (cheapest.value_ms + base) / ranks), cheapest
-        return found[n][0]
+        at_target[n] = max(float(targets[n]), (cheapest.value_ms + base) / ranks), cheapest
+        return at_target[n][0]
 
     low, high = 0, len(targets) - 1
     while low < high:
@@ -198,7 +198,7 @@ def _relax_part(problem: Problem, part: Bools, reason: str) -> Relaxed:
             low = middle + 1
     # below targets[low] the choices that are usable there do not reach it: that was seen on the way
     bound = reached(low)
-    cheapest = found[low][1]
+    cheapest = at_target[low][1]
     if np.isinf(bound):
         return Relaxed(np.inf, "all tables together need more memory than there is", cheapest.mix, options)
     if bound == least and len(problem.items):
@@ -225,7 +225,7 @@ def least_work(score: Floats, limits: Sequence[tuple[Floats, float]]) -> Cheapes
         if np.where(np.isfinite(score), amount, np.inf).min(axis=1).sum() > limit:
             return Cheapest(np.inf, np.zeros_like(score), (0.0,) * len(limits))
     mix, prices = _priced(score, limits)
-    priced = score + sum(price * amount for price, (amount, _) in zip(prices, limits, strict=True))
+    priced = score + sum(price * amount for price, (amount, _) in zip(prices, limits, strict=True))  # [I, C]
     value = priced.min(axis=1).sum() - sum(price * limit for price, (_, limit) in zip(prices, limits, strict=True))
     return Cheapest(float(value), mix, prices)
 

@@ -60,12 +60,12 @@ def choose(space: Space, largest: Floats, prices: Floats) -> Ints:
     """
     if not space.groups:
         return np.zeros(0, np.int64)
-    cost = space.work + np.tensordot(prices, space.memory, axes=1)
+    cost = space.work + np.tensordot(prices, space.memory, axes=1)  # [N, C]
     large = (space.biggest / np.maximum(largest, 1e-300)[:, None, None]).max(axis=0)
     large[np.isinf(space.work)] = np.inf
     cost[large > np.maximum(large.min(axis=1, keepdims=True), 1)] = np.inf
-    found: Ints = cost.argmin(axis=1)
-    return found
+    choices: Ints = cost.argmin(axis=1)
+    return choices
 
 
 def repack(space: Space, target_ms: float, prices: Floats) -> Iterator[Packing]:
@@ -210,15 +210,15 @@ def descend(packing: Packing) -> Iterator[int]:
 
 def _shift_or_swap(packing: Packing, rank: int) -> bool:
     shift, block, there = packing.best_shift(rank)
-    swap, mine, other = packing.best_swap(rank)
+    swap, own, other = packing.best_swap(rank)
     least = -max(LEAST, 1e-6 * packing.total)
     if min(shift, swap) >= least:
         return False
     if shift <= swap:
         packing.shift(block, there)
     else:
-        rank, there = int(packing.at[mine]), int(packing.at[other])
-        packing.shift(mine, there)
+        rank, there = int(packing.at[own]), int(packing.at[other])
+        packing.shift(own, there)
         packing.shift(other, rank)
     packing.update_pressure()
     return True
@@ -248,14 +248,14 @@ def _pick(packing: Packing, generator: np.random.Generator) -> list[int]:
     if generator.random() < 0.25:
         # a rank that has least to do may be full of memory
         ranks.append(int(packing.room[0].argmin()))
-    found: dict[int, None] = {}
+    removed: dict[int, None] = {}
     for rank in ranks:
-        mine = packing.items_on(rank)
-        count = min(len(mine), 1 + REMOVED // len(ranks))
-        found.update(dict.fromkeys(mine[n] for n in generator.permutation(len(mine))[:count]))
-    if not found or generator.random() < 0.5:
-        found[int(generator.integers(len(packing.chosen)))] = None
-    return list(found)
+        items = packing.items_on(rank)
+        count = min(len(items), 1 + REMOVED // len(ranks))
+        removed.update(dict.fromkeys(items[n] for n in generator.permutation(len(items))[:count]))
+    if not removed or generator.random() < 0.5:
+        removed[int(generator.integers(len(packing.chosen)))] = None
+    return list(removed)
 
 
 # first packings that moves are tried on

@@ -1,4 +1,4 @@
-"""From a problem to the best assignment that can be found, and a proof of how good it is.
+"""The solver: search and bounds in turn, from a problem to the best assignment found and a proof of how good it is.
 
 `solve` relaxes, searches, and asks what is cheap or finds faster plans; `certify` asks the dearer bounds, which only
 say how good the plan is and take most of the time. Each only where the gap is still open, in a fixed amount of work.
@@ -93,8 +93,8 @@ def solve(problem: Problem, *, seconds: float | None = None, tell: Tell | None =
     if best is None:
         assert search.best is not None
         raise _error(problem, search.best, proven=known.proven)
-    found = faults(problem, best)
-    assert not found, found
+    wrong = faults(problem, best)
+    assert not wrong, wrong
     time_ms = float(loads(problem, best).time_ms.max())
     bound_ms = min(known.bound_ms, time_ms)
     proven = time_ms <= bound_ms * (1 + EXACT)
@@ -135,7 +135,7 @@ class Known:
 
 
 def _quickly(problem: Problem, search: Search, relaxed: Relaxed) -> Known:
-    """What is known of a plan by the bounds that cost nothing beside the search, and of small problems exactly."""
+    """The plan and bounds that cost nothing beside the search; for small problems exact ones."""
     time_ms = search.time_ms
     known = Known(
         search.best, time_ms, relaxed.bound_ms, relaxed.reason, time_ms <= relaxed.bound_ms * (1 + EXACT)
@@ -153,8 +153,8 @@ def _quickly(problem: Problem, search: Search, relaxed: Relaxed) -> Known:
 
 def _bounded(problem: Problem, known: Known, relaxed: Relaxed, nodes: int) -> Known:
     """The bound of a mixed-integer program for a plan that stays as it is."""
-    found = _exactly(problem, known, relaxed, None, nodes)
-    return replace(known, bound_ms=found.bound_ms, bound_from=found.bound_from)
+    bounded = _exactly(problem, known, relaxed, None, nodes)
+    return replace(known, bound_ms=bounded.bound_ms, bound_from=bounded.bound_from)
 
 
 def _known(problem: Problem, search: Search, relaxed: Relaxed, deadline: float | None) -> Known:
@@ -174,7 +174,7 @@ def _known(problem: Problem, search: Search, relaxed: Relaxed, deadline: float |
 
 
 def _by_weights(problem: Problem, known: Known, relaxed: Relaxed, work: float = 150) -> Known:
-    """What is known after the bounds by weights."""
+    """`known` after the bounds by weights."""
     bound = lower_bound(problem, upper_ms=known.time_ms, relaxed=relaxed, gap=ENOUGH, work=work)
     return replace(known, bound_ms=bound.ms, bound_from=bound.reason) if bound.ms > known.bound_ms else known
 
@@ -197,7 +197,7 @@ def _exactly(
     nodes: int,
     variables: int = VARIABLES,
 ) -> Known:
-    """What is known after a mixed-integer program; the same where that would be too large."""
+    """`known` after a mixed-integer program; the same where that would be too large."""
     if len(problem.items) * problem.world_size > PROGRAM:
         return known
     left = None if deadline is None else deadline - time.perf_counter()

@@ -69,18 +69,18 @@ class Space:
         return self.problem.world_size
 
     def of(self, i: int, number: int) -> Floats:
-        """What the blocks of a choice use [R, K, S]."""
-        found = self.blocks[i][number]
-        assert found is not None, "a choice that fits nowhere"
-        return found
+        """The resources that the blocks of a choice use [R, K, S]."""
+        blocks = self.blocks[i][number]
+        assert blocks is not None, "a choice that fits nowhere"
+        return blocks
 
 
 def read(problem: Problem, *, limited: bool = True) -> Space:
     """The arrays of a problem; with choices that fit nowhere unless `limited`."""
     items = problem.items
     memories = [m for m in ("hbm", "ddr") if any(getattr(c, m).any() for item in items for c in item.choices)]
-    limits = np.stack([-problem.base_ms, *(getattr(problem, m).astype(np.float64) for m in memories)])
-    shape = (len(items), max((len(item.choices) for item in items), default=0))
+    limits = np.stack([-problem.base_ms, *(getattr(problem, m).astype(np.float64) for m in memories)])  # [R, W]
+    shape = (len(items), max((len(item.choices) for item in items), default=0))  # N, C
     work = np.full(shape, np.inf)
     memory, biggest = np.zeros((len(memories), *shape)), np.zeros((len(limits), *shape))
     blocks: list[list[Floats | None]] = [[None] * len(item.choices) for item in items]
@@ -101,14 +101,14 @@ def read(problem: Problem, *, limited: bool = True) -> Space:
             ],
             axis=1,
         )
-        whose = [(items[i], c.one_host) for (i, _), c in zip(pairs, chosen, strict=True)]
+        whose = [(items[i], c.one_host) for (i, _), c in zip(pairs, chosen, strict=True)]  # of each row
         fits = _fits(use, limits if limited else np.full_like(limits, np.inf), whose, problem)
         at = tuple(np.array(pairs).T)
-        totals = use.sum(axis=(2, 3))
+        totals = use.sum(axis=(2, 3))  # [rows, R]
         work[at] = np.where(fits, totals[:, 0], np.inf)
         biggest[(slice(None), *at)] = use.max(axis=(2, 3)).T
         memory[(slice(None), *at)] = totals[:, 1:].T
-        mean = use.mean(axis=2)
+        mean = use.mean(axis=2)  # [rows, R, S]
         for row, (i, number) in enumerate(pairs):
             if fits[row]:
                 blocks[i][number] = use[row]
@@ -151,7 +151,7 @@ def _fits(use: Floats, limits: Floats, whose: list[tuple[Item, bool]], problem: 
     n = slots(span, problem)
     if not n:
         return np.zeros(len(use), bool)
-    room = limits[1:, : n * span].reshape(-1, n, span)
+    room = limits[1:, : n * span].reshape(-1, n, span)  # [R - 1, n, S]
     easy = np.array(np.all(use[:, 1:].max(axis=2, initial=0) <= room.min(axis=1), axis=(1, 2)), bool)
     for row, (item, one_host) in enumerate(whose):
         if easy[row] and item.ranks is None:

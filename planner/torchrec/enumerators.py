@@ -60,20 +60,20 @@ def compute_kernels(sharding_type: str, compute_device: str) -> list[str]:
 def allowed_types(offered: Sequence[str], asked: Sequence[str] | None, processed: bool = False) -> list[str]:
     """The offered types that a constraint leaves: all but the guarded ones where it says nothing."""
     if asked:
-        return [one for one in offered if one in asked]
+        return [kind for kind in offered if kind in asked]
     guarded = ("grid_shard", *(GUARDED_TYPES_OF_PROCESSED if processed else ()))
-    return [one for one in offered if one not in guarded]
+    return [kind for kind in offered if kind not in guarded]
 
 
 def allowed_kernels(offered: Sequence[str], asked: Sequence[str] | None, has_ssd: bool) -> list[str]:
     """The offered kernels that a constraint leaves; "dense" not beside "fused", "key_value" not without a disk."""
-    found = [one for one in offered if (one in asked if asked else one not in GUARDED_KERNELS)]
-    unwanted = [*(() if has_ssd else ("key_value",)), *(("dense",) if "fused" in found else ())]
-    return [one for one in found if one not in unwanted]
+    kernels = [kernel for kernel in offered if (kernel in asked if asked else kernel not in GUARDED_KERNELS)]
+    unwanted = [*(() if has_ssd else ("key_value",)), *(("dense",) if "fused" in kernels else ())]
+    return [kernel for kernel in kernels if kernel not in unwanted]
 
 
 def partition_by(sharding_type: str) -> PartitionByType:
-    """What a partitioner gives to options of a type.
+    """The unit in which a partitioner places options of a type.
 
     Raises:
         ValueError: the type is unknown.
@@ -303,7 +303,7 @@ def _buckets(name: str, module: Any) -> int | None:
 
 
 def _tower(name: str, path: str, module: Any) -> str | None:
-    """What the tables of a tower have in common: they are placed on one host."""
+    """The label that the tables of a tower share: they are placed on one host."""
     kind = type(module).__name__
     if kind == "EmbeddingTower":
         return path

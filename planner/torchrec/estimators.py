@@ -53,7 +53,7 @@ from .utils import extract_comm_data_type_size, get_num_poolings, is_prefetch_pi
 
 @dataclass(frozen=True)
 class Lookups:
-    """What a batch of one rank asks of a table, and in which numbers of bytes.
+    """The lookups of one rank's batch in a table, and the bytes of their numbers.
 
     Args:
         ids: ids that it brings.
@@ -87,7 +87,7 @@ def lookups_of_batch(
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a shard of `rows` by `columns`, read at `bandwidth`, sends forward and gets backward, in bytes."""
+    """Bytes that a shard of `rows` by `columns`, read at `bandwidth`, sends forward and gets backward."""
 
     rows: int
     columns: int
@@ -269,11 +269,11 @@ def shard_storage(
 
     def rows_and_states(table_bytes: int, cache: float | None = None) -> int:
         whole = sharding_type == "data_parallel"
-        mine = table_bytes if whole else math.ceil(table_bytes * (rows * columns) / (kept.rows * kept.columns))
+        shard_bytes = table_bytes if whole else math.ceil(table_bytes * (rows * columns) / (kept.rows * kept.columns))
         if is_inference:
-            return mine
-        states = math.ceil(mine * optimizer_multiplier(kept.optimizer, kept.columns))
-        return mine + states + (0 if cache is None else math.ceil(rows * (4 + cache * 16)))
+            return shard_bytes
+        states = math.ceil(shard_bytes * optimizer_multiplier(kept.optimizer, kept.columns))
+        return shard_bytes + states + (0 if cache is None else math.ceil(rows * (4 + cache * 16)))
 
     on_device, on_host = _table_bytes(compute_device, lookups.element_bytes, kept)
     cached = kept.kernel in _CACHED
@@ -569,10 +569,10 @@ def element_bytes(data_type: Any) -> float:
 
 
 def _is_weighted(option: ShardingOption, constraint: ParameterConstraints | None) -> bool:
-    said = option.is_weighted
-    if said is None:
-        said = constraint is not None and constraint.is_weighted
-    return said or option.has_feature_processor
+    weighted = option.is_weighted
+    if weighted is None:
+        weighted = constraint is not None and constraint.is_weighted
+    return weighted or option.has_feature_processor
 
 
 def _caching_ratio(option: ShardingOption, data: SharderData) -> float | None:
@@ -640,8 +640,8 @@ class EmbeddingOffloadStats(CacheStatistics):
         misses = np.float32(1) - hits.astype(np.float32) / np.float32(hits[-1])
         # a cache of k rows hits up to a distance of k - 1; beyond the last bin nothing misses, before the first all
         curve = np.concatenate([misses, np.array([0, 1], np.float32)]).astype(np.float32)
-        found: npt.NDArray[np.float32] = curve[np.searchsorted(np.asarray(bins), sizes - np.float32(1), "right") - 1]
-        return found
+        rates: npt.NDArray[np.float32] = curve[np.searchsorted(np.asarray(bins), sizes - np.float32(1), "right") - 1]
+        return rates
 
 
 def _edges(height: int, bins: int) -> npt.NDArray[np.float32]:

@@ -107,7 +107,7 @@ def _span(option: Any, world: int, group: int) -> int:
 
 @dataclass
 class Proposed:
-    """What came of it.
+    """The result of a search.
 
     Args:
         best: the plan with the least rating, None if no proposal could be placed.
@@ -139,9 +139,9 @@ def propose_plans(
 ) -> Proposed:
     """Ask one proposer after the other until all are done, or `timeout_seconds` are over.
 
-    What was proposed before is not tried again, its proposer hears what came of it then.
+    A proposal made before is not tried again: its proposer gets the feedback of that time.
     """
-    found = Proposed()
+    proposed = Proposed()
     # options of a proposal -> plan (or what could not be placed) and rating
     known: dict[tuple[int, ...], tuple[list[ShardingOption], float | None]] = {}
     for proposer in proposers:
@@ -154,7 +154,7 @@ def propose_plans(
             key = tuple(sorted(map(hash, proposal)))
             fresh = key not in known
             if fresh:
-                known[key] = _try(proposal, found, storage_constraint, partitioner, perf_model)
+                known[key] = _try(proposal, proposed, storage_constraint, partitioner, perf_model)
             plan, rating = known[key]
             proposer.feedback(
                 partitionable=rating is not None,
@@ -165,44 +165,48 @@ def propose_plans(
             if fresh:
                 # options are shared between proposals
                 reset_shard_rank(proposal)
-    return found
+    return proposed
 
 
 def _try(
     proposal: list[ShardingOption],
-    found: Proposed,
+    proposed: Proposed,
     storage_constraint: Topology,
     partitioner: Partitioner,
     perf_model: PerfModel,
 ) -> tuple[list[ShardingOption], float | None]:
-    found.proposals += 1
+    proposed.proposals += 1
     try:
         plan = partitioner.partition(proposal=proposal, storage_constraint=storage_constraint)
         rating = perf_model.rate(plan=plan)
     except PlannerError as error:
-        found.error, found.last = error, copy.copy(proposal)
+        proposed.error, proposed.last = error, copy.copy(proposal)
         storage = sum((option.total_storage for option in proposal), Storage(0, 0, 0))
-        if found.smallest is None or storage < found.smallest:
-            found.smallest = storage
+        if proposed.smallest is None or storage < proposed.smallest:
+            proposed.smallest = storage
         return proposal, None
-    found.plans += 1
-    if rating < found.rating:
-        found.rating, found.best = rating, copy.deepcopy(plan)
+    proposed.plans += 1
+    if rating < proposed.rating:
+        proposed.rating, proposed.best = rating, copy.deepcopy(plan)
     return plan, rating
 
 
 def no_plan_error(
-    found: Proposed, topology: Topology, storage_constraint: Topology, reservation: StorageReservation, batch_size: int
+    proposed: Proposed,
+    topology: Topology,
+    storage_constraint: Topology,
+    reservation: StorageReservation,
+    batch_size: int,
 ) -> PlannerError:
     """That no proposal could be placed, why, and what might help."""
     whole, left = _total(topology), _total(storage_constraint)
-    short = found.smallest is not None and not found.smallest.fits_in(left)
+    short = proposed.smallest is not None and not proposed.smallest.fits_in(left)
     why = "insufficient storage" if short else "the strict constraints"
     kept = str(reservation) if type(reservation).__str__ is not object.__str__ else type(reservation).__name__
     text = "\n".join(
         [
             f"Unable to find a plan for this model because of {why}. ",
-            f"Planner evaluated {found.proposals} proposals.",
+            f"Planner evaluated {proposed.proposals} proposals.",
             "Possible solutions:",
             f"  1) Increase the number of devices ({topology.world_size})",
             "  2) Reduce the model size (",
@@ -210,10 +214,10 @@ def no_plan_error(
             f"\t  Per rank hardware memory: {storage_repr_in_gb(topology.devices[0].storage)}, ",
             f"\t  Storage reservation: {kept}, ",
             f"\t  Global storage available for model parallel: {storage_repr_in_gb(left)}, ",
-            f"\t  Global storage requirement for model parallel: {storage_repr_in_gb(found.smallest)})",
+            f"\t  Global storage requirement for model parallel: {storage_repr_in_gb(proposed.smallest)})",
             f"  3) Reduce local batch size ({batch_size})",
             "  4) Remove planner constraints that might be reducing search space or available storage",
-            f" Last planner error: \n\t{found.error}\n",
+            f" Last planner error: \n\t{proposed.error}\n",
         ]
     )
     kind = PlannerErrorType.INSUFFICIENT_STORAGE if short else PlannerErrorType.STRICT_CONSTRAINTS

@@ -30,7 +30,7 @@ LEAST_GAIN_BYTES = mb_to_bytes(10)
 
 
 class SortBy(Enum):
-    """What makes a group large."""
+    """The measure by which groups are sorted, largest first."""
 
     STORAGE = "storage"
     PERF = "perf"
@@ -193,24 +193,24 @@ class _Queue:
 
     def take(self, storage: Storage) -> DeviceHardware | None:
         """Remove and return the first device that has room for this; None if none has."""
-        passed, found = [], None
-        while self._heap and found is None:
+        passed, fitting = [], None
+        while self._heap and fitting is None:
             entry = heapq.heappop(self._heap)
             device = self._devices[entry[-1]]
             if storage.fits_in(device.storage):
-                found = device
+                fitting = device
             else:
                 passed.append(entry)
         for entry in passed:
             heapq.heappush(self._heap, entry)
-        return found
+        return fitting
 
     def put(self, device: DeviceHardware) -> None:
         """Give a device back, with what it now does."""
         heapq.heappush(self._heap, self._entry(device))
 
     def largest(self) -> Storage:
-        """What the emptiest device has left."""
+        """The storage left on the emptiest device."""
         return max(device.storage for device in self._devices.values())
 
     def _entry(self, device: DeviceHardware) -> tuple[float, int, int]:

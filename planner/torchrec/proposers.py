@@ -43,7 +43,7 @@ def options_by_table(search_space: Sequence[ShardingOption]) -> dict[str, list[S
 
 
 def milliseconds(option: ShardingOption, use_depth: bool = True) -> float:
-    """What an option is judged by: its slowest shard, or with `use_depth=False` the sum of its shards."""
+    """An option's rating: the time of its slowest shard, or with `use_depth=False` the sum of its shards."""
     times = (shard.perf.total for shard in option.shards if shard.perf is not None)
     return max(times) if use_depth else sum(times)
 
@@ -118,8 +118,8 @@ class GreedyProposer(Proposer):
         options, number = self._tables[table], self._current[table]
         if number + 1 == len(options):
             return
-        held = [shard.storage for shard in options[number].shards if shard.storage is not None]
-        hbm, ddr = [storage.hbm for storage in held], [storage.ddr for storage in held]
+        storages = [shard.storage for shard in options[number].shards if shard.storage is not None]
+        hbm, ddr = [storage.hbm for storage in storages], [storage.ddr for storage in storages]
         taken = (max(hbm), sum(hbm), max(ddr), sum(ddr))
         if taken > (0, 0, 0, 0):
             # the least of these tuples is the table that takes most; of equal ones, the first
@@ -209,7 +209,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
 
 
-# `perf [M, B]` is the least total time of the first tables with their memory in bin b, and `held` that memory, in bins
+# `perf [M, B]` is the least total time of the first tables with their memory in bin b, and `used` that memory, in bins
 # and not rounded, so that rounding errors do not add up
 class DynamicProgrammingProposer(Proposer):
     """First the options that take least device memory, then for each total of it, largest first, the fastest options.
@@ -273,8 +273,8 @@ class DynamicProgrammingProposer(Proposer):
 
 def _knapsack(tables: list[list[ShardingOption]], bins: int, bin_bytes: float) -> list[tuple[Ints, Ints]]:
     """For every table [B], the option that leads to each total of memory, -1 if none, and the bin that it came from."""
-    steps = []
-    perf, held = np.zeros(1), np.zeros(1)
+    steps = []  # (option_of, bin_of), each [bins]
+    perf, used = np.zeros(1), np.zeros(1)
     for options in tables:
         here, best, total = np.flatnonzero(perf < np.inf), np.full(bins, np.inf), np.zeros(bins)
         option_of, bin_of = np.full(bins, -1, np.int32), np.full(bins, -1, np.int32)
@@ -282,18 +282,18 @@ def _knapsack(tables: list[list[ShardingOption]], bins: int, bin_bytes: float) -
             hbm = option.total_storage.hbm
             # devices without memory of their own have one bin, in which options without such memory lie
             more = hbm / bin_bytes if bin_bytes else (np.inf if hbm else 0.0)
-            sums = held[here] + more
+            sums = used[here] + more  # [bins that are reached]
             fits = sums < bins
             source, sums = here[fits], sums[fits]
             times, target = perf[source] + option.total_perf, sums.astype(np.int64)
-            first = np.flatnonzero(np.diff(target, prepend=-1))
+            first = np.flatnonzero(np.diff(target, prepend=-1))  # the first entry of each bin
             # bins hold increasing totals less than two bins apart, so that at most two neighbours meet in a bin
             second = np.minimum(first + 1, len(target) - 1)
             take = np.where((target[second] == target[first]) & (times[second] < times[first]), second, first)
             take = take[times[take] < best[target[take]]]
             at = target[take]
             best[at], total[at], option_of[at], bin_of[at] = times[take], sums[take], number, source[take]
-        perf, held = best, total
+        perf, used = best, total
         steps.append((option_of, bin_of))
     return steps
 

@@ -1,4 +1,4 @@
-"""What of a machine's memory is not for tables: TorchRec's reservations by their names, and `ModelStorageReservation`.
+"""Storage reservations, memory that is not for tables: TorchRec's by their names, and `ModelStorageReservation`.
 
 A reservation copies a topology and takes from the storage of each rank. Modules are known by what they answer to:
 `parameters()`, `buffers()` and `named_children()`, with tensors that have `numel()` and `element_size()`. Percentages
@@ -41,7 +41,7 @@ class StorageReservationType(str, Enum):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model brings besides tables: ids of one rank's batch by feature, and the modules that have the tables."""
+    """A model's inputs: ids of one rank's batch by feature, and the modules that have the tables."""
 
     ids: tuple[float, ...]
     bags: tuple[float, ...]
@@ -57,15 +57,15 @@ def inputs_of(
     """The inputs of the tables that have a sharder; a table without a constraint counts as one feature of one id."""
     ids: list[float] = []
     bags: list[float] = []
-    found = dict(_sharded(module, {one.module_type: one for one in reversed(sharders)}))
-    for one, sharder in found.items():
-        for name in sharder.shardable_parameters(one):
-            said = (constraints or {}).get(name)
-            factors = [POOLING_FACTOR] if said is None else said.pooling_factors
-            sizes = (said and said.batch_sizes) or [batch_size] * len(factors)
+    sharder_of = dict(_sharded(module, {sharder.module_type: sharder for sharder in reversed(sharders)}))
+    for part, sharder in sharder_of.items():
+        for name in sharder.shardable_parameters(part):
+            constraint = (constraints or {}).get(name)
+            factors = [POOLING_FACTOR] if constraint is None else constraint.pooling_factors
+            sizes = (constraint and constraint.batch_sizes) or [batch_size] * len(factors)
             ids += [factor * size for factor, size in zip(factors, sizes, strict=False)]
             bags += [float(size) for size in sizes]
-    return Inputs(tuple(ids), tuple(bags), tuple(found))
+    return Inputs(tuple(ids), tuple(bags), tuple(sharder_of))
 
 
 def _sharded(module: Any, sharders: Mapping[type, Any]) -> Iterator[tuple[Any, Any]]:
@@ -89,10 +89,10 @@ def _bytes_of(tensors: Iterable[Any]) -> int:
 def _dense_bytes(module: Any, inside: Iterable[Any], multiplier: float) -> int:
     """Bytes of what a module has outside of those `inside`, parameters `multiplier` times."""
 
-    def size(one: Any) -> int:
-        return round(multiplier * _bytes_of(one.parameters()) + _bytes_of(one.buffers()))
+    def size(part: Any) -> int:
+        return round(multiplier * _bytes_of(part.parameters()) + _bytes_of(part.buffers()))
 
-    return size(module) - sum(size(one) for one in inside)
+    return size(module) - sum(size(part) for part in inside)
 
 
 def _on(compute_device: str, size: int) -> Storage:
@@ -302,11 +302,11 @@ class ModelStorageReservation(_Reservation):
         if cpu:
             for device in reserved.devices:
                 device.storage.ddr = int((1 - self._percentage) * device.storage.ddr)
-        held = {id(param) for one in inputs.modules for param in (*one.parameters(), *one.buffers())}
+        of_tables = {id(param) for part in inputs.modules for param in (*part.parameters(), *part.buffers())}
         dense = sum(
             (_TRAINED if param.requires_grad else _FROZEN) * _bytes_of([param])
             for param in (*module.parameters(), *module.buffers())
-            if id(param) not in held
+            if id(param) not in of_tables
         )
         # an id and its weight; a length for each bag
         batch = sum(inputs.ids) * (BIGINT_DTYPE + 4) + sum(inputs.bags) * BIGINT_DTYPE
@@ -316,7 +316,7 @@ class ModelStorageReservation(_Reservation):
         _take(reserved, self._kjt_storage)
 
     def __str__(self) -> str:
-        dense, inputs = (_size(one) for one in (self._dense_storage, self._kjt_storage))
+        dense, inputs = (_size(storage) for storage in (self._dense_storage, self._kjt_storage))
         return f"{self._percentage:.0%} of the memory of a rank, {dense} for dense layers, {inputs} for batches"
 
 

@@ -1,4 +1,4 @@
-"""One way of placing one table as TorchRec's planner speaks of it: a sharding type, a kernel, and the shards they make.
+"""TorchRec's sharding option, one way of placing one table: a sharding type, a kernel, and the shards they make.
 
 Modules and tensors are known by what they answer to, so that these hold TorchRec's as well as ours.
 """
@@ -16,7 +16,7 @@ from ..topology import Perf, Storage
 
 
 class PartitionByType(Enum):
-    """What a partitioner gives to an option: ranks one by one, hosts, all ranks, or several hosts."""
+    """The unit that a partitioner gives to an option: ranks one by one, hosts, all ranks, or several hosts."""
 
     DEVICE = "device"
     HOST = "host"
@@ -43,7 +43,7 @@ class StorageUsageType(Enum):
 
 @dataclass
 class SharderData:
-    """What estimators need of a sharder.
+    """A sharder as estimators read it.
 
     Args:
         fused_params: as the sharder's.
@@ -61,7 +61,7 @@ SharderDataMap = dict[str, SharderData]
 
 
 class CacheStatistics(ABC):
-    """What is known of how a table's ids repeat, for tables with a cache."""
+    """Statistics of how a table's ids repeat, for tables with a cache."""
 
     @property
     @abstractmethod
@@ -242,8 +242,8 @@ class ShardingOption:
 
     def storage_hash(self) -> int:
         """A number that stands for the option, whatever its estimates and ranks; the same in every process."""
-        said = (self.fqn, self.sharding_type, self.compute_kernel, self.cache_load_factor, self.num_shards)
-        return int.from_bytes(hashlib.blake2b("|".join(map(str, said)).encode(), digest_size=7).digest(), "big")
+        identity = (self.fqn, self.sharding_type, self.compute_kernel, self.cache_load_factor, self.num_shards)
+        return int.from_bytes(hashlib.blake2b("|".join(map(str, identity)).encode(), digest_size=7).digest(), "big")
 
     def __hash__(self) -> int:
         return hash((self.fqn, self.sharding_type, self.compute_kernel, tuple(self.shards), self.cache_params))

@@ -1,4 +1,4 @@
-"""What the planner tells of a plan in TorchRec's terms, as text, written to the log at level info.
+"""A plan's statistics in TorchRec's terms, as text, written to the log at level info.
 
 The sections, their names and their order are TorchRec's, and so are the definitions of balance, critical path, bytes in
 and out, and what was reserved, so that the numbers can be compared; `print(plan)` and `shardwise plan explain` tell
@@ -105,7 +105,7 @@ def critical_path(plan: Sequence[ShardingOption]) -> CriticalPathEstimate:
 
 @dataclass(frozen=True)
 class Reserved:
-    """What a storage reservation kept back: a share of device memory, and bytes of a rank for two purposes."""
+    """The memory that a reservation kept back: a share of the device's, and bytes of a rank for two purposes."""
 
     share: float
     dense: Storage
@@ -113,7 +113,7 @@ class Reserved:
 
 
 def reserved(reservation: Any, topology: Topology) -> Reserved:
-    """What `reservation` kept back of the devices of `topology`; zeros where it does not say."""
+    """The memory that `reservation` kept back of `topology`'s devices; zeros where it does not say."""
     total = topology.devices[0].storage.hbm
     kept = getattr(reservation, "_hbm_reserved_bytes", None)
     share = kept / total if kept and total else getattr(reservation, "_percentage", 0.0)
@@ -151,7 +151,7 @@ def weight_bytes(option: ShardingOption) -> int:
 
 @dataclass(frozen=True, eq=False)
 class RankTotals:
-    """What every rank holds and does [W].
+    """Every rank's storage and time [W].
 
     Args:
         tables_hbm: device bytes of tables alone; `hbm` and `ddr` have what was reserved for dense parts and ids too.
@@ -234,7 +234,7 @@ PARAMETER_COLUMNS = (
     "Sum Pooling Factor", "Sum Num Poolings", "Num Indices", "Output", "Weighted", "Sharder", "Features",
     "Emb Dim (CW Dim)", "Hash Size", "Ranks",
 )  # fmt: skip
-# ranks within a megabyte of each other are told together
+# ranks within a megabyte of each other share a line
 SAME_MB = 1.0
 TOP = 5
 
@@ -274,7 +274,7 @@ def parameter_section(
     for option in best_plan:
         poolings = get_num_poolings(constraints, option)
         indices = sum(length * times for length, times in zip(option.input_lengths, poolings, strict=True))
-        data, held = sharder_data.get(option.module_type_key), option.total_storage
+        data, storage = sharder_data.get(option.module_type_key), option.total_storage
         load_factor = None
         if option.compute_kernel == "fused_uvm_caching":
             load_factor = option.cache_load_factor
@@ -286,7 +286,7 @@ def parameter_section(
             _abbreviation(option.sharding_type),
             option.compute_kernel,
             _perf(sum((shard.perf for shard in option.shards if shard.perf), Perf(0, 0, 0, 0))),
-            "({} GB, {} GB, {} GB)".format(*(_gb(size) for size in (held.hbm, held.ddr, held.ssd))),
+            "({} GB, {} GB, {} GB)".format(*(_gb(size) for size in (storage.hbm, storage.ddr, storage.ssd))),
             load_factor,
             round(sum(option.input_lengths), 3),
             round(sum(poolings), 3),
@@ -317,8 +317,8 @@ def kernel_sections(
         return [f"{title}:", *(f"   {kernel}: {value(options)}" for kernel, options in kernels.items())]
 
     def memory(options: list[ShardingOption]) -> str:
-        held = sum((option.total_storage for option in options), Storage(0, 0, 0))
-        return f"HBM: {_gb(held.hbm)} GB, DDR: {_gb(held.ddr)} GB, SSD: {_gb(held.ssd)} GB"
+        total = sum((option.total_storage for option in options), Storage(0, 0, 0))
+        return f"HBM: {_gb(total.hbm)} GB, DDR: {_gb(total.ddr)} GB, SSD: {_gb(total.ssd)} GB"
 
     decided = [o for o in best_plan if (c := (constraints or {}).get(o.name)) is not None and c.compute_kernels]
     by_kernel = Counter(option.compute_kernel for option in decided)
@@ -391,7 +391,7 @@ def peak_sections(totals: RankTotals, best_plan: Sequence[ShardingOption]) -> li
 
 
 def reservation_section(topology: Topology, kept: Reserved) -> list[list[str]]:
-    """What was reserved on each rank and for what."""
+    """The memory reserved on each rank, by purpose."""
     device = topology.devices[0].storage
     return [
         [
@@ -566,13 +566,13 @@ class EmbeddingStats(Stats):
             best_plan: the option of each table, with estimates and, if there is a plan, ranks.
             constraints: by table name.
             sharders, enumerator: where defaults of cached tables stand.
-            debug: tell of each table, of balance and of the reservation too.
+            debug: each table, balance and the reservation too.
         """
         planned = bool(sharding_plan.plan)
         kept = reserved(storage_reservation, topology)
         totals = rank_totals(sharding_plan, topology, best_plan, constraints, kept) if planned else None
-        found = f"Evaluated {num_proposals} proposal(s), found {num_plans} possible plan(s)"
-        sections = [["--- Planner Statistics ---", f"--- {found}, ran for {run_time:.2f}s ---"]]
+        summary = f"Evaluated {num_proposals} proposal(s), found {num_plans} possible plan(s)"
+        sections = [["--- Planner Statistics ---", f"--- {summary}, ran for {run_time:.2f}s ---"]]
         if totals:
             sections.append(rank_section(totals, topology, kept))
         if debug:

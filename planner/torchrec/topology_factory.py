@@ -1,4 +1,4 @@
-"""A topology from what the user wants, what the hardware is and what the kernels need; the first to speak decides."""
+"""A topology's factory: the user's values go before the hardware's, and those before what the kernels need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINK_SPEEDS = ("intra_host_bw", "inter_host_bw")
 
 
 class TopologyConfigBase(ABC):
-    """What the configurations share: `additional_params` for whatever they have no field for."""
+    """The base of the configurations: `additional_params` has whatever they have no field for."""
 
     additional_params: dict[str, Any]
 
@@ -41,7 +41,7 @@ class TopologyConfigBase(ABC):
 
 @dataclass(frozen=True)
 class HardwareConfig(TopologyConfigBase):
-    """What the machines have: bytes of a rank, and bytes per millisecond. None is unknown."""
+    """The machines' memory and bandwidths: bytes of a rank, and bytes per millisecond. None is unknown."""
 
     hbm_cap_bytes: int | None = None
     ddr_cap_bytes: int | None = None
@@ -55,7 +55,7 @@ class HardwareConfig(TopologyConfigBase):
     additional_params: dict[str, Any] = field(default_factory=dict)
 
     def get_validation_issues(self, compute_device: str | None = None) -> list[str]:
-        """What cannot be so, in words: these are detected values, which the user's may replace."""
+        """Values that cannot be, in words: these are detected ones, which the user's may replace."""
         positive = ["ddr_cap_bytes", *_LINK_SPEEDS, *_MEMORY_SPEEDS]
         if compute_device in ("cuda", "mtia"):
             positive.insert(0, "hbm_cap_bytes")
@@ -77,7 +77,7 @@ class HardwareConfig(TopologyConfigBase):
 
 @dataclass(frozen=True)
 class TrainerConfig(TopologyConfigBase):
-    """What the user wants. `additional_params` may have a `CustomTopologyData` as "custom_topology_data"."""
+    """The user's wishes. `additional_params` may have a `CustomTopologyData` as "custom_topology_data"."""
 
     world_size: int | None = None
     local_world_size: int | None = None
@@ -100,7 +100,7 @@ class TrainerConfig(TopologyConfigBase):
 
 @dataclass(frozen=True)
 class KernelConfig(TopologyConfigBase):
-    """What the kernels run on and how the estimator weighs their backward.
+    """The kernels' device, and the estimator's factor for their backward.
 
     `use_hardware_based_bandwidth`: speeds are those of `HardwareConfig`, not TorchRec's constants.
     """
@@ -167,13 +167,13 @@ def _cap(kind: str, trainer: TrainerConfig, hardware: HardwareConfig) -> int | N
     if dry is not None:
         return int(dry)
     asked: int | None = getattr(trainer, f"{kind}_cap_bytes")
-    found: int | None = getattr(hardware, f"{kind}_cap_bytes")
+    actual: int | None = getattr(hardware, f"{kind}_cap_bytes")
     if asked is None:
-        return found
-    if found and found > 0 and not trainer.is_dry_run and abs(asked - found) > _CAP_TOLERANCE * found:
+        return actual
+    if actual and actual > 0 and not trainer.is_dry_run and abs(asked - actual) > _CAP_TOLERANCE * actual:
         warnings.warn(
             f"{kind}_cap: planning with the {asked / GIB:.1f} GiB of TrainerConfig, the hardware has"
-            f" {found / GIB:.1f} GiB",
+            f" {actual / GIB:.1f} GiB",
             stacklevel=3,
         )
     return asked

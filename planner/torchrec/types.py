@@ -102,7 +102,7 @@ class StorageReservation(ABC):
     @property
     @abstractmethod
     def last_reserved_topology(self) -> Topology | None:
-        """What `reserve` returned last."""
+        """The topology that `reserve` returned last."""
 
 
 class PerfModel(ABC):
@@ -146,7 +146,7 @@ class Enumerator(ABC):
 
 
 class Proposer(ABC):
-    """Proposes an option for each table, and hears how it went."""
+    """Proposes an option for each table, and gets feedback on how it went."""
 
     @abstractmethod
     def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
@@ -288,7 +288,7 @@ def _context(
         ],
         type(storage_reservation).__name__,
         _machines(reserved),
-        sorted((name, repr(one)) for name, one in (constraints or {}).items()),
+        sorted((name, repr(constraint)) for name, constraint in (constraints or {}).items()),
     ]  # fmt: skip
 
 
@@ -299,4 +299,4 @@ def _machines(topology: Topology) -> list[Any]:
     devices = [
         (d.rank, rounded(d.storage.hbm), rounded(d.storage.ddr), rounded(d.storage.ssd)) for d in topology.devices
     ]
-    return [*topology._said(), devices]
+    return [*topology._facts(), devices]

@@ -1,4 +1,4 @@
-"""What TorchRec keeps in `planner.torchrec.utils`: units, what a sharder says of its tables, search in one variable."""
+"""TorchRec's `planner.utils`: units, sharders as estimators read them, the search in one variable."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sharder_name(t: type) -> str:
 
 
 def build_sharder_data(sharder: Any) -> SharderData:
-    """What estimators need of a sharder, ours or TorchRec's."""
+    """A sharder, ours or TorchRec's, as estimators read it."""
     registry = getattr(sharder, "qcomm_codecs_registry", None) or {}
     sizes = {
         name: (_element_bytes(registry[name].forward), _element_bytes(registry[name].backward))
@@ -135,12 +135,12 @@ def _find_imbalance_tables(
         return []
     most = max(loads.values())
     worst = {rank for rank, load in loads.items() if load == most}
-    found = [
+    tables = [
         option
         for option in sharding_options
         if option.sharding_type not in ("data_parallel", "row_wise") and worst <= set(option.get_shards_assignment())
     ]
-    return sorted(found, key=lambda option: -weight(option.shards[0]))
+    return sorted(tables, key=lambda option: -weight(option.shards[0]))
 
 
 class BinarySearchPredicate:
