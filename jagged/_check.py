@@ -63,7 +63,7 @@ def check_values(values: Tensor, weights: Tensor | None) -> None:
 
 
 def check_one_dim(keys: Sequence[str], values: Tensor, weights: Tensor | None) -> None:
-    """What belongs to keys has one dim."""
+    """ValueError unless values and weights of keys have one dim."""
     for name, tensor in (("values", values), ("weights", weights)):
         if tensor is not None and tensor.dim() != 1:
             raise ValueError(f"{name} of {names(keys)} must be 1-D, got shape {list(tensor.shape)}")
@@ -204,7 +204,7 @@ def check_validate(validate: str) -> None:
 
 
 def check_known(what: str, given: Sequence[object] | None, expected: Sequence[object]) -> None:
-    """What a caller has computed before agrees with what it is computed from."""
+    """ValueError unless a number that the caller computed agrees with what it is computed from."""
     if given is not None and list(given) != list(expected):
         raise ValueError(f"{what} must be {_first(expected)}, got {_first(given)}")
 

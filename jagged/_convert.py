@@ -33,14 +33,14 @@ def from_lists(
     dtype: torch.dtype,
     device: torch.device | str | None,
 ) -> dict[str, Any]:
-    """What a KeyedJaggedTensor of lists is made with."""
+    """The arguments that make a KeyedJaggedTensor of lists."""
     keys = list(lists)
     sizes = [[len(bag) for bag in lists[key]] for key in keys]
     ids = list(chain.from_iterable(chain.from_iterable(lists.values())))
-    for position, found in enumerate(ids):
+    for position, id in enumerate(ids):
         # a bool is an int, and a float would lose what follows the point
-        if isinstance(found, bool) or not hasattr(found, "__index__"):
-            raise TypeError(f"ids must be integers, got {found!r} at position {position}")
+        if isinstance(id, bool) or not hasattr(id, "__index__"):
+            raise TypeError(f"ids must be integers, got {id!r} at position {position}")
     if not keys:
         # of which nobody can say whether they are weighted
         weights = weights or None
@@ -65,12 +65,12 @@ def _check_weights(keys: list[str], sizes: list[list[int]], weights: Mapping[str
     if sorted(weights) != sorted(keys):
         raise ValueError(f"weights have the keys {names(list(weights))}, ids {names(keys)}")
     for key, bags in zip(keys, sizes, strict=True):
-        found = [len(bag) for bag in weights[key]]
-        if len(found) != len(bags):
-            raise ValueError(f"key {key!r}: weights of {len(found)} samples, ids of {len(bags)}")
-        for sample, (given, size) in enumerate(zip(found, bags, strict=True)):
-            if given != size:
-                raise ValueError(f"key {key!r}, sample {sample}: {given} weights for {size} ids")
+        counts = [len(bag) for bag in weights[key]]
+        if len(counts) != len(bags):
+            raise ValueError(f"key {key!r}: weights of {len(counts)} samples, ids of {len(bags)}")
+        for sample, (count, size) in enumerate(zip(counts, bags, strict=True)):
+            if count != size:
+                raise ValueError(f"key {key!r}, sample {sample}: {count} weights for {size} ids")
 
 
 def from_nested(nested: Mapping[str, Tensor]) -> tuple[Strides, Tensor, Tensor, list[int]]:
@@ -99,8 +99,8 @@ def from_nested(nested: Mapping[str, Tensor]) -> tuple[Strides, Tensor, Tensor, 
     return strides, joined, lengths, [value.shape[0] for value in values]
 
 
-def _kind(found: object) -> str:
-    return f"a tensor of layout {found.layout}" if isinstance(found, Tensor) else type(found).__name__
+def _kind(value: object) -> str:
+    return f"a tensor of layout {value.layout}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def from_arrow(table: Any, keys: Sequence[str] | None, weights_suffix: str) -> dict[str, JaggedTensor]:

@@ -38,12 +38,12 @@ class Keys:
 
     def columns(self, widths: Sequence[int]) -> Columns:
         """All keys with these numbers of columns."""
-        found = self._columns
-        if found is None or found.widths != widths:
-            found = Columns(self, list(widths))
+        columns = self._columns
+        if columns is None or columns.widths != widths:
+            columns = Columns(self, list(widths))
             if not torch.compiler.is_compiling():
-                self._columns = found
-        return found
+                self._columns = columns
+        return columns
 
     def fixed(self, stride: int) -> Strides:
         """All keys with one batch size."""
@@ -61,10 +61,10 @@ class Keys:
         if torch.compiler.is_compiling():
             return Order(self, tuple(indices))
         indices = tuple(indices)
-        found = self._orders.get(indices)
-        if found is None:
-            found = _keep(self._orders, indices, Order(self, indices))
-        return found
+        order = self._orders.get(indices)
+        if order is None:
+            order = _keep(self._orders, indices, Order(self, indices))
+        return order
 
 
 class Order:
@@ -85,13 +85,13 @@ class Order:
         """The indices [n] int64 on the device of `like`."""
         # kept for tensors with numbers only: what a compiler or a fake mode makes is of no use to the next call
         plain = type(like) is Tensor and not torch.compiler.is_compiling()
-        found = self._on.get(like.device) if plain else None
-        if found is None:
+        tensor = self._on.get(like.device) if plain else None
+        if tensor is None:
             # non_blocking, since a blocking copy from the host would be a host sync
-            found = torch.tensor(self.indices, dtype=torch.int64, device="cpu").to(like.device, non_blocking=True)
+            tensor = torch.tensor(self.indices, dtype=torch.int64, device="cpu").to(like.device, non_blocking=True)
             if plain:
-                _keep(self._on, like.device, found)
-        return found
+                _keep(self._on, like.device, tensor)
+        return tensor
 
 
 _BY_NAMES: dict[tuple[str, ...], Keys] = {}
@@ -103,20 +103,20 @@ def keys_of(names: Sequence[str]) -> Keys:
     if torch.compiler.is_compiling():
         return Keys(check_keys(names))
     # the list object of the last step, if it still says the same
-    found = _BY_LIST.get(id(names))
-    if found is not None and found.names == names:
-        return found
+    keys = _BY_LIST.get(id(names))
+    if keys is not None and keys.names == names:
+        return keys
     if not isinstance(names, (list, tuple)):
         return Keys(check_keys(names))
     try:
-        found = _BY_NAMES.get(tuple(names))
+        keys = _BY_NAMES.get(tuple(names))
     except TypeError:
         # what cannot be hashed is no string, which the check says
-        found = None
-    if found is None:
-        found = Keys(check_keys(names))
-        _keep(_BY_NAMES, tuple(names), found)
-    return _keep(_BY_LIST, id(names), found)
+        keys = None
+    if keys is None:
+        keys = Keys(check_keys(names))
+        _keep(_BY_NAMES, tuple(names), keys)
+    return _keep(_BY_LIST, id(names), keys)
 
 
 _JOINED: dict[tuple[Keys, ...], Keys] = {}
@@ -124,12 +124,12 @@ _JOINED: dict[tuple[Keys, ...], Keys] = {}
 
 def _join_keys(members: tuple[Keys, ...]) -> Keys:
     """All keys of these, in order; ValueError where two have one key."""
-    found = None if torch.compiler.is_compiling() else _JOINED.get(members)
-    if found is None:
-        found = keys_of([name for keys in members for name in keys.names])
+    joined = None if torch.compiler.is_compiling() else _JOINED.get(members)
+    if joined is None:
+        joined = keys_of([name for keys in members for name in keys.names])
         if not torch.compiler.is_compiling():
-            _keep(_JOINED, members, found)
-    return found
+            _keep(_JOINED, members, joined)
+    return joined
 
 
 def _again(names: list[str]) -> Keys:
@@ -181,7 +181,7 @@ class Strides:
             else:
                 # rank by rank, which is faster than key by key
                 of_ranks = (self.sizes[rank :: self.ranks] for rank in range(self.ranks))
-                self._per_key = reduce(lambda one, other: list(map(add, one, other)), of_ranks)
+                self._per_key = reduce(lambda sums, sizes: list(map(add, sums, sizes)), of_ranks)
         return self._per_key
 
     @property
@@ -247,13 +247,13 @@ def strides_of(
     full_batch: int | None,
 ) -> Strides:
     """Batch sizes as a caller gives them; a table without entries says that all keys have one batch size."""
-    found = check_ranks(keys.names, per_rank)
-    if found is None and per_key is not None and len(set(per_key)) > 1:
-        found = check_ranks(keys.names, [[n] for n in per_key])
-    if found is None:
+    by_rank = check_ranks(keys.names, per_rank)
+    if by_rank is None and per_key is not None and len(set(per_key)) > 1:
+        by_rank = check_ranks(keys.names, [[n] for n in per_key])
+    if by_rank is None:
         strides = keys.fixed(check_stride(keys.names, bags, stride))
     else:
-        strides = Strides(keys, 0, *found)
+        strides = Strides(keys, 0, *by_rank)
         strides.stride = check_variable_stride(keys.names, bags, stride, strides.per_key, full_batch)
     if per_key is not None:
         check_known("stride_per_key", per_key, strides.per_key)

@@ -28,19 +28,19 @@ _KEYED = (*_BAGS, "inverse_indices")
 
 
 class _Structure:
-    """What a keyed batch is besides its tensors: keys, batch sizes that lengths do not tell, capacity, and the keys
-    of the inverse indices. Two of them are equal whatever the common batch size, which lengths tell."""
+    """All of a keyed batch but its tensors: keys, batch sizes that lengths do not imply, capacity, and the keys of
+    the inverse indices. Two of them are equal whatever the common batch size, which lengths imply."""
 
-    __slots__ = ("capacity", "inverse", "strides", "told")
+    __slots__ = ("capacity", "inverse", "strides", "uniform")
 
     def __init__(self, strides: Strides, capacity: int | None, inverse: list[str] | None) -> None:
         self.strides, self.capacity, self.inverse = strides, capacity, inverse
-        self.told = bool(strides.keys.names) and strides.sizes is None
+        self.uniform = bool(strides.keys.names) and strides.sizes is None
 
     def facts(self) -> list[Any]:
         """As JSON has it."""
         strides = self.strides
-        stride = None if self.told else strides.stride
+        stride = None if self.uniform else strides.stride
         return [strides.keys.names, stride, strides.sizes, strides.ranks, self.capacity, self.inverse]
 
     def __eq__(self, other: object) -> bool:
@@ -81,7 +81,7 @@ def _flatten_kjt(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], _Structur
 def _unflatten_kjt(leaves: Iterable[Any], context: _Structure) -> KeyedJaggedTensor:
     values, weights, lengths, offsets, inverse = leaves
     strides = context.strides
-    if context.told:
+    if context.uniform:
         # a tree may hold anything in the place of tensors
         bags = lengths.shape[0] if isinstance(lengths, Tensor) else 0
         bags = offsets.shape[0] - 1 if lengths is None and isinstance(offsets, Tensor) else bags

@@ -60,7 +60,7 @@ def lengths_of(offsets: Tensor) -> Tensor:
 
 def contradict(lengths: Tensor, offsets: Tensor) -> Tensor:
     """Whether offsets are not those of lengths, or do not start at 0: [1] of 0 or 1, dtype of the lengths."""
-    unlike = (lengths_of(offsets) != lengths).any() | (offsets[0] != 0)
+    unlike = (lengths_of(offsets) != lengths).any() | (offsets[0] != 0)  # []
     return unlike.reshape(1).to(lengths.dtype)
 
 
@@ -78,8 +78,8 @@ def join_tensors(what: str, label: Callable[[int], str], parts: Sequence[Tensor]
         return torch.cat(parts if type(parts) is list else list(parts))
     devices = {str(part.device): label(i) for i, part in enumerate(parts)}
     if len(devices) > 1:
-        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(f"{what} must be on one device, got {found}")
+        listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(f"{what} must be on one device, got {listed}")
     used = [(i, part) for i, part in enumerate(parts) if part.shape[0] > 0]
     kinds = {part.is_floating_point(): f"{label(i)} is {part.dtype}" for i, part in used}
     if len(kinds) > 1:
@@ -160,12 +160,12 @@ def sum_per_key(
         assert lengths is not None
         if readable(lengths):
             # of Python's numbers the fastest tensor
-            starts = torch.frombuffer(array("q", strides.starts), dtype=torch.int64)
+            starts = torch.frombuffer(array("q", strides.starts), dtype=torch.int64)  # [keys + 1]
             return _read(None, segment_sum(starts, lengths.to(torch.int64)))
         # in int64, where bad lengths do not wrap around to a good sum
-        offsets = offsets_of(lengths, 2**62)
+        offsets = offsets_of(lengths, 2**62)  # [bags + 1]
     if offsets is not None:
-        ends = edges(strides, offsets)
+        ends = edges(strides, offsets)  # [keys + 1] first value of each key
         return _read(ends, ends.diff(), beside)
     assert lengths is not None
     # a cast and a sum are faster than a sum that casts
@@ -182,17 +182,17 @@ def _read(ends: Tensor | None, sizes: Tensor, beside: Beside | None = None) -> t
     first = () if ends is None else (ends[:1].to(sizes.dtype),)
     more = () if beside is None else (beside.tensor,)
     # host sync: sizes of pieces are decided on the host; what is to be checked comes along
-    least, *found = torch.cat((sizes.min().view(1), *more, *first, sizes)).tolist()
+    least, *numbers = torch.cat((sizes.min().view(1), *more, *first, sizes)).tolist()
     if beside is not None:
         count = beside.tensor.shape[0]
-        beside.numbers, found = found[:count], found[count:]
-    return (0 if ends is None else found.pop(0)), found, least
+        beside.numbers, numbers = numbers[:count], numbers[count:]
+    return (0 if ends is None else numbers.pop(0)), numbers, least
 
 
-def compare_sizes(strides: Strides, found: Sequence[int], known: Sequence[int]) -> None:
+def compare_sizes(strides: Strides, totals: Sequence[int], known: Sequence[int]) -> None:
     """ValueError, with the key, where lengths sum to another number of values than the key is known to have."""
-    if list(found) != list(known):
-        for key, total, size in zip(strides.keys.names, found, known, strict=True):
+    if list(totals) != list(known):
+        for key, total, size in zip(strides.keys.names, totals, known, strict=True):
             if total != size:
                 raise ValueError(f"key {key!r}: lengths sum to {total}, values has {size}")
 
@@ -211,7 +211,7 @@ def check_bags_in_full(
         # host sync: the caller asked for it
         first, smallest, end, differ = 0, int(lengths.min()), int(lengths.sum()), 0
     else:
-        own = lengths_of(offsets)
+        own = lengths_of(offsets)  # [bags]
         unlike = own.new_zeros(1) if lengths is None else contradict(lengths, offsets).to(own.dtype)
         # host sync: the caller asked for it
         first, end, smallest, differ = torch.cat([offsets[:1], offsets[-1:], own.min().reshape(1), unlike]).tolist()

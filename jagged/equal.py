@@ -1,4 +1,4 @@
-"""Whether two jagged batches hold the same, and whether one holds together."""
+"""Comparison of two jagged batches, and the check whether one holds together."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
         return False
     if kjt_1._strides != kjt_2._strides or not _close(kjt_1._values, kjt_2._values):
         return False
-    mine, theirs = kjt_1._inverse, kjt_2._inverse
-    if mine is None or theirs is None:
-        return mine is theirs and _same_bags(kjt_1, kjt_2)
-    return mine[0] == theirs[0] and _close(mine[1], theirs[1]) and _same_bags(kjt_1, kjt_2)
+    inverse_1, inverse_2 = kjt_1._inverse, kjt_2._inverse
+    if inverse_1 is None or inverse_2 is None:
+        return inverse_1 is inverse_2 and _same_bags(kjt_1, kjt_2)
+    return inverse_1[0] == inverse_2[0] and _close(inverse_1[1], inverse_2[1]) and _same_bags(kjt_1, kjt_2)
 
 
-def _same_bags(one: JaggedTensor | KeyedJaggedTensor, other: JaggedTensor | KeyedJaggedTensor) -> bool:
+def _same_bags(x: JaggedTensor | KeyedJaggedTensor, y: JaggedTensor | KeyedJaggedTensor) -> bool:
     # lengths say all that offsets say
-    return _close(one._weights, other._weights) and _close(one.lengths(), other.lengths())
+    return _close(x._weights, y._weights) and _close(x.lengths(), y.lengths())
 
 
-def _close(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if one.shape != other.shape:
+def _close(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    if x.shape != y.shape:
         return False
-    if not (one.is_floating_point() or other.is_floating_point()):
+    if not (x.is_floating_point() or y.is_floating_point()):
         # ids that are close are not the same
-        return bool((one == other).all())
-    common = torch.promote_types(one.dtype, other.dtype)
-    return torch.allclose(one.to(common), other.to(common))
+        return bool((x == y).all())
+    common = torch.promote_types(x.dtype, y.dtype)
+    return torch.allclose(x.to(common), y.to(common))
 
 
 class TableConfig(Protocol):
-    """What the check of ids reads of an `EmbeddingBagConfig` or `EmbeddingConfig`."""
+    """The fields of an `EmbeddingBagConfig` or `EmbeddingConfig` that the check of ids reads."""
 
     name: str
     num_embeddings: int

@@ -85,8 +85,8 @@ class Bags(Traceable, Pipelineable):
         return f"values={summary(self._values)}{weights}"
 
     def _tensors(self) -> list[Tensor]:
-        held = (self._values, self._weights, self._lengths, self._offsets)
-        return [tensor for tensor in held if tensor is not None]
+        tensors = (self._values, self._weights, self._lengths, self._offsets)
+        return [tensor for tensor in tensors if tensor is not None]
 
 
 class JaggedTensor(Bags):
@@ -316,15 +316,15 @@ def copy_tensors(
         ("offsets", target._offsets, None if target._offsets is None else source._offsets),
         *more,
     ]
-    for what, mine, theirs in pairs:
-        if (mine is None) != (theirs is None):
-            having = "there" if mine is None else "here"
+    for what, own, other in pairs:
+        if (own is None) != (other is None):
+            having = "there" if own is None else "here"
             raise ValueError(f"copy_ needs {what} on both sides or on none, they are only {having}")
-        if mine is not None and theirs is not None and mine.shape != theirs.shape:
-            raise ValueError(f"copy_ of {what}: shape {list(theirs.shape)} into {list(mine.shape)}")
-    for _, mine, theirs in pairs:
-        if mine is not None and theirs is not None:
-            mine.copy_(theirs, non_blocking=non_blocking)
+        if own is not None and other is not None and own.shape != other.shape:
+            raise ValueError(f"copy_ of {what}: shape {list(other.shape)} into {list(own.shape)}")
+    for _, own, other in pairs:
+        if own is not None and other is not None:
+            own.copy_(other, non_blocking=non_blocking)
 
 
 # str() is TorchRec's text, byte for byte, and reads every tensor on the host; repr() is one line and reads nothing

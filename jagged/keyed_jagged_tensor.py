@@ -109,32 +109,32 @@ class KeyedJaggedTensor(Bags):
         capacity: int | None = None,
         validate: Literal["shapes", "full"] = "shapes",
     ) -> None:
-        found = keys_of(keys)
+        checked = keys_of(keys)
         check_values(values, weights)
-        check_one_dim(found.names, values, weights)
+        check_one_dim(checked.names, values, weights)
         if capacity is not None:
             check_capacity(values, capacity)
             self._capacity = capacity
         self._both = lengths is not None and offsets is not None
         self._values, self._weights = values, weights
-        self._lengths, self._offsets, bags = check_bags(values, lengths, offsets, capacity, found.names)
+        self._lengths, self._offsets, bags = check_bags(values, lengths, offsets, capacity, checked.names)
         if inverse_indices is not None:
-            self._inverse = check_inverse(found.names, inverse_indices, values)
+            self._inverse = check_inverse(checked.names, inverse_indices, values)
         if stride_per_key_per_rank is None and stride_per_key is None:
-            self._strides = found.fixed(check_stride(found.names, bags, stride))
+            self._strides = checked.fixed(check_stride(checked.names, bags, stride))
         else:
             full_batch = None if self._inverse is None else self._inverse[1].shape[1]
-            self._strides = strides_of(found, bags, stride, stride_per_key_per_rank, stride_per_key, full_batch)
+            self._strides = strides_of(checked, bags, stride, stride_per_key_per_rank, stride_per_key, full_batch)
         if length_per_key is not None or offset_per_key is not None:
             padded = capacity is not None
-            self._length_per_key = check_length_per_key(found.names, length_per_key, offset_per_key, values, padded)
+            self._length_per_key = check_length_per_key(checked.names, length_per_key, offset_per_key, values, padded)
             # the caller's word, until somebody reads the lengths
             self._checked = False
         if lengths_offset_per_key is not None:
             check_known("lengths_offset_per_key", lengths_offset_per_key, self._strides.starts)
         for what, mapping in (("index_per_key", index_per_key), ("jt_dict", jt_dict)):
             if mapping is not None:
-                check_known(what, list(mapping), found.names)
+                check_known(what, list(mapping), checked.names)
         if validate != "shapes":
             check_validate(validate)
             self._check_in_full()
@@ -273,13 +273,13 @@ class KeyedJaggedTensor(Bags):
         return _concat(kjt_list)
 
     def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """Take over the numbers of `kjt` in place; what is known on the host comes along.
+        """Copy the numbers of `kjt` in place; what is known on the host comes along.
 
         Raises ValueError unless keys, shapes, and what tensors there are agree.
         """
         if self._strides.keys.names != kjt._strides.keys.names:
-            mine, theirs = names(self._strides.keys.names), names(kjt._strides.keys.names)
-            raise ValueError(f"copy_ needs the same keys: {mine} here, {theirs} there")
+            own_names, other_names = names(self._strides.keys.names), names(kjt._strides.keys.names)
+            raise ValueError(f"copy_ needs the same keys: {own_names} here, {other_names} there")
         inverse = None if self._inverse is None else self._inverse[1]
         theirs_inverse = None if kjt._inverse is None else kjt._inverse[1]
         copy_tensors(self, kjt, non_blocking, [("inverse_indices", inverse, theirs_inverse)])
@@ -423,13 +423,13 @@ class KeyedJaggedTensor(Bags):
             nothing = self.permute([]) if 0 in segments else self
             return [self if segment == count else nothing for segment in segments]
         known, starts = self._sizes(), strides.starts
-        cuts = starts_of(segments)
-        offsets = self._ends()
+        cuts = starts_of(segments)  # [pieces + 1] keys
+        offsets = self._ends()  # [keys + 1] values
         all_values, all_weights = self._in_bags()
-        sizes = [offsets[b] - offsets[a] for a, b in pairwise(cuts)]
+        sizes = [offsets[b] - offsets[a] for a, b in pairwise(cuts)]  # values of each piece
         values = torch.split_with_sizes(all_values, sizes)
         weights = None if all_weights is None else torch.split_with_sizes(all_weights, sizes)
-        bags = [starts[b] - starts[a] for a, b in pairwise(cuts)]
+        bags = [starts[b] - starts[a] for a, b in pairwise(cuts)]  # bags of each piece
         lengths = torch.split_with_sizes(self.lengths(), bags)
         pieces = []
         for i, a in enumerate(cuts[:-1]):
@@ -519,8 +519,8 @@ class KeyedJaggedTensor(Bags):
 
         With `compute_offsets` they know their offsets already, unless batch sizes differ.
         """
-        found = self._jt_dict
-        if found is None:
+        by_key = self._jt_dict
+        if by_key is None:
             keys, per_key = self._strides.keys.names, self._strides.per_key
             sizes = self._sizes()
             all_values, all_weights = self._in_bags()
@@ -529,14 +529,14 @@ class KeyedJaggedTensor(Bags):
             lengths = torch.split_with_sizes(self.lengths(), per_key)
             weights = [None] * len(keys) if all_weights is None else torch.split_with_sizes(all_weights, sizes)
             made = map(JaggedTensor._of, values, weights, lengths)
-            found = self._jt_dict = dict(zip(keys, made, strict=True))
-        if compute_offsets and self._strides.sizes is None and any(jt._offsets is None for jt in found.values()):
+            by_key = self._jt_dict = dict(zip(keys, made, strict=True))
+        if compute_offsets and self._strides.sizes is None and any(jt._offsets is None for jt in by_key.values()):
             # one running sum for all keys instead of one each, which batches of different sizes would need
             keys = self._strides.keys.names
             rows = offsets_of(self.lengths().view(len(keys), self._strides.stride), self._values.shape[0])
             for key, row in zip(keys, rows.unbind(), strict=True):
-                found[key]._offsets = row
-        return found
+                by_key[key]._offsets = row
+        return by_key
 
     def to(
         self, device: torch.device | str, non_blocking: bool = False, dtype: torch.dtype | None = None
@@ -552,7 +552,7 @@ class KeyedJaggedTensor(Bags):
         return self._map(lambda tensor: tensor.pin_memory())
 
     def dist_labels(self) -> list[str]:
-        """What `dist_tensors` and `dist_splits` list, in their order."""
+        """The names of the tensors that `dist_tensors` and `dist_splits` list, in their order."""
         return dist_labels(self.variable_stride_per_key(), self._weights is not None)
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
@@ -715,7 +715,7 @@ def _inverse_of(inverse: InverseIndices, order: Order) -> InverseIndices:
     """The rows of inverse indices that the keys of an order have; what is left of repeated keys is one row."""
     at = {key: row for row, key in enumerate(inverse[0])}
     picked = list(dict.fromkeys(order.keys.names))
-    rows = torch.tensor([at[key] for key in picked], dtype=torch.int64, device="cpu")
+    rows = torch.tensor([at[key] for key in picked], dtype=torch.int64, device="cpu")  # [picked]
     return picked, inverse[1][rows.to(inverse[1].device, non_blocking=True)]
 
 

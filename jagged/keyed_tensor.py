@@ -43,20 +43,20 @@ class KeyedTensor(Traceable, Pipelineable):
         index_per_key: Mapping[str, int] | None = None,
     ) -> None:
         check_tensor("values", values)
-        self._columns = found = keys_of(keys).columns(length_per_key)
+        self._columns = columns = keys_of(keys).columns(length_per_key)
         self._values = values
         if keys and not -values.dim() <= key_dim < values.dim():
             raise ValueError(f"key_dim {key_dim} is out of range for values of shape {list(values.shape)}")
         # of the two names of a dim the one from the front
         self._key_dim = key_dim % values.dim() if keys else key_dim
-        if keys and found.starts[-1] != values.shape[key_dim]:
+        if keys and columns.starts[-1] != values.shape[key_dim]:
             raise ValueError(
-                f"length_per_key of {names(found.keys.names)} sums to {found.starts[-1]}, "
+                f"length_per_key of {names(columns.keys.names)} sums to {columns.starts[-1]}, "
                 f"values has {values.shape[key_dim]} entries in dim {key_dim} (shape {list(values.shape)})"
             )
-        check_known("offset_per_key", offset_per_key, found.starts)
+        check_known("offset_per_key", offset_per_key, columns.starts)
         if index_per_key is not None:
-            check_known("index_per_key", list(index_per_key), found.keys.names)
+            check_known("index_per_key", list(index_per_key), columns.keys.names)
 
     @staticmethod
     def _of(columns: Columns, values: Tensor, key_dim: int) -> KeyedTensor:

@@ -93,10 +93,10 @@ def maybe_td_to_kjt(features: Any, keys: Sequence[str] | None = None) -> Any:
     return KeyedJaggedTensor.from_nested({key: features[key] for key in (features.keys() if keys is None else keys)})
 
 
-def _differ(one: Columns, other: Columns) -> bool:
-    if one is other:
+def _differ(a: Columns, b: Columns) -> bool:
+    if a is b:
         return False
-    return one.widths != other.widths or one.keys.names != other.keys.names
+    return a.widths != b.widths or a.keys.names != b.keys.names
 
 
 def _dtype_of(emb_dtype: torch.dtype | Enum) -> torch.dtype:
@@ -104,7 +104,7 @@ def _dtype_of(emb_dtype: torch.dtype | Enum) -> torch.dtype:
         return emb_dtype
     # the values of DataType, which lies above this folder
     known = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
-    found = known.get(str(getattr(emb_dtype, "value", emb_dtype)))
-    if found is None:
+    dtype = known.get(str(getattr(emb_dtype, "value", emb_dtype)))
+    if dtype is None:
         raise ValueError(f"emb_dtype must be one of {list(known)} or a torch dtype, got {emb_dtype!r}")
-    return found
+    return dtype

@@ -1,4 +1,4 @@
-"""What a batch must be able to do so that a training loop can move it to a device ahead of its step."""
+"""The interface of a batch that a training loop can move to a device ahead of its step."""
 
 from __future__ import annotations
 
