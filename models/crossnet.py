@@ -116,9 +116,9 @@ class LowRankMixtureCrossNet(nn.Module):
         x = input
         for up, down, middle, bias in zip(self.U_kernels, self.V_kernels, self.C_kernels, self.bias, strict=True):
             # all experts at once: [K, r, N] on [B, N], and so on
-            hidden = self._activation(torch.einsum("krn,bn->bkr", down, x))
+            hidden = self._activation(torch.einsum("krn,bn->bkr", down, x))  # [B, K, r]
             hidden = self._activation(torch.einsum("kqr,bkr->bkq", middle, hidden))
-            experts = input[:, None] * (torch.einsum("knr,bkr->bkn", up, hidden) + bias.squeeze(1))
+            experts = input[:, None] * (torch.einsum("knr,bkr->bkn", up, hidden) + bias.squeeze(1))  # [B, K, N]
             if self.gates is None:
                 x = experts[:, 0] + x
             else:

@@ -58,7 +58,7 @@ class FactorizationMachine(nn.Module):
 
 
 class ModelInput(Protocol):
-    """What the wrappers read from a batch; TorchRec's test models have it under this name."""
+    """The fields of a batch that the wrappers read; TorchRec's test models have it under this name."""
 
     @property
     def float_features(self) -> Tensor: ...

@@ -97,7 +97,7 @@ class InteractionArch(nn.Module):
             return dense_features
         vectors = torch.cat((dense_features.unsqueeze(1), sparse_features), dim=1)  # [B, F + 1, D]
         products = torch.bmm(vectors, vectors.transpose(1, 2))  # [B, F + 1, F + 1]
-        pairs = self.get_buffer("triu_indices")
+        pairs = self.get_buffer("triu_indices")  # [2, F (F + 1) / 2]
         return torch.cat((dense_features, products[:, pairs[0], pairs[1]]), dim=1)
 
 

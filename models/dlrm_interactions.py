@@ -66,11 +66,11 @@ class InteractionProjectionArch(nn.Module):
         if self.F == 0:
             return dense_features
         batch, dim = dense_features.shape
-        values = _side_by_side(dense_features, sparse_features)
+        values = _side_by_side(dense_features, sparse_features)  # [B, (F + 1) D]
         first, second = self.interaction_branch1(values), self.interaction_branch2(values)
         # sizes are spelled out because -1 cannot be inferred for an empty batch
-        rows = first.reshape(batch, first.shape[1] // dim, dim)
-        columns = second.reshape(batch, dim, second.shape[1] // dim)
+        rows = first.reshape(batch, first.shape[1] // dim, dim)  # [B, p, D]
+        columns = second.reshape(batch, dim, second.shape[1] // dim)  # [B, D, q]
         return torch.cat((dense_features, torch.bmm(rows, columns).flatten(1)), dim=1)
 
 

@@ -1,4 +1,4 @@
-"""What a click model is judged by: log loss, normalized entropy, area under the ROC curve.
+"""Metrics of click models: log loss, normalized entropy, area under the ROC curve.
 
 Shapes: logits [N] or scores [N], labels [N] of 0 and 1. Values are computed in float64 and returned as floats; where
 one is undefined (no samples, labels of one kind only, a nan among the scores) it is nan.
@@ -42,8 +42,8 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     if positives == 0.0 or negatives == 0.0 or bool(scores.isnan().any()):
         return math.nan
     # ranks start at 1; equal scores share the mean of their ranks
-    last = count.cumsum(0).double()
-    rank = last - (count.double() - 1.0) / 2.0
+    last = count.cumsum(0).double()  # [distinct scores]
+    rank = last - (count.double() - 1.0) / 2.0  # [distinct scores]
     u = float((rank[tie] * positive).sum()) - positives * (positives + 1.0) / 2.0
     return u / (positives * negatives)
 
