@@ -155,7 +155,7 @@ class Clicks:
         """The expected AUC of the planted logits on the evaluation samples: what a perfect model would score."""
         probability = np.sort(_sigmoid(self.planted_logits(_EVALUATE_FROM + np.arange(self.evaluate_samples))))
         # pairs (i, j), i ranked below j: in order when j is clicked and i is not, out of order the other way round
-        clicked_above = probability.sum() - np.cumsum(probability)
+        clicked_above = probability.sum() - np.cumsum(probability)  # [N] clicks expected above each
         unclicked_above = (1.0 - probability).sum() - np.cumsum(1.0 - probability)
         in_order = float(((1.0 - probability) * clicked_above).sum())
         out_of_order = float((probability * unclicked_above).sum())
@@ -163,23 +163,23 @@ class Clicks:
 
     def _inputs(self, index: Ints) -> tuple[Floats, dict[str, Bags]]:
         columns = len(self.dense_names)
-        dense = self._normal(_DENSE, index[:, None] * columns + np.arange(columns))
+        dense = self._normal(_DENSE, index[:, None] * columns + np.arange(columns))  # [B, columns]
         return dense, {feature.name: self._bags(number, index) for number, feature in enumerate(self.features)}
 
     def _bags(self, number: int, index: Ints) -> Bags:
         feature, stream = self.features[number], _FEATURE + 4 * number
         choices = feature.max_ids - feature.min_ids + 1
-        lengths = feature.min_ids + (self._uniform(stream, index) * choices).astype(np.int64)
-        counter = np.repeat(index * feature.max_ids, lengths) + spread(lengths)
-        popularity = _zipf(self._uniform(stream + 1, counter), feature.rows, feature.skew)
+        lengths = feature.min_ids + (self._uniform(stream, index) * choices).astype(np.int64)  # [B]
+        counter = np.repeat(index * feature.max_ids, lengths) + spread(lengths)  # [N], a number of its own for each id
+        popularity = _zipf(self._uniform(stream + 1, counter), feature.rows, feature.skew)  # [N]
         return _scatter(popularity, feature.rows), lengths
 
     def _planted(self, dense: Floats, bags: Mapping[str, Bags]) -> Floats:
-        logits: Floats = self._bias + dense @ self._dense_weights
+        logits: Floats = self._bias + dense @ self._dense_weights  # [B]
         for number, feature in enumerate(self.features):
             ids, lengths = bags[feature.name]
-            weights = self._normal(_FEATURE + 4 * number + 2, ids) * feature.strength
-            bag = np.repeat(np.arange(len(lengths)), lengths)
+            weights = self._normal(_FEATURE + 4 * number + 2, ids) * feature.strength  # [N]
+            bag = np.repeat(np.arange(len(lengths)), lengths)  # [N]
             logits += np.bincount(bag, weights, minlength=len(lengths)) / np.maximum(lengths, 1)
         return logits
 

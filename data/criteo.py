@@ -37,7 +37,7 @@ DEFAULT_COLUMN_NAMES = [DEFAULT_LABEL_NAME, *DEFAULT_INT_NAMES, *DEFAULT_CAT_NAM
 DAYS, TOTAL_TRAINING_SAMPLES = 24, 4_195_197_692
 # categories that are seen less often share one id where ids are made contiguous
 FREQUENCY_THRESHOLD = 3
-# training samples at the begin of the files that tell how often a category is missing
+# training samples at the begin of the files by which it is estimated how often a category is missing
 _PROBE = 4096
 # files of more bytes are not read just to count their lines
 _COUNTED_BYTES = 1 << 30
@@ -191,13 +191,13 @@ def criteo_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     if not path.is_dir():
         return [path]
     for suffix in (".tsv", ".txt"):
-        found = sorted(
+        files = sorted(
             file
             for file in path.iterdir()
             if file.name.endswith((suffix, f"{suffix}.gz")) and not file.name.lower().startswith(("readme", "license"))
         )
-        if found:
-            return found
+        if files:
+            return files
     return []
 
 
@@ -208,7 +208,7 @@ def _batches(lines: Iterator[_Line], batch_size: int) -> Iterator[list[_Line]]:
 
 
 def _fault(fields: list[str]) -> BadRow:
-    """What is wrong with a row that does not match."""
+    """The fault of a row that does not match."""
     if len(fields) != _COLUMNS:
         return BadRow("wrong number of columns", f"{len(fields)} columns, expected {_COLUMNS}")
     if fields[0] not in ("0", "1"):

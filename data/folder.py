@@ -1,4 +1,4 @@
-"""Finding the reader for a folder."""
+"""The reader for a folder, chosen by the files in it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def open_folder(folder: str | Path, *, on_bad_row: BadRowPolicy = "raise") -> So
         return MovieLens(folder, on_bad_row=on_bad_row)
     if criteo_files(folder):
         return Criteo(folder, on_bad_row=on_bad_row)
-    held = sorted(path.name for path in folder.iterdir())
-    shown = ", ".join(held[:8]) + (f" and {len(held) - 8} more" if len(held) > 8 else "")
+    names = sorted(path.name for path in folder.iterdir())
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     raise ValueError(
         f"{folder}: no data that shardwise reads. It looks for MovieLens (ratings.csv and movies.csv) and Criteo "
         f"(*.tsv or *.txt), each plain or .gz; the folder holds {shown or 'nothing'}"

@@ -1,4 +1,4 @@
-"""What the readers have in common: the shape of a data source and the cut of a batch over ranks.
+"""The interface of a data source, and the cut of a batch over ranks that all readers share.
 
 A global batch is the same samples in the same order at any number of ranks; rank r of W takes its r-th slice. So runs
 at one rank and at W ranks train on the same global batches, and every rank sees the same number of them.
@@ -86,7 +86,7 @@ def check_start(epoch: int, start_step: int, steps: int | None = None) -> None:
 class Position:
     """The next batch is number `step` of epoch `epoch`, in global batches of `batch_size` samples of `source`.
 
-    What a checkpoint keeps so that a restarted run goes on with the same batches, at any number of ranks: the order of
+    A checkpoint keeps it so that a restarted run goes on with the same batches, at any number of ranks: the order of
     batches is a function of the source and the batch size alone. Against these two a resumed run is checked: with
     another of either, "batch 1,200 of epoch 3" would be other samples.
 
