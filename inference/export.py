@@ -1,4 +1,4 @@
-"""From a quantized model to a folder that serves it; see folder.py for what is in there."""
+"""Export of a quantized model to a folder that serves it; see folder.py for what is in there."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def export_model(
     traced = trace(model, signature, call or plain_call)
     tables = [facts for group in traced.groups for facts in _table_facts(group)]
     features = [_feature_facts(name, tables) for name in signature.features]
-    _compare(traced, sample_inputs(signature, 3, {one.name: one.ids or 1 for one in features}))
+    _compare(traced, sample_inputs(signature, 3, {feature.name: feature.ids or 1 for feature in features}))
     with new_folder(folder, force=force) as made:
         _write_tables(made / TABLES, traced.groups)
         save_program(traced, made / PROGRAM)
@@ -115,9 +115,9 @@ def save_program(traced: Traced, path: Path) -> None:
 def _compare(traced: Traced, inputs: Mapping[str, Tensor]) -> None:
     """RuntimeError unless program and model give the same bits."""
     with torch.no_grad():
-        wanted, found = traced.module(**inputs), traced.program.module()(**inputs)
-    for name, one, other in zip(traced.outputs, wanted, found, strict=True):
-        if one.shape != other.shape or not torch.equal(one.nan_to_num(), other.nan_to_num()):
+        wanted, given = traced.module(**inputs), traced.program.module()(**inputs)
+    for name, expected, output in zip(traced.outputs, wanted, given, strict=True):
+        if expected.shape != output.shape or not torch.equal(expected.nan_to_num(), output.nan_to_num()):
             raise RuntimeError(
                 f"output {name!r} of the program differs from the model's: its forward may read Python state, draw"
                 " random numbers, or branch on values"
@@ -132,10 +132,12 @@ def _tensors(tables: QuantizedTables, number: int) -> Iterator[tuple[str, str, T
 
 
 def _write_tables(path: Path, groups: Sequence[TracedTables]) -> None:
-    found = [one for group in groups for n in range(len(group.tables.tables)) for one in _tensors(group.tables, n)]
+    entries = [
+        entry for group in groups for n in range(len(group.tables.tables)) for entry in _tensors(group.tables, n)
+    ]
     write_named(
         path,
-        [(name, Stored("table", name, "", tuple(cells.shape), cells.dtype), [cells]) for _, name, cells in found],
+        [(name, Stored("table", name, "", tuple(cells.shape), cells.dtype), [cells]) for _, name, cells in entries],
     )
 
 
@@ -154,7 +156,7 @@ def _table_facts(group: TracedTables) -> Iterator[TableFacts]:
     tables = group.tables
     configs = {config.name: config for config in group.configs()}
     for number, table in enumerate(tables.tables):
-        held = {what: cells for what, _, cells in _tensors(tables, number)}
+        cells_of = {what: cells for what, _, cells in _tensors(tables, number)}
         config = configs[table.name]
         pooling = None
         if isinstance(config, EmbeddingBagConfig):
@@ -162,32 +164,32 @@ def _table_facts(group: TracedTables) -> Iterator[TableFacts]:
         yield TableFacts(
             name=table.name,
             rows=table.rows,
-            ids=held["remapping"].shape[0] if "remapping" in held else table.rows,
+            ids=cells_of["remapping"].shape[0] if "remapping" in cells_of else table.rows,
             dim=table.dim,
             format=table.format,
-            scale_dtype=_name(tables.scales.dtype) if "scales" in held else None,
-            pruned="remapping" in held,
+            scale_dtype=_name(tables.scales.dtype) if "scales" in cells_of else None,
+            pruned="remapping" in cells_of,
             mapped=isinstance(group.collection, MAPPED),
             pooling=pooling,
             features=tuple(config.feature_names),
-            bytes=sum(cells.nbytes for cells in held.values()),
+            bytes=sum(cells.nbytes for cells in cells_of.values()),
         )
 
 
 def _feature_facts(name: str, tables: Sequence[TableFacts]) -> FeatureFacts:
     """Of a feature, which may go to several tables: an id must be good in all of them."""
-    mine = [table for table in tables if name in table.features]
-    ids = min([table.ids for table in mine if not table.mapped], default=None)
-    return FeatureFacts(name, tuple(table.name for table in mine), ids)
+    holding = [table for table in tables if name in table.features]
+    ids = min([table.ids for table in holding if not table.mapped], default=None)
+    return FeatureFacts(name, tuple(table.name for table in holding), ids)
 
 
 def _output_facts(traced: Traced) -> Iterator[OutputFacts]:
     nodes = {node.name: node for node in traced.program.graph.nodes}
     batch = nodes["lengths"].meta["val"].shape[1]
     for name, spec in zip(traced.outputs, traced.program.graph_signature.output_specs, strict=True):
-        found = nodes[spec.arg.name].meta["val"]
-        shape = (n if isinstance(n, int) else "batch" if str(n) == str(batch) else "ids" for n in found.shape)
-        yield OutputFacts(name, _name(found.dtype), tuple(shape))
+        value = nodes[spec.arg.name].meta["val"]
+        shape = (n if isinstance(n, int) else "batch" if str(n) == str(batch) else "ids" for n in value.shape)
+        yield OutputFacts(name, _name(value.dtype), tuple(shape))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -147,7 +147,7 @@ class ModelFacts:
 
 
 def read_facts(folder: str | os.PathLike[str]) -> ModelFacts:
-    """What the `model.json` of a folder says.
+    """The facts in the `model.json` of a folder.
 
     Raises:
         FileNotFoundError: the folder, or that file in it, is not there.
@@ -164,28 +164,28 @@ def read_facts(folder: str | os.PathLike[str]) -> ModelFacts:
     except ValueError as error:
         raise ModelDamaged(str(error)) from None
     try:
-        found = parse_json(data)
+        content = parse_json(data)
     except ValueError as error:
         raise ModelDamaged(f"{path} is no JSON: {error}") from None
-    version = found.get("format_version") if isinstance(found, dict) else None
+    version = content.get("format_version") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
         raise ModelDamaged(
             f"{path} has format version {version}, this shardwise reads up to {VERSION}: use the shardwise that it was"
-            f" written by, or a later one ({found.get('versions')})"
+            f" written by, or a later one ({content.get('versions')})"
         )
     try:
-        facts: ModelFacts = _parsed(ModelFacts, found, "the file")
+        facts: ModelFacts = _parsed(ModelFacts, content, "the file")
     except ValueError as error:
         raise ModelDamaged(f"{path}: {error}") from None
-    if found.get(CHECKSUM) != facts_checksum(found):
+    if content.get(CHECKSUM) != facts_checksum(content):
         raise ModelDamaged(f"{path} was changed after it was written: its checksum is not that of what it says")
     return facts
 
 
-def facts_checksum(found: Mapping[str, Any]) -> str:
-    """The checksum of what a `model.json` says, however it is laid out."""
-    told = {key: value for key, value in found.items() if key != CHECKSUM}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def facts_checksum(content: Mapping[str, Any]) -> str:
+    """The checksum of a `model.json`'s content, however it is laid out."""
+    covered = {key: value for key, value in content.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
 
 
 def check_file(folder: str | os.PathLike[str], facts: ModelFacts, name: str, *, verify: bool) -> Path:
@@ -195,15 +195,15 @@ def check_file(folder: str | os.PathLike[str], facts: ModelFacts, name: str, *, 
         ModelDamaged: it has not; names the file.
     """
     path = Path(folder) / name
-    wanted = next((one for one in facts.files if one.name == name), None)
+    wanted = next((file for file in facts.files if file.name == name), None)
     if wanted is None:
         raise ModelDamaged(f"{Path(folder) / FACTS} lists no file {name!r}")
     try:
-        found = require_regular(path)
+        status = require_regular(path)
     except OSError as error:
         raise ModelDamaged(f"{path}: {error.strerror or error}") from error
-    if found.st_size != wanted.bytes:
-        raise ModelDamaged(f"{path} has {found.st_size} bytes, it was written with {wanted.bytes}")
+    if status.st_size != wanted.bytes:
+        raise ModelDamaged(f"{path} has {status.st_size} bytes, it was written with {wanted.bytes}")
     if verify and file_facts(path).sha256 != wanted.sha256:
         raise ModelDamaged(f"{path} has other bytes than were written: its checksum is not that of {FACTS}")
     return path
@@ -221,9 +221,9 @@ def file_facts(path: Path) -> FileFacts:
 
 def write_facts(folder: Path, facts: ModelFacts) -> None:
     """Write `model.json`."""
-    found = asdict(facts)
-    found[CHECKSUM] = facts_checksum(found)
-    (folder / FACTS).write_text(json.dumps(found, indent=1) + "\n")
+    content = asdict(facts)
+    content[CHECKSUM] = facts_checksum(content)
+    (folder / FACTS).write_text(json.dumps(content, indent=1) + "\n")
 
 
 @contextmanager
@@ -298,15 +298,15 @@ def _parsed(kind: Any, value: Any, where: str) -> Any:
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise ValueError(f"{where} must be a list, got {_kind(value)}")
-        return tuple(_parsed(get_args(kind)[0], one, f"{where}[{number}]") for number, one in enumerate(value))
+        return tuple(_parsed(get_args(kind)[0], element, f"{where}[{n}]") for n, element in enumerate(value))
     if get_origin(kind) is dict:
-        if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
             raise ValueError(f"{where} must be an object of strings")
         return value
     allowed: Sequence[type] = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     # True is an int for Python, not for JSON
     if type(value) not in allowed:
-        raise ValueError(f"{where} must be {' or '.join(one.__name__ for one in allowed)}, got {_kind(value)}")
+        raise ValueError(f"{where} must be {' or '.join(cls.__name__ for cls in allowed)}, got {_kind(value)}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""What serves a request: `PredictModule`, which runs a model on a dict of tensors, and the factory that makes it."""
+"""Predict modules, which serve requests: `PredictModule` runs a model on a dict of tensors, a factory makes it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PredictModule(nn.Module):
 
     @abstractmethod
     def predict_forward(self, batch: dict[str, Tensor]) -> Any:
-        """What the model says of a batch."""
+        """The model's result for a batch."""
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         """`predict_forward` on the device, in inference mode."""
@@ -82,7 +82,7 @@ _CPU = torch.device("cpu")
 
 
 class PredictFactory(ABC):
-    """Makes a model with learned weights that is ready to serve, and tells a server about its inputs."""
+    """Makes a model with learned weights that is ready to serve, and describes its inputs to a server."""
 
     @abstractmethod
     def create_predict_module(self) -> nn.Module:
@@ -94,7 +94,7 @@ class PredictFactory(ABC):
 
     def batching_metadata_json(self) -> str:
         """The same as JSON."""
-        return json.dumps({name: asdict(one) for name, one in self.batching_metadata().items()})
+        return json.dumps({name: asdict(metadata) for name, metadata in self.batching_metadata().items()})
 
     @abstractmethod
     def result_metadata(self) -> str:
@@ -102,11 +102,11 @@ class PredictFactory(ABC):
 
     @abstractmethod
     def run_weights_independent_tranformations(self, predict_module: nn.Module) -> nn.Module:
-        """What is done to the module before its weights matter."""
+        """The module, transformed before its weights matter."""
 
     @abstractmethod
     def run_weights_dependent_transformations(self, predict_module: nn.Module) -> nn.Module:
-        """What is done to the module with its weights in place: it is quantized, say."""
+        """The module, transformed with its weights in place: quantized, say."""
 
     def qualname_metadata(self) -> dict[str, QualNameMetadata]:
         """For each method that is served, how."""
@@ -114,7 +114,7 @@ class PredictFactory(ABC):
 
     def qualname_metadata_json(self) -> str:
         """The same as JSON."""
-        return json.dumps({name: asdict(one) for name, one in self.qualname_metadata().items()})
+        return json.dumps({name: asdict(metadata) for name, metadata in self.qualname_metadata().items()})
 
     def model_inputs_data(self) -> dict[str, Any]:
         """About the inputs, for whoever makes some up. `export_model` looks for a `Signature` under "signature"."""
@@ -169,7 +169,7 @@ class _DictCall:
     """
 
     def __init__(self, metadata: Mapping[str, BatchingMetadata]) -> None:
-        names = {kind: [name for name, one in metadata.items() if one.type == kind] for kind in ("dense", "sparse")}
+        names = {kind: [name for name, entry in metadata.items() if entry.type == kind] for kind in ("dense", "sparse")}
         others = [name for name in metadata if name not in (*names["dense"], *names["sparse"])]
         if others or len(names["dense"]) > 1 or len(names["sparse"]) != 1:
             raise ValueError(

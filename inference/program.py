@@ -47,8 +47,8 @@ class Program:
         batch = inputs["lengths"].shape[1]
         inputs.update(self._floats("weights", weights, (values.shape[0],) if self.facts.weighted else None))
         inputs.update(self._floats("dense", dense, (batch, len(self.facts.dense)) if self.facts.dense else None))
-        found = self._module(**inputs)
-        return dict(zip((output.name for output in self.facts.outputs), found, strict=True))
+        outputs = self._module(**inputs)
+        return dict(zip((output.name for output in self.facts.outputs), outputs, strict=True))
 
     def _lengths(self, lengths: Tensor, values: Tensor) -> Tensor:
         count = len(self.facts.features)
@@ -56,7 +56,7 @@ class Program:
             raise ValueError(f"values must have one dim, got shape {list(values.shape)}")
         if lengths.numel() % count or lengths.dim() not in (1, 2) or (lengths.dim() == 2 and lengths.shape[0] != count):
             raise ValueError(
-                f"lengths must be [{count}, batch] for features {[one.name for one in self.facts.features]},"
+                f"lengths must be [{count}, batch] for features {[feature.name for feature in self.facts.features]},"
                 f" got shape {list(lengths.shape)}"
             )
         lengths = _ids("lengths", lengths).view(count, lengths.numel() // count)
@@ -110,12 +110,12 @@ def load_program(folder: str | os.PathLike[str], *, compiled: bool = False, veri
     named = program.graph_signature.inputs_to_buffers
     takes = {named[node.name]: node.meta["val"] for node in program.graph.nodes if node.name in named}
     for plane in facts.planes:
-        one = takes.get(plane.name)
-        if one is None:
+        taken = takes.get(plane.name)
+        if taken is None:
             raise ModelDamaged(f"{path} has no {plane.name}, of which {folder} has tables")
-        if one.dim() != 1 or (one.shape[0], _name(one.dtype)) != (plane.elements, plane.dtype):
+        if taken.dim() != 1 or (taken.shape[0], _name(taken.dtype)) != (plane.elements, plane.dtype):
             raise ModelDamaged(
-                f"{path} takes {plane.name} of {list(one.shape)} {_name(one.dtype)}, model.json says"
+                f"{path} takes {plane.name} of {list(taken.shape)} {_name(taken.dtype)}, model.json says"
                 f" [{plane.elements}] {plane.dtype}"
             )
     program.state_dict.update(read_planes(tables, facts))
@@ -130,7 +130,7 @@ def read_planes(path: Path, facts: ModelFacts) -> dict[str, Tensor]:
     Raises:
         ModelDamaged: the file lacks a tensor, or it does not fit where it goes.
     """
-    found: dict[str, Tensor] = {}
+    planes: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for plane in facts.planes:
@@ -140,10 +140,10 @@ def read_planes(path: Path, facts: ModelFacts) -> dict[str, Tensor]:
                     if cells.dtype != whole.dtype or not 0 <= place.begin <= whole.numel() - cells.numel():
                         raise ModelDamaged(f"{path}: {place.tensor} does not fit into the program's {plane.name}")
                     whole[place.begin : place.begin + cells.numel()] = cells
-                found[plane.name] = whole
+                planes[plane.name] = whole
     except SafetensorError as error:
         raise ModelDamaged(f"{path}: {error}") from error
-    return found
+    return planes
 
 
 def _ids(name: str, given: Tensor) -> Tensor:
@@ -187,9 +187,11 @@ class CompiledModule:
                 f"{path} cannot be loaded by torch {torch.__version__} on this machine: {error}"
             ) from error
         self._facts = facts
-        sizes = [_MOST if one.ids is None else one.ids for one in facts.features]
+        sizes = [_MOST if feature.ids is None else feature.ids for feature in facts.features]
         self._ids = pack_features([Feature(0, size, 1, 0) for size in sizes], torch.device("cpu"))
-        self._names = [f"feature {one.name!r} (table {', '.join(map(repr, one.tables))})" for one in facts.features]
+        self._names = [
+            f"feature {feature.name!r} (table {', '.join(map(repr, feature.tables))})" for feature in facts.features
+        ]
 
     def __call__(self, **inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs. Ids are checked before: what is raised inside of compiled code comes out without its type."""
@@ -197,10 +199,10 @@ class CompiledModule:
         if not lengths.shape[1]:
             # compiled code has no blocks of no samples
             return tuple(
-                torch.zeros([0 if isinstance(n, str) else n for n in one.shape], dtype=getattr(torch, one.dtype))
-                for one in self._facts.outputs
+                torch.zeros([0 if isinstance(n, str) else n for n in output.shape], dtype=getattr(torch, output.dtype))
+                for output in self._facts.outputs
             )
         offsets = torch.nn.functional.pad(lengths.reshape(-1).cumsum(0), (1, 0))
         check_ids(inputs["values"], offsets, self._ids, new_guard(), names=self._names)
-        found = self._run(**inputs)
-        return (found,) if isinstance(found, Tensor) else tuple(found)
+        outputs = self._run(**inputs)
+        return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)

@@ -1,4 +1,4 @@
-"""Replace the collections of a trained model by quantized ones."""
+"""Quantization of a trained model: its collections are replaced by quantized ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _TORCHREC_NAMES = {
 
 
 class _Rule(NamedTuple):
-    """What becomes of a class of modules: the class whose `from_float` takes them, and the qconfig that it reads."""
+    """A rule for a class of modules: the class whose `from_float` takes them, and the qconfig that it reads."""
 
     quantized: type[nn.Module]
     qconfig: QuantConfig
@@ -167,8 +167,8 @@ def _replace(model: nn.Module, rules: Mapping[str, _Rule]) -> nn.Module:
     outermost = list(_outermost(model, rules))
     if not outermost:
         warnings.warn("nothing was quantized: the model has no float collection", stacklevel=3)
-    inside = (one for module in outermost for one in module.modules() if isinstance(one, TableCollection))
-    tables = {config.name for one in inside for config in one._configs}
+    inside = (part for module in outermost for part in module.modules() if isinstance(part, TableCollection))
+    tables = {config.name for part in inside for config in part._configs}
     for rule in rules.values():
         for what in ("per_table_weight_dtype", "scale_dtype"):
             asked = getattr(rule.qconfig, what)
@@ -204,7 +204,7 @@ def _replaced(module: nn.Module, rules: Mapping[str, _Rule], done: dict[nn.Modul
 
 
 def _quantized(module: nn.Module, rule: _Rule) -> nn.Module:
-    """What `from_float` makes of a module, whose own qconfig comes back after."""
+    """The quantized module that `from_float` makes of one, whose own qconfig comes back after."""
     own = {"qconfig": module.qconfig} if hasattr(module, "qconfig") else {}
     quantized: Any = rule.quantized
     module.__dict__["qconfig"] = rule.qconfig

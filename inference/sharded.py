@@ -1,4 +1,4 @@
-"""Shard a quantized model over the devices of one process."""
+"""Sharding of a quantized model over the devices of one process."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def shard_quant_model(
             )
             sharding_plan = planner.plan(model, used)
         else:
-            said = {"constraints": constraints, "device_memory_size": device_memory_size, "ddr_cap": ddr_cap}
-            if without := [name for name, value in said.items() if value is not None]:
+            idle = {"constraints": constraints, "device_memory_size": device_memory_size, "ddr_cap": ddr_cap}
+            if without := [name for name, value in idle.items() if value is not None]:
                 raise ValueError(f"{', '.join(without)} have no effect beside a sharding_plan: leave out one of them")
         env = ShardingEnv.from_local(world_size, 0)
         places = find_places(model, used, sharding_plan, lambda _: env)

@@ -37,11 +37,11 @@ class Table:
             IndexError: an id is outside the table; names table, place and id.
         """
         wanted = self._ids(ids)
-        found = np.zeros((wanted.shape[0], self.facts.dim), np.float32)
-        rows = wanted if self.remapping is None else self.remapping[wanted]
+        out = np.zeros((wanted.shape[0], self.facts.dim), np.float32)
+        rows = wanted if self.remapping is None else self.remapping[wanted]  # [N], -1 where pruned
         there = rows >= 0
-        found[there] = self._values(rows[there])
-        return found
+        out[there] = self._values(rows[there])
+        return out
 
     def pooled(self, ids: ArrayLike, offsets: ArrayLike, weights: ArrayLike | None = None) -> Floats:
         """The rows of each bag of ids, added, or averaged where the table does that: [B, dim].
@@ -64,36 +64,36 @@ class Table:
             if scale.shape != rows.shape[:1]:
                 raise ValueError(f"table {self.facts.name!r}: {len(rows)} ids need as many weights, got {scale.shape}")
             rows = rows * scale[:, None]
-        sizes = np.diff(ends)
-        found = np.zeros((len(sizes), self.facts.dim), np.float32)
-        np.add.at(found, np.repeat(np.arange(len(sizes)), sizes), rows)
+        sizes = np.diff(ends)  # [B]
+        sums = np.zeros((len(sizes), self.facts.dim), np.float32)  # [B, dim]
+        np.add.at(sums, np.repeat(np.arange(len(sizes)), sizes), rows)
         if self.facts.pooling == "mean":
-            found /= np.maximum(sizes, 1).astype(np.float32)[:, None]
-        return found
+            sums /= np.maximum(sizes, 1).astype(np.float32)[:, None]
+        return sums
 
     def _ids(self, ids: ArrayLike) -> NDArray[np.int64]:
-        found = np.asarray(ids)
-        if found.size == 0:
+        array = np.asarray(ids)
+        if array.size == 0:
             return np.zeros(0, np.int64)
-        if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
             raise TypeError(
-                f"table {self.facts.name!r}: ids must be a list of integers, got {found.dtype}, {found.ndim}-D"
+                f"table {self.facts.name!r}: ids must be a list of integers, got {array.dtype}, {array.ndim}-D"
             )
-        bad = np.flatnonzero((found < 0) | (found >= self.facts.ids))
+        bad = np.flatnonzero((array < 0) | (array >= self.facts.ids))
         if bad.size:
             at = int(bad[0])
-            raise IndexError(f"table {self.facts.name!r}, place {at}: id {found[at]} is outside [0, {self.facts.ids})")
-        return found.astype(np.int64)
+            raise IndexError(f"table {self.facts.name!r}, place {at}: id {array[at]} is outside [0, {self.facts.ids})")
+        return array.astype(np.int64)
 
     def _values(self, rows: NDArray[np.integer]) -> Floats:
         numbers = _NUMBERS[self.facts.format](self.payload[rows])[:, : self.facts.dim]
         if self.scales is None:
             return numbers
-        scales = self.scales[rows].astype(np.float32)
-        found: Floats = numbers * scales[:, :1]
+        scales = self.scales[rows].astype(np.float32)  # [N, parts]
+        values: Floats = numbers * scales[:, :1]
         if scales.shape[1] == 2:
-            found += scales[:, 1:]
-        return found
+            values += scales[:, 1:]
+        return values
 
 
 def read_tables(folder: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Table]:
@@ -124,9 +124,9 @@ def _table(tensor: Callable[[str], NDArray[np.generic]], facts: TableFacts, path
     remapping = None if facts.remapping is None else tensor(facts.remapping)
     if payload.dtype != np.uint8 or payload.ndim != 2 or payload.shape[0] != facts.rows:
         raise ModelDamaged(f"{path}: {facts.payload} is not uint8 [{facts.rows}, bytes of a row]")
-    for name, one, size in ((facts.scales, scales, facts.rows), (facts.remapping, remapping, facts.ids)):
-        if one is not None and one.shape[0] != size:
-            raise ModelDamaged(f"{path}: {name} has {one.shape[0]} rows, {size} are written down")
+    for name, array, size in ((facts.scales, scales, facts.rows), (facts.remapping, remapping, facts.ids)):
+        if array is not None and array.shape[0] != size:
+            raise ModelDamaged(f"{path}: {name} has {array.shape[0]} rows, {size} are written down")
     return Table(facts, payload, scales, remapping)  # type: ignore[arg-type]
 
 
@@ -135,8 +135,8 @@ def _packed(bits: int) -> Callable[[Bytes], Floats]:
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
 
     def numbers(payload: Bytes) -> Floats:
-        found = (payload[:, :, None] >> shifts) & np.uint8(2**bits - 1)
-        return found.reshape(payload.shape[0], payload.shape[1] * len(shifts)).astype(np.float32)
+        codes = (payload[:, :, None] >> shifts) & np.uint8(2**bits - 1)  # [N, bytes, 8 / bits]
+        return codes.reshape(payload.shape[0], payload.shape[1] * len(shifts)).astype(np.float32)
 
     return numbers
 

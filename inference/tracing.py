@@ -90,7 +90,7 @@ def trace(model: nn.Module, signature: Signature, call: Call = plain_call) -> Tr
     sizes: dict[str, Any] = {name: {0: Dim.DYNAMIC} for name in inputs}
     sizes["lengths"] = {1: Dim.DYNAMIC}
     with torch.no_grad():
-        # what does not fit says so here in its own words, and the names of outputs are no part of a program
+        # errors of what does not fit are the model's own here, and the names of outputs are no part of a program
         outputs = list(module.named(**inputs))
     # so that the program is not tied to batches of two and more samples, which is what torch takes a 2 for
     with torch.no_grad(), _tables_alone(groups), _shapes.patch(backed_size_oblivious=True):
@@ -120,7 +120,7 @@ def find_tables(model: nn.Module) -> list[TracedTables]:
         ValueError: there are none, they are not on the CPU, or two tables have one name.
         TypeError: part of the model is sharded.
     """
-    found: list[TracedTables] = []
+    traced: list[TracedTables] = []
     homes: dict[str, str] = {}
     for path, module in model.named_modules():
         # what holds parts of tables names them by this method
@@ -141,15 +141,15 @@ def find_tables(model: nn.Module) -> list[TracedTables]:
                         " tables by their names, rename one"
                     )
                 homes[table.name] = path
-            number = len(found)
-            held = [what for what in (*PLANES, *_BESIDE) if isinstance(getattr(tables, what, None), Tensor)]
-            found.append(TracedTables(tables, module, {what: f"{what}_{number}" for what in held}))
-    if not found:
+            number = len(traced)
+            planes = [what for what in (*PLANES, *_BESIDE) if isinstance(getattr(tables, what, None), Tensor)]
+            traced.append(TracedTables(tables, module, {what: f"{what}_{number}" for what in planes}))
+    if not traced:
         raise ValueError(
             "the model has no quantized tables: quantize it with quantize_inference_model first"
             " (quantization_dtype=torch.float32 keeps every value)"
         )
-    return found
+    return traced
 
 
 class _PlainTensors(nn.Module):
@@ -166,14 +166,14 @@ class _PlainTensors(nn.Module):
     def forward(
         self, values: Tensor, lengths: Tensor, weights: Tensor | None = None, dense: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        held = [(group.tables, what, getattr(group.tables, what)) for group in self._groups for what in group.buffers]
+        saved = [(group.tables, what, getattr(group.tables, what)) for group in self._groups for what in group.buffers]
         for group in self._groups:
             for what, name in group.buffers.items():
                 setattr(group.tables, what, getattr(self, name))
         try:
             return tuple(self.named(values, lengths, weights, dense).values())
         finally:
-            for tables, what, tensor in held:
+            for tables, what, tensor in saved:
                 setattr(tables, what, tensor)
 
     def named(
@@ -188,10 +188,10 @@ class _PlainTensors(nn.Module):
 def _tables_alone(groups: Sequence[TracedTables]) -> Iterator[None]:
     """Take away the buffers that show each table of a plane: a program would hold every table twice."""
     hidden = [module for group in groups for module in group.collection.modules() if module is not group.collection]
-    held = [(module, module._buffers) for module in dict.fromkeys(hidden)]
+    saved = [(module, module._buffers) for module in dict.fromkeys(hidden)]
     planes = {plane.untyped_storage().data_ptr() for group in groups for _, _, plane in group.planes()}
     try:
-        for module, buffers in held:
+        for module, buffers in saved:
             module._buffers = {
                 name: tensor
                 for name, tensor in buffers.items()
@@ -199,7 +199,7 @@ def _tables_alone(groups: Sequence[TracedTables]) -> Iterator[None]:
             }
         yield
     finally:
-        for module, buffers in held:
+        for module, buffers in saved:
             module._buffers = buffers
 
 
@@ -210,12 +210,12 @@ def named_outputs(result: Any, names: Sequence[str] | None = None) -> dict[str, 
         TypeError: there is something else among them.
         ValueError: there are more or fewer than names.
     """
-    found = dict(_named(result, ""))
+    outputs = dict(_named(result, ""))
     if names is None:
-        return found
-    if len(names) != len(found):
-        raise ValueError(f"the model has {len(found)} outputs, {list(found)}, the signature names {list(names)}")
-    return dict(zip(names, found.values(), strict=True))
+        return outputs
+    if len(names) != len(outputs):
+        raise ValueError(f"the model has {len(outputs)} outputs, {list(outputs)}, the signature names {list(names)}")
+    return dict(zip(names, outputs.values(), strict=True))
 
 
 def _named(result: Any, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -29,14 +29,14 @@ def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, T
     Raises:
         ValueError: two collections have tables of the same name.
     """
-    found: dict[str, tuple[Tensor, Tensor | None]] = {}
+    by_table: dict[str, tuple[Tensor, Tensor | None]] = {}
     # a module used in several places is one
     for module in dict.fromkeys(_holders(model)):
         weights = module.table_weights()
-        if twice := sorted(set(weights) & set(found)):
+        if twice := sorted(set(weights) & set(by_table)):
             raise ValueError(f"tables {twice} are in more than one collection: read each by its table_weights()")
-        found.update(weights)
-    return found
+        by_table.update(weights)
+    return by_table
 
 
 def assign_weights_to_tbe(model: nn.Module, table_to_weight: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
