@@ -30,6 +30,7 @@ KNOWN = {
     "managed_collision": ("compare_managed_collision", ""),
     "planner": ("compare_planner", ""),
     "planner_plans": ("compare_planner_plans", ""),
+    "same_bits": ("same_bits.compare", ""),
 }
 
 

@@ -1,0 +1,1 @@
+"""Whether two trees train to the same bits: what trains in each, and what compares."""
