@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -94,3 +95,14 @@ def allocations(run: Callable[[], object]) -> list[int]:
         for event in recorded.kineto_results.events()
         if event.name() == "[memory]" and event.nbytes() > 0
     ]
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most bytes that torch's allocator of the CPU had given out at a time since `run()` began, and not back."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiled:
+        run()
+    recorded: Any = profiled.profiler
+    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate((int(event.nbytes()) for event in events), initial=0))

@@ -50,7 +50,7 @@ class Difference(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        return f"{self.world} ranks, mix {self.mix}, rank {self.rank}: {self.name}"
+        return f"{self.world} rank{'s' if self.world > 1 else ''}, mix {self.mix}, rank {self.rank}: {self.name}"
 
 
 def trained(tree: Path, job: Job) -> list[Digests]:
